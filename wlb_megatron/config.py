@@ -1,0 +1,62 @@
+"""One dataclass holds every setting of the plugin; arguments.py makes the --wlb-* flags from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+PACKINGS = ("original", "fixed-greedy", "fixed-solver", "varlen")
+SHARDINGS = ("per-sequence", "per-document")
+OVERLONG = ("split", "truncate", "drop")
+
+
+def _setting(default: Any, help: str, **meta: Any) -> Any:
+    return field(default=default, metadata={"help": help, **meta})
+
+
+@dataclass(frozen=True, kw_only=True)
+class WlbConfig:
+    """Settings of the plugin. Field `max_tokens` is flag --wlb-max-tokens, and so on."""
+
+    packing: str = _setting(
+        "varlen",
+        "how documents become micro-batches: original (arrival order, windows of --seq-length), fixed-greedy "
+        "(balanced windows), fixed-solver (the same by an exact solver), varlen (variable length with delay)",
+        choices=PACKINGS,
+    )
+    sharding: str = _setting(
+        "per-document",
+        "how a micro-batch is cut over context-parallel ranks",
+        choices=SHARDINGS,
+    )
+    max_tokens: int | None = _setting(
+        None, "most tokens of a micro-batch, Lmax (tokens; default: 1.5 x --seq-length)", type=int
+    )
+    max_delay: int = _setting(
+        16, "a document trains at most this many iterations after it arrived (iterations)", type=int
+    )
+    thresholds: str = _setting(
+        "auto", "lengths from which a document waits in an outlier queue: auto, none, or e.g. 49152,90112 (tokens)"
+    )
+    balance_batches: int = _setting(
+        1, "fixed-greedy and fixed-solver balance over this many global batches (iterations)", type=int
+    )
+    solver_seconds: float = _setting(1.0, "fixed-solver's time limit for one plan (seconds)", type=float)
+    quadratic_at: float | None = _setting(
+        None,
+        "length at which a document's attention costs as much as everything else: work = d + d*d/X "
+        "(tokens; default: from the model's shape)",
+        type=float,
+    )
+    document_cost: float = _setting(
+        0.0, "fixed cost of a document in a micro-batch, as tokens of linear work (tokens)", type=float
+    )
+    max_documents: int = _setting(
+        4096, "most documents of a micro-batch; kernels launch one block row per document (documents)", type=int
+    )
+    overlong: str = _setting(
+        "split",
+        "a document longer than --seq-length is split at the window, truncated to it, or dropped (counted)",
+        choices=OVERLONG,
+    )
+    off: bool = _setting(False, "leave Megatron untouched: the launcher then only runs the script")

@@ -1,0 +1,1 @@
+"""Which documents train together: stream, queues, packers, order."""

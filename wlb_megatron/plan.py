@@ -1,0 +1,57 @@
+"""The plan of an iteration: which pieces of which documents train in which micro-batch.
+
+Everything here is integers, computed alike on every rank from document lengths alone.
+The plan of one micro-batch over its context-parallel ranks is sharding/segments.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+PADDING = -1
+"""Document id of the padding that makes a micro-batch's token count divide evenly."""
+
+
+class Piece(NamedTuple):
+    """Tokens [start, end) of a document: a whole one, or a part where a packer had to cut.
+
+    A piece is attended as a document of its own: own mask, positions from 0. (A named tuple rather than a
+    dataclass: an iteration of a large job makes tens of thousands, and these cost a third.)
+    """
+
+    epoch: int
+    document: int
+    start: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Pieces packed into one sequence, in order. `work` is in the cost model's integer units."""
+
+    pieces: tuple[Piece, ...]
+    work: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens without end padding."""
+        return sum(piece.end - piece.start for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class IterationPlan:
+    """One global batch. `micro_batches[m][d]` is micro-batch m of data-parallel rank d.
+
+    arrived: pieces taken from the stream for this iteration; waiting: queues and leftovers after it,
+    oldest first.
+    """
+
+    iteration: int
+    arrived: tuple[Piece, ...]
+    micro_batches: tuple[tuple[MicroBatch, ...], ...]
+    waiting: tuple[Piece, ...]

@@ -1,0 +1,1 @@
+"""Where the package is hooked into Megatron-LM."""

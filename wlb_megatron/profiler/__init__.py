@@ -1,0 +1,1 @@
+"""Measures kernels and collectives for the cost model."""

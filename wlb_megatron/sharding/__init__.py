@@ -1,0 +1,1 @@
+"""How one micro-batch's tokens are laid over context-parallel ranks."""

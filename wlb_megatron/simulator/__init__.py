@@ -1,0 +1,1 @@
+"""Predicts the time of an iteration of 4D training."""

@@ -1,0 +1,1 @@
+"""What a document costs: work units, measured tables, memory."""
