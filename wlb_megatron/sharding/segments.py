@@ -68,12 +68,51 @@ def merge_touching(rows: IntArray) -> IntArray:
 
     [(0, 0, 2), (1, 0, 1), (0, 2, 4)] becomes [(0, 0, 4), (1, 0, 1)]. Empty rows are dropped.
     """
-    raise NotImplementedError
+    rows = rows[rows[:, 1] < rows[:, 2]]
+    if len(rows) < 2:
+        return rows
+    # Side by side by (piece, start), a row opens a group unless it begins where the row before it ends;
+    # the group stands where its earliest row stood.
+    order = np.lexsort((rows[:, 1], rows[:, 0]))
+    ordered = rows[order]
+    opens = np.ones(len(rows), dtype=bool)
+    opens[1:] = (ordered[1:, 0] != ordered[:-1, 0]) | (ordered[1:, 1] != ordered[:-1, 2])
+    heads = np.flatnonzero(opens)
+    tails = np.append(heads[1:], len(rows)) - 1
+    merged = np.column_stack((ordered[heads, 0], ordered[heads, 1], ordered[tails, 2]))
+    return merged[np.argsort(np.minimum.reduceat(order, heads))]
 
 
 def validate(plan: ShardPlan) -> None:
     """Raise ValueError unless every token of every piece is on exactly one rank, once, and no rows touch."""
-    raise NotImplementedError
+    pieces = len(plan.lengths)
+    for rank, rows in enumerate(plan.ranks):
+        if rows.ndim != 2 or rows.shape[1] != 3:
+            raise ValueError(
+                f"rank {rank}: segments must be rows (piece, start, end), got shape {rows.shape}"
+            )
+        if not ((rows[:, 0] >= 0) & (rows[:, 0] < pieces)).all():
+            raise ValueError(f"rank {rank}: a segment names a piece outside 0..{pieces - 1}")
+        inside = (rows[:, 1] >= 0) & (rows[:, 1] < rows[:, 2]) & (rows[:, 2] <= plan.lengths[rows[:, 0]])
+        if not inside.all():
+            piece, start, end = rows[np.argmin(inside)]
+            raise ValueError(f"rank {rank}: segment [{start}, {end}) is empty or outside piece {piece}")
+        if len(merge_touching(rows)) != len(rows):
+            raise ValueError(f"rank {rank}: segments of one piece touch; merge them with merge_touching")
+    rows = np.concatenate(plan.ranks)
+    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+    # In order, the segments must lay the packed sequence end to end: each begins where the one before ends.
+    begins = plan.piece_starts[rows[:, 0]] + rows[:, 1]
+    expected = np.concatenate(([0], np.cumsum(rows[:, 2] - rows[:, 1])))
+    if (begins != expected[:-1]).any():
+        at = int(np.argmax(begins != expected[:-1]))
+        what = "twice" if begins[at] < expected[at] else "not at all"
+        token = min(int(begins[at]), int(expected[at]))
+        raise ValueError(f"packed token {token} is held {what}; each must be on one rank, once")
+    if expected[-1] != plan.tokens:
+        raise ValueError(
+            f"packed token {int(expected[-1])} is held not at all; each must be on one rank, once"
+        )
 
 
 def _ranges(starts: IntArray, ends: IntArray) -> IntArray:

@@ -1,0 +1,57 @@
+"""Alignment arithmetic: how much padding a micro-batch gets, and how many tokens each slot and rank holds.
+
+A micro-batch is laid over 2 * CP slots; context-parallel rank i holds slots i and 2 * CP - 1 - i, so that
+under a causal mask every rank has an early and a late share.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+
+def multiple(cp_size: int, tp_size: int = 1, rows: int = 1) -> int:
+    """Tokens of a micro-batch must be a multiple of this: CP x TP x rows.
+
+    rows: what the GEMMs of a rank need (1; 16 with FP8, 32 with MXFP8). TP counts because sequence
+    parallelism cuts a context-parallel rank's tokens once more.
+    """
+    for name, value in (("cp_size", cp_size), ("tp_size", tp_size), ("rows", rows)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    return cp_size * tp_size * rows
+
+
+def padding(tokens: int, multiple: int) -> int:
+    """Padding tokens that make `tokens` a multiple of `multiple`: 13 to a multiple of 8 needs 3.
+
+    An empty micro-batch gets one whole multiple, so that no rank is left without a token.
+    """
+    if tokens < 0 or multiple < 1:
+        raise ValueError(
+            f"cannot pad {tokens} tokens to a multiple of {multiple}: give tokens >= 0, multiple >= 1"
+        )
+    return multiple if tokens == 0 else -tokens % multiple
+
+
+def slot_bounds(tokens: npt.ArrayLike, cp_size: int) -> npt.NDArray[np.int64]:
+    """int64[..., 2 * CP + 1]: where each slot starts in a sequence of `tokens` tokens; last comes the end.
+
+    Slot s holds tokens // 2CP, one more if s < tokens mod 2CP (which is 0 or CP). 12 tokens, CP=4: slots of
+    2 2 2 2 1 1 1 1 give [0, 2, 4, 6, 8, 9, 10, 11, 12]; ranks (0, 7), (1, 6), (2, 5), (3, 4) hold 3 each.
+
+    Raises ValueError where tokens is not a positive multiple of CP.
+    """
+    if cp_size < 1:
+        raise ValueError(f"context-parallel size must be at least 1, got {cp_size}")
+    totals = np.asarray(tokens, dtype=np.int64)
+    wrong = (totals <= 0) | (totals % cp_size != 0)
+    if wrong.any():
+        bad = int(totals[wrong][0])
+        raise ValueError(
+            f"{bad} tokens cannot be cut evenly over {cp_size} context-parallel ranks: "
+            f"add a last piece of {padding(max(bad, 0), cp_size)} padding tokens"
+        )
+    base, extra = np.divmod(totals[..., None], 2 * cp_size)
+    slots = np.arange(2 * cp_size + 1)
+    return slots * base + np.minimum(slots, extra)

@@ -1,0 +1,40 @@
+"""Per-document sharding without padding (WLB-LLM section 5): each piece becomes 2 * CP chunks, one a slot.
+
+Rank i holds chunks i and 2CP-1-i of every piece, so its work is one CP-th of the piece's. The d mod 2CP
+tokens that do not divide lengthen chunks by one each, by a cursor over the slots that runs on over the pieces
+of a micro-batch: every slot ends with the same number of tokens, and no piece is padded.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.sharding.alignment import slot_bounds
+from wlb_megatron.sharding.segments import IntArray, ShardPlan
+from wlb_megatron.sharding.slots import PieceList, deal
+
+
+def per_document(lengths: npt.ArrayLike, cp_size: int) -> ShardPlan:
+    """Plan of one micro-batch. lengths: int[n] tokens of each piece, padding piece included.
+
+    Lengths [5, 3], CP=2: piece 0 lengthens slot 0 (chunks 2 1 1 1), piece 1 slots 1, 2, 3 (chunks 0 1 1 1).
+    Raises ValueError where the total is not a positive multiple of cp_size.
+    """
+    pieces = PieceList.of([lengths])
+    return deal(pieces, document_cuts(pieces, cp_size))[0]
+
+
+def document_cuts(pieces: PieceList, cp_size: int) -> IntArray:
+    """int64[n, 2 * CP + 1]: where each piece's chunks begin and end."""
+    slot_bounds(pieces.totals(), cp_size)  # refuses totals that would leave ranks unequal
+    slots = 2 * cp_size
+    base, extra = np.divmod(pieces.lengths, slots)
+    cursor = (pieces.before(extra) % slots)[:, None]
+    base, extra = base[:, None], extra[:, None]
+    chunk = np.arange(slots + 1)
+    # Longer chunks are slots cursor .. cursor + extra - 1, modulo 2CP: how many of them lie before slot c?
+    # With 8 slots, cursor 6, extra 3 (slots 6, 7, 0): before slot 1 one (slot 0, wrapped), before slot 7 two.
+    ahead = np.clip(chunk - cursor, 0, extra)
+    wrapped = np.clip(cursor + extra - slots, 0, chunk)
+    return chunk * base + ahead + wrapped

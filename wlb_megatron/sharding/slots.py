@@ -1,0 +1,84 @@
+"""From cut points to shard plans, for all micro-batches of an iteration in one pass.
+
+Per-sequence and per-document sharding differ only in where they cut each piece into 2 * CP chunks, one a
+slot. An iteration of a large job has tens of micro-batches of tens of documents: numpy's cost is per call, so
+they are planned together, as one list of pieces and the places where each micro-batch begins in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.sharding.segments import IntArray, ShardPlan
+
+
+@dataclass(frozen=True)
+class PieceList:
+    """Pieces of several micro-batches, end to end.
+
+    lengths: int64[n], tokens of each piece. first: int64[m + 1], index of each micro-batch's first piece; the
+    last entry is n. owner: int64[n], micro-batch of each piece.
+    """
+
+    lengths: IntArray
+    first: IntArray
+    owner: IntArray
+
+    @staticmethod
+    def of(micro_batches: Sequence[npt.ArrayLike]) -> PieceList:
+        """From the lengths of each micro-batch's pieces. Raises ValueError on a negative length."""
+        each = [np.asarray(lengths, dtype=np.int64) for lengths in micro_batches]
+        lengths = np.concatenate(each) if each else np.empty(0, dtype=np.int64)
+        if len(lengths) and lengths.min() < 0:
+            raise ValueError(f"a piece has {int(lengths.min())} tokens; lengths must not be negative")
+        counts = np.array([len(one) for one in each], dtype=np.int64)
+        first = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+        return PieceList(lengths, first, np.repeat(np.arange(len(each)), counts))
+
+    def before(self, values: IntArray) -> IntArray:
+        """int64[n]: sum of `values` over the earlier pieces of the same micro-batch."""
+        running = np.concatenate(([0], np.cumsum(values)))
+        return running[:-1] - running[self.first[:-1]][self.owner]
+
+    def totals(self) -> IntArray:
+        """int64[m]: tokens of each micro-batch."""
+        running = np.concatenate(([0], np.cumsum(self.lengths)))
+        return running[self.first[1:]] - running[self.first[:-1]]
+
+
+def deal(pieces: PieceList, cuts: IntArray) -> list[ShardPlan]:
+    """The plan of each micro-batch, when piece p's tokens [cuts[p, s], cuts[p, s + 1]) go to slot s.
+
+    cuts: int64[n, 2 * CP + 1]. Rank i holds slot i's segments in piece order, then slot 2CP-1-i's. Where a
+    piece's two chunks touch, they are one segment at the place of the first (always so on rank CP-1, whose
+    slots are neighbours; elsewhere when the chunks between them are empty). One rank alone holds the pieces
+    whole, in packed order.
+    """
+    cp_size = (cuts.shape[1] - 1) // 2
+    early, early_end = cuts[:, :cp_size], cuts[:, 1 : cp_size + 1]
+    late, late_end = cuts[:, -2 : cp_size - 1 : -1], cuts[:, :cp_size:-1]
+    has_early, has_late = early < early_end, late < late_end
+    touch = has_early & has_late & (early_end == late)
+    # [piece, rank, half]
+    starts = np.stack((early, late), axis=2)
+    ends = np.stack((np.where(touch, late_end, early_end), late_end), axis=2)
+    keep = np.stack((has_early, has_late & ~touch), axis=2)
+
+    piece, rank, half = np.nonzero(keep)
+    owner = pieces.owner[piece]
+    share = owner * cp_size + rank
+    order = np.argsort(share * 2 + (half if cp_size > 1 else 0), kind="stable")
+    rows = np.column_stack((piece - pieces.first[owner], starts[keep], ends[keep]))[order]
+    count = len(pieces.first) - 1
+    bounds = np.concatenate(([0], np.cumsum(np.bincount(share, minlength=count * cp_size)))).tolist()
+    shares = [rows[begin:end] for begin, end in pairwise(bounds)]
+    first = pieces.first.tolist()
+    return [
+        ShardPlan(pieces.lengths[first[m] : first[m + 1]], tuple(shares[m * cp_size : (m + 1) * cp_size]))
+        for m in range(count)
+    ]
