@@ -1,0 +1,237 @@
+"""Our numpy reader of .bin/.idx against the pair that Megatron's own builder writes."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.indexed import IndexedCorpus, read_index
+
+# Each document is a list of sequences, each sequence a number of tokens.
+DOCUMENTS = [[5], [3, 0, 4], [0], [1], [], [2, 2, 2], [7], []]
+
+
+def write_corpus(prefix: Path, documents: Sequence[Sequence[int]], dtype: type) -> list[list[int]]:
+    """Write with Megatron's builder; returns the tokens of each document."""
+    torch = pytest.importorskip("torch")
+    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    rng = np.random.default_rng(1)
+    written = []
+    for sequences in documents:
+        tokens: list[int] = []
+        for length in sequences:
+            values = rng.integers(0, 30_000, length)
+            builder.add_item(torch.from_numpy(values))
+            tokens += values.tolist()
+        builder.end_document()
+        written.append(tokens)
+    builder.finalize(f"{prefix}.idx")
+    return written
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    write_corpus(tmp_path / "corpus", DOCUMENTS, np.uint16)
+    return tmp_path / "corpus"
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64, np.int16])
+def test_documents_of_one_or_several_or_no_sequences_read_back_whole(tmp_path: Path, dtype: type) -> None:
+    written = write_corpus(tmp_path / "corpus", DOCUMENTS, dtype)
+    reader = IndexedCorpus(tmp_path / "corpus")
+    assert reader.index.lengths.dtype == np.int64
+    assert reader.index.lengths.tolist() == [5, 7, 0, 1, 0, 6, 7, 0]
+    assert reader.index.token_type == np.dtype(dtype)
+    for document, tokens in enumerate(written):
+        read = reader.read(document, 0, len(tokens))
+        assert read.dtype == np.int64
+        assert read.tolist() == tokens
+
+
+def test_any_range_of_a_document_reads_those_tokens(tmp_path: Path) -> None:
+    written = write_corpus(tmp_path / "corpus", DOCUMENTS, np.uint16)
+    reader = IndexedCorpus(tmp_path / "corpus")
+    for document, tokens in enumerate(written):
+        for start in range(len(tokens) + 1):
+            for end in range(start, len(tokens) + 1):
+                assert reader.read(document, start, end).tolist() == tokens[start:end]
+
+
+@pytest.mark.parametrize(
+    ("document", "start", "end"), [(0, 0, 6), (0, -1, 2), (0, 3, 2), (-1, 0, 0), (8, 0, 0)]
+)
+def test_a_range_outside_the_document_is_an_error_never_the_neighbours_tokens(
+    corpus: Path, document: int, start: int, end: int
+) -> None:
+    with pytest.raises(IndexError):
+        IndexedCorpus(corpus).read(document, start, end)
+
+
+def test_offsets_equal_the_ones_that_megatron_reads(corpus: Path) -> None:
+    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    theirs = indexed_dataset.IndexedDataset(str(corpus))
+    ours = IndexedCorpus(corpus)
+    bounds = theirs.document_indices
+    assert len(ours) == len(bounds) - 1
+    for document in range(len(ours)):
+        sequences = range(bounds[document], bounds[document + 1])
+        expected = [token for i in sequences for token in theirs[i].tolist()]
+        assert ours.read(document, 0, len(expected)).tolist() == expected
+        assert ours.index.lengths[document] == len(expected)
+
+
+def test_prefix_idx_and_bin_name_the_same_corpus(corpus: Path) -> None:
+    lengths = [IndexedCorpus(f"{corpus}{suffix}").index.lengths.tolist() for suffix in ("", ".idx", ".bin")]
+    assert lengths[0] == lengths[1] == lengths[2]
+
+
+def test_lengths_need_no_bin(corpus: Path) -> None:
+    corpus.with_suffix(".bin").unlink()
+    assert read_index(corpus).lengths.sum() == 26
+
+
+def _read_in_worker(reader: IndexedCorpus) -> list[int]:
+    return reader.read(1, 2, 6).tolist()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_read_through_a_reader_opened_before_they_started(corpus: Path, method: str) -> None:
+    reader = IndexedCorpus(corpus)
+    expected = reader.read(1, 2, 6).tolist()
+    with ProcessPoolExecutor(1, mp_context=get_context(method)) as pool:
+        assert pool.submit(_read_in_worker, reader).result() == expected
+
+
+def test_a_pickled_reader_carries_its_path_and_not_its_tokens(corpus: Path) -> None:
+    reader = IndexedCorpus(corpus)
+    reader.read(0, 0, 5)
+    assert len(pickle.dumps(reader)) < 1000
+
+
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def test_missing_index_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WlbError, match=r"cannot read index .*nothing\.idx: No such file.*prefix"):
+        read_index(tmp_path / "nothing")
+
+
+def test_missing_bin_is_named(corpus: Path) -> None:
+    corpus.with_suffix(".bin").unlink()
+    with pytest.raises(WlbError, match=r"cannot read tokens .*\.bin: No such file"):
+        IndexedCorpus(corpus)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04" + b"\0" * 100])
+def test_a_file_that_is_no_index_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "corpus.idx").write_bytes(content)
+    with pytest.raises(WlbError, match="not a Megatron index"):
+        read_index(tmp_path / "corpus")
+
+
+def test_a_truncated_index_is_refused_wherever_it_is_cut(corpus: Path) -> None:
+    idx = corpus.with_suffix(".idx")
+    sequences, bounds = sum(len(document) for document in DOCUMENTS), len(DOCUMENTS) + 1
+    whole = idx.read_bytes()
+    for size in range(1, 34 + 12 * sequences + 8 * bounds):
+        idx.write_bytes(whole[:size])
+        with pytest.raises(WlbError, match="truncated|not a Megatron index"):
+            read_index(corpus)
+
+
+def test_a_truncated_bin_is_refused(corpus: Path) -> None:
+    cut(corpus.with_suffix(".bin"), 2 * 26 - 1)
+    with pytest.raises(WlbError, match=r"\.bin is truncated: 51 bytes, its index asks for 52"):
+        IndexedCorpus(corpus)
+
+
+@pytest.mark.parametrize("documents", [[], [[0], []]])
+def test_a_corpus_without_tokens_is_refused(tmp_path: Path, documents: list[list[int]]) -> None:
+    write_corpus(tmp_path / "corpus", documents, np.uint16)
+    with pytest.raises(WlbError, match="empty|no tokens"):
+        IndexedCorpus(tmp_path / "corpus")
+
+
+def write_index(path: Path, lengths: list[int], offsets: list[int], bounds: list[int], code: int = 8) -> None:
+    path.write_bytes(
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, code, len(lengths), len(bounds))
+        + np.array(lengths, "<i4").tobytes()
+        + np.array(offsets, "<i8").tobytes()
+        + np.array(bounds, "<i8").tobytes()
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "offsets", "bounds", "message"),
+    [
+        ([2, 3], [0, 4], [0], "no document boundaries"),
+        ([2, 3], [0, 4], [0, 1], "document index"),
+        ([2, 3], [0, 4], [1, 2], "document index"),
+        ([2, 3], [0, 4], [0, 2, 1, 2], "document index"),
+        ([2, -3], [0, 4], [0, 1, 2], "negative length"),
+        ([2, 3], [0, -4], [0, 1, 2], "byte offset"),
+        ([2, 3], [0, 2**63 - 1], [0, 1, 2], "byte offset"),
+        ([2, 3], [0, 6], [0, 2], "does not follow"),
+    ],
+)
+def test_an_index_that_contradicts_itself_is_refused(
+    tmp_path: Path, lengths: list[int], offsets: list[int], bounds: list[int], message: str
+) -> None:
+    write_index(tmp_path / "corpus.idx", lengths, offsets, bounds)
+    with pytest.raises(WlbError, match=message):
+        read_index(tmp_path / "corpus")
+
+
+def test_documents_may_lie_anywhere_in_the_bin(tmp_path: Path) -> None:
+    write_index(tmp_path / "corpus.idx", [2, 3], [6, 0], [0, 1, 2])
+    (tmp_path / "corpus.bin").write_bytes(np.arange(5, dtype="<u2").tobytes())
+    reader = IndexedCorpus(tmp_path / "corpus")
+    assert reader.read(0, 0, 2).tolist() == [3, 4]
+    assert reader.read(1, 0, 3).tolist() == [0, 1, 2]
+
+
+def test_unknown_token_types_and_versions_are_refused(tmp_path: Path) -> None:
+    write_index(tmp_path / "corpus.idx", [2], [0], [0, 1], code=7)
+    with pytest.raises(WlbError, match="type code 7"):
+        read_index(tmp_path / "corpus")
+    whole = (tmp_path / "corpus.idx").read_bytes()
+    (tmp_path / "corpus.idx").write_bytes(whole[:9] + struct.pack("<Q", 2) + whole[17:])
+    with pytest.raises(WlbError, match="version 2"):
+        read_index(tmp_path / "corpus")
+
+
+def test_a_header_that_asks_for_more_than_memory_is_refused_before_anything_is_allocated(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "corpus.idx").write_bytes(
+        b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2**63, 2**63) + b"\0" * 99
+    )
+    with pytest.raises(WlbError, match="truncated"):
+        read_index(tmp_path / "corpus")
+
+
+def test_offsets_beyond_two_gigabytes_are_kept(tmp_path: Path) -> None:
+    """A sparse .bin: three documents of 2**30 + 1 uint16 tokens; the last one starts 4 GiB in."""
+    big = 2**30 + 1
+    if shutil.disk_usage(tmp_path).free < 2**30:
+        pytest.skip("no room for a sparse file")
+    write_index(tmp_path / "corpus.idx", [big, big, big], [0, 2 * big, 4 * big], [0, 1, 2, 3])
+    with (tmp_path / "corpus.bin").open("wb") as stream:
+        stream.seek(4 * big)
+        stream.write(np.array([7, 8], "<u2").tobytes())
+        stream.truncate(6 * big)
+    reader = IndexedCorpus(tmp_path / "corpus")
+    assert reader.index.lengths.sum() == 3 * big
+    assert reader.read(2, 0, 3).tolist() == [7, 8, 0]

@@ -1,0 +1,154 @@
+"""Megatron's .bin/.idx corpus, read with numpy alone: document lengths from the .idx, tokens from the .bin.
+
+The .idx (Megatron's IndexedDataset, version 1), little-endian: b"MMIDIDX\\0\\0", uint64 version, uint8 token type,
+uint64 sequences, uint64 entries of the document index; then int32[sequences] lengths in tokens,
+int64[sequences] byte offsets into the .bin, int64[entries] document index.
+Document d is sequences [document_index[d], document_index[d + 1]): boundaries come from here, never from token ids.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.errors import WlbError
+
+IntArray = npt.NDArray[np.int64]
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_TOKEN_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_REBUILD = "rebuild the corpus with Megatron's tools/preprocess_data.py"
+
+
+@dataclass(frozen=True)
+class Index:
+    """What an .idx says: tokens (int64[n]) and byte offset (int64[n]) of each document, and the token type."""
+
+    path: Path
+    lengths: IntArray
+    offsets: IntArray
+    token_type: np.dtype[Any]
+
+    @property
+    def bin_bytes(self) -> int:
+        """Bytes that the .bin must hold at least."""
+        return int((self.offsets + self.lengths * self.token_type.itemsize).max())
+
+
+def index_path(path: str | Path) -> Path:
+    """The .idx of a prefix as given to --data-path; a path that ends in .idx or .bin serves too."""
+    text = str(path)
+    return Path((text[:-4] if text.endswith((".idx", ".bin")) else text) + ".idx")
+
+
+def read_index(path: str | Path) -> Index:
+    """Read the .idx of a prefix (its .bin is not needed). WlbError if it is missing, damaged or has no token."""
+    idx = index_path(path)
+    try:
+        with idx.open("rb") as stream:
+            header = stream.read(_HEADER.size)
+            size = stream.seek(0, 2)
+    except OSError as error:
+        raise WlbError(
+            f"cannot read index {idx}: {error.strerror}; give the prefix of a .bin/.idx pair"
+        ) from None
+    if header[:9] != _MAGIC[: len(header)] or not header:
+        raise WlbError(f"{idx} is not a Megatron index (bad header); {_REBUILD}")
+    if len(header) < _HEADER.size:
+        raise WlbError(f"{idx} is truncated inside its header ({size} bytes); {_REBUILD}")
+    _, version, code, sequences, entries = _HEADER.unpack(header)
+    if version != 1:
+        raise WlbError(f"{idx} has index version {version}, this reader knows version 1; {_REBUILD}")
+    if code not in _TOKEN_TYPES:
+        raise WlbError(f"{idx} stores tokens of type code {code}, not an integer type; {_REBUILD}")
+    needed = _HEADER.size + 12 * sequences + 8 * entries
+    if size < needed:
+        raise WlbError(f"{idx} is truncated: {size} bytes, its header asks for {needed}; {_REBUILD}")
+
+    content = np.memmap(idx, mode="r", dtype=np.uint8)
+    at = _HEADER.size
+    counts = np.frombuffer(content, "<i4", sequences, at).astype(np.int64)
+    pointers = np.frombuffer(content, "<i8", sequences, at + 4 * sequences).astype(np.int64)
+    bounds = np.frombuffer(content, "<i8", entries, at + 12 * sequences).astype(np.int64)
+    token_type = np.dtype(_TOKEN_TYPES[code])
+    _check(idx, counts, pointers, bounds, token_type.itemsize)
+
+    # Sequences of 3, 0, 4, 2 tokens and bounds [0, 1, 1, 4]: before = [0, 3, 3, 7, 9], lengths [3, 0, 6].
+    before = np.concatenate(([0], np.cumsum(counts)))
+    lengths = np.diff(before[bounds])
+    if not lengths.any():
+        raise WlbError(f"{idx} holds no tokens (documents: {len(lengths)}); {_REBUILD}")
+    # A document without sequences may start past the last one: any offset serves, nothing is read there.
+    offsets = np.append(pointers, 0)[bounds[:-1]]
+    return Index(idx, lengths, offsets, token_type)
+
+
+def _check(idx: Path, counts: IntArray, pointers: IntArray, bounds: IntArray, item: int) -> None:
+    """WlbError unless lengths, offsets and document index agree with each other."""
+    if (counts < 0).any():
+        raise WlbError(
+            f"{idx}: sequence {int((counts < 0).argmax())} has a negative length "
+            "(above 2**31 - 1 tokens it overflows the index); split that document before preprocessing"
+        )
+    if len(bounds) <= 1 and len(counts) > 0:
+        raise WlbError(
+            f"{idx} has sequences but no document boundaries; {_REBUILD} (end_document per document)"
+        )
+    if len(bounds) <= 1:
+        raise WlbError(f"{idx} is empty: no document; {_REBUILD}")
+    if bounds[0] != 0 or bounds[-1] != len(counts) or (np.diff(bounds) < 0).any():
+        raise WlbError(
+            f"{idx}: its document index does not run from 0 to {len(counts)} sequences; {_REBUILD}"
+        )
+    wild = (pointers < 0) | (pointers > 2**62)
+    if wild.any():
+        raise WlbError(f"{idx}: sequence {int(wild.argmax())} has a byte offset out of range; {_REBUILD}")
+    touches = np.concatenate(([True], pointers[1:] == pointers[:-1] + counts[:-1] * item))
+    touches[bounds[:-1][bounds[:-1] < len(counts)]] = True  # a new document may start anywhere
+    if not touches.all():
+        raise WlbError(
+            f"{idx}: sequence {int((~touches).argmax())} does not follow its document's last one; {_REBUILD}"
+        )
+
+
+class IndexedCorpus:
+    """A .bin/.idx pair. Copies in other processes (pickled) read the files anew; the .bin is opened on first use."""
+
+    def __init__(self, path: str | Path) -> None:
+        """path: prefix, .idx or .bin. WlbError if a file is missing, damaged, truncated or without a token."""
+        self.index = read_index(path)
+        self.bin_path = self.index.path.with_suffix(".bin")
+        try:
+            size = self.bin_path.stat().st_size
+        except OSError as error:
+            raise WlbError(
+                f"cannot read tokens {self.bin_path}: {error.strerror}; put the .bin beside its .idx"
+            ) from None
+        if size < self.index.bin_bytes:
+            raise WlbError(
+                f"{self.bin_path} is truncated: {size} bytes, its index asks for {self.index.bin_bytes}; "
+                f"copy it again or {_REBUILD}"
+            )
+        self._tokens: npt.NDArray[np.uint8] | None = None
+
+    def __reduce__(self) -> tuple[type[IndexedCorpus], tuple[Path]]:
+        return IndexedCorpus, (self.index.path,)
+
+    def __len__(self) -> int:
+        return len(self.index.lengths)
+
+    def read(self, document: int, start: int, end: int) -> IntArray:
+        """Tokens [start, end) of a document, int64[end - start]. IndexError outside the document."""
+        length = int(self.index.lengths[document])
+        if not (0 <= document and 0 <= start <= end <= length):
+            raise IndexError(f"tokens [{start}, {end}) of document {document}, which has {length}")
+        if self._tokens is None:
+            self._tokens = np.memmap(self.bin_path, mode="r", dtype=np.uint8)
+        offset = int(self.index.offsets[document]) + start * self.index.token_type.itemsize
+        return np.frombuffer(self._tokens, self.index.token_type, end - start, offset).astype(np.int64)
