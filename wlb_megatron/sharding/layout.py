@@ -86,9 +86,9 @@ def calls_of(pieces: IntArray) -> IntArray:
     """int64[k]: the call of each of a rank's segments, given the piece of each.
 
     Cutting the segments, in local order, wherever a piece comes again keeps every call's rows contiguous:
-    pieces 0 1 | 0 2 make calls 0 0 1 1. Where that takes more calls than the largest number of segments of one
-    piece, call c takes the c-th segment of every piece instead: pieces 0 1 | 1 2 | 2 (three calls, but two
-    suffice) make 0 0 1 0 1.
+    pieces 0 1 | 0 2 make calls 0 0 1 1. Where that takes more calls than the largest number of segments of
+    one piece, call c takes the c-th segment of every piece instead: pieces 0 1 | 1 2 | 2 (three calls, but
+    two suffice) make 0 0 1 0 1.
     """
     count = len(pieces)
     if count == 0:
