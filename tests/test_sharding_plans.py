@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from sharding_oracle import cp_and_lengths, holders, seen_by_rank, slot_rule
 
-from wlb_megatron.sharding.alignment import multiple, padding, slot_bounds
+from wlb_megatron.plan import MicroBatch, Piece
+from wlb_megatron.sharding.alignment import multiple, padded_lengths, padding, slot_bounds
 from wlb_megatron.sharding.segments import ShardPlan, merge_touching, validate
 from wlb_megatron.sharding.select import shard, shard_all
 
@@ -191,6 +192,15 @@ def test_what_cannot_be_cut_is_refused_with_its_cure(lengths, cp, kind, says):
 def test_padding_fills_to_the_multiple_and_an_empty_micro_batch_gets_one():
     assert [padding(n, 8) for n in (0, 1, 7, 8, 13)] == [8, 7, 1, 0, 3]
     assert multiple(4, 2, 16) == 128
+
+
+def test_a_micro_batch_is_padded_by_a_last_piece_where_needed():
+    def lengths(*sizes):
+        return padded_lengths(
+            MicroBatch(tuple(Piece(0, d, 5, 5 + n) for d, n in enumerate(sizes)), 0), 8
+        ).tolist()
+
+    assert (lengths(7, 4), lengths(8, 16), lengths()) == ([7, 4, 5], [8, 16], [8])
 
 
 def test_slots_of_several_micro_batches_come_in_one_array():

@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.plan import MicroBatch
+
 
 def multiple(cp_size: int, tp_size: int = 1, rows: int = 1) -> int:
     """Tokens of a micro-batch must be a multiple of this: CP x TP x rows.
@@ -32,6 +34,16 @@ def padding(tokens: int, multiple: int) -> int:
             f"cannot pad {tokens} tokens to a multiple of {multiple}: give tokens >= 0, multiple >= 1"
         )
     return multiple if tokens == 0 else -tokens % multiple
+
+
+def padded_lengths(micro_batch: MicroBatch, multiple: int) -> npt.NDArray[np.int64]:
+    """int64[n]: tokens of each piece, and last the padding (plan.PADDING) where the total needs any.
+
+    Pieces of 7 and 4 tokens to a multiple of 8: [7, 4, 5].
+    """
+    lengths = [piece.end - piece.start for piece in micro_batch.pieces]
+    pad = padding(sum(lengths), multiple)
+    return np.array(lengths + [pad] * (pad > 0), dtype=np.int64)
 
 
 def slot_bounds(tokens: npt.ArrayLike, cp_size: int) -> npt.NDArray[np.int64]:

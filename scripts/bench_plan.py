@@ -1,0 +1,113 @@
+"""Time to plan one iteration on the CPU: packing, and sharding of all its micro-batches.
+
+    python scripts/bench_plan.py [--documents 1024] [--micro-batches 32] [--cp 4] [--iterations 50]
+
+Prints a table of milliseconds per iteration (p20, p50, p80, largest). Lengths are drawn from a seed:
+long-tailed, so many that an iteration takes in about --documents documents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import time
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+
+from wlb_megatron.config import PACKINGS, SHARDINGS, WlbConfig
+from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.planner import Planner
+from wlb_megatron.plan import Piece
+from wlb_megatron.sharding.alignment import multiple, padded_lengths
+from wlb_megatron.sharding.select import shard_all
+from wlb_megatron.workload.cost_model import CostModel
+
+
+class Lengths:
+    """A stream of documents of these lengths, over and over."""
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self.lengths = lengths.tolist()
+        self.taken = 0
+
+    def next(self) -> Piece:
+        epoch, document = divmod(self.taken, len(self.lengths))
+        self.taken += 1
+        return Piece(epoch, document, 0, self.lengths[document])
+
+    def state(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+def long_tailed(count: int, mean: float, longest: int, seed: int) -> np.ndarray:
+    """int64[count] lengths: log-normal bulk, 1.5 % ten times as long, cut at `longest`, scaled."""
+    rng = np.random.default_rng(seed)
+    raw = rng.lognormal(0.0, 1.0, count) * np.where(rng.random(count) < 0.015, 10.0, 1.0)
+    for _ in range(8):  # cutting at the longest lowers the mean: scale again
+        raw = np.minimum(raw * (mean / raw.mean()), longest)
+    return np.maximum(raw, 1).astype(np.int64)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--documents", type=int, default=1024, help="documents an iteration takes in")
+    parser.add_argument("--micro-batches", type=int, default=32)
+    parser.add_argument("--cp", type=int, default=4)
+    parser.add_argument("--window", type=int, default=131072, help="tokens")
+    parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--packing", nargs="*", default=[p for p in PACKINGS if p != "fixed-solver"])
+    parser.add_argument("--sharding", nargs="*", default=list(SHARDINGS))
+    args = parser.parse_args()
+
+    mean = args.window * args.micro_batches / args.documents
+    lengths = long_tailed(50 * args.documents, mean, args.window, seed=1)
+    print(
+        f"{args.documents} documents, {args.micro_batches} micro-batches of {args.window} tokens, CP={args.cp}; "
+        f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}"
+    )
+    print(
+        f"{'packing':14}{'sharding':14}{'step':10}"
+        + "".join(f"{q:>9}" for q in ("p20", "p50", "p80", "max"))
+        + "  ms"
+    )
+    for packing in args.packing:
+        for kind in args.sharding:
+            steps = measure(args, packing, kind, lengths)
+            for step, seconds in (*steps.items(), ("total", np.sum(list(steps.values()), axis=0))):
+                ms = np.percentile(np.array(seconds) * 1e3, [20, 50, 80, 100])
+                print(f"{packing:14}{kind:14}{step:10}" + "".join(f"{v:9.2f}" for v in ms))
+
+
+def measure(args: argparse.Namespace, packing: str, kind: str, lengths: np.ndarray) -> dict[str, list[float]]:
+    """Seconds of each iteration's packing and sharding, after warm-up."""
+    align = multiple(args.cp)
+    packer = make_packer(
+        WlbConfig(packing=packing),
+        CostModel(quadratic_at=24 * 1024),
+        window=args.window,
+        micro_batches=args.micro_batches,
+        alignment=align,
+        sample=lengths[:10000].tolist(),
+    )
+    planner = Planner(Lengths(lengths), packer, global_tokens=args.window * args.micro_batches)
+    steps: dict[str, list[float]] = {"packing": [], "sharding": []}
+    for _ in range(args.iterations + 5):
+        begin = time.perf_counter()
+        plan = planner.next_iteration()
+        assert plan is not None, "the stream is endless"
+        packed = time.perf_counter()
+        shard_all([padded_lengths(one, align) for row in plan.micro_batches for one in row], args.cp, kind)
+        steps["packing"].append(packed - begin)
+        steps["sharding"].append(time.perf_counter() - packed)
+    return {step: seconds[5:] for step, seconds in steps.items()}
+
+
+if __name__ == "__main__":
+    main()
