@@ -36,7 +36,8 @@ class WlbConfig:
         16, "a document trains at most this many iterations after it arrived (iterations)", type=int
     )
     thresholds: str = _setting(
-        "auto", "lengths from which a document waits in an outlier queue: auto, none, or e.g. 49152,90112 (tokens)"
+        "auto",
+        "lengths from which a document waits in an outlier queue: auto, none, or e.g. 49152,90112 (tokens)",
     )
     balance_batches: int = _setting(
         1, "fixed-greedy and fixed-solver balance over this many global batches (iterations)", type=int
@@ -52,11 +53,14 @@ class WlbConfig:
         0.0, "fixed cost of a document in a micro-batch, as tokens of linear work (tokens)", type=float
     )
     max_documents: int = _setting(
-        4096, "most documents of a micro-batch; kernels launch one block row per document (documents)", type=int
+        4096,
+        "most documents of a micro-batch; kernels launch one block row per document (documents)",
+        type=int,
     )
     overlong: str = _setting(
         "split",
         "a document longer than --seq-length is split at the window, truncated to it, or dropped (counted)",
         choices=OVERLONG,
     )
+    log: str | None = _setting(None, "append one JSON line per trained iteration to this file (path)")
     off: bool = _setting(False, "leave Megatron untouched: the launcher then only runs the script")

@@ -36,3 +36,19 @@ class CostModel:
         d = np.asarray(lengths, dtype=np.float64)
         tokens = d + d * d / self.quadratic_at + np.where(d > 0, self.per_document, 0.0)
         return np.rint(tokens * UNITS_PER_TOKEN).astype(np.int64)
+
+
+ATTENTION_RATE = 0.7
+"""Assumed rate of attention kernels over that of matrix products (about 450 against 650 TFLOP/s on an H100)."""
+
+
+def quadratic_at(hidden: int, query: int, key: int, ffn: int, *, gated: bool) -> float:
+    """Document length at which a layer's attention costs as much as its matrix products, from the model's shape.
+
+    hidden, ffn: widths; query, key: heads x channels of queries and of keys (fewer under GQA).
+    Forward + backward FLOPs of a layer: attention 3.5 * 2 * d*d * query (causal half of two products, the
+    backward 2.5 times the forward), everything else 3 * 2 * d * parameters.
+    A 7B shape (4096, 4096, 4096, 11008, gated) gives 29.7K tokens.
+    """
+    parameters = hidden * (2 * query + 2 * key) + (3 if gated else 2) * hidden * ffn
+    return 3 * parameters * ATTENTION_RATE / (3.5 * query)

@@ -1,0 +1,66 @@
+"""What a plan did, in figures: balance, delay, size. For log lines, TensorBoard and the analyze command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wlb_megatron.plan import IterationPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """One iteration's figures.
+
+    imbalance: work, max/mean over all micro-batches of all data-parallel ranks.
+    dp_imbalance: work, max/mean over data-parallel ranks.
+    delayed: documents that train later than they arrived; token_delay: mean over all tokens (iterations).
+    """
+
+    iteration: int
+    tokens: int
+    documents: int
+    largest_micro_batch: int
+    imbalance: float
+    dp_imbalance: float
+    delayed: int
+    token_delay: float
+    waiting_documents: int
+    waiting_tokens: int
+
+
+class Summariser:
+    """Summaries of consecutive plans; remembers only when the waiting documents arrived."""
+
+    def __init__(self) -> None:
+        self._arrived: dict[tuple[int, int], int] = {}
+
+    def summarise(self, plan: IterationPlan) -> PlanSummary:
+        for piece in plan.arrived:
+            self._arrived[piece.epoch, piece.document] = plan.iteration
+        grid = plan.micro_batches
+        works = [micro_batch.work for row in grid for micro_batch in row]
+        by_rank = [sum(column) for column in zip(*([m.work for m in row] for row in grid), strict=True)]
+        pieces = [piece for row in grid for micro_batch in row for piece in micro_batch.pieces]
+        tokens = sum(piece.tokens for piece in pieces)
+        delays = [
+            (plan.iteration - self._arrived.get((p.epoch, p.document), plan.iteration), p.tokens) for p in pieces
+        ]
+        waiting = {(p.epoch, p.document): None for p in plan.waiting}
+        self._arrived = {key: self._arrived.get(key, plan.iteration) for key in waiting}
+        return PlanSummary(
+            iteration=plan.iteration,
+            tokens=tokens,
+            documents=len(pieces),
+            largest_micro_batch=max((m.tokens for row in grid for m in row), default=0),
+            imbalance=_max_over_mean(works),
+            dp_imbalance=_max_over_mean(by_rank),
+            delayed=sum(delay > 0 for delay, _ in delays),
+            token_delay=sum(delay * size for delay, size in delays) / max(tokens, 1),
+            waiting_documents=len(plan.waiting),
+            waiting_tokens=sum(piece.tokens for piece in plan.waiting),
+        )
+
+
+def _max_over_mean(values: list[int]) -> float:
+    total = sum(values)
+    return max(values) * len(values) / total if total else 1.0

@@ -1,0 +1,120 @@
+"""What happens at Megatron's entry points: flags in, refusals out, the plugin's parts handed to pretrain()."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+from wlb_megatron.arguments import add_arguments, config_from_args
+from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin import source as sources
+from wlb_megatron.plugin import versions
+from wlb_megatron.refusals import Refused, refuse_unsupported
+
+_source: sources.Source | None = None
+
+
+def wrap_parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """parse_args that knows the --wlb-* flags, beside the script's own extra ones."""
+
+    def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
+        def provider(parser: Any) -> Any:
+            return add_arguments(extra_args_provider(parser) if extra_args_provider else parser)
+
+        return original(provider, ignore_unknown_args)
+
+    return parse_args
+
+
+def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """validate_args that then refuses what is not handled, opens the corpus, and sets what the plugin needs."""
+
+    def validate_args(args: Any, defaults: dict[str, Any] | None = None) -> Any:
+        result = original(args, defaults or {})
+        if not args.wlb_off:
+            _one_line_on_rank_zero(lambda: _take_over(args))
+        return result
+
+    return validate_args
+
+
+def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
+    """pretrain() over the plugin's dataset provider, forward step and layer spec."""
+
+    def pretrain(
+        cfg_container: Any,
+        dataset_provider: Any,
+        model_type: Any,
+        forward_step_func: Any,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if _source is None:
+            return original(cfg_container, dataset_provider, model_type, forward_step_func, *rest, **kwargs)
+        from wlb_megatron.plugin.forward_step import forward_step
+        from wlb_megatron.plugin.provider import make_provider
+        from wlb_megatron.plugin.spec import install_spec
+
+        if rest or kwargs.get("model_provider") is not None:
+            raise Refused(
+                "wlb_megatron: pretrain() was given a model_provider of its own; pass a model configuration."
+            )
+        install_spec(cfg_container.model)
+        return original(cfg_container, make_provider(_source), model_type, forward_step, **kwargs)
+
+    return pretrain
+
+
+def wrap_compile_helpers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """compile_helpers that runs make only where no built helper is there."""
+
+    def compile_helpers() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            original()
+
+    return compile_helpers
+
+
+def _take_over(args: Any) -> None:
+    global _source
+    versions.check_apex()
+    versions.check_transformer_engine(args.transformer_impl)
+    config = sources.complete(args, config_from_args(args))
+    refuse_unsupported(args, config)
+    try:
+        _source = sources.open_source(args, config)
+    except WlbError as error:
+        raise Refused(f"wlb_megatron: {error}") from None
+    args.wlb_quadratic_at = config.quadratic_at
+    _set(
+        args,
+        "calculate_per_token_loss",
+        True,
+        "micro-batches differ in tokens, so the loss is summed per token",
+    )
+    _set(args, "dataloader_type", "external", "the plugin's sampler orders the data")
+    # Megatron clears this in validate_args; shapes then come from the plan, not from an exchange.
+    args.variable_seq_lengths = True
+    if args.num_experts is None:
+        args.moe_token_dispatcher_type = (
+            "alltoall"  # asked of every model with variable lengths; no experts here
+        )
+
+
+def _set(args: Any, name: str, value: Any, why: str) -> None:
+    if getattr(args, name) != value:
+        setattr(args, name, value)
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"> wlb_megatron sets --{name.replace('_', '-')} {value}: {why}", flush=True)
+
+
+def _one_line_on_rank_zero(check: Callable[[], None]) -> None:
+    """Every rank checks and exits alike; only rank 0 says why."""
+    try:
+        check()
+    except Refused as refused:
+        if int(os.environ.get("RANK", "0")) == 0:
+            raise
+        raise SystemExit(1) from refused

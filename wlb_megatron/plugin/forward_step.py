@@ -1,0 +1,88 @@
+"""Megatron's forward_step for planned micro-batches, and the loss per token."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import StragglerDetector
+from megatron.training import get_args, get_timers
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+
+from wlb_megatron.attention.core_attention import packed_seq_params
+from wlb_megatron.plan import PADDING
+
+stimer = StragglerDetector()
+SPIKY_LOSS_FACTOR = 10
+
+
+def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+    """One micro-batch forward. Returns the model's output and the function that makes the loss of it."""
+    if return_schedule_plan:
+        raise RuntimeError("--overlap-moe-expert-parallel-comm is not handled by wlb_megatron")
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    with stimer(bdata=True):
+        batch = next(data_iterator)
+        planned, layout = batch["planned"], batch["layout"]
+        tokens, labels, loss_mask, position_ids = (
+            batch[key].cuda(non_blocking=True) if key in batch else None
+            for key in ("tokens", "labels", "loss_mask", "position_ids")
+        )
+        params = packed_seq_params(planned.shard, layout.cp_rank)
+        update_seqlen_stats_from_cu_seqlens(_document_bounds(planned))
+    timers("batch-generator").stop()
+    with stimer:
+        output = model(
+            tokens, position_ids, None, labels=labels, loss_mask=loss_mask, packed_seq_params=params
+        )
+    return output, partial(loss_per_token, loss_mask)
+
+
+def loss_per_token(
+    loss_mask: Any, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of this rank's token losses, the number of tokens that predict something, and both for the log."""
+    args = get_args()
+    mask = loss_mask.view(-1)
+    loss = torch.sum(output.view(-1).float() * mask)
+    count = mask.sum().to(torch.int)
+    rerun = get_rerun_state_machine()
+    checks: list[tuple[bool, Any, str, bool]] = [
+        (
+            args.check_for_nan_in_loss_and_grad,
+            torch.isnan,
+            "found NaN in local forward loss calculation",
+            True,
+        ),
+        (
+            args.check_for_nan_in_loss_and_grad,
+            torch.isinf,
+            "found Inf in local forward loss calculation",
+            True,
+        ),
+        (
+            args.check_for_spiky_loss,
+            partial(rerun.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"),
+            "Spiky loss",
+            False,
+        ),
+    ]
+    for wanted, rejection, message, fatal in checks:
+        if wanted:
+            rerun.validate_result(
+                result=loss, rejection_func=rejection, message=message, tolerance=0.0, fatal=fatal
+            )
+    return loss, count, {"lm loss": torch.cat([loss.detach().view(1), count.view(1).to(loss.dtype)])}
+
+
+def _document_bounds(planned: Any) -> torch.Tensor:
+    """int64[n + 1] of the real documents (padding left out): Megatron counts FLOPs from their lengths."""
+    lengths = planned.shard.lengths
+    if planned.pieces[-1].document == PADDING:
+        lengths = lengths[:-1]
+    bounds = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(torch.from_numpy(lengths), 0, out=bounds[1:])
+    return bounds

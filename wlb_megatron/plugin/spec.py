@@ -1,0 +1,69 @@
+"""The model side: core attention in the layer spec, rotary positions in the built model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wlb_megatron.attention.core_attention import WlbCoreAttention, wlb_core_attention
+from wlb_megatron.attention.rope import PlannedRotaryEmbedding
+from wlb_megatron.refusals import Refused
+
+
+def with_wlb_attention(spec: Any) -> Any:
+    """The same layer (or block) spec with the plugin's core attention in place of Megatron's.
+
+    Every layer must have one to replace: a layer without is refused, not left as it is.
+    """
+    layers = spec.layer_specs if hasattr(spec, "layer_specs") else [spec]
+    for layer in layers:
+        attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
+        inner = getattr(attention, "submodules", None)
+        if inner is None or not hasattr(inner, "core_attention"):
+            raise Refused(
+                f"wlb_megatron found no core_attention in the layer spec {getattr(layer, 'module', layer)}: "
+                "use a GPT layer spec with self-attention."
+            )
+        inner.core_attention = wlb_core_attention(inner.core_attention)
+    return spec
+
+
+def install_spec(model_config: Any) -> None:
+    """Make the model builder use the plugin's attention and check what it built."""
+    given = model_config.transformer_layer_spec
+
+    def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+        return with_wlb_attention(_resolve(given, config, vp_stage))
+
+    model_config.transformer_layer_spec = layer_spec
+    model_config.pre_wrap_hooks.append(prepare_model)
+
+
+def _resolve(given: Any, config: Any, vp_stage: int | None) -> Any:
+    import inspect
+
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.training.models.gpt import default_layer_spec
+
+    if given is None:
+        return default_layer_spec(config, vp_stage)
+    if isinstance(given, ModuleSpec) or not callable(given):
+        return given
+    if "vp_stage" in inspect.signature(given).parameters:
+        return given(config, vp_stage=vp_stage)
+    return given(config)
+
+
+def prepare_model(chunks: list[Any]) -> list[Any]:
+    """Check every self-attention of the built model, and give it rotary positions from the plan."""
+    from megatron.core.transformer.attention import Attention
+
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            if isinstance(module, Attention) and not isinstance(module.core_attention, WlbCoreAttention):
+                raise Refused(
+                    f"wlb_megatron: {name} was built with {type(module.core_attention).__name__}: "
+                    "something replaced the layer spec after the plugin (--spec, --attention-backend local?)."
+                )
+        if getattr(chunk, "rotary_pos_emb", None) is not None:
+            chunk.rotary_pos_emb = PlannedRotaryEmbedding(chunk.rotary_pos_emb)
+    return chunks

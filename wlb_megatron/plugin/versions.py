@@ -1,0 +1,77 @@
+"""Which Megatron, Transformer Engine and apex are here, and whether this plugin was tried with them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+
+from wlb_megatron.refusals import Refused
+
+TESTED_MEGATRON = ("0.19.2",)
+"""megatron-core versions whose training loop the test suite runs."""
+
+MINIMUM_TRANSFORMER_ENGINE = (2, 18)
+
+
+def megatron_version() -> str:
+    """megatron-core's version, from the package itself (a checkout has no metadata)."""
+    try:
+        from megatron.core.package_info import __version__
+    except ImportError as missing:
+        raise Refused(
+            f"wlb_megatron needs megatron-core with megatron.training ({missing}): "
+            f"pip install megatron-core=={TESTED_MEGATRON[-1]}, or run from a Megatron-LM checkout."
+        ) from missing
+    return str(__version__)
+
+
+def check_megatron() -> str:
+    """The version found; Refused with one line if it is not one the plugin was tried with."""
+    version = megatron_version()
+    if version not in TESTED_MEGATRON:
+        raise Refused(
+            f"wlb_megatron was not tried with megatron-core {version}: install one of "
+            f"{', '.join(TESTED_MEGATRON)} (pip install megatron-core=={TESTED_MEGATRON[-1]})."
+        )
+    if importlib.util.find_spec("megatron.training") is None:
+        raise Refused(
+            f"megatron-core {version} is here without megatron.training: install PyPI's wheel "
+            f"(pip install megatron-core=={TESTED_MEGATRON[-1]}) or run from a Megatron-LM checkout."
+        )
+    return version
+
+
+def check_apex() -> None:
+    """Refuse PyPI's `apex` (a web toolkit): Megatron would import it as NVIDIA's and fail far from the cause."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return
+    if importlib.util.find_spec("apex.multi_tensor_apply") is None:
+        raise Refused(
+            "the installed `apex` is not NVIDIA's (PyPI's apex is another package): pip uninstall apex, "
+            "and build NVIDIA/apex if you want its fused kernels; Megatron runs without it."
+        )
+
+
+def check_transformer_engine(transformer_impl: str) -> None:
+    """Refuse a Transformer Engine run where it is missing or older than the first version tried."""
+    if transformer_impl != "transformer_engine":
+        return
+    try:
+        found = importlib.metadata.version("transformer_engine")
+    except importlib.metadata.PackageNotFoundError:
+        if importlib.util.find_spec("transformer_engine") is None:
+            raise Refused(
+                "--transformer-impl transformer_engine, but Transformer Engine is not installed: "
+                'pip install "transformer-engine[pytorch]", or on a machine without a GPU set '
+                "--transformer-impl local."
+            ) from None
+        return
+    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    if numbers < MINIMUM_TRANSFORMER_ENGINE:
+        wanted = ".".join(map(str, MINIMUM_TRANSFORMER_ENGINE))
+        raise Refused(
+            f"Transformer Engine {found} is older than {wanted}, the first the plugin was tried with: "
+            'pip install --upgrade "transformer-engine[pytorch]".'
+        )

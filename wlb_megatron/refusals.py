@@ -1,0 +1,181 @@
+"""What cannot be done right yet is refused at start, here, before a GPU allocates anything.
+
+Each row: when it applies, the flag at fault, what to change. The README's support matrix is this table read
+aloud; a feature that gets built loses its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from wlb_megatron.config import WlbConfig
+
+
+class Refused(SystemExit):
+    """Raised with one line a person can act on; exits with status 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """`applies(args, config)` on Megatron's validated args; `flag` and `cure` make the message."""
+
+    applies: Callable[[Any, WlbConfig], object]
+    flag: str
+    cure: str
+
+
+def _get(args: Any, name: str) -> Any:
+    return getattr(args, name, None)
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        lambda a, c: a.micro_batch_size != 1,
+        "--micro-batch-size other than 1",
+        "a micro-batch is one packed sequence; set --micro-batch-size 1 and keep --global-batch-size",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "eval_micro_batch_size") not in (None, 1),
+        "--eval-micro-batch-size other than 1",
+        "a micro-batch is one packed sequence; set it to 1",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "multi_latent_attention"),
+        "--multi-latent-attention",
+        "MLA has a rotary path of its own that is not handled yet; train without it",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "mtp_num_layers"),
+        "--mtp-num-layers",
+        "multi-token prediction rolls labels by Megatron's own layout; train without it",
+    ),
+    Refusal(
+        lambda a, c: (_get(a, "cuda_graph_impl") or "none") != "none" or _get(a, "enable_cuda_graph"),
+        "--cuda-graph-impl",
+        "CUDA graphs need fixed shapes, micro-batches vary in length; leave graphs off",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "hybrid_layer_pattern") or _get(a, "is_hybrid_model"),
+        "--hybrid-layer-pattern (Mamba)",
+        "state-space layers carry state across document bounds here; use a GPT model",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "fp8") or _get(a, "fp4"),
+        "--fp8-format / --fp4-format",
+        "token counts are not yet aligned to the scaling blocks; train in bf16",
+    ),
+    Refusal(
+        lambda a, c: (_get(a, "virtual_pipeline_model_parallel_size") or 1) > 1,
+        "--num-layers-per-virtual-pipeline-stage / --num-virtual-stages-per-pipeline-rank",
+        "the interleaved schedule's shape order is not replayed yet; use plain 1F1B",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "hybrid_context_parallel") or _get(a, "dynamic_context_parallel"),
+        "--hybrid-context-parallel / --dynamic-context-parallel",
+        "it replaces the same attention and sampler; drop it",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "dataloader_inter_document_masking"),
+        "--dataloader-inter-document-masking",
+        "the plugin masks between documents already; drop it",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "reset_position_ids") or _get(a, "reset_attention_mask"),
+        "--reset-position-ids / --reset-attention-mask",
+        "positions restart and documents are isolated already, from the index and not from token values; "
+        "drop them",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "eod_mask_loss"),
+        "--eod-mask-loss",
+        "it masks by token value; a document's last token already predicts nothing. Drop it",
+    ),
+    Refusal(lambda a, c: _get(a, "sft"), "--sft", "only pre-training documents are packed; drop it"),
+    Refusal(lambda a, c: _get(a, "fim_data"), "--fim-data", "fill-in-the-middle rewrites documents; drop it"),
+    Refusal(lambda a, c: _get(a, "mock_data"), "--mock-data", "give real documents with --data-path"),
+    Refusal(
+        lambda a, c: _get(a, "dataloader_type") == "cyclic",
+        "--dataloader-type cyclic",
+        "the plugin shuffles documents itself, by --seed; drop it",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "rampup_batch_size"),
+        "--rampup-batch-size",
+        "the plan of an iteration assumes one global batch size; drop it",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "num_experts") and _get(a, "moe_token_dispatcher_type") != "alltoall",
+        "--moe-token-dispatcher-type other than alltoall",
+        "token counts vary between micro-batches; set --moe-token-dispatcher-type alltoall",
+    ),
+    Refusal(
+        lambda a, c: (
+            _get(a, "num_experts") and "seq_aux_loss" in str(_get(a, "moe_router_load_balancing_type"))
+        ),
+        "--moe-router-load-balancing-type seq_aux_loss",
+        "it takes a packed sequence for one document; use aux_loss",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "attention_dropout"),
+        "--attention-dropout above 0",
+        "random masks would differ between shardings; set --attention-dropout 0",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "window_size"),
+        "--window-size",
+        "sliding-window attention is not handled yet; drop it",
+    ),
+    Refusal(
+        lambda a, c: (_get(a, "softmax_type") or "vanilla") != "vanilla",
+        "--softmax-type",
+        "attention sinks are not handled yet; use vanilla",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "qk_clip") or _get(a, "log_max_attention_logit"),
+        "--qk-clip / --log-max-attention-logit",
+        "the maximum logit is not collected; drop it",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "position_embedding_type") not in ("rope", "none", None),
+        "--position-embedding-type",
+        "only rope and none are handled; use --position-embedding-type rope",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "fused_single_qkv_rope"),
+        "--fused-single-qkv-rope",
+        "it asserts on packed sequences; drop it",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "experimental_attention_variant"),
+        "--experimental-attention-variant",
+        "the plugin replaces core attention; drop it",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "use_megatron_fsdp") or _get(a, "use_torch_fsdp2"),
+        "--use-megatron-fsdp / --use-torch-fsdp2",
+        "not tried yet with micro-batches of unequal token counts; use --use-distributed-optimizer",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "perform_rl_step"), "--perform-rl-step", "only pre-training is handled; drop it"
+    ),
+    Refusal(
+        lambda a, c: _get(a, "phase_transition_iterations"),
+        "--phase-transition-iterations",
+        "the document stream has one phase; drop it",
+    ),
+    Refusal(lambda a, c: _get(a, "yaml_cfg") is not None, "--yaml-cfg", "give the settings as flags"),
+    Refusal(
+        lambda a, c: (a.eval_iters if isinstance(a.eval_iters, int) else 1) > 0 or _get(a, "full_validation"),
+        "--eval-iters above 0 (Megatron's default is 100) / --full-validation",
+        "evaluation on packed documents is not built yet; set --eval-iters 0",
+    ),
+)
+
+
+def refuse_unsupported(args: Any, config: WlbConfig) -> None:
+    """Raise Refused with every row of the table that applies, one line each."""
+    lines = [f"wlb_megatron refuses {row.flag}: {row.cure}." for row in REFUSALS if row.applies(args, config)]
+    if lines:
+        raise Refused("\n".join(lines))
