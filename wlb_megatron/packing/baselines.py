@@ -1,0 +1,192 @@
+"""Fixed windows: what Megatron does (original), and balanced over K global batches (fixed-greedy).
+
+Every window holds exactly `window` tokens; the document that crosses a window's end is cut there and the rest is
+a new piece, with its own mask and positions from 0.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.packing.assign import assign_ranks, in_given_order
+from wlb_megatron.packing.packer import Packed, Waiting, check_settings, decode, encode
+from wlb_megatron.plan import MicroBatch, Piece
+from wlb_megatron.workload.cost_model import CostModel
+
+
+def cut(piece: Piece, tokens: int) -> tuple[Piece, Piece]:
+    """The first `tokens` tokens of a piece, and the rest: [2, 10) cut at 3 is [2, 5) and [5, 10)."""
+    at = piece.start + tokens
+    return piece._replace(end=at), piece._replace(start=at)
+
+
+def price(pieces: Sequence[Piece], cost: CostModel) -> int:
+    """Work of a micro-batch of these pieces."""
+    return int(cost.work([piece.end - piece.start for piece in pieces]).sum())
+
+
+def cut_windows(
+    items: Sequence[Waiting], window: int, count: int
+) -> tuple[list[list[Waiting]], list[Waiting]]:
+    """At most `count` windows of `window` tokens in order, the piece that crosses an end cut; and what remains.
+
+    Window 8, pieces of 6, 5, 5 tokens: [6, 2], [3, 5], nothing remains. Only the last window may be short.
+    """
+    windows: list[list[Waiting]] = []
+    room = 0
+    for at, item in enumerate(items):
+        while (tokens := item.piece.tokens) > room:
+            if room:
+                head, tail = cut(item.piece, room)
+                windows[-1].append(item._replace(piece=head))
+                item = item._replace(piece=tail)
+            if len(windows) == count:
+                return windows, [item, *items[at + 1 :]]
+            windows.append([])
+            room = window
+        windows[-1].append(item)
+        room -= tokens
+    return windows, []
+
+
+def freeze(windows: Sequence[Sequence[Waiting]], count: int, cost: CostModel) -> list[MicroBatch]:
+    """Micro-batches of these windows, empty ones added up to `count`."""
+    contents = [tuple(item.piece for item in window) for window in windows]
+    contents += [()] * (count - len(windows))
+    return [MicroBatch(pieces, price(pieces, cost)) for pieces in contents]
+
+
+class OriginalPacker:
+    """Windows filled in arrival order, given to ranks in that order."""
+
+    intake_batches = 1
+
+    def __init__(self, cost: CostModel, *, window: int, micro_batches: int, dp: int = 1) -> None:
+        self._cost = cost
+        self._window = window
+        self._bins = micro_batches * dp
+        self._dp = dp
+        self._waiting: list[Waiting] = []
+
+    @property
+    def waiting(self) -> tuple[Piece, ...]:
+        return tuple(item.piece for item in self._waiting)
+
+    def pack(self, iteration: int, arrived: Sequence[Piece], draining: bool = False) -> Packed:
+        self._waiting += (Waiting(piece, iteration) for piece in arrived)
+        windows, self._waiting = cut_windows(self._waiting, self._window, self._bins)
+        return Packed(in_given_order(freeze(windows, self._bins, self._cost), self._dp))
+
+    def state(self) -> dict[str, Any]:
+        return {"settings": self._settings(), "waiting": encode(self._waiting)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        check_settings(state["settings"], self._settings())
+        self._waiting = decode(state["waiting"])
+
+    def _settings(self) -> dict[str, Any]:
+        return {"packing": "original", "window": self._window, "global_micro_batches": self._bins}
+
+
+class FixedGreedyPacker:
+    """Windows of K global batches balanced at once, then given out over K iterations.
+
+    K = config.balance_batches. The windows that `original` would make of K global batches are the goods, their
+    pieces cut where it cuts (the paper's baseline repacks such samples); what crosses the last one's end waits, so
+    no piece waits for ever. Pieces go by falling work to the window with least work that has room, cut again if the
+    room is less. The new windows are given out by rising work, so that those of one iteration are alike.
+    """
+
+    name = "fixed-greedy"
+
+    def __init__(
+        self, config: WlbConfig, cost: CostModel, *, window: int, micro_batches: int, dp: int = 1, pp: int = 1
+    ) -> None:
+        if config.balance_batches < 1:
+            raise ValueError(f"balance_batches must be at least 1, got {config.balance_batches}")
+        self.intake_batches = config.balance_batches
+        self._cost = cost
+        self._window = window
+        self._bins = micro_batches * dp
+        self._dp, self._pp = dp, pp
+        self._remainder: list[Waiting] = []
+        self._planned: list[list[Waiting]] = []  # windows of the coming iterations, in order
+
+    @property
+    def waiting(self) -> tuple[Piece, ...]:
+        items = [item for window in self._planned for item in window] + self._remainder
+        return tuple(item.piece for item in sorted(items, key=lambda item: item.entry))
+
+    def pack(self, iteration: int, arrived: Sequence[Piece], draining: bool = False) -> Packed:
+        self._remainder += (Waiting(piece, iteration) for piece in arrived)
+        if not self._planned:
+            self._plan_windows()
+        now, self._planned = self._planned[: self._bins], self._planned[self._bins :]
+        return Packed(assign_ranks(freeze(now, self._bins, self._cost), self._dp, self._pp))
+
+    def _plan_windows(self) -> None:
+        goods, self._remainder = cut_windows(self._remainder, self._window, self._bins * self.intake_batches)
+        filled = self._fill([item for window in goods for item in window], len(goods))
+        work = [price([item.piece for item in window], self._cost) for window in filled]
+        self._planned = [filled[i] for i in sorted(range(len(filled)), key=lambda i: (work[i], i))]
+
+    def _fill(self, items: list[Waiting], windows: int) -> list[list[Waiting]]:
+        return fill_greedily(items, [[] for _ in range(windows)], self._window, self._cost)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "settings": self._settings(),
+            "waiting": encode(self._remainder),
+            "planned": [encode(window) for window in self._planned],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        check_settings(state["settings"], self._settings())
+        self._remainder = decode(state["waiting"])
+        self._planned = [decode(window) for window in state["planned"]]
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "packing": self.name,
+            "window": self._window,
+            "global_micro_batches": self._bins,
+            "balance_batches": self.intake_batches,
+        }
+
+
+def fill_greedily(
+    items: Sequence[Waiting], windows: list[list[Waiting]], capacity: int, cost: CostModel
+) -> list[list[Waiting]]:
+    """Items by falling work, each to the window with least work that has room; cut where the room is less.
+
+    What is cut off goes on to the next window at once. Windows may hold something already. The items must fit:
+    capacity 8, items of 6, 5, 5 tokens give [6, 2] and [5, 3]: the last is cut, its rest is new.
+    """
+    lengths = [item.piece.tokens for item in items]
+    work = cost.work(lengths).tolist()
+    heap = []
+    for i, window in enumerate(windows):
+        room = capacity - sum(item.piece.tokens for item in window)
+        if room:
+            heap.append((price([item.piece for item in window], cost), i, room))
+    heapq.heapify(heap)
+    for at in sorted(range(len(items)), key=lambda i: (-work[i], i)):
+        item, tokens, extra = items[at], lengths[at], work[at]
+        while True:
+            total, i, room = heapq.heappop(heap)
+            if tokens < room:
+                windows[i].append(item)
+                heapq.heappush(heap, (total + extra, i, room - tokens))
+                break
+            if tokens == room:
+                windows[i].append(item)
+                break
+            head, tail = cut(item.piece, room)
+            windows[i].append(item._replace(piece=head))
+            item = item._replace(piece=tail)
+            tokens -= room
+            extra = int(cost.work(tokens))
+    return windows

@@ -1,0 +1,44 @@
+"""Outlier queues: long documents wait, by level, until enough of like length are there to train side by side."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from wlb_megatron.plan import Piece
+
+
+class Item(NamedTuple):
+    """A piece with what packing needs of it. `work` in the cost model's units, `entry` the iteration it arrived."""
+
+    work: int
+    tokens: int
+    entry: int
+    piece: Piece
+
+
+class OutlierQueues:
+    """First-in-first-out queues; a document of at least thresholds[i] tokens waits in the highest such level i."""
+
+    def __init__(self, thresholds: Sequence[int]) -> None:
+        if any(low >= high for low, high in pairwise(thresholds)) or min(thresholds, default=1) < 1:
+            raise ValueError(f"thresholds must be positive and rise, got {list(thresholds)}")
+        self.thresholds = tuple(thresholds)
+        self.levels: list[deque[Item]] = [deque() for _ in thresholds]
+
+    def level_of(self, tokens: int) -> int:
+        """-1 if such a document does not wait. Thresholds 4, 8: 3 is -1, 4 is 0, 8 is 1."""
+        return bisect_right(self.thresholds, tokens) - 1
+
+    def put(self, item: Item) -> None:
+        self.levels[self.level_of(item.tokens)].append(item)
+
+    def __iter__(self) -> Iterator[Item]:
+        for level in self.levels:
+            yield from level
+
+    def __len__(self) -> int:
+        return sum(len(level) for level in self.levels)

@@ -1,0 +1,126 @@
+"""What every packer is: pieces that arrived go in, one iteration's grid of micro-batches comes out.
+
+A packer packs the global batch, micro_batches x dp bins; dp only regroups the bins (assign.py). So which documents
+train in which iteration, and the state, do not depend on the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.plan import MicroBatch, Piece
+from wlb_megatron.workload.cost_model import CostModel
+
+Grid = tuple[tuple[MicroBatch, ...], ...]
+"""Micro-batches of one iteration: `grid[m][d]` is micro-batch m of data-parallel rank d."""
+
+
+class Waiting(NamedTuple):
+    """A piece that waits, and the iteration in which it arrived."""
+
+    piece: Piece
+    entry: int
+
+
+class Packed(NamedTuple):
+    """`put_back`: pieces of this iteration's arrivals that the packer cannot promise to train in time; the
+    planner offers them again first in the next iteration, and they count as arriving then. Nearly always empty."""
+
+    grid: Grid
+    put_back: tuple[Piece, ...] = ()
+
+
+class Packer(Protocol):
+    """State of one packing policy. Not thread-safe; every rank runs its own and all get the same plans."""
+
+    intake_batches: int
+    """Global batches taken in at once; in the other iterations nothing arrives."""
+
+    @property
+    def waiting(self) -> tuple[Piece, ...]:
+        """Pieces that arrived and have not trained, oldest first."""
+
+    def pack(self, iteration: int, arrived: Sequence[Piece], draining: bool = False) -> Packed:
+        """One iteration's micro-batches. Arrived pieces come in stream order, none empty or above the window.
+
+        draining: the stream has ended, release what waits; only then may a micro-batch be empty, and only
+        when nothing waits any more.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """What waits, as JSON-able integers; to be taken between two calls of `pack`."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state`. Raises ValueError if it was made with other settings, and says which."""
+
+
+def make_packer(
+    config: WlbConfig,
+    cost: CostModel,
+    *,
+    window: int,
+    micro_batches: int,
+    dp: int = 1,
+    pp: int = 1,
+    alignment: int = 1,
+    sample: Sequence[int] | None = None,
+) -> Packer:
+    """The packer that `config.packing` names.
+
+    window: tokens of --seq-length. micro_batches: of one data-parallel rank. alignment: a micro-batch's tokens are
+    padded up to a multiple of it. sample: document lengths (tokens, at most the window) from which
+    `thresholds=auto` learns; without one it starts from a rule of thumb.
+    Raises ValueError on settings that cannot work.
+    """
+    from wlb_megatron.packing.baselines import FixedGreedyPacker, OriginalPacker
+    from wlb_megatron.packing.solver import FixedSolverPacker
+    from wlb_megatron.packing.varlen_packer import VarlenPacker
+
+    for name, value in (("window", window), ("micro_batches", micro_batches), ("dp", dp), ("pp", pp)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if alignment < 1 or window % alignment:
+        raise ValueError(
+            f"window of {window} tokens is not a multiple of {alignment}, to which micro-batches are padded: "
+            "choose --seq-length as a multiple of context-parallel x tensor-parallel size"
+        )
+    if config.packing == "original":
+        return OriginalPacker(cost, window=window, micro_batches=micro_batches, dp=dp)
+    if config.packing == "varlen":
+        return VarlenPacker.from_config(
+            config,
+            cost,
+            window=window,
+            micro_batches=micro_batches,
+            dp=dp,
+            pp=pp,
+            alignment=alignment,
+            sample=sample,
+        )
+    fixed = {"fixed-greedy": FixedGreedyPacker, "fixed-solver": FixedSolverPacker}
+    if config.packing not in fixed:
+        raise ValueError(
+            f"unknown packing {config.packing!r}: choose original, fixed-greedy, fixed-solver or varlen"
+        )
+    return fixed[config.packing](config, cost, window=window, micro_batches=micro_batches, dp=dp, pp=pp)
+
+
+def encode(waiting: Iterable[Waiting]) -> list[list[int]]:
+    """Waiting pieces as JSON: [epoch, document, start, end, entry]."""
+    return [[*item.piece, item.entry] for item in waiting]
+
+
+def decode(rows: Iterable[Sequence[int]]) -> list[Waiting]:
+    return [Waiting(Piece(*(int(x) for x in row[:4])), int(row[4])) for row in rows]
+
+
+def check_settings(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise ValueError naming every setting in which a saved state differs from the present run."""
+    changed = [f"{key} was {saved.get(key)!r}, is {now[key]!r}" for key in now if saved.get(key) != now[key]]
+    if changed:
+        raise ValueError(
+            f"the saved packing state does not fit these settings: {'; '.join(changed)}. "
+            "Restore them, or start without the saved state"
+        )
