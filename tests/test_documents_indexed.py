@@ -146,7 +146,7 @@ def test_a_truncated_index_is_refused_wherever_it_is_cut(corpus: Path) -> None:
     whole = idx.read_bytes()
     for size in range(1, 34 + 12 * sequences + 8 * bounds):
         idx.write_bytes(whole[:size])
-        with pytest.raises(WlbError, match="truncated|not a Megatron index"):
+        with pytest.raises(WlbError, match=r"truncated|not a Megatron index"):
             read_index(corpus)
 
 
@@ -159,7 +159,7 @@ def test_a_truncated_bin_is_refused(corpus: Path) -> None:
 @pytest.mark.parametrize("documents", [[], [[0], []]])
 def test_a_corpus_without_tokens_is_refused(tmp_path: Path, documents: list[list[int]]) -> None:
     write_corpus(tmp_path / "corpus", documents, np.uint16)
-    with pytest.raises(WlbError, match="empty|no tokens"):
+    with pytest.raises(WlbError, match=r"empty|no tokens"):
         IndexedCorpus(tmp_path / "corpus")
 
 

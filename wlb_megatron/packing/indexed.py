@@ -1,9 +1,9 @@
 """Megatron's .bin/.idx corpus, read with numpy alone: document lengths from the .idx, tokens from the .bin.
 
-The .idx (Megatron's IndexedDataset, version 1), little-endian: b"MMIDIDX\\0\\0", uint64 version, uint8 token type,
-uint64 sequences, uint64 entries of the document index; then int32[sequences] lengths in tokens,
-int64[sequences] byte offsets into the .bin, int64[entries] document index.
-Document d is sequences [document_index[d], document_index[d + 1]): boundaries come from here, never from token ids.
+The .idx (Megatron's IndexedDataset, version 1) is little-endian: b"MMIDIDX\\0\\0", uint64 version,
+uint8 token type, uint64 sequences, uint64 entries of the document index; then int32[sequences] lengths in
+tokens, int64[sequences] byte offsets into the .bin, int64[entries] document index. Document d is sequences
+[document_index[d], document_index[d + 1]): boundaries come from here, never from token ids.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REBUILD = "rebuild the corpus with Megatron's tools/preprocess_data.py"
 
 @dataclass(frozen=True)
 class Index:
-    """What an .idx says: tokens (int64[n]) and byte offset (int64[n]) of each document, and the token type."""
+    """What an .idx says: int64[n] tokens and int64[n] byte offset of each document, and the token type."""
 
     path: Path
     lengths: IntArray
@@ -48,7 +48,7 @@ def index_path(path: str | Path) -> Path:
 
 
 def read_index(path: str | Path) -> Index:
-    """Read the .idx of a prefix (its .bin is not needed). WlbError if it is missing, damaged or has no token."""
+    """Read the .idx of a prefix; its .bin is not needed. WlbError if it is missing, damaged or empty."""
     idx = index_path(path)
     try:
         with idx.open("rb") as stream:
@@ -118,10 +118,10 @@ def _check(idx: Path, counts: IntArray, pointers: IntArray, bounds: IntArray, it
 
 
 class IndexedCorpus:
-    """A .bin/.idx pair. Copies in other processes (pickled) read the files anew; the .bin is opened on first use."""
+    """A .bin/.idx pair. A pickled copy reads the files anew; the .bin is opened on first use."""
 
     def __init__(self, path: str | Path) -> None:
-        """path: prefix, .idx or .bin. WlbError if a file is missing, damaged, truncated or without a token."""
+        """path: prefix, .idx or .bin. WlbError if a file is missing, damaged, truncated or without tokens."""
         self.index = read_index(path)
         self.bin_path = self.index.path.with_suffix(".bin")
         try:
@@ -146,7 +146,7 @@ class IndexedCorpus:
     def read(self, document: int, start: int, end: int) -> IntArray:
         """Tokens [start, end) of a document, int64[end - start]. IndexError outside the document."""
         length = int(self.index.lengths[document])
-        if not (0 <= document and 0 <= start <= end <= length):
+        if not (document >= 0 and 0 <= start <= end <= length):
             raise IndexError(f"tokens [{start}, {end}) of document {document}, which has {length}")
         if self._tokens is None:
             self._tokens = np.memmap(self.bin_path, mode="r", dtype=np.uint8)

@@ -1,0 +1,142 @@
+"""Blends and splits follow Megatron's own rules, and one range of ids reads tokens from every corpus."""
+
+from __future__ import annotations
+
+import struct
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.blend import SPLITS, Blend, parse_blend, split_bounds
+from wlb_megatron.packing.corpus import Rules
+from wlb_megatron.packing.documents import DocumentStream
+
+
+def write_corpus(path: Path, lengths: list[int], first_token: int) -> str:
+    """One sequence a document; tokens count up from first_token."""
+    tokens = np.arange(first_token, first_token + sum(lengths), dtype="<u2")
+    offsets = 2 * np.cumsum([0, *lengths])[:-1]
+    n = len(lengths)
+    path.with_suffix(".bin").write_bytes(tokens.tobytes())
+    path.with_suffix(".idx").write_bytes(
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, 8, n, n + 1)
+        + np.array(lengths, "<i4").tobytes()
+        + offsets.astype("<i8").tobytes()
+        + np.arange(n + 1, dtype="<i8").tobytes()
+    )
+    return str(path)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[str]:
+    return [
+        write_corpus(tmp_path / "a", [3, 0, 2, 4, 1], 100),
+        write_corpus(tmp_path / "b", [5, 5, 6], 200),
+    ]
+
+
+def test_ids_run_on_over_the_corpora_and_read_their_tokens(two: list[str]) -> None:
+    blend = Blend(two)
+    assert blend.read(2, 0, 2).tolist() == [103, 104]
+    assert blend.read(6, 1, 4).tolist() == [206, 207, 208]
+    assert blend.read(7, 0, 6).tolist() == list(range(210, 216))
+    for document in (-1, 8):
+        with pytest.raises(IndexError):
+            blend.read(document, 0, 1)
+
+
+def test_a_stream_over_a_blend_reads_every_token_once(two: list[str]) -> None:
+    blend = Blend(two)
+    stream = DocumentStream(blend.corpora(), Rules(4, seed=1))
+    tokens: list[int] = []
+    while (piece := stream.next()) is not None:
+        tokens += blend.read(piece.document, piece.start, piece.end).tolist()
+    assert sorted(tokens) == [*range(100, 110), *range(200, 216)]
+
+
+def test_the_same_corpus_twice_has_two_ids_for_each_document(two: list[str]) -> None:
+    blend = Blend([two[1], two[1]], [1.0, 1.0])
+    assert [corpus.first_id for corpus in blend.corpora()] == [0, 3]
+    assert blend.read(1, 0, 5).tolist() == blend.read(4, 0, 5).tolist()
+
+
+def test_train_valid_and_test_share_ids_and_no_document(two: list[str]) -> None:
+    blend = Blend(two, [1.0, 3.0])
+    seen: list[int] = []
+    for part in SPLITS:
+        stream = DocumentStream(blend.corpora("60,20,20", part), Rules(100))
+        while (piece := stream.next()) is not None:
+            seen.append(piece.document)
+    assert sorted(seen) == [0, 2, 3, 4, 5, 6, 7]  # 1 is empty
+
+
+def test_without_weights_corpora_are_drawn_in_proportion_to_their_tokens(two: list[str]) -> None:
+    assert [corpus.weight for corpus in Blend(two).corpora()] == [10.0, 16.0]
+
+
+def test_corpora_of_weight_0_or_without_a_token_in_the_part_are_left_out_and_keep_their_ids(
+    two: list[str],
+) -> None:
+    (only,) = Blend(two, [0.0, 1.0]).corpora()
+    assert (only.first_id, only.weight) == (5, 1.0)
+    assert Blend(two).corpora("1,0,0", "test") == []
+
+
+@pytest.mark.parametrize(
+    ("values", "prefixes", "weights"),
+    [
+        (["a"], ["a"], None),
+        (["a", "b"], ["a", "b"], None),
+        (["30", "a", "70", " b "], ["a", "b"], [30.0, 70.0]),
+        (["0.5", "a"], ["a"], [0.5]),
+        (["a", "b", "c"], ["a", "b", "c"], None),
+    ],
+)
+def test_data_path_is_read_as_megatron_reads_it(
+    values: list[str], prefixes: list[str], weights: list[float] | None
+) -> None:
+    assert parse_blend(values) == (prefixes, weights)
+    utils = pytest.importorskip("megatron.core.datasets.utils")
+    assert utils.get_blend_from_list(values) == (prefixes, weights)
+
+
+@pytest.mark.parametrize(
+    "values", [[], ["1", "a", "b", "c"], ["-1", "a"], ["0", "a", "0", "b"], ["nan", "a"]]
+)
+def test_a_blend_that_makes_no_sense_is_refused(values: list[str]) -> None:
+    with pytest.raises(WlbError):
+        parse_blend(values)
+
+
+def test_one_weight_for_each_corpus_is_required(two: list[str]) -> None:
+    with pytest.raises(WlbError, match="2 corpora but 1 weights"):
+        Blend(two, [1.0])
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=3).filter(any), st.integers(0, 10**7))
+def test_a_split_lands_on_the_documents_that_megatron_would_take(shares: list[int], documents: int) -> None:
+    split = ",".join(map(str, shares))
+    bounds = split_bounds(split, documents)
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == documents
+    assert all(left[1] == right[0] for left, right in pairwise(bounds))
+    config = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_config")
+    matrix = config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(split))
+    for ours, theirs in zip(bounds, matrix, strict=True):
+        if theirs is None:
+            assert ours[0] == ours[1]
+        else:
+            assert ours == tuple(round(end * float(documents)) for end in theirs)
+
+
+@pytest.mark.parametrize("split", ["", "0,0", "1,1,1,1", "a", "1..2,3"])
+def test_a_split_that_makes_no_sense_is_refused(split: str) -> None:
+    with pytest.raises(WlbError, match="cannot read split"):
+        split_bounds(split, 10)

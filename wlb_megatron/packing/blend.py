@@ -1,0 +1,110 @@
+"""Corpora of a --data-path under one range of document ids, and Megatron's rules for weights and --split."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.corpus import Corpus
+from wlb_megatron.packing.indexed import IndexedCorpus
+
+SPLITS = ("train", "valid", "test")
+
+
+def parse_blend(values: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """Prefixes and weights of a --data-path (or of a --data-args-path file, split at white space).
+
+    ["30", "a", "70", "b"] is two corpora with weights; ["a"] and ["a", "b"] have none: as Megatron reads it, an
+    odd count, or an even one without a number at each first place, is prefixes only.
+    """
+    if not values:
+        raise WlbError("no corpus given; give at least one prefix to --data-path")
+    heads = [_number(value) for value in values[::2]]
+    if len(values) % 2 == 1 or all(head is None for head in heads):
+        return [value.strip() for value in values], None
+    weights = [head for head in heads if head is not None]
+    if len(weights) < len(heads):
+        raise WlbError(f"cannot read blend {' '.join(values)!r}; give a weight before every prefix, or none")
+    if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
+        raise WlbError(f"blend weights {weights} must not be negative nor all 0; correct --data-path")
+    return [value.strip() for value in values[1::2]], weights
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def split_bounds(split: str, documents: int) -> list[tuple[int, int]]:
+    """Documents [begin, end) of train, valid and test for Megatron's --split, contiguous and in file order.
+
+    "8,1,1" of 10 documents: [(0, 8), (8, 9), (9, 10)]. (Megatron's GPT dataset cuts sequences so; a document
+    is a sequence where preprocess_data.py ran without --split-sentences.)
+    """
+    try:
+        shares = [float(number) for number in re.findall(r"[.0-9]+", split)]
+    except ValueError:
+        shares = []
+    shares += [0.0] * (3 - len(shares))
+    if len(shares) > 3 or not any(shares):
+        raise WlbError(f"cannot read split {split!r}; give shares of train, valid and test, e.g. 969,30,1")
+    whole = np.array(shares, dtype=np.float64)
+    # The sums and the rounding are Megatron's own, to land on the same document.
+    ends = [round(end * documents) for end in accumulate((whole / whole.sum()).tolist())]
+    return list(pairwise([0, *ends]))
+
+
+class Blend:
+    """Several .bin/.idx pairs. Ids run on over the corpora in the given order, whole corpora, whatever the split:
+    with 5 and 3 documents, id 6 is document 1 of the second."""
+
+    def __init__(self, paths: Sequence[str], weights: Sequence[float] | None = None) -> None:
+        """weights: one per path, as `parse_blend` gives them; None: each corpus in proportion to its tokens."""
+        self.paths = list(paths)
+        self.weights = None if weights is None else list(weights)
+        if weights is not None and len(weights) != len(paths):
+            raise WlbError(f"{len(paths)} corpora but {len(weights)} weights; give one weight per corpus")
+        self.readers = [IndexedCorpus(path) for path in paths]
+        self.first_ids = list(accumulate((len(reader) for reader in self.readers), initial=0))
+
+    def read(self, document: int, start: int, end: int) -> npt.NDArray[np.int64]:
+        """Tokens [start, end) of a document by its id, int64[end - start]. IndexError outside of it."""
+        reader, local = self._locate(document)
+        return reader.read(local, start, end)
+
+    def length(self, document: int) -> int:
+        """Tokens of a document by its id. IndexError if there is none."""
+        reader, local = self._locate(document)
+        return int(reader.index.lengths[local])
+
+    def _locate(self, document: int) -> tuple[IndexedCorpus, int]:
+        if not 0 <= document < self.first_ids[-1]:
+            raise IndexError(f"document {document} of {self.first_ids[-1]}")
+        corpus = bisect_right(self.first_ids, document) - 1
+        return self.readers[corpus], document - self.first_ids[corpus]
+
+    def corpora(self, split: str | None = None, part: str = "train") -> list[Corpus]:
+        """What a DocumentStream draws from: `part` of each corpus by `split` (None: all of it).
+
+        Corpora that have weight 0, or no token in this part, are left out; the list may be empty.
+        """
+        if part not in SPLITS:
+            raise WlbError(f"unknown part {part!r}; choose {', '.join(SPLITS)}")
+        chosen = []
+        for at, reader in enumerate(self.readers):
+            begin, end = 0, len(reader)
+            if split is not None:
+                begin, end = split_bounds(split, len(reader))[SPLITS.index(part)]
+            lengths = reader.index.lengths[begin:end]
+            weight = float(lengths.sum()) if self.weights is None else self.weights[at]
+            if weight > 0 and lengths.any():
+                chosen.append(Corpus(self.paths[at], lengths, self.first_ids[at] + begin, weight))
+        return chosen

@@ -1,0 +1,206 @@
+"""The stream of documents that packing draws from: one corpus or a blend, in an order that every rank computes alike.
+
+Identity is (epoch, document); each corpus of a blend has its own epochs. The state holds ids and counts only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.corpus import (
+    DOCUMENT,
+    END,
+    EPOCH,
+    LOST,
+    START,
+    STATE,
+    TOKENS,
+    Corpus,
+    CorpusWalk,
+    Rules,
+)
+from wlb_megatron.plan import Piece
+
+IntArray = npt.NDArray[np.int64]
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCounts:
+    """What has been given out and what was left out, over all corpora and epochs so far.
+
+    tokens: given out. empty: documents without a token. overlong: documents above the window. lost_tokens:
+    tokens of truncated or dropped documents.
+    """
+
+    tokens: int
+    empty: int
+    overlong: int
+    lost_tokens: int
+
+
+class DocumentStream:
+    """Pieces of at most one window, one at a time.
+
+    A blend gives the next piece from the corpus that has had the fewest tokens for its weight so far (the
+    first of equals): weights are shares of tokens, as Megatron's are. The order depends on the seed, the epoch
+    and the corpus's position in the blend, so a corpus given twice comes in two orders.
+    """
+
+    def __init__(self, corpora: Sequence[Corpus], rules: Rules) -> None:
+        """WlbError if there is no corpus, one has no token to give, or their ids overlap."""
+        if not corpora:
+            raise WlbError("no corpus to draw documents from; give at least one")
+        ends = [corpus.first_id + len(corpus.lengths) for corpus in corpora]
+        if any(later.first_id < end for end, later in zip(ends, corpora[1:], strict=False)):
+            raise WlbError("ids of two corpora overlap; let each first_id follow the corpus before it")
+        self.rules = rules
+        self.fingerprint = _fingerprint(corpora, rules)
+        self._names = [corpus.name for corpus in corpora]
+        self._weights = [corpus.weight for corpus in corpora]
+        self._walks = [CorpusWalk(corpus, rules, position) for position, corpus in enumerate(corpora)]
+        self._restart([walk.row.copy() for walk in self._walks])
+
+    @classmethod
+    def of_lengths(cls, lengths: npt.ArrayLike, rules: Rules, name: str = "lengths") -> DocumentStream:
+        """Stream of one corpus whose documents have these lengths (tokens); ids are positions."""
+        return cls([Corpus(name, np.asarray(lengths))], rules)
+
+    def next(self) -> Piece | None:
+        """The next piece; None after the last one of a single pass."""
+        if self._taken == len(self._block):
+            self._fill()
+            if not self._block:
+                return None
+        self._taken += 1
+        return self._block[self._taken - 1]
+
+    def counts(self) -> StreamCounts:
+        """Counts up to the last piece taken."""
+        return StreamCounts(*(int(n) for n in np.sum(self._places(), axis=0)[TOKENS : LOST + 1]))
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able: after `load_state` of it, `next` gives what it would have given here."""
+        corpora = [{name: int(row[column]) for name, column in STATE.items()} for row in self._places()]
+        return {"version": VERSION, "fingerprint": self.fingerprint, "corpora": corpora}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken. WlbError, and no change, unless corpora and rules are the same."""
+        if state.get("version") != VERSION:
+            raise WlbError(
+                f"saved document stream has version {state.get('version')}, this one reads {VERSION}; "
+                "resume with the release that saved it"
+            )
+        try:
+            changed = _differences(state["fingerprint"], self.fingerprint, self._names)
+            rows = [_row(saved) for saved in state["corpora"]]
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            raise WlbError("saved document stream is damaged; resume from another checkpoint") from None
+        if changed:
+            raise WlbError(
+                f"cannot resume the document stream: {'; '.join(changed)}; "
+                "resume with the same corpora and settings, or start without the saved state"
+            )
+        if len(rows) != len(self._walks):
+            raise WlbError("saved document stream is damaged; resume from another checkpoint")
+        self._restart(rows)
+
+    def _restart(self, rows: list[IntArray]) -> None:
+        for walk, row in zip(self._walks, rows, strict=True):
+            walk.place(row)
+        self._settled = rows
+        self._ahead = [np.empty((0, 10), dtype=np.int64) for _ in rows]  # cut, not yet in a block
+        self._block: list[Piece] = []
+        self._rows = np.empty((0, 10), dtype=np.int64)
+        self._owner = np.empty(0, dtype=np.int64)
+        self._taken = 0
+
+    def _places(self) -> list[IntArray]:
+        """Where each corpus stands after the pieces taken: the row of its last one in the block, if any."""
+        places = []
+        for position, settled in enumerate(self._settled):
+            mine = np.flatnonzero(self._owner[: self._taken] == position)
+            places.append(self._rows[mine[-1]] if len(mine) else settled)
+        return places
+
+    def _fill(self) -> None:
+        """The next block of pieces, empty if there is none.
+
+        A piece's turn comes at (tokens its corpus gave before it) / weight. Every piece of which the turn is
+        known to come before any that is not cut yet goes into the block, by turn, then by corpus.
+        """
+        self._settled = self._places()
+        horizon = float("inf")
+        for position, walk in enumerate(self._walks):
+            if not len(self._ahead[position]):
+                self._ahead[position] = walk.advance()
+            if not walk.finished:
+                horizon = min(horizon, int(walk.row[TOKENS]) / self._weights[position])
+        blocks, turns = [], []
+        for position, rows in enumerate(self._ahead):
+            turn = (rows[:, TOKENS] - (rows[:, END] - rows[:, START])) / self._weights[position]
+            ready = int(np.searchsorted(turn, horizon))
+            blocks.append(rows[:ready])
+            turns.append(turn[:ready])
+            self._ahead[position] = rows[ready:]
+        order = np.argsort(np.concatenate(turns), kind="stable")
+        self._rows = np.concatenate(blocks)[order]
+        self._owner = np.repeat(np.arange(len(blocks)), [len(rows) for rows in blocks])[order]
+        columns = [self._rows[:, column].tolist() for column in (EPOCH, DOCUMENT, START, END)]
+        self._block = list(map(Piece._make, zip(*columns, strict=True)))
+        self._taken = 0
+        if not self._block:
+            self._settled = [
+                walk.row.copy() for walk in self._walks
+            ]  # passes what is empty after the last piece
+
+
+def _row(saved: Mapping[str, int]) -> IntArray:
+    row = np.zeros(10, dtype=np.int64)
+    for name, column in STATE.items():
+        row[column] = saved[name]
+    return row
+
+
+def _fingerprint(corpora: Sequence[Corpus], rules: Rules) -> dict[str, Any]:
+    """What the order depends on. Names are left out: a corpus may move to another folder."""
+    return {
+        "window": rules.window,
+        "overlong": rules.overlong,
+        "seed": rules.seed,
+        "endless": rules.endless,
+        "corpora": [
+            {
+                "documents": len(corpus.lengths),
+                "tokens": int(corpus.lengths.sum()),
+                "first_id": corpus.first_id,
+                "weight": corpus.weight,
+                "sha256 of lengths": hashlib.sha256(corpus.lengths.astype("<i8").tobytes()).hexdigest(),
+            }
+            for corpus in corpora
+        ],
+    }
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """One phrase for each thing that changed."""
+    changed = [
+        f"{key} was {saved.get(key)}, is {value}"
+        for key, value in now.items()
+        if key != "corpora" and saved.get(key) != value
+    ]
+    before, after = saved["corpora"], now["corpora"]
+    if len(before) != len(after):
+        return [*changed, f"the blend had {len(before)} corpora, has {len(after)}"]
+    for name, old, new in zip(names, before, after, strict=True):
+        changed += [
+            f"{name}: {key} was {old.get(key)}, is {new[key]}" for key in new if old.get(key) != new[key]
+        ]
+    return changed
