@@ -1,0 +1,68 @@
+#!/usr/bin/env python3
+"""Byte-level .bin/.idx of text files by Megatron's own builder, one document a file.
+
+python scripts/build_corpus.py out/corpus/python            the Python standard library's sources
+python scripts/build_corpus.py PREFIX --files DIR --glob "*.txt"
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+END_OF_DOCUMENT = 256
+"""Bytes are tokens 0..255; the vocabulary has one more."""
+
+
+def text_files(folder: Path, pattern: str) -> list[Path]:
+    """Files of a folder tree in a fixed order; what other packages installed there is left out."""
+    return [
+        path for path in sorted(folder.rglob(pattern)) if path.is_file() and "site-packages" not in path.parts
+    ]
+
+
+def build(prefix: Path, files: list[Path]) -> np.ndarray:
+    """Write PREFIX.bin and PREFIX.idx (under other names first, then renamed). Returns the lengths in tokens."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    bin_path, idx_path = (prefix.with_name(f"{prefix.name}.{kind}") for kind in ("bin", "idx"))
+    partial = [path.with_name(f"{path.name}.{os.getpid()}.partial") for path in (bin_path, idx_path)]
+    builder = IndexedDatasetBuilder(str(partial[0]), dtype=np.uint16)
+    lengths = []
+    for path in files:
+        tokens = np.frombuffer(path.read_bytes(), dtype=np.uint8).astype(np.uint16)
+        document = np.append(tokens, np.uint16(END_OF_DOCUMENT))
+        builder.add_document(document, [len(document)])
+        lengths.append(len(document))
+    builder.finalize(str(partial[1]))
+    for written, final in zip(partial, (bin_path, idx_path), strict=True):
+        written.replace(final)
+    return np.array(lengths, dtype=np.int64)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("prefix", type=Path, help="path of the pair without .bin/.idx")
+    parser.add_argument(
+        "--files", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="folder of texts"
+    )
+    parser.add_argument("--glob", default="*.py", help="which files of the folder tree")
+    options = parser.parse_args()
+    files = text_files(options.files, options.glob)
+    if not files:
+        raise SystemExit(f"no {options.glob} under {options.files}: give --files and --glob")
+    lengths = build(options.prefix, files)
+    print(
+        f"{options.prefix}.bin/.idx: {len(lengths):,} documents, {lengths.sum():,} tokens; length median "
+        f"{np.median(lengths):,.0f}, p99 {np.percentile(lengths, 99):,.0f}, max {lengths.max():,}"
+    )
+
+
+if __name__ == "__main__":
+    main()

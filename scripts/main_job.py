@@ -1,0 +1,183 @@
+#!/usr/bin/env python3
+"""Train a small GPT twice through Megatron's own loop on this machine's CPUs, plain and with WLB, and compare.
+
+Four processes, PP=2 x CP=2, gloo. plain: arrival order, windows of --seq-length, per-sequence sharding with the
+right document mask. wlb: variable-length packing with delayed outliers, per-document sharding. The corpus is the
+Python standard library's sources, byte by byte, one document a file; those longer than a window are left out.
+Writes a table (also JSON) and a picture of both pipelines under --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGES = 2
+RUNS = {
+    "plain": ["--wlb-packing", "original", "--wlb-sharding", "per-sequence"],
+    "wlb": ["--wlb-packing", "varlen", "--wlb-sharding", "per-document"],
+}
+MODEL = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --group-query-attention
+--num-query-groups 2 --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
+--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"""
+LAYOUT = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --context-parallel-size 2"
+MACHINE = """--distributed-backend gloo --transformer-impl local --use-cpu-initialization --no-masked-softmax-fusion
+--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion
+--no-persist-layer-norm"""
+TRAINING = """--micro-batch-size 1 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 2
+--weight-decay 0.01 --clip-grad 1.0 --log-interval 1 --eval-iters 0 --seed 1234
+--tokenizer-type NullTokenizer --vocab-size 257 --num-workers 0"""
+LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([0-9.Ee+-]+)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "main_job", help="folder of results")
+    parser.add_argument("--iterations", type=int, default=20, help="training steps of each run")
+    parser.add_argument("--seq-length", type=int, default=4096, help="window (tokens)")
+    parser.add_argument("--global-batch-size", type=int, default=8, help="windows a step")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    prefix = options.out / "corpus" / "python_sources"
+    environment = cpu_environment()
+    if not prefix.with_suffix(".idx").exists():
+        subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / "build_corpus.py"), str(prefix)],
+            env=environment,
+            check=True,
+        )
+    results = {name: train(name, flags, prefix, options, environment) for name, flags in RUNS.items()}
+    report(results, options)
+
+
+def cpu_environment() -> dict[str, str]:
+    """Megatron's loop without a GPU: scripts/cpu/env.sh as a dictionary."""
+    paths = [str(ROOT / "scripts" / "cpu"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "NO_VCS_VERSION": "1",
+    }
+
+
+def train(
+    name: str, flags: list[str], prefix: Path, options: argparse.Namespace, environment: dict[str, str]
+) -> list[dict[str, Any]]:
+    """One run; returns its per-iteration figures with the loss. Its whole output goes to a log file."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    figures, log = options.out / f"{name}.jsonl", options.out / f"{name}.log"
+    figures.unlink(missing_ok=True)
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
+        *("-m", "wlb_megatron.pretrain_gpt", "--data-path", str(prefix), "--wlb-overlong", "drop"),
+        *(MODEL.split() + LAYOUT.split() + MACHINE.split() + TRAINING.split()),
+        *("--seq-length", str(options.seq_length), "--max-position-embeddings", str(2 * options.seq_length)),
+        *("--global-batch-size", str(options.global_batch_size), "--train-iters", str(options.iterations)),
+        *("--wlb-log", str(figures), *flags),
+    ]
+    losses: dict[int, float] = {}
+    columns = (TextColumn("{task.description:6}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        log.open("w", encoding="utf-8") as copy,
+        Progress(*columns, TextColumn("{task.fields[loss]}")) as progress,
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as job,
+    ):
+        bar = progress.add_task(name, total=options.iterations, loss="starting")
+        assert job.stdout is not None
+        for line in job.stdout:
+            copy.write(line)
+            if found := LOSS.search(line):
+                losses[int(found[1])] = float(found[2])
+                progress.update(bar, completed=int(found[1]), loss=f"loss {float(found[2]):.4f}")
+    if job.returncode:
+        tail = "".join(log.read_text(encoding="utf-8").splitlines(keepends=True)[-15:])
+        raise SystemExit(f"{tail}\nrun {name} failed with status {job.returncode}; whole output: {log}")
+    rows = [json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines()]
+    return [{**row, "loss": losses[row["iteration"]]} for row in rows]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def report(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> None:
+    """Print and write the comparison: loss at the same number of trained tokens, balance, delay, plan time."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from wlb_megatron.report.timeline import draw_timelines
+
+    trained = {name: np.cumsum([row["tokens"] for row in rows]) for name, rows in results.items()}
+    common = int(min(tokens[-1] for tokens in trained.values()))
+    picture = options.out / "timeline.png"
+    worst = int(np.argmax([row["imbalance"] for row in results["plain"]]))
+    steps = draw_timelines(
+        picture,
+        [(name, results[name][worst]["micro_batch_work"]) for name in results],
+        STAGES,
+        unit="tokens of linear work",
+    )
+    summary = {
+        name: {
+            "loss": float(np.interp(common, trained[name], [row["loss"] for row in rows])),
+            "micro_batch_imbalance": mean(row["imbalance"] for row in rows),
+            "cp_imbalance": mean(row["cp_imbalance"] for row in rows),
+            "trained_tokens": int(trained[name][-1]),
+            "delayed_documents": sum(row["delayed"] for row in rows),
+            "token_delay": float(
+                np.average([r["token_delay"] for r in rows], weights=[r["tokens"] for r in rows])
+            ),
+            "plan_ms": mean(row["plan_ms"] for row in rows),
+            "simulated_step": steps[index],
+        }
+        for index, (name, rows) in enumerate(results.items())
+    }
+    lines = [
+        (f"loss at {common:,} trained tokens", "loss", "{:.4f}"),
+        ("imbalance over micro-batches (max/mean work)", "micro_batch_imbalance", "{:.3f}"),
+        ("imbalance over CP ranks (max/mean work)", "cp_imbalance", "{:.3f}"),
+        ("tokens trained", "trained_tokens", "{:,}"),
+        ("documents delayed", "delayed_documents", "{}"),
+        ("mean token delay (iterations)", "token_delay", "{:.3f}"),
+        ("time of planning an iteration (ms)", "plan_ms", "{:.2f}"),
+    ]
+    table = Table(title=f"PP=2 x CP=2, {options.iterations} iterations, window {options.seq_length:,} tokens")
+    table.add_column("")
+    for name in results:
+        table.add_column(name, justify="right")
+    for label, key, form in lines:
+        table.add_row(label, *(form.format(summary[name][key]) for name in results))
+    Console(width=max(100, shutil.get_terminal_size().columns)).print(table)
+    target = options.out / "summary.json"
+    partial = target.with_suffix(".json.partial")
+    partial.write_text(json.dumps({"summary": summary, "iterations": results}, indent=1), encoding="utf-8")
+    partial.replace(target)
+    print(f"timelines of iteration {worst + 1}: {picture}\nall figures: {target}")
+
+
+if __name__ == "__main__":
+    main()
