@@ -46,7 +46,10 @@ def test_ids_run_on_over_the_corpora_and_read_their_tokens(two: list[str]) -> No
     assert blend.read(2, 0, 2).tolist() == [103, 104]
     assert blend.read(6, 1, 4).tolist() == [206, 207, 208]
     assert blend.read(7, 0, 6).tolist() == list(range(210, 216))
+    assert [blend.length(document) for document in range(8)] == [3, 0, 2, 4, 1, 5, 5, 6]
     for document in (-1, 8):
+        with pytest.raises(IndexError):
+            blend.length(document)
         with pytest.raises(IndexError):
             blend.read(document, 0, 1)
 
