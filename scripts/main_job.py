@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +22,9 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts" / "cpu"))
+from environment import cpu_environment, free_port  # noqa: E402
+
 STAGES = 2
 RUNS = {
     "plain": ["--wlb-packing", "original", "--wlb-sharding", "per-sequence"],
@@ -64,20 +65,6 @@ def main() -> None:
     report(results, options)
 
 
-def cpu_environment() -> dict[str, str]:
-    """Megatron's loop without a GPU: scripts/cpu/env.sh as a dictionary."""
-    paths = [str(ROOT / "scripts" / "cpu"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "NO_VCS_VERSION": "1",
-    }
-
-
 def train(
     name: str, flags: list[str], prefix: Path, options: argparse.Namespace, environment: dict[str, str]
 ) -> list[dict[str, Any]]:
@@ -116,12 +103,6 @@ def train(
         raise SystemExit(f"{tail}\nrun {name} failed with status {job.returncode}; whole output: {log}")
     rows = [json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines()]
     return [{**row, "loss": losses[row["iteration"]]} for row in rows]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def report(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> None:

@@ -1,0 +1,30 @@
+"""The environment in which Megatron's loop runs without a GPU, for child processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def cpu_environment() -> dict[str, str]:
+    """This process's environment with the CUDA shim and the package on PYTHONPATH, one thread a process."""
+    paths = [str(ROOT / "scripts" / "cpu"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "NO_VCS_VERSION": "1",
+    }
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
