@@ -1,0 +1,157 @@
+"""The `wlb-megatron` command: look at plans (inspect) and at what they would bring (analyze). Needs numpy alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
+from wlb_megatron.inspect_plans import inspect_plans
+from wlb_megatron.packing.lengths import read_lengths
+
+_NOT_HERE = ("log", "off")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise WlbError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 2 with one line on stderr for what the user can put right."""
+    parser = _Parser(
+        prog="wlb-megatron", description="Workload-balanced packing for Megatron-LM, without a GPU."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="inspect | analyze")
+    _add_inspect(commands.add_parser("inspect", help="show the plans of documents of given lengths"))
+    try:
+        args = parser.parse_args(argv)
+        args.run(args)
+    except WlbError as error:
+        print(f"wlb-megatron: {_rename(str(error))}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _rename(text: str) -> str:
+    """Flags as they are called here, where a message names them as in training."""
+    return text.replace("--wlb-", "--").replace("--seq-length", "--window")
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Plans of one pass over the documents in the given order, until all are given out. A piece or segment is "
+        "[id, start, end), id the document's position; padding is [-1, 0, tokens]."
+    )
+    add_layout(parser)
+    add_settings(parser)
+    parser.add_argument("--iterations", type=int, help="stop after this many (iterations; default: all)")
+    parser.add_argument("--json", metavar="PATH", help="write JSON there, - for stdout, instead of a table")
+    parser.set_defaults(run=_inspect)
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """Flags that say which documents, and how they are laid out over GPUs."""
+    add = parser.add_argument
+    add(
+        "--lengths",
+        required=True,
+        help="tokens of each document: 4,12, a .npy of integers, or a Megatron .idx",
+    )
+    add("--window", required=True, type=int, help="--seq-length of the run (tokens)")
+    add("--micro-batches", default=1, type=int, help="of one data-parallel rank per iteration (default: 1)")
+    add("--dp", default=1, type=int, help="data-parallel size (default: 1)")
+    add("--cp", default=1, type=int, help="context-parallel size (default: 1)")
+    add("--tp", default=1, type=int, help="tensor-parallel size; tokens are padded to CP x TP (default: 1)")
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field of WlbConfig, named as in training but without --wlb."""
+    for setting in fields(WlbConfig):
+        if setting.name in _NOT_HERE:
+            continue
+        default = f" (default: {setting.default})" if setting.default is not None else ""
+        parser.add_argument(
+            "--" + setting.name.replace("_", "-"),
+            default=setting.default,
+            type=setting.metadata.get("type", str),
+            choices=setting.metadata.get("choices"),
+            help=_rename(setting.metadata["help"]) + default,
+        )
+
+
+def settings(args: argparse.Namespace) -> WlbConfig:
+    """The settings as given."""
+    names = [setting.name for setting in fields(WlbConfig) if setting.name not in _NOT_HERE]
+    return WlbConfig(**{name: getattr(args, name) for name in names})
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    shown = inspect_plans(
+        read_lengths(args.lengths),
+        settings(args),
+        window=args.window,
+        micro_batches=args.micro_batches,
+        dp=args.dp,
+        cp=args.cp,
+        tp=args.tp,
+        iterations=args.iterations,
+    )
+    if args.json is None:
+        _print_plans(shown)
+    else:
+        write_json(shown, args.json)
+
+
+def write_json(value: Any, path: str) -> None:
+    """To stdout for "-", else to a file that appears whole or not at all."""
+    text = json.dumps(value) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    scratch = Path(f"{path}.{os.getpid()}.tmp")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise WlbError(
+            f"cannot write {path}: {error.strerror}; give a path in a folder you may write to"
+        ) from None
+
+
+def _print_plans(shown: dict[str, Any]) -> None:
+    from wlb_megatron.report.table import print_table
+
+    for number, iteration in enumerate(shown["iterations"]):
+        rows = []
+        for micro_batch in iteration["micro_batches"]:
+            rows.append([f"micro-batch of dp {micro_batch['dp']}", *_spell(micro_batch["documents"])])
+            rows += [[f"  cp {rank}", *_spell(held)] for rank, held in enumerate(micro_batch["ranks"])]
+        print_table(
+            f"iteration {number}: {len(iteration['arrived'])} pieces arrived, {len(iteration['waiting'])} wait",
+            ["", "tokens", "padding", "id[start, end)"],
+            rows,
+        )
+
+
+def _spell(rows: list[list[int]], most: int = 6) -> list[str]:
+    """Tokens, padding, and the first few pieces or segments of it."""
+    tokens, padding = (sum(end - start for i, start, end in rows if (i < 0) == pad) for pad in (False, True))
+    named = [f"{i}[{start}, {end})" for i, start, end in rows if i >= 0]
+    more = f" and {len(named) - most} more" if len(named) > most else ""
+    return [str(tokens), str(padding), " ".join(named[:most]) + more]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""What `wlb-megatron inspect` shows: the plans of documents of given lengths, in the given order, as plain integers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError, explain_bad_values
+from wlb_megatron.packing.corpus import Rules
+from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.lengths import sample_lengths
+from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.varlen_packer import longest_micro_batch
+from wlb_megatron.plan import PADDING, IterationPlan, Piece
+from wlb_megatron.sharding.alignment import multiple, padding
+from wlb_megatron.sharding.select import shard_all
+from wlb_megatron.workload.cost_model import CostModel
+
+QUADRATIC_AT = 24576.0
+"""Where neither quadratic_at nor a model's shape is given (tokens): near a 7B model's."""
+
+
+def inspect_plans(
+    lengths: npt.NDArray[np.int64],
+    config: WlbConfig,
+    *,
+    window: int,
+    micro_batches: int,
+    dp: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    iterations: int | None = None,
+) -> dict[str, Any]:
+    """Plans of one pass over the documents, without a shuffle; at most `iterations` of them.
+
+    lengths: int64[n] tokens of each document; ids are positions in it. micro_batches: of one data-parallel rank.
+    Returns {"iterations": [{"arrived", "micro_batches", "waiting"}, ...]} where
+    every piece and segment is [id, start, end) within its document; padding is [-1, 0, tokens].
+    WlbError on settings that cannot work.
+    """
+    for name, value in (
+        ("micro-batches", micro_batches),
+        ("dp", dp),
+        ("cp", cp),
+        ("tp", tp),
+        ("iterations", iterations),
+    ):
+        if value is not None and value < 1:
+            raise WlbError(f"--{name} must be at least 1, got {value}")
+    with explain_bad_values():
+        alignment = multiple(cp, tp)
+        stream = DocumentStream.of_lengths(lengths, Rules(window, config.overlong), name="--lengths")
+        if config.packing == "varlen":
+            # Any window can be looked at, a multiple of CP x TP or not: a padded micro-batch keeps within Lmax.
+            config = replace(config, max_tokens=longest_micro_batch(config, window, alignment))
+        packer = make_packer(
+            config,
+            CostModel(
+                QUADRATIC_AT if config.quadratic_at is None else config.quadratic_at, config.document_cost
+            ),
+            window=window,
+            micro_batches=micro_batches,
+            dp=dp,
+            sample=sample_lengths(lengths, window, config.overlong),
+        )
+        planner = Planner(stream, packer, global_tokens=micro_batches * dp * window)
+    plans = islice(iter(planner.next_iteration, None), iterations)
+    return {"iterations": [_show(plan, config.sharding, cp, alignment) for plan in plans]}
+
+
+def _show(plan: IterationPlan, sharding: str, cp: int, alignment: int) -> dict[str, Any]:
+    grid = [(rank, micro_batch) for row in plan.micro_batches for rank, micro_batch in enumerate(row)]
+    padded = [_pad(micro_batch.pieces, alignment) for _, micro_batch in grid]
+    shards = shard_all([[piece.tokens for piece in pieces] for pieces in padded], cp, sharding)
+    return {
+        "arrived": [_row(piece) for piece in plan.arrived],
+        "micro_batches": [
+            {
+                "dp": rank,
+                "documents": [_row(piece) for piece in pieces],
+                "ranks": [_segments(pieces, rows.tolist()) for rows in shard.ranks],
+            }
+            for (rank, _), pieces, shard in zip(grid, padded, shards, strict=True)
+        ],
+        "waiting": [_row(piece) for piece in plan.waiting],
+    }
+
+
+def _pad(pieces: tuple[Piece, ...], alignment: int) -> tuple[Piece, ...]:
+    missing = padding(sum(piece.tokens for piece in pieces), alignment)
+    return (*pieces, Piece(0, PADDING, 0, missing)) if missing else pieces
+
+
+def _row(piece: Piece) -> list[int]:
+    return [piece.document, piece.start, piece.end]
+
+
+def _segments(pieces: tuple[Piece, ...], rows: list[list[int]]) -> list[list[int]]:
+    """A rank's segments within their documents: (0, 2, 4) of a piece of document 7 that begins at 16 is [7, 18, 20]."""
+    return [
+        [pieces[at].document, pieces[at].start + start, pieces[at].start + end] for at, start, end in rows
+    ]

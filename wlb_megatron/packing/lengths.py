@@ -1,0 +1,65 @@
+"""Document lengths as the command line takes them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.corpus import Corpus
+from wlb_megatron.packing.indexed import read_index
+
+
+def read_lengths(text: str) -> npt.NDArray[np.int64]:
+    """int64[n], tokens of each document: "4,12", a .npy of integers, or an .idx (or its prefix).
+
+    WlbError if there is no such file, it is damaged, or a length is negative or no integer.
+    """
+    if re.fullmatch(r"[\s\d,.+-]+", text):
+        lengths = _parse(text)
+    elif text.endswith(".npy"):
+        lengths = _load(Path(text))
+    else:
+        return read_index(text).lengths
+    return Corpus(f"--lengths {text}" if len(text) < 60 else "--lengths", lengths).lengths
+
+
+def sample_lengths(
+    lengths: npt.NDArray[np.int64], window: int, overlong: str, most: int = 65536
+) -> list[int]:
+    """Tokens of about `most` pieces, from documents evenly spaced over the corpus: what thresholds are fitted to."""
+    step = -(-len(lengths) // most) if len(lengths) else 1
+    chosen = lengths[::step]
+    long = chosen > window
+    pieces = chosen[(chosen > 0) & ~long].tolist()
+    if overlong == "split":
+        pieces += [window] * int((chosen[long] // window).sum()) + (chosen[long] % window).tolist()
+    elif overlong == "truncate":
+        pieces += [window] * int(long.sum())
+    return [tokens for tokens in pieces if tokens]
+
+
+def _parse(text: str) -> npt.NDArray[np.int64]:
+    try:
+        values = [int(part) for part in text.split(",")]
+        return np.array(values, dtype=np.int64)
+    except (ValueError, OverflowError):
+        raise WlbError(
+            f"cannot read lengths {text!r}; give integers below 2**63 with commas between, e.g. 4,12"
+        ) from None
+
+
+def _load(path: Path) -> npt.NDArray[np.int64]:
+    try:
+        loaded = np.load(path, allow_pickle=False)
+    except OSError as error:
+        raise WlbError(f"cannot read lengths {path}: {error.strerror or error}; give a .npy file") from None
+    except (ValueError, EOFError):
+        raise WlbError(f"{path} is not a plain .npy array; save it by numpy.save(path, lengths)") from None
+    if not isinstance(loaded, np.ndarray):
+        loaded.close()
+        raise WlbError(f"{path} is not a plain .npy array; save it by numpy.save(path, lengths)")
+    return loaded

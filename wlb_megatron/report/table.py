@@ -1,0 +1,45 @@
+"""Tables for a terminal: by rich where it is installed, else in plain columns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Text to the left, numbers to the right. Written to a file or a pipe, it is plain and as wide as it needs."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    right = [all(_is_number(row[at]) for row in cells) for at in range(len(header))]
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(_plain(title, header, cells, right))
+        return
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:
+        print(_plain(title, header, cells, right))
+        return
+    table = Table(title=title, title_justify="left")
+    for name, number in zip(header, right, strict=True):
+        table.add_column(name, justify="right" if number else "left")
+    for row in cells:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[-+\d., %x]*", text) is not None
+
+
+def _plain(title: str, header: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
+    lines = [list(header), *map(list, cells)]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(header))]
+    shown = [
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+    return "\n".join([title, shown[0], "-" * max(map(len, shown)), *shown[1:], ""])
