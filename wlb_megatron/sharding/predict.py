@@ -1,0 +1,81 @@
+"""Predicted attention time of each rank under a shard plan, as the executor runs it (attention_calls.py).
+
+All diagonals of a rank are one call, on its own keys, while the others' keys travel. Segments with earlier keys
+are rectangles: the c-th of every piece goes into call c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from wlb_megatron.sharding.segments import IntArray, ShardPlan
+from wlb_megatron.workload.kernel_table import KernelTable
+
+
+def predict(plan: ShardPlan, table: KernelTable) -> IntArray:
+    """int64[cp]: nanoseconds, forward + backward, of one layer's attention and exposed exchange on each rank."""
+    return predict_all([plan], table)[0]
+
+
+def predict_all(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
+    """int64[plans, cp] of plans of one CP size: their predictions in one pass. See `predict`."""
+    cp_size = plans[0].cp_size
+    counts = [len(rows) for plan in plans for rows in plan.ranks]
+    rows = np.concatenate([rows for plan in plans for rows in plan.ranks])
+    rank = np.repeat(np.arange(len(counts)), counts)
+    # Side by side: a rank's segments of one piece, in the piece's order.
+    order = np.lexsort((rows[:, 1], rows[:, 0], rank))
+    rank, piece, start = rank[order], rows[order, 0], rows[order, 1]
+    size = rows[order, 2] - start
+    opens = np.ones(len(rows), dtype=bool)
+    opens[1:] = (rank[1:] != rank[:-1]) | (piece[1:] != piece[:-1])
+
+    diagonal = _per_rank(rank, table.diagonal_ns(size), len(counts)) + table.call
+    longest = np.zeros(len(counts))
+    np.maximum.at(longest, rank, size)
+    diagonal = np.maximum(diagonal, table.call + table.tile_key * longest)
+    exchange = _exchange(rank, start, size, opens, len(counts), table)
+    exposed = np.maximum(exchange - diagonal, 0.0)
+    total = diagonal + exposed + _rectangles(rank, start, size, opens, len(counts), table)
+    return np.rint(total).astype(np.int64).reshape(len(plans), cp_size)
+
+
+def _rectangles(
+    rank: IntArray, start: IntArray, size: IntArray, opens: np.ndarray, ranks: int, table: KernelTable
+) -> np.ndarray:
+    """float64[ranks]: the calls on earlier keys."""
+    chosen = start > 0
+    # Ordinal of a segment among its piece's with earlier keys; a segment at 0 is its piece's first.
+    nth = np.arange(len(rank))
+    nth = nth - np.maximum.accumulate(np.where(opens, nth + ~chosen, 0))
+    rank, start, size, nth = rank[chosen], start[chosen], size[chosen], nth[chosen]
+    calls = int(nth.max(initial=-1)) + 1
+    call = rank * calls + nth
+    busy = _per_rank(call, table.rectangle_ns(size, start), ranks * calls)
+    # A call's forward, about 1 / 3.5 of it, takes at least its longest tile.
+    longest = np.zeros(ranks * calls)
+    np.maximum.at(longest, call, start)
+    waits = np.maximum(table.tile_key * longest - busy / 3.5, 0.0)
+    runs = longest > 0
+    return (busy + waits + np.where(runs, table.call, 0.0)).reshape(ranks, calls).sum(axis=1)
+
+
+def _exchange(
+    rank: IntArray, start: IntArray, size: IntArray, opens: np.ndarray, ranks: int, table: KernelTable
+) -> np.ndarray:
+    """float64[ranks]: keys from other ranks, and their gradients back.
+
+    Of each piece a rank needs the keys before its last segment; its own earlier segments it has. Segments
+    [0, 2) and [6, 8) need 6, have 2.
+    """
+    firsts = np.flatnonzero(opens)
+    lasts = np.append(firsts[1:], len(rank)) - 1
+    own = np.add.reduceat(size, firsts) - size[lasts] if len(firsts) else firsts
+    remote = _per_rank(rank[lasts], (start[lasts] - own).astype(np.float64), ranks)
+    return np.where(remote > 0, table.exchange + table.exchange_row * remote, 0.0)
+
+
+def _per_rank(rank: IntArray, values: np.ndarray, ranks: int) -> np.ndarray:
+    return np.bincount(rank, weights=values, minlength=ranks)

@@ -1,0 +1,212 @@
+"""Predicted time of attention kernels and of the key exchange, forward + backward, in integer nanoseconds.
+
+A segment of q queries is served by a diagonal (causal, q x q), a rectangle (q x k earlier keys, no mask), or one
+bottom-right causal call (q x k, the queries being the last of the keys). Each shape has a table of measured times
+of one segment among as many as fill the device; between grid points the time per query-key pair is interpolated
+in queries and in keys per query. Only + - x / are used: IEEE fixes these bit for bit on every host, which
+logarithms are not, and ranks must choose alike.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+VERSION = 1
+TILE = 128
+"""Query rows that a kernel computes together; a segment of 1 row costs as much as one of 128."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTable:
+    """Times in nanoseconds, forward + backward, of one layer's attention on one device.
+
+    heads, kv_heads, head_dim: of one tensor-parallel rank, the shape that was measured.
+    queries: a ascending query counts, multiples of TILE. ratios: b ascending keys per query.
+    rectangle, bottom_right: [a][b] time of a segment of queries[i] x (queries[i] * ratios[j]) rows; diagonal: [a].
+    call: launch and fixed kernels of a call. segment: of one more segment in a call. query_row, key_row: what
+    is done once for each row of queries and each row of keys of a segment (fills, conversions, head reductions).
+    tile_key: forward time of one tile of query rows, per key: a call takes at least its longest tile.
+    exchange: latency of moving keys there and gradients back. exchange_row: for each key row from another rank.
+    """
+
+    device: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    queries: tuple[float, ...]
+    ratios: tuple[float, ...]
+    rectangle: tuple[tuple[float, ...], ...]
+    bottom_right: tuple[tuple[float, ...], ...]
+    diagonal: tuple[float, ...]
+    call: float
+    segment: float
+    query_row: float
+    key_row: float
+    tile_key: float
+    exchange: float
+    exchange_row: float
+
+    def __post_init__(self) -> None:
+        a, b = len(self.queries), len(self.ratios)
+        if (
+            a < 2
+            or b < 2
+            or list(self.queries) != sorted(self.queries)
+            or list(self.ratios) != sorted(self.ratios)
+        ):
+            raise ValueError("a kernel table needs at least two ascending queries and two ascending ratios")
+        if any(q % TILE or q <= 0 for q in self.queries):
+            raise ValueError(f"a kernel table's queries must be positive multiples of {TILE}")
+        for name in ("rectangle", "bottom_right"):
+            grid = getattr(self, name)
+            if len(grid) != a or any(len(row) != b for row in grid):
+                raise ValueError(f"{name} must have {a} rows (queries) of {b} times (ratios)")
+        if len(self.diagonal) != a:
+            raise ValueError(f"diagonal must have {a} times, one for each of queries")
+        if min(min(map(min, self.rectangle)), min(map(min, self.bottom_right)), min(self.diagonal)) <= 0:
+            raise ValueError("a kernel table's times must be positive nanoseconds")
+
+    def scaled(self, *, heads: int, kv_heads: int, head_dim: int) -> KernelTable:
+        """For another shape of model, by FLOPs and bytes. heads and kv_heads: of one tensor-parallel rank."""
+        work = heads * head_dim / (self.heads * self.head_dim)
+        return replace(
+            self,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rectangle=tuple(tuple(ns * work for ns in row) for row in self.rectangle),
+            bottom_right=tuple(tuple(ns * work for ns in row) for row in self.bottom_right),
+            diagonal=tuple(ns * work for ns in self.diagonal),
+            segment=self.segment * heads / self.heads,
+            query_row=self.query_row * work,
+            key_row=self.key_row * work,
+            tile_key=self.tile_key * head_dim / self.head_dim,
+            exchange_row=self.exchange_row * kv_heads * head_dim / (self.kv_heads * self.head_dim),
+        )
+
+    def rectangle_ns(self, queries: IntArray, keys: IntArray) -> FloatArray:
+        """float64[n]: each segment's own time, all of its keys earlier than its queries."""
+        return self._between(self._rates[0], queries, keys) + self._rows(queries, keys)
+
+    def bottom_right_ns(self, queries: IntArray, keys: IntArray) -> FloatArray:
+        """float64[n]: each segment's own time, its queries being the last of its keys."""
+        return self._between(self._rates[1], queries, keys) + self._rows(queries, keys)
+
+    def diagonal_ns(self, queries: IntArray) -> FloatArray:
+        """float64[n]: each segment's own time, on its own keys only."""
+        rows = _tiled(queries)
+        at, weight = _place(self._grid[0], rows)
+        rate = self._rates[2]
+        rate = rate[at] + weight * (rate[at + 1] - rate[at])
+        return rate * rows * (rows + TILE) + self._rows(queries, queries)
+
+    @cached_property
+    def _grid(self) -> tuple[FloatArray, FloatArray]:
+        return np.array(self.queries, dtype=np.float64), np.array(self.ratios, dtype=np.float64)
+
+    @cached_property
+    def _rates(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Of rectangle, bottom-right and diagonal: time per query-key pair at each grid point."""
+        q, r = self._grid
+        pairs = q[:, None] * q[:, None] * r
+        return (
+            np.array(self.rectangle) / pairs,
+            np.array(self.bottom_right) / pairs,
+            self.diagonal / (q * (q + TILE)),
+        )
+
+    def _rows(self, queries: IntArray, keys: IntArray) -> FloatArray:
+        return self.segment + self.query_row * queries + self.key_row * keys
+
+    def _between(self, rate: FloatArray, queries: IntArray, keys: IntArray) -> FloatArray:
+        rows = _tiled(queries)
+        i, u = _place(self._grid[0], rows)
+        j, v = _place(self._grid[1], keys / rows)
+        low = rate[i, j] + v * (rate[i, j + 1] - rate[i, j])
+        high = rate[i + 1, j] + v * (rate[i + 1, j + 1] - rate[i + 1, j])
+        return (low + u * (high - low)) * rows * keys
+
+    def to_json(self) -> str:
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
+
+    @staticmethod
+    def from_json(path: str | Path) -> KernelTable:
+        """Read a measured table. Raises ValueError, naming the file, if it is damaged or of another version."""
+        again = "measure the device again"
+        try:
+            told = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise ValueError(f"cannot read kernel table {path}: {error.strerror}") from None
+        except ValueError:
+            raise ValueError(f"kernel table {path} is not JSON; {again}") from None
+        if not isinstance(told, dict) or told.pop("version", None) != VERSION:
+            raise ValueError(f"kernel table {path} is not of version {VERSION}; {again}")
+        names = {field.name for field in fields(KernelTable)}
+        if set(told) != names:
+            wrong = ", ".join(sorted(names.symmetric_difference(told)))
+            raise ValueError(f"kernel table {path} lacks, or should not have: {wrong}; {again}")
+        try:
+            return KernelTable(**{name: _frozen(value) for name, value in told.items()})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"kernel table {path}: {error}; {again}") from None
+
+
+@cache
+def h100() -> KernelTable:
+    """Measured on one H100, cuDNN 9.19, bf16, 8 query heads, 2 KV heads, d=128; exchange over NVLink.
+
+    A fit to 35 timed shapes (28 ranks' shares of 128K-token micro-batches cut per sequence and per document
+    over 4 and 8 ranks, and 7 single segments of 256 to 32K queries on 32K to 128K keys), whose mean error is
+    2.6 % and largest 8.5 %: 539 TFLOP/s over all computed pairs. Forward computes the masked half of a causal
+    segment's diagonal tiles only, backward of a bottom-right mask computes it all.
+    """
+    # ns per query-key pair: 4 x 8 heads x 128 dims FLOPs forward, 2.5 times that backward, at 538.8 TFLOP/s
+    pair = 4 * 8 * 128 / 538.8e3
+    queries = [TILE * 2.0**n for n in range(11)]
+    ratios = [2.0**n for n in range(-6, 11)]
+    return KernelTable(
+        device="NVIDIA H100 80GB HBM3",
+        heads=8,
+        kv_heads=2,
+        head_dim=128,
+        queries=tuple(queries),
+        ratios=tuple(ratios),
+        rectangle=tuple(tuple(pair * 3.5 * q * q * r for r in ratios) for q in queries),
+        # A bottom-right segment has at least as many keys as queries; smaller ratios only complete the grid.
+        bottom_right=tuple(
+            tuple(pair * (3.5 * q * q * max(r, 1) - q * (q - TILE) / 2) * min(r, 1) for r in ratios)
+            for q in queries
+        ),
+        diagonal=tuple(pair * 3.5 * q * (q + TILE) / 2 for q in queries),
+        call=200_000,
+        segment=950,
+        query_row=13.5,
+        key_row=4.1,
+        tile_key=132 * 4 * 128 * TILE / 538.8e3,
+        exchange=100_000,
+        exchange_row=18.0,
+    )
+
+
+def _tiled(queries: IntArray) -> IntArray:
+    return -(-queries // TILE) * TILE
+
+
+def _place(grid: FloatArray, values: IntArray | FloatArray) -> tuple[npt.NDArray[np.intp], FloatArray]:
+    """Grid cell of each value, and how far into it, 0 to 1; values outside the grid count as its end."""
+    at = np.clip(np.searchsorted(grid, values, side="right") - 1, 0, len(grid) - 2)
+    return at, np.clip((values - grid[at]) / (grid[at + 1] - grid[at]), 0.0, 1.0)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
