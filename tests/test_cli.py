@@ -1,0 +1,215 @@
+"""The command line as a user types it: what goes to stdout and stderr, exit codes, files, and numpy alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wlb_megatron import cli
+
+LAYOUT = "--lengths 4,12 --window 16 --micro-batches 1 --cp 2 --sharding per-document --packing original"
+EXAMPLE = ["inspect", *LAYOUT.split()]
+PLANNED = {
+    "arrived": [[0, 0, 4], [1, 0, 12]],
+    "micro_batches": [
+        {
+            "dp": 0,
+            "documents": [[0, 0, 4], [1, 0, 12]],
+            "ranks": [[[0, 0, 1], [1, 0, 3], [0, 3, 4], [1, 9, 12]], [[0, 1, 3], [1, 3, 9]]],
+        }
+    ],
+    "waiting": [],
+}
+ROOT = Path(__file__).resolve().parents[1]
+
+NUMPY_ALONE = """
+import sys
+class Missing:
+    allowed = {"numpy", "wlb_megatron"}
+    def find_spec(self, name, path=None, target=None):
+        top = name.split(".")[0]
+        if top not in self.allowed and top not in sys.stdlib_module_names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+from wlb_megatron.cli import main
+code = main(sys.argv[1:])
+foreign = {n.split(".")[0] for n in sys.modules} & {"torch", "megatron", "rich", "matplotlib", "ortools", "pandas"}
+assert not foreign, foreign
+sys.exit(code)
+"""
+
+
+def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    program = ["-c", code] if code else ["-m", "wlb_megatron.cli"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *program, *arguments], capture_output=True, text=True, env=environment, timeout=60
+    )
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(arguments)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_json_alone_is_on_stdout() -> None:
+    done = run(*EXAMPLE, "--json", "-")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == {"iterations": [PLANNED]}
+
+
+@pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
+@pytest.mark.parametrize("form", [["--json", "-"], []])
+def test_numpy_alone_is_enough(form: list[str], packing: str) -> None:
+    done = run(*EXAMPLE[:-1], packing, *form, code=NUMPY_ALONE)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "12" in done.stdout
+
+
+def test_without_json_a_table_names_each_piece_and_each_ranks_segments(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = call(capsys, *EXAMPLE)
+    assert code == 0
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "iteration 0: 2 pieces arrived, 0 wait" in lines
+    assert "micro-batch of dp 0 16 0 0[0, 4) 1[0, 12)" in lines
+    assert "cp 1 8 0 0[1, 3) 1[3, 9)" in lines
+
+
+def test_a_file_is_written_whole_and_nothing_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = call(capsys, *EXAMPLE, "--json", str(tmp_path / "plan.json"))
+    assert (code, out) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+    assert json.loads((tmp_path / "plan.json").read_text()) == {"iterations": [PLANNED]}
+
+
+def test_lengths_come_from_an_npy_an_idx_or_its_prefix_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([4, 12], dtype=np.uint32))
+    (tmp_path / "corpus.idx").write_bytes(
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, 8, 3, 3)
+        + np.array([4, 5, 7], "<i4").tobytes()
+        + np.array([0, 8, 18], "<i8").tobytes()
+        + np.array([0, 1, 3], "<i8").tobytes()
+    )
+    for name in ("lengths.npy", "corpus.idx", "corpus"):
+        code, out, _ = call(capsys, "inspect", "--lengths", str(tmp_path / name), *EXAMPLE[3:], "--json", "-")
+        assert code == 0
+        assert json.loads(out) == {"iterations": [PLANNED]}
+
+
+def test_settings_reach_the_packer(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = "--lengths 8,1,1,1,1,5,3,3,3 --window 10 --micro-batches 2 --packing varlen"
+
+    def waits(more: str) -> list[int]:
+        _, out, _ = call(capsys, "inspect", *f"{layout} {more} --json -".split())
+        return [row[0] for row in json.loads(out)["iterations"][0]["waiting"]]
+
+    assert waits("--thresholds none") == []
+    assert waits("--thresholds 8") == [0]
+    assert waits("--thresholds 5,8") == [0, 5]
+    assert waits("--thresholds 8 --max-delay 0") == []
+
+
+@pytest.fixture
+def bad_files(tmp_path: Path) -> Path:
+    np.save(tmp_path / "negative.npy", np.array([3, -1]))
+    np.save(tmp_path / "real.npy", np.array([3.0]))
+    np.save(tmp_path / "square.npy", np.array([[3]]))
+    np.save(tmp_path / "empty.npy", np.array([], dtype=np.int64))
+    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
+    (tmp_path / "garbage.npy").write_bytes(b"not an array")
+    (tmp_path / "nothing.npy").write_bytes(b"")
+    (tmp_path / "garbage.idx").write_bytes(b"not an index")
+    np.savez(tmp_path / "zip.npz", np.array([1]))
+    (tmp_path / "zip.npz").rename(tmp_path / "zip.npy")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--lengths": "missing.idx"}, "cannot read index missing.idx: No such file"),
+        ({"--lengths": "missing.npy"}, "cannot read lengths missing.npy: No such file"),
+        ({"--lengths": "missing"}, "cannot read index missing.idx: No such file"),
+        ({"--lengths": "{}/negative.npy"}, "document 1 has a negative length (-1)"),
+        ({"--lengths": "{}/real.npy"}, "must be a list of integers"),
+        ({"--lengths": "{}/square.npy"}, "must be a list of integers"),
+        ({"--lengths": "{}/empty.npy"}, "no token to train on in 0 documents"),
+        ({"--lengths": "{}/objects.npy"}, "not a plain .npy array"),
+        ({"--lengths": "{}/garbage.npy"}, "not a plain .npy array"),
+        ({"--lengths": "{}/nothing.npy"}, "not a plain .npy array"),
+        ({"--lengths": "{}/zip.npy"}, "not a plain .npy array"),
+        ({"--lengths": "{}/garbage.idx"}, "not a Megatron index"),
+        ({"--lengths": "4,-12"}, "document 1 has a negative length (-12)"),
+        ({"--lengths": "4,,12"}, "cannot read lengths '4,,12'"),
+        ({"--lengths": "4.5"}, "cannot read lengths '4.5'"),
+        ({"--lengths": "99999999999999999999"}, "cannot read lengths"),
+        ({"--lengths": "0,0"}, "no token to train on in 2 documents"),
+        ({"--window": "0"}, "window must be at least 1 token, got 0"),
+        ({"--window": "many"}, "invalid int value: 'many'"),
+        ({"--cp": "0"}, "--cp must be at least 1, got 0"),
+        ({"--packing": "best"}, "invalid choice: 'best'"),
+        ({"--sharding": "best"}, "invalid choice: 'best'"),
+        ({"--packing": "varlen", "--max-tokens": "19"}, "raise --max-tokens"),
+        ({"--json": "{}/no/such/folder.json"}, "cannot write"),
+        ({"--unknown": "1"}, "unrecognized arguments: --unknown"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
+    change: dict[str, str], message: str, bad_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"--lengths": "4,12", "--window": "16", **change}
+    before = sorted(bad_files.iterdir())
+    code, out, err = call(
+        capsys, "inspect", *(part.format(bad_files) for pair in given.items() for part in pair)
+    )
+    assert code == 2
+    assert out == ""
+    assert err.startswith("wlb-megatron: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert sorted(bad_files.iterdir()) == before
+
+
+def test_the_exit_code_reaches_the_shell() -> None:
+    done = run("inspect", "--lengths", "missing.idx", "--window", "16")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["inspect"], ["plan"]])
+def test_a_missing_or_unknown_command_is_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = call(capsys, *arguments)
+    assert code == 2
+    assert err.count("\n") == 1
+
+
+def test_every_setting_of_training_has_its_flag_here(capsys: pytest.CaptureFixture[str]) -> None:
+    from dataclasses import fields
+
+    from wlb_megatron.config import WlbConfig
+
+    with pytest.raises(SystemExit) as done:
+        cli.main(["inspect", "--help"])
+    assert done.value.code == 0
+    shown: Any = capsys.readouterr().out
+    names = {setting.name for setting in fields(WlbConfig)} - set(cli._NOT_HERE)
+    assert all("--" + name.replace("_", "-") in shown for name in names)
+    assert "--wlb" not in shown

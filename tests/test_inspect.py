@@ -1,0 +1,281 @@
+"""`inspect`: worked examples by hand, and what every plan must satisfy, read from the JSON alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb_megatron.config import SHARDINGS, WlbConfig
+from wlb_megatron.errors import WlbError
+from wlb_megatron.inspect_plans import inspect_plans
+
+Rows = list[list[int]]
+
+
+def inspect(lengths: list[int], window: int, **options: Any) -> list[dict[str, Any]]:
+    layout = {name: options.pop(name) for name in ("dp", "cp", "tp", "iterations") if name in options}
+    micro_batches = options.pop("micro_batches", 1)
+    config = WlbConfig(**{"packing": "original"} | options)
+    given = np.array(lengths, dtype=np.int64)
+    return inspect_plans(given, config, window=window, micro_batches=micro_batches, **layout)["iterations"]
+
+
+# --- worked examples ---
+
+
+def test_two_documents_over_two_ranks_by_document() -> None:
+    (iteration,) = inspect([4, 12], 16, cp=2)
+    assert iteration == {
+        "arrived": [[0, 0, 4], [1, 0, 12]],
+        "micro_batches": [
+            {
+                "dp": 0,
+                "documents": [[0, 0, 4], [1, 0, 12]],
+                # Chunks 1 1 1 1 and 3 3 3 3: rank 0 has the outer ones, rank 1 the inner ones, which touch.
+                "ranks": [[[0, 0, 1], [1, 0, 3], [0, 3, 4], [1, 9, 12]], [[0, 1, 3], [1, 3, 9]]],
+            }
+        ],
+        "waiting": [],
+    }
+
+
+def test_two_documents_over_two_ranks_by_sequence() -> None:
+    (iteration,) = inspect([4, 12], 16, cp=2, sharding="per-sequence")
+    # Slices of 4: rank 0 has packed tokens 0-3 and 12-15, rank 1 has 4-11.
+    assert iteration["micro_batches"][0]["ranks"] == [[[0, 0, 4], [1, 8, 12]], [[1, 0, 8]]]
+
+
+def test_tokens_that_do_not_divide_are_padded_by_a_last_piece_of_id_minus_1() -> None:
+    (iteration,) = inspect([7], 8, cp=2)
+    (micro_batch,) = iteration["micro_batches"]
+    assert micro_batch["documents"] == [[0, 0, 7], [-1, 0, 1]]
+    # Chunks of document 0: 2 2 2 1; the padding's one token lengthens the slot where the cursor stands, the last.
+    assert micro_batch["ranks"] == [[[0, 0, 2], [0, 6, 7], [-1, 0, 1]], [[0, 2, 6]]]
+
+
+@pytest.mark.parametrize(
+    ("cp", "tp", "pad"), [(1, 4, 3), (4, 1, 3), (2, 1, 1), (4, 4, 3), (8, 4, 19), (1, 1, 0)]
+)
+def test_padding_reaches_a_multiple_of_cp_times_tp(cp: int, tp: int, pad: int) -> None:
+    (iteration,) = inspect([13], 32, cp=cp, tp=tp)
+    documents = iteration["micro_batches"][0]["documents"]
+    assert documents == [[0, 0, 13]] + ([[-1, 0, pad]] if pad else [])
+
+
+def test_original_cuts_at_the_window_and_the_pieces_stand_apart() -> None:
+    first, second = inspect([6, 10, 16], 8, micro_batches=2, cp=1)
+    assert first["arrived"] == [[0, 0, 6], [1, 0, 8], [1, 8, 10]]  # the over-long one is split on arrival
+    assert [m["documents"] for m in first["micro_batches"]] == [
+        [[0, 0, 6], [1, 0, 2]],
+        [[1, 2, 8], [1, 8, 10]],
+    ]
+    assert first["waiting"] == []
+    assert [m["documents"] for m in second["micro_batches"]] == [[[2, 0, 8]], [[2, 8, 16]]]
+
+
+def test_pieces_of_a_cut_document_are_not_merged_on_a_rank_either() -> None:
+    (iteration,) = inspect([6, 10], 8, micro_batches=2, cp=1)
+    # One rank holds [2, 8) and [8, 10) of document 1 side by side: they are two pieces, each with its own mask.
+    assert iteration["micro_batches"][1]["ranks"] == [[[1, 2, 8], [1, 8, 10]]]
+
+
+def test_segments_of_a_cut_document_count_from_the_documents_start() -> None:
+    (iteration,) = inspect([6, 10], 8, micro_batches=2, cp=2)
+    assert iteration["micro_batches"][1]["ranks"] == [
+        [[1, 2, 4], [1, 7, 8], [1, 9, 10]],
+        [[1, 4, 7], [1, 8, 9]],
+    ]
+
+
+def test_the_list_of_micro_batches_is_micro_batch_major() -> None:
+    (iteration,) = inspect([4] * 6, 4, micro_batches=3, dp=2)
+    assert [m["dp"] for m in iteration["micro_batches"]] == [0, 1, 0, 1, 0, 1]
+    assert [m["documents"][0][0] for m in iteration["micro_batches"]] == [0, 1, 2, 3, 4, 5]
+
+
+def test_intake_takes_the_document_that_crosses_and_no_more() -> None:
+    iterations = inspect([5, 5, 5, 5, 5], 8)
+    # Totals reach 8, 16, 24: iteration 0 takes 5 + 5, iteration 1 takes two more, iteration 2 one.
+    assert [[row[0] for row in it["arrived"]] for it in iterations] == [[0, 1], [2, 3], [4], []]
+    assert [it["waiting"] for it in iterations][:2] == [[[1, 3, 5]], [[3, 1, 5]]]
+
+
+def test_varlen_delays_a_document_above_the_threshold_until_there_is_one_for_each_micro_batch() -> None:
+    # Two micro-batches of 10-token windows; documents of 8 wait.
+    lengths = [8, 3, 3, 3, 3] + [3] * 5 + [8, 3, 3, 3]
+    iterations = inspect(lengths, 10, micro_batches=2, packing="varlen", thresholds="8", max_delay=9)
+    trained = [[row[0] for m in it["micro_batches"] for row in m["documents"]] for it in iterations]
+    assert iterations[0]["waiting"] == [[0, 0, 8]]
+    released = next(i for i, ids in enumerate(trained) if 0 in ids)
+    assert 10 in trained[released]
+    by_micro_batch = [[row[0] for row in m["documents"]] for m in iterations[released]["micro_batches"]]
+    assert [len({0, 10} & set(ids)) for ids in by_micro_batch] == [1, 1]
+
+
+def test_max_delay_forces_a_lone_outlier_in() -> None:
+    lengths = [8] + [3] * 60
+    iterations = inspect(lengths, 10, micro_batches=2, packing="varlen", thresholds="8", max_delay=2)
+    trained = [[row[0] for m in it["micro_batches"] for row in m["documents"]] for it in iterations]
+    assert next(i for i, ids in enumerate(trained) if 0 in ids) == 2
+
+
+def test_iterations_stops_early_and_says_what_waits() -> None:
+    (only,) = inspect([5, 5, 5, 5, 5], 8, iterations=1)
+    assert only["waiting"] == [[1, 3, 5]]
+
+
+# --- faults that others' users met ---
+
+
+@pytest.mark.parametrize("lengths", [[0, 1, 0, 2], [1] * 8, [1], [16, 24, 0, 0], [0, 0, 3]])
+@pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
+def test_zero_length_and_one_token_documents_plan_and_zero_length_ids_appear_nowhere(
+    lengths: list[int], packing: str
+) -> None:
+    iterations = inspect(lengths, 32, cp=2, packing=packing)
+    assert all(row[1] < row[2] for rows in _all_rows(iterations) for row in rows)
+    shown = {row[0] for rows in _all_rows(iterations) for row in rows if row[0] >= 0}
+    assert shown == {i for i, length in enumerate(lengths) if length}
+
+
+def test_trailing_zero_lengths_change_nothing() -> None:
+    assert inspect([16, 24, 0, 0], 64, cp=2) == inspect([16, 24], 64, cp=2)
+
+
+@pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
+def test_a_document_of_the_window_is_whole_and_one_more_token_follows_the_policy(packing: str) -> None:
+    assert _trained(inspect([8], 8, packing=packing)) == [[0, 0, 8]]
+    assert _trained(inspect([9], 8, packing=packing)) == [[0, 0, 8], [0, 8, 9]]
+    assert _trained(inspect([9], 8, packing=packing, overlong="truncate")) == [[0, 0, 8]]
+    assert _trained(inspect([9, 2], 8, packing=packing, overlong="drop")) == [[1, 0, 2]]
+
+
+def test_ids_and_positions_beyond_32_bits_are_exact() -> None:
+    big = 2**33
+    (iteration,) = inspect([big + 2], 2 * big, cp=2)
+    quarter = big // 4
+    assert iteration["micro_batches"][0]["ranks"] == [
+        [[0, 0, quarter + 1], [0, 3 * quarter + 2, big + 2]],
+        [[0, quarter + 1, 3 * quarter + 2]],
+    ]
+
+
+# --- what holds of every plan ---
+
+
+def _all_rows(iterations: list[dict[str, Any]]) -> list[Rows]:
+    rows = []
+    for it in iterations:
+        rows += [it["arrived"], it["waiting"]]
+        for micro_batch in it["micro_batches"]:
+            rows += [micro_batch["documents"], *micro_batch["ranks"]]
+    return rows
+
+
+def _trained(iterations: list[dict[str, Any]]) -> Rows:
+    return sorted(
+        row for it in iterations for m in it["micro_batches"] for row in m["documents"] if row[0] >= 0
+    )
+
+
+def _tokens(rows: Rows) -> list[tuple[int, int]]:
+    return sorted((i, t) for i, start, end in rows for t in range(start, end))
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=40).filter(any),
+    packing=st.sampled_from(["original", "fixed-greedy", "varlen"]),
+    sharding=st.sampled_from(SHARDINGS),
+    micro_batches=st.integers(1, 3),
+    dp=st.integers(1, 3),
+    cp=st.integers(1, 4),
+    tp=st.integers(1, 2),
+    window=st.sampled_from([24, 48]),
+    batches=st.integers(1, 3),
+)
+def test_every_plan_trains_each_token_once_on_one_rank(
+    lengths: list[int],
+    packing: str,
+    sharding: str,
+    micro_batches: int,
+    dp: int,
+    cp: int,
+    tp: int,
+    window: int,
+    batches: int,
+) -> None:
+    iterations = inspect(
+        lengths,
+        window,
+        packing=packing,
+        sharding=sharding,
+        micro_batches=micro_batches,
+        dp=dp,
+        cp=cp,
+        tp=tp,
+        balance_batches=batches if packing == "fixed-greedy" else 1,
+    )
+    everything = sorted((i, t) for i, length in enumerate(lengths) for t in range(length))
+    assert _tokens(_trained(iterations)) == everything
+    assert _tokens([row for it in iterations for row in it["arrived"]]) == everything
+    limit = int(1.5 * window) if packing == "varlen" else window
+    arrived: Rows = []
+    trained: Rows = []
+    for number, it in enumerate(iterations):
+        arrived += it["arrived"]
+        trained += [row for m in it["micro_batches"] for row in m["documents"] if row[0] >= 0]
+        assert _tokens(arrived) == _tokens(trained + it["waiting"])
+        assert [m["dp"] for m in it["micro_batches"]] == list(range(dp)) * micro_batches
+        for micro_batch in it["micro_batches"]:
+            documents, ranks = micro_batch["documents"], micro_batch["ranks"]
+            total = sum(end - start for _, start, end in documents)
+            assert total > 0
+            assert total % (cp * tp) == 0
+            assert sum(end - start for i, start, end in documents if i >= 0) <= limit
+            assert packing != "varlen" or total <= limit
+            assert [row[0] for row in documents[:-1]].count(-1) == 0
+            assert _tokens(documents) == _tokens([row for rank in ranks for row in rank])
+            assert [sum(end - start for _, start, end in rank) for rank in ranks] == [total // cp] * cp
+            if number < len(iterations) - 1:
+                assert documents[0][0] >= 0  # only a drain's last iteration may hold padding alone
+    assert iterations[-1]["waiting"] == []
+
+
+def test_segments_of_one_piece_on_a_rank_never_touch() -> None:
+    rng = np.random.default_rng(0)
+    for cp in (1, 2, 3, 4):
+        lengths = rng.integers(1, 30, 60).tolist()
+        for it in inspect(lengths, 48, cp=cp, packing="varlen", micro_batches=2):
+            for m in it["micro_batches"]:
+                for rank in m["ranks"]:  # documents are uncut here, so an id is a piece
+                    ends = {(i, end) for i, _, end in rank}
+                    assert not [row for row in rank if (row[0], row[1]) in ends]
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cp": 0}, "--cp must be at least 1, got 0"),
+        ({"dp": -1}, "--dp must be at least 1, got -1"),
+        ({"tp": 0}, "--tp must be at least 1"),
+        ({"micro_batches": 0}, "--micro-batches must be at least 1"),
+        ({"iterations": 0}, "--iterations must be at least 1"),
+        ({"packing": "varlen", "max_tokens": 19}, r"max_tokens of 19 is below 1\.25 windows"),
+        ({"packing": "varlen", "thresholds": "8,x"}, "thresholds"),
+        ({"packing": "varlen", "max_delay": -1}, "max_delay"),
+        ({"packing": "fixed-greedy", "balance_batches": 0}, "balance_batches"),
+        ({"packing": "nonsense"}, "unknown packing"),
+        ({"quadratic_at": 0.0}, "quadratic_at must be positive"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(WlbError, match=message):
+        inspect([4, 12], 16, **options)
