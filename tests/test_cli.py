@@ -117,7 +117,7 @@ def test_settings_reach_the_packer(capsys: pytest.CaptureFixture[str]) -> None:
 
     def waits(more: str) -> list[int]:
         _, out, _ = call(capsys, "inspect", *f"{layout} {more} --json -".split())
-        return [row[0] for row in json.loads(out)["iterations"][0]["waiting"]]
+        return sorted(row[0] for row in json.loads(out)["iterations"][0]["waiting"])
 
     assert waits("--thresholds none") == []
     assert waits("--thresholds 8") == [0]
