@@ -1,0 +1,165 @@
+"""What the attention tests share: attention one document at a time, and ranks simulated by threads."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from wlb_megatron.attention import kv_exchange
+from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.attention.sharded_attention import sharded_attention
+from wlb_megatron.attention.torch_backend import TorchKernels
+from wlb_megatron.sharding.alignment import padding
+from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.segments import ShardPlan, merge_touching, validate
+
+torch.set_num_threads(1)
+SCALE = 0.37
+
+
+@dataclass
+class Tensors:
+    """q, dout: [T, heads, dim]; k, v: [T, kv heads, dim], in packed order."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+
+
+def random_tensors(tokens, heads=4, kv_heads=2, dim=4, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(tokens, heads, dim), (tokens, kv_heads, dim), (tokens, kv_heads, dim), (tokens, heads, dim)]
+    return Tensors(*(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes))
+
+
+def one_document_at_a_time(lengths, x: Tensors, scale=SCALE):
+    """Output, dq, dk, dv by torch's autograd through a masked softmax, in x's dtype."""
+    q, k, v = (t.clone().requires_grad_() for t in (x.q, x.k, x.v))
+    outs, start = [], 0
+    repeat = q.shape[1] // k.shape[1]
+    for length in (int(n) for n in lengths):
+        rows = slice(start, start + length)
+        keys, values = (t[rows].repeat_interleave(repeat, dim=1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[rows], keys) * scale
+        scores = scores + torch.full((length, length), float("-inf"), dtype=x.q.dtype).triu(1)
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+        start += length
+    out = torch.cat(outs)
+    grads = torch.autograd.grad(out, (q, k, v), x.dout)
+    return out.detach(), *grads
+
+
+@dataclass
+class ThreadGroup:
+    """All-to-all between threads that stand for ranks."""
+
+    size: int
+    mail: dict = field(default_factory=dict)
+    traffic: int = 0
+
+    def __post_init__(self):
+        self.barrier = threading.Barrier(self.size)
+
+
+@dataclass
+class Member:
+    group: ThreadGroup
+    rank: int
+
+
+class _Done:
+    def __init__(self, member, out, counts):
+        self.member, self.out, self.counts = member, out, counts
+
+    def wait(self):
+        group, rank = self.member.group, self.member.rank
+        group.barrier.wait()
+        chunks = [group.mail[peer][rank] for peer in range(group.size)]
+        assert [len(chunk) for chunk in chunks] == list(self.counts)
+        self.out.copy_(torch.cat(chunks))
+        group.barrier.wait()
+
+
+def _thread_all_to_all(sent, send_counts, recv_counts, member):
+    if not isinstance(member, Member):
+        return _real_all_to_all(sent, send_counts, recv_counts, member)
+    member.group.mail[member.rank] = sent.split(list(send_counts))
+    member.group.traffic += sum(n for peer, n in enumerate(send_counts) if peer != member.rank)
+    return (out := sent.new_empty((sum(recv_counts), *sent.shape[1:]))), _Done(member, out, recv_counts)
+
+
+_real_all_to_all = kv_exchange._all_to_all
+kv_exchange._all_to_all = _thread_all_to_all
+
+
+def on_all_ranks(plan: ShardPlan, x: Tensors, split_from=0, kernels=None, keep_keys=True, scale=SCALE):
+    """Output, dq, dk, dv in packed order, from every rank's own share of x; and the exchanged rows."""
+    group = ThreadGroup(plan.cp_size)
+
+    def one(rank):
+        index = torch.from_numpy(plan.packed_index(rank))
+        layout = device_layout(attention_layout(plan, rank, split_from), "cpu")
+        q, k, v = (t[index].requires_grad_() for t in (x.q, x.k, x.v))
+        try:
+            out = sharded_attention(
+                q, k, v, layout, Member(group, rank), kernels or TorchKernels(), scale, keep_keys
+            )
+            return index, out.detach(), *torch.autograd.grad(out, (q, k, v), x.dout[index])
+        except BaseException:
+            group.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(plan.cp_size) as pool:
+        shares = list(pool.map(one, range(plan.cp_size)))
+    results = [torch.full_like(t, float("nan")) for t in (x.q, x.q, x.k, x.v)]
+    for index, *tensors in shares:
+        for result, tensor in zip(results, tensors, strict=True):
+            result[index] = tensor
+    return (*results, group.traffic)
+
+
+def largest_error(got, expected):
+    return max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True))
+
+
+def padded(lengths, cp):
+    pad = padding(sum(lengths), cp)
+    return np.array(lengths + [pad] * (pad > 0), dtype=np.int64)
+
+
+@st.composite
+def mixes(draw, cp):
+    """Lengths that break things: around 2 * CP, one document alone, hundreds of tiny ones; padded to CP."""
+    awkward = st.sampled_from([1, 2, max(1, 2 * cp - 1), 2 * cp, 2 * cp + 1])
+    lengths = draw(
+        st.one_of(
+            st.lists(st.one_of(awkward, st.integers(1, 60)), min_size=1, max_size=10),
+            st.lists(st.integers(1, 150), min_size=1, max_size=1),
+            st.integers(100, 200).flatmap(lambda n: st.lists(st.integers(1, 3), min_size=n, max_size=n)),
+        )
+    )
+    return padded(lengths, cp)
+
+
+@st.composite
+def any_plans(draw, cp_sizes=(2, 3, 4)):
+    """Plans no slot rule would make: pieces cut anywhere, dealt to any rank, in any order."""
+    cp = draw(st.sampled_from(cp_sizes))
+    lengths = np.array(draw(st.lists(st.integers(1, 40), min_size=1, max_size=5)), dtype=np.int64)
+    held = [[] for _ in range(cp)]
+    for piece, length in enumerate(lengths.tolist()):
+        cuts = sorted(draw(st.sets(st.integers(0, length), max_size=9)) | {0, length})
+        for start, end in pairwise(cuts):
+            held[draw(st.integers(0, cp - 1))].append((piece, start, end))
+    ranks = []
+    for rows in held:
+        shuffled = draw(st.permutations(rows))
+        ranks.append(merge_touching(np.array(shuffled, dtype=np.int64).reshape(-1, 3)))
+    plan = ShardPlan(lengths, tuple(ranks))
+    validate(plan)
+    return plan

@@ -1,0 +1,163 @@
+"""The executor against attention one document at a time: output, dQ, dK, dV, in fp64."""
+
+import numpy as np
+import pytest
+import torch
+from attention_oracle import (
+    any_plans,
+    largest_error,
+    mixes,
+    on_all_ranks,
+    one_document_at_a_time,
+    padded,
+    random_tensors,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb_megatron.config import SHARDINGS
+from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.sharding.select import shard
+
+EXACT = 1e-10
+SHAPES = {"split": 0, "whole": 10**9, "mixed": 6}
+
+
+def assert_exact(plan, split_from=0, keep_keys=True, **shape):
+    x = random_tensors(plan.tokens, seed=plan.tokens, **shape)
+    *got, _ = on_all_ranks(plan, x, split_from, keep_keys=keep_keys)
+    assert largest_error(got, one_document_at_a_time(plan.lengths, x)) < EXACT
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("kind", SHARDINGS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_every_sharding_equals_attention_one_document_at_a_time(kind, cp, data):
+    lengths = data.draw(mixes(cp))
+    split_from = data.draw(st.sampled_from(sorted(SHAPES.values())))
+    assert_exact(shard(lengths, cp, kind), split_from, keep_keys=data.draw(st.booleans()))
+
+
+@settings(max_examples=80, deadline=None)
+@given(plan=any_plans(), split_from=st.sampled_from(sorted(SHAPES.values())), keep_keys=st.booleans())
+def test_any_plan_at_all_is_exact(plan, split_from, keep_keys):
+    assert_exact(plan, split_from, keep_keys)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_three_segments_of_a_document_on_one_rank_are_exact(shape):
+    # Rank 0 holds [0, 3) [6, 9) [12, 20) of one document, out of order, and rank 1 the rest.
+    plan = ShardPlan(
+        np.array([20, 5]),
+        (
+            np.array([[0, 12, 20], [0, 0, 3], [1, 0, 2], [0, 6, 9]]),
+            np.array([[0, 3, 6], [1, 2, 5], [0, 9, 12]]),
+        ),
+    )
+    assert_exact(plan, SHAPES[shape])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
+def test_multi_grouped_and_single_key_heads_are_exact(heads, kv_heads):
+    """Context parallelism is not capped by the number of key heads: one of them, four ranks."""
+    assert_exact(shard(padded([16, 7, 1, 40], 4), 4, "per-document"), heads=heads, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_gradients_are_right_and_not_only_outputs(cp):
+    x = random_tensors(64)
+    plan = shard([16, 48], cp, "per-sequence")
+    *got, _ = on_all_ranks(plan, x)
+    for mine, expected in zip(got[1:], one_document_at_a_time([16, 48], x)[1:], strict=True):
+        assert (mine - expected).norm() / expected.norm() < 1e-12
+
+
+def test_strided_inputs_give_what_contiguous_ones_give():
+    """Megatron hands over views of one projection's output, and transposed tensors may come too."""
+    plan = shard([10, 6], 2, "per-document")
+    x = random_tensors(16)
+    *expected, _ = on_all_ranks(plan, x)
+    for name in ("q", "k", "v", "dout"):
+        tensor = getattr(x, name)
+        wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1]), float("nan"), dtype=tensor.dtype)
+        wide[..., ::2] = tensor
+        setattr(x, name, wide[..., ::2])
+        assert not getattr(x, name).is_contiguous()
+    *got, _ = on_all_ranks(plan, x)
+    assert largest_error(got, expected) == 0.0
+
+
+@pytest.mark.parametrize("kind", SHARDINGS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_changing_one_token_leaves_other_documents_bitwise_alone(kind, shape):
+    lengths = padded([9, 30, 1, 17, 6], 4)
+    plan = shard(lengths, 4, kind)
+    x = random_tensors(plan.tokens)
+    before = on_all_ranks(plan, x, SHAPES[shape])
+    token = 9 + 4  # the fifth of the second document
+    for tensor in (x.q, x.k, x.v):
+        tensor[token] += 1.0
+    after = on_all_ranks(plan, x, SHAPES[shape])
+    others = np.r_[0:9, 39 : plan.tokens]
+    for a, b in zip(before[:4], after[:4], strict=True):
+        assert torch.equal(a[others], b[others])
+        assert not torch.equal(a[9:39], b[9:39])
+    assert torch.equal(before[0][9:token], after[0][9:token]), "earlier tokens must not see later ones"
+
+
+@pytest.mark.parametrize("pad_value", [200.0, -200.0])
+def test_what_stands_in_the_padding_changes_nothing(pad_value):
+    lengths = padded([7, 8, 4], 8)
+    plan = shard(lengths, 4, "per-document")
+    x = random_tensors(plan.tokens)
+    expected = on_all_ranks(plan, x)
+    for tensor in (x.q, x.k, x.v):
+        tensor[19:] = pad_value
+    got = on_all_ranks(plan, x)
+    assert all(torch.equal(a[:19], b[:19]) for a, b in zip(got[:4], expected[:4], strict=True))
+
+
+def test_error_in_bf16_hardly_grows_with_context_parallelism():
+    """Parts are merged in fp32 and rounded once more; the error at CP=8 stays near that of CP=1."""
+    lengths = [400, 112]
+    exact = one_document_at_a_time(lengths, random_tensors(512, dim=16))
+    errors = {}
+    for cp in (1, 2, 4, 8):
+        *got, _ = on_all_ranks(
+            shard(lengths, cp, "per-document"), random_tensors(512, dim=16, dtype=torch.bfloat16)
+        )
+        errors[cp] = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(got, exact, strict=True))
+    assert errors[8] < 1.5 * errors[1], errors
+    assert 1e-4 < errors[1] < 1e-2, errors
+
+
+def test_only_needed_keys_travel():
+    x = random_tensors(32)
+    whole = ShardPlan(np.array([16, 16]), (np.array([[0, 0, 16]]), np.array([[1, 0, 16]])))
+    assert on_all_ranks(whole, x)[-1] == 0
+    # One document on two ranks: rank 0 holds [0, 8) and [24, 32), whose keys [8, 24) rank 1 sends; rank 1
+    # holds [8, 24), which sees only keys [0, 8) of rank 0. Their gradients come back: twice 24 rows.
+    plan = shard([32], 2, "per-document")
+    assert on_all_ranks(plan, x)[-1] == 2 * 24
+
+
+def test_a_rank_without_tokens_takes_part():
+    plan = ShardPlan(
+        np.array([6]), (np.array([[0, 0, 2], [0, 4, 6]]), np.empty((0, 3), np.int64), np.array([[0, 2, 4]]))
+    )
+    assert_exact(plan)
+
+
+def test_data_of_another_plan_is_refused():
+    from attention_oracle import Member, ThreadGroup
+
+    from wlb_megatron.attention.device_layout import device_layout
+    from wlb_megatron.attention.sharded_attention import sharded_attention
+    from wlb_megatron.attention.torch_backend import TorchKernels
+    from wlb_megatron.sharding.attention_calls import attention_layout
+
+    layout = device_layout(attention_layout(shard([8], 1, "per-document"), 0), "cpu")
+    x = random_tensors(9)
+    with pytest.raises(ValueError, match="do not belong together"):
+        sharded_attention(x.q, x.k, x.v, layout, Member(ThreadGroup(1), 0), TorchKernels(), 1.0)

@@ -1,0 +1,139 @@
+"""The core_attention module on Megatron's own classes, on a CPU."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from attention_oracle import Member, ThreadGroup, one_document_at_a_time, random_tensors
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from wlb_megatron.attention.core_attention import WlbCoreAttention, packed_seq_params, wlb_core_attention
+from wlb_megatron.errors import WlbError
+from wlb_megatron.sharding.select import shard
+
+HEADS, KV_HEADS, DIM = 4, 2, 4
+
+
+def config(**options):
+    return TransformerConfig(
+        **{
+            "num_layers": 1,
+            "hidden_size": HEADS * DIM,
+            "num_attention_heads": HEADS,
+            "num_query_groups": KV_HEADS,
+            "attention_dropout": 0.0,
+            "masked_softmax_fusion": False,
+            **options,
+        }
+    )
+
+
+def build(cls=DotProductAttention, cp=None, mask=AttnMaskType.causal, **options):
+    groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=cp or Member(ThreadGroup(1), 0))
+    return wlb_core_attention(cls)(
+        config=config(**options),
+        layer_number=1,
+        attn_mask_type=mask,
+        attention_type="self",
+        cp_comm_type=None,
+        softmax_scale=None,
+        pg_collection=groups,
+    )
+
+
+def test_the_module_is_megatrons_class_with_its_checkpoint_keys():
+    module = build()
+    assert isinstance(module, WlbCoreAttention) and isinstance(module, DotProductAttention)
+    groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
+    plain = DotProductAttention(config(), 1, AttnMaskType.causal, "self", pg_collection=groups)
+    assert module.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_one_subclass_per_class_and_none_of_a_subclass():
+    cls = wlb_core_attention(DotProductAttention)
+    assert cls is wlb_core_attention(cls) is wlb_core_attention(ModuleSpec(module=DotProductAttention))
+    with pytest.raises(WlbError, match="not a module class"):
+        wlb_core_attention("flash")
+
+
+def test_it_attends_within_documents_at_megatrons_scale():
+    lengths = [5, 1, 10]
+    x = random_tensors(16)
+    expected, *_ = one_document_at_a_time(lengths, x, scale=DIM**-0.5)
+    params = packed_seq_params(shard(lengths, 1, "per-document"), 0, "cpu")
+    out = build()(
+        *(t.unsqueeze(1) for t in (x.q, x.k, x.v)),
+        None,
+        attn_mask_type=AttnMaskType.causal,
+        attention_bias=None,
+        packed_seq_params=params,
+    )
+    assert out.shape == (16, 1, HEADS * DIM)
+    assert (out - expected.flatten(1).unsqueeze(1)).abs().max() < 1e-12
+
+
+def test_a_mask_placeholder_of_any_shape_is_ignored():
+    x = random_tensors(8)
+    params = packed_seq_params(shard([8], 1, "per-document"), 0, "cpu")
+    qkv = [t.unsqueeze(1) for t in (x.q, x.k, x.v)]
+    plain = build()(*qkv, None, packed_seq_params=params)
+    assert torch.equal(plain, build()(*qkv, torch.ones(1, dtype=torch.bool), packed_seq_params=params))
+
+
+def test_it_is_built_with_context_parallelism_that_megatrons_local_class_refuses():
+    module = build(context_parallel_size=2)
+    assert module.config.context_parallel_size == 2
+
+
+def test_megatron_keeps_queries_apart_from_its_packed_format():
+    params = packed_seq_params(shard([8, 4], 2, "per-document"), 1, "cpu")
+    assert isinstance(params, PackedSeqParams)
+    assert params.qkv_format != "thd" and params.cu_seqlens_q is None and params.max_seqlen_q == 8
+
+
+@pytest.mark.parametrize("params", [None, PackedSeqParams(qkv_format="thd")])
+def test_without_a_plan_it_never_falls_back_to_the_parent(params):
+    x = random_tensors(8)
+    with pytest.raises(WlbError, match="instead of the plugin's plan"):
+        build()(*(t.unsqueeze(1) for t in (x.q, x.k, x.v)), None, packed_seq_params=params)
+
+
+def test_a_batch_dimension_and_a_bias_are_refused():
+    params = packed_seq_params(shard([8], 1, "per-document"), 0, "cpu")
+    x = random_tensors(8)
+    with pytest.raises(WlbError, match="--micro-batch-size 1"):
+        build()(*(t.unsqueeze(1).expand(-1, 2, -1, -1) for t in (x.q, x.k, x.v)), packed_seq_params=params)
+    qkv = [t.unsqueeze(1) for t in (x.q, x.k, x.v)]
+    with pytest.raises(WlbError, match="bias"):
+        build()(*qkv, attention_bias=torch.zeros(1), packed_seq_params=params)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"attention_dropout": 0.1}, "--attention-dropout 0"),
+        ({"window_size": (8, 0)}, "drop --window-size"),
+        ({"softmax_type": "off-by-one"}, "--softmax-type vanilla"),
+        ({"qk_clip": True}, "drop --qk-clip"),
+        ({"mask": AttnMaskType.no_mask}, "use a causal language model"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_when_built(options, says):
+    with pytest.raises(WlbError, match=says):
+        build(**options)
+
+
+def test_a_machine_without_transformer_engine_or_megatron_imports_the_executor():
+    code = (
+        "import sys; sys.modules['transformer_engine'] = sys.modules['megatron'] = None\n"
+        "import wlb_megatron.attention.sharded_attention, wlb_megatron.attention.rope\n"
+        "import wlb_megatron.attention.torch_backend, wlb_megatron.attention.kv_exchange\n"
+        "assert 'triton' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,215 @@
+"""The `core_attention` module of Megatron's self-attention, and the parameters that carry a plan to it.
+
+The module is a subclass of the one the layer spec names, so that checkpoints keep their keys; only its
+forward is ours. Megatron is imported here and nowhere else in this package.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from wlb_megatron.attention.device_layout import DeviceLayout, device_layout
+from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
+from wlb_megatron.attention.torch_backend import TorchKernels
+from wlb_megatron.errors import WlbError
+from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.segments import ShardPlan
+
+
+@dataclass
+class WlbPackedSeqParams(PackedSeqParams):
+    """Megatron's parameters of a packed sequence, with this rank's layout.
+
+    qkv_format is not 'thd': Megatron then keeps q, k, v as [t, 1, heads, dim] and rotates them by the
+    frequencies it is given, row by row, which rope.py picks at the plan's positions.
+    """
+
+    layout: DeviceLayout | None = None
+    longest: int = 0
+    """Tokens of the longest document: rotary positions are below it."""
+
+
+def packed_seq_params(
+    plan: ShardPlan, cp_rank: int, device: torch.device | str | None = None, split_from: int = 0
+) -> WlbPackedSeqParams:
+    """The parameters of one micro-batch for context-parallel rank `cp_rank`, to give to the model.
+
+    device: default the current CUDA device, where there is one. The copies to it are asynchronous; all layers
+    share them. split_from: see sharding.attention_calls.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    longest = int(plan.lengths.max())
+    return WlbPackedSeqParams(
+        qkv_format="sbhd",
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        layout=device_layout(attention_layout(plan, cp_rank, split_from), device),
+        longest=longest,
+    )
+
+
+class WlbCoreAttention:
+    """Mixin before Megatron's core attention class. See `wlb_core_attention`."""
+
+    keep_keys = True
+    """Save exchanged keys for backward; if False, exchange them again there and save their memory."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        _refuse(config, layer_number, attn_mask_type, attention_type, attention_dropout, kwargs)
+        # Context parallelism is ours: the parent must neither refuse it nor set up its own.
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        super().__init__(  # type: ignore[call-arg]
+            config=alone,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type=attention_type,
+            attention_dropout=attention_dropout,
+            softmax_scale=softmax_scale,
+            pg_collection=pg_collection,
+            **kwargs,
+        )
+        self.config = config
+        self._cp_group = getattr(pg_collection, "cp", None)
+        # Query-key layer scaling divides here and multiplies again in the softmax: nothing, in fp32.
+        self._scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self._kernels = _kernels(type(self), bool(config.deterministic_mode))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """query: [t, 1, heads, dim]; key, value: [t, 1, kv heads, dim]. Returns [t, 1, heads * dim].
+
+        The mask is the plan's, whatever attention_mask says. Raises WlbError without a plan.
+        """
+        if not isinstance(packed_seq_params, WlbPackedSeqParams) or packed_seq_params.layout is None:
+            raise WlbError(
+                f"attention got {type(packed_seq_params).__name__} instead of the plugin's plan of the micro-batch: "
+                "feed the model through wlb_megatron's forward_step"
+            )
+        if attention_bias is not None:
+            raise WlbError("attention bias is not handled by wlb_megatron: train without it")
+        if query.dim() != 4 or query.shape[1] != 1:
+            raise WlbError(
+                f"attention got queries of shape {tuple(query.shape)}, not [tokens, 1, heads, dim]: "
+                "a micro-batch is one packed sequence, set --micro-batch-size 1"
+            )
+        out = sharded_attention(
+            query.squeeze(1),
+            key.squeeze(1),
+            value.squeeze(1),
+            packed_seq_params.layout,
+            self._group(),
+            self._kernels,
+            self._scale,
+            self.keep_keys,
+        )
+        return out.flatten(1).unsqueeze(1)
+
+    def _group(self) -> Any:
+        if self._cp_group is None:
+            self._cp_group = parallel_state.get_context_parallel_group(check_initialized=False)
+        return self._cp_group
+
+
+@functools.cache
+def _subclass(base: Any) -> type:
+    return type(f"Wlb{base.__name__}", (WlbCoreAttention, base), {"__doc__": WlbCoreAttention.__doc__})
+
+
+def wlb_core_attention(base: Any) -> type:
+    """The plugin's subclass of a layer spec's core attention class (or of a ModuleSpec's module)."""
+    cls: Any = getattr(base, "module", base)
+    if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
+        raise WlbError(
+            f"core_attention of the layer spec is {base!r}, not a module class: use a GPT layer spec"
+        )
+    return cls if issubclass(cls, WlbCoreAttention) else _subclass(cls)
+
+
+def _kernels(cls: type, deterministic: bool) -> Kernels:
+    if not any(base.__module__.startswith("transformer_engine.") for base in cls.__mro__):
+        return TorchKernels()
+    from wlb_megatron.attention.te_backend import TransformerEngineKernels
+
+    return TransformerEngineKernels(deterministic or torch.are_deterministic_algorithms_enabled())
+
+
+def _refuse(
+    config: Any,
+    layer_number: int,
+    attn_mask_type: AttnMaskType,
+    attention_type: str,
+    attention_dropout: float | None,
+    kwargs: dict[str, Any],
+) -> None:
+    """Raise WlbError naming what this attention does not do."""
+    dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+    k_channels, v_channels = kwargs.get("k_channels"), kwargs.get("v_channels")
+    windowed = is_layer_window_attention(
+        getattr(config, "window_size", None), getattr(config, "window_attn_skip_freq", None), layer_number
+    )
+    for wrong, what, cure in (
+        (dropout > 0, f"attention dropout {dropout}", "set --attention-dropout 0"),
+        (attention_type != "self", f"{attention_type} attention", "use a decoder-only model"),
+        (
+            attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal),
+            f"mask type {attn_mask_type.name}",
+            "use a causal language model",
+        ),
+        (windowed, "sliding-window attention", "drop --window-size"),
+        (
+            getattr(config, "softmax_type", "vanilla") != "vanilla",
+            "attention sinks",
+            "use --softmax-type vanilla",
+        ),
+        (
+            getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False),
+            "the maximum attention logit",
+            "drop --qk-clip and --log-max-attention-logit",
+        ),
+        (
+            getattr(config, "fp8_dot_product_attention", False)
+            or getattr(config, "fp8_multi_head_attention", False),
+            "FP8 attention",
+            "keep attention in bf16",
+        ),
+        (
+            k_channels != v_channels,
+            "values narrower than keys (MLA)",
+            "train without --multi-latent-attention",
+        ),
+    ):
+        if wrong:
+            raise WlbError(f"wlb_megatron's attention does not handle {what}: {cure}")

@@ -1,0 +1,98 @@
+"""Transformer Engine's fused attention kernels (cuDNN), called below its modules.
+
+Its DotProductAttention chooses a backend and makes an autograd node in each call, 1.5 ms of host time forward
+and backward; the entry points it calls in the end take a tenth. Documents are addressed by offset
+(cu_seqlens_*_padded), so no keys are copied. Seen with Transformer Engine 2.20, cuDNN 9.19, H100.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformer_engine.pytorch.cpp_extensions.fused_attn import (
+    FusedAttnBackend,
+    fused_attn_bwd,
+    fused_attn_fwd,
+)
+
+from wlb_megatron.attention.device_layout import DeviceCall
+from wlb_megatron.sharding.attention_calls import BOTTOM_RIGHT, CAUSAL, FULL
+
+_MASKS = {CAUSAL: "padding_causal", FULL: "padding", BOTTOM_RIGHT: "padding_causal_bottom_right"}
+_WINDOWS = {CAUSAL: (-1, 0), FULL: (-1, -1), BOTTOM_RIGHT: (-1, 0)}
+_BACKEND = FusedAttnBackend["F16_arbitrary_seqlen"]
+# Keys and values of a token lie side by side: [t, 2, kv heads, dim].
+_LAYOUT = "thd_t2hd"
+
+
+class TransformerEngineKernels:
+    """sharded_attention.Kernels in bf16 or fp16. deterministic: backward sums in a fixed order, slower."""
+
+    def __init__(self, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
+        self._rng: Tensor | None = None
+
+    def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        out, (stats, self._rng, *_) = fused_attn_fwd(
+            True,
+            call.max_q,
+            call.max_kv,
+            call.cu_seqlens_q,
+            call.cu_seqlens_kv,
+            q,
+            kv[:, 0],
+            kv[:, 1],
+            q.dtype,
+            _BACKEND,
+            cu_seqlens_q_padded=call.q_starts,
+            cu_seqlens_kv_padded=call.kv_starts,
+            attn_scale=scale,
+            qkv_layout=_LAYOUT,
+            o_format="thd",
+            attn_mask_type=_MASKS[call.mask],
+            window_size=_WINDOWS[call.mask],
+        )
+        return out, stats.squeeze(-1)  # [t, heads, 1], natural logarithm
+
+    def backward(
+        self, call: DeviceCall, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        dq, dk, dv, *_ = fused_attn_bwd(
+            call.max_q,
+            call.max_kv,
+            call.cu_seqlens_q,
+            call.cu_seqlens_kv,
+            q,
+            kv[:, 0],
+            kv[:, 1],
+            out,
+            dout,
+            q.dtype,
+            [lse.unsqueeze(-1), self._rng_state(q.device)],
+            _BACKEND,
+            cu_seqlens_q_padded=call.q_starts,
+            cu_seqlens_kv_padded=call.kv_starts,
+            attn_scale=scale,
+            qkv_layout=_LAYOUT,
+            o_format="thd",
+            do_format="thd",
+            dqkv_layout=_LAYOUT,
+            attn_mask_type=_MASKS[call.mask],
+            window_size=_WINDOWS[call.mask],
+            deterministic=self.deterministic,
+        )
+        # dk and dv are the two halves of one [t, 2, kv heads, dim] buffer, by the layout asked for.
+        _, heads, dim = dk.shape
+        if (
+            dv.data_ptr() - dk.data_ptr() != heads * dim * dk.element_size()
+            or dk.stride(0) != 2 * heads * dim
+        ):
+            return dq, torch.stack((dk, dv), dim=1)
+        shape, stride = (len(dk), 2, heads, dim), (2 * heads * dim, heads * dim, dim, 1)
+        return dq, dk.as_strided(shape, stride, dk.storage_offset())
+
+    def _rng_state(self, device: torch.device) -> Tensor:
+        """Dropout's state, which the kernels want though there is none."""
+        if self._rng is None:
+            self._rng = torch.zeros(2, dtype=torch.int64, device=device)
+        return self._rng
