@@ -12,10 +12,15 @@ from wlb_megatron.plan import Piece
 
 
 class Item(NamedTuple):
-    """A piece with what packing needs of it. `work` in the cost model's units, `entry` the iteration it arrived."""
+    """A piece with what packing needs of it.
+
+    work: in the cost model's units. serial: counts arrivals, so that comparisons never tie and sorting by it is
+    sorting by age. entry: the iteration in which it arrived.
+    """
 
     work: int
     tokens: int
+    serial: int
     entry: int
     piece: Piece
 
@@ -24,7 +29,7 @@ class OutlierQueues:
     """First-in-first-out queues; a document of at least thresholds[i] tokens waits in the highest such level i."""
 
     def __init__(self, thresholds: Sequence[int]) -> None:
-        if any(low >= high for low, high in pairwise(thresholds)) or min(thresholds, default=1) < 1:
+        if min(thresholds, default=1) < 1 or any(low >= high for low, high in pairwise(thresholds)):
             raise ValueError(f"thresholds must be positive and rise, got {list(thresholds)}")
         self.thresholds = tuple(thresholds)
         self.levels: list[deque[Item]] = [deque() for _ in thresholds]
@@ -36,9 +41,16 @@ class OutlierQueues:
     def put(self, item: Item) -> None:
         self.levels[self.level_of(item.tokens)].append(item)
 
+    def pop_oldest(self) -> Item:
+        return min((level for level in self.levels if level), key=lambda level: level[0].serial).popleft()
+
+    def release(self, counts: Sequence[int]) -> list[Item]:
+        """Take the first counts[i] items of each level i."""
+        return [level.popleft() for level, n in zip(self.levels, counts, strict=True) for _ in range(n)]
+
     def __iter__(self) -> Iterator[Item]:
         for level in self.levels:
             yield from level
 
     def __len__(self) -> int:
-        return sum(len(level) for level in self.levels)
+        return sum(map(len, self.levels))

@@ -1,0 +1,88 @@
+"""Which waiting outliers train now: those with which this iteration balances, at the price of making others wait.
+
+An iteration with one outlier waits for it on all other ranks; with several of like work side by side it does not. So
+each waiting document proposes its work as the height of this iteration ("ceiling"): under it the queues are emptied,
+longest level first, into the bins; short documents are poured in; what remains uneven is the cost. Against it stands
+the gain of releasing: `price` a unit of work and an iteration, and more the nearer the document's bound on delay.
+With 2 bins, waiting works 9, 8 and short documents of 3 in all: ceiling 0 gives bins 1.5 | 1.5, even; ceiling 9 gives
+9 | 8 + 3 = 11; ceiling 8 gives 8 | 3, uneven, so 9 and 8 go together.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import NamedTuple
+
+from wlb_megatron.packing.bins import Bins
+from wlb_megatron.packing.outlier_queues import OutlierQueues
+
+SCALE = 1 << 20
+"""Imbalance and prices are integers in units of 1 / SCALE."""
+
+STRETCH = (100, 105, 120)
+"""Ceilings tried for a proposed height, in percent: two middling documents may stand a little above a long one."""
+
+URGENCY = 3 * SCALE // 10
+"""What is added to the price when a document's bound on delay is reached; it grows with the square of its age."""
+
+HELD_SHORT = SCALE // 10
+"""Price a unit of work of short documents that find no room."""
+
+
+class Situation(NamedTuple):
+    """What the choice depends on beside the queues. Works in the cost model's units, summed over documents."""
+
+    iteration: int
+    max_delay: int
+    price: int
+    mean_work: int
+    """Of one iteration, all bins."""
+    short_work: int
+    short_tokens: int
+
+
+class Choice(NamedTuple):
+    counts: list[int]
+    """How many of each level train now, oldest first."""
+    bins: Bins
+    """With all that is placed so far."""
+
+
+def choose_release(queues: OutlierQueues, must: Choice, now: Situation) -> Choice:
+    """`must` (what trains in any case, placed) and the outliers that are best released with it."""
+    heights = [max(item.work for item in level) for level in queues.levels if level]
+    floor = max(must.bins.work)
+    ceilings = [floor, *(height for height in heights if height > floor)]
+    best = max(((_value(c := _fill(queues, must, h), queues, now), -i, h, c) for i, h in enumerate(ceilings)))
+    for percent in STRETCH:
+        choice = _fill(queues, must, best[2] * percent // 100)
+        value = _value(choice, queues, now)
+        if value > best[0]:
+            best = (value, best[1], best[2], choice)
+    return best[3]
+
+
+def _fill(queues: OutlierQueues, must: Choice, ceiling: int) -> Choice:
+    """Empty the queues into the bins under the ceiling, longest level first, each until its oldest does not fit."""
+    bins, counts = must.bins.copy(), must.counts.copy()
+    for i in reversed(range(len(counts))):
+        for item in islice(queues.levels[i], counts[i], None):
+            if not bins.add(item, ceiling):
+                break
+            counts[i] += 1
+    return Choice(counts, bins)
+
+
+def _value(choice: Choice, queues: OutlierQueues, now: Situation) -> int:
+    """Gain of what is released less the imbalance it leaves, in 1 / SCALE. Integers: all ranks agree."""
+    gain = 0
+    for level, count in zip(queues.levels, choice.counts, strict=True):
+        for item in islice(level, count):
+            age = now.iteration - item.entry
+            gain += item.work * (now.price + URGENCY * age * age // (now.max_delay * now.max_delay or 1))
+    largest, total = choice.bins.poured(now.short_work, now.short_tokens)
+    if not total:
+        return 0
+    held = now.short_work + sum(choice.bins.work) - total
+    imbalance = largest * len(choice.bins.work) * SCALE // total - SCALE
+    return (gain - held * HELD_SHORT) // max(now.mean_work, 1) - imbalance
