@@ -1,4 +1,4 @@
-"""A rank's layout, followed by hand, must give every local token its document, position and keys."""
+"""A rank's attention layout, followed by hand, must give every local token its keys, once."""
 
 from itertools import pairwise
 
@@ -8,58 +8,68 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharding_oracle import cp_and_lengths
 
-from wlb_megatron.sharding.layout import calls_of, rank_layout
+from wlb_megatron.config import SHARDINGS
+from wlb_megatron.sharding.attention_calls import CAUSAL, FULL, attention_layout
+from wlb_megatron.sharding.layout import calls_of
 from wlb_megatron.sharding.segments import ShardPlan, merge_touching, validate
 from wlb_megatron.sharding.select import shard
 
 
-def follow(plan, rank):
-    """{local row: (first, last) packed index of its keys}, from the layout and a gathered buffer alone."""
-    layout = rank_layout(plan, rank)
-    # Every rank sends its tokens' packed indices instead of keys.
-    gathered = np.concatenate([rank_layout(plan, r).packed_index for r in range(plan.cp_size)])
-    buffer = gathered[layout.gather_order]
-    keys = {}
+def exchanged(plan, rank, split_from):
+    """The rank's key buffer, when every rank sends its tokens' packed indices instead of keys."""
+    arrives = []
+    for sender in range(plan.cp_size):
+        exchange = attention_layout(plan, sender, split_from).exchange
+        before = sum(exchange.send_counts[:rank])
+        rows = exchange.send_rows[before : before + exchange.send_counts[rank]]
+        arrives.append(plan.packed_index(sender)[rows])
+    mine = attention_layout(plan, rank, split_from).exchange
+    assert tuple(map(len, arrives)) == mine.recv_counts
+    return np.concatenate(arrives)[mine.place]
+
+
+def keys_of(plan, rank, split_from):
+    """For each local row, how many keys of its piece it sees, and whether each is seen once: from calls alone."""
+    layout = attention_layout(plan, rank, split_from)
+    own, buffer = plan.packed_index(rank), exchanged(plan, rank, split_from)
+    seen = [[] for _ in range(layout.tokens)]  # (first, last) runs of packed keys
     for call in layout.calls:
-        rows = np.arange(*call.q_index) if isinstance(call.q_index, tuple) else call.q_index
-        assert call.cu_seqlens_q[0] == call.cu_seqlens_kv[0] == 0
-        assert call.cu_seqlens_q[-1] == len(rows) and call.kv_starts[-1] == plan.tokens
-        assert len(set(call.kv_starts[:-1].tolist())) == len(call.kv_starts) - 1, "two segments share keys"
-        assert (
-            call.max_q == np.diff(call.cu_seqlens_q).max()
-            and call.max_kv == np.diff(call.cu_seqlens_kv).max()
-        )
-        for one in range(len(call.cu_seqlens_q) - 1):
-            queries = rows[call.cu_seqlens_q[one] : call.cu_seqlens_q[one + 1]]
-            seen = int(call.cu_seqlens_kv[one + 1] - call.cu_seqlens_kv[one])
-            start = int(call.kv_starts[one])
-            window = buffer[start : start + seen]
-            assert (np.diff(window) == 1).all(), "keys are not in document order"
-            for nth, row in enumerate(queries.tolist()):
-                assert row not in keys, "a row is computed twice"
-                keys[row] = int(window[0]), int(window[seen - len(queries) + nth])  # causal, bottom-right
-    return layout, keys
+        keys = buffer if call.gathered else own
+        begins = call.kv_starts[:-1].tolist()
+        assert len(set(begins)) == len(begins), "two segments of a call share keys"
+        sizes = zip(np.diff(call.cu_seqlens_q).tolist(), np.diff(call.cu_seqlens_kv).tolist(), strict=True)
+        for one, (queries, width) in enumerate(sizes):
+            window = keys[begins[one] : begins[one] + width]
+            assert len(window) == width and (np.diff(window) == 1).all(), "keys are not in document order"
+            first_row = call.rows[0] + int(call.q_starts[one])
+            for nth in range(queries):
+                last = width - 1 if call.mask == FULL else width - queries + nth
+                assert call.mask != CAUSAL or width == queries
+                seen[first_row + nth].append((int(window[0]), int(window[last])))
+    return layout, seen
 
 
-def check(plan):
+def check(plan, split_from):
     piece_of = np.repeat(np.arange(len(plan.lengths)), plan.lengths)
     for rank in range(plan.cp_size):
-        layout, keys = follow(plan, rank)
-        assert sorted(keys) == list(range(plan.tokens_per_rank[rank]))
-        for row, packed in enumerate(layout.packed_index.tolist()):
+        layout, seen = keys_of(plan, rank, split_from)
+        for row, packed in enumerate(plan.packed_index(rank).tolist()):
             start = int(plan.piece_starts[piece_of[packed]])
             assert layout.positions[row] == packed - start
-            assert keys[row] == (start, packed)
-        most = max(np.bincount(plan.ranks[rank][:, 0]), default=0)
-        assert len(layout.calls) == most
+            runs = sorted(seen[row])
+            assert runs[0][0] == start and runs[-1][1] == packed
+            assert all(left[1] + 1 == right[0] for left, right in pairwise(runs)), (
+                "a key is missed or seen twice"
+            )
 
 
-@pytest.mark.parametrize("kind", ["per-sequence", "per-document"])
-@settings(deadline=None, max_examples=40)
+@pytest.mark.parametrize("split_from", [0, 4, 10**9])
+@pytest.mark.parametrize("kind", SHARDINGS)
+@settings(deadline=None, max_examples=15)
 @given(mix=cp_and_lengths(sizes=(1, 2, 3, 4, 8)))
-def test_following_a_layout_gives_every_token_its_document_position_and_keys(kind, mix):
+def test_following_a_layout_gives_every_token_its_keys_once(kind, split_from, mix):
     cp, lengths = mix
-    check(shard(lengths, cp, kind))
+    check(shard(lengths, cp, kind), split_from)
 
 
 @st.composite
@@ -78,19 +88,11 @@ def any_plan(draw):
     return ShardPlan(np.array(lengths, dtype=np.int64), merged)
 
 
-@settings(deadline=None, max_examples=200)
-@given(plan=any_plan())
-def test_any_plan_at_all_has_an_exact_layout(plan):
+@settings(deadline=None, max_examples=100)
+@given(plan=any_plan(), split_from=st.sampled_from([0, 3, 10**9]))
+def test_any_plan_at_all_has_an_exact_layout(plan, split_from):
     validate(plan)
-    check(plan)
-
-
-def test_the_queries_of_slotted_plans_are_slices_never_copies():
-    lengths = np.array([500, 3, 1, 90, 2, 7, 1, 160, 4])
-    for kind in ("per-sequence", "per-document"):
-        plan = shard(lengths, 4, kind)
-        for rank in range(4):
-            assert all(isinstance(call.q_index, tuple) for call in rank_layout(plan, rank).calls)
+    check(plan, split_from)
 
 
 def test_calls_are_cut_where_a_piece_comes_again_unless_that_takes_more_calls():
@@ -103,4 +105,4 @@ def test_calls_are_cut_where_a_piece_comes_again_unless_that_takes_more_calls():
 def test_more_tokens_than_int32_offsets_reach_are_refused():
     plan = shard([2**31], 2, "per-document")
     with pytest.raises(ValueError, match="lower max_tokens"):
-        rank_layout(plan, 0)
+        attention_layout(plan, 0)

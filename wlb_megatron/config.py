@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PACKINGS = ("original", "fixed-greedy", "fixed-solver", "varlen")
-SHARDINGS = ("per-sequence", "per-document")
+SHARDINGS = ("per-sequence", "per-document", "hybrid", "adaptive")
 OVERLONG = ("split", "truncate", "drop")
 
 

@@ -3,8 +3,8 @@
 A segment of q queries is served by a diagonal (causal, q x q), a rectangle (q x k earlier keys, no mask), or one
 bottom-right causal call (q x k, the queries being the last of the keys). Each shape has a table of measured times
 of one segment among as many as fill the device; between grid points the time per query-key pair is interpolated
-in queries and in keys per query. Only + - x / are used: IEEE fixes these bit for bit on every host, which
-logarithms are not, and ranks must choose alike.
+in queries and in keys per query. Only + - x / are used, which IEEE fixes bit for bit on every host (logarithms it
+does not), and each segment's time is rounded before any sum: ranks must choose alike.
 """
 
 from __future__ import annotations
@@ -94,21 +94,21 @@ class KernelTable:
             exchange_row=self.exchange_row * kv_heads * head_dim / (self.kv_heads * self.head_dim),
         )
 
-    def rectangle_ns(self, queries: IntArray, keys: IntArray) -> FloatArray:
-        """float64[n]: each segment's own time, all of its keys earlier than its queries."""
-        return self._between(self._rates[0], queries, keys) + self._rows(queries, keys)
+    def rectangle_ns(self, queries: IntArray, keys: IntArray) -> IntArray:
+        """int64[n]: each segment's own time, all of its keys earlier than its queries."""
+        return self._between(self._rates[0], queries, keys)
 
-    def bottom_right_ns(self, queries: IntArray, keys: IntArray) -> FloatArray:
-        """float64[n]: each segment's own time, its queries being the last of its keys."""
-        return self._between(self._rates[1], queries, keys) + self._rows(queries, keys)
+    def bottom_right_ns(self, queries: IntArray, keys: IntArray) -> IntArray:
+        """int64[n]: each segment's own time, its queries being the last of its keys."""
+        return self._between(self._rates[1], queries, keys)
 
-    def diagonal_ns(self, queries: IntArray) -> FloatArray:
-        """float64[n]: each segment's own time, on its own keys only."""
+    def diagonal_ns(self, queries: IntArray) -> IntArray:
+        """int64[n]: each segment's own time, on its own keys only."""
         rows = _tiled(queries)
         at, weight = _place(self._grid[0], rows)
         rate = self._rates[2]
         rate = rate[at] + weight * (rate[at + 1] - rate[at])
-        return rate * rows * (rows + TILE) + self._rows(queries, queries)
+        return self._with_rows(rate * rows * (rows + TILE), queries, queries)
 
     @cached_property
     def _grid(self) -> tuple[FloatArray, FloatArray]:
@@ -125,16 +125,17 @@ class KernelTable:
             self.diagonal / (q * (q + TILE)),
         )
 
-    def _rows(self, queries: IntArray, keys: IntArray) -> FloatArray:
-        return self.segment + self.query_row * queries + self.key_row * keys
+    def _with_rows(self, kernel: FloatArray, queries: IntArray, keys: IntArray) -> IntArray:
+        ns = kernel + self.segment + self.query_row * queries + self.key_row * keys
+        return np.rint(ns).astype(np.int64)
 
-    def _between(self, rate: FloatArray, queries: IntArray, keys: IntArray) -> FloatArray:
+    def _between(self, rate: FloatArray, queries: IntArray, keys: IntArray) -> IntArray:
         rows = _tiled(queries)
         i, u = _place(self._grid[0], rows)
         j, v = _place(self._grid[1], keys / rows)
         low = rate[i, j] + v * (rate[i, j + 1] - rate[i, j])
         high = rate[i + 1, j] + v * (rate[i + 1, j + 1] - rate[i + 1, j])
-        return (low + u * (high - low)) * rows * keys
+        return self._with_rows((low + u * (high - low)) * rows * keys, queries, keys)
 
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1)

@@ -1,0 +1,138 @@
+"""Hybrid sharding: short pieces whole on one rank, long ones cut over as many ranks as balance asks for.
+
+A piece that lies whole on a rank sends no keys and needs one kernel segment. Cutting it over g ranks in causal
+pairs (rank p of g holds chunks p and 2g-1-p of 2g) makes its work even, and costs keys, tiles and kernel calls.
+Every rank ends with exactly the same number of tokens: the longest piece, the leveller, is placed last and
+fills the room that the others left (leveller.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.sharding.alignment import slot_bounds
+from wlb_megatron.sharding.leveller import fill_in_pairs, fill_in_turn, prices_in_pairs, prices_in_turn
+from wlb_megatron.sharding.ranks import Chunk, Ranks
+from wlb_megatron.sharding.segments import IntArray, ShardPlan
+from wlb_megatron.workload.kernel_table import TILE, KernelTable
+
+GRAINS = (1, 2, 4, 8)
+"""A rank's share of a piece may weigh a rank's fair load divided by this; the best is found by trying."""
+
+TRIES = 5
+"""Ways tried at most, the most promising first: over 60 mixes, five find plans within 1 % of what all find."""
+
+
+class _Way(NamedTuple):
+    """One way to try: what each piece is cut over, what that costs a rank, and how the leveller is cut."""
+
+    least: float
+    degree: list[int]
+    share_ns: list[int]
+    prices: Callable[[int, float], list[float]]
+    fill: Callable[[Ranks], None]
+
+
+def mix(lengths: npt.ArrayLike, cp_size: int, table: KernelTable) -> ShardPlan:
+    """Plan of one micro-batch. lengths: int[n] tokens of each piece, padding piece included.
+
+    Lengths [16, 4, 4, 4, 4], CP=2: each rank holds two short pieces whole and 8 tokens of the long one.
+    Raises ValueError where the total is not a positive multiple of cp_size.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    slot_bounds(int(lengths.sum()), cp_size)  # refuses totals that would leave ranks unequal
+    order = np.argsort(-lengths, kind="stable")[: int(np.count_nonzero(lengths))].tolist()
+    whole_ns = table.diagonal_ns(lengths)
+    size, leveller = lengths.tolist(), order[0]
+    best: Ranks | None = None
+    ways = sorted(_ways(lengths, whole_ns, leveller, cp_size, table), key=lambda way: way.least)
+    for way in ways[:TRIES]:
+        if best is not None and 1.01 * way.least >= best.worst():
+            break
+        mean_price = int(whole_ns[leveller]) / size[leveller]
+        ranks = Ranks(table, size, leveller, way.prices(cp_size, mean_price))
+        _place(ranks, order[1:], way)
+        way.fill(ranks)
+        if best is None or ranks.worst() < best.worst():
+            best = ranks
+    assert best is not None
+    return _plan(lengths, cp_size, best.chunks)
+
+
+def _ways(
+    lengths: IntArray, whole_ns: IntArray, leveller: int, cp_size: int, table: KernelTable
+) -> list[_Way]:
+    """Each way once. A piece cut over two ranks needs one kernel call on each, over more ranks mostly two."""
+    degrees: dict[bytes, IntArray] = {}
+    for grain in GRAINS:
+        fair = int(whole_ns.sum()) // (cp_size * grain) + 1
+        for most in (2, cp_size):
+            degree = np.clip(-(-whole_ns // fair), 1, min(most, cp_size))
+            degree[leveller] = 1  # placed last, by room: its own degree plays no part
+            degrees.setdefault(degree.tobytes(), degree)
+    ways = []
+    for degree in degrees.values():
+        share_ns = _share_ns(lengths, whole_ns, degree, table)
+        mean = int((share_ns * degree).sum()) / cp_size
+        most = int(degree.max())
+        both = (degree.tolist(), share_ns.tolist())
+        calls = min(most - 1, 2)
+        ways.append(_Way(mean + table.call * calls, *both, prices_in_turn, fill_in_turn))
+        calls = 2 if cp_size > 2 else 1
+        ways.append(_Way(mean + table.call * calls, *both, prices_in_pairs, fill_in_pairs))
+    return ways
+
+
+def _share_ns(lengths: IntArray, whole_ns: IntArray, degree: IntArray, table: KernelTable) -> IntArray:
+    """int64[n]: what a piece costs each of the ranks that it is cut over."""
+    chunk = -(-lengths // (2 * degree))
+    tiles = -(-chunk // TILE) * TILE / np.maximum(chunk, 1)
+    keys = (2 * degree - 1) * lengths // (2 * degree)
+    cut_ns = whole_ns / degree * tiles + 2 * table.segment + table.key_row * keys
+    return np.where(degree > 1, np.rint(cut_ns), whole_ns).astype(np.int64)
+
+
+def _place(ranks: Ranks, order: list[int], way: _Way) -> None:
+    """Place these pieces, the longest first. One with no room at its degree is cut over more ranks, one with
+    no room at any degree is cut where room ends."""
+    ranks.expect([way.share_ns[piece] * way.degree[piece] for piece in order], [ranks.size[p] for p in order])
+    spilled = []
+    for nth, piece in enumerate(order):
+        g, ns = way.degree[piece], way.share_ns[piece]
+        if g == 1 and ranks.put_whole(nth, piece, ns):
+            continue
+        total = g * ns
+        while g <= len(ranks.room) and not ranks.put_cut(nth, piece, g, total // g):
+            g += 1
+        if g > len(ranks.room):
+            spilled.append(piece)
+    for piece in spilled:
+        ranks.spill(piece, way.share_ns[piece] * way.degree[piece])
+
+
+def _plan(lengths: IntArray, cp_size: int, chunks: dict[int, list[Chunk]]) -> ShardPlan:
+    """Segments in the order: whole pieces, early chunks, late ones, so that a call's queries lie together."""
+    held: list[list[tuple[int, int, int, int]]] = [[] for _ in range(cp_size)]
+    for piece in sorted(chunks):
+        if len(chunks[piece]) == 1:
+            rank, tokens = chunks[piece][0]
+            held[rank].append((0, piece, 0, tokens))
+            continue
+        end, before, nth = 0, -1, [0] * cp_size
+        for rank, tokens in chunks[piece]:
+            if not tokens:
+                continue
+            start, end = end, end + tokens
+            if rank == before:  # touches: one segment
+                held[rank][-1] = (*held[rank][-1][:3], end)
+                continue
+            nth[rank] += 1
+            held[rank].append((nth[rank], piece, start, end))
+            before = rank
+    return ShardPlan(
+        lengths, tuple(np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)[:, 1:] for rows in held)
+    )

@@ -1,0 +1,88 @@
+"""The leveller: the longest piece, cut so that it fills exactly the room which the others left on each rank.
+
+In turn, every rank gets one chunk: one kernel call, but later chunks see more keys, so the others are placed
+to leave later ranks less room. In pairs, every rank gets an early and a late chunk: two calls, but how
+much of its room is early and how much late levels the work that the others left uneven.
+"""
+
+from __future__ import annotations
+
+from wlb_megatron.sharding.ranks import Ranks
+
+ROUNDS = 4
+"""Corrections of the early tokens; each moves the others' keys a little."""
+
+
+def prices_in_turn(ranks: int, mean: float) -> list[float]:
+    """Rank 0's chunk comes first and sees few keys, the last rank's sees nearly all: 1/4 3/4 5/4 7/4 of the mean."""
+    return [mean * (2 * rank + 1) / ranks for rank in range(ranks)]
+
+
+def prices_in_pairs(ranks: int, mean: float) -> list[float]:
+    return [mean] * ranks
+
+
+def fill_in_turn(ranks: Ranks) -> None:
+    """One chunk a rank, in the order of ranks."""
+    size, load = ranks.size[ranks.leveller], ranks.load
+    pair_ns = 2.0 * sum(ranks.prices) / len(ranks.prices) / size
+    chunks, start = [], 0
+    for rank, tokens in enumerate(ranks.room):
+        if not tokens:
+            continue
+        load[rank] += int(pair_ns * tokens * (start + tokens / 2) + ranks.table.key_row * start)
+        ranks.calls[rank] = max(ranks.calls[rank], int(start > 0))
+        chunks.append((rank, tokens))
+        start += tokens
+    ranks.chunks[ranks.leveller] = chunks
+
+
+def fill_in_pairs(ranks: Ranks) -> None:
+    """An early and a late chunk a rank, as many tokens early as levels the loads.
+
+    Room 4 and 4, loads equal: chunks of 2 2 2 2 tokens. Where rank 1 is loaded more: 2 3 1 2.
+    """
+    size, load = ranks.size[ranks.leveller], ranks.load
+    price = ranks.prices[0]
+    filling = [rank for rank, room in enumerate(ranks.room) if room]
+    ends = [done + price * room for done, room in zip(load, ranks.room, strict=True)]
+    mean = sum(ends) / len(ends)
+    # Outer chunks differ most between early and late: they go to the ranks that need levelling most.
+    filling.sort(key=lambda rank: -abs(ends[rank] - mean))
+    room = [ranks.room[rank] for rank in filling]
+    early = [tokens // 2 for tokens in room]
+    pair_ns = 2.0 * price / size
+    for _ in range(ROUNDS):
+        first, last, now = _loads([load[rank] for rank in filling], room, early, size, pair_ns)
+        mean = sum(now) / len(now)
+        for at, loaded in enumerate(now):
+            # A token moved from early to late sees so many more keys.
+            move = int((loaded - mean) / (pair_ns * max(last[at] - first[at], 1)))
+            early[at] = min(max(early[at] + move, 0), room[at])
+    first, last, now = _loads([load[rank] for rank in filling], room, early, size, pair_ns)
+    for at, rank in enumerate(filling):
+        load[rank] = int(now[at] + ranks.table.key_row * (first[at] + last[at]))
+        inner = 0 < at < len(filling) - 1
+        both = 0 < early[at] < room[at]
+        ranks.calls[rank] = max(ranks.calls[rank], 2 if inner and both else 1)
+    late = [whole - part for whole, part in zip(room, early, strict=True)]
+    ranks.chunks[ranks.leveller] = [
+        *zip(filling, early, strict=True),
+        *zip(reversed(filling), reversed(late), strict=True),
+    ]
+
+
+def _loads(
+    load: list[int], room: list[int], early: list[int], size: int, pair_ns: float
+) -> tuple[list[int], list[int], list[float]]:
+    """Where each rank's early chunk starts, where its late one does, and its load with both."""
+    first, last, now = [], [], []
+    start, end = 0, size
+    for base, tokens, before in zip(load, room, early, strict=True):
+        after = tokens - before
+        first.append(start)
+        last.append(end - after)
+        now.append(base + pair_ns * (before * (start + before / 2) + after * (end - after / 2)))
+        start += before
+        end -= after
+    return first, last, now

@@ -1,0 +1,111 @@
+"""Ranks being filled with the pieces of a micro-batch: room in tokens, load in nanoseconds, kernel calls."""
+
+from __future__ import annotations
+
+from wlb_megatron.workload.kernel_table import KernelTable
+
+Chunk = tuple[int, int]
+"""(rank, tokens). A piece's chunks lie in it one after another."""
+
+
+class Ranks:
+    """What each rank holds so far. Pieces are placed in a given order, the leveller (the longest) last.
+
+    room: tokens left. load: nanoseconds so far. calls: kernel calls on earlier keys, which are as many as the
+    most segments, not at the start, that one piece has on the rank. chunks: of each placed piece.
+    prices: nanoseconds of a leveller's token on each rank.
+    """
+
+    def __init__(self, table: KernelTable, size: list[int], leveller: int, prices: list[float]) -> None:
+        ranks = len(prices)
+        self.table, self.size, self.leveller, self.prices = table, size, leveller, prices
+        self.room = [sum(size) // ranks] * ranks
+        self.load = [0] * ranks
+        self.calls = [0] * ranks
+        self.chunks: dict[int, list[Chunk]] = {}
+        self._to_come: list[tuple[int, int]] = []
+
+    def expect(self, ns: list[int], tokens: list[int]) -> None:
+        """The pieces that will be placed, in order, to foresee what fills a rank's room."""
+        left_ns, left_tokens = 0, self.size[self.leveller]
+        for one_ns, one_tokens in zip(reversed(ns), reversed(tokens), strict=True):
+            self._to_come.append((left_ns, left_tokens))
+            left_ns += one_ns
+            left_tokens += one_tokens
+        self._to_come.reverse()
+
+    def prices_after(self, nth: int) -> list[float]:
+        """On each rank, the mean price of a token among the pieces after the nth and the leveller."""
+        ns, tokens = self._to_come[nth]
+        leveller = self.size[self.leveller] / tokens
+        rest = ns / tokens
+        return [rest + price * leveller for price in self.prices]
+
+    def put_whole(self, nth: int, piece: int, ns: int) -> bool:
+        """Place a piece on one rank, or return False where none has room.
+
+        Where its tokens cost more than what they displace, the rank that would end lowest takes it; else the
+        rank that would end highest.
+        """
+        size, load, best, highest = self.size[piece], self.load, -1, 0.0
+        prices = self.prices_after(nth)
+        costly = ns * len(prices) > size * sum(prices)
+        for rank, room in enumerate(self.room):
+            if room >= size:
+                ends = load[rank] + prices[rank] * room
+                if costly:
+                    ends = -ends
+                if best < 0 or ends > highest:
+                    best, highest = rank, ends
+        if best < 0:
+            return False
+        self.room[best] -= size
+        self.load[best] += ns
+        self.chunks[piece] = [(best, size)]
+        return True
+
+    def put_cut(self, nth: int, piece: int, g: int, ns: int) -> bool:
+        """Place a piece in causal pairs on g ranks, or return False for lack of room. Chosen as for a whole one.
+
+        10 tokens over ranks 3 and 5: chunks of 3 3 2 2 tokens on ranks 3 5 5 3.
+        """
+        size = self.size[piece]
+        base, extra = divmod(size, 2 * g)
+        fitting = [rank for rank, room in enumerate(self.room) if room >= 2 * base + min(extra, 2)]
+        if len(fitting) < g:
+            return False
+        if g < len(fitting):
+            prices = self.prices_after(nth)
+            ends = [
+                load + price * room for load, price, room in zip(self.load, prices, self.room, strict=True)
+            ]
+            costly = g * ns > sum(prices) / len(prices) * size
+            fitting.sort(key=ends.__getitem__, reverse=not costly)
+            fitting = sorted(fitting[:g])
+        self.chunks[piece] = [(rank, base + (at < extra)) for at, rank in enumerate(fitting + fitting[::-1])]
+        for rank, tokens in self.chunks[piece]:
+            self.room[rank] -= tokens
+        for at, rank in enumerate(fitting):
+            self.load[rank] += ns
+            # The first one's early chunk sees no earlier keys, the last one's two chunks are one segment.
+            self.calls[rank] = max(self.calls[rank], 2 if 0 < at < g - 1 else 1)
+        return True
+
+    def spill(self, piece: int, ns: int) -> None:
+        """Cut a piece where room ends, the most room first."""
+        left = self.size[piece]
+        chunks: list[Chunk] = []
+        for rank in sorted(range(len(self.room)), key=lambda rank: -self.room[rank]):
+            tokens = min(left, self.room[rank])
+            if not tokens:
+                break
+            self.room[rank] -= tokens
+            self.load[rank] += ns * tokens // self.size[piece]
+            self.calls[rank] = max(self.calls[rank], int(bool(chunks)))
+            chunks.append((rank, tokens))
+            left -= tokens
+        self.chunks[piece] = chunks
+
+    def worst(self) -> float:
+        """The largest load with its calls."""
+        return max(load + self.table.call * calls for load, calls in zip(self.load, self.calls, strict=True))
