@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from wlb_megatron.arguments import add_arguments, config_from_args
-from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin import source as sources
 from wlb_megatron.plugin import versions
 from wlb_megatron.refusals import Refused, refuse_unsupported
@@ -32,7 +32,13 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
     """validate_args that then refuses what is not handled, opens the corpus, and sets what the plugin needs."""
 
     def validate_args(args: Any, defaults: dict[str, Any] | None = None) -> Any:
-        result = original(args, defaults or {})
+        try:
+            result = original(args, defaults or {})
+        except AssertionError as error:
+            # Megatron asserts on flags that do not fit together: its text is the message, without the stack.
+            if args.wlb_off or not str(error):
+                raise
+            _one_line_on_rank_zero(partial(_refuse, f"Megatron refuses these flags: {error}"))
         if not args.wlb_off:
             _one_line_on_rank_zero(lambda: _take_over(args))
         return result
@@ -79,13 +85,12 @@ def wrap_compile_helpers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _take_over(args: Any) -> None:
     global _source
-    versions.check_apex()
     versions.check_transformer_engine(args.transformer_impl)
     config = sources.complete(args, config_from_args(args))
     refuse_unsupported(args, config)
     try:
         _source = sources.open_source(args, config)
-    except WlbError as error:
+    except ValueError as error:  # WlbErrors, and settings that do not fit together
         raise Refused(f"wlb_megatron: {error}") from None
     args.wlb_quadratic_at = config.quadratic_at
     _set(
@@ -95,12 +100,18 @@ def _take_over(args: Any) -> None:
         "micro-batches differ in tokens, so the loss is summed per token",
     )
     _set(args, "dataloader_type", "external", "the plugin's sampler orders the data")
+    if args.eval_interval is None:
+        args.eval_interval = 1000  # Megatron divides by it, though nothing is evaluated
     # Megatron clears this in validate_args; shapes then come from the plan, not from an exchange.
     args.variable_seq_lengths = True
     if args.num_experts is None:
         args.moe_token_dispatcher_type = (
             "alltoall"  # asked of every model with variable lengths; no experts here
         )
+
+
+def _refuse(line: str) -> None:
+    raise Refused(line)
 
 
 def _set(args: Any, name: str, value: Any, why: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 
 from wlb_megatron.refusals import Refused
@@ -27,7 +28,11 @@ def megatron_version() -> str:
 
 
 def check_megatron() -> str:
-    """The version found; Refused with one line if it is not one the plugin was tried with."""
+    """The version found; Refused with one line if it is not one the plugin was tried with.
+
+    Called before megatron.training is imported, which would stumble over a wrong apex.
+    """
+    check_apex()
     version = megatron_version()
     if version not in TESTED_MEGATRON:
         raise Refused(
@@ -44,10 +49,11 @@ def check_megatron() -> str:
 
 def check_apex() -> None:
     """Refuse PyPI's `apex` (a web toolkit): Megatron would import it as NVIDIA's and fail far from the cause."""
-    spec = importlib.util.find_spec("apex")
+    spec = importlib.util.find_spec("apex")  # looked at, not imported: the wrong one may fail on import
     if spec is None:
         return
-    if importlib.util.find_spec("apex.multi_tensor_apply") is None:
+    folders = list(spec.submodule_search_locations or ())
+    if not any(os.path.isdir(os.path.join(folder, "multi_tensor_apply")) for folder in folders):
         raise Refused(
             "the installed `apex` is not NVIDIA's (PyPI's apex is another package): pip uninstall apex, "
             "and build NVIDIA/apex if you want its fused kernels; Megatron runs without it."
@@ -63,7 +69,7 @@ def check_transformer_engine(transformer_impl: str) -> None:
     except importlib.metadata.PackageNotFoundError:
         if importlib.util.find_spec("transformer_engine") is None:
             raise Refused(
-                "--transformer-impl transformer_engine, but Transformer Engine is not installed: "
+                "wlb_megatron: --transformer-impl transformer_engine, but Transformer Engine is not installed: "
                 'pip install "transformer-engine[pytorch]", or on a machine without a GPU set '
                 "--transformer-impl local."
             ) from None

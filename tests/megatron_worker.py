@@ -1,0 +1,131 @@
+"""One rank of a Megatron run for the tests: known weights in, losses, gradients and logits out.
+
+Started by torch.distributed.run with the plugin's flags; WORKER_OUT names the folder for what this rank saw. The
+weights are a function of a parameter's global name alone, so that every layout starts from the same model.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.training import training
+
+from wlb_megatron.plugin import forward_step as steps
+from wlb_megatron.plugin import pretrain_gpt, spec
+
+OUT = Path(os.environ["WORKER_OUT"])
+seen: dict[str, Any] = {"losses": [], "documents": [], "logits": [], "tokens": []}
+
+
+def global_names(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Parameters by the name they have in a model that is not cut into pipeline stages."""
+    numbers = {
+        name: module.layer_number - 1
+        for name, module in chunk.named_modules()
+        if isinstance(module, TransformerLayer)
+    }
+    named = {}
+    for name, parameter in chunk.named_parameters():
+        for prefix, number in numbers.items():
+            if name.startswith(prefix + "."):
+                name = re.sub(r"layers\.\d+", f"layers.{number}", prefix) + name[len(prefix) :]
+                break
+        named[name.removeprefix("module.")] = parameter
+    return named
+
+
+def tensor_parallel_dim(parameter: torch.nn.Parameter) -> int | None:
+    """Dimension along which tensor-parallel ranks hold parts of it."""
+    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+
+
+def with_known_weights(chunks: list[Any]) -> list[Any]:
+    size, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    for chunk in chunks:
+        for name, parameter in global_names(chunk).items():
+            dim = tensor_parallel_dim(parameter)
+            shape = list(parameter.shape)
+            if dim is not None:
+                shape[dim] *= size
+            full = (
+                torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * 0.2
+            )
+            if "norm" in name:
+                full = 1 + 0.1 * full
+            if dim is not None:
+                if "linear_fc1" in name:  # gate and up are cut each: [gate_r; up_r]
+                    full = torch.cat([half.chunk(size, dim)[rank] for half in full.chunk(2, dim)], dim)
+                else:
+                    full = full.chunk(size, dim)[rank]
+            parameter.data.copy_(full)
+    return chunks
+
+
+def watch() -> None:
+    """Record what this rank computes: losses and their documents, gradients after reduction, logits if asked."""
+    prepare, loss, finalize = spec.prepare_model, steps.loss_per_token, training.finalize_model_grads
+    make_step = steps.forward_step
+
+    def prepare_with_known_weights(chunks: list[Any]) -> list[Any]:
+        chunks = with_known_weights(prepare(chunks))
+        if os.environ.get("WORKER_LOGITS"):
+            for chunk in chunks:
+                if hasattr(chunk, "output_layer"):
+                    chunk.output_layer.register_forward_hook(
+                        lambda module, inputs, output: seen["logits"].append(output[0].detach().clone())
+                    )
+        return chunks
+
+    def loss_per_token(mask: Any, output: Any) -> Any:
+        result = loss(mask, output)
+        seen["losses"].append((float(result[0].detach()), int(result[1])))
+        return result
+
+    def forward_step(data_iterator: Any, model: Any, *rest: Any) -> Any:
+        def recording() -> Any:
+            for batch in data_iterator:
+                planned, layout = batch["planned"], batch["layout"]
+                rows = planned.shard.ranks[layout.cp_rank].tolist()
+                pieces = [tuple(piece) for piece in planned.pieces]
+                seen["documents"].append((planned.iteration, planned.index, pieces, rows))
+                seen["tokens"].append(None if "tokens" not in batch else batch["tokens"].clone())
+                yield batch
+
+        return make_step(recording(), model, *rest)
+
+    def finalize_and_save(model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = finalize(model, *args, **kwargs)
+        if "gradients" not in seen:
+            seen["gradients"] = {
+                name: (parameter.main_grad.detach().clone(), tensor_parallel_dim(parameter))
+                for chunk in model
+                for name, parameter in global_names(chunk).items()
+            }
+            seen["place"] = {
+                "tp": parallel_state.get_tensor_model_parallel_rank(),
+                "cp": parallel_state.get_context_parallel_rank(),
+                "dp": parallel_state.get_data_parallel_rank(),
+                "pp": parallel_state.get_pipeline_model_parallel_rank(),
+            }
+        torch.save(seen, OUT / f"rank{torch.distributed.get_rank()}.pt")
+        return result
+
+    spec.prepare_model = prepare_with_known_weights
+    steps.loss_per_token = loss_per_token
+    steps.forward_step = forward_step
+    training.finalize_model_grads = finalize_and_save
+
+
+if __name__ == "__main__":
+    watch()
+    pretrain_gpt.main()

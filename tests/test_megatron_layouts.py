@@ -1,0 +1,92 @@
+"""The whole model through Megatron's own schedule: every layout computes what the single process computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_runs import flags, train, whole_gradients, write_corpus
+
+pytestmark = pytest.mark.megatron
+
+LENGTHS = [64, 5, 17, 1, 40, 33, 2, 64, 9, 28, 13, 61, 3, 50, 7, 22, 31, 64, 11, 4, 1, 26, 38, 45, 19, 6]
+LAYOUTS = {
+    "TP2": (2, {"tensor": 2}),
+    "CP2": (2, {"context": 2}),
+    "PP2": (2, {"pipeline": 2}),
+    "CP2xPP2": (4, {"context": 2, "pipeline": 2}),
+    "DP2xCP2": (4, {"context": 2}),
+}
+RUN = ["--global-batch-size", "4", "--train-iters", "2"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("corpus") / "documents"
+    write_corpus(prefix, LENGTHS)
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def single(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return train([*flags(), *RUN, "--data-path", str(corpus)], 1, tmp_path_factory.mktemp("single"))
+
+
+def mean_losses(ranks: list[dict[str, Any]], iterations: int, micro_batches: int = 4) -> list[float]:
+    """Loss per predicted token of each iteration, over all ranks of the last pipeline stage (first TP rank)."""
+    last = max(rank["place"]["pp"] for rank in ranks)
+    scoring = [rank["losses"] for rank in ranks if rank["place"]["pp"] == last and rank["place"]["tp"] == 0]
+    losses = []
+    for iteration in range(iterations):
+        chosen = [entry for entries in scoring for entry in _iteration(entries, iteration, iterations)]
+        losses.append(sum(loss for loss, _ in chosen) / sum(count for _, count in chosen))
+    return losses
+
+
+def _iteration(entries: list[tuple[float, int]], iteration: int, iterations: int) -> list[tuple[float, int]]:
+    size = len(entries) // iterations
+    return entries[iteration * size : (iteration + 1) * size]
+
+
+def test_micro_batches_differ_in_length_and_hold_several_documents(single: list[dict[str, Any]]) -> None:
+    sizes = {sum(end - start for _, _, start, end in pieces) for _, _, pieces, _ in single[0]["documents"]}
+    assert len(sizes) > 2
+    assert max(len(pieces) for _, _, pieces, _ in single[0]["documents"]) > 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sharding", ["per-document"])
+def test_losses_and_gradients_equal_the_single_process(
+    layout: str, sharding: str, corpus: Path, single: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    processes, parallel = LAYOUTS[layout]
+    arguments = [*flags(**parallel), *RUN, "--data-path", str(corpus), "--wlb-sharding", sharding]
+    ranks = train(arguments, processes, tmp_path)
+    assert mean_losses(ranks, 2) == pytest.approx(mean_losses(single, 2), rel=1e-6)
+    expected, found = whole_gradients(single), whole_gradients(ranks)
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        error = torch.linalg.norm(found[name] - gradient) / torch.linalg.norm(gradient)
+        assert error <= 1e-5, f"{name}: {error:.2e}"
+        assert torch.linalg.norm(gradient) > 0, name
+
+
+def trained(ranks: list[dict[str, Any]]) -> list[tuple[int, tuple[int, ...]]]:
+    """(iteration, piece) of everything trained, from the first rank of each data-parallel group."""
+    firsts = [rank for rank in ranks if not any(rank["place"][axis] for axis in ("tp", "cp", "pp"))]
+    return sorted(
+        (iteration, piece)
+        for rank in firsts
+        for iteration, _, pieces, _ in rank["documents"]
+        for piece in pieces
+        if piece[1] >= 0
+    )
+
+
+def test_every_layout_trains_the_same_documents_in_each_iteration(
+    corpus: Path, single: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    ranks = train([*flags(context=2), *RUN, "--data-path", str(corpus)], 4, tmp_path)
+    assert trained(ranks) == trained(single)

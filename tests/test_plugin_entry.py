@@ -1,0 +1,289 @@
+"""Flags, refusals and bad input at the entry: one clear line, a non-zero exit, nothing written."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron_runs import ROOT, cpu_environment, flags, launch, logged_losses, rewrite_corpus, write_corpus
+
+from wlb_megatron.arguments import add_arguments, config_from_args
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.plugin import versions
+from wlb_megatron.refusals import REFUSALS, Refused, refuse_unsupported
+
+LENGTHS = [64, 5, 17, 1, 40, 33, 2, 64, 9, 28, 13, 61, 3, 50, 7, 22, 31, 64, 11, 4]
+RUN = ["--global-batch-size", "2", "--train-iters", "2"]
+
+
+def test_the_list_of_flags_is_frozen() -> None:
+    parser = add_arguments(argparse.ArgumentParser())
+    found = sorted(flag for action in parser._actions for flag in action.option_strings if "wlb" in flag)
+    assert found == [
+        "--wlb-balance-batches",
+        "--wlb-document-cost",
+        "--wlb-log",
+        "--wlb-max-delay",
+        "--wlb-max-documents",
+        "--wlb-max-tokens",
+        "--wlb-off",
+        "--wlb-overlong",
+        "--wlb-packing",
+        "--wlb-quadratic-at",
+        "--wlb-sharding",
+        "--wlb-solver-seconds",
+        "--wlb-thresholds",
+    ]
+
+
+def test_no_flags_give_the_defaults_of_the_dataclass() -> None:
+    args = add_arguments(argparse.ArgumentParser()).parse_args([])
+    assert config_from_args(args) == WlbConfig()
+
+
+def test_every_flag_says_its_unit_or_choices_and_default() -> None:
+    text = " ".join(add_arguments(argparse.ArgumentParser()).format_help().split())
+    for setting in fields(WlbConfig):
+        if isinstance(setting.default, str | int | float) and setting.default is not False:
+            assert f"(default: {setting.default})" in text, setting.name
+
+
+class Megatron(argparse.Namespace):
+    """Validated Megatron arguments that the plugin takes."""
+
+    def __init__(self, **changed: object) -> None:
+        accepted = {
+            "micro_batch_size": 1,
+            "eval_iters": 0,
+            "position_embedding_type": "rope",
+            "attention_dropout": 0.0,
+        }
+        super().__init__(**{**accepted, **changed})
+
+
+REFUSED = {
+    "micro_batch_size": 2,
+    "eval_micro_batch_size": 4,
+    "multi_latent_attention": True,
+    "mtp_num_layers": 1,
+    "cuda_graph_impl": "local",
+    "hybrid_layer_pattern": "M*",
+    "fp8": "hybrid",
+    "virtual_pipeline_model_parallel_size": 2,
+    "hybrid_context_parallel": True,
+    "dataloader_inter_document_masking": True,
+    "reset_position_ids": True,
+    "eod_mask_loss": True,
+    "sft": True,
+    "fim_data": True,
+    "mock_data": True,
+    "dataloader_type": "cyclic",
+    "rampup_batch_size": [8, 8, 100],
+    "attention_dropout": 0.1,
+    "window_size": (128, 0),
+    "softmax_type": "learnable",
+    "qk_clip": True,
+    "position_embedding_type": "learned_absolute",
+    "fused_single_qkv_rope": True,
+    "experimental_attention_variant": "dsa",
+    "use_megatron_fsdp": True,
+    "perform_rl_step": True,
+    "phase_transition_iterations": [5],
+    "yaml_cfg": "x.yaml",
+    "eval_iters": 100,
+}
+"""One argument a row of the table (two rows need two, below)."""
+
+
+def test_what_is_handled_is_not_refused() -> None:
+    refuse_unsupported(Megatron(), WlbConfig())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_built_is_refused_with_the_flag_and_a_cure(name: str) -> None:
+    with pytest.raises(Refused) as refused:
+        refuse_unsupported(Megatron(**{name: REFUSED[name]}), WlbConfig())
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith("wlb_megatron refuses --")
+    assert ": " in line
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"moe_token_dispatcher_type": "allgather"}, {"moe_router_load_balancing_type": "seq_aux_loss"}],
+)
+def test_mixtures_of_experts_that_assume_fixed_lengths_are_refused(setting: dict[str, str]) -> None:
+    args = Megatron(num_experts=8, **{"moe_token_dispatcher_type": "alltoall", **setting})
+    with pytest.raises(Refused, match="moe"):
+        refuse_unsupported(args, WlbConfig())
+
+
+def test_every_refusal_has_a_test() -> None:
+    assert len(REFUSALS) == len(REFUSED) + 2
+
+
+def test_a_megatron_of_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "megatron_version", lambda: "0.99.0")
+    with pytest.raises(Refused, match=r"not tried with megatron-core 0\.99\.0.*0\.19\.2"):
+        versions.check_megatron()
+
+
+def test_apex_from_pypi_is_refused_before_megatron_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('imported')")
+    environment = cpu_environment()
+    environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
+    done = subprocess.run(
+        [sys.executable, "-m", "wlb_megatron.pretrain_gpt"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "apex" in done.stderr and "pip uninstall apex" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("corpus") / "documents"
+    write_corpus(prefix, LENGTHS)
+    return prefix
+
+
+def refused_line(arguments: list[str], written: Path) -> str:
+    """The line on stderr of a run that must be refused; checks that it left nothing behind."""
+    out = [
+        "--save",
+        str(written / "checkpoints"),
+        "--save-interval",
+        "1",
+        "--tensorboard-dir",
+        str(written / "board"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "wlb_megatron.pretrain_gpt", *arguments, *out],
+        env=cpu_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    lines = [
+        line for line in done.stderr.splitlines() if "wlb_megatron" in line or "Megatron refuses" in line
+    ]
+    assert "Traceback" not in done.stderr, done.stderr
+    assert len(lines) == 1, done.stderr
+    assert list(written.iterdir()) == []
+    return lines[0]
+
+
+def _missing(corpus: Path, folder: Path) -> list[str]:
+    return ["--data-path", str(folder / "nothing")]
+
+
+def _truncated(corpus: Path, folder: Path) -> list[str]:
+    (folder / "cut.idx").write_bytes(corpus.with_suffix(".idx").read_bytes())
+    (folder / "cut.bin").write_bytes(corpus.with_suffix(".bin").read_bytes()[:-10])
+    return ["--data-path", str(folder / "cut")]
+
+
+def _empty(corpus: Path, folder: Path) -> list[str]:
+    rewrite_corpus(folder / "empty", [np.empty(0, dtype=np.int32)] * 3)
+    return ["--data-path", str(folder / "empty")]
+
+
+BAD_INPUT = {
+    "missing index": (_missing, "cannot read index"),
+    "truncated tokens": (_truncated, "is truncated"),
+    "no tokens": (_empty, "no token"),
+    "Lmax below 1.25 windows": (lambda c, f: ["--data-path", str(c), "--wlb-max-tokens", "70"], "1.25"),
+    "context parallel size that does not divide": (
+        lambda c, f: ["--data-path", str(c), "--context-parallel-size", "3"],
+        "divisible",
+    ),
+    "no Transformer Engine": (
+        lambda c, f: ["--data-path", str(c), "--transformer-impl", "transformer_engine"],
+        "pip install",
+    ),
+    "no corpus": (lambda c, f: [], "corpus"),
+}
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_gets_one_line_and_leaves_nothing(case: str, corpus: Path, tmp_path: Path) -> None:
+    make, words = BAD_INPUT[case]
+    made, written = tmp_path / "made", tmp_path / "written"
+    made.mkdir()
+    written.mkdir()
+    assert words in refused_line([*flags(), *RUN, *make(corpus, made)], written)
+
+
+@pytest.mark.megatron
+def test_from_bin_and_idx_to_optimizer_steps_through_the_command_a_user_types(corpus: Path) -> None:
+    """E12: nothing built by hand. Two processes, CP=2; the loss falls on a corpus of one repeated token."""
+    prefix = corpus.with_name("repeated")
+    rewrite_corpus(prefix, [np.full(length, 7, dtype=np.int32) for length in LENGTHS])
+    arguments = [*flags(context=2), "--global-batch-size", "2", "--train-iters", "8", "--lr", "1e-2"]
+    done = launch([*arguments, "--data-path", str(prefix)], 2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = logged_losses(done.stdout)
+    assert len(losses) == 8
+    assert losses[0] > 4 and losses[-1] < 0.5 * losses[0]
+    assert "[wlb] iteration 8" in done.stdout
+
+
+@pytest.mark.megatron
+def test_the_launcher_describes_every_replaced_symbol() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "wlb_megatron.launch", "--describe"],
+        env=cpu_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for symbol in (
+        "parse_args",
+        "validate_args",
+        "pretrain",
+        "get_forward_backward_func",
+        "_communicate_shapes",
+    ):
+        assert symbol in done.stdout
+
+
+@pytest.mark.megatron
+def test_hooks_install_once_and_name_a_missing_symbol() -> None:
+    """E13: installing twice wraps once; a symbol that moved is an error with its name and the version."""
+    script = """
+import megatron.training.arguments as arguments
+from wlb_megatron.plugin import hooks
+hooks.install()
+once = arguments.parse_args
+hooks.install()
+assert arguments.parse_args is once
+assert not hasattr(getattr(once, hooks.ORIGINAL), hooks.ORIGINAL)
+try:
+    hooks._locate("megatron.training.arguments:parse_argz")
+except ImportError as error:
+    assert "parse_argz" in str(error) and "0.19.2" in str(error), error
+else:
+    raise SystemExit("not refused")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=cpu_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
