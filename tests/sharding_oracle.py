@@ -12,11 +12,14 @@ def cp_and_lengths(draw, sizes=(1, 2, 3, 4, 5, 6, 7, 8)):
     """(cp_size, lengths): awkward lengths, one document alone, or hundreds of tiny ones; padded."""
     cp = draw(st.sampled_from(sizes))
     awkward = st.sampled_from([1, 2, max(1, 2 * cp - 1), 2 * cp, 2 * cp + 1, 4 * cp])
+    tiny = st.tuples(st.integers(100, 400), st.integers(0, 99)).map(
+        lambda many: np.random.default_rng(many[1]).integers(1, 6, many[0]).tolist()
+    )
     lengths = draw(
         st.one_of(
             st.lists(st.one_of(awkward, st.integers(1, 300)), min_size=1, max_size=24),
             st.lists(st.integers(1, 2000), min_size=1, max_size=1),
-            st.integers(100, 400).flatmap(lambda n: st.lists(st.integers(1, 5), min_size=n, max_size=n)),
+            tiny,
         )
     )
     pad = padding(sum(lengths), cp * draw(st.sampled_from([1, 2, 16])))

@@ -24,7 +24,7 @@ GRAINS = (1, 2, 4, 8)
 """A rank's share of a piece may weigh a rank's fair load divided by this; the best is found by trying."""
 
 TRIES = 5
-"""Ways tried at most, the most promising first: over 60 mixes, five find plans within 1 % of what all find."""
+"""Ways tried at most, the most promising first: over 87 mixes at CP 2 to 16 five come within 1 % of all."""
 
 
 class _Way(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.config import SHARDINGS
@@ -46,6 +45,7 @@ def shard_all(
     by_sequence = deal(pieces, sequence_cuts(pieces, cp_size))
     mixed = [mix(plan.lengths, cp_size, table) for plan in by_document]
     choices = [mixed, by_document, by_sequence] if kind == "hybrid" else [by_sequence, by_document, mixed]
-    slowest = np.stack([predict_all(plans, table).max(axis=1) for plans in choices])
+    times = predict_all([plan for plans in choices for plan in plans], table).max(axis=1)
     # argmin takes the first of equals
-    return [choices[choice][at] for at, choice in enumerate(slowest.argmin(axis=0).tolist())]
+    chosen = times.reshape(len(choices), -1).argmin(axis=0).tolist()
+    return [choices[choice][at] for at, choice in enumerate(chosen)]

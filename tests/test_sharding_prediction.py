@@ -1,0 +1,154 @@
+"""The kernel table against measured times, and predictions against the calls that the executor will make."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sharding_oracle import cp_and_lengths
+
+from wlb_megatron.config import SHARDINGS
+from wlb_megatron.sharding.attention_calls import CAUSAL, attention_layout
+from wlb_megatron.sharding.predict import predict, predict_all
+from wlb_megatron.sharding.select import shard
+from wlb_megatron.workload.kernel_table import KernelTable, h100
+
+# Milliseconds, forward + backward, one call of one segment on one H100 (8 query heads, 2 KV heads, d=128, bf16).
+MEASURED = [
+    ("bottom_right", 32, 128, 118.3),
+    ("bottom_right", 32, 64, 55.7),
+    ("bottom_right", 32, 32, 25.4),
+    ("bottom_right", 16, 64, 29.6),
+    ("bottom_right", 4, 64, 7.7),
+    ("rectangle", 32, 96, 87.8),
+    ("rectangle", 32, 32, 28.7),
+    ("rectangle", 16, 48, 21.7),
+    ("rectangle", 4, 60, 6.8),
+    ("diagonal", 32, 32, 15.1),
+    ("diagonal", 16, 16, 3.7),
+]
+
+
+def segment_ns(table, shape, queries, keys):
+    q, k = np.array([queries]), np.array([keys])
+    return int(
+        {"diagonal": lambda: table.diagonal_ns(q)}.get(shape, lambda: getattr(table, shape + "_ns")(q, k))()[
+            0
+        ]
+    )
+
+
+@pytest.mark.parametrize(("shape", "queries", "keys", "ms"), MEASURED)
+def test_the_built_in_table_is_near_what_was_measured(shape, queries, keys, ms):
+    table = h100()
+    told = (segment_ns(table, shape, queries * 1024, keys * 1024) + table.call) / 1e6
+    assert told == pytest.approx(ms, rel=0.12)
+
+
+def by_the_calls(plan, rank, table):
+    """The rank's time, from the executor's own layout, call by call."""
+    layout = attention_layout(plan, rank)
+    diagonal = rectangles = 0.0
+    for call in layout.calls:
+        q, k = np.diff(call.cu_seqlens_q).astype(np.int64), np.diff(call.cu_seqlens_kv).astype(np.int64)
+        if call.mask == CAUSAL:
+            diagonal = max(table.call + table.diagonal_ns(q).sum(), table.call + table.tile_key * call.max_q)
+        else:
+            busy = int(table.rectangle_ns(q, k).sum())
+            rectangles += table.call + busy + max(0.0, table.tile_key * call.max_kv - busy / 3.5)
+    remote = sum(layout.exchange.recv_counts) - layout.exchange.recv_counts[rank]
+    exchange = table.exchange + table.exchange_row * remote if remote else 0.0
+    return diagonal + rectangles + max(0.0, exchange - diagonal)
+
+
+@pytest.mark.parametrize("kind", SHARDINGS)
+@settings(deadline=None, max_examples=40)
+@given(
+    mix_of=st.one_of(
+        cp_and_lengths(),
+        st.lists(st.integers(1, 5000), min_size=1, max_size=12).map(
+            lambda d: (4, np.array([4 * n for n in d]))
+        ),
+    )
+)
+def test_a_prediction_is_the_sum_over_the_calls_that_will_be_made(kind, mix_of):
+    cp, lengths = mix_of
+    plan = shard(lengths, cp, kind)
+    told = predict(plan, h100())
+    for rank in range(cp):
+        # Which of a rank's two calls a short piece's only segment joins may differ, and so the longest tile.
+        assert int(told[rank]) == pytest.approx(by_the_calls(plan, rank, h100()), rel=0.03)
+
+
+def test_many_plans_in_one_pass_are_predicted_as_alone():
+    plans = [shard(d, 4, kind) for kind in SHARDINGS for d in ([64, 400, 8], [4] * 300, [16384])]
+    together = predict_all(plans, h100())
+    assert together.dtype == np.int64
+    assert together.tolist() == [predict(plan, h100()).tolist() for plan in plans]
+
+
+def test_thousands_of_short_documents_cost_more_than_their_attention():
+    short, long = shard([27] * 2400, 4, "hybrid"), shard([64800], 4, "hybrid")
+    pairs = 2400 * 27 * 28 / 2 / (64800 * 64801 / 2)
+    assert predict(short, h100()).max() > 10 * pairs * predict(long, h100()).max()
+
+
+def test_a_row_costs_a_tile():
+    table = h100()
+    rows = [segment_ns(table, "rectangle", q, 4096) - table.query_row * q for q in (1, 128, 129)]
+    assert abs(rows[0] - rows[1]) <= 1
+    assert rows[2] > 1.4 * rows[1]
+
+
+def test_between_grid_points_time_grows_with_queries_and_keys():
+    table = h100()
+    q = np.arange(128, 40000, 777)
+    for keys in (1000, 30000):
+        assert (np.diff(table.rectangle_ns(q, np.full_like(q, keys))) > 0).all()
+    assert (np.diff(table.rectangle_ns(np.full_like(q, 1500), q)) > 0).all()
+    assert (np.diff(table.diagonal_ns(q)) > 0).all()
+
+
+def test_twice_the_heads_cost_twice_the_kernel_and_keys_travel_by_kv_heads():
+    table = h100()
+    twice = table.scaled(heads=16, kv_heads=2, head_dim=128)
+    one, two = (segment_ns(t, "rectangle", 8192, 65536) for t in (table, twice))
+    assert two == pytest.approx(2 * one, rel=1e-6)
+    assert twice.exchange_row == table.exchange_row and twice.call == table.call
+    assert table.scaled(heads=8, kv_heads=1, head_dim=128).exchange_row == table.exchange_row / 2
+
+
+def test_a_table_is_written_and_read_back_whole(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(h100().to_json())
+    assert KernelTable.from_json(path) == h100()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda told: "{", "is not JSON; measure the device again"),
+        (lambda told: told | {"version": 2}, "is not of version 1; measure"),
+        (
+            lambda told: {k: v for k, v in told.items() if k != "call"},
+            "lacks, or should not have: call; measure",
+        ),
+        (lambda told: told | {"colour": 1}, "lacks, or should not have: colour; measure"),
+        (lambda told: told | {"diagonal": [1.0]}, "diagonal must have 11 times"),
+        (lambda told: told | {"queries": [100.0, 200.0]}, "positive multiples of 128"),
+        (lambda told: told | {"rectangle": [[-1.0] * 17] * 11}, "must be positive nanoseconds"),
+        (lambda told: told | {"rectangle": 3}, "measure the device again"),
+    ],
+)
+def test_a_damaged_table_is_refused_with_its_cure(tmp_path, change, says):
+    path = tmp_path / "table.json"
+    told = change(json.loads(h100().to_json()))
+    path.write_text(told if isinstance(told, str) else json.dumps(told))
+    with pytest.raises(ValueError, match=says):
+        KernelTable.from_json(path)
+
+
+def test_a_missing_table_is_named():
+    with pytest.raises(ValueError, match=r"cannot read kernel table nowhere\.json: No such file"):
+        KernelTable.from_json("nowhere.json")
