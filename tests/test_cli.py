@@ -113,7 +113,7 @@ def test_lengths_come_from_an_npy_an_idx_or_its_prefix_alike(
 
 
 def test_settings_reach_the_packer(capsys: pytest.CaptureFixture[str]) -> None:
-    layout = "--lengths 8,1,1,1,1,5,3,3,3 --window 10 --micro-batches 2 --packing varlen"
+    layout = "--lengths 8,3,3,3,3,3,3,3 --window 10 --micro-batches 2 --packing varlen --quadratic-at 1"
 
     def waits(more: str) -> list[int]:
         _, out, _ = call(capsys, "inspect", *f"{layout} {more} --json -".split())
@@ -121,7 +121,8 @@ def test_settings_reach_the_packer(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert waits("--thresholds none") == []
     assert waits("--thresholds 8") == [0]
-    assert waits("--thresholds 5,8") == [0, 5]
+    assert waits("--thresholds 9") == []
+    assert waits("--thresholds 8 --quadratic-at 1000") == []  # hardly outweighs the others: no need to wait
     assert waits("--thresholds 8 --max-delay 0") == []
 
 

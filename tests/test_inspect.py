@@ -105,9 +105,11 @@ def test_intake_takes_the_document_that_crosses_and_no_more() -> None:
 
 
 def test_varlen_delays_a_document_above_the_threshold_until_there_is_one_for_each_micro_batch() -> None:
-    # Two micro-batches of 10-token windows; documents of 8 wait.
+    # Two micro-batches of 10-token windows; a document of 8 alone would outweigh all else.
     lengths = [8, 3, 3, 3, 3] + [3] * 5 + [8, 3, 3, 3]
-    iterations = inspect(lengths, 10, micro_batches=2, packing="varlen", thresholds="8", max_delay=9)
+    iterations = inspect(
+        lengths, 10, micro_batches=2, packing="varlen", thresholds="8", max_delay=9, quadratic_at=1
+    )
     trained = [[row[0] for m in it["micro_batches"] for row in m["documents"]] for it in iterations]
     assert iterations[0]["waiting"] == [[0, 0, 8]]
     released = next(i for i, ids in enumerate(trained) if 0 in ids)
@@ -118,7 +120,9 @@ def test_varlen_delays_a_document_above_the_threshold_until_there_is_one_for_eac
 
 def test_max_delay_forces_a_lone_outlier_in() -> None:
     lengths = [8] + [3] * 60
-    iterations = inspect(lengths, 10, micro_batches=2, packing="varlen", thresholds="8", max_delay=2)
+    iterations = inspect(
+        lengths, 10, micro_batches=2, packing="varlen", thresholds="8", max_delay=2, quadratic_at=1
+    )
     trained = [[row[0] for m in it["micro_batches"] for row in m["documents"]] for it in iterations]
     assert next(i for i, ids in enumerate(trained) if 0 in ids) == 2
 

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from wlb_megatron.analyze.command import add_analyze, as_json, print_analysis, run_analyze
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="inspect | analyze")
     _add_inspect(commands.add_parser("inspect", help="show the plans of documents of given lengths"))
+    _add_analyze(commands.add_parser("analyze", help="predict what balancing would bring, with pictures"))
     try:
         args = parser.parse_args(argv)
         args.run(args)
@@ -57,6 +59,17 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iterations", type=int, help="stop after this many (iterations; default: all)")
     parser.add_argument("--json", metavar="PATH", help="write JSON there, - for stdout, instead of a table")
     parser.set_defaults(run=_inspect)
+
+
+def _add_analyze(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Packs the documents as Megatron would (arrival order) and as set here, over the same shuffled epochs, and "
+        "compares balance, delay, padding and predicted step time."
+    )
+    add_layout(parser)
+    add_settings(parser)
+    add_analyze(parser)
+    parser.set_defaults(run=_analyze)
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +123,14 @@ def _inspect(args: argparse.Namespace) -> None:
         _print_plans(shown)
     else:
         write_json(shown, args.json)
+
+
+def _analyze(args: argparse.Namespace) -> None:
+    analysis = run_analyze(args, read_lengths(args.lengths), settings(args))
+    if args.json is None:
+        print_analysis(analysis)
+    else:
+        write_json(as_json(analysis), args.json)
 
 
 def write_json(value: Any, path: str) -> None:

@@ -75,11 +75,6 @@ class Blend:
         self.readers = [IndexedCorpus(path) for path in paths]
         self.first_ids = list(accumulate((len(reader) for reader in self.readers), initial=0))
 
-    def length(self, document: int) -> int:
-        """Tokens of a document by its id."""
-        corpus, local = self._find(document)
-        return int(self.readers[corpus].index.lengths[local])
-
     def read(self, document: int, start: int, end: int) -> npt.NDArray[np.int64]:
         """Tokens [start, end) of a document by its id, int64[end - start]. IndexError outside of it."""
         reader, local = self._locate(document)

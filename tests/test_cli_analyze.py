@@ -1,0 +1,265 @@
+"""`analyze`: figures recomputed from `inspect`'s JSON, flags that training accepts, pictures, numpy alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_cli import NUMPY_ALONE, call, run
+
+from wlb_megatron.analyze.command import analyze, figures, model_quadratic_at
+from wlb_megatron.analyze.measure import Layout, rank_work, spread
+from wlb_megatron.arguments import add_arguments, config_from_args
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.inspect_plans import inspect_plans
+from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.workload.cost_model import CostModel
+
+QUADRATIC_AT = 40.0
+
+
+def some_lengths(count: int = 3000, largest: int = 64) -> np.ndarray:
+    drawn = np.random.default_rng(5).lognormal(2.0, 1.2, count)
+    return np.minimum(drawn, largest).astype(np.int64)  # a few of length 0, many of the largest
+
+
+def test_spread_is_mean_95th_percentile_and_largest() -> None:
+    assert spread([0, 5], [96, 4]) == spread([0] * 96 + [5] * 4)
+    shown = spread(list(range(1, 101)))
+    assert (shown.mean, shown.p95, shown.max) == (50.5, 95.0, 100.0)
+    assert spread([], []).max == 0.0
+
+
+def test_the_work_of_ranks_adds_up_to_the_work_of_the_documents() -> None:
+    halves = ShardPlan(np.array([4, 6]), (np.array([[0, 0, 4], [1, 0, 2]]), np.array([[1, 2, 6]])))
+    # Rank 0: 4 + 2 tokens, 16/8 + 4/8 of attention; rank 1: 4 tokens, (36 - 4)/8.
+    assert rank_work(halves, CostModel(8.0)) == [8.5, 8.0]
+    assert rank_work(halves, CostModel(8.0, per_document=3.0)) == [14.5, 11.0]
+
+
+def from_json(
+    lengths: np.ndarray, config: WlbConfig, layout: Layout, micro_batches: int, iterations: int
+) -> dict[str, Any]:
+    """The same figures, from nothing but what inspect prints and the formula of the cost model."""
+    shown = inspect_plans(
+        lengths, config, window=layout.window, micro_batches=micro_batches, dp=layout.dp, cp=layout.cp,
+        tp=layout.tp, iterations=iterations,
+    )["iterations"]  # fmt: skip
+    imbalance, cp_imbalance, steps, delays, sizes, pad = [], [], [], [], [], 0
+    entered: dict[tuple[int, int], int] = {}
+    for number, iteration in enumerate(shown):
+        for i, start, end in iteration["arrived"]:
+            entered.update(((i, t), number) for t in range(start, end))
+        work, times = [], np.zeros((micro_batches, layout.dp))
+        for at, micro_batch in enumerate(iteration["micro_batches"]):
+            real = [(end - start) for i, start, end in micro_batch["documents"] if i >= 0]
+            pad += sum(end - start for i, start, end in micro_batch["documents"] if i < 0)
+            sizes.append(sum(real))
+            work.append(sum(n + n * n / QUADRATIC_AT for n in real))
+            delays += [
+                number - entered[i, t]
+                for i, start, end in micro_batch["documents"]
+                if i >= 0
+                for t in range(start, end)
+            ]
+            begins = {i: start for i, start, _ in reversed(micro_batch["documents"])}
+            shares = [
+                sum(
+                    end - start + ((end - begins[i]) ** 2 - (start - begins[i]) ** 2) / QUADRATIC_AT
+                    for i, start, end in rank
+                )
+                for rank in micro_batch["ranks"]
+            ]
+            times[at // layout.dp, at % layout.dp] = max(shares)
+            cp_imbalance.append(max(shares) * len(shares) / sum(shares))
+        imbalance.append(max(work) * len(work) / sum(work))
+        steps.append(max(column.sum() + (layout.pp - 1) * column.max() for column in times.T))
+    return {
+        "imbalance": np.mean(imbalance),
+        "cp_imbalance": np.mean(cp_imbalance),
+        "step_work": np.mean(steps),
+        "token_delay": np.mean(delays),
+        "largest delay": max(delays),
+        "tokens": sum(sizes),
+        "largest": max(sizes),
+        "padding_share": pad / (sum(sizes) + pad),
+    }
+
+
+@pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
+@pytest.mark.parametrize("layout", [Layout(64, dp=2, cp=2, tp=2), Layout(64, dp=1, cp=4)])
+def test_every_figure_equals_what_the_printed_plans_give(packing: str, layout: Layout) -> None:
+    # Whole documents of distinct ids: a rank's segments tell which piece they are of.
+    lengths = some_lengths()
+    config = WlbConfig(packing=packing, quadratic_at=QUADRATIC_AT, thresholds="24,40", max_delay=6)
+    told = analyze(lengths, config, layout, micro_batches=3, iterations=20, seed=None)
+    after = figures(told.after, layout.pp)
+    expected = from_json(lengths, config, layout, micro_batches=3, iterations=20)
+    flat = {key: after[key]["mean"] for key in ("imbalance", "cp_imbalance", "step_work", "token_delay")}
+    flat |= {"tokens": after["tokens"], "padding_share": after["padding_share"]}
+    flat |= {"largest": after["micro_batch_tokens"]["max"], "largest delay": after["token_delay"]["max"]}
+    if (
+        packing != "varlen"
+    ):  # pieces cut twice in one micro-batch have one id: ranks can't be told from the print
+        for key in ("cp_imbalance", "step_work"):
+            del flat[key]
+    assert flat == pytest.approx({key: expected[key] for key in flat}, rel=1e-4)
+    assert after["iterations"] == 20
+
+
+def test_before_is_arrival_order_by_sequence_whatever_the_settings() -> None:
+    layout = Layout(64, cp=2)
+    lengths = some_lengths()
+    first = analyze(
+        lengths, WlbConfig(quadratic_at=QUADRATIC_AT), layout, micro_batches=2, iterations=5, seed=1
+    )
+    plain = WlbConfig(quadratic_at=QUADRATIC_AT, packing="original", sharding="per-sequence")
+    second = analyze(lengths, plain, layout, micro_batches=2, iterations=5, seed=1)
+    assert figures(first.before, 1) == figures(second.before, 1) == figures(second.after, 1)
+    assert second.speedup == 1.0
+
+
+def test_balancing_is_predicted_to_help_long_tails_and_not_to_hurt_equal_lengths() -> None:
+    config = WlbConfig(quadratic_at=QUADRATIC_AT)
+    layout = Layout(64, cp=2, pp=4)
+    uneven = analyze(some_lengths(), config, layout, micro_batches=4, iterations=40, seed=1)
+    assert uneven.after.imbalance.mean < uneven.before.imbalance.mean - 0.05
+    assert uneven.speedup > 1.05
+    equal = analyze(np.full(500, 16), config, layout, micro_batches=4, iterations=40, seed=1)
+    assert equal.speedup == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("given", "packing"),
+    [("", "varlen"), ("--max-tokens 100 --thresholds 24,40 --max-delay 3", "varlen"), ("", "original"),
+     ("--balance-batches 2", "fixed-greedy")],
+)  # fmt: skip
+def test_the_flags_to_copy_set_the_same_packing_in_training(
+    given: str, packing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = (
+        f"analyze --lengths 9,30,4,64,0,7,64,2,2,40,12 --window 64 --packing {packing} --iterations 9 {given}"
+    )
+    code, out, _ = call(capsys, *command.split(), "--json", "-")
+    assert code == 0
+    told = json.loads(out)
+    config = config_from_args(add_arguments(argparse.ArgumentParser()).parse_args(told["flags"].split()))
+    assert (config.packing, config.quadratic_at) == (packing, told["quadratic_at"])
+    if packing == "varlen":
+        assert config.max_tokens == told["max_tokens"]
+        assert config.thresholds == (",".join(map(str, told["thresholds"])) or "none")
+    if "--max-delay" in given:
+        assert (config.max_tokens, config.thresholds, config.max_delay) == (100, "24,40", 3)
+    if "--balance" in given:
+        assert config.balance_batches == 2
+
+
+def test_the_models_shape_sets_where_attention_costs_as_much_as_the_rest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["analyze", "--lengths", "8,9", "--window", "16", "--iterations", "2", "--json", "-"]
+
+    def at(shape: str) -> float:
+        code, out, err = call(capsys, *command, *shape.split())
+        assert code == 0, err
+        return json.loads(out)["quadratic_at"]
+
+    seven = at("--hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 11008 --swiglu")
+    assert seven == pytest.approx(29.7e3, rel=0.01)
+    assert at("--hidden-size 4096 --num-attention-heads 32") == pytest.approx(
+        at("--hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 16384 --num-query-groups 32")
+    )
+    grouped = (
+        "--hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 11008 --swiglu --num-query-groups 8"
+    )
+    assert at(grouped) < seven
+    assert at(f"{grouped} --quadratic-at 99") == 99
+    assert call(capsys, *command, "--hidden-size", "4096")[0] == 2
+
+
+def test_megatrons_own_default_width_of_the_mlp_is_assumed() -> None:
+    shape = argparse.Namespace(
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_query_groups=None,
+        kv_channels=None,
+        ffn_hidden_size=None,
+    )
+    shape.swiglu = True
+    default = model_quadratic_at(shape)
+    shape.ffn_hidden_size = 10880  # int(4 * 4096 * 2 / 3) // 64 * 64
+    assert model_quadratic_at(shape) == default
+
+
+def test_a_table_tells_both_packings_and_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(
+        capsys, *["analyze", "--lengths", "9,30,0,64,99", "--window", "64", "--iterations", "9"]
+    )
+    assert (code, err) == (0, "")
+    for phrase in (
+        "5 documents, 202 tokens; 1 empty (left out), 1 above the window (split)",
+        "9 iterations: original, per-sequence   |   varlen, per-document",
+        "imbalance of micro-batches (max/mean work)",
+        "token delay (iterations)",
+        "Lmax 96 tokens",
+        "predicted speed-up per token: ",
+        "flags: --wlb-packing varlen --wlb-sharding per-document",
+    ):
+        assert phrase in out
+
+
+def test_pictures_are_written_whole_and_nothing_beside_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    np.save(tmp_path / "lengths.npy", some_lengths(500))
+    out = tmp_path / "pictures"
+    command = f"--window 64 --micro-batches 300 --dp 2 --pp 2 --cp 2 --iterations 3 --out {out}"
+    code, _, err = call(capsys, "analyze", "--lengths", str(tmp_path / "lengths.npy"), *command.split())
+    assert code == 0, err
+    assert sorted(path.name for path in out.iterdir()) == [
+        "delay.png",
+        "lengths.png",
+        "timeline.png",
+        "work.png",
+    ]
+    assert all(
+        path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in out.iterdir()
+    )
+
+
+def test_numpy_alone_is_enough_without_pictures_and_pictures_ask_for_matplotlib() -> None:
+    command = ["analyze", "--lengths", "9,30,64", "--window", "64", "--iterations", "5"]
+    done = run(*command, "--json", "-", code=NUMPY_ALONE)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["results"]["after"]["iterations"] == 5
+    done = run(*command, "--out", "nowhere", code=NUMPY_ALONE)
+    assert done.returncode == 2
+    assert done.stderr.startswith("wlb-megatron: pictures need matplotlib")
+    assert not Path("nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("--pp 0", "--pp must be at least 1"),
+        ("--window 0", "--window must be at least 1"),
+        ("--iterations -1", "--iterations must be at least 1"),
+        ("--lengths 0", "no token to train on"),
+        ("--cp 3", "not a multiple of 3"),
+        ("--max-tokens 65", "raise --max-tokens"),
+        ("--hidden-size 64 --num-attention-heads 4 --ffn-hidden-size -1", "must be positive"),
+        ("--out /dev/null/pictures", "cannot write to"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    change: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["analyze", "--lengths", "9,30,64", "--window", "64", "--iterations", "2"]
+    code, out, err = call(capsys, *command, *change.split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err

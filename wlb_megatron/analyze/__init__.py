@@ -1,0 +1,1 @@
+"""Predicts from document lengths, without a GPU, what a packing would bring."""
