@@ -113,6 +113,12 @@ def test_many_micro_batches_in_one_pass_equal_one_by_one(kind):
         assert all(np.array_equal(a, b) for a, b in zip(plan.ranks, alone.ranks, strict=True))
 
 
+def test_nine_thousand_micro_batches_in_one_pass_all_get_the_same_plan_for_the_same_lengths():
+    plans = shard_all([[9, 7]] * 9000, 4, "per-document")
+    for plan in plans[::100] + plans[-1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(plan.ranks, plans[0].ranks, strict=True))
+
+
 @each_slotted
 def test_one_rank_holds_whole_pieces_in_packed_order(kind):
     rows = shard([1, 1, 4, 3], 1, kind).ranks[0]

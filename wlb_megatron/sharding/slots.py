@@ -72,8 +72,12 @@ def deal(pieces: PieceList, cuts: IntArray) -> list[ShardPlan]:
     piece, rank, half = np.nonzero(keep)
     owner = pieces.owner[piece]
     share = owner * cp_size + rank
-    order = np.argsort(share * 2 + (half if cp_size > 1 else 0), kind="stable")
-    rows = np.column_stack((piece - pieces.first[owner], starts[keep], ends[keep]))[order]
+    key = share * 2 + (half if cp_size > 1 else 0)
+    # numpy sorts 16-bit integers by radix, 20 times as fast as 64-bit ones
+    order = np.argsort(key.astype(np.uint16) if key.max(initial=0) < 2**16 else key, kind="stable")
+    rows = np.empty((len(order), 3), dtype=np.int64)
+    for column, values in enumerate((piece - pieces.first[owner], starts[keep], ends[keep])):
+        rows[:, column] = values[order]
     count = len(pieces.first) - 1
     bounds = np.concatenate(([0], np.cumsum(np.bincount(share, minlength=count * cp_size)))).tolist()
     shares = [rows[begin:end] for begin, end in pairwise(bounds)]
