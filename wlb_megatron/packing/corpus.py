@@ -103,12 +103,13 @@ class CorpusWalk:
                 f"(window {rules.window}, over-long documents: {rules.overlong}); give another corpus or window"
             )
         self._corpus, self._rules, self._position = corpus, rules, position
+        self._shuffled: int | None = None  # epoch that the order is of
         self.place(np.zeros(10, dtype=np.int64))
 
     def place(self, row: IntArray) -> None:
         """Go on after this row; only its STATE columns matter."""
         self._row = row.copy()
-        self._order = self._shuffle(int(row[EPOCH]))
+        self._shuffle(int(row[EPOCH]))
 
     @property
     def row(self) -> IntArray:
@@ -124,19 +125,23 @@ class CorpusWalk:
         while not self.finished:
             if self._row[CURSOR] == len(self._order):
                 self._row[[EPOCH, CURSOR]] = self._row[EPOCH] + 1, 0
-                self._order = self._shuffle(int(self._row[EPOCH]))
+                self._shuffle(int(self._row[EPOCH]))
             rows = self._cut(self._order[self._row[CURSOR] :][:_BLOCK])
             if len(rows):
                 return rows
         return np.empty((0, 10), dtype=np.int64)
 
-    def _shuffle(self, epoch: int) -> IntArray:
+    def _shuffle(self, epoch: int) -> None:
         """Order of an epoch. From raw 64-bit draws, whose stream numpy keeps the same from version to version."""
+        if epoch == self._shuffled or (self._rules.seed is None and self._shuffled is not None):
+            return
         count = len(self._corpus.lengths)
         if self._rules.seed is None:
-            return np.arange(count)
-        seeds = np.random.SeedSequence([self._rules.seed, self._position, epoch])
-        return np.argsort(np.random.PCG64(seeds).random_raw(count), kind="stable")
+            self._order = np.arange(count)
+        else:
+            seeds = np.random.SeedSequence([self._rules.seed, self._position, epoch])
+            self._order = np.argsort(np.random.PCG64(seeds).random_raw(count), kind="stable")
+        self._shuffled = epoch
 
     def _cut(self, documents: IntArray) -> IntArray:
         """Rows of these documents, the next ones; moves the walk behind them.
