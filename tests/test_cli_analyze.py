@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from test_cli import NUMPY_ALONE, call, run
 
-from wlb_megatron.analyze.command import analyze, figures, model_quadratic_at
+from wlb_megatron.analyze.command import model_quadratic_at
+from wlb_megatron.analyze.comparison import analyze
 from wlb_megatron.analyze.measure import Layout, rank_work, spread
+from wlb_megatron.analyze.told import figures
 from wlb_megatron.arguments import add_arguments, config_from_args
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.inspect_plans import inspect_plans

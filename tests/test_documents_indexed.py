@@ -100,6 +100,15 @@ def test_lengths_need_no_bin(corpus: Path) -> None:
     assert read_index(corpus).lengths.sum() == 26
 
 
+def test_boundaries_come_from_the_index_and_never_from_token_values(tmp_path: Path) -> None:
+    """No end-of-document token anywhere, and one value throughout: still two documents."""
+    write_index(tmp_path / "corpus.idx", [2, 3], [0, 4], [0, 1, 2])
+    (tmp_path / "corpus.bin").write_bytes(np.full(5, 7, dtype="<u2").tobytes())
+    reader = IndexedCorpus(tmp_path / "corpus")
+    assert reader.index.lengths.tolist() == [2, 3]
+    assert reader.read(1, 0, 3).tolist() == [7, 7, 7]
+
+
 def _read_in_worker(reader: IndexedCorpus) -> list[int]:
     return reader.read(1, 2, 6).tolist()
 

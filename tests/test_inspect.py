@@ -158,6 +158,16 @@ def test_a_document_of_the_window_is_whole_and_one_more_token_follows_the_policy
     assert _trained(inspect([9, 2], 8, packing=packing, overlong="drop")) == [[1, 0, 2]]
 
 
+def test_a_document_counts_as_many_tokens_as_are_stored() -> None:
+    """No hidden token more: 16 stored run as 16, without padding; a cap of 150000 is reachable."""
+    (iteration,) = inspect([16], 16, tp=4, cp=4)
+    assert iteration["micro_batches"][0]["documents"] == [[0, 0, 16]]
+    (iteration,) = inspect(
+        [99_999, 50_001], 100_000, packing="varlen", max_tokens=150_000, tp=16, thresholds="none"
+    )
+    assert [m["documents"] for m in iteration["micro_batches"]] == [[[0, 0, 99_999], [1, 0, 50_001]]]
+
+
 def test_ids_and_positions_beyond_32_bits_are_exact() -> None:
     big = 2**33
     (iteration,) = inspect([big + 2], 2 * big, cp=2)

@@ -11,7 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from wlb_megatron.analyze.command import add_analyze, as_json, print_analysis, run_analyze
+from wlb_megatron.analyze.command import add_analyze, run_analyze
+from wlb_megatron.analyze.told import as_json, print_analysis
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans

@@ -1,129 +1,24 @@
-"""`wlb-megatron analyze`: the user's documents and layout, packed as Megatron would and as this project does."""
+"""`wlb-megatron analyze`: its flags, the model's shape, progress, and the pictures' folder."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.analyze.measure import Layout, Measured, measure, spread
+from wlb_megatron.analyze.comparison import Analysis, analyze
+from wlb_megatron.analyze.measure import Layout
+from wlb_megatron.analyze.pictures import draw_all, need_matplotlib
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.errors import WlbError, explain_bad_values
+from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import QUADRATIC_AT
-from wlb_megatron.packing.corpus import Rules
-from wlb_megatron.packing.documents import DocumentStream
-from wlb_megatron.packing.lengths import sample_lengths
-from wlb_megatron.packing.packer import Packer, make_packer
-from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.varlen_packer import longest_micro_batch
-from wlb_megatron.plan import IterationPlan
-from wlb_megatron.workload.cost_model import CostModel, quadratic_at
-
-
-@dataclass(frozen=True)
-class Analysis:
-    """Before (arrival order, per-sequence sharding) and after (the given settings), with what was settled on."""
-
-    lengths: npt.NDArray[np.int64]
-    config: WlbConfig
-    layout: Layout
-    micro_batches: int
-    capacity: int
-    thresholds: list[int]
-    before: Measured
-    after: Measured
-
-    @property
-    def measured(self) -> list[tuple[str, Measured]]:
-        name = f"{self.config.packing}, {self.config.sharding}"
-        return [("original, per-sequence", self.before), (name, self.after)]
-
-    @property
-    def speedup(self) -> float:
-        """Predicted time per trained token, before over after."""
-        before, after = (m.steps(self.layout.pp).sum() / sum(m.lengths) for _, m in self.measured)
-        return float(before / after)
-
-    @property
-    def flags(self) -> str:
-        """What to copy to the training command."""
-        thresholds = ",".join(map(str, self.thresholds)) or "none"
-        config = self.config
-        given: dict[str, object] = {
-            "packing": config.packing,
-            "sharding": config.sharding,
-            "quadratic-at": f"{config.quadratic_at:.0f}",
-        }
-        if config.packing == "varlen":
-            given |= {"max-tokens": self.capacity, "thresholds": thresholds, "max-delay": config.max_delay}
-        elif config.packing != "original":
-            given["balance-batches"] = config.balance_batches
-        return " ".join(f"--wlb-{name} {value}" for name, value in given.items())
-
-
-def analyze(
-    lengths: npt.NDArray[np.int64],
-    config: WlbConfig,
-    layout: Layout,
-    *,
-    micro_batches: int,
-    iterations: int,
-    seed: int | None,
-    progress: Callable[[], None] | None = None,
-) -> Analysis:
-    """Plan `iterations` global batches both ways over the same endless stream.
-
-    lengths: int64[n], tokens of each document. micro_batches: of one data-parallel rank. seed: of the shuffle,
-    None for the given order. progress: called after each planned iteration. WlbError on settings that cannot work.
-    """
-    sizes = asdict(layout) | {"micro-batches": micro_batches, "iterations": iterations}
-    for name, value in sizes.items():
-        if value < 1:
-            raise WlbError(f"--{name} must be at least 1, got {value}")
-    assert config.quadratic_at is not None
-    sample = sample_lengths(lengths, layout.window, config.overlong)
-
-    def run(chosen: WlbConfig) -> tuple[Measured, Packer]:
-        with explain_bad_values():
-            assert chosen.quadratic_at is not None
-            cost = CostModel(chosen.quadratic_at, chosen.document_cost)
-            rules = Rules(layout.window, chosen.overlong, seed, endless=True)
-            packer = make_packer(
-                chosen,
-                cost,
-                window=layout.window,
-                micro_batches=micro_batches,
-                dp=layout.dp,
-                pp=layout.pp,
-                alignment=layout.cp * layout.tp,
-                sample=sample,
-            )
-            stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
-        planner = Planner(stream, packer, global_tokens=micro_batches * layout.dp * layout.window)
-        plans = islice(iter(planner.next_iteration, None), iterations)
-        return measure(_told(plans, progress), chosen.sharding, cost, layout), packer
-
-    after, packer = run(config)
-    before, _ = run(replace(config, packing="original", sharding="per-sequence"))
-    capacity = layout.window
-    if config.packing == "varlen":
-        capacity = longest_micro_batch(config, layout.window, layout.cp * layout.tp)
-    thresholds = packer.state()["settings"].get("thresholds", [])
-    return Analysis(lengths, config, layout, micro_batches, capacity, list(thresholds), before, after)
-
-
-def _told(plans: Iterable[IterationPlan], progress: Callable[[], None] | None) -> Iterator[IterationPlan]:
-    for plan in plans:
-        yield plan
-        if progress is not None:
-            progress()
+from wlb_megatron.workload.cost_model import quadratic_at
 
 
 def add_analyze(parser: argparse.ArgumentParser) -> None:
@@ -170,8 +65,6 @@ def model_quadratic_at(args: argparse.Namespace) -> float:
 
 def run_analyze(args: argparse.Namespace, lengths: npt.NDArray[np.int64], config: WlbConfig) -> Analysis:
     """Analyse as the flags say, with progress on stderr, and draw the pictures if asked for."""
-    from wlb_megatron.analyze.pictures import draw_all, need_matplotlib
-
     if args.out is not None:
         need_matplotlib()
     if config.quadratic_at is None:
@@ -210,73 +103,3 @@ def _progress(total: int) -> Iterator[Any]:
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("planning", total=total)
         yield lambda: bar.advance(task)
-
-
-def as_json(analysis: Analysis) -> dict[str, Any]:
-    lengths, layout = analysis.lengths, analysis.layout
-    return {
-        "documents": len(lengths),
-        "tokens": int(lengths.sum()),
-        "empty_documents": int((lengths == 0).sum()),
-        "overlong_documents": int((lengths > layout.window).sum()),
-        "layout": asdict(layout) | {"micro_batches": analysis.micro_batches},
-        "quadratic_at": analysis.config.quadratic_at,
-        "max_tokens": analysis.capacity,
-        "thresholds": analysis.thresholds,
-        "results": {
-            key: {"packing": name, **figures(measured, layout.pp)}
-            for key, (name, measured) in zip(("before", "after"), analysis.measured, strict=True)
-        },
-        "predicted_speedup": analysis.speedup,
-        "flags": analysis.flags,
-    }
-
-
-def figures(measured: Measured, pp: int) -> dict[str, Any]:
-    """All that is told of one packing."""
-    tokens = sum(measured.lengths)
-    return {
-        "iterations": len(measured.work),
-        "tokens": tokens,
-        "imbalance": asdict(measured.imbalance),
-        "cp_imbalance": asdict(spread(measured.cp_imbalance)),
-        "token_delay": asdict(measured.token_delay),
-        "step_work": asdict(spread(measured.steps(pp))),
-        "micro_batch_tokens": asdict(spread(measured.lengths)),
-        "micro_batch_documents": asdict(spread(measured.documents)),
-        "padding_share": measured.padding / (tokens + measured.padding),
-    }
-
-
-def print_analysis(analysis: Analysis) -> None:
-    from wlb_megatron.report.table import print_table
-
-    told = as_json(analysis)
-    (before, old), (after, new) = ((r["packing"], r) for r in told["results"].values())
-    rows = []
-    for key, name, form in (
-        ("imbalance", "imbalance of micro-batches (max/mean work)", "{:.3f}"),
-        ("cp_imbalance", "imbalance of CP ranks (max/mean work)", "{:.3f}"),
-        ("step_work", "step (tokens of linear work, predicted)", "{:,.0f}"),
-        ("token_delay", "token delay (iterations)", "{:.2f}"),
-        ("micro_batch_tokens", "tokens of a micro-batch", "{:,.0f}"),
-        ("micro_batch_documents", "documents of a micro-batch", "{:,.0f}"),
-    ):
-        cells = [form.format(result[key][which]) for result in (old, new) for which in ("mean", "p95", "max")]
-        rows.append([name, *cells])
-    rows.append(["padding", *(c for r in (old, new) for c in (f"{100 * r['padding_share']:.3f}%", "", ""))])
-    print(
-        f"{told['documents']:,} documents, {told['tokens']:,} tokens; {told['empty_documents']:,} empty (left out), "
-        f"{told['overlong_documents']:,} above the window ({analysis.config.overlong})"
-    )
-    print_table(
-        f"{old['iterations']} iterations: {before}   |   {after}",
-        ["", "mean", "p95", "max", "mean", "p95", "max"],
-        rows,
-    )
-    thresholds = ", ".join(f"{t:,}" for t in analysis.thresholds) or "none"
-    print(
-        f"Lmax {analysis.capacity:,} tokens, thresholds {thresholds}; work = d + d*d/{told['quadratic_at']:,.0f}"
-    )
-    print(f"predicted speed-up per token: {analysis.speedup:.3f}")
-    print(f"flags: {analysis.flags}")

@@ -1,0 +1,78 @@
+"""An analysis as JSON and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from wlb_megatron.analyze.comparison import Analysis
+from wlb_megatron.analyze.measure import Measured, spread
+from wlb_megatron.report.table import print_table
+
+
+def as_json(analysis: Analysis) -> dict[str, Any]:
+    lengths, layout = analysis.lengths, analysis.layout
+    return {
+        "documents": len(lengths),
+        "tokens": int(lengths.sum()),
+        "empty_documents": int((lengths == 0).sum()),
+        "overlong_documents": int((lengths > layout.window).sum()),
+        "layout": asdict(layout) | {"micro_batches": analysis.micro_batches},
+        "quadratic_at": analysis.config.quadratic_at,
+        "max_tokens": analysis.capacity,
+        "thresholds": analysis.thresholds,
+        "results": {
+            key: {"packing": name, **figures(measured, layout.pp)}
+            for key, (name, measured) in zip(("before", "after"), analysis.measured, strict=True)
+        },
+        "predicted_speedup": analysis.speedup,
+        "flags": analysis.flags,
+    }
+
+
+def figures(measured: Measured, pp: int) -> dict[str, Any]:
+    """All that is told of one packing."""
+    tokens = sum(measured.lengths)
+    return {
+        "iterations": len(measured.work),
+        "tokens": tokens,
+        "imbalance": asdict(measured.imbalance),
+        "cp_imbalance": asdict(spread(measured.cp_imbalance)),
+        "token_delay": asdict(measured.token_delay),
+        "step_work": asdict(spread(measured.steps(pp))),
+        "micro_batch_tokens": asdict(spread(measured.lengths)),
+        "micro_batch_documents": asdict(spread(measured.documents)),
+        "padding_share": measured.padding / (tokens + measured.padding),
+    }
+
+
+def print_analysis(analysis: Analysis) -> None:
+    told = as_json(analysis)
+    (before, old), (after, new) = ((r["packing"], r) for r in told["results"].values())
+    rows = []
+    for key, name, form in (
+        ("imbalance", "imbalance of micro-batches (max/mean work)", "{:.3f}"),
+        ("cp_imbalance", "imbalance of CP ranks (max/mean work)", "{:.3f}"),
+        ("step_work", "step (tokens of linear work, predicted)", "{:,.0f}"),
+        ("token_delay", "token delay (iterations)", "{:.2f}"),
+        ("micro_batch_tokens", "tokens of a micro-batch", "{:,.0f}"),
+        ("micro_batch_documents", "documents of a micro-batch", "{:,.0f}"),
+    ):
+        cells = [form.format(result[key][which]) for result in (old, new) for which in ("mean", "p95", "max")]
+        rows.append([name, *cells])
+    rows.append(["padding", *(c for r in (old, new) for c in (f"{100 * r['padding_share']:.3f}%", "", ""))])
+    print(
+        f"{told['documents']:,} documents, {told['tokens']:,} tokens; {told['empty_documents']:,} empty (left out), "
+        f"{told['overlong_documents']:,} above the window ({analysis.config.overlong})"
+    )
+    print_table(
+        f"{old['iterations']} iterations: {before}   |   {after}",
+        ["", "mean", "p95", "max", "mean", "p95", "max"],
+        rows,
+    )
+    thresholds = ", ".join(f"{t:,}" for t in analysis.thresholds) or "none"
+    print(
+        f"Lmax {analysis.capacity:,} tokens, thresholds {thresholds}; work = d + d*d/{told['quadratic_at']:,.0f}"
+    )
+    print(f"predicted speed-up per token: {analysis.speedup:.3f}")
+    print(f"flags: {analysis.flags}")
