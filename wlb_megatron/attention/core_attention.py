@@ -150,12 +150,13 @@ def _subclass(base: Any) -> type:
 
 def wlb_core_attention(base: Any) -> type:
     """The plugin's subclass of a layer spec's core attention class (or of a ModuleSpec's module)."""
-    cls: Any = getattr(base, "module", base)
+    cls = getattr(base, "module", base)
     if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
         raise WlbError(
             f"core_attention of the layer spec is {base!r}, not a module class: use a GPT layer spec"
         )
-    return cls if issubclass(cls, WlbCoreAttention) else _subclass(cls)
+    found: Any = cls
+    return found if issubclass(found, WlbCoreAttention) else _subclass(found)
 
 
 def _kernels(cls: type, deterministic: bool) -> Kernels:
