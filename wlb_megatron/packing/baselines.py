@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.assign import assign_ranks, in_given_order
 from wlb_megatron.packing.packer import Packed, Waiting, check_settings, decode, encode
 from wlb_megatron.plan import MicroBatch, Piece
@@ -106,7 +107,7 @@ class FixedGreedyPacker:
         self, config: WlbConfig, cost: CostModel, *, window: int, micro_batches: int, dp: int = 1, pp: int = 1
     ) -> None:
         if config.balance_batches < 1:
-            raise ValueError(f"balance_batches must be at least 1, got {config.balance_batches}")
+            raise WlbError(f"balance_batches must be at least 1, got {config.balance_batches}")
         self.intake_batches = config.balance_batches
         self._cost = cost
         self._window = window

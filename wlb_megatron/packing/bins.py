@@ -92,7 +92,9 @@ class Bins:
         if sum(room) <= work:
             return max(map(int.__add__, self.work, room)), total + sum(room)
         # Sweep the water level upwards: a bin joins at its work and leaves when it is full.
-        events = sorted([(w, 1) for w in self.work] + [(w + r, -1) for w, r in zip(self.work, room, strict=True)])
+        events = sorted(
+            [(w, 1) for w in self.work] + [(w + r, -1) for w, r in zip(self.work, room, strict=True)]
+        )
         level, rising, left = events[0][0], 0, work
         for at, change in events:
             if rising * (at - level) >= left:
@@ -125,13 +127,13 @@ class Bins:
                 if best is None or away < best[0]:
                     best = (away, item, None)
             at = bisect_left(works, item.work - gap // 2)
-            for other in theirs[max(at - 1, 0) : at + 2]:
-                shift, grow = item.work - other.work, item.tokens - other.tokens
+            for partner in theirs[max(at - 1, 0) : at + 2]:
+                shift, grow = item.work - partner.work, item.tokens - partner.tokens
                 fits = self.tokens[low] + grow <= self.capacity and self.tokens[high] - grow <= self.capacity
                 if fits and 0 < shift < gap:
                     away = abs(gap - 2 * shift)
                     if best is None or away < best[0]:
-                        best = (away, item, other)
+                        best = (away, item, partner)
         if best is None or best[0] >= gap:
             return False
         _, item, other = best

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel
 
@@ -76,35 +77,59 @@ def make_packer(
     """
     from wlb_megatron.packing.baselines import FixedGreedyPacker, OriginalPacker
     from wlb_megatron.packing.solver import FixedSolverPacker
-    from wlb_megatron.packing.varlen_packer import VarlenPacker
 
     for name, value in (("window", window), ("micro_batches", micro_batches), ("dp", dp), ("pp", pp)):
         if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+            raise WlbError(f"{name} must be at least 1, got {value}")
     if alignment < 1 or window % alignment:
-        raise ValueError(
+        raise WlbError(
             f"window of {window} tokens is not a multiple of {alignment}, to which micro-batches are padded: "
             "choose --seq-length as a multiple of context-parallel x tensor-parallel size"
         )
     if config.packing == "original":
         return OriginalPacker(cost, window=window, micro_batches=micro_batches, dp=dp)
     if config.packing == "varlen":
-        return VarlenPacker.from_config(
-            config,
-            cost,
-            window=window,
-            micro_batches=micro_batches,
-            dp=dp,
-            pp=pp,
-            alignment=alignment,
-            sample=sample,
-        )
+        return _make_varlen(config, cost, window, micro_batches, dp, pp, alignment, sample)
     fixed = {"fixed-greedy": FixedGreedyPacker, "fixed-solver": FixedSolverPacker}
     if config.packing not in fixed:
-        raise ValueError(
+        raise WlbError(
             f"unknown packing {config.packing!r}: choose original, fixed-greedy, fixed-solver or varlen"
         )
     return fixed[config.packing](config, cost, window=window, micro_batches=micro_batches, dp=dp, pp=pp)
+
+
+def _make_varlen(
+    config: WlbConfig,
+    cost: CostModel,
+    window: int,
+    micro_batches: int,
+    dp: int,
+    pp: int,
+    alignment: int,
+    sample: Sequence[int] | None,
+) -> Packer:
+    from wlb_megatron.packing.delay_bound import Limits
+    from wlb_megatron.packing.thresholds import find_thresholds, read_thresholds, rule_of_thumb
+    from wlb_megatron.packing.varlen_packer import VarlenPacker, longest_micro_batch
+
+    if config.max_delay < 0:
+        raise WlbError(f"max_delay must not be negative, got {config.max_delay}")
+    if config.max_documents < 1:
+        raise WlbError(f"max_documents must be at least 1, got {config.max_documents}")
+    limits = Limits(
+        bins=micro_batches * dp,
+        window=window,
+        capacity=longest_micro_batch(config, window, alignment),
+        max_documents=config.max_documents,
+        max_delay=config.max_delay,
+    )
+    thresholds = read_thresholds(config.thresholds)
+    found = thresholds is None
+    if thresholds is None:
+        thresholds = (
+            find_thresholds(sample, cost, limits).thresholds if sample is not None else rule_of_thumb(window)
+        )
+    return VarlenPacker(cost, limits, thresholds, dp=dp, pp=pp, adopt_thresholds=found)
 
 
 def encode(waiting: Iterable[Waiting]) -> list[list[int]]:
@@ -120,7 +145,7 @@ def check_settings(saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise ValueError naming every setting in which a saved state differs from the present run."""
     changed = [f"{key} was {saved.get(key)!r}, is {now[key]!r}" for key in now if saved.get(key) != now[key]]
     if changed:
-        raise ValueError(
+        raise WlbError(
             f"the saved packing state does not fit these settings: {'; '.join(changed)}. "
             "Restore them, or start without the saved state"
         )

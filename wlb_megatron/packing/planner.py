@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Protocol
 
+from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.packer import Packer
 from wlb_megatron.plan import IterationPlan, Piece
 
@@ -35,7 +36,7 @@ class Planner:
     def __init__(self, stream: Stream, packer: Packer, *, global_tokens: int) -> None:
         """global_tokens: micro-batches x data-parallel size x window."""
         if global_tokens < 1:
-            raise ValueError(f"a global batch must hold at least one token, got {global_tokens}")
+            raise WlbError(f"a global batch must hold at least one token, got {global_tokens}")
         self.stream = stream
         self.packer = packer
         self.global_tokens = global_tokens
@@ -89,12 +90,12 @@ class Planner:
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue after the iteration at which `state` was taken. Raises ValueError if it does not fit."""
         if state.get("version") != STATE_VERSION:
-            raise ValueError(
+            raise WlbError(
                 f"planner state of version {state.get('version')!r}, this release reads {STATE_VERSION}: "
                 "resume with the release that wrote it"
             )
         if state["global_tokens"] != self.global_tokens:
-            raise ValueError(
+            raise WlbError(
                 f"the saved plan has global batches of {state['global_tokens']} tokens, this run has "
                 f"{self.global_tokens}: keep --global-batch-size x --seq-length"
             )

@@ -19,10 +19,10 @@ from wlb_megatron.packing.outlier_queues import OutlierQueues
 SCALE = 1 << 20
 """Imbalance and prices are integers in units of 1 / SCALE."""
 
-STRETCH = (100, 105, 120)
-"""Ceilings tried for a proposed height, in percent: two middling documents may stand a little above a long one."""
+STRETCH = (105, 120)
+"""The best height is tried this much higher, in percent: two middling documents may stand a little above a long one."""
 
-URGENCY = 3 * SCALE // 10
+URGENCY = SCALE // 5
 """What is added to the price when a document's bound on delay is reached; it grows with the square of its age."""
 
 HELD_SHORT = SCALE // 10
@@ -39,6 +39,7 @@ class Situation(NamedTuple):
     """Of one iteration, all bins."""
     short_work: int
     short_tokens: int
+    short_largest: int
 
 
 class Choice(NamedTuple):
@@ -83,6 +84,7 @@ def _value(choice: Choice, queues: OutlierQueues, now: Situation) -> int:
     largest, total = choice.bins.poured(now.short_work, now.short_tokens)
     if not total:
         return 0
+    largest = max(largest, now.short_largest)
     held = now.short_work + sum(choice.bins.work) - total
     imbalance = largest * len(choice.bins.work) * SCALE // total - SCALE
     return (gain - held * HELD_SHORT) // max(now.mean_work, 1) - imbalance

@@ -1,0 +1,69 @@
+"""A bound on delay that holds for any lengths.
+
+A bin refuses a piece only when it holds `max_documents`, or more than capacity - window tokens. So whatever the
+lengths, pieces added one by one to the shortest bin fit as long as the shares of the room before them sum to at
+most the whole: that much an iteration can always take, oldest first. Capacity 12, window 8, 2 bins: any pieces fit
+until 8 tokens are placed (no counting of documents here).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wlb_megatron.packing.outlier_queues import Item
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What every iteration keeps to.
+
+    bins: micro-batches of the global batch, none empty. window: tokens of the longest piece. capacity: Lmax, most
+    tokens of a micro-batch, above the window. max_documents: most pieces of one. max_delay: a piece that arrives in
+    iteration i trains in iteration i + max_delay at the latest.
+    """
+
+    bins: int
+    window: int
+    capacity: int
+    max_documents: int
+    max_delay: int
+
+    def share(self, item: Item) -> int:
+        """What a piece takes, at worst, of `whole`."""
+        return item.tokens * self.max_documents + self.capacity - self.window
+
+    @property
+    def whole(self) -> int:
+        """What an iteration can take of any pieces."""
+        return self.bins * (self.capacity - self.window) * self.max_documents
+
+    def must_go(self, waiting: Sequence[Item], iteration: int) -> list[Item]:
+        """The oldest pieces, as many as must train in `iteration` so that each of the others still can in time.
+
+        waiting: by age. If the iterations before kept to this, what must go fits, added oldest first to the
+        shortest bin.
+        """
+        need, before = 0, 0
+        for item in waiting:
+            later = item.entry + self.max_delay - iteration  # iterations that remain after this one
+            need = max(need, before + self.share(item) if later <= 0 else before - later * self.whole)
+            before += self.share(item)
+        gone, due = 0, []
+        for item in waiting:
+            if gone >= need:
+                break
+            due.append(item)
+            gone += self.share(item)
+        return due
+
+    def too_many(self, waiting: Sequence[Item], iteration: int) -> int:
+        """How many of the newest, all arrived in `iteration`, cannot be promised to train in time."""
+        before = sum(map(self.share, waiting))
+        count = 0
+        for item in reversed(waiting):
+            before -= self.share(item)
+            if item.entry < iteration or (self.max_delay and before <= self.max_delay * self.whole):
+                break
+            count += 1
+        return count

@@ -1,0 +1,120 @@
+"""From which lengths a document waits: given, or found on a sample of the corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.delay_bound import Limits
+from wlb_megatron.packing.outlier_queues import OutlierQueues
+from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.varlen_packer import VarlenPacker
+from wlb_megatron.plan import Piece
+from wlb_megatron.workload.cost_model import CostModel
+
+DELAY_BOUND = 0.5
+"""Most mean delay of tokens (iterations): with it the loss follows arrival order's (WLB-LLM, section 7.4)."""
+
+FIRST_LEVELS = (4, 8, 3)
+"""The first level begins at the window over one of these: below it, any micro-batch levels a document out."""
+
+STEPS = (4, 8, 2)
+"""Levels in each doubling of length."""
+
+ITERATIONS, MOST_BINS = 96, 8
+"""How long, and at how many micro-batches at most, each choice is tried."""
+
+
+class Trial(NamedTuple):
+    """What a choice of thresholds did on the sample. slowdown: summed largest over summed mean work, so 1 is even.
+    delay: mean over tokens (iterations)."""
+
+    thresholds: tuple[int, ...]
+    slowdown: float
+    delay: float
+
+
+def read_thresholds(text: str) -> tuple[int, ...] | None:
+    """Thresholds (tokens) of `config.thresholds`: "none" is (), "49152,90112" as it says, "auto" is None."""
+    if text in ("none", "auto"):
+        return () if text == "none" else None
+    try:
+        return OutlierQueues([int(part) for part in text.split(",")]).thresholds
+    except ValueError:
+        raise WlbError(
+            f"thresholds {text!r} are not auto, none, or rising token counts: give e.g. 49152,90112"
+        ) from None
+
+
+def spread(window: int, first: int, step: int) -> tuple[int, ...]:
+    """Levels from window/first up, `step` to a doubling of length. Window 64, first 4, step 1: 16, 32."""
+    count = int(step * np.log2(first))
+    return tuple(sorted({max(1, int(window / first * 2 ** (i / step))) for i in range(count)}))
+
+
+def rule_of_thumb(window: int) -> tuple[int, ...]:
+    """Thresholds of a run without a sample."""
+    return spread(window, FIRST_LEVELS[0], STEPS[0])
+
+
+def find_thresholds(sample: Sequence[int], cost: CostModel, limits: Limits) -> Trial:
+    """The thresholds with the least predicted step time on a sample of lengths whose mean delay keeps DELAY_BOUND.
+
+    Each choice of a first level and of levels in a doubling (and waiting not at all) packs the sample, in one seeded
+    order and repeated where it is short, for ITERATIONS iterations; the step time is the sum of each iteration's
+    largest micro-batch. Of choices within 0.1 % the first counts, which is also what a run without a sample gets.
+    While training, thresholds stay; drifting lengths are met by the price of waiting (delay_price.py).
+    """
+    lengths = np.random.default_rng(0).permutation(np.asarray(sample, dtype=np.int64))
+    limits = replace(limits, bins=min(limits.bins, MOST_BINS))
+    choices = [spread(limits.window, first, step) for first in FIRST_LEVELS for step in STEPS]
+    if len(lengths) == 0 or lengths.max() < min(choices[0]):
+        return Trial(choices[0], 1.0, 0.0)
+    best = None
+    for thresholds in [*choices, ()]:
+        trial = _try(lengths, cost, limits, thresholds)
+        if best is None or _rank(trial) < _rank(best):
+            best = trial
+    assert best is not None
+    return best
+
+
+def _rank(trial: Trial) -> tuple[bool, int]:
+    return trial.delay > DELAY_BOUND, round(trial.slowdown * 1000)
+
+
+def _try(lengths: np.ndarray, cost: CostModel, limits: Limits, thresholds: tuple[int, ...]) -> Trial:
+    packer = VarlenPacker(cost, limits, thresholds)
+    planner = Planner(_Repeated(lengths), packer, global_tokens=limits.bins * limits.window)
+    largest = total = delayed = 0
+    for _ in range(ITERATIONS):
+        plan = planner.next_iteration()
+        assert plan is not None
+        work = [micro_batch.work for row in plan.micro_batches for micro_batch in row]
+        largest += max(work) * len(work)
+        total += sum(work)
+        delayed += sum(piece.tokens for piece in plan.waiting)
+    return Trial(thresholds, largest / total, delayed / planner.taken)
+
+
+class _Repeated:
+    """An endless stream of documents of these lengths."""
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self._lengths = lengths.tolist()
+        self._given = 0
+
+    def next(self) -> Piece:
+        epoch, document = divmod(self._given, len(self._lengths))
+        self._given += 1
+        return Piece(epoch, document, 0, self._lengths[document])
+
+    def state(self) -> dict[str, int]:
+        return {"given": self._given}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        self._given = state["given"]
