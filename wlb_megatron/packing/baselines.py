@@ -13,7 +13,7 @@ from typing import Any
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.assign import assign_ranks, in_given_order
-from wlb_megatron.packing.packer import Packed, Waiting, check_settings, decode, encode
+from wlb_megatron.packing.packer import ONE_RANK, Packed, Ranks, Waiting, check_settings, decode, encode
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel
 
@@ -30,27 +30,43 @@ def price(pieces: Sequence[Piece], cost: CostModel) -> int:
 
 
 def cut_windows(
-    items: Sequence[Waiting], window: int, count: int
+    items: Sequence[Waiting], window: int, count: int, max_documents: int
 ) -> tuple[list[list[Waiting]], list[Waiting]]:
     """At most `count` windows of `window` tokens in order, the piece that crosses an end cut; and what remains.
 
-    Window 8, pieces of 6, 5, 5 tokens: [6, 2], [3, 5], nothing remains. Only the last window may be short.
+    Window 8, pieces of 6, 5, 5 tokens: [6, 2], [3, 5], nothing remains. Only the last window may be short, or one
+    that reached max_documents pieces.
     """
     windows: list[list[Waiting]] = []
     room = 0
     for at, item in enumerate(items):
-        while (tokens := item.piece.tokens) > room:
-            if room:
-                head, tail = cut(item.piece, room)
-                windows[-1].append(item._replace(piece=head))
-                item = item._replace(piece=tail)
-            if len(windows) == count:
-                return windows, [item, *items[at + 1 :]]
-            windows.append([])
-            room = window
-        windows[-1].append(item)
-        room -= tokens
+        while True:
+            if not room:
+                if len(windows) == count:
+                    return windows, [item, *items[at + 1 :]]
+                windows.append([])
+                room = window
+            fits = item.piece.tokens <= room
+            head, tail = (item.piece, item.piece) if fits else cut(item.piece, room)
+            windows[-1].append(item._replace(piece=head))
+            room = 0 if len(windows[-1]) == max_documents else room - head.tokens
+            if fits:
+                break
+            item = item._replace(piece=tail)
     return windows, []
+
+
+def keep_one_window(remainder: list[Waiting], window: int) -> tuple[list[Waiting], tuple[Piece, ...]]:
+    """What waits after a cut, a window's worth at most, and what is put back beyond it.
+
+    Only where windows were closed by their number of documents does more than a window's tokens remain.
+    """
+    tokens = 0
+    for at, item in enumerate(remainder):
+        if tokens >= window:
+            return remainder[:at], tuple(item.piece for item in remainder[at:])
+        tokens += item.piece.tokens
+    return remainder, ()
 
 
 def freeze(windows: Sequence[Sequence[Waiting]], count: int, cost: CostModel) -> list[MicroBatch]:
@@ -65,11 +81,14 @@ class OriginalPacker:
 
     intake_batches = 1
 
-    def __init__(self, cost: CostModel, *, window: int, micro_batches: int, dp: int = 1) -> None:
+    def __init__(
+        self, config: WlbConfig, cost: CostModel, *, window: int, bins: int, ranks: Ranks = ONE_RANK
+    ) -> None:
         self._cost = cost
+        self._max_documents = config.max_documents
         self._window = window
-        self._bins = micro_batches * dp
-        self._dp = dp
+        self._bins = bins
+        self._ranks = ranks
         self._waiting: list[Waiting] = []
 
     @property
@@ -78,8 +97,9 @@ class OriginalPacker:
 
     def pack(self, iteration: int, arrived: Sequence[Piece], draining: bool = False) -> Packed:
         self._waiting += (Waiting(piece, iteration) for piece in arrived)
-        windows, self._waiting = cut_windows(self._waiting, self._window, self._bins)
-        return Packed(in_given_order(freeze(windows, self._bins, self._cost), self._dp))
+        windows, remainder = cut_windows(self._waiting, self._window, self._bins, self._max_documents)
+        self._waiting, put_back = keep_one_window(remainder, self._window)
+        return Packed(in_given_order(freeze(windows, self._bins, self._cost), self._ranks.dp), put_back)
 
     def state(self) -> dict[str, Any]:
         return {"settings": self._settings(), "waiting": encode(self._waiting)}
@@ -104,15 +124,16 @@ class FixedGreedyPacker:
     name = "fixed-greedy"
 
     def __init__(
-        self, config: WlbConfig, cost: CostModel, *, window: int, micro_batches: int, dp: int = 1, pp: int = 1
+        self, config: WlbConfig, cost: CostModel, *, window: int, bins: int, ranks: Ranks = ONE_RANK
     ) -> None:
         if config.balance_batches < 1:
             raise WlbError(f"balance_batches must be at least 1, got {config.balance_batches}")
         self.intake_batches = config.balance_batches
         self._cost = cost
+        self._max_documents = config.max_documents
         self._window = window
-        self._bins = micro_batches * dp
-        self._dp, self._pp = dp, pp
+        self._bins = bins
+        self._ranks = ranks
         self._remainder: list[Waiting] = []
         self._planned: list[list[Waiting]] = []  # windows of the coming iterations, in order
 
@@ -123,19 +144,23 @@ class FixedGreedyPacker:
 
     def pack(self, iteration: int, arrived: Sequence[Piece], draining: bool = False) -> Packed:
         self._remainder += (Waiting(piece, iteration) for piece in arrived)
-        if not self._planned:
-            self._plan_windows()
+        put_back = () if self._planned else self._plan_windows()
         now, self._planned = self._planned[: self._bins], self._planned[self._bins :]
-        return Packed(assign_ranks(freeze(now, self._bins, self._cost), self._dp, self._pp))
+        return Packed(assign_ranks(freeze(now, self._bins, self._cost), self._ranks), put_back)
 
-    def _plan_windows(self) -> None:
-        goods, self._remainder = cut_windows(self._remainder, self._window, self._bins * self.intake_batches)
-        filled = self._fill([item for window in goods for item in window], len(goods))
+    def _plan_windows(self) -> tuple[Piece, ...]:
+        count = self._bins * self.intake_batches
+        goods, remainder = cut_windows(self._remainder, self._window, count, self._max_documents)
+        filled, left = self._fill([item for window in goods for item in window], len(goods))
+        remainder, put_back = keep_one_window(remainder, self._window)
+        self._remainder = left + remainder
         work = [price([item.piece for item in window], self._cost) for window in filled]
         self._planned = [filled[i] for i in sorted(range(len(filled)), key=lambda i: (work[i], i))]
+        return put_back
 
-    def _fill(self, items: list[Waiting], windows: int) -> list[list[Waiting]]:
-        return fill_greedily(items, [[] for _ in range(windows)], self._window, self._cost)
+    def _fill(self, items: list[Waiting], windows: int) -> tuple[list[list[Waiting]], list[Waiting]]:
+        empty: list[list[Waiting]] = [[] for _ in range(windows)]
+        return fill_greedily(items, empty, self._window, self._max_documents, self._cost)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -159,35 +184,36 @@ class FixedGreedyPacker:
 
 
 def fill_greedily(
-    items: Sequence[Waiting], windows: list[list[Waiting]], capacity: int, cost: CostModel
-) -> list[list[Waiting]]:
+    items: Sequence[Waiting], windows: list[list[Waiting]], capacity: int, max_documents: int, cost: CostModel
+) -> tuple[list[list[Waiting]], list[Waiting]]:
     """Items by falling work, each to the window with least work that has room; cut where the room is less.
 
-    What is cut off goes on to the next window at once. Windows may hold something already. The items must fit:
-    capacity 8, items of 6, 5, 5 tokens give [6, 2] and [5, 3]: the last is cut, its rest is new.
+    What is cut off goes on to the next window at once. Windows may hold something already. Capacity 8, items of 6,
+    5, 5 tokens give [6, 2] and [5, 3]: the last is cut, its rest is new. Also returns what found no window.
     """
     lengths = [item.piece.tokens for item in items]
     work = cost.work(lengths).tolist()
     heap = []
     for i, window in enumerate(windows):
         room = capacity - sum(item.piece.tokens for item in window)
-        if room:
+        if room and len(window) < max_documents:
             heap.append((price([item.piece for item in window], cost), i, room))
     heapq.heapify(heap)
+    left = []
     for at in sorted(range(len(items)), key=lambda i: (-work[i], i)):
         item, tokens, extra = items[at], lengths[at], work[at]
-        while True:
+        while heap:
             total, i, room = heapq.heappop(heap)
-            if tokens < room:
+            if tokens <= room:
                 windows[i].append(item)
-                heapq.heappush(heap, (total + extra, i, room - tokens))
-                break
-            if tokens == room:
-                windows[i].append(item)
+                if tokens < room and len(windows[i]) < max_documents:
+                    heapq.heappush(heap, (total + extra, i, room - tokens))
                 break
             head, tail = cut(item.piece, room)
             windows[i].append(item._replace(piece=head))
             item = item._replace(piece=tail)
             tokens -= room
             extra = int(cost.work(tokens))
-    return windows
+        else:
+            left.append(item)
+    return windows, sorted(left, key=lambda item: item.entry)

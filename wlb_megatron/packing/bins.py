@@ -3,46 +3,50 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
 from collections.abc import Iterable
 
 from wlb_megatron.packing.outlier_queues import Item
-from wlb_megatron.plan import MicroBatch
 
 UNBOUNDED = 1 << 62
 
 
 class Bins:
-    """`count` bins of at most `capacity` tokens and `max_documents` pieces."""
+    """`count` bins of at most `capacity` tokens and `max_documents` pieces.
+
+    work, tokens, documents: of each bin. placed: (bin, item) in the order of filling; a flat list, so that a copy is
+    cheap: many fillings are tried for one plan.
+    """
 
     def __init__(self, count: int, capacity: int, max_documents: int) -> None:
         self.capacity = capacity
         self.max_documents = max_documents
         self.work = [0] * count
         self.tokens = [0] * count
-        self.items: list[list[Item]] = [[] for _ in range(count)]
+        self.documents = [0] * count
+        self.placed: list[tuple[int, Item]] = []
         # Heaps of (work, bin) and (tokens, bin); rows go stale when a bin grows, see _least.
         self._lightest = [(0, at) for at in range(count)]
         self._shortest = [(0, at) for at in range(count)]
 
     def copy(self) -> Bins:
         twin = Bins(0, self.capacity, self.max_documents)
-        twin.work, twin.tokens = self.work.copy(), self.tokens.copy()
-        twin.items = [held.copy() for held in self.items]
-        twin._lightest, twin._shortest = self._lightest.copy(), self._shortest.copy()
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                setattr(twin, name, value.copy())
         return twin
 
     def add(self, item: Item, ceiling: int = UNBOUNDED) -> bool:
         """To the bin with least work if it fits there, else to the one with least tokens if it fits there, else
         nowhere (WLB-LLM, algorithm 1). It fits if the bin then has at most `capacity` tokens and `ceiling` work."""
+        work, length, _, _, _ = item
         at = self._least(self._lightest, self.work)
         if at < 0:
             return False
-        if self.tokens[at] + item.tokens > self.capacity:
+        if self.tokens[at] + length > self.capacity:
             at = self._least(self._shortest, self.tokens)
-            if self.tokens[at] + item.tokens > self.capacity:
+            if self.tokens[at] + length > self.capacity:
                 return False
-        if self.work[at] + item.work > ceiling:
+        if self.work[at] + work > ceiling:
             return False
         self._put(item, at)
         return True
@@ -60,9 +64,10 @@ class Bins:
         return True
 
     def _put(self, item: Item, at: int) -> None:
-        self.work[at] += item.work
-        self.tokens[at] += item.tokens
-        self.items[at].append(item)
+        self.work[at] += item[0]
+        self.tokens[at] += item[1]
+        self.documents[at] += 1
+        self.placed.append((at, item))
 
     def _least(self, heap: list[tuple[int, int]], now: list[int]) -> int:
         """The bin with least `now` that may take one more piece, -1 if none.
@@ -71,12 +76,12 @@ class Bins:
         """
         while heap:
             seen, at = heap[0]
-            if len(self.items[at]) >= self.max_documents:
-                heapq.heappop(heap)
-            elif seen != now[at]:
+            if seen != now[at]:
                 heapq.heapreplace(heap, (now[at], at))
-            else:
+            elif self.documents[at] < self.max_documents:
                 return at
+            else:
+                heapq.heappop(heap)
         return -1
 
     def poured(self, work: int, tokens: int) -> tuple[int, int]:
@@ -104,53 +109,9 @@ class Bins:
         level += left // max(rising, 1)
         return max(level, max(self.work)), total + work
 
-    def improve(self, rounds: int = 16) -> None:
-        """Move or swap pieces between the bin with most work and a lighter one while that lowers the larger of the
-        two; never makes the largest larger. Ends the filling."""
-        for _ in range(rounds):
-            order = sorted(range(len(self.work)), key=self.work.__getitem__)
-            high = order[-1]
-            if not any(self._trade(high, low) for low in order[:4] if low != high):
-                break
-
-    def _trade(self, high: int, low: int) -> bool:
-        """The best single move or swap of pieces from bin `high` to bin `low`; False if none helps."""
-        gap = self.work[high] - self.work[low]
-        mine = sorted(self.items[high])
-        theirs = sorted(self.items[low])
-        works = [item.work for item in theirs]
-        best: tuple[int, Item, Item | None] | None = None
-        moves = len(mine) > 1 and len(theirs) < self.max_documents
-        for item in mine:
-            if moves and item.work < gap and self.tokens[low] + item.tokens <= self.capacity:
-                away = abs(gap - 2 * item.work)  # what remains between the two bins
-                if best is None or away < best[0]:
-                    best = (away, item, None)
-            at = bisect_left(works, item.work - gap // 2)
-            for partner in theirs[max(at - 1, 0) : at + 2]:
-                shift, grow = item.work - partner.work, item.tokens - partner.tokens
-                fits = self.tokens[low] + grow <= self.capacity and self.tokens[high] - grow <= self.capacity
-                if fits and 0 < shift < gap:
-                    away = abs(gap - 2 * shift)
-                    if best is None or away < best[0]:
-                        best = (away, item, partner)
-        if best is None or best[0] >= gap:
-            return False
-        _, item, other = best
-        self._shift(item, high, low)
-        if other is not None:
-            self._shift(other, low, high)
-        return True
-
-    def _shift(self, item: Item, source: int, target: int) -> None:
-        self.items[source].remove(item)
-        self.items[target].append(item)
-        for held, sign in ((source, -1), (target, 1)):
-            self.work[held] += sign * item.work
-            self.tokens[held] += sign * item.tokens
-
-    def freeze(self) -> list[MicroBatch]:
-        return [
-            MicroBatch(tuple(item.piece for item in items), work)
-            for items, work in zip(self.items, self.work, strict=True)
-        ]
+    def contents(self) -> list[list[Item]]:
+        """The items of each bin, in the order of filling."""
+        items: list[list[Item]] = [[] for _ in self.work]
+        for at, item in self.placed:
+            items[at].append(item)
+        return items

@@ -18,6 +18,17 @@ Grid = tuple[tuple[MicroBatch, ...], ...]
 """Micro-batches of one iteration: `grid[m][d]` is micro-batch m of data-parallel rank d."""
 
 
+class Ranks(NamedTuple):
+    """Data-parallel size, pipeline stages, and model chunks of a stage."""
+
+    dp: int = 1
+    pp: int = 1
+    vpp: int = 1
+
+
+ONE_RANK = Ranks()
+
+
 class Waiting(NamedTuple):
     """A piece that waits, and the iteration in which it arrived."""
 
@@ -65,20 +76,27 @@ def make_packer(
     micro_batches: int,
     dp: int = 1,
     pp: int = 1,
+    vpp: int = 1,
     alignment: int = 1,
     sample: Sequence[int] | None = None,
 ) -> Packer:
     """The packer that `config.packing` names.
 
-    window: tokens of --seq-length. micro_batches: of one data-parallel rank. alignment: a micro-batch's tokens are
-    padded up to a multiple of it. sample: document lengths (tokens, at most the window) from which
-    `thresholds=auto` learns; without one it starts from a rule of thumb.
+    window: tokens of --seq-length. micro_batches: of one data-parallel rank. vpp: model chunks of a stage.
+    alignment: a micro-batch's tokens are padded up to a multiple of it. sample: document lengths (tokens, at most
+    the window) on which `thresholds=auto` is found; without one a rule of thumb serves.
     Raises ValueError on settings that cannot work.
     """
     from wlb_megatron.packing.baselines import FixedGreedyPacker, OriginalPacker
     from wlb_megatron.packing.solver import FixedSolverPacker
 
-    for name, value in (("window", window), ("micro_batches", micro_batches), ("dp", dp), ("pp", pp)):
+    for name, value in (
+        ("window", window),
+        ("micro_batches", micro_batches),
+        ("dp", dp),
+        ("pp", pp),
+        ("vpp", vpp),
+    ):
         if value < 1:
             raise WlbError(f"{name} must be at least 1, got {value}")
     if alignment < 1 or window % alignment:
@@ -86,16 +104,19 @@ def make_packer(
             f"window of {window} tokens is not a multiple of {alignment}, to which micro-batches are padded: "
             "choose --seq-length as a multiple of context-parallel x tensor-parallel size"
         )
-    if config.packing == "original":
-        return OriginalPacker(cost, window=window, micro_batches=micro_batches, dp=dp)
+    if config.max_documents < 1:
+        raise WlbError(f"max_documents must be at least 1, got {config.max_documents}")
+    ranks = Ranks(dp, pp, vpp)
     if config.packing == "varlen":
-        return _make_varlen(config, cost, window, micro_batches, dp, pp, alignment, sample)
-    fixed = {"fixed-greedy": FixedGreedyPacker, "fixed-solver": FixedSolverPacker}
+        return _make_varlen(config, cost, window, micro_batches, alignment, sample, ranks)
+    fixed: dict[str, type[OriginalPacker | FixedGreedyPacker]] = {
+        "original": OriginalPacker,
+        "fixed-greedy": FixedGreedyPacker,
+        "fixed-solver": FixedSolverPacker,
+    }
     if config.packing not in fixed:
-        raise WlbError(
-            f"unknown packing {config.packing!r}: choose original, fixed-greedy, fixed-solver or varlen"
-        )
-    return fixed[config.packing](config, cost, window=window, micro_batches=micro_batches, dp=dp, pp=pp)
+        raise WlbError(f"unknown packing {config.packing!r}: choose {', '.join(fixed)} or varlen")
+    return fixed[config.packing](config, cost, window=window, bins=micro_batches * dp, ranks=ranks)
 
 
 def _make_varlen(
@@ -103,10 +124,9 @@ def _make_varlen(
     cost: CostModel,
     window: int,
     micro_batches: int,
-    dp: int,
-    pp: int,
     alignment: int,
     sample: Sequence[int] | None,
+    ranks: Ranks,
 ) -> Packer:
     from wlb_megatron.packing.delay_bound import Limits
     from wlb_megatron.packing.thresholds import find_thresholds, read_thresholds, rule_of_thumb
@@ -114,10 +134,8 @@ def _make_varlen(
 
     if config.max_delay < 0:
         raise WlbError(f"max_delay must not be negative, got {config.max_delay}")
-    if config.max_documents < 1:
-        raise WlbError(f"max_documents must be at least 1, got {config.max_documents}")
     limits = Limits(
-        bins=micro_batches * dp,
+        bins=micro_batches * ranks.dp,
         window=window,
         capacity=longest_micro_batch(config, window, alignment),
         max_documents=config.max_documents,
@@ -129,7 +147,7 @@ def _make_varlen(
         thresholds = (
             find_thresholds(sample, cost, limits).thresholds if sample is not None else rule_of_thumb(window)
         )
-    return VarlenPacker(cost, limits, thresholds, dp=dp, pp=pp, adopt_thresholds=found)
+    return VarlenPacker(cost, limits, thresholds, ranks, adopt_thresholds=found)
 
 
 def encode(waiting: Iterable[Waiting]) -> list[list[int]]:

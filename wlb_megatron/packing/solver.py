@@ -1,5 +1,142 @@
-from wlb_megatron.packing.baselines import FixedGreedyPacker
+"""Fixed windows balanced by an exact solver (CP-SAT): the yardstick for greedy packing, and for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.baselines import FixedGreedyPacker, fill_greedily, price
+from wlb_megatron.packing.packer import ONE_RANK, Ranks, Waiting
+from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
+
+LONG_PER_WINDOW = 12
+"""So many of the longest pieces a window are placed by the solver; the rest is poured in, as water."""
+
+
+class Solution(NamedTuple):
+    """bin_of: bin of each piece, -1 if it was left to the water. objective, bound: summed largest work of the
+    iterations, in the works' units, and what no assignment can go below. They are equal where the optimum was
+    proved."""
+
+    bin_of: list[int]
+    objective: int
+    bound: int
+
+    @property
+    def gap(self) -> float:
+        """How far above the optimum this may be at most: 0.02 is 2 %."""
+        return (self.objective - self.bound) / max(self.bound, 1)
+
+
+def solve(
+    work: Sequence[int],
+    tokens: Sequence[int],
+    *,
+    bins: int,
+    capacity: int,
+    per_iteration: int,
+    water: tuple[int, int] = (0, 0),
+    hint: Sequence[int] | None = None,
+    seconds: float = 10.0,
+) -> Solution:
+    """Pieces to bins of at most `capacity` tokens for the least sum over iterations of the largest bin's work.
+
+    Bins are dealt out `per_iteration` at a time. water: (tokens, work) of short pieces that may be divided at will.
+    seconds: about this long, in the solver's deterministic time: one worker, the same answer everywhere.
+    Raises WlbError without ortools, or if nothing was found in that time.
+    """
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        raise WlbError(
+            "fixed-solver needs ortools, which is not installed: pip install 'ortools>=9.10'"
+        ) from None
+    model = cp_model.CpModel()
+    chosen = [[model.new_bool_var("") for _ in range(bins)] for _ in work]
+    water_tokens, water_work = water
+    spilled = []
+    for row in chosen:
+        if water_tokens:
+            out = model.new_bool_var("")
+            model.add_exactly_one(*row, out)
+            spilled.append(out)
+        else:
+            model.add_exactly_one(row)
+    total = sum(work) + water_work
+    ceilings = [model.new_int_var(0, total, "") for _ in range(-(-bins // per_iteration))]
+    poured = [model.new_int_var(0, capacity, "") for _ in range(bins)]
+    for at in range(bins):
+        held = sum(row[at] * n for row, n in zip(chosen, tokens, strict=True))
+        weight = sum(row[at] * w for row, w in zip(chosen, work, strict=True))
+        model.add(held + poured[at] <= capacity)
+        density = water_work // max(water_tokens, 1)
+        model.add(weight + density * poured[at] <= ceilings[at // per_iteration])
+    model.add(sum(poured) == water_tokens + sum(out * n for out, n in zip(spilled, tokens, strict=False)))
+    for low, high in pairwise(ceilings):
+        model.add(low <= high)
+    # A spilled piece is worth more than water: count all of its work once more.
+    model.minimize(sum(ceilings) + sum(out * w for out, w in zip(spilled, work, strict=False)))
+    for row, bin_ in zip(chosen, hint or [], strict=False):
+        for at, variable in enumerate(row):
+            model.add_hint(variable, at == bin_)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.max_deterministic_time = seconds
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        raise WlbError(f"the solver found no packing in {seconds} seconds: raise --wlb-solver-seconds")
+    bin_of = [next((at for at, v in enumerate(row) if solver.boolean_value(v)), -1) for row in chosen]
+    return Solution(bin_of, round(solver.objective_value), round(solver.best_objective_bound))
 
 
 class FixedSolverPacker(FixedGreedyPacker):
+    """fixed-greedy with its windows filled by the solver where that is better; `gap` tells how far from optimal
+    the last plan may be."""
+
     name = "fixed-solver"
+
+    def __init__(
+        self, config: WlbConfig, cost: CostModel, *, window: int, bins: int, ranks: Ranks = ONE_RANK
+    ) -> None:
+        super().__init__(config, cost, window=window, bins=bins, ranks=ranks)
+        if config.solver_seconds <= 0:
+            raise WlbError(f"solver_seconds must be positive, got {config.solver_seconds}")
+        self._seconds = config.solver_seconds
+        self.gap: float | None = None
+
+    def _fill(self, items: list[Waiting], windows: int) -> tuple[list[list[Waiting]], list[Waiting]]:
+        greedy, left = super()._fill(items, windows)
+        if not windows or left:
+            return greedy, left
+        by_length = sorted(range(len(items)), key=lambda i: (-items[i].piece.tokens, i))
+        long = [items[i] for i in by_length[: LONG_PER_WINDOW * windows]]
+        short = [items[i] for i in by_length[LONG_PER_WINDOW * windows :]]
+        where = {item.piece: at for at, window in enumerate(greedy) for item in window}
+        solution = solve(
+            [price([item.piece], self._cost) // UNITS_PER_TOKEN for item in long],
+            [item.piece.tokens for item in long],
+            bins=windows,
+            capacity=self._window,
+            per_iteration=self._bins,
+            water=(
+                sum(item.piece.tokens for item in short),
+                price([item.piece for item in short], self._cost) // UNITS_PER_TOKEN,
+            ),
+            hint=[where.get(item.piece, -1) for item in long],
+            seconds=self._seconds,
+        )
+        self.gap = solution.gap
+        filled: list[list[Waiting]] = [[] for _ in range(windows)]
+        for item, at in zip(long, solution.bin_of, strict=True):
+            (filled[at] if at >= 0 else short).append(item)
+        filled, left = fill_greedily(short, filled, self._window, self._max_documents, self._cost)
+        return (greedy, []) if left else (min((filled, greedy), key=self._summed_largest), [])
+
+    def _summed_largest(self, windows: Sequence[Sequence[Waiting]]) -> int:
+        work = sorted(price([item.piece for item in window], self._cost) for window in windows)
+        return sum(work[min(at + self._bins, len(work)) - 1] for at in range(0, len(work), self._bins))
+
+    def _settings(self) -> dict[str, Any]:
+        return super()._settings() | {"solver_seconds": self._seconds}

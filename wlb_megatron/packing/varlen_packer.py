@@ -8,13 +8,14 @@ from typing import Any
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.assign import assign_ranks
-from wlb_megatron.packing.bins import Bins
+from wlb_megatron.packing.bins import UNBOUNDED, Bins
 from wlb_megatron.packing.delay_bound import Limits
 from wlb_megatron.packing.delay_price import DelayPrice
+from wlb_megatron.packing.improve import improve
 from wlb_megatron.packing.outlier_queues import Item, OutlierQueues
-from wlb_megatron.packing.packer import Packed, Waiting, check_settings, decode, encode
+from wlb_megatron.packing.packer import ONE_RANK, Packed, Ranks, Waiting, check_settings, decode, encode
 from wlb_megatron.packing.release import Choice, Situation, choose_release
-from wlb_megatron.plan import Piece
+from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel
 
 
@@ -52,16 +53,15 @@ class VarlenPacker:
         cost: CostModel,
         limits: Limits,
         thresholds: Sequence[int],
+        ranks: Ranks = ONE_RANK,
         *,
-        dp: int = 1,
-        pp: int = 1,
         by_balance: bool = True,
         adopt_thresholds: bool = False,
     ) -> None:
         """thresholds: of the outlier queues (tokens), rising. adopt_thresholds: a loaded state brings its own."""
         self._cost = cost
         self._limits = limits
-        self._dp, self._pp = dp, pp
+        self._ranks = ranks
         self._by_balance = by_balance
         self._adopt_thresholds = adopt_thresholds
         self._queues = OutlierQueues(thresholds)
@@ -96,31 +96,35 @@ class VarlenPacker:
             choice = choose_release(self._queues, choice, self._situation(iteration, leftovers + short))
         bins = choice.bins
         self._queues.release(choice.counts)
-        placed = sum(map(len, bins.items))
-        for _ in range(min(self._limits.bins - placed - len(leftovers) - len(short), len(self._queues))):
+        for _ in range(
+            min(self._limits.bins - len(bins.placed) - len(leftovers) - len(short), len(self._queues))
+        ):
             bins.add(self._queues.pop_oldest())
         left += bins.add_all(sorted(leftovers, reverse=True))
         left += bins.add_all(sorted(short, reverse=True))
-        bins.improve()
+        contents = bins.contents()
+        work = improve(contents, self._limits.capacity, self._limits.max_documents)
+        micro_batches = [
+            MicroBatch(tuple(item.piece for item in items), w)
+            for items, w in zip(contents, work, strict=True)
+        ]
         self._left = self._sort_in(sorted(left, key=lambda item: item.serial))
         put_back = self._put_back(iteration)
         self._price.see_waiting(sum(item.tokens for item in self._by_age()))
-        return Packed(assign_ranks(bins.freeze(), self._dp, self._pp), put_back)
+        return Packed(assign_ranks(micro_batches, self._ranks), put_back)
 
     def _take_in(self, arrived: Sequence[Piece], iteration: int) -> list[Item]:
-        """Queue the outliers among the arrivals, return the others."""
         items = self._make_items([(piece, iteration) for piece in arrived])
         self._price.see_arrivals(sum(item.tokens for item in items), sum(item.work for item in items))
         return self._sort_in(items)
 
     def _sort_in(self, items: Sequence[Item]) -> list[Item]:
-        short = []
+        """Queue the outliers, return the others."""
+        shortest = self._queues.thresholds[0] if self._queues.thresholds else UNBOUNDED
         for item in items:
-            if self._queues.level_of(item.tokens) >= 0:
+            if item.tokens >= shortest:
                 self._queues.put(item)
-            else:
-                short.append(item)
-        return short
+        return [item for item in items if item.tokens < shortest]
 
     def _make_items(self, arrivals: Sequence[tuple[Piece, int]]) -> list[Item]:
         lengths = [piece.end - piece.start for piece, _ in arrivals]
@@ -133,10 +137,9 @@ class VarlenPacker:
             )
         work = self._cost.work(lengths).tolist()
         first, self._serial = self._serial, self._serial + len(arrivals)
-        return [
-            Item(w, n, serial, entry, piece)
-            for serial, (w, n, (piece, entry)) in enumerate(zip(work, lengths, arrivals, strict=True), first)
-        ]
+        pieces, entries = zip(*arrivals, strict=True) if arrivals else ((), ())
+        serials = range(first, self._serial)
+        return list(map(Item._make, zip(work, lengths, serials, entries, pieces, strict=True)))
 
     def _place_due(self, due: list[Item]) -> tuple[Bins, list[Item]]:
         """Balanced if all fit that way, else oldest first, which fits; returns what is left of an impossible lot."""
