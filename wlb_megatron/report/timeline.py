@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from wlb_megatron.simulator.one_f_one_b import one_f_one_b
+from wlb_megatron.simulator.schedule import pipeline_events
 
 
 def draw_timelines(
@@ -22,7 +22,7 @@ def draw_timelines(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    steps = [one_f_one_b(list(work), [backward * w for w in work], stages) for _, work in plans]
+    steps = [pipeline_events(list(work), [backward * w for w in work], stages) for _, work in plans]
     lengths = [max(event.end for event in events) for events in steps]
     heaviest = max(max(work) for _, work in plans)
     figure, rows = pyplot.subplots(

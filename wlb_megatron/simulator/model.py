@@ -1,0 +1,209 @@
+"""Times of a GPT's layers on one GPU of a 4D layout: attention from a kernel table, the rest by assumed rates.
+
+GPUs are numbered as Megatron does: tensor ranks side by side, then context, data and pipeline ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.sharding.predict import predict_all
+from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.workload.cost_model import CostModel
+from wlb_megatron.workload.kernel_table import KernelTable, h100
+
+FloatArray = npt.NDArray[np.float64]
+FORWARD_SHARE = 1 / 3.5
+"""Of an attention layer's forward + backward time: two products forward, five backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A decoder-only transformer with gated feed-forward. kv_heads: fewer than heads under GQA."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int = 128_256
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def layer_parameters(self) -> int:
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.ffn
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + 2 * self.vocab * self.hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the parallel groups. chunks: model chunks of a pipeline stage (virtual pipeline size)."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp), ("dp", self.dp)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+
+class Times(NamedTuple):
+    """Nanoseconds of a forward and of a backward."""
+
+    forward: FloatArray
+    backward: FloatArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerModel:
+    """A model on a layout. measured: attention of any shape of heads, rescaled to this one's.
+
+    Raises ValueError where heads or layers do not divide.
+    """
+
+    shape: ModelShape
+    layout: Layout
+    assumptions: Assumptions = field(default_factory=Assumptions)
+    measured: KernelTable = field(default_factory=h100)
+
+    def __post_init__(self) -> None:
+        shape, layout = self.shape, self.layout
+        if shape.heads % layout.tp:
+            raise ValueError(f"{shape.heads} attention heads cannot be divided over tensor-parallel {layout.tp}")
+        if layout.pp * layout.chunks > shape.layers:
+            raise ValueError(
+                f"{shape.layers} layers are fewer than {layout.pp} stages x {layout.chunks} model chunks"
+            )
+
+    @cached_property
+    def table(self) -> KernelTable:
+        """Of one tensor-parallel rank's heads, its exchange over what links the context-parallel ranks.
+
+        Where there are fewer KV heads than tensor-parallel ranks, each rank holds one.
+        """
+        shape, layout, given = self.shape, self.layout, self.assumptions
+        scaled = self.measured.scaled(
+            heads=shape.heads // layout.tp,
+            kv_heads=max(shape.kv_heads // layout.tp, 1),
+            head_dim=shape.head_dim,
+        )
+        # A key row travels as K and V, and comes back as dK and dV, 2 bytes each; the table's is over NVLink.
+        row = 4 * 2 * scaled.kv_heads * scaled.head_dim
+        slower = 1 / given.pair_rate(layout.cp, layout.tp) - 1 / given.nvlink_rate
+        late = given.latency(layout.cp, layout.tp) - given.nvlink_latency
+        return replace(
+            scaled,
+            exchange=scaled.exchange + 2e9 * late,
+            exchange_row=scaled.exchange_row + 1e9 * row * slower,
+        )
+
+    def attention(self, plans: Sequence[ShardPlan]) -> Times:
+        """float64[plans, cp]: a layer's attention and exposed exchange on each context-parallel rank."""
+        both = predict_all(plans, self.table).astype(np.float64)
+        return Times(both * FORWARD_SHARE, both * (1 - FORWARD_SHARE))
+
+    def linear(self, tokens: npt.ArrayLike) -> Times:
+        """Of a layer, all but attention. tokens: of one context-parallel rank."""
+        shape, tp, given = self.shape, self.layout.tp, self.assumptions
+        t = np.asarray(tokens, dtype=np.float64)
+        products = t * (2 * shape.layer_parameters / tp / given.matmul_rate * 1e9)
+        widths = given.activation_passes * shape.hidden + given.ffn_passes * shape.ffn
+        elements = t * (2 * widths / tp / given.memory_rate * 1e9)
+        # Sequence parallelism: two all-gathers and two reduce-scatters of the hidden rows each way.
+        rows, wait = self._tp_row_ns(), self._tp_wait_ns()
+        exchange = given.tp_exposed * 4 * (t * rows + wait)
+        return Times(products + elements + exchange, 2 * products + 2 * elements + exchange)
+
+    def embedding(self, tokens: npt.ArrayLike) -> Times:
+        """Look-up on the first stage: reads and writes rows; tensor ranks reduce-scatter them."""
+        t = np.asarray(tokens, dtype=np.float64)
+        given = self.assumptions
+        rows = t * (2 * 2 * self.shape.hidden / given.memory_rate * 1e9)
+        forward = rows + t * self._tp_row_ns() + self._tp_wait_ns()
+        return Times(forward, forward)
+
+    def loss(self, tokens: npt.ArrayLike) -> Times:
+        """Output layer and cross entropy (fp32 logits, read and written twice) on the last stage."""
+        shape, tp, given = self.shape, self.layout.tp, self.assumptions
+        t = np.asarray(tokens, dtype=np.float64)
+        product = t * (2 * shape.hidden * shape.vocab / tp / given.matmul_rate * 1e9)
+        logits = t * (4 * 4 * shape.vocab / tp / given.memory_rate * 1e9)
+        gather = t * self._tp_row_ns() + self._tp_wait_ns()
+        return Times(product + logits + gather, 2 * product + logits / 2 + gather)
+
+    def layers_of(self, stage: int, chunk: int = 0) -> int:
+        """Layers spread evenly, the earlier chunks of the model take one more: 126 over 16 stages are 8 ... 8 7 7."""
+        chunks = self.layout.pp * self.layout.chunks
+        at = chunk * self.layout.pp + stage
+        return self.shape.layers // chunks + (at < self.shape.layers % chunks)
+
+    def transfer_ns(self, tokens: float) -> float:
+        """One micro-batch's hidden rows to the next stage, cut over tensor ranks."""
+        layout, given = self.layout, self.assumptions
+        if layout.pp == 1:
+            return 0.0
+        stride = layout.tp * layout.cp * layout.dp
+        sent = 2 * self.shape.hidden * tokens / layout.tp
+        return 1e9 * (sent / given.pair_rate(2, stride) + given.latency(2, stride))
+
+    def gradient_sync_ns(self, stage: int) -> tuple[float, float]:
+        """Of a stage's reduce-scatter of gradients and all-gather of parameters over data and context ranks."""
+        layout, given = self.layout, self.assumptions
+        ranks, held = layout.dp * layout.cp, self._held(stage)
+        return (
+            given.ring_ns(given.gradient_bytes * held, ranks, layout.tp),
+            given.ring_ns(given.parameter_bytes * held, ranks, layout.tp),
+        )
+
+    def optimizer_ns(self, stage: int) -> float:
+        owned = self._held(stage) / (self.layout.dp * self.layout.cp)
+        return 1e9 * owned * self.assumptions.optimizer_bytes / self.assumptions.memory_rate
+
+    def cost(self) -> CostModel:
+        """Packing's cost model of this layout: a layer's attention against the rest, and a document's own cost.
+
+        Attention of long documents is taken evenly over context ranks (diagonals of 64K, free of tile effects).
+        """
+        probe = np.array([65536], dtype=np.int64)
+        table = replace(self.table, segment=0.0, query_row=0.0, key_row=0.0)
+        pair = float(table.diagonal_ns(probe)[0]) / 65536**2
+        many = self.linear(np.array([0.0, 65536.0]))
+        rows = self.table.query_row + self.table.key_row
+        token = float((many.forward + many.backward) @ [-1, 1]) / 65536 + rows
+        return CostModel(quadratic_at=token / pair, per_document=self.table.segment / token)
+
+    def _held(self, stage: int) -> float:
+        """Parameters on one GPU of a stage."""
+        layers = sum(self.layers_of(stage, chunk) for chunk in range(self.layout.chunks))
+        ends = (stage == 0) + (stage == self.layout.pp - 1)
+        held = layers * self.shape.layer_parameters + ends * self.shape.vocab * self.shape.hidden
+        return held / self.layout.tp
+
+    def _tp_row_ns(self) -> float:
+        tp, given = self.layout.tp, self.assumptions
+        return 1e9 * 2 * self.shape.hidden * (tp - 1) / tp / given.ring_rate(tp, 1)
+
+    def _tp_wait_ns(self) -> float:
+        return 1e9 * self.assumptions.latency(self.layout.tp, 1) if self.layout.tp > 1 else 0.0
