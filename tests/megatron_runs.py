@@ -87,8 +87,14 @@ def launch(
 def train(arguments: list[str], processes: int, out: Path, **environment: str) -> list[dict[str, Any]]:
     """Run the worker; what each rank saw, in rank order."""
     done = launch(arguments, processes, out=out, **environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == 0, failure(done)
     return [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(processes)]
+
+
+def failure(done: subprocess.CompletedProcess[str]) -> str:
+    """What a failed run's ranks said last, without the launcher's own stack."""
+    own = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
+    return "\n".join(own[-40:]) or done.stdout[-2000:] + done.stderr[-3000:]
 
 
 def logged_losses(output: str) -> list[float]:

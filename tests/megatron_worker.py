@@ -88,6 +88,8 @@ def watch() -> None:
 
     def loss_per_token(mask: Any, output: Any) -> Any:
         result = loss(mask, output)
+        if not torch.is_grad_enabled():
+            return result  # evaluation
         seen["losses"].append((float(result[0].detach()), int(result[1])))
         return result
 
@@ -101,7 +103,7 @@ def watch() -> None:
                 seen["tokens"].append(None if "tokens" not in batch else batch["tokens"].clone())
                 yield batch
 
-        return make_step(recording(), model, *rest)
+        return make_step(recording() if torch.is_grad_enabled() else data_iterator, model, *rest)
 
     def finalize_and_save(model: Any, *args: Any, **kwargs: Any) -> Any:
         result = finalize(model, *args, **kwargs)

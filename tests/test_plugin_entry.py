@@ -27,6 +27,7 @@ def test_the_list_of_flags_is_frozen() -> None:
     assert found == [
         "--wlb-balance-batches",
         "--wlb-document-cost",
+        "--wlb-fresh-order",
         "--wlb-log",
         "--wlb-max-delay",
         "--wlb-max-documents",
@@ -95,7 +96,7 @@ REFUSED = {
     "perform_rl_step": True,
     "phase_transition_iterations": [5],
     "yaml_cfg": "x.yaml",
-    "eval_iters": 100,
+    "full_validation": True,
 }
 """One argument a row of the table (two rows need two, below)."""
 

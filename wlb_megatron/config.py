@@ -62,5 +62,8 @@ class WlbConfig:
         "a document longer than --seq-length is split at the window, truncated to it, or dropped (counted)",
         choices=OVERLONG,
     )
+    fresh_order: bool = _setting(
+        False, "begin the document order anew from a checkpoint that holds no packing state"
+    )
     log: str | None = _setting(None, "append one JSON line per trained iteration to this file (path)")
     off: bool = _setting(False, "leave Megatron untouched: the launcher then only runs the script")

@@ -167,9 +167,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(lambda a, c: _get(a, "yaml_cfg") is not None, "--yaml-cfg", "give the settings as flags"),
     Refusal(
-        lambda a, c: (a.eval_iters if isinstance(a.eval_iters, int) else 1) > 0 or _get(a, "full_validation"),
-        "--eval-iters above 0 (Megatron's default is 100) / --full-validation",
-        "evaluation on packed documents is not built yet; set --eval-iters 0",
+        lambda a, c: _get(a, "full_validation") or _get(a, "multiple_validation_sets"),
+        "--full-validation / --multiple-validation-sets",
+        "evaluation runs over --eval-iters iterations of one validation set; drop it",
     ),
 )
 

@@ -1,14 +1,12 @@
-"""Packing as Megatron sees it: a document dataset and a batch sampler whose every item is one micro-batch's plan.
+"""Packing as Megatron sees it: a document dataset, and a batch sampler with one micro-batch's plan an item.
 
-The provider is `is_distributed`: every rank builds it, makes the same plan from document lengths, and reads only
-the tokens it holds; a middle pipeline stage reads none. Workers only read tokens, planning stays in the main
-process.
+The provider is `is_distributed`: every rank makes the same plan from document lengths and reads only the tokens
+it holds; a middle pipeline stage reads none. Workers only read tokens, planning stays in the main process.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,77 +15,39 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from wlb_megatron.packing.blend import Blend
-from wlb_megatron.packing.summary import PlanSummary, Summariser
-from wlb_megatron.plan import PADDING, Piece
-from wlb_megatron.sharding.alignment import padding
-from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.sharding.select import shard
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedMicroBatch:
-    """One item of the sampler. `pieces` and `shard` include the padding piece, if there is one."""
-
-    iteration: int
-    index: int
-    pieces: tuple[Piece, ...]
-    shard: ShardPlan
-    summary: PlanSummary
-    plan_seconds: float
+from wlb_megatron.plan import PADDING
+from wlb_megatron.plugin.planning import PlannedIteration, PlannedMicroBatch
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where this process stands: what of a micro-batch it holds, and whether it needs its tokens."""
+    """What of a micro-batch this process holds, and whether it needs its tokens."""
 
-    cp_size: int
     cp_rank: int
-    dp_rank: int
-    alignment: int
     activation_divisor: int
     hidden_size: int
     reads_tokens: bool
 
 
 class MicroBatchSampler(Sampler[list[PlannedMicroBatch]]):
-    """Plans iterations one after another and yields this data-parallel rank's micro-batches."""
+    """Yields the micro-batches of planned iterations, one a batch; notes each iteration's state as it passes."""
 
-    def __init__(self, planner: Any, sharding: str, layout: Layout) -> None:
-        self._planner = planner
-        self._sharding = sharding
-        self._layout = layout
-        self._summariser = Summariser()
+    def __init__(self, iterations: Iterable[PlannedIteration]) -> None:
+        self._iterations = iterations
+        self.passed: dict[int, PlannedIteration] = {}
 
     def __iter__(self) -> Iterator[list[PlannedMicroBatch]]:
-        while True:
-            start = time.perf_counter()
-            plan = self._planner.next_iteration()
-            if plan is None:
-                return
-            summary = self._summariser.summarise(plan)
-            mine = [row[self._layout.dp_rank] for row in plan.micro_batches]
-            padded = [pad(micro_batch.pieces, self._layout.alignment) for micro_batch in mine]
-            shards = [self._shard(pieces) for pieces in padded]
-            seconds = time.perf_counter() - start
-            for index, (pieces, shard_plan) in enumerate(zip(padded, shards, strict=True)):
-                yield [PlannedMicroBatch(plan.iteration, index, pieces, shard_plan, summary, seconds)]
-
-    def _shard(self, pieces: tuple[Piece, ...]) -> ShardPlan:
-        lengths = np.array([piece.end - piece.start for piece in pieces], dtype=np.int64)
-        return shard(lengths, self._layout.cp_size, self._sharding)
-
-
-def pad(pieces: tuple[Piece, ...], alignment: int) -> tuple[Piece, ...]:
-    """The pieces with a padding piece appended where their tokens are no multiple of `alignment`."""
-    missing = padding(sum(piece.end - piece.start for piece in pieces), alignment)
-    return (*pieces, Piece(0, PADDING, 0, missing)) if missing else pieces
+        for planned in self._iterations:
+            self.passed[planned.micro_batches[0].iteration] = planned
+            for micro_batch in planned.micro_batches:
+                yield [micro_batch]
 
 
 class PackedDocuments(Dataset[dict[str, Any]]):
     """Tokens of a corpus by micro-batch plan: `self[planned]` is what this rank holds of it.
 
-    Keys: tokens, labels, position_ids (int64[1, t]), loss_mask (float32[1, t]), or none of them where no tokens
-    are needed; `planned` is the plan itself.
+    Keys: tokens, labels, position_ids (int64[1, t]), loss_mask (float32[1, t]), or none of them where no
+    tokens are needed; `planned` is the plan itself.
     """
 
     def __init__(self, corpus: Blend, layout: Layout) -> None:
@@ -128,8 +88,14 @@ class PackedDocuments(Dataset[dict[str, Any]]):
 class MicroBatchIterator:
     """The loader's iterator, marked as the plugin's (Megatron's external dataloader is used as it comes)."""
 
-    def __init__(self, loader: DataLoader[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[dict[str, Any]],
+        trained: Callable[[list[dict[str, Any]]], None] | None = None,
+    ) -> None:
+        """trained: called with the micro-batches of a step when it is done."""
         self._iterator = iter(loader)
+        self._trained = trained
 
     def __iter__(self) -> MicroBatchIterator:
         return self
@@ -137,10 +103,15 @@ class MicroBatchIterator:
     def __next__(self) -> dict[str, Any]:
         return next(self._iterator)
 
+    def after_step(self, batches: list[dict[str, Any]]) -> None:
+        if self._trained is not None:
+            self._trained(batches)
 
-def is_planned(data_iterator: Any) -> bool:
-    """Whether Megatron's (replayable) iterator is over the plugin's micro-batches."""
-    return isinstance(getattr(data_iterator, "iterable", data_iterator), MicroBatchIterator)
+
+def planned_iterator(data_iterator: Any) -> MicroBatchIterator | None:
+    """The plugin's iterator inside Megatron's (replayable) one, or None if it is another's."""
+    found = getattr(data_iterator, "iterable", data_iterator)
+    return found if isinstance(found, MicroBatchIterator) else None
 
 
 def activation_shape(batch: dict[str, Any]) -> tuple[int, int, int]:
@@ -150,28 +121,25 @@ def activation_shape(batch: dict[str, Any]) -> tuple[int, int, int]:
     return tokens // layout.activation_divisor, 1, layout.hidden_size
 
 
-def make_iterator(
+def make_loader(
     corpus: Blend,
-    planner: Any,
-    sharding: str,
+    sampler: MicroBatchSampler,
     layout: Layout,
     *,
     workers: int,
     micro_batches: int,
     pin_memory: bool,
-) -> MicroBatchIterator:
-    """Loader over the plan; workers read at least one iteration ahead of the one that trains."""
-    ahead = -(-2 * micro_batches // workers) if workers else None
-    loader = DataLoader(
+) -> DataLoader[dict[str, Any]]:
+    """Loader over the plan; workers read about two iterations ahead of the one that trains."""
+    return DataLoader(
         PackedDocuments(corpus, layout),
-        batch_sampler=MicroBatchSampler(planner, sharding, layout),
+        batch_sampler=sampler,
         num_workers=workers,
-        prefetch_factor=ahead,
+        prefetch_factor=-(-2 * micro_batches // workers) if workers else None,
         collate_fn=_only,
         pin_memory=pin_memory,
         persistent_workers=bool(workers),
     )
-    return MicroBatchIterator(loader)
 
 
 def _only(items: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from wlb_megatron.plugin import source as sources
 from wlb_megatron.plugin import versions
 from wlb_megatron.refusals import Refused, refuse_unsupported
 
-_source: sources.Source | None = None
+_sources: dict[str, sources.Source] | None = None
 
 
 def wrap_parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,9 +37,10 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(args, defaults or {})
         except AssertionError as error:
             # Megatron asserts on flags that do not fit together: its text is the message, without the stack.
-            if args.wlb_off or not str(error):
+            if args.wlb_off:
                 raise
-            _one_line_on_rank_zero(partial(_refuse, f"Megatron refuses these flags: {error}"))
+            said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+            _one_line_on_rank_zero(partial(_refuse, f"Megatron refuses these flags: {said}"))
         if not args.wlb_off:
             _one_line_on_rank_zero(lambda: _take_over(args))
         return result
@@ -57,7 +59,7 @@ def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
         *rest: Any,
         **kwargs: Any,
     ) -> Any:
-        if _source is None:
+        if _sources is None:
             return original(cfg_container, dataset_provider, model_type, forward_step_func, *rest, **kwargs)
         from wlb_megatron.plugin.forward_step import forward_step
         from wlb_megatron.plugin.provider import make_provider
@@ -68,7 +70,7 @@ def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
                 "wlb_megatron: pretrain() was given a model_provider of its own; pass a model configuration."
             )
         install_spec(cfg_container.model)
-        return original(cfg_container, make_provider(_source), model_type, forward_step, **kwargs)
+        return original(cfg_container, make_provider(_sources), model_type, forward_step, **kwargs)
 
     return pretrain
 
@@ -84,12 +86,12 @@ def wrap_compile_helpers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _take_over(args: Any) -> None:
-    global _source
+    global _sources
     versions.check_transformer_engine(args.transformer_impl)
     config = sources.complete(args, config_from_args(args))
     refuse_unsupported(args, config)
     try:
-        _source = sources.open_source(args, config)
+        _sources = sources.open_sources(args, config)
     except ValueError as error:  # WlbErrors, and settings that do not fit together
         raise Refused(f"wlb_megatron: {error}") from None
     args.wlb_quadratic_at = config.quadratic_at

@@ -32,7 +32,8 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
             for key in ("tokens", "labels", "loss_mask", "position_ids")
         )
         params = packed_seq_params(planned.shard, layout.cp_rank)
-        update_seqlen_stats_from_cu_seqlens(_document_bounds(planned))
+        if torch.is_grad_enabled():  # evaluation is not part of a training step's FLOPs
+            update_seqlen_stats_from_cu_seqlens(_document_bounds(planned))
     timers("batch-generator").stop()
     with stimer:
         output = model(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from wlb_megatron.plugin import entry, pipeline_shapes
+from wlb_megatron.plugin import checkpoint, entry, pipeline_shapes
 from wlb_megatron.plugin.versions import megatron_version
 
 ORIGINAL = "__wlb_original__"
@@ -52,6 +52,11 @@ HOOKS: tuple[Hook, ...] = (
         ("megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes",),
         "answers with the shapes known from the plan: no exchange, no device synchronisation",
         pipeline_shapes.wrap_communicate_shapes,
+    ),
+    Hook(
+        ("megatron.training.checkpointing:_load_base_checkpoint",),
+        "reads the packing state that the checkpoint's arguments hold",
+        checkpoint.wrap_load_base_checkpoint,
     ),
     Hook(
         ("megatron.core.datasets.utils:compile_helpers",),

@@ -10,16 +10,16 @@ from typing import Any
 from wlb_megatron.sharding.segments import ShardPlan
 
 
-def after_step(batches: Sequence[dict[str, Any]], *, forward_only: bool) -> None:
+def report(batches: Sequence[dict[str, Any]]) -> None:
     """Report the iteration whose micro-batches just trained. Only the last rank writes, as Megatron does."""
     from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
     from megatron.training.utils import is_last_rank
 
-    if forward_only or not is_last_rank():
+    if not is_last_rank():
         return
     args = get_args()
     figures = step_figures(batches, args.wlb_quadratic_at)
-    iteration = figures["iteration"] + 1
+    iteration = args.curr_iteration + 1
     if iteration % args.log_interval == 0:
         print(
             f" [wlb] iteration {iteration} | imbalance (max/mean work): micro-batches {figures['imbalance']:.3f}, "

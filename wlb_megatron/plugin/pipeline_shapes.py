@@ -71,9 +71,10 @@ def wrap_get_forward_backward_func(original: Callable[..., Any]) -> Callable[...
 def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*, data_iterator: Any, num_microbatches: int, **kwargs: Any) -> Any:
         global _current
-        from wlb_megatron.plugin import data, metrics
+        from wlb_megatron.plugin import data
 
-        if not data.is_planned(data_iterator):
+        source = data.planned_iterator(data_iterator)
+        if source is None:
             return forward_backward(data_iterator=data_iterator, num_microbatches=num_microbatches, **kwargs)
         batches = [next(data_iterator) for _ in range(num_microbatches)]
         _current = ShapeQueue([data.activation_shape(batch) for batch in batches])
@@ -83,7 +84,8 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             )
         finally:
             _current = None
-        metrics.after_step(batches, forward_only=bool(kwargs.get("forward_only")))
+        if not kwargs.get("forward_only"):
+            source.after_step(batches)
         return result
 
     return run

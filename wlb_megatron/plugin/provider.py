@@ -2,53 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
-from wlb_megatron.plugin.data import Layout, make_iterator
-from wlb_megatron.plugin.source import Source, token_alignment
+from wlb_megatron.plugin import checkpoint, metrics
+from wlb_megatron.plugin.agreement import EVERY, PlanAgreement
+from wlb_megatron.plugin.data import Layout, MicroBatchIterator, MicroBatchSampler, make_loader
+from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, ShardSettings, plan_iterations
+from wlb_megatron.plugin.source import Source, attention_shape, token_alignment
 from wlb_megatron.refusals import Refused
+from wlb_megatron.workload.kernel_table import h100
+
+PLANS_AHEAD = 4
+"""Iterations planned before they are asked for."""
 
 
-def make_provider(source: Source) -> Callable[..., tuple[Any, None, None]]:
-    """train_valid_test_datasets_provider over the source's plan; validation and test are refused elsewhere."""
+def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, Any]]:
+    """train_valid_test_datasets_provider over the sources' plans."""
 
-    def provider(train_valid_test_num_samples: Any, vp_stage: int | None = None) -> tuple[Any, None, None]:
-        from megatron.core import parallel_state
+    def provider(train_valid_test_num_samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         from megatron.training import get_args, print_rank_0
 
         args = get_args()
-        if args.iteration > 0:
-            raise Refused(
-                f"wlb_megatron: the checkpoint is of iteration {args.iteration}, and resuming the packing state is "
-                "not built yet: a silent replay of documents is the alternative. Use --finetune to start the "
-                "document order anew from its weights."
-            )
-        layout = Layout(
-            cp_size=args.context_parallel_size,
-            cp_rank=parallel_state.get_context_parallel_rank(),
-            dp_rank=parallel_state.get_data_parallel_rank(),
-            alignment=token_alignment(args),
-            activation_divisor=args.tensor_model_parallel_size if args.sequence_parallel else 1,
-            hidden_size=args.hidden_size,
-            reads_tokens=parallel_state.is_pipeline_first_stage(ignore_virtual=True)
-            or parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-        )
-        config = source.config
+        train = sources["train"]
+        _restore(train, args)
         print_rank_0(
-            f"> wlb_megatron: {source.corpus.first_ids[-1]:,} documents, packing {config.packing}, sharding "
-            f"{config.sharding}, attention equals the rest at {config.quadratic_at:.0f} tokens"
+            f"> wlb_megatron: {train.corpus.first_ids[-1]:,} documents, packing {train.config.packing}, sharding "
+            f"{train.config.sharding}, attention equals the rest at {train.config.quadratic_at:.0f} tokens"
         )
-        iterator = make_iterator(
-            source.corpus,
-            source.planner,
-            config.sharding,
-            layout,
-            workers=args.num_workers,
-            micro_batches=source.micro_batches,
-            pin_memory=args.distributed_backend == "nccl",
+        return (
+            _training(train, args),
+            _evaluation(sources.get("valid"), args),
+            _evaluation(sources.get("test"), args),
         )
-        return iterator, None, None
 
     provider.is_distributed = True  # type: ignore[attr-defined]
     return provider
+
+
+def _restore(source: Source, args: Any) -> None:
+    """Continue the document order of the checkpoint that was loaded, or refuse."""
+    state = checkpoint.loaded_state()
+    if args.iteration == 0:
+        return  # a new run, or --finetune
+    if state is not None:
+        try:
+            source.planner.load_state(state)
+        except ValueError as error:
+            raise Refused(f"wlb_megatron: {error}") from None
+    elif not source.config.fresh_order:
+        raise Refused(
+            f"wlb_megatron: the checkpoint of iteration {args.iteration} holds no packing state, so which documents "
+            "it has trained is not known: add --wlb-fresh-order to begin the document order anew"
+        )
+
+
+def _training(source: Source, args: Any) -> MicroBatchIterator:
+    agreement = PlanAgreement()
+    checkpoint.remember(args, source.planner.state())
+    ahead = PlanAhead(partial(plan_iterations, source.planner, _settings(source, args)), PLANS_AHEAD)
+    sampler = MicroBatchSampler(ahead)
+
+    def trained(batches: list[dict[str, Any]]) -> None:
+        iteration = batches[0]["planned"].iteration
+        planned = sampler.passed[iteration]
+        first = min(sampler.passed) == iteration and not agreement.started
+        if first or iteration % EVERY == 0:
+            agreement.compare(iteration, planned.digest, wait=first)
+        else:
+            agreement.check()
+        for passed in [number for number in sampler.passed if number < iteration]:
+            del sampler.passed[passed]
+        checkpoint.remember(args, planned.state)
+        metrics.report(batches)
+
+    return MicroBatchIterator(_loader(source, sampler, args), trained)
+
+
+def _evaluation(source: Source | None, args: Any) -> MicroBatchIterator | None:
+    """The same --eval-iters iterations at every evaluation: losses of two evaluations are of the same documents."""
+    if source is None:
+        return None
+    plans = itertools.islice(plan_iterations(source.planner, _settings(source, args)), args.eval_iters)
+    sampler = MicroBatchSampler(_Again(list(plans)))
+    return MicroBatchIterator(_loader(source, sampler, args))
+
+
+class _Again(Iterable[PlannedIteration]):
+    """A list's items over and over."""
+
+    def __init__(self, planned: list[PlannedIteration]) -> None:
+        self._planned = planned
+
+    def __iter__(self) -> Iterator[PlannedIteration]:
+        return itertools.cycle(self._planned)
+
+
+def _settings(source: Source, args: Any) -> ShardSettings:
+    from megatron.core import parallel_state
+
+    heads, groups, channels = attention_shape(args)
+    tp = args.tensor_model_parallel_size
+    return ShardSettings(
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        cp_size=args.context_parallel_size,
+        alignment=token_alignment(args),
+        sharding=source.config.sharding,
+        table=h100().scaled(heads=heads // tp, kv_heads=max(1, groups // tp), head_dim=channels),
+    )
+
+
+def _loader(source: Source, sampler: MicroBatchSampler, args: Any) -> Any:
+    from megatron.core import parallel_state
+
+    layout = Layout(
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        activation_divisor=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+        hidden_size=args.hidden_size,
+        reads_tokens=parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        or parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+    )
+    return make_loader(
+        source.corpus,
+        sampler,
+        layout,
+        workers=args.num_workers,
+        micro_batches=source.micro_batches,
+        pin_memory=args.distributed_backend == "nccl",
+    )

@@ -1,8 +1,9 @@
-"""From Megatron's arguments to a planner over the corpus: opened at start, before a GPU allocates."""
+"""From Megatron's arguments to planners over the corpus: opened at start, before a GPU allocates."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
@@ -10,6 +11,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.blend import Blend, parse_blend
 from wlb_megatron.packing.corpus import Corpus, Rules
 from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.lengths import sample_lengths
 from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.workload.cost_model import CostModel, quadratic_at
@@ -17,7 +19,7 @@ from wlb_megatron.workload.cost_model import CostModel, quadratic_at
 
 @dataclass(frozen=True)
 class Source:
-    """The training corpus and the planner over it."""
+    """One part (train, valid or test) of the corpus and the planner over it; micro_batches: of one DP rank."""
 
     corpus: Blend
     planner: Planner
@@ -25,48 +27,79 @@ class Source:
     micro_batches: int
 
 
-def open_source(args: Any, config: WlbConfig) -> Source:
-    """Read the index, make the packer. WlbError with one line for whatever is wrong with the data or settings."""
+def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
+    """Read the indices, make the packers, by part. Training is always there, the others where they evaluate.
+
+    WlbError (or ValueError) with one line for whatever is wrong with the data or the settings.
+    Validation and test are packed in arrival order, so that nothing waits and nothing is reordered.
+    """
+    sources = {"train": _open(args, config, "train", args.global_batch_size)}
+    if args.eval_iters:
+        plain = dataclasses.replace(config, packing="original")
+        for part in ("valid", "test"):
+            source = _open(args, plain, part, args.eval_global_batch_size)
+            if source is not None:
+                sources[part] = source
+        if "valid" not in sources:
+            raise WlbError(
+                "--eval-iters is above 0 but no document is left for validation: give --split such as 969,30,1, "
+                "or --valid-data-path, or set --eval-iters 0"
+            )
+    return sources
+
+
+def _open(args: Any, config: WlbConfig, part: str, global_batch_size: int) -> Any:
     window, dp = args.seq_length, args.data_parallel_size
-    if args.global_batch_size % dp:
+    if global_batch_size % dp:
         raise WlbError(
-            f"--global-batch-size {args.global_batch_size} is not a multiple of the data-parallel size {dp}; "
+            f"the global batch of {global_batch_size} is not a multiple of the data-parallel size {dp}; "
             "change one of them"
         )
-    micro_batches = args.global_batch_size // dp
-    corpus = _training_blend(args)
-    rules = Rules(window=window, overlong=config.overlong, seed=args.seed, endless=True)
-    stream = DocumentStream(_corpora(args, corpus), rules)
+    opened = _documents(args, part)
+    if opened is None:
+        return None
+    blend, corpora = opened
+    rules = Rules(window=window, overlong=config.overlong, seed=args.seed, endless=part == "train")
+    sample = [
+        length
+        for c in corpora
+        for length in sample_lengths(c.lengths, window, config.overlong, _SAMPLE // len(corpora))
+    ]
     packer = make_packer(
         config,
         CostModel(_known(config.quadratic_at), config.document_cost),
         window=window,
-        micro_batches=micro_batches,
+        micro_batches=global_batch_size // dp,
         dp=dp,
         pp=args.pipeline_model_parallel_size,
         alignment=token_alignment(args),
+        sample=sample,
     )
-    return Source(
-        corpus, Planner(stream, packer, global_tokens=args.global_batch_size * window), config, micro_batches
-    )
+    planner = Planner(DocumentStream(corpora, rules), packer, global_tokens=global_batch_size * window)
+    return Source(blend, planner, config, global_batch_size // dp)
+
+
+_SAMPLE = 65536
+"""Documents from which thresholds are learnt."""
 
 
 def complete(args: Any, config: WlbConfig) -> WlbConfig:
     """The settings with what the user left to the model's shape filled in."""
     if config.quadratic_at is not None:
         return config
-    heads = args.num_attention_heads
-    channels = args.kv_channels or args.hidden_size // heads
-    groups = args.num_query_groups if args.group_query_attention else heads
+    heads, groups, channels = attention_shape(args)
     ffn = args.ffn_hidden_size
     if args.num_experts:
         ffn = (args.moe_ffn_hidden_size or ffn) * args.moe_router_topk
-    return replace(
-        config,
-        quadratic_at=quadratic_at(
-            args.hidden_size, heads * channels, groups * channels, ffn, gated=args.swiglu
-        ),
-    )
+    balanced = quadratic_at(args.hidden_size, heads * channels, groups * channels, ffn, gated=args.swiglu)
+    return dataclasses.replace(config, quadratic_at=balanced)
+
+
+def attention_shape(args: Any) -> tuple[int, int, int]:
+    """Query heads, key/value heads and channels of a head of the whole model."""
+    heads = args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else heads
+    return heads, groups, args.kv_channels or args.hidden_size // heads
 
 
 def token_alignment(args: Any) -> int:
@@ -74,24 +107,24 @@ def token_alignment(args: Any) -> int:
     return int(args.context_parallel_size * args.tensor_model_parallel_size)
 
 
-def _training_blend(args: Any) -> Blend:
-    """The corpora of Megatron's --data-path, --data-args-path or --train-data-path."""
+def _documents(args: Any, part: str) -> tuple[Blend, list[Corpus]] | None:
+    """A part's corpora by Megatron's --data-path, --data-args-path or per-split paths; None if it has no document."""
     if args.per_split_data_args_path is not None:
-        raise WlbError("--per-split-data-args-path is not handled yet; give --train-data-path")
-    values = args.data_path or args.train_data_path
+        raise WlbError("--per-split-data-args-path is not handled yet; give --train-data-path and its like")
+    values, split = args.data_path, args.split
     if args.data_args_path is not None:
         try:
             with open(args.data_args_path, encoding="utf-8") as listed:
                 values = listed.read().split()
         except OSError as error:
             raise WlbError(f"cannot read --data-args-path {args.data_args_path}: {error.strerror}") from None
-    return Blend(*parse_blend(values or []))
-
-
-def _corpora(args: Any, blend: Blend) -> list[Corpus]:
-    """The training part of each corpus by --split (all of it without --split, or with per-split paths)."""
-    split = None if args.train_data_path else args.split
-    return blend.corpora(split, "train")
+    if values is None and args.train_data_path:
+        values, split = getattr(args, f"{part}_data_path"), None
+    if part != "train" and (not values or (split is None and not args.train_data_path)):
+        return None  # without a split, all documents train
+    blend = Blend(*parse_blend(values or []))
+    corpora = blend.corpora(split, part)
+    return (blend, corpora) if corpora or part == "train" else None
 
 
 def _known(value: float | None) -> float:

@@ -1,0 +1,188 @@
+#!/usr/bin/env python3
+"""Train the same GPT in several layouts on this machine's GPUs (NCCL, Transformer Engine, bf16) and compare.
+
+python scripts/gpu_train.py --gpus 2 --script ../Megatron-LM/pretrain_gpt.py --out out/gpu
+
+cp1 / cpN: same documents on 1 and on N GPUs, through the launcher; cpN-module: -m wlb_megatron.pretrain_gpt;
+*-plain: arrival order, per-sequence sharding, right document mask; stock-*: Megatron without the plugin, without
+a document mask (its windows hold as many tokens, its loss is of another task). Losses are compared with cp1's,
+times are medians of Megatron's own per-iteration times after --warm-up. Logs, CSV and table go to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts" / "cpu"))
+from environment import free_port  # noqa: E402
+
+MODEL = """--hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 --group-query-attention
+--num-query-groups 4 --kv-channels 128 --normalization RMSNorm --swiglu --position-embedding-type rope
+--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"""
+TRAINING = """--micro-batch-size 1 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 5 --bf16
+--clip-grad 1.0 --weight-decay 0.1 --log-interval 1 --eval-iters 0 --eval-interval 1000 --seed 1234
+--tokenizer-type NullTokenizer --vocab-size 257 --num-workers 2 --no-gradient-accumulation-fusion
+--use-distributed-optimizer --distributed-backend nccl --log-throughput"""
+STEP = re.compile(
+    r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([0-9.]+).*?lm loss: ([0-9.Ee+-]+).*?"
+    r"grad norm: ([0-9.]+)"
+)
+MEMORY = re.compile(r"max allocated: ([0-9.]+)")
+WLB = ["--wlb-packing", "varlen"]
+PLAIN = ["--wlb-packing", "original", "--wlb-sharding", "per-sequence"]
+STOCK = ["--wlb-off", "--no-create-attention-mask-in-dataloader", "--split", "1,0,0"]
+
+
+def runs(gpus: int) -> dict[str, tuple[int, list[str]]]:
+    """Name: (GPUs, flags)."""
+    cp, pp = ["--context-parallel-size", str(gpus)], ["--pipeline-model-parallel-size", str(gpus)]
+    return {
+        "cp1": (1, WLB),
+        "cpN": (gpus, WLB + cp),
+        "cpN-module": (gpus, WLB + cp),
+        "cpN-plain": (gpus, PLAIN + cp),
+        "ppN": (gpus, WLB + pp),
+        "ppN-plain": (gpus, PLAIN + pp),
+        "dpN": (gpus, WLB),
+        "dpN-plain": (gpus, PLAIN),
+        "stock-cp1": (1, STOCK),
+        "stock-cpN": (gpus, STOCK + cp),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpus", type=int, default=2, help="GPUs of the parallel runs")
+    parser.add_argument("--script", type=Path, required=True, help="Megatron-LM's pretrain_gpt.py")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu", help="folder of results")
+    parser.add_argument("--runs", default="cp1,cpN,cpN-module", help="comma list of: " + ", ".join(runs(2)))
+    parser.add_argument(
+        "--data", type=Path, help="prefix of a .bin/.idx pair (default: made of Python's sources)"
+    )
+    parser.add_argument("--iterations", type=int, default=30)
+    parser.add_argument("--warm-up", type=int, default=8, help="iterations left out of the times")
+    parser.add_argument("--seq-length", type=int, default=32768, help="window (tokens)")
+    parser.add_argument("--global-batch-size", type=int, default=4, help="windows a step")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--extra", default="", help="further flags for every run")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    prefix = options.data or corpus(options.out / "corpus")
+    results = {}
+    for name in options.runs.split(","):
+        results[name] = run(name, *runs(options.gpus)[name], prefix, options)
+        print(f"{name}: {len(results[name])} iterations", flush=True)
+    report(results, options)
+
+
+def corpus(folder: Path) -> Path:
+    prefix = folder / "python_sources"
+    if not prefix.with_suffix(".idx").exists():
+        subprocess.run([sys.executable, str(ROOT / "scripts" / "build_corpus.py"), str(prefix)], check=True)
+    return prefix
+
+
+def run(
+    name: str, gpus: int, flags: list[str], prefix: Path, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Per-iteration ms, loss, gradient norm, tokens (with the plugin) and peak memory (MB) of one run."""
+    figures, log = options.out / f"{name}.jsonl", options.out / f"{name}.log"
+    figures.unlink(missing_ok=True)
+    entry = (
+        ["wlb_megatron.pretrain_gpt"]
+        if name.endswith("module")
+        else ["wlb_megatron.launch", str(options.script)]
+    )
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus)),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", *entry),
+        *(MODEL.split() + TRAINING.split() + options.extra.split()),
+        *("--num-layers", str(options.layers), "--data-path", str(prefix), "--wlb-log", str(figures)),
+        *("--seq-length", str(options.seq_length), "--max-position-embeddings", str(2 * options.seq_length)),
+        *("--global-batch-size", str(options.global_batch_size), "--train-iters", str(options.iterations)),
+        *flags,
+    ]
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
+    started = time.perf_counter()
+    with log.open("w", encoding="utf-8") as output:
+        done = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
+    text = log.read_text(encoding="utf-8")
+    if done.returncode:
+        print(
+            text[-4000:],
+            f"\n{name} failed with status {done.returncode} after {time.perf_counter() - started:.0f} s",
+        )
+        return []
+    tokens = {}
+    if figures.exists():
+        rows = [json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines()]
+        tokens = {row["iteration"]: row for row in rows}
+    window = options.seq_length * options.global_batch_size
+    memory = max((float(found) for found in MEMORY.findall(text)), default=0.0)
+    return [
+        {
+            "run": name,
+            "iteration": int(step[1]),
+            "ms": float(step[2]),
+            "loss": float(step[3]),
+            "grad_norm": float(step[4]),
+            "tokens": tokens.get(int(step[1]), {}).get("tokens", window),
+            "imbalance": tokens.get(int(step[1]), {}).get("imbalance", float("nan")),
+            "cp_imbalance": tokens.get(int(step[1]), {}).get("cp_imbalance", float("nan")),
+            "peak_mb": memory,
+        }
+        for step in STEP.finditer(text)
+    ]
+
+
+def report(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> None:
+    """CSV of all iterations and a table: step time, tokens/s, memory, loss against cp1."""
+    import torch
+
+    rows = [row for run_rows in results.values() for row in run_rows]
+    if not rows:
+        raise SystemExit(1)
+    with (options.out / "iterations.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    first = {row["iteration"]: row for row in results.get("cp1") or []}
+    gpu = torch.cuda.get_device_name(0)
+    print(
+        f"\n{gpu} x {options.gpus}, torch {torch.__version__}, {options.layers} layers of 2048, window "
+        f"{options.seq_length}, global batch {options.global_batch_size}, {options.iterations} iterations"
+    )
+    print(
+        f"{'run':12} {'ms/step':>9} {'tokens/s':>10} {'imb.':>6} {'CP imb.':>7} {'peak MB':>8} {'loss':>8} {'vs cp1':>22}"
+    )
+    for name, run_rows in results.items():
+        timed = run_rows[options.warm_up :]
+        if not timed:
+            print(f"{name:12} failed")
+            continue
+        speed = sum(r["tokens"] for r in timed) / sum(r["ms"] for r in timed) * 1e3
+        gaps = [abs(r["loss"] - first[r["iteration"]]["loss"]) for r in run_rows if r["iteration"] in first]
+        gap = f"max {max(gaps):.4f} mean {sum(gaps) / len(gaps):.4f}" if gaps else ""
+        print(
+            f"{name:12} {median(r['ms'] for r in timed):9.1f} {speed:10,.0f} "
+            f"{sum(r['imbalance'] for r in timed) / len(timed):6.3f} "
+            f"{sum(r['cp_imbalance'] for r in timed) / len(timed):7.3f} {timed[-1]['peak_mb']:8.0f} "
+            f"{run_rows[-1]['loss']:8.4f} {gap:>22}"
+        )
+
+
+if __name__ == "__main__":
+    main()

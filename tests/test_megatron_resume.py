@@ -1,0 +1,105 @@
+"""Stop and resume through Megatron's own checkpoints: the same documents in the same order, whatever the layout."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_runs import flags, launch, logged_losses, train, write_corpus
+from test_megatron_layouts import LENGTHS, mean_losses, trained
+
+pytestmark = pytest.mark.megatron
+
+RUN = ["--global-batch-size", "4", "--train-iters", "4", "--split", "80,20,0", "--eval-iters", "2"]
+RUN += ["--eval-interval", "2"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("corpus") / "documents"
+    write_corpus(prefix, LENGTHS)
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Four iterations at once, CP=2."""
+    out = tmp_path_factory.mktemp("whole")
+    return train([*flags(context=2), *RUN, "--data-path", str(corpus)], 2, out)
+
+
+@pytest.fixture(scope="module")
+def stopped(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a run that stopped after two of them, with prefetching workers."""
+    folder = tmp_path_factory.mktemp("stopped")
+    arguments = [*flags(context=2), *RUN, "--data-path", str(corpus), "--save", str(folder / "checkpoints")]
+    train(
+        [*arguments, "--num-workers", "2", "--exit-interval", "2", "--save-interval", "2"], 2, folder / "out"
+    )
+    return folder / "checkpoints"
+
+
+def resume(
+    stopped: Path, corpus: Path, folder: Path, parallel: dict[str, int], processes: int, *more: str
+) -> Any:
+    checkpoints = folder / "checkpoints"
+    shutil.copytree(stopped, checkpoints)
+    arguments = [*flags(**parallel), *RUN, "--data-path", str(corpus), "--load", str(checkpoints), *more]
+    return train(arguments, processes, folder / "out")
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes", "parallel"),
+    [("the same layout", 2, {"context": 2}), ("DP2xCP2", 4, {"context": 2}), ("PP2", 2, {"pipeline": 2})],
+)
+def test_a_resumed_run_trains_what_the_uninterrupted_one_does(
+    layout: str,
+    processes: int,
+    parallel: dict[str, int],
+    corpus: Path,
+    whole: Any,
+    stopped: Path,
+    tmp_path: Path,
+) -> None:
+    """F7, F8, F9: training documents by id, and the losses on them, from the iteration after the checkpoint's."""
+    ranks = resume(stopped, corpus, tmp_path, parallel, processes)
+    expected = [entry for entry in trained(whole) if entry[0] >= 2]
+    assert {iteration for iteration, _ in expected} == {2, 3}
+    assert trained(ranks) == expected
+    assert mean_losses(ranks, 2) == pytest.approx(mean_losses(whole, 4)[2:], rel=1e-6)
+
+
+def test_a_changed_corpus_is_refused_with_what_changed(corpus: Path, stopped: Path, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "other", [*LENGTHS, 12])
+    arguments = [*flags(context=2), *RUN, "--data-path", str(tmp_path / "other"), "--load", str(stopped)]
+    done = launch(arguments, 2)
+    assert done.returncode != 0
+    assert "cannot resume the document stream" in done.stderr
+
+
+def test_changed_packing_is_refused_with_the_flag(corpus: Path, stopped: Path) -> None:
+    arguments = [*flags(context=2), *RUN, "--data-path", str(corpus), "--load", str(stopped)]
+    done = launch([*arguments, "--wlb-packing", "original"], 2)
+    assert done.returncode != 0
+    assert "packing" in done.stderr
+
+
+def test_evaluation_twice_sees_the_same_documents_and_does_not_advancetrained(
+    corpus: Path, whole: Any, tmp_path: Path
+) -> None:
+    """E9: --eval-iters 0 trains the same documents in the same order, and equal weights evaluate equally."""
+    plain = [flag for flag in RUN if flag not in ("--eval-iters", "2", "--eval-interval")]
+    ranks = train([*flags(context=2), *plain, "--data-path", str(corpus)], 2, tmp_path / "out")
+    assert trained(ranks) == trained(whole)
+    frozen = [*flags(context=2), *RUN, "--data-path", str(corpus), "--lr", "0", "--min-lr", "0"]
+    done = launch(frozen, 2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    values = [
+        line.split("lm loss value:")[1].split()[0]
+        for line in done.stdout.splitlines()
+        if "lm loss value" in line
+    ]
+    assert len(values) >= 2 and len(set(values[:2])) == 1
+    assert len(logged_losses(done.stdout)) == 4

@@ -1,0 +1,39 @@
+"""The packing state inside Megatron's own checkpoints: it travels in the arguments that every format saves.
+
+The state belongs to the iteration trained, not to what was planned or prefetched. It is the same on every rank
+and holds ids alone, so that a run resumes at another data, tensor, context or pipeline parallel size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+ATTRIBUTE = "wlb_state"
+_loaded: dict[str, Any] | None = None
+
+
+def remember(args: Any, state: dict[str, Any]) -> None:
+    """Make `state` part of the next checkpoint."""
+    setattr(args, ATTRIBUTE, json.dumps(state))
+
+
+def loaded_state() -> dict[str, Any] | None:
+    """The state of the checkpoint that Megatron has loaded, or None if it has none."""
+    return _loaded
+
+
+def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """_load_base_checkpoint that keeps the packing state of what it reads."""
+
+    def load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        global _loaded
+        result = original(*args, **kwargs)
+        contents = result[0] if isinstance(result, tuple) else None
+        if isinstance(contents, dict) and "args" in contents:
+            saved = getattr(contents["args"], ATTRIBUTE, None)
+            _loaded = None if saved is None else json.loads(saved)
+        return result
+
+    return load_base_checkpoint

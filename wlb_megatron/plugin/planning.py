@@ -1,0 +1,117 @@
+"""Iterations planned ahead of training: by a thread, so that a step never waits for a plan.
+
+The order of plans is the planner's alone; the thread only runs early. Each planned iteration carries the
+planner's state after it, so that a checkpoint saves the state of what was trained, not of what was prefetched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.summary import PlanSummary, Summariser
+from wlb_megatron.plan import IterationPlan, Piece
+from wlb_megatron.sharding.alignment import padding
+from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.sharding.select import shard_all
+from wlb_megatron.workload.kernel_table import KernelTable
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMicroBatch:
+    """One item of the sampler. `pieces` and `shard` include the padding piece, if there is one."""
+
+    iteration: int
+    index: int
+    pieces: tuple[Piece, ...]
+    shard: ShardPlan
+    summary: PlanSummary
+    plan_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedIteration:
+    """One data-parallel rank's micro-batches, the planner's state after them, and a digest of all plans so far."""
+
+    micro_batches: tuple[PlannedMicroBatch, ...]
+    state: dict[str, Any]
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSettings:
+    """How a data-parallel rank's micro-batches are padded and cut."""
+
+    dp_rank: int
+    cp_size: int
+    alignment: int
+    sharding: str
+    table: KernelTable
+
+
+def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[PlannedIteration]:
+    """Planned iterations one after another, until the planner's stream ends."""
+    summariser, digest = Summariser(), hashlib.blake2b(digest_size=8)
+    while True:
+        start = time.perf_counter()
+        plan = planner.next_iteration()
+        if plan is None:
+            return
+        summary = summariser.summarise(plan)
+        padded = [pad(row[settings.dp_rank].pieces, settings.alignment) for row in plan.micro_batches]
+        lengths = [np.array([p.end - p.start for p in pieces], dtype=np.int64) for pieces in padded]
+        shards = shard_all(lengths, settings.cp_size, settings.sharding, settings.table)
+        seconds = time.perf_counter() - start
+        _update(digest, plan)
+        micro_batches = tuple(
+            PlannedMicroBatch(plan.iteration, index, pieces, shard_plan, summary, seconds)
+            for index, (pieces, shard_plan) in enumerate(zip(padded, shards, strict=True))
+        )
+        yield PlannedIteration(micro_batches, planner.state(), digest.digest())
+
+
+def pad(pieces: tuple[Piece, ...], alignment: int) -> tuple[Piece, ...]:
+    """The pieces with a padding piece appended where their tokens are no multiple of `alignment`."""
+    missing = padding(sum(piece.end - piece.start for piece in pieces), alignment)
+    return (*pieces, Piece(0, -1, 0, missing)) if missing else pieces
+
+
+def _update(digest: Any, plan: IterationPlan) -> None:
+    """Add every piece of every data-parallel rank, in order, with where each micro-batch ends."""
+    for row in plan.micro_batches:
+        for micro_batch in row:
+            digest.update(
+                np.array([*micro_batch.pieces, (plan.iteration, -2, 0, 0)], dtype=np.int64).tobytes()
+            )
+
+
+class PlanAhead:
+    """Runs an iterator of plans `depth` items early in a daemon thread. An exception there is raised here."""
+
+    def __init__(self, make: Callable[[], Iterator[PlannedIteration]], depth: int) -> None:
+        self._make = make
+        self._made: queue.Queue[PlannedIteration | BaseException | None] = queue.Queue(depth)
+
+    def _run(self) -> None:
+        try:
+            for planned in self._make():
+                self._made.put(planned)
+            self._made.put(None)
+        except BaseException as error:
+            self._made.put(error)
+
+    def __iter__(self) -> Iterator[PlannedIteration]:
+        # Started here, at the first item asked for: by then the loader has forked its workers.
+        threading.Thread(target=self._run, name="wlb-planning", daemon=True).start()
+        while (planned := self._made.get()) is not None:
+            if isinstance(planned, BaseException):
+                raise planned
+            yield planned
