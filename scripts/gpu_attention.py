@@ -77,7 +77,7 @@ def reference(lengths: np.ndarray, x: SimpleNamespace) -> list[Tensor]:
 
 
 def errors(got: list[Tensor], expected: list[Tensor]) -> list[float]:
-    return [float((a.float() - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True)]
+    return [float((a.detach().float() - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True)]
 
 
 def leaves(*given: Tensor) -> list[Tensor]:
@@ -163,7 +163,7 @@ def sharded_by_turns(plan: ShardPlan, split_from: int, x: SimpleNamespace) -> li
 
 
 def measure(
-    step: Callable[[], Any], seconds: float = 0.15, most: int = 15
+    step: Callable[[], Any], agree: Callable[[int], int] = int, seconds: float = 0.06, most: int = 9
 ) -> tuple[float, float, float, float]:
     """p20, p50, p80 of GPU ms, and host ms to launch (smallest of three, GPU idle before)."""
     step()
@@ -171,7 +171,8 @@ def measure(
     begin = time.perf_counter()
     step()
     torch.cuda.synchronize()
-    count = max(3, min(most, int(seconds / (time.perf_counter() - begin))))
+    # Ranks that communicate must take the same number of steps.
+    count = agree(max(3, min(most, int(seconds / (time.perf_counter() - begin)))))
     host = []
     for _ in range(3):
         torch.cuda.synchronize()
@@ -292,14 +293,20 @@ def profile(name: str, step: Callable[[], Any]) -> None:
 
     step()
     torch.cuda.synchronize()
-    with record(activities=[ProfilerActivity.CUDA]) as trace:
+    torch.cuda.set_sync_debug_mode("error")
+    allocations = torch.cuda.memory_stats()["num_device_alloc"]
+    with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         for _ in range(5):
             step()
-        torch.cuda.synchronize()
-    print(f"\nprofile of {name}, us a step")
-    events = sorted(trace.key_averages(), key=lambda e: -e.self_device_time_total)
-    for event in events[:14]:
-        print(f"  {event.self_device_time_total / 5:9.1f} {event.count / 5:5.1f}x {event.key[:110]}")
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    allocations = torch.cuda.memory_stats()["num_device_alloc"] - allocations
+    print(f"\nprofile of {name}, us a step; no device sync; {allocations / 5} device allocations a step")
+    events = trace.key_averages()
+    for kind in ("self_device_time_total", "self_cpu_time_total"):
+        print(f"  {kind}, {sum(getattr(e, kind) for e in events) / 5:.0f} in all")
+        for event in sorted(events, key=lambda e: -getattr(e, kind))[:16]:
+            print(f"  {getattr(event, kind) / 5:9.1f} {event.count / 5:5.1f}x {event.key[:110]}")
 
 
 def te_context_parallel(kind: str, lengths: np.ndarray, group: Any) -> Callable[[], Any]:
@@ -355,7 +362,10 @@ def real(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
                 for keep in (True, False):
                     got = ours(plan, split_from, x, keep)()
                     squares = torch.stack(
-                        [(a.float() - b[index]).square().sum() for a, b in zip(got, expected, strict=True)]
+                        [
+                            (a.detach().float() - b[index]).square().sum()
+                            for a, b in zip(got, expected, strict=True)
+                        ]
                     )
                     dist.all_reduce(squares)
                     error = [float(s.sqrt() / b.norm()) for s, b in zip(squares, expected, strict=True)]
@@ -364,6 +374,11 @@ def real(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
                     mode = shape + ("" if keep else " again")
                     fail = "" if worst <= 1.5 else "  FAIL"
                     say(f"{name:16}{kind:14}{mode:16}{text}{worst:10.2f}{fail}")
+
+    def agree(count: int) -> int:
+        least = torch.tensor(count, device="cuda")
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return int(least)
 
     rows: list[dict[str, Any]] = []
     stamp = machine()
@@ -382,7 +397,7 @@ def real(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
             candidates[kind, "split, again"] = lambda plan=plan, x=x: ours(plan, 0, x, False)
         line = f"{name:16}"
         for (kind, shape), make in candidates.items():
-            times = torch.tensor(measure(make(), most=10), device="cuda")
+            times = torch.tensor(measure(make(), agree, most=15), device="cuda")
             dist.all_reduce(times, dist.ReduceOp.MAX)
             p20, p50, p80, host = times.tolist()
             rows.append(_row(name, cp, kind, shape, -1, (p20, p50, p80, host), stamp))
@@ -425,11 +440,16 @@ def main() -> None:
         lengths = padded_to(mixes[name], 16)
         x = tensors(int(lengths.sum()))
         kv = torch.stack((x.k, x.v), dim=1)
-        for shape in ("whole", "split"):
-            plan = shard(lengths, args.cp[-1], "per-document")
-            profile(
-                f"{name}, CP={args.cp[-1]}, per-document, {shape}", share(plan, 0, SPLIT[shape], x, kv)[0]
+        for kind in ("per-document", "hybrid"):
+            plan = shard(lengths, args.cp[-1], kind)
+            layout = attention_layout(plan, 1)
+            begin = time.perf_counter()
+            device_layout(attention_layout(plan, 1), "cuda")
+            print(
+                f"\nlayout of {name}, {kind}: {(time.perf_counter() - begin) * 1e3:.2f} ms of host time a micro-batch"
             )
+            print([(c.mask, c.rows, len(c.cu_seqlens_q) - 1, int(c.kv_starts[-1])) for c in layout.calls])
+            profile(f"{name}, CP={args.cp[-1]}, {kind}", share(plan, 1, 0, x, kv)[0])
 
 
 if __name__ == "__main__":

@@ -29,6 +29,9 @@ def _merge(out, lse, part, part_lse, rows, DIM: tl.constexpr, PADDED: tl.constex
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """See merge.merge_into. All tensors contiguous, lse fp32."""
     rows, dim = lse.numel(), out.shape[-1]
-    block = 32
-    grid = (triton.cdiv(rows, block),)
-    _merge[grid](out, lse, part, part_lse, rows, dim, triton.next_power_of_2(dim), block)
+    block = 8
+    # One warp a program: several would each load lse, and one could store its new value before another loads
+    # the old (seen: a tenth of the output wrong).
+    _merge[(triton.cdiv(rows, block),)](
+        out, lse, part, part_lse, rows, dim, triton.next_power_of_2(dim), block, num_warps=1
+    )
