@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from statistics import mean
@@ -23,24 +21,14 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts" / "cpu"))
-from environment import cpu_environment, free_port  # noqa: E402
+from megatron_job import build_python_corpus, run_job  # noqa: E402
 
 STAGES = 2
 RUNS = {
     "plain": ["--wlb-packing", "original", "--wlb-sharding", "per-sequence"],
     "wlb": ["--wlb-packing", "varlen", "--wlb-sharding", "per-document"],
 }
-MODEL = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --group-query-attention
---num-query-groups 2 --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
---untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"""
 LAYOUT = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --context-parallel-size 2"
-MACHINE = """--distributed-backend gloo --transformer-impl local --use-cpu-initialization --no-masked-softmax-fusion
---no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion
---no-persist-layer-norm"""
-TRAINING = """--micro-batch-size 1 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 2
---weight-decay 0.01 --clip-grad 1.0 --log-interval 1 --eval-iters 0 --seed 1234
---tokenizer-type NullTokenizer --vocab-size 257 --num-workers 0"""
-LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([0-9.Ee+-]+)")
 
 
 def main() -> None:
@@ -54,53 +42,23 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     prefix = options.out / "corpus" / "python_sources"
-    environment = cpu_environment()
-    if not prefix.with_suffix(".idx").exists():
-        subprocess.run(
-            [sys.executable, str(ROOT / "scripts" / "build_corpus.py"), str(prefix)],
-            env=environment,
-            check=True,
-        )
-    results = {name: train(name, flags, prefix, options, environment) for name, flags in RUNS.items()}
+    build_python_corpus(prefix)
+    results = {name: train(name, flags, prefix, options) for name, flags in RUNS.items()}
     report(results, options)
 
 
-def train(
-    name: str, flags: list[str], prefix: Path, options: argparse.Namespace, environment: dict[str, str]
-) -> list[dict[str, Any]]:
+def train(name: str, flags: list[str], prefix: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One run; returns its per-iteration figures with the loss. Its whole output goes to a log file."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     figures, log = options.out / f"{name}.jsonl", options.out / f"{name}.log"
     figures.unlink(missing_ok=True)
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"),
-        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
-        *("-m", "wlb_megatron.pretrain_gpt", "--data-path", str(prefix), "--wlb-overlong", "drop"),
-        *(MODEL.split() + LAYOUT.split() + MACHINE.split() + TRAINING.split()),
+    data = [
+        *("--data-path", str(prefix), "--wlb-overlong", "drop", "--wlb-log", str(figures)),
         *("--seq-length", str(options.seq_length), "--max-position-embeddings", str(2 * options.seq_length)),
-        *("--global-batch-size", str(options.global_batch_size), "--train-iters", str(options.iterations)),
-        *("--wlb-log", str(figures), *flags),
+        *("--global-batch-size", str(options.global_batch_size)),
     ]
-    losses: dict[int, float] = {}
-    columns = (TextColumn("{task.description:6}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with (
-        log.open("w", encoding="utf-8") as copy,
-        Progress(*columns, TextColumn("{task.fields[loss]}")) as progress,
-        subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as job,
-    ):
-        bar = progress.add_task(name, total=options.iterations, loss="starting")
-        assert job.stdout is not None
-        for line in job.stdout:
-            copy.write(line)
-            if found := LOSS.search(line):
-                losses[int(found[1])] = float(found[2])
-                progress.update(bar, completed=int(found[1]), loss=f"loss {float(found[2]):.4f}")
-    if job.returncode:
-        tail = "".join(log.read_text(encoding="utf-8").splitlines(keepends=True)[-15:])
-        raise SystemExit(f"{tail}\nrun {name} failed with status {job.returncode}; whole output: {log}")
+    losses = run_job(
+        name, [*LAYOUT.split(), *data, *flags], log, processes=4, iterations=options.iterations
+    ).training
     rows = [json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines()]
     return [{**row, "loss": losses[row["iteration"]]} for row in rows]
 

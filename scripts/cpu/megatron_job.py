@@ -1,0 +1,76 @@
+"""One training job of a small GPT through Megatron's own loop on this machine's CPUs, and what its log says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from environment import ROOT, cpu_environment, free_port
+
+MODEL = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --group-query-attention
+--num-query-groups 2 --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
+--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"""
+MACHINE = """--distributed-backend gloo --transformer-impl local --use-cpu-initialization --no-masked-softmax-fusion
+--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion
+--no-persist-layer-norm"""
+TRAINING = """--micro-batch-size 1 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 2
+--weight-decay 0.01 --clip-grad 1.0 --log-interval 1 --eval-iters 0 --seed 1234
+--tokenizer-type NullTokenizer --vocab-size 257 --num-workers 0"""
+
+_LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([0-9.Ee+-]+)")
+_VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: ([0-9.Ee+-]+)")
+
+
+@dataclass
+class Losses:
+    """Nats per token by iteration (from 1)."""
+
+    training: dict[int, float] = field(default_factory=dict)
+    validation: dict[int, float] = field(default_factory=dict)
+
+
+def build_python_corpus(prefix: Path) -> None:
+    """The Python standard library's sources as PREFIX.bin/.idx, byte by byte; nothing if they are there."""
+    if not prefix.with_suffix(".idx").exists():
+        script = ROOT / "scripts" / "build_corpus.py"
+        subprocess.run([sys.executable, str(script), str(prefix)], env=cpu_environment(), check=True)
+
+
+def run_job(name: str, flags: list[str], log: Path, *, processes: int, iterations: int) -> Losses:
+    """Train with these flags, which come after the small model's and override them; shows a progress bar.
+
+    log: file for the whole output. SystemExit with its tail if the job fails.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
+        *("-m", "wlb_megatron.pretrain_gpt", *MODEL.split(), *MACHINE.split(), *TRAINING.split()),
+        *("--train-iters", str(iterations), *flags),
+    ]
+    losses = Losses()
+    columns = (TextColumn("{task.description:6}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        log.open("w", encoding="utf-8") as copy,
+        Progress(*columns, TextColumn("{task.fields[loss]}")) as progress,
+        subprocess.Popen(
+            command, env=cpu_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as job,
+    ):
+        bar = progress.add_task(name, total=iterations, loss="starting")
+        assert job.stdout is not None
+        for line in job.stdout:
+            copy.write(line)
+            if found := _VALIDATION.search(line):
+                losses.validation[int(found[1])] = float(found[2])
+            elif found := _LOSS.search(line):
+                losses.training[int(found[1])] = float(found[2])
+                progress.update(bar, completed=int(found[1]), loss=f"loss {float(found[2]):.4f}")
+    if job.returncode:
+        tail = "".join(log.read_text(encoding="utf-8").splitlines(keepends=True)[-15:])
+        raise SystemExit(f"{tail}\nrun {name} failed with status {job.returncode}; whole output: {log}")
+    return losses
