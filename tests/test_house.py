@@ -1,0 +1,71 @@
+"""The house's rules: which parts may import what, and that the project speaks of itself alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "wlb_megatron"
+PURE = ("workload", "packing", "sharding", "simulator")
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level packages that a file imports anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def within(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=within)
+def test_a_module_imports_only_what_its_part_may(path: Path) -> None:
+    names, where = imported(path), within(path)
+    part = where.split("/")[0]
+    if part in PURE or where in ("plan.py", "config.py", "arguments.py", "refusals.py", "errors.py"):
+        assert not names & {"torch", "megatron", "transformer_engine", "triton"}
+    if part != "plugin" and where != "attention/core_attention.py":
+        assert "megatron" not in names
+    if where != "attention/te_backend.py" and part != "profiler":
+        assert "transformer_engine" not in names
+
+
+def test_the_rule_covers_the_parts_it_speaks_of() -> None:
+    parts = {within(path).split("/")[0] for path in MODULES}
+    assert parts.issuperset(PURE) and "megatron" in imported(PACKAGE / "attention" / "core_attention.py")
+
+
+def test_importing_the_plans_brings_neither_torch_nor_megatron() -> None:
+    script = """
+import pkgutil, importlib, sys
+import wlb_megatron
+for part in ("workload", "packing", "sharding", "simulator"):
+    package = importlib.import_module(f"wlb_megatron.{part}")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"wlb_megatron.{part}.{module.name}")
+assert not {"torch", "megatron", "transformer_engine"} & set(sys.modules), sorted(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+def test_no_file_pickles_or_builds_shell_strings() -> None:
+    for path in [*MODULES, *sorted((ROOT / "scripts").rglob("*.py"))]:
+        text = path.read_text(encoding="utf-8")
+        assert "pickle" not in imported(path), path
+        assert "shell=True" not in text and "os.system" not in text, path
+        assert not re.search(r"allow_pickle\s*=\s*True", text), path
+        if path.is_relative_to(PACKAGE):
+            assert not re.search(r"weights_only\s*=\s*False", text), path

@@ -1,0 +1,60 @@
+"""No document sees another: one token changed leaves every other document's logits bitwise as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron_runs import flags, rewrite_corpus, train, write_corpus
+from test_megatron_layouts import LENGTHS
+
+pytestmark = pytest.mark.megatron
+
+RUN = ["--global-batch-size", "2", "--train-iters", "1"]
+
+
+def logits_by_document(ranks: list[dict[str, Any]]) -> dict[tuple[int, ...], dict[int, torch.Tensor]]:
+    """{piece: {position: logits}} of all that was trained."""
+    found: dict[tuple[int, ...], dict[int, torch.Tensor]] = {}
+    for rank in ranks:
+        for (_, _, pieces, rows), logits in zip(rank["documents"], rank["logits"], strict=True):
+            at = 0
+            for index, start, end in rows:
+                for position in range(start, end):
+                    found.setdefault(pieces[index], {})[position] = logits[at + position - start, 0]
+                at += end - start
+    return found
+
+
+@pytest.mark.parametrize("sharding", ["per-document", "per-sequence"])
+def test_one_changed_token_changes_its_own_document_alone(sharding: str, tmp_path: Path) -> None:
+    documents = write_corpus(tmp_path / "before", LENGTHS)
+    arguments = [*flags(context=2), *RUN, "--wlb-sharding", sharding]
+    run = {"WORKER_LOGITS": "1"}
+    before = logits_by_document(
+        train([*arguments, "--data-path", str(tmp_path / "before")], 2, tmp_path / "a", **run)
+    )
+    together = [piece for piece in before if piece[1] >= 0]
+    assert len(together) > 4
+    changed = max(together, key=lambda piece: piece[3] - piece[2])
+    place = (changed[3] - changed[2]) // 2
+    document = documents[changed[1]] = documents[changed[1]].copy()
+    document[changed[2] + place] = (document[changed[2] + place] + 1) % 127
+    rewrite_corpus(tmp_path / "after", documents)
+    after = logits_by_document(
+        train([*arguments, "--data-path", str(tmp_path / "after")], 2, tmp_path / "b", **run)
+    )
+    assert before.keys() == after.keys()
+    for piece, by_position in before.items():
+        same = [
+            bool(torch.equal(value, after[piece][position]))
+            for position, value in sorted(by_position.items())
+        ]
+        if piece == changed:
+            assert all(same[:place]) and not any(same[place:])  # and causal within the document
+        else:
+            assert all(same), piece
+    assert np.any([piece != changed for piece in together])
