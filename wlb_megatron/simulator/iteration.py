@@ -52,13 +52,17 @@ def simulate(shards: Shards, model: LayerModel, *, blocking: bool = True) -> Sim
     n, m = len(shards), len(shards[0])
     plans = [plan for iteration in shards for row in iteration for plan in row]
     if len(plans) != n * m * layout.dp or any(plan.cp_size != layout.cp for plan in plans):
-        raise ValueError(f"plans are not {n} iterations of {m} micro-batches on dp {layout.dp}, cp {layout.cp}")
+        raise ValueError(
+            f"plans are not {n} iterations of {m} micro-batches on dp {layout.dp}, cp {layout.cp}"
+        )
     tokens = np.array([plan.tokens for plan in plans], dtype=np.int64).reshape(n, m, layout.dp)
     attention = Times(*(t.reshape(n, m, layout.dp, layout.cp) for t in model.attention(plans)))
     return run_steps(tokens, attention, model, blocking=blocking)
 
 
-def run_steps(tokens: npt.NDArray[np.int64], attention: Times, model: LayerModel, *, blocking: bool) -> Simulated:
+def run_steps(
+    tokens: npt.NDArray[np.int64], attention: Times, model: LayerModel, *, blocking: bool
+) -> Simulated:
     """As `simulate`, from what the plans come to.
 
     tokens: int[n, m, dp] of each micro-batch. attention: float[n, m, dp, cp], nanoseconds of a layer.
@@ -67,7 +71,9 @@ def run_steps(tokens: npt.NDArray[np.int64], attention: Times, model: LayerModel
     layout = model.layout
     linear = model.linear(tokens / layout.cp)
     slowest = [a.max(axis=-1) + rest for a, rest in zip(attention, linear, strict=True)]
-    forward, backward = (_stage_times(t, ends, model) for t, ends in zip(slowest, _ends(tokens, model), strict=True))
+    forward, backward = (
+        _stage_times(t, ends, model) for t, ends in zip(slowest, _ends(tokens, model), strict=True)
+    )
     # The largest micro-batch's transfer stands for all: links are seldom what a stage waits for.
     transfer = model.transfer_ns(float(tokens.max()) / layout.cp)
     done = pipeline_ends(forward, backward, transfer=transfer, blocking=blocking and layout.chunks == 1)

@@ -91,7 +91,9 @@ class LayerModel:
     def __post_init__(self) -> None:
         shape, layout = self.shape, self.layout
         if shape.heads % layout.tp:
-            raise ValueError(f"{shape.heads} attention heads cannot be divided over tensor-parallel {layout.tp}")
+            raise ValueError(
+                f"{shape.heads} attention heads cannot be divided over tensor-parallel {layout.tp}"
+            )
         if layout.pp * layout.chunks > shape.layers:
             raise ValueError(
                 f"{shape.layers} layers are fewer than {layout.pp} stages x {layout.chunks} model chunks"

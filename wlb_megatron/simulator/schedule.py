@@ -43,7 +43,12 @@ class _Node(NamedTuple):
 
 
 def pipeline_events(
-    forward: npt.ArrayLike, backward: npt.ArrayLike, stages: int, *, transfer: float = 0.0, blocking: bool = False
+    forward: npt.ArrayLike,
+    backward: npt.ArrayLike,
+    stages: int,
+    *,
+    transfer: float = 0.0,
+    blocking: bool = False,
 ) -> list[Event]:
     """Events of one step, in order of start. See `pipeline_ends`; a float[m] is of equal stages of one chunk.
 
@@ -159,7 +164,9 @@ def _blocking_graph(orders: list[list[Step]]) -> tuple[_Node, ...]:
     programs = [_program(stage, order, len(orders)) for stage, order in enumerate(orders)]
     nodes: list[_Node] = []
     last: list[tuple[int, ...]] = [()] * len(orders)
-    posted: dict[tuple[int, Step], list[int | None]] = {}  # of each transfer: what ended before each side came
+    posted: dict[
+        tuple[int, Step], list[int | None]
+    ] = {}  # of each transfer: what ended before each side came
     place = [0] * len(orders)
     begin = [False] * len(orders)
     while any(at < len(program) for at, program in zip(place, programs, strict=True)):

@@ -1,0 +1,40 @@
+"""A folder of results that appears whole, or file by file where it is there already."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from wlb_megatron.errors import WlbError
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `out` at the end; nothing is left of it after an error."""
+    scratch = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        out.mkdir(parents=True, exist_ok=True)
+        for path in sorted(scratch.iterdir()):
+            path.replace(out / path.name)
+    except OSError as error:
+        raise WlbError(f"cannot write to {out}: {error.strerror}; give another --out") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of like keys; a figure that is None is left empty."""
+    text = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return text.getvalue()

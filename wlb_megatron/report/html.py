@@ -1,0 +1,101 @@
+"""One HTML page that works offline: tables, and pictures within it."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from wlb_megatron.report.reproduction import Section, sections
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
+table { border-collapse: collapse; margin: .5em 0 1.5em; display: block; overflow-x: auto; }
+th, td { padding: .25em .8em; border-bottom: 1px solid #8885; text-align: left; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+th { border-bottom: 2px solid #888; }
+img { max-width: 100%; background: white; }
+.note, footer { color: #777; max-width: 75ch; }
+"""
+
+
+def reproduction_page(report: dict[str, Any], pictures: Iterable[Path]) -> str:
+    """The page of a reproduction. pictures: PNGs to put at its head, by name."""
+    share = [row["schemes"]["ours"]["of_bound"] for row in report["configurations"]]
+    means = report["means"]
+    summary = (
+        f"Simulated, not measured: kernel times from a table of {report['kernel_table']}, network and rates assumed. "
+        f"Mean speed-up over plain 4D: WLB-LLM as its paper describes it {means['WLB-LLM']['all']:.3f} "
+        f"(the paper: {report['paper']['mean']['all']:.2f}), ours {means['ours']['all']:.3f}, "
+        f"at least {100 * min(share):.1f} % of a perfectly balanced plan's."
+    )
+    told = sections(report)
+    told.append(
+        Section(
+            "Assumptions", ("figure", "value"), [[k, f"{v:,g}"] for k, v in report["assumptions"].items()]
+        )
+    )
+    return page("Balanced packing and context parallelism, simulated", summary, told, pictures)
+
+
+def comparison_page(first: dict[str, Any], second: dict[str, Any], names: tuple[str, str]) -> str:
+    """Two reproductions side by side: each figure that both have, and their ratio.
+
+    Raises ValueError where they have no setting in common.
+    """
+    told = []
+    for key in ("configurations", "windows"):
+        ours, theirs = ({row["name"]: row for row in report[key]} for report in (first, second))
+        rows = []
+        for name in ours:
+            if name not in theirs:
+                continue
+            for scheme, figures in ours[name]["schemes"].items():
+                if scheme in theirs[name]["schemes"]:
+                    a, b = figures["speedup"], theirs[name]["schemes"][scheme]["speedup"]
+                    rows.append([name, scheme, f"{a:.3f}", f"{b:.3f}", f"{b / a:.3f}"])
+        if rows:
+            told.append(
+                Section(f"Speed-up over plain 4D, {key}", ("setting", "scheme", *names, "ratio"), rows)
+            )
+    if not told:
+        raise ValueError(f"{names[0]} and {names[1]} have no setting in common: compare runs of one command")
+    assumed = [
+        r["assumptions"] | {k: r[k] for k in ("kernel_table", "lengths", "iterations", "seed")}
+        for r in (first, second)
+    ]
+    differ = [[k, str(v), str(assumed[1].get(k))] for k, v in assumed[0].items() if v != assumed[1].get(k)]
+    told.append(
+        Section("What differs in what they assume", ("figure", *names), differ or [["nothing", "", ""]])
+    )
+    return page("Two simulations compared", f"{names[0]} against {names[1]}; both simulated.", told, ())
+
+
+def page(title: str, summary: str, told: Sequence[Section], pictures: Iterable[Path]) -> str:
+    """HTML text; pictures are read and become part of it."""
+    parts = [
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
+        f"<h1>{escape(title)}</h1><p>{escape(summary)}</p>",
+    ]
+    for picture in pictures:
+        data = b64encode(picture.read_bytes()).decode()
+        parts.append(f'<p><img alt="{escape(picture.stem)}" src="data:image/png;base64,{data}"></p>')
+    parts += [_section(one) for one in told]
+    return "\n".join([*parts, "</body></html>", ""])
+
+
+def _section(section: Section) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in section.header)
+    body = "\n".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in section.rows)
+    note = f'<p class="note">{escape(section.note)}</p>' if section.note else ""
+    return f"<h2>{escape(section.title)}</h2>{note}<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
+
+
+def _cell(text: str) -> str:
+    number = text.replace("%", "").replace(",", "").replace(".", "").strip().lstrip("-").isdigit()
+    return f'<td class="number">{escape(text)}</td>' if number else f"<td>{escape(text)}</td>"

@@ -1,0 +1,122 @@
+"""Ways to pack and to shard that are compared: what trains today, WLB-LLM as its paper says, and this project's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.packing.corpus import Rules
+from wlb_megatron.packing.delay_bound import Limits
+from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.lengths import sample_lengths
+from wlb_megatron.packing.packer import Packer, Ranks, make_packer
+from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.varlen_packer import VarlenPacker, longest_micro_batch
+from wlb_megatron.plan import IterationPlan
+from wlb_megatron.sharding.alignment import multiple, padded_lengths
+from wlb_megatron.sharding.predict import predict_all
+from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.sharding.select import shard_all
+from wlb_megatron.simulator.iteration import Shards, Simulated, run_steps
+from wlb_megatron.simulator.model import FORWARD_SHARE, LayerModel, Times
+from wlb_megatron.simulator.paper import Setting
+from wlb_megatron.workload.cost_model import CostModel
+
+IntArray = npt.NDArray[np.int64]
+
+QUEUES = {1: (1 / 2,), 2: (3 / 8, 11 / 16), 3: (3 / 8, 11 / 16, 7 / 8)}
+"""Thresholds of WLB-LLM's outlier queues, as shares of the window: a rule of ours, as the paper does not give them."""
+
+UNBOUNDED = 1_000_000
+"""The paper bounds no document's delay (iterations)."""
+
+
+def plan_run(
+    packing: str,
+    lengths: IntArray,
+    setting: Setting,
+    cost: CostModel,
+    *,
+    iterations: int,
+    warm_up: int,
+    seed: int,
+) -> list[IterationPlan]:
+    """Plans of `iterations` global batches after `warm_up` ones, in which queues fill; the same stream for each packing.
+
+    packing: original, fixed-greedy[-K] (over K global batches), varlen, or paper-Q (WLB-LLM with Q queues).
+    """
+    sample = sample_lengths(lengths, setting.window, "split")
+    packer = _make_packer(packing, setting, cost, sample)
+    rules = Rules(setting.window, "split", seed, endless=True)
+    stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
+    tokens = setting.micro_batches * setting.layout.dp * setting.window
+    planner = Planner(stream, packer, global_tokens=tokens)
+    return list(islice(iter(planner.next_iteration, None), warm_up, warm_up + iterations))
+
+
+def _make_packer(packing: str, setting: Setting, cost: CostModel, sample: Sequence[int]) -> Packer:
+    layout = setting.layout
+    name, _, count = packing.rpartition("-") if packing[-1].isdigit() else (packing, "", "1")
+    aligned = multiple(layout.cp, layout.tp)
+    if name == "paper":
+        limits = Limits(
+            bins=setting.micro_batches * layout.dp,
+            window=setting.window,
+            capacity=longest_micro_batch(WlbConfig(), setting.window, aligned),
+            max_documents=WlbConfig().max_documents,
+            max_delay=UNBOUNDED,
+        )
+        thresholds = [int(share * setting.window) for share in QUEUES[int(count)]]
+        return VarlenPacker(cost, limits, thresholds, Ranks(layout.dp), by_balance=False)
+    return make_packer(
+        WlbConfig(packing=name, balance_batches=int(count)),
+        cost,
+        window=setting.window,
+        micro_batches=setting.micro_batches,
+        dp=layout.dp,
+        pp=layout.pp,
+        vpp=layout.chunks,
+        alignment=aligned,
+        sample=sample,
+    )
+
+
+def shard_run(plans: Sequence[IterationPlan], sharding: str, model: LayerModel) -> Shards:
+    """Shard plans of a run. sharding: one of config.SHARDINGS, or paper-adaptive: the faster, as predicted, of
+    per-sequence and per-document."""
+    layout = model.layout
+    aligned = multiple(layout.cp, layout.tp)
+    lengths = [padded_lengths(one, aligned) for plan in plans for row in plan.micro_batches for one in row]
+    if sharding == "paper-adaptive":
+        shards = _faster(
+            *(shard_all(lengths, layout.cp, kind) for kind in ("per-sequence", "per-document")), model
+        )
+    else:
+        shards = shard_all(lengths, layout.cp, sharding, model.table)
+    flat = iter(shards)
+    return [[[next(flat) for _ in row] for row in plan.micro_batches] for plan in plans]
+
+
+def _faster(first: list[ShardPlan], second: list[ShardPlan], model: LayerModel) -> list[ShardPlan]:
+    times = [predict_all(plans, model.table).max(axis=1).tolist() for plans in (first, second)]
+    return [a if x <= y else b for a, b, x, y in zip(first, second, *times, strict=True)]
+
+
+def perfectly_balanced(plans: Sequence[IterationPlan], model: LayerModel) -> Simulated:
+    """A bound: the documents of these plans, their work spread evenly over all micro-batches and context ranks.
+
+    Each document at the rate of a whole one on one rank, one kernel call each way, no keys exchanged. One
+    iteration, which stands for all.
+    """
+    layout = model.layout
+    m = len(plans[0].micro_batches)
+    grids = [one for plan in plans for row in plan.micro_batches for one in row]
+    lengths = np.array([piece.end - piece.start for one in grids for piece in one.pieces], dtype=np.int64)
+    whole = float(model.table.diagonal_ns(lengths).sum()) / len(grids) / layout.cp + model.table.call
+    tokens = np.full((1, m, layout.dp), lengths.sum() // len(grids))
+    each = np.full((1, m, layout.dp, layout.cp), whole)
+    return run_steps(tokens, Times(each * FORWARD_SHARE, each * (1 - FORWARD_SHARE)), model, blocking=True)
