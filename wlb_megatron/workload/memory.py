@@ -1,0 +1,260 @@
+"""Lmax from memory: the longest micro-batch that a model on a parallel layout can train.
+
+Everything is counted in whole bytes, upper bounds where a plan decides: as if every micro-batch in flight were as
+long as Lmax, and every rank needed all keys. Per layer this is the formula of arXiv 2205.05198 (Korthikanti et al.,
+table 2) with the query, key and FFN widths told apart, and no attention scores; Megatron prints the same for ordinary
+attention heads and a plain FFN (megatron/training/theoretical_memory_usage.py). Not counted, and left to the margin:
+the CUDA context, NCCL's buffers, fragments, rotary tables, biases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from wlb_megatron.errors import WlbError
+
+RECOMPUTE = ("none", "selective", "full")
+LEAST, MOST = (5, 4), 4
+"""Windows of the shortest Lmax that packs uncut documents (a ratio), and of the longest that is of use."""
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A dense GPT, in Megatron's arguments:
+
+    hidden: hidden_size. ffn: ffn_hidden_size. layers: of the fullest pipeline stage, all its virtual stages together
+    (num_layers / pipeline size, rounded up). heads: num_attention_heads. kv_heads: num_query_groups under
+    group_query_attention, else heads. head_dim: kv_channels. vocab: padded_vocab_size. gated: swiglu. tied: not
+    untie_embeddings_and_output_weights. dropout: hidden_dropout > 0. dtype_bytes: 2 with bf16 or fp16, else 4.
+    Experts are not described (how many tokens one gets is not known ahead).
+    """
+
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    gated: bool = True
+    tied: bool = False
+    dropout: bool = False
+    dtype_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelLayout:
+    """How the model is spread, in Megatron's arguments:
+
+    tensor, context, pipeline: ..._model_parallel_size (context_parallel_size). data: data_parallel_size. sequence:
+    sequence_parallel. virtual: virtual_pipeline_model_parallel_size or 1. micro_batches: global_batch_size / data.
+    distributed_optimizer: use_distributed_optimizer (its states are spread over data x context ranks).
+    recompute: recompute_granularity or "none"; "selective" counts core attention only. recompute_layers:
+    recompute_num_layers or 1. recompute_block: recompute_method is "block". keep_keys: exchanged keys are saved for
+    backward (attention's option), or exchanged again.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    data: int = 1
+    virtual: int = 1
+    micro_batches: int = 1
+    sequence: bool = False
+    distributed_optimizer: bool = False
+    recompute: str = "none"
+    recompute_layers: int = 1
+    recompute_block: bool = False
+    keep_keys: bool = True
+
+    def __post_init__(self) -> None:
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f"unknown recompute {self.recompute!r}; choose {', '.join(RECOMPUTE)}")
+        _check_positive(self)
+
+
+def fit_max_tokens(
+    shape: ModelShape,
+    layout: ParallelLayout,
+    memory_bytes: int,
+    *,
+    margin: float = 0.10,
+    window: int,
+    alignment: int,
+) -> int:
+    """Lmax (tokens of a micro-batch over all its context-parallel ranks): the most that fits, a multiple of
+    `alignment`, between 1.25 and 4 windows.
+
+    memory_bytes: of one GPU, of which the share `margin` is left free. window, alignment: tokens.
+    WlbError if not even 1.25 windows fit.
+    """
+    if not 0 <= margin < 1:
+        raise ValueError(f"margin must be at least 0 and below 1, got {margin}")
+    if min(memory_bytes, window, alignment) < 1:
+        raise ValueError(
+            f"memory, window and alignment must be positive, got {memory_bytes}, {window} and {alignment}"
+        )
+    room = int(memory_bytes * (1 - margin))
+    fitting = min(
+        (room - weight_bytes(shape, layout, stage)) // token_bytes(shape, layout, stage)
+        for stage in _ends(layout)
+    )
+    tokens = min(fitting * layout.context, MOST * window) // alignment * alignment
+    if tokens * LEAST[1] < window * LEAST[0]:
+        # Up to a multiple of the alignment: window 10, alignment 8 need 13 tokens, so 16.
+        least = -(-window * LEAST[0] // (LEAST[1] * alignment)) * alignment
+        weights = max(weight_bytes(shape, layout, stage) for stage in _ends(layout))
+        raise WlbError(
+            f"a micro-batch of 1.25 windows ({least} tokens) needs {memory_needed(shape, layout, least) / GIB:.1f} "
+            f"GiB a GPU, {weights / GIB:.1f} of them for weights and optimizer, but {room / GIB:.1f} GiB are there "
+            f"({memory_bytes / GIB:.1f} less a margin of {margin:.0%}): raise --context-parallel-size or "
+            "--tensor-model-parallel-size (with --sequence-parallel), use --recompute-granularity full or "
+            "--use-distributed-optimizer, or lower --seq-length"
+        )
+    return tokens
+
+
+def memory_needed(shape: ModelShape, layout: ParallelLayout, tokens: int) -> int:
+    """Bytes on the fullest GPU when no micro-batch is longer than `tokens` (over all context-parallel ranks)."""
+    held = -(-tokens // layout.context)
+    return max(
+        weight_bytes(shape, layout, stage) + held * token_bytes(shape, layout, stage)
+        for stage in _ends(layout)
+    )
+
+
+def weight_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
+    """Weights, their gradients in fp32, Adam's two states, and an fp32 copy of weights that are not.
+
+    bf16: 2 + 4 + 12 bytes a parameter, the 12 spread over data x context ranks by the distributed optimizer.
+    """
+    matrices = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
+    matrices += (3 if shape.gated else 2) * shape.hidden * shape.ffn
+    embeddings = _is_first(stage) + _is_last(layout, stage)
+    if shape.tied and layout.pipeline == 1:
+        embeddings = 1
+    split = shape.layers * matrices + embeddings * shape.vocab * shape.hidden
+    whole = (2 * shape.layers + _is_last(layout, stage)) * shape.hidden  # norms
+    parameters = -(-split // layout.tensor) + whole
+    states = 8 + (4 if shape.dtype_bytes < 4 else 0)
+    shards = layout.data * layout.context if layout.distributed_optimizer else 1
+    return parameters * (shape.dtype_bytes + 4) + -(-parameters * states // shards)
+
+
+def token_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
+    """Most bytes that a stage needs at once for each token that a rank holds of a micro-batch.
+
+    What micro-batches in flight keep, and the larger of: a layer in its backward, the logits with their loss.
+    """
+    layer = _layer_bytes(shape, layout)
+    keys = _keys_bytes(shape, layout)
+    # Gradients of a layer take what its activations do; sequence parallelism gathers an input and a gradient.
+    working = layer + 2 * shape.hidden * shape.dtype_bytes + keys
+    if not layout.keep_keys or layout.recompute != "none":
+        working += keys  # gathered again
+    if layout.recompute == "full":
+        remade = 1 if layout.recompute_block else min(layout.recompute_layers, _chunk_layers(shape, layout))
+        working += remade * layer + (remade - 1) * keys * layout.keep_keys
+    logits = logits_bytes(shape, layout) if _is_last(layout, stage) else 0
+    return kept_bytes(shape, layout, stage) + max(working, logits)
+
+
+def kept_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
+    """Bytes kept from forward to backward for each token held, over all micro-batches in flight on a stage."""
+    ids = 28  # tokens, labels and positions in int64, loss mask in fp32
+    embedded = _spread(shape.hidden, layout) if shape.dropout and _is_first(stage) else 0
+    flight = chunks_in_flight(layout, stage)
+    micro_batches = -(-flight // layout.virtual)
+    return flight * _chunk_bytes(shape, layout) + micro_batches * (ids + embedded)
+
+
+def logits_bytes(shape: ModelShape, layout: ParallelLayout) -> int:
+    """Final norm's input and output, logits, and their fp32 copy of which the loss makes its gradient."""
+    norm = 2 * _spread(shape.hidden, layout) * shape.dtype_bytes
+    return norm + -(-shape.vocab // layout.tensor) * (shape.dtype_bytes + 4)
+
+
+def chunks_in_flight(layout: ParallelLayout, stage: int) -> int:
+    """Virtual stages' forwards that a pipeline stage holds at most before a backward frees one.
+
+    1F1B: stages ahead of the end, at most the micro-batches: PP 4 holds 4, 3, 2, 1. Interleaved, PP 4 with 2 virtual
+    stages holds 2 x 3 + 4 + 1 = 11 of half the layers, 5.5 micro-batches' worth.
+    """
+    behind = layout.pipeline - 1 - stage
+    if layout.virtual == 1:
+        return min(behind + 1, layout.micro_batches)
+    most = 2 * behind + (layout.virtual - 1) * layout.pipeline + 1
+    return min(most, layout.micro_batches * layout.virtual)
+
+
+def _chunk_layers(shape: ModelShape, layout: ParallelLayout) -> int:
+    return -(-shape.layers // layout.virtual)
+
+
+def _chunk_bytes(shape: ModelShape, layout: ParallelLayout) -> int:
+    """What the layers of one virtual stage keep for a token held."""
+    layers = _chunk_layers(shape, layout)
+    layer, keys = _layer_bytes(shape, layout), _keys_bytes(shape, layout) * layout.keep_keys
+    first_input = _spread(shape.hidden, layout) * shape.dtype_bytes
+    if layout.recompute == "selective":
+        return layers * layer
+    if layout.recompute == "none":
+        return layers * (layer + keys)
+    if layout.recompute_block:
+        remade = min(layout.recompute_layers, layers)
+        return remade * first_input + (layers - remade) * (layer + keys)
+    return -(-layers // layout.recompute_layers) * first_input
+
+
+def _layer_bytes(shape: ModelShape, layout: ParallelLayout) -> int:
+    """Activations of a layer for a token held, without gathered keys.
+
+    Elements, plain heads, ffn 4h: inputs of two norms and of the two matrices behind them 4h; q, k, v 3h, attention's
+    output 1h; FFN's first output 4h and second input 4h. In 2 bytes 32h, and 2h of dropout masks: the paper's 34h.
+    """
+    b, tp = shape.dtype_bytes, layout.tensor
+    spread = _spread(shape.hidden, layout) * (4 * b + 2 * shape.dropout)
+    heads = -(-shape.heads // tp)
+    attention = heads * (2 * shape.head_dim * b + 4)  # q, output; log-sum-exp in fp32
+    attention += _kv_elements(shape, layout) * b
+    ffn = -(-shape.ffn // tp) * (3 if shape.gated else 2) * b
+    return spread + attention + ffn
+
+
+def _keys_bytes(shape: ModelShape, layout: ParallelLayout) -> int:
+    """Gathered keys and values of a layer for a token held: at most those of the whole micro-batch."""
+    return layout.context * _kv_elements(shape, layout) * shape.dtype_bytes if layout.context > 1 else 0
+
+
+def _kv_elements(shape: ModelShape, layout: ParallelLayout) -> int:
+    return 2 * -(-shape.kv_heads // layout.tensor) * shape.head_dim
+
+
+def _spread(elements: int, layout: ParallelLayout) -> int:
+    """Elements on a rank of what only sequence parallelism divides over tensor-parallel ranks."""
+    return -(-elements // layout.tensor) if layout.sequence else elements
+
+
+def _ends(layout: ParallelLayout) -> tuple[int, ...]:
+    """The stages that can be fullest: the first holds most micro-batches, the last the logits."""
+    return tuple(sorted({0, layout.pipeline - 1}))
+
+
+def _is_first(stage: int) -> bool:
+    return stage == 0
+
+
+def _is_last(layout: ParallelLayout, stage: int) -> bool:
+    return stage == layout.pipeline - 1
+
+
+def _check_positive(sizes: ModelShape | ParallelLayout) -> None:
+    for field in fields(sizes):
+        value = getattr(sizes, field.name)
+        if not isinstance(value, bool | str) and value < 1:
+            raise ValueError(f"{field.name} must be at least 1, got {value}")
