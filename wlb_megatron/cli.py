@@ -1,4 +1,4 @@
-"""The `wlb-megatron` command: look at plans (inspect) and at what they would bring (analyze). Needs numpy alone."""
+"""The `wlb-megatron` command: look at plans (inspect), predict and simulate what they bring. Needs numpy alone."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.packing.lengths import read_lengths
+from wlb_megatron.simulator.command import add_reproduce
+from wlb_megatron.simulator.simulate import add_simulate, print_simulation, run_simulate
 
 _NOT_HERE = ("log", "off")
 
@@ -31,9 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(
         prog="wlb-megatron", description="Workload-balanced packing for Megatron-LM, without a GPU."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="inspect | analyze")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="inspect | analyze | simulate | reproduce"
+    )
     _add_inspect(commands.add_parser("inspect", help="show the plans of documents of given lengths"))
     _add_analyze(commands.add_parser("analyze", help="predict what balancing would bring, with pictures"))
+    _add_simulate(commands.add_parser("simulate", help="simulate training steps of a model on a cluster"))
+    add_reproduce(commands.add_parser("reproduce", help="simulate the WLB-LLM paper's tables"))
     try:
         args = parser.parse_args(argv)
         args.run(args)
@@ -71,6 +77,17 @@ def _add_analyze(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
     add_analyze(parser)
     parser.set_defaults(run=_analyze)
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Simulates iterations of 4D training, packed as Megatron would (arrival order) and as set here, over the same "
+        "shuffled epochs. Attention by a kernel table, all else by assumed rates."
+    )
+    add_layout(parser)
+    add_settings(parser)
+    add_simulate(parser)
+    parser.set_defaults(run=_simulate)
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
@@ -132,6 +149,14 @@ def _analyze(args: argparse.Namespace) -> None:
         print_analysis(analysis)
     else:
         write_json(as_json(analysis), args.json)
+
+
+def _simulate(args: argparse.Namespace) -> None:
+    told = run_simulate(args, read_lengths(args.lengths), settings(args))
+    if args.json is not None:
+        write_json(told, args.json)
+    else:
+        print_simulation(told)
 
 
 def write_json(value: Any, path: str) -> None:

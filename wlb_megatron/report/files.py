@@ -30,6 +30,19 @@ def whole_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+@contextmanager
+def whole_file(path: Path, flag: str) -> Iterator[Path]:
+    """A path to write to, which becomes `path` at the end; nothing is left of it after an error."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield scratch
+        scratch.replace(path)
+    except OSError as error:
+        raise WlbError(f"cannot write {path}: {error.strerror}; give another {flag}") from None
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows of like keys; a figure that is None is left empty."""
     text = io.StringIO()

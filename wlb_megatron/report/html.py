@@ -93,7 +93,8 @@ def _section(section: Section) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in section.header)
     body = "\n".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in section.rows)
     note = f'<p class="note">{escape(section.note)}</p>' if section.note else ""
-    return f"<h2>{escape(section.title)}</h2>{note}<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
+    return f"<h2>{escape(section.title)}</h2>{note}{table}"
 
 
 def _cell(text: str) -> str:

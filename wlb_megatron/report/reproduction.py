@@ -143,13 +143,13 @@ def _draw_speedups(report: dict[str, Any], path: Path) -> Path:
         at = np.arange(len(rows)) + 0.2 * (nth - 1.5)
         bars = axes.bar(at, heights, 0.19, label=scheme, color=colour)
         axes.bar_label(bars, fmt="%.2f", fontsize=7)
-    for at, row in enumerate(rows):
-        label = "perfectly balanced" if not at else None
-        axes.hlines(
-            row["bound"], at - 0.4, at + 0.4, color="crimson", linestyle="--", linewidth=1, label=label
-        )
-        if row["paper_speedup"]:
-            axes.plot(at + 0.1, row["paper_speedup"], "k*", label="the paper's WLB-LLM")
+    places = np.arange(len(rows))
+    bounds = [row["bound"] for row in rows]
+    axes.hlines(
+        bounds, places - 0.4, places + 0.4, color="crimson", linestyle="--", label="perfectly balanced"
+    )
+    told = [(at, row["paper_speedup"]) for at, row in enumerate(rows) if row["paper_speedup"]]
+    axes.plot([at + 0.1 for at, _ in told], [s for _, s in told], "k*", label="the paper's WLB-LLM")
     axes.set_xticks(range(len(rows)), [row["name"] for row in rows])
     axes.set_ylim(0.8)
     axes.set_ylabel("speed-up over plain 4D (simulated)")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.model import LayerModel, Times
-from wlb_megatron.simulator.schedule import pipeline_ends
+from wlb_megatron.simulator.schedule import Event, pipeline_ends, pipeline_events
 
 FloatArray = npt.NDArray[np.float64]
 Shards = Sequence[Sequence[Sequence[ShardPlan]]]
@@ -48,16 +48,47 @@ def simulate(shards: Shards, model: LayerModel, *, blocking: bool = True) -> Sim
     blocking: transfers between stages as in Megatron's 1F1B (see pipeline_ends); no part in interleaved schedules.
     Raises ValueError where plans are not of the model's layout.
     """
+    return run_steps(*_measure(shards, model), model, blocking=blocking)
+
+
+def group_events(shards: Shards, model: LayerModel, *, blocking: bool = True) -> list[list[Event]]:
+    """Events (nanoseconds) of the first iteration's pipelines, one list for each data-parallel rank."""
+    tokens, attention = _measure(shards[:1], model)
+    slowest = _slowest(tokens, attention, model)
+    forward, backward = (
+        _stage_times(t, ends, model) for t, ends in zip(slowest, _ends(tokens, model), strict=True)
+    )
+    layout, transfer = model.layout, _transfer(tokens, model)
+    blocking = blocking and layout.chunks == 1
+    return [
+        pipeline_events(forward[rank], backward[rank], layout.pp, transfer=transfer, blocking=blocking)
+        for rank in range(layout.dp)
+    ]
+
+
+def _measure(shards: Shards, model: LayerModel) -> tuple[npt.NDArray[np.int64], Times]:
+    """Tokens int[n, m, dp] and attention float[n, m, dp, cp] of the plans."""
     layout = model.layout
-    n, m = len(shards), len(shards[0])
+    n, m = len(shards), len(shards[0]) if shards else 0
     plans = [plan for iteration in shards for row in iteration for plan in row]
-    if len(plans) != n * m * layout.dp or any(plan.cp_size != layout.cp for plan in plans):
+    if not plans or len(plans) != n * m * layout.dp or any(plan.cp_size != layout.cp for plan in plans):
         raise ValueError(
-            f"plans are not {n} iterations of {m} micro-batches on dp {layout.dp}, cp {layout.cp}"
+            f"plans are not {n} iterations of {m} micro-batches on dp {layout.dp}, cp {layout.cp}: "
+            "plan for the layout that is simulated"
         )
     tokens = np.array([plan.tokens for plan in plans], dtype=np.int64).reshape(n, m, layout.dp)
-    attention = Times(*(t.reshape(n, m, layout.dp, layout.cp) for t in model.attention(plans)))
-    return run_steps(tokens, attention, model, blocking=blocking)
+    return tokens, Times(*(t.reshape(n, m, layout.dp, layout.cp) for t in model.attention(plans)))
+
+
+def _slowest(tokens: npt.NDArray[np.int64], attention: Times, model: LayerModel) -> Times:
+    """float[n, m, dp]: a layer's time on each micro-batch's slowest context rank."""
+    linear = model.linear(tokens / model.layout.cp)
+    return Times(*(a.max(axis=-1) + rest for a, rest in zip(attention, linear, strict=True)))
+
+
+def _transfer(tokens: npt.NDArray[np.int64], model: LayerModel) -> float:
+    """The largest micro-batch's transfer stands for all: links are seldom what a stage waits for."""
+    return model.transfer_ns(float(tokens.max()) / model.layout.cp)
 
 
 def run_steps(
@@ -67,18 +98,18 @@ def run_steps(
 
     tokens: int[n, m, dp] of each micro-batch. attention: float[n, m, dp, cp], nanoseconds of a layer.
     """
-    n, m, dp = tokens.shape
+    n, _, dp = tokens.shape
     layout = model.layout
-    linear = model.linear(tokens / layout.cp)
-    slowest = [a.max(axis=-1) + rest for a, rest in zip(attention, linear, strict=True)]
+    slowest = _slowest(tokens, attention, model)
     forward, backward = (
         _stage_times(t, ends, model) for t, ends in zip(slowest, _ends(tokens, model), strict=True)
     )
-    # The largest micro-batch's transfer stands for all: links are seldom what a stage waits for.
-    transfer = model.transfer_ns(float(tokens.max()) / layout.cp)
+    transfer = _transfer(tokens, model)
     done = pipeline_ends(forward, backward, transfer=transfer, blocking=blocking and layout.chunks == 1)
     done = done.reshape(n, dp, layout.pp).max(axis=1)
-    own = sum(a + rest[..., None] for a, rest in zip(attention, linear, strict=True)).sum(axis=1)
+    linear = model.linear(tokens / layout.cp)
+    both = (linear.forward + linear.backward)[..., None] + attention.forward + attention.backward
+    own = both.sum(axis=1)
     layers = np.array([sum(model.layers_of(p, c) for c in range(layout.chunks)) for p in range(layout.pp)])
     busy = own[:, :, None, :] * layers[:, None]
     for times in _ends(tokens, model):

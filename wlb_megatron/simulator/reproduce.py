@@ -247,7 +247,7 @@ def compare_packings(run: Run) -> list[dict[str, Any]]:
 
 def compare_shardings(run: Run) -> list[dict[str, Any]]:
     """A layer's attention at this setting's CP over arrival-order micro-batches: mean of the slowest rank's time."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for kind in ("per-sequence", "per-document", "paper-adaptive", "hybrid", "adaptive"):
         plans = [p for n in run.shards("original", kind) for row in n for p in row]
         attention = run.model.attention(plans)

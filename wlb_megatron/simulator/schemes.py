@@ -45,16 +45,23 @@ def plan_run(
     warm_up: int,
     seed: int,
 ) -> list[IterationPlan]:
-    """Plans of `iterations` global batches after `warm_up` ones, in which queues fill; the same stream for each packing.
+    """Plans of `iterations` global batches after `warm_up` ones, in which queues fill; one stream for all packings.
 
     packing: original, fixed-greedy[-K] (over K global batches), varlen, or paper-Q (WLB-LLM with Q queues).
     """
     sample = sample_lengths(lengths, setting.window, "split")
     packer = _make_packer(packing, setting, cost, sample)
     rules = Rules(setting.window, "split", seed, endless=True)
-    stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
     tokens = setting.micro_batches * setting.layout.dp * setting.window
-    planner = Planner(stream, packer, global_tokens=tokens)
+    return run_packer(packer, lengths, rules, tokens, iterations=iterations, warm_up=warm_up)
+
+
+def run_packer(
+    packer: Packer, lengths: IntArray, rules: Rules, global_tokens: int, *, iterations: int, warm_up: int
+) -> list[IterationPlan]:
+    """Plans of `iterations` global batches after `warm_up` ones."""
+    stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
+    planner = Planner(stream, packer, global_tokens=global_tokens)
     return list(islice(iter(planner.next_iteration, None), warm_up, warm_up + iterations))
 
 
@@ -92,9 +99,8 @@ def shard_run(plans: Sequence[IterationPlan], sharding: str, model: LayerModel) 
     aligned = multiple(layout.cp, layout.tp)
     lengths = [padded_lengths(one, aligned) for plan in plans for row in plan.micro_batches for one in row]
     if sharding == "paper-adaptive":
-        shards = _faster(
-            *(shard_all(lengths, layout.cp, kind) for kind in ("per-sequence", "per-document")), model
-        )
+        first, second = (shard_all(lengths, layout.cp, kind) for kind in ("per-sequence", "per-document"))
+        shards = _faster(first, second, model)
     else:
         shards = shard_all(lengths, layout.cp, sharding, model.table)
     flat = iter(shards)

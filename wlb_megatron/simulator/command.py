@@ -1,0 +1,185 @@
+"""`wlb-megatron reproduce`: its flags, progress and files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wlb_megatron import __version__
+from wlb_megatron.errors import WlbError, explain_bad_values
+from wlb_megatron.packing.lengths import read_lengths
+from wlb_megatron.report.files import as_csv, whole_folder
+from wlb_megatron.report.table import print_table
+from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.simulator.paper import K
+from wlb_megatron.simulator.reproduce import Inputs, parts, reproduce
+from wlb_megatron.workload.kernel_table import KernelTable, h100
+
+REPRODUCED = Assumptions(tp_exposed=0.0)
+"""With tensor parallelism's communication hidden, the imbalance of 7B-128K's micro-batches is about the paper's."""
+
+
+def add_assumptions(parser: argparse.ArgumentParser, defaults: Assumptions) -> None:
+    """One flag for each figure, and the kernel table."""
+    group = parser.add_argument_group(
+        "assumptions", "rates per second, latencies in seconds; see Assumptions"
+    )
+    for one in fields(Assumptions):
+        kind = int if one.name == "node" else float
+        value = getattr(defaults, one.name)
+        group.add_argument(
+            f"--{one.name.replace('_', '-')}", type=kind, default=value, help=f"(default: {value:g})"
+        )
+    parser.add_argument(
+        "--kernel-table", metavar="PATH", help="JSON of measured attention (default: an H100's)"
+    )
+
+
+def read_assumptions(args: argparse.Namespace) -> tuple[Assumptions, KernelTable]:
+    with explain_bad_values():
+        given = Assumptions(**{one.name: getattr(args, one.name) for one in fields(Assumptions)})
+        return given, h100() if args.kernel_table is None else KernelTable.from_json(args.kernel_table)
+
+
+def add_reproduce(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Simulate the WLB-LLM paper's eight configurations, plain, fixed-length, as the paper describes it and as "
+        "this project does it, the paper's figures beside them. Writes JSON, CSV, Markdown, PNG and one HTML page."
+    )
+    add = parser.add_argument
+    add("--out", metavar="DIR", help="folder for what is written (needed, unless --compare)")
+    add(
+        "--lengths",
+        help="tokens of each document: a .npy of integers or an .idx (default: seeded, long-tailed)",
+    )
+    add("--lengths-of", type=int, default=128 * K, help="window that the lengths belong to (default: 131072)")
+    add(
+        "--no-stretch",
+        action="store_true",
+        help="use lengths as they are at each window, split above it (default: stretched in proportion)",
+    )
+    add("--iterations", type=int, default=100, help="simulated of each job (default: 100)")
+    add("--seed", type=int, default=1234, help="of the documents' order (default: 1234)")
+    add("--no-large-job", action="store_true", help="leave out the job of 8,192 GPUs")
+    add(
+        "--compare",
+        nargs=2,
+        metavar="JSON",
+        help="only compare two runs' reproduction.json, as HTML in --out",
+    )
+    add_assumptions(parser, REPRODUCED)
+    parser.set_defaults(run=run_reproduce)
+
+
+def run_reproduce(args: argparse.Namespace) -> None:
+    if args.out is None:
+        raise WlbError("reproduce writes files: give --out DIR")
+    _need("matplotlib")
+    if args.compare is not None:
+        _compare(Path(args.out), [Path(path) for path in args.compare])
+        return
+    if args.iterations < 1:
+        raise WlbError(f"--iterations must be at least 1, got {args.iterations}")
+    assumptions, measured = read_assumptions(args)
+    inputs = Inputs(
+        lengths=None if args.lengths is None else read_lengths(args.lengths),
+        lengths_of=args.lengths_of,
+        stretch=not args.no_stretch,
+        iterations=args.iterations,
+        seed=args.seed,
+        assumptions=assumptions,
+        measured=measured,
+    )
+    large = not args.no_large_job
+    with whole_folder(Path(args.out)) as folder:
+        with progress(parts(large)) as tick, explain_bad_values():
+            report = reproduce(inputs, tick, large=large)
+        report["versions"] = {
+            "wlb_megatron": __version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+        }
+        _write(report, folder)
+    _show(report)
+    print(f"written to {args.out}: reproduction.html, .json, .csv, .md and pictures")
+
+
+def _write(report: dict[str, Any], folder: Path) -> None:
+    from wlb_megatron.report.html import reproduction_page
+    from wlb_megatron.report.reproduction import as_markdown, draw, sections, speedup_rows
+
+    pictures = draw(report, folder)
+    texts = {
+        "reproduction.json": json.dumps(report, indent=1) + "\n",
+        "reproduction.csv": as_csv(speedup_rows(report)),
+        "reproduction.md": as_markdown(sections(report)),
+        "reproduction.html": reproduction_page(report, pictures),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _show(report: dict[str, Any]) -> None:
+    from wlb_megatron.report.reproduction import sections
+
+    for title, header, rows, note in sections(report):
+        print_table(title, header, rows)
+        if note:
+            print(note + "\n")
+
+
+def _compare(out: Path, paths: list[Path]) -> None:
+    from wlb_megatron.report.html import comparison_page
+
+    reports = []
+    for path in paths:
+        try:
+            report = json.loads(path.read_text(encoding="utf-8"))
+            if not report["simulated"]:
+                raise ValueError
+        except OSError as error:
+            raise WlbError(f"cannot read {path}: {error.strerror}; give a reproduction.json") from None
+        except (ValueError, KeyError, TypeError):
+            raise WlbError(
+                f"{path} is not a reproduction's JSON; give the file that reproduce wrote"
+            ) from None
+        reports.append(report)
+    with explain_bad_values(), whole_folder(out) as folder:
+        text = comparison_page(reports[0], reports[1], (str(paths[0]), str(paths[1])))
+        (folder / "comparison.html").write_text(text, encoding="utf-8")
+    print(f"written to {out / 'comparison.html'}")
+
+
+def _need(module: str) -> None:
+    try:
+        __import__(module)
+    except ImportError:
+        raise WlbError(f"pictures need {module}: pip install {module}") from None
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr where that is a terminal and rich is installed; told the name of each part begun."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        yield lambda _: None
+        return
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+
+        def tick(name: str) -> None:
+            bar.update(task, description=name)
+            bar.advance(task)
+
+        yield tick

@@ -1,0 +1,166 @@
+"""`wlb-megatron simulate`: iterations of one's own job, as Megatron packs and as set, with a trace of one of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError, explain_bad_values
+from wlb_megatron.packing.corpus import Rules
+from wlb_megatron.packing.lengths import sample_lengths
+from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.report.files import whole_file
+from wlb_megatron.report.table import print_table
+from wlb_megatron.report.trace import chrome_trace
+from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.simulator.command import add_assumptions, progress, read_assumptions
+from wlb_megatron.simulator.iteration import Shards, group_events, simulate
+from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape
+from wlb_megatron.simulator.paper import SHAPES
+from wlb_megatron.simulator.schemes import perfectly_balanced, run_packer, shard_run
+
+
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    """The flags beyond layout and settings. Model flags are named as Megatron's."""
+    add = parser.add_argument
+    add("--pp", default=1, type=int, help="pipeline-parallel size (default: 1)")
+    add("--vpp", default=1, type=int, help="model chunks of a stage, interleaved (default: 1)")
+    add("--iterations", default=100, type=int, help="to simulate (default: 100)")
+    add("--warm-up", default=16, type=int, help="planned before them, so that queues fill (default: 16)")
+    add(
+        "--seed",
+        default=1234,
+        type=int,
+        help="of the shuffle, as in training; -1: given order (default: 1234)",
+    )
+    add("--json", metavar="PATH", help="write JSON there, - for stdout, instead of a table")
+    add("--trace", metavar="PATH", help="write the slowest iteration, as set, as a trace for ui.perfetto.dev")
+    model = parser.add_argument_group("model").add_argument
+    model(
+        "--model",
+        choices=SHAPES,
+        default="7B",
+        help="a known shape, of which the others change parts (default: 7B)",
+    )
+    for name in (
+        "num-layers",
+        "hidden-size",
+        "num-attention-heads",
+        "num-query-groups",
+        "ffn-hidden-size",
+        "vocab-size",
+    ):
+        model(f"--{name}", type=int)
+    add_assumptions(parser, Assumptions())
+
+
+def run_simulate(
+    args: argparse.Namespace, lengths: npt.NDArray[np.int64], config: WlbConfig
+) -> dict[str, Any]:
+    """Simulate as the flags say, with progress on stderr; write the trace if asked for. JSON-able figures."""
+    if args.iterations < 1 or args.warm_up < 0:
+        raise WlbError("--iterations must be at least 1 and --warm-up not negative; correct them")
+    assumptions, measured = read_assumptions(args)
+    with explain_bad_values():
+        layout = Layout(tp=args.tp, cp=args.cp, pp=args.pp, dp=args.dp, chunks=args.vpp)
+        model = LayerModel(shape=_shape(args), layout=layout, assumptions=assumptions, measured=measured)
+    cost = model.cost()
+    if config.quadratic_at is not None:
+        cost = replace(cost, quadratic_at=config.quadratic_at)
+    plain = replace(config, packing="original", sharding="per-sequence")
+    rows: list[dict[str, Any]] = []
+    bound = 0.0
+    with progress(4) as tick:
+        for name, chosen in (("plain", plain), ("as set", config)):
+            tick(f"planning {name}")
+            with explain_bad_values():
+                packer = make_packer(
+                    chosen,
+                    cost,
+                    window=args.window,
+                    micro_batches=args.micro_batches,
+                    dp=layout.dp,
+                    pp=layout.pp,
+                    vpp=layout.chunks,
+                    alignment=layout.cp * layout.tp,
+                    sample=sample_lengths(lengths, args.window, config.overlong),
+                )
+                rules = Rules(
+                    args.window, config.overlong, None if args.seed < 0 else args.seed, endless=True
+                )
+                tokens = args.micro_batches * layout.dp * args.window
+                plans = run_packer(
+                    packer, lengths, rules, tokens, iterations=args.iterations, warm_up=args.warm_up
+                )
+                tick(f"simulating {name}")
+                shards = shard_run(plans, chosen.sharding, model)
+                simulated = simulate(shards, model)
+            bound = perfectly_balanced(plans, model).ns_per_token
+            rows.append(
+                {
+                    "scheme": name,
+                    "packing": chosen.packing,
+                    "sharding": chosen.sharding,
+                    "step_ms": float(simulated.steps.mean() / 1e6),
+                    "step_ms_p95": float(np.percentile(simulated.steps, 95) / 1e6),
+                    "tokens_per_second": 1e9 / simulated.ns_per_token,
+                    "imbalance": simulated.imbalance,
+                }
+            )
+    if args.trace is not None:
+        _write_trace(Path(args.trace), [shards[int(simulated.steps.argmax())]], model)
+    before, after = (row["tokens_per_second"] for row in rows)
+    return {
+        "simulated": True,
+        "gpus": layout.gpus,
+        "layout": asdict(layout),
+        "model": asdict(model.shape),
+        "quadratic_at": cost.quadratic_at,
+        "kernel_table": measured.device,
+        "assumptions": asdict(assumptions),
+        "iterations": args.iterations,
+        "schemes": rows,
+        "speedup": after / before,
+        "bound": 1e9 / bound / before,
+    }
+
+
+def print_simulation(told: dict[str, Any]) -> None:
+    header = ("", "packing", "sharding", "step ms", "p95", "tokens/s", "imbalance")
+    rows = [
+        [
+            *(r["scheme"], r["packing"], r["sharding"], f"{r['step_ms']:,.1f}", f"{r['step_ms_p95']:,.1f}"),
+            *(f"{r['tokens_per_second']:,.0f}", f"{r['imbalance']:.3f}"),
+        ]
+        for r in told["schemes"]
+    ]
+    print_table(f"{told['gpus']} GPUs, {told['iterations']} iterations, simulated", header, rows)
+    print(
+        f"speed-up {told['speedup']:.3f}; of a perfectly balanced plan {told['bound']:.3f}. Kernel times of "
+        f"{told['kernel_table']}; rates and network are assumed: see --help or --json -"
+    )
+
+
+def _shape(args: argparse.Namespace) -> ModelShape:
+    flags = {
+        "layers": args.num_layers,
+        "hidden": args.hidden_size,
+        "heads": args.num_attention_heads,
+        "kv_heads": args.num_query_groups,
+        "ffn": args.ffn_hidden_size,
+        "vocab": args.vocab_size,
+    }
+    given = {name: value for name, value in flags.items() if value is not None}
+    return replace(SHAPES[args.model], **given)
+
+
+def _write_trace(path: Path, shards: Shards, model: LayerModel) -> None:
+    with whole_file(path, "--trace") as scratch:
+        scratch.write_text(json.dumps(chrome_trace(group_events(shards, model))) + "\n", encoding="utf-8")
