@@ -66,7 +66,7 @@ def add_reproduce(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="use lengths as they are at each window, split above it (default: stretched in proportion)",
     )
-    add("--iterations", type=int, default=100, help="simulated of each job (default: 100)")
+    add("--iterations", type=int, default=300, help="simulated of each job (default: 300)")
     add("--seed", type=int, default=1234, help="of the documents' order (default: 1234)")
     add("--no-large-job", action="store_true", help="leave out the job of 8,192 GPUs")
     add(
