@@ -97,18 +97,16 @@ _real_all_to_all = kv_exchange._all_to_all
 kv_exchange._all_to_all = _thread_all_to_all
 
 
-def on_all_ranks(plan: ShardPlan, x: Tensors, split_from=0, kernels=None, keep_keys=True, scale=SCALE):
+def on_all_ranks(plan: ShardPlan, x: Tensors, keep_keys=True, scale=SCALE):
     """Output, dq, dk, dv in packed order, from every rank's own share of x; and the exchanged rows."""
     group = ThreadGroup(plan.cp_size)
 
     def one(rank):
         index = torch.from_numpy(plan.packed_index(rank))
-        layout = device_layout(attention_layout(plan, rank, split_from), "cpu")
+        layout = device_layout(attention_layout(plan, rank), "cpu")
         q, k, v = (t[index].requires_grad_() for t in (x.q, x.k, x.v))
         try:
-            out = sharded_attention(
-                q, k, v, layout, Member(group, rank), kernels or TorchKernels(), scale, keep_keys
-            )
+            out = sharded_attention(q, k, v, layout, Member(group, rank), TorchKernels(), scale, keep_keys)
             return index, out.detach(), *torch.autograd.grad(out, (q, k, v), x.dout[index])
         except BaseException:
             group.barrier.abort()

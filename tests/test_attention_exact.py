@@ -20,12 +20,11 @@ from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
 
 EXACT = 1e-10
-SHAPES = {"split": 0, "whole": 10**9, "mixed": 6}
 
 
-def assert_exact(plan, split_from=0, keep_keys=True, **shape):
+def assert_exact(plan, keep_keys=True, **shape):
     x = random_tensors(plan.tokens, seed=plan.tokens, **shape)
-    *got, _ = on_all_ranks(plan, x, split_from, keep_keys=keep_keys)
+    *got, _ = on_all_ranks(plan, x, keep_keys)
     assert largest_error(got, one_document_at_a_time(plan.lengths, x)) < EXACT
 
 
@@ -35,18 +34,16 @@ def assert_exact(plan, split_from=0, keep_keys=True, **shape):
 @given(data=st.data())
 def test_every_sharding_equals_attention_one_document_at_a_time(kind, cp, data):
     lengths = data.draw(mixes(cp))
-    split_from = data.draw(st.sampled_from(sorted(SHAPES.values())))
-    assert_exact(shard(lengths, cp, kind), split_from, keep_keys=data.draw(st.booleans()))
+    assert_exact(shard(lengths, cp, kind), keep_keys=data.draw(st.booleans()))
 
 
 @settings(max_examples=80, deadline=None)
-@given(plan=any_plans(), split_from=st.sampled_from(sorted(SHAPES.values())), keep_keys=st.booleans())
-def test_any_plan_at_all_is_exact(plan, split_from, keep_keys):
-    assert_exact(plan, split_from, keep_keys)
+@given(plan=any_plans(), keep_keys=st.booleans())
+def test_any_plan_at_all_is_exact(plan, keep_keys):
+    assert_exact(plan, keep_keys)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_three_segments_of_a_document_on_one_rank_are_exact(shape):
+def test_three_segments_of_a_document_on_one_rank_are_exact():
     # Rank 0 holds [0, 3) [6, 9) [12, 20) of one document, out of order, and rank 1 the rest.
     plan = ShardPlan(
         np.array([20, 5]),
@@ -55,7 +52,7 @@ def test_three_segments_of_a_document_on_one_rank_are_exact(shape):
             np.array([[0, 3, 6], [1, 2, 5], [0, 9, 12]]),
         ),
     )
-    assert_exact(plan, SHAPES[shape])
+    assert_exact(plan)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
@@ -89,16 +86,15 @@ def test_strided_inputs_give_what_contiguous_ones_give():
 
 
 @pytest.mark.parametrize("kind", SHARDINGS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_changing_one_token_leaves_other_documents_bitwise_alone(kind, shape):
+def test_changing_one_token_leaves_other_documents_bitwise_alone(kind):
     lengths = padded([9, 30, 1, 17, 6], 4)
     plan = shard(lengths, 4, kind)
     x = random_tensors(plan.tokens)
-    before = on_all_ranks(plan, x, SHAPES[shape])
+    before = on_all_ranks(plan, x)
     token = 9 + 4  # the fifth of the second document
     for tensor in (x.q, x.k, x.v):
         tensor[token] += 1.0
-    after = on_all_ranks(plan, x, SHAPES[shape])
+    after = on_all_ranks(plan, x)
     others = np.r_[0:9, 39 : plan.tokens]
     for a, b in zip(before[:4], after[:4], strict=True):
         assert torch.equal(a[others], b[others])

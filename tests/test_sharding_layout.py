@@ -9,50 +9,53 @@ from hypothesis import strategies as st
 from sharding_oracle import cp_and_lengths
 
 from wlb_megatron.config import SHARDINGS
-from wlb_megatron.sharding.attention_calls import CAUSAL, FULL, attention_layout
-from wlb_megatron.sharding.layout import calls_of
+from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan, merge_touching, validate
 from wlb_megatron.sharding.select import shard
 
 
-def exchanged(plan, rank, split_from):
+def exchanged(plan, rank):
     """The rank's key buffer, when every rank sends its tokens' packed indices instead of keys."""
     arrives = []
     for sender in range(plan.cp_size):
-        exchange = attention_layout(plan, sender, split_from).exchange
+        exchange = attention_layout(plan, sender).exchange
         before = sum(exchange.send_counts[:rank])
         rows = exchange.send_rows[before : before + exchange.send_counts[rank]]
         arrives.append(plan.packed_index(sender)[rows])
-    mine = attention_layout(plan, rank, split_from).exchange
+    mine = attention_layout(plan, rank).exchange
     assert tuple(map(len, arrives)) == mine.recv_counts
     return np.concatenate(arrives)[mine.place]
 
 
-def keys_of(plan, rank, split_from):
-    """For each local row, how many keys of its piece it sees, and whether each is seen once: from calls alone."""
-    layout = attention_layout(plan, rank, split_from)
-    own, buffer = plan.packed_index(rank), exchanged(plan, rank, split_from)
-    seen = [[] for _ in range(layout.tokens)]  # (first, last) runs of packed keys
-    for call in layout.calls:
-        keys = buffer if call.gathered else own
-        begins = call.kv_starts[:-1].tolist()
-        assert len(set(begins)) == len(begins), "two segments of a call share keys"
-        sizes = zip(np.diff(call.cu_seqlens_q).tolist(), np.diff(call.cu_seqlens_kv).tolist(), strict=True)
-        for one, (queries, width) in enumerate(sizes):
-            window = keys[begins[one] : begins[one] + width]
-            assert len(window) == width and (np.diff(window) == 1).all(), "keys are not in document order"
-            first_row = call.rows[0] + int(call.q_starts[one])
-            for nth in range(queries):
-                last = width - 1 if call.mask == FULL else width - queries + nth
-                assert call.mask != CAUSAL or width == queries
-                seen[first_row + nth].append((int(window[0]), int(window[last])))
+def sequences(call):
+    """(queries, keys) of each sequence, as ranges of rows."""
+    bounds = zip(pairwise(call.cu_seqlens_q.tolist()), pairwise(call.cu_seqlens_kv.tolist()), strict=True)
+    return [(range(*q), slice(*k)) for q, k in bounds]
+
+
+def keys_of(plan, rank):
+    """For each local row, the (first, last) runs of packed keys it sees, from the two calls alone."""
+    layout = attention_layout(plan, rank)
+    own, buffer = plan.packed_index(rank), exchanged(plan, rank)
+    seen = [[] for _ in range(layout.tokens)]
+    for queries, keys in sequences(layout.diagonals):
+        window = own[keys]
+        assert len(window) == len(queries) and (np.diff(window) == 1).all()
+        for nth, row in enumerate(queries):
+            seen[row].append((int(window[0]), int(window[nth])))
+    for queries, keys in sequences(layout.rectangles) if layout.rectangles else []:
+        window = buffer[keys]
+        assert len(window) and (np.diff(window) == 1).all(), "keys are not in document order"
+        for query in queries:
+            seen[layout.query_rows[query]].append((int(window[0]), int(window[-1])))
+    assert len(set(buffer.tolist())) == len(buffer), "two rectangles share keys"
     return layout, seen
 
 
-def check(plan, split_from):
+def check(plan):
     piece_of = np.repeat(np.arange(len(plan.lengths)), plan.lengths)
     for rank in range(plan.cp_size):
-        layout, seen = keys_of(plan, rank, split_from)
+        layout, seen = keys_of(plan, rank)
         for row, packed in enumerate(plan.packed_index(rank).tolist()):
             start = int(plan.piece_starts[piece_of[packed]])
             assert layout.positions[row] == packed - start
@@ -63,13 +66,12 @@ def check(plan, split_from):
             )
 
 
-@pytest.mark.parametrize("split_from", [0, 4, 10**9])
 @pytest.mark.parametrize("kind", SHARDINGS)
 @settings(deadline=None, max_examples=15)
 @given(mix=cp_and_lengths(sizes=(1, 2, 3, 4, 8)))
-def test_following_a_layout_gives_every_token_its_keys_once(kind, split_from, mix):
+def test_following_a_layout_gives_every_token_its_keys_once(kind, mix):
     cp, lengths = mix
-    check(shard(lengths, cp, kind), split_from)
+    check(shard(lengths, cp, kind))
 
 
 @st.composite
@@ -89,17 +91,23 @@ def any_plan(draw):
 
 
 @settings(deadline=None, max_examples=100)
-@given(plan=any_plan(), split_from=st.sampled_from([0, 3, 10**9]))
-def test_any_plan_at_all_has_an_exact_layout(plan, split_from):
+@given(plan=any_plan())
+def test_any_plan_at_all_has_an_exact_layout(plan):
     validate(plan)
-    check(plan, split_from)
+    check(plan)
 
 
-def test_calls_are_cut_where_a_piece_comes_again_unless_that_takes_more_calls():
-    assert calls_of(np.array([0, 1, 0, 2])).tolist() == [0, 0, 1, 1]
-    assert calls_of(np.array([0, 1, 1, 2, 2])).tolist() == [0, 0, 1, 0, 1]
-    assert calls_of(np.array([3, 3, 3])).tolist() == [0, 1, 2]
-    assert calls_of(np.array([], dtype=np.int64)).tolist() == []
+def test_every_run_of_earlier_keys_is_one_rectangle_of_all_queries_that_see_it():
+    # Rank 1 holds [1, 2) and [4, 6) of a piece of 8: key 0 is seen by three rows, keys 1..3 by the last two.
+    plan = ShardPlan(
+        np.array([8]), (np.array([[0, 0, 1], [0, 2, 4], [0, 6, 8]]), np.array([[0, 1, 2], [0, 4, 6]]))
+    )
+    layout = attention_layout(plan, 1)
+    assert layout.query_rows.tolist() == [0, 1, 2, 1, 2]
+    assert layout.rectangles.cu_seqlens_q.tolist() == [0, 3, 5]
+    assert layout.rectangles.cu_seqlens_kv.tolist() == [0, 1, 4]
+    assert (layout.rectangles.max_q, layout.rectangles.max_kv) == (3, 3)
+    assert attention_layout(shard([8], 1, "per-document"), 0).rectangles is None
 
 
 def test_more_tokens_than_int32_offsets_reach_are_refused():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sharding_oracle import cp_and_lengths
 
 from wlb_megatron.config import SHARDINGS
-from wlb_megatron.sharding.attention_calls import CAUSAL, attention_layout
+from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.predict import predict, predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
@@ -51,13 +51,16 @@ def test_the_built_in_table_is_near_what_was_measured(shape, queries, keys, ms):
 def by_the_calls(plan, rank, table):
     """The rank's time, from the executor's own layout, call by call, all tiles as busy as in a full device."""
     layout = attention_layout(plan, rank)
-    diagonal = rectangles = 0.0
-    for call in layout.calls:
-        q, k = np.diff(call.cu_seqlens_q).astype(np.int64), np.diff(call.cu_seqlens_kv).astype(np.int64)
-        if call.mask == CAUSAL:
-            diagonal = table.call + table.diagonal_ns(q).sum()
-        else:
-            rectangles += table.call + table.rectangle_ns(q, k).sum()
+
+    def shapes(call):
+        return (np.diff(bounds).astype(np.int64) for bounds in (call.cu_seqlens_q, call.cu_seqlens_kv))
+
+    queries, keys = shapes(layout.diagonals)
+    assert np.array_equal(queries, keys)
+    diagonal = table.call + table.diagonal_ns(queries).sum()
+    rectangles = 0.0
+    if layout.rectangles:
+        rectangles = table.call + table.rectangle_ns(*shapes(layout.rectangles)).sum()
     remote = sum(layout.exchange.recv_counts) - layout.exchange.recv_counts[rank]
     exchange = table.exchange + table.exchange_row * remote if remote else 0.0
     return diagonal + rectangles + max(0.0, exchange - diagonal)
@@ -76,7 +79,7 @@ def by_the_calls(plan, rank, table):
 def test_a_prediction_is_the_sum_over_the_calls_that_will_be_made(kind, mix_of):
     cp, lengths = mix_of
     plan = shard(lengths, cp, kind)
-    # Without the wait for a call's longest tile: which of two calls a piece's only segment joins may differ.
+    # Without the wait for a call's longest tile.
     table = replace(h100(), tile_key=0.0)
     told = predict(plan, table)
     for rank in range(cp):

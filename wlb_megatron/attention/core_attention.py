@@ -41,12 +41,12 @@ class WlbPackedSeqParams(PackedSeqParams):
 
 
 def packed_seq_params(
-    plan: ShardPlan, cp_rank: int, device: torch.device | str | None = None, split_from: int = 0
+    plan: ShardPlan, cp_rank: int, device: torch.device | str | None = None
 ) -> WlbPackedSeqParams:
     """The parameters of one micro-batch for context-parallel rank `cp_rank`, to give to the model.
 
     device: default the current CUDA device, where there is one. The copies to it are asynchronous; all layers
-    share them. split_from: see sharding.attention_calls.
+    share them.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,7 +55,7 @@ def packed_seq_params(
         qkv_format="sbhd",
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        layout=device_layout(attention_layout(plan, cp_rank, split_from), device),
+        layout=device_layout(attention_layout(plan, cp_rank), device),
         longest=longest,
     )
 

@@ -2,48 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wlb_megatron.sharding.attention_calls import AttentionLayout
+from wlb_megatron.sharding.attention_calls import AttentionCall, AttentionLayout
 
 
 @dataclass(frozen=True)
 class DeviceCall:
-    """sharding.attention_calls.AttentionCall with int32 tensors. segments: (q_start, q_end, kv_start, kv_end)."""
+    """sharding.attention_calls.AttentionCall with int32 tensors.
 
-    mask: str
-    gathered: bool
-    rows: tuple[int, int]
-    q_starts: Tensor
+    sizes: (queries, keys) of each sequence, on the host, for backends that go one by one.
+    """
+
+    causal: bool
     cu_seqlens_q: Tensor
-    kv_starts: Tensor
     cu_seqlens_kv: Tensor
     max_q: int
     max_kv: int
-    skipped: Tensor | None
-    fresh: bool
-    segments: tuple[tuple[int, int, int, int], ...]
+    sizes: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Which rows of a source belong to which row of a target.
+
+    owner: int64[n], target row of each source row. The same grouped: target row targets[i] owns source rows
+    members[bounds[i] : bounds[i + 1]], in order; targets own at least one.
+    """
+
+    owner: Tensor
+    targets: Tensor
+    bounds: Tensor
+    members: Tensor
 
 
 @dataclass(frozen=True)
 class DeviceExchange:
     """sharding.exchange.ExchangePlan with int64 tensors, and its inverse for the way back.
 
-    unplace: arriving row j is buffer row unplace[j]. sum_rows, sum_bounds: local row i's gradient is the sum
-    of the returned rows sum_rows[sum_bounds[i] : sum_bounds[i + 1]].
+    unplace: arriving row j is buffer row unplace[j]. returns: of local rows, the rows that come back.
     """
 
     send_rows: Tensor
     place: Tensor
     unplace: Tensor
-    sum_rows: Tensor
-    sum_bounds: Tensor
+    returns: Bags
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
     remote: bool
@@ -51,77 +60,73 @@ class DeviceExchange:
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """tokens: t. positions: int64[t], position of each local token inside its document."""
+    """sharding.attention_calls.AttentionLayout on a device.
+
+    positions: int64[t]. queries: of local rows, the query rows of the rectangles. exchange: None where no rank
+    needs earlier keys.
+    """
 
     tokens: int
-    calls: tuple[DeviceCall, ...]
-    exchange: DeviceExchange | None
     positions: Tensor
+    diagonals: DeviceCall
+    rectangles: DeviceCall | None
+    queries: Bags | None
+    exchange: DeviceExchange | None
 
 
 def device_layout(layout: AttentionLayout, device: torch.device | str) -> DeviceLayout:
     """Copy a layout to `device`: two asynchronous copies from pinned memory on a GPU, none on a CPU."""
     target = torch.device(device)
-    exchange = layout.exchange
-    need = any(call.gathered for call in layout.calls) or exchange.remote
-    long: list[np.ndarray] = [layout.positions]
-    if need:
+    exchange, rectangles = layout.exchange, layout.rectangles
+    long = [layout.positions]
+    if rectangles:
+        long += _bags(layout.query_rows, layout.tokens)
+    needed = rectangles is not None or exchange.remote
+    if needed:
         unplace = np.empty_like(exchange.place)
         unplace[exchange.place] = np.arange(len(unplace))
-        counts = np.bincount(exchange.send_rows, minlength=layout.tokens)
-        bounds = np.concatenate(([0], np.cumsum(counts)))
-        order = np.argsort(exchange.send_rows, kind="stable")
-        long += [exchange.send_rows, exchange.place, unplace, order, bounds]
-    positions, *indices = _ship(long, torch.int64, target)
-    device_exchange = None
-    if need:
-        send_rows, place, back, sum_rows, sum_bounds = indices
-        device_exchange = DeviceExchange(
-            send_rows,
-            place,
-            back,
-            sum_rows,
-            sum_bounds,
-            exchange.send_counts,
-            exchange.recv_counts,
-            exchange.remote,
+        long += [exchange.place, unplace, *_bags(exchange.send_rows, layout.tokens)]
+    short = [layout.diagonals.cu_seqlens_q]
+    if rectangles:
+        short += [rectangles.cu_seqlens_q, rectangles.cu_seqlens_kv]
+    index, bounds = _ship(long, torch.int64, target), _ship(short, torch.int32, target)
+
+    positions = next(index)
+    diagonal_bounds = next(bounds)
+    queries = Bags(next(index), next(index), next(index), next(index)) if rectangles else None
+    moves = None
+    if needed:
+        place, back = next(index), next(index)
+        returns = Bags(next(index), next(index), next(index), next(index))
+        moves = DeviceExchange(
+            returns.owner, place, back, returns, exchange.send_counts, exchange.recv_counts, exchange.remote
         )
-    short: list[np.ndarray] = []
-    for call in layout.calls:
-        short += [call.q_starts, call.cu_seqlens_q, call.kv_starts, call.cu_seqlens_kv]
-    shipped = iter(_ship(short, torch.int32, target))
-    masks = iter(_ship([~c.covered for c in layout.calls if c.covered is not None], torch.bool, target))
-    calls = tuple(
-        DeviceCall(
-            call.mask,
-            call.gathered,
-            call.rows,
-            next(shipped),
-            next(shipped),
-            next(shipped),
-            next(shipped),
-            call.max_q,
-            call.max_kv,
-            None if call.covered is None else next(masks),
-            call.fresh,
-            _segments(call),
-        )
-        for call in layout.calls
+    return DeviceLayout(
+        layout.tokens,
+        positions,
+        _call(layout.diagonals, True, diagonal_bounds, diagonal_bounds),
+        _call(rectangles, False, next(bounds), next(bounds)) if rectangles else None,
+        queries,
+        moves,
     )
-    return DeviceLayout(layout.tokens, calls, device_exchange, positions)
 
 
-def _segments(call: Any) -> tuple[tuple[int, int, int, int], ...]:
-    q, k = call.q_starts[:-1], call.kv_starts[:-1]
-    rows = np.stack((q, q + np.diff(call.cu_seqlens_q), k, k + np.diff(call.cu_seqlens_kv)), axis=1)
-    return tuple(map(tuple, rows.tolist()))
+def _call(call: AttentionCall, causal: bool, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> DeviceCall:
+    sizes = zip(np.diff(call.cu_seqlens_q).tolist(), np.diff(call.cu_seqlens_kv).tolist(), strict=True)
+    return DeviceCall(causal, cu_seqlens_q, cu_seqlens_kv, call.max_q, call.max_kv, tuple(sizes))
 
 
-def _ship(arrays: Sequence[np.ndarray], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def _bags(owner: npt.NDArray[np.int64], rows: int) -> list[npt.NDArray[np.int64]]:
+    """Owner, targets, bounds, members of Bags. Owners [3, 0, 3] of 4 rows: targets 0 3, members 1 | 0 2."""
+    counts = np.bincount(owner, minlength=rows)
+    targets = np.flatnonzero(counts)
+    bounds = np.concatenate(([0], np.cumsum(counts[targets])))
+    return [owner, targets, bounds, np.argsort(owner, kind="stable")]
+
+
+def _ship(arrays: Sequence[np.ndarray], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
     """Views of one copy of all arrays on the device."""
-    if not arrays:
-        return []
     flat = torch.from_numpy(np.concatenate(arrays)).to(dtype)
     if device.type != "cpu":
         flat = flat.pin_memory().to(device, non_blocking=True)
-    return list(flat.split([len(array) for array in arrays]))
+    return iter(flat.split([len(array) for array in arrays]))

@@ -11,23 +11,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceExchange
+from wlb_megatron.attention.row_sums import add_rows
 
-Finish = Callable[[], Tensor]
 
-
-def start_gather(exchange: DeviceExchange, kv: Tensor, group: Any) -> Finish:
+def start_gather(exchange: DeviceExchange, kv: Tensor, group: Any) -> Callable[[], Tensor]:
     """Begin fetching the keys this rank needs. kv: [t, 2, heads, dim], the rank's own.
 
-    Returns a function that waits and gives [n, 2, heads, dim], prefixes of pieces in packed order.
+    Returns a function that waits and gives [n, 2, heads, dim], in the order of the plan's key buffer.
     """
-    if not exchange.remote:
-        rows = exchange.send_rows[exchange.place]
-        return lambda: kv.index_select(0, rows)
     sent = kv.index_select(0, exchange.send_rows)
+    if not exchange.remote:
+        return lambda: sent.index_select(0, exchange.place)
     arrived, work = _all_to_all(sent, exchange.send_counts, exchange.recv_counts, group)
 
     def finish() -> Tensor:
@@ -37,29 +34,21 @@ def start_gather(exchange: DeviceExchange, kv: Tensor, group: Any) -> Finish:
     return finish
 
 
-def start_return(exchange: DeviceExchange, grad: Tensor, group: Any) -> Finish:
+def start_return(exchange: DeviceExchange, grad: Tensor, group: Any) -> Callable[[Tensor], None]:
     """Begin returning gradients to the owners of the keys. grad: [n, 2, heads, dim], as start_gather gave them.
 
-    Returns a function that waits and gives [t, 2, heads, dim], summed over ranks (in fp32 at least, in rank
-    order, so the same each time).
+    Returns a function that waits and adds what came back to the gradients of the rank's own keys,
+    [t, 2, heads, dim]: in fp32 at least, in rank order, rounded once.
     """
-    sent = grad.index_select(0, exchange.unplace)
+    back = grad.index_select(0, exchange.unplace)
+    work = None
     if exchange.remote:
-        back, work = _all_to_all(sent, exchange.recv_counts, exchange.send_counts, group)
-    else:
-        back, work = sent, None
+        back, work = _all_to_all(back, exchange.recv_counts, exchange.send_counts, group)
 
-    def finish() -> Tensor:
+    def finish(own: Tensor) -> None:
         if work is not None:
             work.wait()
-        tokens = len(exchange.sum_bounds) - 1
-        if len(back) == 0:
-            return grad.new_zeros((tokens, *grad.shape[1:]))
-        # A bag is a token, its items the rows that came back for it.
-        summed = F.embedding_bag(
-            exchange.sum_rows, back.flatten(1), exchange.sum_bounds, mode="sum", include_last_offset=True
-        )
-        return summed.view(tokens, *grad.shape[1:])
+        add_rows(own.flatten(1), back.flatten(1), exchange.returns)
 
     return finish
 

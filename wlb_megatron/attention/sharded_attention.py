@@ -1,8 +1,8 @@
 """Attention of one rank's tokens to their documents' keys on all ranks: the one executor of all plans.
 
-One autograd function around all kernel calls of a layer. Forward: keys begin to travel, the diagonals run on
-local keys, then the calls on exchanged keys; results are merged by log-sum-exp. Backward: each call's exact
-share of the gradient from the merged output and log-sum-exp; gradients of exchanged keys travel back while the
+One autograd function around both kernel calls of a layer. Forward: keys begin to travel, the diagonals run on
+local keys, then the rectangles on the exchanged ones, merged by log-sum-exp. Backward: each call's exact share
+of the gradient, from the merged output and log-sum-exp; the gradients of exchanged keys travel back while the
 diagonals run.
 """
 
@@ -15,19 +15,23 @@ from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall, DeviceLayout
 from wlb_megatron.attention.kv_exchange import start_gather, start_return
-from wlb_megatron.attention.merge import merge_into
+from wlb_megatron.attention.row_sums import add_rows, merge_rows
 
 
 class Kernels(Protocol):
-    """What a backend provides. q, out, dout: [rows, heads, dim]; kv: [keys, 2, kv heads, dim]; lse: [rows, heads]."""
+    """What a backend provides: plain variable-length attention, all rows covered.
+
+    q, out, dout: [rows, heads, dim]; kv: [keys, 2, kv heads, dim]; lse: [rows, heads], log of the softmax
+    denominator. All contiguous.
+    """
 
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp. Output rows that the call skips are zero; their log-sum-exp is undefined."""
+        """Output and log-sum-exp."""
 
     def backward(
         self, call: DeviceCall, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """dq and dkv of these keys, given the whole softmax's out and lse. Rows not touched are zero."""
+        """dq and dkv through these keys, given out and lse of the softmax over all keys."""
 
 
 def sharded_attention(
@@ -73,84 +77,43 @@ class _ShardedAttention(torch.autograd.Function):
         q = q.contiguous()
         kv = torch.stack((k, v), dim=1)  # one copy, whatever the strides: rows then travel as they are
         finish = start_gather(layout.exchange, kv, group) if layout.exchange else None
-        gathered = None
-        out = lse = None
-        for call in layout.calls:
-            keys = kv
-            if call.gathered:
-                if gathered is None:
-                    assert finish is not None
-                    gathered = finish()
-                keys = gathered
-            rows = slice(*call.rows)
-            part, part_lse = kernels.forward(call, q[rows], keys, scale)
-            if call.skipped is not None:
-                part_lse.masked_fill_(call.skipped.unsqueeze(-1), float("-inf"))
-            if out is None or lse is None:
-                if call.rows == (0, layout.tokens):
-                    out, lse = part, part_lse
-                    continue
-                out = torch.zeros_like(q)
-                lse = part_lse.new_full(q.shape[:2], float("-inf"))
-            if call.fresh:
-                out[rows], lse[rows] = part, part_lse
-            else:
-                merge_into(out[rows], lse[rows], part, part_lse)
-        if finish is not None and gathered is None:
-            gathered = finish()  # this rank needs no keys, others need its own
-        if out is None or lse is None:
-            out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:2])
-        ctx.save_for_backward(q, kv, gathered if keep_keys else None, out, lse)
+        out, lse = kernels.forward(layout.diagonals, q, kv, scale)
+        earlier = finish() if finish else None
+        if layout.rectangles and layout.queries:
+            assert earlier is not None
+            part = kernels.forward(layout.rectangles, q.index_select(0, layout.queries.owner), earlier, scale)
+            merge_rows(out, lse, *part, layout.queries)
+        ctx.save_for_backward(q, kv, earlier if keep_keys else None, out, lse)
         ctx.layout, ctx.group, ctx.kernels, ctx.scale = layout, group, kernels, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, gathered, out, lse = ctx.saved_tensors
-        layout, group = ctx.layout, ctx.group
+        q, kv, earlier, out, lse = ctx.saved_tensors
+        layout, group, kernels, scale = ctx.layout, ctx.group, ctx.kernels, ctx.scale
         dout = dout.contiguous()
-        local = [call for call in layout.calls if not call.gathered]
-        remote = [call for call in layout.calls if call.gathered]
-        finish = None
-        # Keys at hand: rectangles first, so that their gradients travel under the diagonals. Otherwise the
-        # keys travel again under the diagonals.
-        order = remote + local
-        if layout.exchange and gathered is None:
+
+        def diagonals() -> tuple[Tensor, Tensor]:
+            return kernels.backward(layout.diagonals, q, kv, out, lse, dout, scale)
+
+        if layout.exchange is None:
+            dq, dkv = diagonals()
+            return dq, dkv[:, 0], dkv[:, 1], None, None, None, None, None
+        own = None
+        if earlier is None:  # keys travel again under the diagonals, then their gradients in the open
             finish = start_gather(layout.exchange, kv, group)
-            order = local + remote
-            if not remote:
-                finish()
-        dq: Tensor | None = None
-        dkv: Tensor | None = None
-        dgathered: Tensor | None = None
-        back = None
-        for index, call in enumerate(order):
-            if call.gathered and gathered is None:
-                assert finish is not None
-                gathered = finish()
-            rows = slice(*call.rows)
-            keys = gathered if call.gathered else kv
-            part, dkeys = ctx.kernels.backward(
-                call, q[rows], keys, out[rows], lse[rows], dout[rows], ctx.scale
+            own = diagonals()
+            earlier = finish()
+        dq_part, dearlier = None, earlier
+        if layout.rectangles:
+            rows = layout.queries.owner
+            picked = (x.index_select(0, rows) for x in (out, lse, dout))
+            dq_part, dearlier = kernels.backward(
+                layout.rectangles, q.index_select(0, rows), earlier, *picked, scale
             )
-            if dq is None:
-                dq = part if call.rows == (0, layout.tokens) else torch.zeros_like(q)
-                if dq is not part:
-                    dq[rows] = part
-            else:
-                dq[rows] += part
-            if call.gathered:
-                dgathered = dkeys if dgathered is None else dgathered.add_(dkeys)
-            else:
-                dkv = dkeys if dkv is None else dkv.add_(dkeys)
-            if remote and index + 1 == (len(remote) if order[0].gathered else len(order)):
-                assert dgathered is not None
-                back = start_return(layout.exchange, dgathered, group)
-        if layout.exchange and back is None:
-            back = start_return(layout.exchange, kv.new_empty((0, *kv.shape[1:])), group)
-        if back is not None:
-            returned = back()
-            dkv = returned if dkv is None else dkv.add_(returned)
-        if dq is None or dkv is None:
-            dq, dkv = torch.zeros_like(q), torch.zeros_like(kv)
+        give_back = start_return(layout.exchange, dearlier, group)
+        dq, dkv = own or diagonals()
+        if dq_part is not None:
+            add_rows(dq.flatten(1), dq_part.flatten(1), layout.queries)
+        give_back(dkv)
         return dq, dkv[:, 0], dkv[:, 1], None, None, None, None, None

@@ -1,8 +1,7 @@
 """Transformer Engine's fused attention kernels (cuDNN), called below its modules.
 
 Its DotProductAttention chooses a backend and makes an autograd node in each call, 1.5 ms of host time forward
-and backward; the entry points it calls in the end take a tenth. Documents are addressed by offset
-(cu_seqlens_*_padded), so no keys are copied. Seen with Transformer Engine 2.20, cuDNN 9.19, H100.
+and backward; the entry points it calls in the end take a tenth. Seen with Transformer Engine 2.20, cuDNN 9.19, H100.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from transformer_engine.pytorch.cpp_extensions.fused_attn import (
 )
 
 from wlb_megatron.attention.device_layout import DeviceCall
-from wlb_megatron.sharding.attention_calls import BOTTOM_RIGHT, CAUSAL, FULL
 
-_MASKS = {CAUSAL: "padding_causal", FULL: "padding", BOTTOM_RIGHT: "padding_causal_bottom_right"}
-_WINDOWS = {CAUSAL: (-1, 0), FULL: (-1, -1), BOTTOM_RIGHT: (-1, 0)}
+# By DeviceCall.causal. ("padding" says that sequences have lengths of their own, not that there is any.)
+_MASKS = {True: "padding_causal", False: "padding"}
+_WINDOWS = {True: (-1, 0), False: (-1, -1)}
 _BACKEND = FusedAttnBackend["F16_arbitrary_seqlen"]
 # Keys and values of a token lie side by side: [t, 2, kv heads, dim].
 _LAYOUT = "thd_t2hd"
@@ -44,13 +43,13 @@ class TransformerEngineKernels:
             kv[:, 1],
             q.dtype,
             _BACKEND,
-            cu_seqlens_q_padded=call.q_starts,
-            cu_seqlens_kv_padded=call.kv_starts,
+            cu_seqlens_q_padded=call.cu_seqlens_q,
+            cu_seqlens_kv_padded=call.cu_seqlens_kv,
             attn_scale=scale,
             qkv_layout=_LAYOUT,
             o_format="thd",
-            attn_mask_type=_MASKS[call.mask],
-            window_size=_WINDOWS[call.mask],
+            attn_mask_type=_MASKS[call.causal],
+            window_size=_WINDOWS[call.causal],
         )
         return out, stats.squeeze(-1)  # [t, heads, 1], natural logarithm
 
@@ -70,15 +69,15 @@ class TransformerEngineKernels:
             q.dtype,
             [lse.unsqueeze(-1), self._rng_state(q.device)],
             _BACKEND,
-            cu_seqlens_q_padded=call.q_starts,
-            cu_seqlens_kv_padded=call.kv_starts,
+            cu_seqlens_q_padded=call.cu_seqlens_q,
+            cu_seqlens_kv_padded=call.cu_seqlens_kv,
             attn_scale=scale,
             qkv_layout=_LAYOUT,
             o_format="thd",
             do_format="thd",
             dqkv_layout=_LAYOUT,
-            attn_mask_type=_MASKS[call.mask],
-            window_size=_WINDOWS[call.mask],
+            attn_mask_type=_MASKS[call.causal],
+            window_size=_WINDOWS[call.causal],
             deterministic=self.deterministic,
         )
         # dk and dv are the two halves of one [t, 2, kv heads, dim] buffer, by the layout asked for.

@@ -1,56 +1,63 @@
-"""Plain torch kernels, segment by segment, for any dtype and device: the CPU backend."""
+"""Plain torch kernels, sequence by sequence, for any dtype and device: the CPU backend."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall
-from wlb_megatron.sharding.attention_calls import FULL
 
 
 class TorchKernels:
-    """sharded_attention.Kernels with explicit softmax. Makes the scores of one segment at a time."""
+    """sharded_attention.Kernels with explicit softmax. Makes the scores of one sequence at a time."""
 
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        out = torch.zeros_like(q)
-        lse = q.new_zeros(q.shape[:2], dtype=_wide(q))
-        for q0, q1, k0, k1 in call.segments:
-            scores = _scores(call, q[q0:q1], kv[k0:k1, 0], scale)
-            lse[q0:q1] = torch.logsumexp(scores, -1).flatten(0, 1).T
-            values = kv[k0:k1, 1].to(scores.dtype)
-            out[q0:q1] = _flat(torch.einsum("ghqk,kgd->qghd", torch.softmax(scores, -1), values)).to(q.dtype)
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:2], dtype=_wide(q))
+        for rows, keys in _sequences(call):
+            scores = _scores(call, q[rows], kv[keys, 0], scale)
+            lse[rows] = torch.logsumexp(scores, -1).flatten(0, 1).T
+            values = kv[keys, 1].to(scores.dtype)
+            out[rows] = _flat(torch.einsum("ghqk,kgd->qghd", torch.softmax(scores, -1), values)).to(q.dtype)
         return out, lse
 
     def backward(
         self, call: DeviceCall, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        dq, dkv = torch.zeros_like(q), torch.zeros_like(kv)
+        dq, dkv = torch.empty_like(q), torch.empty_like(kv)
         groups = kv.shape[2]
         # D of FlashAttention-2 (arXiv 2307.08691, algorithm 2): what softmax's gradient subtracts from dP.
         delta = (out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1)
-        for q0, q1, k0, k1 in call.segments:
-            scores = _scores(call, q[q0:q1], kv[k0:k1, 0], scale)
-            grouped_lse, grouped_delta = (_group(x[q0:q1], groups).permute(1, 2, 0) for x in (lse, delta))
+        for rows, seen in _sequences(call):
+            scores = _scores(call, q[rows], kv[seen, 0], scale)
+            grouped_lse, grouped_delta = (_group(x[rows], groups).permute(1, 2, 0) for x in (lse, delta))
             probs = torch.exp(scores - grouped_lse.unsqueeze(-1))
-            keys, values = (x.to(scores.dtype) for x in kv[k0:k1].unbind(1))
-            queries, grads = (_group(x[q0:q1].to(scores.dtype), groups) for x in (q, dout))
+            keys, values = (x.to(scores.dtype) for x in kv[seen].unbind(1))
+            queries, grads = (_group(x[rows].to(scores.dtype), groups) for x in (q, dout))
             dscores = torch.einsum("qghd,kgd->ghqk", grads, values) - grouped_delta.unsqueeze(-1)
             dscores = dscores * probs * scale
-            dq[q0:q1] = _flat(torch.einsum("ghqk,kgd->qghd", dscores, keys)).to(q.dtype)
-            dkv[k0:k1, 0] = torch.einsum("ghqk,qghd->kgd", dscores, queries).to(kv.dtype)
-            dkv[k0:k1, 1] = torch.einsum("ghqk,qghd->kgd", probs, grads).to(kv.dtype)
+            dq[rows] = _flat(torch.einsum("ghqk,kgd->qghd", dscores, keys)).to(q.dtype)
+            dkv[seen, 0] = torch.einsum("ghqk,qghd->kgd", dscores, queries).to(kv.dtype)
+            dkv[seen, 1] = torch.einsum("ghqk,qghd->kgd", probs, grads).to(kv.dtype)
         return dq, dkv
+
+
+def _sequences(call: DeviceCall) -> Iterator[tuple[slice, slice]]:
+    row = key = 0
+    for queries, keys in call.sizes:
+        yield slice(row, row + queries), slice(key, key + keys)
+        row, key = row + queries, key + keys
 
 
 def _scores(call: DeviceCall, q: Tensor, k: Tensor, scale: float) -> Tensor:
     """[kv heads, heads per kv head, queries, keys], masked."""
     wide = _wide(q)
     scores = torch.einsum("qghd,kgd->ghqk", _group(q, k.shape[1]).to(wide), k.to(wide)) * scale
-    if call.mask == FULL:
+    if not call.causal:
         return scores
-    queries, keys = scores.shape[-2:]
-    hidden = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(keys - queries + 1)
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     return scores.masked_fill_(hidden, float("-inf"))
 
 

@@ -1,9 +1,14 @@
-"""The kernel calls that serve a rank's segments, and the keys each call reads.
+"""The two kernel calls that serve a rank's segments, whatever the plan.
 
-A segment of tokens [start, end) sees its piece's keys [0, end): its own diagonal, and the rectangle of earlier
-keys [0, start). All diagonals of a rank are one call on local keys, which runs while the others travel; the
-rectangles read the exchanged keys, and their results are merged by log-sum-exp. A short segment may instead be
-one bottom-right causal call over all its keys, which saves a launch and the merge.
+A segment of tokens [start, end) sees its piece's keys [0, end): its own diagonal, and all earlier keys.
+
+* diagonals: one causal call over all segments of the rank, on its own keys. It runs while other keys travel.
+* rectangles: one call without mask over the exchanged keys. A piece's segments begin at s1 < s2 < ..; keys
+  [0, s1) are seen by all of them, [s1, s2) by all but the first, and so on. One rectangle for each of these
+  runs of keys, with its queries copied side by side: no key is in two rectangles, so dK and dV are exact, and
+  every row of every buffer is written once.
+
+The parts of a query's attention are merged by log-sum-exp. Both calls are plain variable-length attention.
 """
 
 from __future__ import annotations
@@ -11,125 +16,97 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from wlb_megatron.sharding.exchange import ExchangePlan, exchange_plan
-from wlb_megatron.sharding.layout import Int32Array, calls_of
-from wlb_megatron.sharding.segments import IntArray, ShardPlan
+from wlb_megatron.sharding.segments import IntArray, ShardPlan, _ranges
 
-CAUSAL, FULL, BOTTOM_RIGHT = "causal", "full", "bottom-right"
+Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One kernel call over b segments of b different pieces: no two read the same keys, so dK, dV are exact.
+    """One variable-length call over b sequences, queries and keys of each side by side.
 
-    mask: CAUSAL (keys are the queries' own tokens), FULL (all keys are earlier), BOTTOM_RIGHT (the queries are
-        the last of the keys).
-    gathered: keys lie in the exchanged buffer, else among the rank's own rows.
-    rows: local query rows (start, stop) that the call is given; it may skip some of them.
-    q_starts, kv_starts: int32[b + 1], first row of each segment's queries in rows and of its keys; the last
-        entry is the number of rows there. (Transformer Engine's cu_seqlens_*_padded; not always ascending.)
-    cu_seqlens_q, cu_seqlens_kv: int32[b + 1], running sums of queries and keys.
-    max_q, max_kv: the largest of them, in tokens.
-    covered: bool[stop - start] where the call skips rows, else None.
-    fresh: no earlier call of the layout touches its rows, so its result needs no merge.
+    cu_seqlens_q, cu_seqlens_kv: int32[b + 1]. max_q, max_kv: the longest, in tokens.
     """
 
-    mask: str
-    gathered: bool
-    rows: tuple[int, int]
-    q_starts: Int32Array
     cu_seqlens_q: Int32Array
-    kv_starts: Int32Array
     cu_seqlens_kv: Int32Array
     max_q: int
     max_kv: int
-    covered: np.ndarray | None
-    fresh: bool
 
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """What one rank computes for one micro-batch. Calls on local keys come first.
+    """What one rank computes for one micro-batch.
 
-    tokens: t, the rank's. positions: int64[t] inside their pieces.
+    tokens: t, the rank's. positions: int64[t], inside their pieces.
+    diagonals: causal, on the t local rows. rectangles: no mask, queries are the local rows query_rows (a row
+    comes as often as it sees runs of earlier keys), keys the exchanged ones; None where there are no earlier keys.
     """
 
     tokens: int
-    calls: tuple[AttentionCall, ...]
-    exchange: ExchangePlan
     positions: IntArray
+    diagonals: AttentionCall
+    rectangles: AttentionCall | None
+    query_rows: IntArray
+    exchange: ExchangePlan
 
 
-def attention_layout(plan: ShardPlan, rank: int, split_from: int = 0) -> AttentionLayout:
-    """The layout of `rank`. Segments of at least split_from tokens are split into diagonal and rectangle.
+def attention_layout(plan: ShardPlan, rank: int) -> AttentionLayout:
+    """The layout of `rank`.
 
-    Piece [8], CP=2, rank 0 holds (0, 0, 2) (0, 6, 8): a causal call of two segments on its own 4 keys, and one
-    full call, rows (2, 4) on the 6 exchanged keys. With split_from=3: a causal call on rows (0, 2), and a
-    bottom-right one, rows (2, 4) on all 8 keys.
+    Piece [8], CP=2. Rank 0 holds (0, 0, 2) (0, 6, 8): diagonals of 2 and 2 rows; one rectangle, rows 2 3 on
+    keys [0, 6). Rank 1 holds (0, 2, 6) as one segment: a diagonal of 4, a rectangle of rows 0 1 2 3 on keys
+    [0, 2). With (0, 1, 2) (0, 4, 6) instead: rows 0 1 2 on key [0, 1), then rows 1 2 on keys [1, 4).
+
+    Raises ValueError where the tokens do not fit the kernels' int32 offsets.
     """
     if plan.tokens > np.iinfo(np.int32).max:
         raise ValueError(
             f"a micro-batch of {plan.tokens} tokens exceeds the kernels' int32 offsets: lower max_tokens"
         )
-    exchange = exchange_plan(plan, rank, [_reach(plan, rows, split_from) for rows in plan.ranks])
-    piece, start, end = plan.ranks[rank].T
-    size = end - start
-    local = np.cumsum(size) - size
-    tokens = int(size.sum())
-    split = _is_split(plan.ranks[rank], split_from)
-    whole = (start > 0) & ~split
+    rows = plan.ranks[rank]
+    size = rows[:, 2] - rows[:, 1]
+    first_row = np.cumsum(size) - size
 
-    touched = np.zeros(tokens, dtype=bool)
-    calls = []
-
-    def add(mask: str, gathered: bool, chosen: IntArray) -> None:
-        keys = {CAUSAL: size, FULL: start, BOTTOM_RIGHT: end}[mask][chosen]
-        key_rows = exchange.key_starts[piece[chosen]] if gathered else local[chosen]
-        first = int(local[chosen].min())
-        last = int((local + size)[chosen].max())
-        covered = np.zeros(last - first, dtype=bool)
-        for begin, count in zip(local[chosen] - first, size[chosen], strict=True):
-            covered[begin : begin + count] = True
-        fresh = not touched[first:last].any()
-        touched[first:last] |= covered
-        calls.append(
-            AttentionCall(
-                mask,
-                gathered,
-                (first, last),
-                np.append(local[chosen] - first, last - first).astype(np.int32),
-                _bounds(size[chosen]),
-                np.append(key_rows, exchange.buffer_rows if gathered else tokens).astype(np.int32),
-                _bounds(keys),
-                int(size[chosen].max()),
-                int(keys.max()),
-                None if covered.all() else covered,
-                fresh,
-            )
-        )
-
-    own = np.flatnonzero(~whole)
-    if len(own):
-        add(CAUSAL, False, own)
-    for mask, members in ((FULL, split), (BOTTOM_RIGHT, whole)):
-        chosen = np.flatnonzero(members)
-        call_of = calls_of(piece[chosen])
-        for call in range(int(call_of.max(initial=-1)) + 1):
-            add(mask, True, chosen[call_of == call])
-    return AttentionLayout(tokens, tuple(calls), exchange, plan.positions(rank))
+    # Segments with earlier keys, by piece and in its order; those of one piece are chosen[i:last[i]] from any i on.
+    chosen = np.flatnonzero(rows[:, 1] > 0)
+    chosen = chosen[np.lexsort((rows[chosen, 1], rows[chosen, 0]))]
+    piece, start = rows[chosen, 0], rows[chosen, 1]
+    count = len(chosen)
+    last = np.searchsorted(piece, piece, side="right")
+    opens = np.ones(count, dtype=bool)
+    opens[1:] = piece[1:] != piece[:-1]
+    key_start = np.where(opens, 0, np.concatenate(([0], start[:-1]))[:count])
+    # Rectangle i: queries of segments i .. last of its piece, keys [key_start, start).
+    members = chosen[_ranges(np.arange(count), last)]
+    query_rows = _ranges(first_row[members], first_row[members] + size[members])
+    running = np.concatenate(([0], np.cumsum(size[chosen])))
+    queries = running[last] - running[:-1]
+    buffer = _ranges(plan.piece_starts[piece] + key_start, plan.piece_starts[piece] + start)
+    return AttentionLayout(
+        int(size.sum()),
+        plan.positions(rank),
+        _call(size, size),
+        _call(queries, start - key_start) if count else None,
+        query_rows,
+        exchange_plan(plan, rank, [_reach(plan, r) for r in plan.ranks], buffer),
+    )
 
 
-def _is_split(rows: IntArray, split_from: int) -> np.ndarray:
-    return (rows[:, 1] > 0) & (rows[:, 2] - rows[:, 1] >= split_from)
-
-
-def _reach(plan: ShardPlan, rows: IntArray, split_from: int) -> IntArray:
-    """int64[pieces]: how far into each piece the exchanged keys of these rows go."""
-    needed = np.where(_is_split(rows, split_from) | (rows[:, 1] == 0), rows[:, 1], rows[:, 2])
+def _reach(plan: ShardPlan, rows: IntArray) -> IntArray:
+    """int64[pieces]: where a rank's last segment of each piece begins, which is how many keys it needs of it."""
     reach = np.zeros(len(plan.lengths), dtype=np.int64)
-    np.maximum.at(reach, rows[:, 0], needed)
+    np.maximum.at(reach, rows[:, 0], rows[:, 1])
     return reach
+
+
+def _call(queries: IntArray, keys: IntArray) -> AttentionCall:
+    return AttentionCall(
+        _bounds(queries), _bounds(keys), int(queries.max(initial=0)), int(keys.max(initial=0))
+    )
 
 
 def _bounds(sizes: IntArray) -> Int32Array:

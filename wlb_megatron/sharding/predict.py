@@ -1,7 +1,6 @@
 """Predicted attention time of each rank under a shard plan, as the executor runs it (attention_calls.py).
 
-All diagonals of a rank are one call, on its own keys, while the others' keys travel. Segments with earlier keys
-are rectangles: the c-th of every piece goes into call c.
+All diagonals of a rank are one call, on its own keys, while the others' keys travel; all its rectangles another.
 """
 
 from __future__ import annotations
@@ -45,21 +44,25 @@ def predict_all(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
 def _rectangles(
     rank: IntArray, start: IntArray, size: IntArray, opens: np.ndarray, ranks: int, table: KernelTable
 ) -> np.ndarray:
-    """float64[ranks]: the calls on earlier keys."""
-    chosen = start > 0
-    # Ordinal of a segment among its piece's with earlier keys; a segment at 0 is its piece's first.
-    nth = np.arange(len(rank))
-    nth = nth - np.maximum.accumulate(np.where(opens, nth + ~chosen, 0))
-    rank, start, size, nth = rank[chosen], start[chosen], size[chosen], nth[chosen]
-    calls = int(nth.max(initial=-1)) + 1
-    call = rank * calls + nth
-    busy = _per_rank(call, table.rectangle_ns(size, start), ranks * calls)
+    """float64[ranks]: the call on earlier keys, one rectangle for each run of keys between a piece's segments."""
+    chosen = np.flatnonzero(start > 0)
+    if not len(chosen):
+        return np.zeros(ranks)
+    # A segment at 0 is its piece's first; it has no rectangle, so the next one opens the piece.
+    opens = opens[chosen] | (start[chosen - 1] == 0)
+    rank, start, size = rank[chosen], start[chosen], size[chosen]
+    keys = start - np.where(opens, 0, np.concatenate(([0], start[:-1])))
+    # All segments of the piece from this one on are the queries.
+    heads = np.flatnonzero(opens)
+    tails = np.repeat(np.append(heads[1:], len(rank)), np.diff(np.append(heads, len(rank))))
+    before = np.concatenate(([0], np.cumsum(size)))
+    queries = before[tails] - before[:-1]
+    busy = _per_rank(rank, table.rectangle_ns(queries, keys), ranks)
     # A call's forward, about 1 / 3.5 of it, takes at least its longest tile.
-    longest = np.zeros(ranks * calls)
-    np.maximum.at(longest, call, start)
+    longest = np.zeros(ranks)
+    np.maximum.at(longest, rank, keys)
     waits = np.maximum(table.tile_key * longest - busy / 3.5, 0.0)
-    runs = longest > 0
-    return (busy + waits + np.where(runs, table.call, 0.0)).reshape(ranks, calls).sum(axis=1)
+    return np.where(longest > 0, busy + waits + table.call, 0.0)
 
 
 def _exchange(

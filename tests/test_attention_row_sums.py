@@ -1,0 +1,76 @@
+"""Rows added, and parts of attention merged, by owner; and their one-kernel forms under Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from wlb_megatron.attention.device_layout import Bags, _bags
+from wlb_megatron.attention.row_sums import add_rows, merge_rows
+
+
+def bags(owner, rows):
+    return Bags(*map(torch.from_numpy, _bags(np.array(owner), rows)))
+
+
+def test_bags_group_source_rows_by_owner_in_order():
+    grouped = bags([3, 0, 3], 4)
+    assert grouped.targets.tolist() == [0, 3]
+    assert grouped.bounds.tolist() == [0, 1, 3]
+    assert grouped.members.tolist() == [1, 0, 2]
+
+
+def test_rows_are_added_in_fp32_and_rounded_once():
+    target = torch.tensor([[256.0], [1.0]], dtype=torch.bfloat16)
+    source = torch.ones(4, 1, dtype=torch.bfloat16)
+    add_rows(target, source, bags([0, 0, 0, 1], 2))
+    # One by one in bf16, 256 + 1 stays 256; together it is 259, nearest 260.
+    assert target.flatten().tolist() == [260.0, 2.0]
+
+
+def test_parts_merge_to_attention_over_all_keys():
+    torch.manual_seed(0)
+    scores, values = torch.randn(5, 2, 12, dtype=torch.float64), torch.randn(12, 2, 4, dtype=torch.float64)
+
+    def part(keys, rows=slice(None)):
+        s = scores[rows][..., keys]
+        return torch.einsum("thk,khd->thd", s.softmax(-1), values[keys]), torch.logsumexp(s, -1)
+
+    out, lse = part(slice(0, 6))
+    untouched = out[4].clone()
+    # Rows 0..3 see keys 6..8 too, rows 1 and 3 also keys 9..11.
+    one, two = part(slice(6, 9), [0, 1, 2, 3]), part(slice(9, 12), [3, 1])
+    parts = [torch.cat(pair) for pair in zip(one, two, strict=True)]
+    merge_rows(out, lse, *parts, bags([0, 1, 2, 3, 3, 1], 5))
+    for rows, keys in (([4], 6), ([0, 2], 9), ([1, 3], 12)):
+        expected, expected_lse = part(slice(0, keys), rows)
+        assert torch.allclose(out[rows], expected, atol=1e-14)
+        assert torch.allclose(lse[rows], expected_lse, atol=1e-14)
+    assert torch.equal(out[4], untouched)
+
+
+def test_the_fused_kernels_do_the_same():
+    pytest.importorskip("triton")
+    code = """
+import numpy as np, torch
+from wlb_megatron.attention.device_layout import Bags, _bags
+from wlb_megatron.attention import row_sums, row_sums_triton
+torch.manual_seed(0)
+bags = Bags(*map(torch.from_numpy, _bags(np.random.default_rng(0).integers(0, 30, 50), 37)))
+for heads, dim in ((3, 64), (3, 96), (16, 128), (1, 256)):
+    out, lse = torch.randn(37, heads, dim), 3 * torch.randn(37, heads)
+    parts, parts_lse = torch.randn(50, heads, dim), 3 * torch.randn(50, heads)
+    expected, expected_lse = out.clone(), lse.clone()
+    row_sums.merge_rows(expected, expected_lse, parts, parts_lse, bags)
+    row_sums_triton.merge_rows(out, lse, parts, parts_lse, bags)
+    assert (out - expected).abs().max() < 1e-5 and (lse - expected_lse).abs().max() < 1e-5
+    expected = out.clone()
+    row_sums.add_rows(expected.flatten(1), parts.flatten(1), bags)
+    row_sums_triton.add_rows(out.flatten(1), parts.flatten(1), bags)
+    assert (out - expected).abs().max() < 1e-5
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)

@@ -1,0 +1,42 @@
+"""Adds, or merges as attention, the rows of a source that belong to each row of a target, in place.
+
+On a GPU one kernel each, which reads and writes every row once (row_sums_triton.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wlb_megatron.attention.device_layout import Bags
+
+
+def add_rows(target: Tensor, source: Tensor, bags: Bags) -> None:
+    """target[owner[j]] += source[j] for all j. [rows, width] each; summed in fp32 at least, rounded once."""
+    if target.is_cuda:
+        from wlb_megatron.attention import row_sums_triton
+
+        row_sums_triton.add_rows(target, source, bags)
+        return
+    wide = torch.promote_types(target.dtype, torch.float32)
+    target.copy_(target.to(wide).index_add(0, bags.owner, source.to(wide)))
+
+
+def merge_rows(out: Tensor, lse: Tensor, parts: Tensor, parts_lse: Tensor, bags: Bags) -> None:
+    """Merge each row's parts of attention, over other keys, into it.
+
+    out, parts: [rows, heads, dim]; lse, parts_lse: [rows, heads], fp32 or more, the log of each part's softmax
+    denominator, by which they are weighed. The sum is made in lse's type and rounded once.
+    """
+    if out.is_cuda:
+        from wlb_megatron.attention import row_sums_triton
+
+        row_sums_triton.merge_rows(out, lse, parts, parts_lse, bags)
+        return
+    owner = bags.owner
+    top = lse.scatter_reduce(0, owner[:, None].expand_as(parts_lse), parts_lse, "amax")
+    mine, theirs = torch.exp(lse - top), torch.exp(parts_lse - top[owner])
+    total = mine.index_add(0, owner, theirs)
+    merged = (mine[..., None] * out).index_add(0, owner, theirs[..., None] * parts)
+    out.copy_(merged / total[..., None])
+    lse.copy_(top + torch.log(total))

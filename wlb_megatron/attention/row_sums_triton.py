@@ -1,0 +1,83 @@
+"""row_sums.py on a GPU: one program for each target row that owns anything.
+
+One warp a program: with several, one could store a row's new log-sum-exp before another has loaded the old.
+"""
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from wlb_megatron.attention.device_layout import Bags
+
+
+@triton.jit
+def _add(target, source, targets, bounds, members, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    bag = tl.program_id(0)
+    row = tl.load(targets + bag)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.load(target + row * width + column, inside, 0.0).to(tl.float32)
+    for at in range(tl.load(bounds + bag), tl.load(bounds + bag + 1)):
+        member = tl.load(members + at)
+        total += tl.load(source + member * width + column, inside, 0.0).to(tl.float32)
+    tl.store(target + row * width + column, total.to(target.dtype.element_ty), inside)
+
+
+def add_rows(target: Tensor, source: Tensor, bags: Bags) -> None:
+    """See row_sums.add_rows. Tensors contiguous."""
+    if not len(bags.targets):
+        return
+    width = target.shape[1]
+    block = min(1024, triton.next_power_of_2(width))
+    grid = (len(bags.targets), triton.cdiv(width, block))
+    _add[grid](target, source, bags.targets, bags.bounds, bags.members, width, block, num_warps=1)
+
+
+@triton.jit
+def _merge(  # type: ignore[no-untyped-def]
+    out,
+    lse,
+    parts,
+    parts_lse,
+    targets,
+    bounds,
+    members,
+    heads,
+    DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    bag = tl.program_id(0)
+    row = tl.load(targets + bag)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, PADDED)
+    inside = head < heads
+    cell = head[:, None] * DIM + column[None, :]
+    valid = inside[:, None] & (column < DIM)[None, :]
+    # Online: `total` and `merged` are relative to exp(top), the largest log-sum-exp so far.
+    top = tl.load(lse + row * heads + head, inside, 0.0)
+    total = tl.full([HEADS], 1.0, tl.float32)
+    merged = tl.load(out + row * heads * DIM + cell, valid, 0.0).to(tl.float32)
+    for at in range(tl.load(bounds + bag), tl.load(bounds + bag + 1)):
+        member = tl.load(members + at)
+        other = tl.load(parts_lse + member * heads + head, inside, 0.0)
+        part = tl.load(parts + member * heads * DIM + cell, valid, 0.0).to(tl.float32)
+        higher = tl.maximum(top, other)
+        keep, add = tl.exp(top - higher), tl.exp(other - higher)
+        merged = merged * keep[:, None] + part * add[:, None]
+        total = total * keep + add
+        top = higher
+    tl.store(out + row * heads * DIM + cell, (merged / total[:, None]).to(out.dtype.element_ty), valid)
+    tl.store(lse + row * heads + head, top + tl.log(total), inside)
+
+
+def merge_rows(out: Tensor, lse: Tensor, parts: Tensor, parts_lse: Tensor, bags: Bags) -> None:
+    """See row_sums.merge_rows. Tensors contiguous, lse fp32."""
+    heads, dim = out.shape[1:]
+    padded = triton.next_power_of_2(dim)
+    together = min(triton.next_power_of_2(heads), max(1, 1024 // padded))
+    grid = (len(bags.targets), triton.cdiv(heads, together))
+    indices = (bags.targets, bags.bounds, bags.members)
+    _merge[grid](out, lse, parts, parts_lse, *indices, heads, dim, together, padded, num_warps=1)
