@@ -246,7 +246,7 @@ def megatron_activation_bytes(args: Any, micro_batches: int) -> float:
 @pytest.mark.parametrize(
     ("pipeline", "virtual", "micro_batches"), [(1, 1, 4), (4, 1, 8), (4, 1, 2), (4, 2, 8)]
 )
-def test_kept_activations_of_a_7b_gpt_agree_with_megatrons_formula_within_ten_percent(
+def test_kept_activations_of_a_7b_gpt_agree_with_megatrons_formula_within_three_percent(
     tensor: int, pipeline: int, virtual: int, micro_batches: int
 ) -> None:
     # Where the formulas overlap: plain heads and FFN, sequence parallelism, no context parallelism, no attention
@@ -273,7 +273,7 @@ def test_kept_activations_of_a_7b_gpt_agree_with_megatrons_formula_within_ten_pe
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
     )
     ours = kept_bytes(shape, layout, 0) + (logits_bytes(shape, layout) if pipeline == 1 else 0)
-    assert ours * tokens == pytest.approx(megatron_activation_bytes(args, micro_batches), rel=0.10)
+    assert ours * tokens == pytest.approx(megatron_activation_bytes(args, micro_batches), rel=0.03)
 
 
 # --- bad input ---
