@@ -1,0 +1,175 @@
+"""Layer times, networks and iterations against figures computed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from wlb_megatron.sharding.predict import predict
+from wlb_megatron.sharding.select import shard
+from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.simulator.iteration import group_events, simulate
+from wlb_megatron.simulator.lengths import long_tailed, rescale
+from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape
+
+SMALL = ModelShape(layers=8, hidden=1024, heads=8, kv_heads=2, ffn=2048, vocab=1000)
+FREE = Assumptions(
+    nvlink_rate=1e30,
+    network_rate=1e30,
+    nvlink_latency=0,
+    network_latency=0,
+    memory_rate=1e30,
+    optimizer_bytes=0,
+)
+"""Nothing but matrix products and attention takes time."""
+
+
+def _model(assumptions: Assumptions = FREE, **layout: int) -> LayerModel:
+    return LayerModel(shape=SMALL, layout=Layout(**layout), assumptions=assumptions)
+
+
+def test_parameters_of_a_known_model():
+    llama = ModelShape(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128_256)
+    assert llama.parameters / 1e9 == pytest.approx(70.55, abs=0.01)
+
+
+def test_matrix_products_take_two_flops_a_parameter_and_token_and_twice_that_backward():
+    times = _model(tp=2).linear(1000)
+    parameters = 1024 * 128 * (8 + 2 + 2 + 8) + 3 * 1024 * 2048
+    expected = 2 * parameters * 1000 / 2 / 650e12 * 1e9
+    assert times.forward == pytest.approx(expected)
+    assert times.backward == pytest.approx(2 * expected)
+
+
+def test_tensor_parallelism_adds_four_collectives_each_way_as_far_as_they_show():
+    slow = replace(FREE, nvlink_rate=100e9, nvlink_latency=1e-6, tp_exposed=0.5)
+    plain, exposed = _model(replace(slow, tp_exposed=0.0), tp=4), _model(slow, tp=4)
+    # 1,000 rows of 1,024 channels of 2 bytes, three quarters of which pass each GPU: 15.36 us, and 1 us latency.
+    extra = 0.5 * 4 * (1000 * 2048 * 0.75 / 100e9 * 1e9 + 1000)
+    for one, other in zip(plain.linear(1000), exposed.linear(1000), strict=True):
+        assert other - one == pytest.approx(extra)
+    assert _model(slow, tp=1).linear(1000) == _model(FREE, tp=1).linear(1000)
+
+
+def test_ranks_of_a_node_share_its_way_out():
+    given = Assumptions(nvlink_rate=400e9, network_rate=40e9, node=8)
+    assert given.ring_rate(8, 1) == 400e9  # one node
+    assert given.ring_rate(16, 1) == 320e9  # two nodes, 8 cards each
+    assert given.ring_rate(4, 8) == 40e9  # one rank a node
+    assert given.ring_rate(4, 4) == 80e9  # two ranks a node
+    assert given.pair_rate(4, 4) == 40e9 * 3 / 2  # two of three peers are elsewhere
+    assert given.ring_ns(8e9, 1, 1) == 0
+
+
+def test_heads_are_divided_over_tensor_ranks_and_key_heads_at_least_one():
+    assert _model(tp=2).table.heads == 4 and _model(tp=2).table.kv_heads == 1
+    assert _model(tp=4).table.heads == 2 and _model(tp=4).table.kv_heads == 1
+    assert LayerModel(shape=SMALL, layout=Layout(tp=1)).table.head_dim == 128
+    with pytest.raises(ValueError, match="8 attention heads cannot be divided"):
+        _model(tp=3)
+    with pytest.raises(ValueError, match="8 layers are fewer"):
+        _model(pp=3, chunks=3)
+
+
+def test_keys_travel_slower_between_nodes():
+    near, far = (LayerModel(shape=SMALL, layout=Layout(tp=tp, cp=2)).table for tp in (2, 8))
+    # Per key head, as tp=8 holds no fewer than one.
+    assert near.kv_heads == far.kv_heads == 1
+    assert far.exchange_row - near.exchange_row == pytest.approx(4 * 2 * 128 * (1 / 45 - 1 / 370))
+    assert far.exchange > near.exchange
+
+
+def test_layers_are_spread_as_evenly_as_they_go():
+    shape = replace(SMALL, layers=126)
+    stages = LayerModel(shape=shape, layout=Layout(pp=16))
+    assert [stages.layers_of(p) for p in range(16)] == [8] * 14 + [7] * 2
+    chunked = LayerModel(shape=shape, layout=Layout(pp=4, chunks=3))
+    assert sum(chunked.layers_of(p, c) for p in range(4) for c in range(3)) == 126
+
+
+def test_one_gpu_one_micro_batch_is_the_sum_of_its_parts():
+    model = _model()
+    plan = shard([3000, 1000], 1, "per-document")
+    simulated = simulate([[[plan]]], model)
+    linear, loss = model.linear(4000), model.loss(4000)
+    expected = 8 * (predict(plan, model.table)[0] + sum(linear)) + sum(loss) + sum(model.embedding(4000))
+    assert simulated.steps[0] == pytest.approx(expected)
+    assert simulated.busy.shape == (1, 1, 1, 1) and simulated.busy.sum() == pytest.approx(expected)
+    assert simulated.tokens.tolist() == [4000]
+
+
+def test_the_slowest_context_rank_sets_the_pace_and_the_slowest_pipeline_the_step():
+    model = _model(cp=2, dp=2)
+    light, heavy = shard([2048] * 4, 2, "per-sequence"), shard([6144, 2048], 2, "per-sequence")
+    both, alone = simulate([[[light, heavy]]], model), simulate([[[heavy, heavy]]], model)
+    assert both.steps[0] == pytest.approx(alone.steps[0])
+    attention = model.attention([heavy])
+    slowest = attention.forward.max() + attention.backward.max()
+    ends = sum(sum(part(4096)) for part in (model.embedding, model.loss))
+    assert both.steps[0] == pytest.approx(8 * (slowest + sum(model.linear(4096))) + ends)
+    # What each GPU computes is its own: the two context ranks of the heavy one differ.
+    assert both.busy[0, 1, 0, 0] != both.busy[0, 1, 0, 1]
+
+
+def test_a_stages_time_is_its_layers_and_the_first_and_last_have_more():
+    model = _model(pp=2)
+    plan = shard([4096], 1, "per-document")
+    simulated = simulate([[[plan], [plan]]], model)
+    layer = float(predict(plan, model.table)[0] + sum(model.linear(4096)))
+    first, last = simulated.busy[0, 0, :, 0]
+    assert first == pytest.approx(2 * (4 * layer + sum(model.embedding(4096))))
+    assert last == pytest.approx(2 * (4 * layer + sum(model.loss(4096))))
+    events = group_events([[[plan], [plan]]], model)[0]
+    assert sum(e.end - e.start for e in events) == pytest.approx(float(simulated.busy.sum()))
+    assert max(e.end for e in events) == pytest.approx(float(simulated.steps[0]))
+
+
+def test_gradient_reduction_shows_where_it_is_not_hidden():
+    slow = replace(FREE, nvlink_rate=1e9, optimizer_bytes=0)
+    plan = shard([4096], 1, "per-document")
+    steps = {
+        share: simulate([[[plan, plan]]], _model(replace(slow, dp_exposed=share), dp=2)).steps[0]
+        for share in (0.0, 1.0)
+    }
+    model = _model(slow, dp=2)
+    parameters = 8 * SMALL.layer_parameters + 2 * 1000 * 1024
+    reduce, gather = model.gradient_sync_ns(0)
+    assert reduce == pytest.approx(4 * parameters * 0.5 / 1e9 * 1e9)
+    assert gather == pytest.approx(reduce / 2)
+    alone = simulate([[[plan]]], _model()).steps[0]
+    assert steps[1.0] == pytest.approx(alone + reduce + gather)
+    # Hidden behind the only micro-batch's forward and backward, which together take `alone`.
+    assert steps[0.0] == pytest.approx(reduce + gather)
+
+
+def test_cost_for_packing_weighs_attention_against_all_else():
+    model = _model()
+    token = 2 * 3 * SMALL.layer_parameters / 650e12 * 1e9
+    rows = model.table.query_row + model.table.key_row
+    pair = 4 * 8 * 128 * 3.5 / 2 / 538.8e3
+    assert model.cost().quadratic_at == pytest.approx((token + rows) / pair, rel=0.01)
+    assert _model(tp=4).cost().quadratic_at == pytest.approx(model.cost().quadratic_at, rel=0.05)
+
+
+def test_plans_of_another_layout_are_refused():
+    plan = shard([4096], 2, "per-document")
+    with pytest.raises(ValueError, match="plan for the layout that is simulated"):
+        simulate([[[plan]]], _model(cp=1))
+    with pytest.raises(ValueError, match="plan for the layout that is simulated"):
+        simulate([[[plan]]], _model(cp=2, dp=2))
+    with pytest.raises(ValueError, match="matmul_rate must be positive"):
+        Assumptions(matmul_rate=0)
+    with pytest.raises(ValueError, match="share from 0 to 1"):
+        Assumptions(tp_exposed=2)
+
+
+def test_seeded_lengths_are_alike_for_every_window_and_long_tailed():
+    lengths = long_tailed(131072, 50_000)
+    assert (lengths == long_tailed(131072, 50_000)).all()
+    outliers = lengths[lengths >= 32768]
+    assert lengths.min() >= 1 and lengths.max() <= 131072
+    assert 0.1 < outliers.sum() / lengths.sum() < 0.25 and len(outliers) < 0.012 * len(lengths)
+    assert np.median(long_tailed(65536, 50_000)) == pytest.approx(np.median(lengths) / 2, rel=0.01)
+    assert rescale(np.array([8, 3, 1]), 4, of=8).tolist() == [4, 2, 1]
