@@ -1,0 +1,160 @@
+"""Schemes that are compared, the bound, and the commands from end to end on small jobs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from wlb_megatron.cli import main
+from wlb_megatron.sharding.segments import validate
+from wlb_megatron.simulator import paper, reproduce
+from wlb_megatron.simulator.iteration import simulate
+from wlb_megatron.simulator.lengths import long_tailed
+from wlb_megatron.simulator.model import LayerModel
+from wlb_megatron.simulator.paper import CONFIGURATIONS, SHAPES, Setting
+from wlb_megatron.simulator.reproduce import SCHEMES, Inputs, Run
+from wlb_megatron.simulator.schemes import perfectly_balanced, plan_run, shard_run
+
+SETTING: Setting = CONFIGURATIONS[1]  # 550M-128K, CP=4
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return Run(Inputs(iterations=24), SETTING)
+
+
+def test_the_papers_configurations_have_its_gpus_and_batches():
+    assert [s.name for s in CONFIGURATIONS] == [
+        f"{m}-{w}K" for m in ("550M", "7B", "30B", "70B") for w in (64, 128)
+    ]
+    assert [s.layout.gpus for s in CONFIGURATIONS] == [32, 32, 32, 64, 64, 128, 256, 256]
+    assert all(s.micro_batches == s.layout.pp for s in CONFIGURATIONS)
+    assert paper.LARGE_JOB.layout.gpus == 8192
+    sizes = [SHAPES[m].parameters / 1e9 for m in ("550M", "7B", "30B", "70B", "405B")]
+    assert sizes == pytest.approx([0.55, 7, 30, 70, 405], rel=0.11)
+
+
+def test_every_scheme_packs_and_shards_every_token_once(run):
+    for name, (packing, shardings) in SCHEMES.items():
+        plans = run.planned(packing)
+        assert len(plans) == 24, name
+        for sharding in shardings:
+            for iteration, plan in zip(run.shards(packing, sharding)[:3], plans, strict=False):
+                for row, micro_batches in zip(iteration, plan.micro_batches, strict=True):
+                    for shard, micro_batch in zip(row, micro_batches, strict=True):
+                        validate(shard)
+                        assert 0 <= shard.tokens - micro_batch.tokens < 8
+
+
+def test_plain_windows_are_full_and_the_papers_scheme_cuts_no_document(run):
+    plain = [m.tokens for p in run.planned("original") for row in p.micro_batches for m in row]
+    assert set(plain) == {SETTING.window}
+    pieces = [x for p in run.planned("paper-2") for row in p.micro_batches for m in row for x in m.pieces]
+    lengths = long_tailed(SETTING.window)
+    assert all(x.start == 0 and x.end == min(lengths[x.document], SETTING.window) for x in pieces)
+
+
+def test_the_papers_adaptive_choice_is_the_faster_of_its_two(run):
+    plans = run.planned("original")[:6]
+    times = {}
+    for sharding in ("per-sequence", "per-document", "paper-adaptive"):
+        shards = [p for n in shard_run(plans, sharding, run.model) for row in n for p in row]
+        times[sharding] = sum(run.model.attention(shards)).max(axis=1)
+    best = np.minimum(times["per-sequence"], times["per-document"])
+    assert times["paper-adaptive"] == pytest.approx(best)
+    assert (times["per-sequence"] != times["per-document"]).any()
+
+
+def test_nothing_is_faster_than_the_perfectly_balanced_plan_of_the_same_documents(run):
+    bound = perfectly_balanced(run.planned("varlen"), run.model).ns_per_token
+    for sharding in ("per-sequence", "per-document", "hybrid", "adaptive"):
+        assert run.simulated("varlen", sharding).ns_per_token > bound
+    # One document for each micro-batch, all alike, one rank: balanced as it is, so the bound is met.
+    model = LayerModel(shape=SHAPES["550M"], layout=paper.Layout(pp=2))
+    setting = Setting("550M", 4096, model.layout)
+    lengths = np.full(64, 4096)
+    plans = plan_run("original", lengths, setting, model.cost(), iterations=2, warm_up=0, seed=1)
+    done = simulate(shard_run(plans, "per-document", model), model)
+    assert perfectly_balanced(plans, model).ns_per_token == pytest.approx(done.ns_per_token, rel=1e-6)
+
+
+def test_balanced_plans_are_predicted_even_and_faster(run):
+    plain, ours = run.simulated("original", "per-sequence"), run.simulated("varlen", "adaptive")
+    assert plain.imbalance > 1.2 > 1.06 > ours.imbalance
+    assert plain.ns_per_token > ours.ns_per_token
+    assert run.speedup("varlen", "adaptive") / run.bound() > 0.9
+
+
+def test_a_lockstep_pipeline_goes_at_the_pace_of_its_largest_micro_batch(run):
+    simulated = run.simulated("original", "per-sequence")
+    largest = simulated.micro_batches.max(axis=(1, 2)).mean()
+    told = reproduce.lockstep(simulated, SETTING)
+    assert told == pytest.approx(7 * largest / (4 * SETTING.window))
+
+
+def test_large_jobs_are_planned_and_simulated_whole():
+    setting = paper.LARGE_JOB
+    model = LayerModel(shape=SHAPES[setting.model], layout=setting.layout)
+    lengths = long_tailed(setting.window, 20_000)
+    plans = plan_run("original", lengths, setting, model.cost(), iterations=2, warm_up=0, seed=1)
+    done = simulate(shard_run(plans, "per-sequence", model), model)
+    assert done.busy.shape == (2, 4, 16, 16)
+    assert done.busy.size * setting.layout.tp == 2 * 8192
+    assert done.tokens.tolist() == [64 * setting.window] * 2
+
+
+def _simulate(*more: str) -> list[str]:
+    return [
+        *("simulate", "--lengths", "500,3000,700,900,8000,1200,400", "--window", "8192", "--model", "550M"),
+        *(
+            "--micro-batches",
+            "4",
+            "--pp",
+            "2",
+            "--cp",
+            "2",
+            "--dp",
+            "2",
+            "--iterations",
+            "3",
+            "--warm-up",
+            "2",
+        ),
+        *more,
+    ]
+
+
+def test_simulate_tells_both_ways_and_writes_a_trace(tmp_path: Path, capsys):
+    trace, figures = tmp_path / "step.json", tmp_path / "figures.json"
+    assert main(_simulate("--vpp", "2", "--trace", str(trace), "--json", str(figures))) == 0
+    told = json.loads(figures.read_text())
+    assert told["simulated"] is True and told["gpus"] == 8
+    assert [row["packing"] for row in told["schemes"]] == ["original", "varlen"]
+    assert 0 < told["speedup"] <= told["bound"]
+    events = json.loads(trace.read_text())["traceEvents"]
+    work = [e for e in events if e["ph"] == "X"]
+    # 2 pipelines, 2 stages, 2 chunks, 4 micro-batches, forward and backward
+    assert len(work) == 2 * 2 * 2 * 4 * 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["figures.json", "step.json"]
+    assert main(_simulate()) == 0
+    assert "8 GPUs, 3 iterations, simulated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tp", "3"], "16 attention heads cannot be divided over tensor-parallel 3"),
+        (["--vpp", "20"], "24 layers are fewer than 2 stages x 20 model chunks"),
+        (["--micro-batches", "3", "--vpp", "2"], "no multiple of 2 pipeline stages"),
+        (["--tp-exposed", "2"], "tp_exposed is a share from 0 to 1"),
+        (["--iterations", "0"], "--iterations must be at least 1"),
+        (["--trace", "/no/such/folder/t.json"], "give another --trace"),
+    ],
+)
+def test_simulate_refuses_in_one_line(flags, message, capsys):
+    assert main(_simulate(*flags)) == 2
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
