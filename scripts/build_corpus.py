@@ -3,6 +3,7 @@
 
 python scripts/build_corpus.py out/corpus/python            the Python standard library's sources
 python scripts/build_corpus.py PREFIX --files DIR --glob "*.txt"
+python scripts/build_corpus.py PREFIX --lengths lengths.npy     the texts joined, cut anew to these lengths (tokens)
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,16 +28,31 @@ def text_files(folder: Path, pattern: str) -> list[Path]:
     ]
 
 
-def build(prefix: Path, files: list[Path]) -> np.ndarray:
+def documents_of(files: list[Path]) -> Iterator[np.ndarray]:
+    """Each file's bytes with the end-of-document token, uint16."""
+    for path in files:
+        tokens = np.frombuffer(path.read_bytes(), dtype=np.uint8).astype(np.uint16)
+        yield np.append(tokens, np.uint16(END_OF_DOCUMENT))
+
+
+def cut_to(lengths: np.ndarray, documents: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """The documents joined and cut anew: the first of lengths[0] tokens, and so on while the text lasts."""
+    text = np.concatenate(list(documents))
+    ends = np.cumsum(lengths)
+    for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True):
+        if end > len(text):
+            return
+        yield text[start:end]
+
+
+def build(prefix: Path, documents: Iterator[np.ndarray]) -> np.ndarray:
     """Write PREFIX.bin and PREFIX.idx (under other names first, then renamed). Returns the lengths in tokens."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     bin_path, idx_path = (prefix.with_name(f"{prefix.name}.{kind}") for kind in ("bin", "idx"))
     partial = [path.with_name(f"{path.name}.{os.getpid()}.partial") for path in (bin_path, idx_path)]
     builder = IndexedDatasetBuilder(str(partial[0]), dtype=np.uint16)
     lengths = []
-    for path in files:
-        tokens = np.frombuffer(path.read_bytes(), dtype=np.uint8).astype(np.uint16)
-        document = np.append(tokens, np.uint16(END_OF_DOCUMENT))
+    for document in documents:
         builder.add_document(document, [len(document)])
         lengths.append(len(document))
     builder.finalize(str(partial[1]))
@@ -53,11 +70,17 @@ def main() -> None:
         "--files", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="folder of texts"
     )
     parser.add_argument("--glob", default="*.py", help="which files of the folder tree")
+    parser.add_argument(
+        "--lengths", type=Path, help=".npy of integers: cut the joined texts to these lengths"
+    )
     options = parser.parse_args()
     files = text_files(options.files, options.glob)
     if not files:
         raise SystemExit(f"no {options.glob} under {options.files}: give --files and --glob")
-    lengths = build(options.prefix, files)
+    documents = documents_of(files)
+    if options.lengths is not None:
+        documents = cut_to(np.load(options.lengths, allow_pickle=False).astype(np.int64), documents)
+    lengths = build(options.prefix, documents)
     print(
         f"{options.prefix}.bin/.idx: {len(lengths):,} documents, {lengths.sum():,} tokens; length median "
         f"{np.median(lengths):,.0f}, p99 {np.percentile(lengths, 99):,.0f}, max {lengths.max():,}"

@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--extra", default="", help="further flags for every run")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    prefix = options.data or corpus(options.out / "corpus")
+    prefix = options.data or corpus(options.out / "corpus", options.lengths)
     results = {}
     for name in options.runs.split(","):
         results[name] = run(name, *runs(options.gpus)[name], prefix, options)
@@ -88,10 +88,13 @@ def main() -> None:
     report(results, options)
 
 
-def corpus(folder: Path) -> Path:
+def corpus(folder: Path, lengths: Path | None) -> Path:
     prefix = folder / "python_sources"
     if not prefix.with_suffix(".idx").exists():
-        subprocess.run([sys.executable, str(ROOT / "scripts" / "build_corpus.py"), str(prefix)], check=True)
+        cut = ["--lengths", str(lengths)] if lengths else []
+        subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / "build_corpus.py"), str(prefix), *cut], check=True
+        )
     return prefix
 
 
@@ -165,9 +168,7 @@ def report(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace
         f"\n{gpu} x {options.gpus}, torch {torch.__version__}, {options.layers} layers of 2048, window "
         f"{options.seq_length}, global batch {options.global_batch_size}, {options.iterations} iterations"
     )
-    print(
-        f"{'run':12} {'ms/step':>9} {'tokens/s':>10} {'imb.':>6} {'CP imb.':>7} {'peak MB':>8} {'loss':>8} {'vs cp1':>22}"
-    )
+    print("run            ms/step   tokens/s   imb. CP imb.  peak MB     loss                 vs cp1")
     for name, run_rows in results.items():
         timed = run_rows[options.warm_up :]
         if not timed:

@@ -56,8 +56,10 @@ def test_micro_batches_differ_in_length_and_hold_several_documents(single: list[
     assert max(len(pieces) for _, _, pieces, _ in single[0]["documents"]) > 2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("sharding", ["per-document"])
+@pytest.mark.parametrize(
+    ("layout", "sharding"),
+    [*((layout, "per-document") for layout in LAYOUTS), ("CP2", "per-sequence"), ("CP2xPP2", "hybrid")],
+)
 def test_losses_and_gradients_equal_the_single_process(
     layout: str, sharding: str, corpus: Path, single: list[dict[str, Any]], tmp_path: Path
 ) -> None:

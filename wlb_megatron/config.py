@@ -25,8 +25,9 @@ class WlbConfig:
         choices=PACKINGS,
     )
     sharding: str = _setting(
-        "per-document",
-        "how a micro-batch is cut over context-parallel ranks",
+        "adaptive",
+        "how a micro-batch is cut over context-parallel ranks: per-sequence, per-document, hybrid (some documents "
+        "whole, some cut), adaptive (for each micro-batch the one predicted fastest)",
         choices=SHARDINGS,
     )
     max_tokens: int | None = _setting(
