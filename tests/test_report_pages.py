@@ -1,0 +1,203 @@
+"""The reproduction's files: what a browser shows, what a table says, and what is left after an error."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from wlb_megatron.cli import main
+from wlb_megatron.errors import WlbError
+from wlb_megatron.packing import thresholds
+from wlb_megatron.report.files import as_csv, whole_file, whole_folder
+from wlb_megatron.report.html import comparison_page, page
+from wlb_megatron.report.reproduction import Section, as_markdown
+from wlb_megatron.report.trace import chrome_trace
+from wlb_megatron.simulator import paper, reproduce
+from wlb_megatron.simulator.schedule import pipeline_events
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> Path:
+    """A reproduction of two small settings and few iterations."""
+    folder = tmp_path_factory.mktemp("reproduction") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paper, "CONFIGURATIONS", paper.CONFIGURATIONS[:2])
+        patch.setattr(paper, "WINDOWS", paper.WINDOWS[:1])
+        patch.setattr(paper, "LARGE_JOB", paper.CONFIGURATIONS[0])
+        patch.setattr(paper, "BREAKDOWN_OF", paper.CONFIGURATIONS[1])
+        patch.setattr(paper, "SHARDING_OF", paper.CONFIGURATIONS[1])
+        patch.setattr(thresholds, "ITERATIONS", 4)  # finding them takes longest
+        patch.setattr(reproduce, "vary", lambda inputs, rows, tick: [reproduce._summary("as assumed", rows)])
+        assert main(["reproduce", "--iterations", "4", "--out", str(folder)]) == 0
+    return folder
+
+
+class _Page(HTMLParser):
+    """Balanced tags, tables' cells, pictures and anything that would be fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.cells: list[str] = []
+        self.pictures: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "img", "br", "!doctype"):
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href"):
+                (self.pictures if value.startswith("data:image/png;base64,") else self.fetched).append(value)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells.append(data)
+
+
+def _parse(text: str) -> _Page:
+    parsed = _Page()
+    parsed.feed(text)
+    parsed.close()
+    assert not parsed.open
+    return parsed
+
+
+def test_everything_is_written_and_nothing_else(out):
+    assert sorted(p.name for p in out.iterdir()) == [
+        *("breakdown.png", "heat.png", "reproduction.csv", "reproduction.html", "reproduction.json"),
+        *("reproduction.md", "sharding.png", "speedups.png"),
+    ]
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+    assert all(p.read_bytes()[:4] == b"\x89PNG" for p in out.glob("*.png"))
+
+
+def test_the_page_needs_nothing_else_and_says_that_it_is_simulated(out):
+    text = (out / "reproduction.html").read_text()
+    parsed = _parse(text)
+    assert len(parsed.pictures) == 4 and not parsed.fetched and "<script" not in text
+    assert "Simulated, not measured" in text
+    told = json.loads((out / "reproduction.json").read_text())
+    for row in told["configurations"]:
+        assert row["name"] in parsed.cells
+        assert f"{row['schemes']['ours']['speedup']:.3f}" in parsed.cells
+    for name in told["assumptions"]:
+        assert name in parsed.cells
+
+
+def test_figures_agree_between_json_csv_and_markdown(out):
+    told = json.loads((out / "reproduction.json").read_text())
+    rows = list(csv.DictReader((out / "reproduction.csv").open()))
+    assert len(rows) == 4 * (len(told["configurations"]) + len(told["windows"]))
+    ours = next(r for r in rows if r["scheme"] == "ours")
+    first = told["configurations"][0]
+    assert float(ours["speedup"]) == first["schemes"]["ours"]["speedup"]
+    assert f"| {first['schemes']['ours']['speedup']:.3f} |" in (out / "reproduction.md").read_text()
+    assert told["means"]["plain-4D"]["all"] == 1.0
+    job = told["large_job"][0]
+    assert len(job["heat"]) == 8 and len(job["heat"][0]) == 2  # dp x pp rows, cp columns
+
+
+def test_two_runs_are_compared_setting_by_setting(out, tmp_path, capsys):
+    first = json.loads((out / "reproduction.json").read_text())
+    second = json.loads((out / "reproduction.json").read_text())
+    second["assumptions"]["tp_exposed"] = 0.7
+    second["configurations"][0]["schemes"]["ours"]["speedup"] *= 2
+    other = tmp_path / "b.json"
+    other.write_text(json.dumps(second))
+    flags = ["--compare", str(out / "reproduction.json"), str(other), "--out", str(tmp_path / "cmp")]
+    assert main(["reproduce", *flags]) == 0
+    parsed = _parse((tmp_path / "cmp" / "comparison.html").read_text())
+    assert "2.000" in parsed.cells and "tp_exposed" in parsed.cells and "0.7" in parsed.cells
+    assert "matmul_rate" not in parsed.cells  # alike
+    second["configurations"] = second["windows"] = []
+    with pytest.raises(ValueError, match="no setting in common"):
+        comparison_page(first, second, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "give --out DIR"),
+        (["--out", "{}/x", "--iterations", "0"], "--iterations must be at least 1"),
+        (["--out", "{}/x", "--lengths", "{}/none.npy"], "cannot read lengths"),
+        (["--out", "{}/x", "--matmul-rate", "0"], "matmul_rate must be positive"),
+        (["--out", "{}/file/x", "--iterations", "1"], "give another --out"),
+        (["--out", "{}/x", "--compare", "{}/file", "{}/file"], "is not a reproduction's JSON"),
+        (["--out", "{}/x", "--compare", "{}/none", "{}/file"], "cannot read"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(flags, message, tmp_path, capsys):
+    (tmp_path / "file").write_text("[]")
+    assert main(["reproduce", *(flag.format(tmp_path) for flag in flags)]) == 2
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_text_is_escaped_and_pictures_lie_within(tmp_path):
+    picture = tmp_path / "p.png"
+    picture.write_bytes(b"\x89PNG")
+    text = page("<b>", "a & b", [Section("t", ("<x>",), [["1 < 2"], ["3.5 %"]], "n")], [picture])
+    parsed = _parse(text)
+    assert parsed.cells == ["<x>", "1 < 2", "3.5 %"]
+    assert "<b>" not in text and parsed.pictures == ["data:image/png;base64,iVBORw=="]
+    assert '<td class="number">3.5 %</td>' in text
+
+
+def test_markdown_and_csv_by_hand():
+    assert as_markdown([Section("T", ("a", "b"), [["1", "x"]], "note")]) == (
+        "### T\n\nnote\n\n| a | b |\n| --- | --- |\n| 1 | x |\n"
+    )
+    assert as_csv([{"a": 1, "b": None}, {"a": "x,y", "b": 2.5}]) == 'a,b\n1,\n"x,y",2.5\n'
+    assert as_csv([]) == ""
+
+
+def test_a_folder_or_file_appears_whole_or_not_at_all(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(KeyError), whole_folder(out) as folder:
+        (folder / "a").write_text("half")
+        raise KeyError
+    with pytest.raises(KeyError), whole_file(tmp_path / "b", "--b") as path:
+        path.write_text("half")
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+    for text in ("one", "two"):
+        with whole_folder(out) as folder:
+            (folder / "a").write_text(text)
+    assert (out / "a").read_text() == "two" and [p.name for p in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(WlbError, match="give another --b"), whole_file(tmp_path / "no" / "b", "--b") as path:
+        path.write_text("x")
+
+
+def test_a_trace_holds_every_event_in_microseconds():
+    told = chrome_trace([pipeline_events([1000.0, 3000.0], [2000.0, 4000.0], 2)])
+    work = [e for e in told["traceEvents"] if e["ph"] == "X"]
+    assert [(e["name"], e["ts"], e["dur"]) for e in work if e["tid"] == 0] == [
+        *[("F0", 0, 1), ("F1", 1, 3), ("B0", 4, 2), ("B1", 11, 4)],
+    ]
+    names = [e["args"]["name"] for e in told["traceEvents"] if e["ph"] == "M"]
+    assert names == ["data-parallel rank 0 (simulated)", "stage 0", "stage 1"]
+    json.dumps(told)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_a_browser_shows_the_page_without_a_network(out, tmp_path):
+    command = [
+        *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+        *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000", "--window-size=1200,4000"),
+        *(f"--screenshot={tmp_path / 'page.png'}", "--dump-dom", (out / "reproduction.html").as_uri()),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True)
+    assert re.search(r"<td>550M-64K</td>", done.stdout)
+    assert len(re.findall(r"<img [^>]*data:image/png", done.stdout)) == 4
