@@ -116,12 +116,12 @@ def report(runs: Runs, options: argparse.Namespace) -> None:
     noise = losses["plain"].std(axis=0, ddof=1)
     summary = {arm: summarise(runs[arm], losses[arm], losses["plain"], noise) for arm in runs}
     table = Table(
-        title=f"Held-out loss after {iterations[-1]} iterations of {options.global_batch_size} x "
-        f"{options.seq_length:,} tokens, {options.seeds} seeds; seed noise {noise[-1]:.4f}"
+        title=f"{options.seeds} seeds, {iterations[-1]} iterations of {options.global_batch_size} x "
+        f"{options.seq_length:,} tokens; seed noise {noise[-1]:.4f}"
     )
     lines = [
-        ("loss, mean over seeds (nats/token)", "loss", "{:.4f}"),
-        ("loss minus plain's of the same seed, mean", "difference", "{:+.4f}"),
+        ("held-out loss, mean over seeds (nats/token)", "loss", "{:.4f}"),
+        ("held-out loss minus plain's, mean", "difference", "{:+.4f}"),
         ("... its standard error", "standard_error", "{:.4f}"),
         ("... in seed noise", "in_noise", "{:+.2f}"),
         ("... relative to plain's loss (%)", "percent", "{:+.2f}"),
