@@ -13,7 +13,7 @@ from wlb_megatron.attention.row_sums import add_rows, merge_rows
 
 
 def bags(owner, rows):
-    return Bags(*map(torch.from_numpy, _bags(np.array(owner), rows)))
+    return Bags(*(torch.from_numpy(x).int() for x in _bags(np.array(owner), rows)))
 
 
 def test_bags_group_source_rows_by_owner_in_order():
@@ -59,7 +59,7 @@ import numpy as np, torch
 from wlb_megatron.attention.device_layout import Bags, _bags
 from wlb_megatron.attention import row_sums, row_sums_triton
 torch.manual_seed(0)
-bags = Bags(*map(torch.from_numpy, _bags(np.random.default_rng(0).integers(0, 30, 50), 37)))
+bags = Bags(*(torch.from_numpy(x).int() for x in _bags(np.random.default_rng(0).integers(0, 30, 50), 37)))
 for heads, dim in ((3, 64), (3, 96), (16, 128), (1, 256)):
     out, lse = torch.randn(37, heads, dim), 3 * torch.randn(37, heads)
     parts, parts_lse = torch.randn(50, heads, dim), 3 * torch.randn(50, heads)

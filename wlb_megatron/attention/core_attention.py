@@ -23,7 +23,7 @@ from wlb_megatron.attention.device_layout import DeviceLayout, device_layout
 from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
 from wlb_megatron.attention.torch_backend import TorchKernels
 from wlb_megatron.errors import WlbError
-from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 
 
@@ -36,27 +36,25 @@ class WlbPackedSeqParams(PackedSeqParams):
     """
 
     layout: DeviceLayout | None = None
-    longest: int = 0
-    """Tokens of the longest document: rotary positions are below it."""
 
 
 def packed_seq_params(
-    plan: ShardPlan, cp_rank: int, device: torch.device | str | None = None
+    plan: ShardPlan | AttentionLayout, cp_rank: int, device: torch.device | str | None = None
 ) -> WlbPackedSeqParams:
     """The parameters of one micro-batch for context-parallel rank `cp_rank`, to give to the model.
 
+    plan: the shard plan, or the rank's attention_layout of it, where a data worker has made that (a few ms).
     device: default the current CUDA device, where there is one. The copies to it are asynchronous; all layers
     share them.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    longest = int(plan.lengths.max())
+    made = plan if isinstance(plan, AttentionLayout) else attention_layout(plan, cp_rank)
     return WlbPackedSeqParams(
         qkv_format="sbhd",
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        layout=device_layout(attention_layout(plan, cp_rank), device),
-        longest=longest,
+        max_seqlen_q=made.longest,
+        max_seqlen_kv=made.longest,
+        layout=device_layout(made, device),
     )
 
 

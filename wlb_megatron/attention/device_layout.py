@@ -32,7 +32,7 @@ class DeviceCall:
 class Bags:
     """Which rows of a source belong to which row of a target.
 
-    owner: int64[n], target row of each source row. The same grouped: target row targets[i] owns source rows
+    owner: int32[n], target row of each source row. The same grouped: target row targets[i] owns source rows
     members[bounds[i] : bounds[i + 1]], in order; targets own at least one.
     """
 
@@ -44,7 +44,7 @@ class Bags:
 
 @dataclass(frozen=True)
 class DeviceExchange:
-    """sharding.exchange.ExchangePlan with int64 tensors, and its inverse for the way back.
+    """sharding.exchange.ExchangePlan with int32 tensors, and its inverse for the way back.
 
     unplace: arriving row j is buffer row unplace[j]. returns: of local rows, the rows that come back.
     """
@@ -62,7 +62,7 @@ class DeviceExchange:
 class DeviceLayout:
     """sharding.attention_calls.AttentionLayout on a device.
 
-    positions: int64[t]. queries: of local rows, the query rows of the rectangles. exchange: None where no rank
+    positions: int32[t]. queries: of local rows, the query rows of the rectangles. exchange: None where no rank
     needs earlier keys.
     """
 
@@ -75,40 +75,32 @@ class DeviceLayout:
 
 
 def device_layout(layout: AttentionLayout, device: torch.device | str) -> DeviceLayout:
-    """Copy a layout to `device`: two asynchronous copies from pinned memory on a GPU, none on a CPU."""
-    target = torch.device(device)
+    """Copy a layout to `device`: one asynchronous copy from pinned memory on a GPU."""
     exchange, rectangles = layout.exchange, layout.rectangles
-    long = [layout.positions]
+    arrays: list[np.ndarray] = [layout.positions, layout.diagonals.cu_seqlens_q]
     if rectangles:
-        long += _bags(layout.query_rows, layout.tokens)
+        arrays += [rectangles.cu_seqlens_q, rectangles.cu_seqlens_kv]
+        arrays += _bags(layout.query_rows, layout.tokens)
     needed = rectangles is not None or exchange.remote
     if needed:
         unplace = np.empty_like(exchange.place)
         unplace[exchange.place] = np.arange(len(unplace))
-        long += [exchange.place, unplace, *_bags(exchange.send_rows, layout.tokens)]
-    short = [layout.diagonals.cu_seqlens_q]
-    if rectangles:
-        short += [rectangles.cu_seqlens_q, rectangles.cu_seqlens_kv]
-    index, bounds = _ship(long, torch.int64, target), _ship(short, torch.int32, target)
+        arrays += [exchange.place, unplace, *_bags(exchange.send_rows, layout.tokens)]
+    shipped = _ship(arrays, torch.device(device))
 
-    positions = next(index)
-    diagonal_bounds = next(bounds)
-    queries = Bags(next(index), next(index), next(index), next(index)) if rectangles else None
+    positions, own = next(shipped), next(shipped)
+    diagonals, others, queries = _call(layout.diagonals, True, own, own), None, None
+    if rectangles:
+        others = _call(rectangles, False, next(shipped), next(shipped))
+        queries = Bags(next(shipped), next(shipped), next(shipped), next(shipped))
     moves = None
     if needed:
-        place, back = next(index), next(index)
-        returns = Bags(next(index), next(index), next(index), next(index))
+        place, back = next(shipped), next(shipped)
+        returns = Bags(next(shipped), next(shipped), next(shipped), next(shipped))
         moves = DeviceExchange(
             returns.owner, place, back, returns, exchange.send_counts, exchange.recv_counts, exchange.remote
         )
-    return DeviceLayout(
-        layout.tokens,
-        positions,
-        _call(layout.diagonals, True, diagonal_bounds, diagonal_bounds),
-        _call(rectangles, False, next(bounds), next(bounds)) if rectangles else None,
-        queries,
-        moves,
-    )
+    return DeviceLayout(layout.tokens, positions, diagonals, others, queries, moves)
 
 
 def _call(call: AttentionCall, causal: bool, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> DeviceCall:
@@ -116,7 +108,7 @@ def _call(call: AttentionCall, causal: bool, cu_seqlens_q: Tensor, cu_seqlens_kv
     return DeviceCall(causal, cu_seqlens_q, cu_seqlens_kv, call.max_q, call.max_kv, tuple(sizes))
 
 
-def _bags(owner: npt.NDArray[np.int64], rows: int) -> list[npt.NDArray[np.int64]]:
+def _bags(owner: npt.NDArray[np.int64], rows: int) -> list[np.ndarray]:
     """Owner, targets, bounds, members of Bags. Owners [3, 0, 3] of 4 rows: targets 0 3, members 1 | 0 2."""
     counts = np.bincount(owner, minlength=rows)
     targets = np.flatnonzero(counts)
@@ -124,9 +116,11 @@ def _bags(owner: npt.NDArray[np.int64], rows: int) -> list[npt.NDArray[np.int64]
     return [owner, targets, bounds, np.argsort(owner, kind="stable")]
 
 
-def _ship(arrays: Sequence[np.ndarray], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
-    """Views of one copy of all arrays on the device."""
-    flat = torch.from_numpy(np.concatenate(arrays)).to(dtype)
-    if device.type != "cpu":
-        flat = flat.pin_memory().to(device, non_blocking=True)
+def _ship(arrays: Sequence[np.ndarray], device: torch.device) -> Iterator[Tensor]:
+    """int32 views of one copy of all arrays on the device."""
+    pinned = device.type != "cpu"
+    flat = torch.empty(sum(map(len, arrays)), dtype=torch.int32, pin_memory=pinned)
+    np.concatenate(arrays, out=flat.numpy(), casting="same_kind")
+    if pinned:
+        flat = flat.to(device, non_blocking=True)
     return iter(flat.split([len(array) for array in arrays]))

@@ -39,7 +39,7 @@ class PlannedRotaryEmbedding(nn.Module):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> Tensor:
-        """int64[t]: positions of this rank's tokens. (Megatron hands the result back to forward.)"""
+        """int32[t]: positions of this rank's tokens. (Megatron hands the result back to forward.)"""
         layout = getattr(packed_seq_params, "layout", None)
         if layout is None:
             raise WlbError(

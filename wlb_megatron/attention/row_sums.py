@@ -33,7 +33,7 @@ def merge_rows(out: Tensor, lse: Tensor, parts: Tensor, parts_lse: Tensor, bags:
 
         row_sums_triton.merge_rows(out, lse, parts, parts_lse, bags)
         return
-    owner = bags.owner
+    owner = bags.owner.long()
     top = lse.scatter_reduce(0, owner[:, None].expand_as(parts_lse), parts_lse, "amax")
     mine, theirs = torch.exp(lse - top), torch.exp(parts_lse - top[owner])
     total = mine.index_add(0, owner, theirs)

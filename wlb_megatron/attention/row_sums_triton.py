@@ -15,12 +15,12 @@ from wlb_megatron.attention.device_layout import Bags
 @triton.jit
 def _add(target, source, targets, bounds, members, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     bag = tl.program_id(0)
-    row = tl.load(targets + bag)
+    row = tl.load(targets + bag).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     total = tl.load(target + row * width + column, inside, 0.0).to(tl.float32)
     for at in range(tl.load(bounds + bag), tl.load(bounds + bag + 1)):
-        member = tl.load(members + at)
+        member = tl.load(members + at).to(tl.int64)
         total += tl.load(source + member * width + column, inside, 0.0).to(tl.float32)
     tl.store(target + row * width + column, total.to(target.dtype.element_ty), inside)
 
@@ -50,7 +50,7 @@ def _merge(  # type: ignore[no-untyped-def]
     PADDED: tl.constexpr,
 ):
     bag = tl.program_id(0)
-    row = tl.load(targets + bag)
+    row = tl.load(targets + bag).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, PADDED)
     inside = head < heads
@@ -61,7 +61,7 @@ def _merge(  # type: ignore[no-untyped-def]
     total = tl.full([HEADS], 1.0, tl.float32)
     merged = tl.load(out + row * heads * DIM + cell, valid, 0.0).to(tl.float32)
     for at in range(tl.load(bounds + bag), tl.load(bounds + bag + 1)):
-        member = tl.load(members + at)
+        member = tl.load(members + at).to(tl.int64)
         other = tl.load(parts_lse + member * heads + head, inside, 0.0)
         part = tl.load(parts + member * heads * DIM + cell, valid, 0.0).to(tl.float32)
         higher = tl.maximum(top, other)

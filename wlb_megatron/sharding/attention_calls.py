@@ -41,12 +41,14 @@ class AttentionCall:
 class AttentionLayout:
     """What one rank computes for one micro-batch.
 
-    tokens: t, the rank's. positions: int64[t], inside their pieces.
+    tokens: t, the rank's. longest: tokens of the micro-batch's longest piece. positions: int64[t], inside
+        their pieces.
     diagonals: causal, on the t local rows. rectangles: no mask, queries are the local rows query_rows (a row
     comes as often as it sees runs of earlier keys), keys the exchanged ones; None where there are no earlier keys.
     """
 
     tokens: int
+    longest: int
     positions: IntArray
     diagonals: AttentionCall
     rectangles: AttentionCall | None
@@ -88,6 +90,7 @@ def attention_layout(plan: ShardPlan, rank: int) -> AttentionLayout:
     buffer = _ranges(plan.piece_starts[piece] + key_start, plan.piece_starts[piece] + start)
     return AttentionLayout(
         int(size.sum()),
+        int(plan.lengths.max()),
         plan.positions(rank),
         _call(size, size),
         _call(queries, start - key_start) if count else None,

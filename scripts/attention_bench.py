@@ -1,0 +1,187 @@
+"""What the attention benchmark measures with: inputs, an fp32 reference, Transformer Engine's own, clocks, tables."""
+
+from __future__ import annotations
+
+import csv
+import os
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformer_engine.pytorch as te
+from torch import Tensor
+
+from wlb_megatron.attention.te_backend import TransformerEngineKernels
+from wlb_megatron.attention.torch_backend import TorchKernels
+from wlb_megatron.sharding.alignment import padding
+
+HEADS, KV_HEADS, DIM = 8, 2, 128
+SCALE = DIM**-0.5
+KERNELS = TransformerEngineKernels()
+
+
+def tensors(tokens: int, dtype: torch.dtype = torch.bfloat16) -> SimpleNamespace:
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def normal(heads: int) -> Tensor:
+        return torch.randn(tokens, heads, DIM, generator=generator, device="cuda", dtype=torch.bfloat16).to(
+            dtype
+        )
+
+    return SimpleNamespace(q=normal(HEADS), k=normal(KV_HEADS), v=normal(KV_HEADS), dout=normal(HEADS))
+
+
+def reference(lengths: np.ndarray, x: SimpleNamespace) -> list[Tensor]:
+    """Output, dq, dk, dv in fp32, a document and 1024 queries at a time: a diagonal and a rectangle, merged."""
+    kernels = TorchKernels()
+    q, k, v, dout = (t.float() for t in (x.q, x.k, x.v, x.dout))
+    kv = torch.stack((k, v), dim=1)
+    out, dq, dkv = torch.empty_like(q), torch.empty_like(q), torch.zeros_like(kv)
+    start = 0
+    for length in lengths.tolist():
+        for begin in range(start, start + length, 1024):
+            end = min(begin + 1024, start + length)
+            rows = slice(begin, end)
+            parts: list[tuple[slice, Any]] = [
+                (rows, SimpleNamespace(causal=True, sizes=((end - begin, end - begin),)))
+            ]
+            if begin > start:
+                keys = slice(start, begin)
+                parts.append((keys, SimpleNamespace(causal=False, sizes=((end - begin, begin - start),))))
+            outs, lses = zip(
+                *(kernels.forward(c, q[rows], kv[keys], SCALE) for keys, c in parts), strict=True
+            )
+            lse = torch.logsumexp(torch.stack(lses), 0)
+            out[rows] = sum(o * torch.exp(one - lse)[..., None] for o, one in zip(outs, lses, strict=True))
+            dq[rows] = 0
+            for keys, call in parts:
+                args = (q[rows], kv[keys], out[rows], lse, dout[rows], SCALE)
+                dq_part, dkv_part = kernels.backward(call, *args)
+                dq[rows] += dq_part
+                dkv[keys] += dkv_part
+        start += length
+    return [out, dq, dkv[:, 0], dkv[:, 1]]
+
+
+def errors(got: list[Tensor], expected: list[Tensor]) -> list[float]:
+    return [float((a.detach().float() - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True)]
+
+
+def leaves(*given: Tensor) -> list[Tensor]:
+    return [t.detach().clone().requires_grad_() for t in given]
+
+
+def unsharded(lengths: np.ndarray, x: SimpleNamespace) -> Callable[[], list[Tensor]]:
+    """Transformer Engine's own attention over the whole packed sequence."""
+    module = te.DotProductAttention(HEADS, DIM, KV_HEADS, qkv_format="thd", attn_mask_type="padding_causal")
+    bounds = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to("cuda", torch.int32)
+    longest = int(lengths.max())
+    q, k, v = leaves(x.q, x.k, x.v)
+
+    def step() -> list[Tensor]:
+        out = module(
+            q, k, v, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+        ).view(-1, HEADS, DIM)
+        return [out, *torch.autograd.grad(out, (q, k, v), x.dout)]
+
+    return step
+
+
+def te_context_parallel(kind: str, lengths: np.ndarray, group: Any) -> Callable[[], Any]:
+    """Transformer Engine's own context parallelism, documents padded to 2 * CP."""
+    cp = dist.get_world_size(group)
+    lengths = -(-lengths // (2 * cp)) * 2 * cp
+    module = te.DotProductAttention(HEADS, DIM, KV_HEADS, qkv_format="thd", attn_mask_type="padding_causal")
+    module.set_context_parallel_group(group, list(range(cp)), torch.cuda.Stream(), kind)
+    bounds = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to("cuda", torch.int32)
+    longest = int(lengths.max())
+    x = tensors(int(lengths.sum()) // cp)
+    q, k, v = leaves(x.q, x.k, x.v)
+
+    def step() -> None:
+        out = module(
+            q, k, v, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+        ).view(-1, HEADS, DIM)
+        torch.autograd.grad(out, (q, k, v), x.dout)
+
+    return step
+
+
+def measure(
+    step: Callable[[], Any], agree: Callable[[int], int] = int, seconds: float = 0.06, most: int = 9
+) -> tuple[float, float, float, float]:
+    """p20, p50, p80 of GPU ms, and host ms to launch (mean of four steps in a row, GPU idle before)."""
+    step()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    # Ranks that communicate must take the same number of steps.
+    count = agree(max(3, min(most, int(seconds / (time.perf_counter() - begin)))))
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(4):
+        step()
+    host = (time.perf_counter() - begin) / 4 * 1e3
+    torch.cuda.synchronize()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in pairwise(marks)]
+    p20, p50, p80 = np.percentile(times, (20, 50, 80))
+    return float(p20), float(p50), float(p80), host
+
+
+def tables(path: Path, rows: list[dict[str, Any]]) -> None:
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(temporary, path)
+
+
+def machine() -> dict[str, str]:
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "te": te.__version__ if hasattr(te, "__version__") else "",
+        "cudnn": str(torch.backends.cudnn.version()),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def padded_to(lengths: list[int], multiple: int) -> np.ndarray:
+    pad = padding(sum(lengths), multiple)
+    return np.array(lengths + [pad] * (pad > 0), dtype=np.int64)
+
+
+def profile(name: str, step: Callable[[], Any]) -> None:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    allocations = torch.cuda.memory_stats()["num_device_alloc"]
+    with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        for _ in range(5):
+            step()
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    allocations = torch.cuda.memory_stats()["num_device_alloc"] - allocations
+    print(f"\nprofile of {name}, us a step; no device sync; {allocations / 5} device allocations a step")
+    events = trace.key_averages()
+    for kind in ("self_device_time_total", "self_cpu_time_total"):
+        print(f"  {kind}, {sum(getattr(e, kind) for e in events) / 5:.0f} in all")
+        for event in sorted(events, key=lambda e: -getattr(e, kind))[:16]:
+            print(f"  {getattr(event, kind) / 5:9.1f} {event.count / 5:5.1f}x {event.key[:110]}")
