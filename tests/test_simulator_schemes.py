@@ -10,12 +10,12 @@ import pytest
 
 from wlb_megatron.cli import main
 from wlb_megatron.sharding.segments import validate
-from wlb_megatron.simulator import paper, reproduce
+from wlb_megatron.simulator import paper
 from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.paper import CONFIGURATIONS, SHAPES, Setting
-from wlb_megatron.simulator.reproduce import SCHEMES, Inputs, Run
+from wlb_megatron.simulator.run import SCHEMES, Inputs, Run, lockstep
 from wlb_megatron.simulator.schemes import perfectly_balanced, plan_run, shard_run
 
 SETTING: Setting = CONFIGURATIONS[1]  # 550M-128K, CP=4
@@ -91,7 +91,7 @@ def test_balanced_plans_are_predicted_even_and_faster(run):
 def test_a_lockstep_pipeline_goes_at_the_pace_of_its_largest_micro_batch(run):
     simulated = run.simulated("original", "per-sequence")
     largest = simulated.micro_batches.max(axis=(1, 2)).mean()
-    told = reproduce.lockstep(simulated, SETTING)
+    told = lockstep(simulated, SETTING)
     assert told == pytest.approx(7 * largest / (4 * SETTING.window))
 
 

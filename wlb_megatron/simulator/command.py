@@ -20,7 +20,8 @@ from wlb_megatron.report.files import as_csv, whole_folder
 from wlb_megatron.report.table import print_table
 from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.simulator.paper import K
-from wlb_megatron.simulator.reproduce import Inputs, parts, reproduce
+from wlb_megatron.simulator.reproduce import parts, reproduce
+from wlb_megatron.simulator.run import Inputs
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 
 REPRODUCED = Assumptions(tp_exposed=0.0)

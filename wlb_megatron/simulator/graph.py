@@ -79,9 +79,7 @@ def _blocking_graph(orders: list[list[Step]]) -> tuple[Node, ...]:
     programs = [_program(stage, order, len(orders)) for stage, order in enumerate(orders)]
     nodes: list[Node] = []
     last: list[tuple[int, ...]] = [()] * len(orders)
-    posted: dict[
-        tuple[int, Step], list[int | None]
-    ] = {}  # of each transfer: what ended before each side came
+    posted: dict[Transfer, list[int | None]] = {}  # what ended before each side came, None: nothing
     place = [0] * len(orders)
     begin = [False] * len(orders)
     while any(at < len(program) for at, program in zip(place, programs, strict=True)):

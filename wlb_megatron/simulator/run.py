@@ -1,0 +1,171 @@
+"""One job under several packings and shardings, and what they come to beside each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.plan import IterationPlan
+from wlb_megatron.simulator import paper
+from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.simulator.iteration import Shards, Simulated, simulate
+from wlb_megatron.simulator.lengths import long_tailed, rescale
+from wlb_megatron.simulator.model import LayerModel
+from wlb_megatron.simulator.paper import Setting
+from wlb_megatron.simulator.schemes import perfectly_balanced, plan_run, shard_run
+from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
+from wlb_megatron.workload.kernel_table import KernelTable, h100
+
+IntArray = npt.NDArray[np.int64]
+
+PLAIN, FIXED, PAPER, OURS = "plain-4D", "fixed-4D", "WLB-LLM", "ours"
+SCHEMES = {
+    PLAIN: ("original", ("per-sequence",)),
+    FIXED: ("fixed-greedy-1", ("per-sequence", "per-document")),
+    PAPER: ("paper-2", ("paper-adaptive",)),
+    OURS: ("varlen", ("adaptive",)),
+}
+"""Packing, and shardings of which the one that is faster over the whole run counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What is simulated with. iterations: few ones compare different documents, as outliers are few: 100 and more.
+
+    lengths: int64[n] of documents for a window of lengths_of tokens; None: seeded ones."""
+
+    lengths: IntArray | None = None
+    lengths_of: int = 128 * paper.K
+    stretch: bool = True
+    iterations: int = 300
+    warm_up: int = 16
+    seed: int = 1234
+    assumptions: Assumptions = field(default_factory=Assumptions)
+    measured: KernelTable = field(default_factory=h100)
+
+    def lengths_for(self, window: int) -> IntArray:
+        """Stretched to the window, or as they are (those above the window are split at it)."""
+        if self.lengths is None:
+            return long_tailed(window if self.stretch else self.lengths_of)
+        return rescale(self.lengths, window, self.lengths_of) if self.stretch else self.lengths
+
+
+@dataclass
+class Run:
+    """One setting under several packings and shardings, each planned once."""
+
+    inputs: Inputs
+    setting: Setting
+    plans: dict[str, list[IterationPlan]] = field(default_factory=dict)
+    done: dict[tuple[str, str], Simulated] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.model = LayerModel(
+            shape=paper.SHAPES[self.setting.model],
+            layout=self.setting.layout,
+            assumptions=self.inputs.assumptions,
+            measured=self.inputs.measured,
+        )
+        self.cost = self.model.cost()
+
+    def planned(self, packing: str) -> list[IterationPlan]:
+        if packing not in self.plans:
+            given = self.inputs
+            self.plans[packing] = plan_run(
+                packing,
+                given.lengths_for(self.setting.window),
+                self.setting,
+                self.cost,
+                iterations=given.iterations,
+                warm_up=given.warm_up,
+                seed=given.seed,
+            )
+        return self.plans[packing]
+
+    def shards(self, packing: str, sharding: str) -> Shards:
+        return shard_run(self.planned(packing), sharding, self.model)
+
+    def simulated(self, packing: str, sharding: str) -> Simulated:
+        if (packing, sharding) not in self.done:
+            self.done[packing, sharding] = simulate(self.shards(packing, sharding), self.model)
+        return self.done[packing, sharding]
+
+    def scheme(self, name: str) -> tuple[str, str, Simulated]:
+        """Packing, the sharding that is faster over the run, and what came of them."""
+        packing, shardings = SCHEMES[name]
+        best = min(shardings, key=lambda kind: self.simulated(packing, kind).ns_per_token)
+        return packing, best, self.simulated(packing, best)
+
+    def speedup(self, packing: str, sharding: str) -> float:
+        """Time per token, plain 4D's over this one's."""
+        plain = self.simulated("original", "per-sequence").ns_per_token
+        return plain / self.simulated(packing, sharding).ns_per_token
+
+    def work_per_token(self, packing: str) -> float:
+        """Tokens of linear work for each trained token: less where documents are cut, as no piece sees another."""
+        grids = [one for plan in self.planned(packing) for row in plan.micro_batches for one in row]
+        work = sum(one.work for one in grids) / UNITS_PER_TOKEN
+        return work / sum(one.tokens for one in grids)
+
+    def bound(self) -> float:
+        """Speed-up of the perfectly balanced plan of our documents."""
+        plain = self.simulated("original", "per-sequence").ns_per_token
+        return plain / perfectly_balanced(self.planned("varlen"), self.model).ns_per_token
+
+
+def compare_schemes(inputs: Inputs, setting: Setting) -> dict[str, Any]:
+    """One row of the table. Speed-ups are over plain 4D, by time per trained token."""
+    run = Run(inputs, setting)
+    bound = run.bound()
+    schemes = {}
+    for name in SCHEMES:
+        packing, sharding, simulated = run.scheme(name)
+        speedup = run.speedup(packing, sharding)
+        schemes[name] = {
+            "packing": packing,
+            "sharding": sharding,
+            "speedup": speedup,
+            "of_bound": speedup / bound,
+            "step_ms": float(simulated.steps.mean() / 1e6),
+            "ns_per_token": simulated.ns_per_token,
+            "imbalance": simulated.imbalance,
+            "equal_work_speedup": speedup * run.work_per_token(packing) / run.work_per_token("original"),
+            "lockstep_speedup": lockstep(run.simulated("original", "per-sequence"), setting)
+            / lockstep(simulated, setting),
+        }
+    layout = setting.layout
+    return {
+        "name": setting.name,
+        "model": setting.model,
+        "window": setting.window,
+        "layout": {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp},
+        "gpus": layout.gpus,
+        "quadratic_at": run.cost.quadratic_at,
+        "paper_speedup": setting.speedup,
+        "bound": bound,
+        "schemes": schemes,
+    }
+
+
+def lockstep(simulated: Simulated, setting: Setting) -> float:
+    """Nanoseconds per token if all stages of all pipelines advanced together, at the largest micro-batch's pace.
+
+    A pipeline of m micro-batches then takes (m + P - 1) x the largest; 1F1B takes about sum + (P - 1) x largest.
+    """
+    slots = setting.micro_batches + setting.layout.pp - 1
+    largest = simulated.micro_batches.max(axis=(1, 2)).sum()
+    return float(slots * largest / simulated.tokens.sum())
+
+
+def means(rows: list[dict[str, Any]], key: str = "speedup") -> dict[str, dict[str, float]]:
+    """Of each scheme: mean over all rows, and over those of each window."""
+    told: dict[str, dict[str, float]] = {}
+    for scheme in SCHEMES:
+        told[scheme] = {"all": float(np.mean([row["schemes"][scheme][key] for row in rows]))}
+        for window in sorted({row["window"] for row in rows}):
+            chosen = [row["schemes"][scheme][key] for row in rows if row["window"] == window]
+            told[scheme][f"{window // paper.K}K"] = float(np.mean(chosen))
+    return told

@@ -1,0 +1,55 @@
+"""The reproduction's mean speed-ups under other assumptions than its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from wlb_megatron.simulator import paper
+from wlb_megatron.simulator.run import OURS, PAPER, PLAIN, Inputs, compare_schemes, means
+from wlb_megatron.workload.kernel_table import KernelTable
+
+
+def vary(inputs: Inputs, assumed: list[dict[str, Any]], tick: Callable[[], None]) -> list[dict[str, Any]]:
+    """Mean speed-ups over the eight configurations under other assumptions; assumed: the rows under these."""
+    cases = [
+        ("30 % of TP communication exposed", _with_exposed(inputs, 0.3)),
+        ("attention kernels 1.6 times as slow", replace(inputs, measured=_slower(inputs.measured, 1.6))),
+        ("lengths not stretched to the window", replace(inputs, stretch=False)),
+    ]
+    rows = [_summary("as assumed", assumed)]
+    for name, case in cases:
+        table = []
+        for setting in paper.CONFIGURATIONS:
+            tick()
+            table.append(compare_schemes(case, setting))
+        rows.append(_summary(name, table))
+    return rows
+
+
+def _summary(case: str, table: list[dict[str, Any]]) -> dict[str, Any]:
+    row: dict[str, Any] = {"case": case, "bound": float(np.mean([r["bound"] for r in table]))}
+    row |= {scheme: told["all"] for scheme, told in means(table).items() if scheme != PLAIN}
+    for key, name in (("equal_work_speedup", "at equal work"), ("lockstep_speedup", "in lockstep")):
+        row |= {f"{scheme} {name}": means(table, key)[scheme]["all"] for scheme in (PAPER, OURS)}
+    return row
+
+
+def _with_exposed(inputs: Inputs, share: float) -> Inputs:
+    return replace(inputs, assumptions=replace(inputs.assumptions, tp_exposed=share))
+
+
+def _slower(table: KernelTable, factor: float) -> KernelTable:
+    def grid(rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(ns * factor for ns in row) for row in rows)
+
+    return replace(
+        table,
+        rectangle=grid(table.rectangle),
+        bottom_right=grid(table.bottom_right),
+        diagonal=tuple(ns * factor for ns in table.diagonal),
+        tile_key=table.tile_key * factor,
+    )
