@@ -21,7 +21,7 @@ from wlb_megatron.report.reproduction import Section, as_markdown
 from wlb_megatron.report.trace import chrome_trace
 from wlb_megatron.simulator import paper, reproduce
 from wlb_megatron.simulator.schedule import pipeline_events
-from wlb_megatron.simulator.sensitivity import _summary
+from wlb_megatron.simulator.sensitivity import summarise
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def out(tmp_path_factory) -> Path:
         patch.setattr(paper, "BREAKDOWN_OF", paper.CONFIGURATIONS[1])
         patch.setattr(paper, "SHARDING_OF", paper.CONFIGURATIONS[1])
         patch.setattr(thresholds, "ITERATIONS", 4)  # finding them takes longest
-        patch.setattr(reproduce, "vary", lambda inputs, rows, tick: [_summary("as assumed", rows)])
+        patch.setattr(reproduce, "vary", lambda inputs, rows, tick: [summarise("as assumed", rows)])
         assert main(["reproduce", "--iterations", "4", "--out", str(folder)]) == 0
     return folder
 

@@ -20,17 +20,18 @@ def vary(inputs: Inputs, assumed: list[dict[str, Any]], tick: Callable[[], None]
         ("attention kernels 1.6 times as slow", replace(inputs, measured=_slower(inputs.measured, 1.6))),
         ("lengths not stretched to the window", replace(inputs, stretch=False)),
     ]
-    rows = [_summary("as assumed", assumed)]
+    rows = [summarise("as assumed", assumed)]
     for name, case in cases:
         table = []
         for setting in paper.CONFIGURATIONS:
             tick()
             table.append(compare_schemes(case, setting))
-        rows.append(_summary(name, table))
+        rows.append(summarise(name, table))
     return rows
 
 
-def _summary(case: str, table: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise(case: str, table: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row: means over a table of compare_schemes."""
     row: dict[str, Any] = {"case": case, "bound": float(np.mean([r["bound"] for r in table]))}
     row |= {scheme: told["all"] for scheme, told in means(table).items() if scheme != PLAIN}
     for key, name in (("equal_work_speedup", "at equal work"), ("lockstep_speedup", "in lockstep")):
