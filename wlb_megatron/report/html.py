@@ -17,6 +17,7 @@ table { border-collapse: collapse; margin: .5em 0 1.5em; display: block; overflo
 th, td { padding: .25em .8em; border-bottom: 1px solid #8885; text-align: left; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
 th { border-bottom: 2px solid #888; }
+figure { margin: 0 0 1em; }
 img { max-width: 100%; background: white; }
 .note, footer { color: #777; max-width: 75ch; }
 """
@@ -84,7 +85,8 @@ def page(title: str, summary: str, told: Sequence[Section], pictures: Iterable[P
     ]
     for picture in pictures:
         data = b64encode(picture.read_bytes()).decode()
-        parts.append(f'<p><img alt="{escape(picture.stem)}" src="data:image/png;base64,{data}"></p>')
+        image = f'<img alt="{escape(picture.stem)}" src="data:image/png;base64,{data}">'
+        parts.append(f"<figure>{image}</figure>")
     parts += [_section(one) for one in told]
     return "\n".join([*parts, "</body></html>", ""])
 
@@ -99,4 +101,4 @@ def _section(section: Section) -> str:
 
 def _cell(text: str) -> str:
     number = text.replace("%", "").replace(",", "").replace(".", "").strip().lstrip("-").isdigit()
-    return f'<td class="number">{escape(text)}</td>' if number else f"<td>{escape(text)}</td>"
+    return f'<td class="number">{escape(text)}</td>' if number or text == "-" else f"<td>{escape(text)}</td>"

@@ -153,7 +153,7 @@ def _draw_speedups(report: dict[str, Any], path: Path) -> Path:
     axes.set_xticks(range(len(rows)), [row["name"] for row in rows])
     axes.set_ylim(0.8)
     axes.set_ylabel("speed-up over plain 4D (simulated)")
-    axes.legend(fontsize=8, ncols=3, loc="upper left")
+    figure.legend(fontsize=8, ncols=6, loc="outside upper center")
     return _save(figure, path)
 
 
