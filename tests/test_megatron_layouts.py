@@ -92,3 +92,18 @@ def test_every_layout_trains_the_same_documents_in_each_iteration(
 ) -> None:
     ranks = train([*flags(context=2), *RUN, "--data-path", str(corpus)], 4, tmp_path)
     assert trained(ranks) == trained(single)
+
+
+def test_a_rehearsal_of_the_longest_micro_batches_leaves_no_trace(
+    corpus: Path, single: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Its losses come first in the record (4 micro-batches); after it, training is that of the run without."""
+    arguments = [*flags(pipeline=2), *RUN, "--data-path", str(corpus), "--wlb-rehearsal", "always"]
+    ranks = train(arguments, 2, tmp_path)
+    assert ranks[0]["documents"][0][0] == -1 and sum(entry[0] == -1 for entry in ranks[0]["documents"]) == 4
+    tokens = sum(end - start for _, _, start, end in ranks[0]["documents"][0][2])
+    assert tokens == 96  # Lmax of 1.5 windows of 64
+    for rank in ranks:
+        rank["documents"] = [entry for entry in rank["documents"] if entry[0] >= 0]
+    assert trained(ranks) == trained(single)
+    assert mean_losses(ranks, 2) == pytest.approx(mean_losses(single, 2), rel=1e-6)

@@ -31,7 +31,10 @@ class WlbConfig:
         choices=SHARDINGS,
     )
     max_tokens: int | None = _setting(
-        None, "most tokens of a micro-batch, Lmax (tokens; default: 1.5 x --seq-length)", type=int
+        None,
+        "most tokens of a micro-batch, Lmax (tokens; default: 1.5 x --seq-length, or what fits the GPU's memory with "
+        "a tenth to spare, if that is less)",
+        type=int,
     )
     max_delay: int = _setting(
         16, "a document trains at most this many iterations after it arrived (iterations)", type=int
@@ -62,6 +65,12 @@ class WlbConfig:
         "split",
         "a document longer than --seq-length is split at the window, truncated to it, or dropped (counted)",
         choices=OVERLONG,
+    )
+    rehearsal: str = _setting(
+        "auto",
+        "before step 1, one forward and backward of micro-batches of Lmax tokens take the memory that any step can "
+        "need: auto (on GPUs), always, never",
+        choices=("auto", "always", "never"),
     )
     fresh_order: bool = _setting(
         False, "begin the document order anew from a checkpoint that holds no packing state"

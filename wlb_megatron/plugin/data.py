@@ -92,16 +92,23 @@ class MicroBatchIterator:
         self,
         loader: DataLoader[dict[str, Any]],
         trained: Callable[[list[dict[str, Any]]], None] | None = None,
+        rehearsal: dict[str, Any] | None = None,
     ) -> None:
-        """trained: called with the micro-batches of a step when it is done."""
+        """trained: called with the micro-batches of a step when it is done. rehearsal: see rehearsal.py."""
         self._iterator = iter(loader)
         self._trained = trained
+        self._rehearsal = rehearsal
 
     def __iter__(self) -> MicroBatchIterator:
         return self
 
     def __next__(self) -> dict[str, Any]:
         return next(self._iterator)
+
+    def take_rehearsal(self) -> dict[str, Any] | None:
+        """The micro-batch to rehearse, the first time it is asked for."""
+        taken, self._rehearsal = self._rehearsal, None
+        return taken
 
     def after_step(self, batches: list[dict[str, Any]]) -> None:
         if self._trained is not None:

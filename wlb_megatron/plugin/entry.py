@@ -12,6 +12,7 @@ from typing import Any
 from wlb_megatron.arguments import add_arguments, config_from_args
 from wlb_megatron.plugin import source as sources
 from wlb_megatron.plugin import versions
+from wlb_megatron.plugin.limits import fit_to_memory
 from wlb_megatron.refusals import Refused, refuse_unsupported
 
 _sources: dict[str, sources.Source] | None = None
@@ -91,6 +92,7 @@ def _take_over(args: Any) -> None:
     config = sources.complete(args, config_from_args(args))
     refuse_unsupported(args, config)
     try:
+        config = fit_to_memory(args, config, sources.token_alignment(args))
         _sources = sources.open_sources(args, config)
     except ValueError as error:  # WlbErrors, and settings that do not fit together
         raise Refused(f"wlb_megatron: {error}") from None

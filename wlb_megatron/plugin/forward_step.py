@@ -13,6 +13,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from wlb_megatron.attention.core_attention import packed_seq_params
 from wlb_megatron.plan import PADDING
+from wlb_megatron.plugin.rehearsal import REHEARSAL
 
 stimer = StragglerDetector()
 SPIKY_LOSS_FACTOR = 10
@@ -32,25 +33,35 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
             for key in ("tokens", "labels", "loss_mask", "position_ids")
         )
         params = packed_seq_params(planned.shard, layout.cp_rank)
-        if torch.is_grad_enabled():  # evaluation is not part of a training step's FLOPs
+        # Evaluation and rehearsal are not part of a training step's FLOPs.
+        if torch.is_grad_enabled() and planned.iteration != REHEARSAL:
             update_seqlen_stats_from_cu_seqlens(_document_bounds(planned))
     timers("batch-generator").stop()
     with stimer:
         output = model(
             tokens, position_ids, None, labels=labels, loss_mask=loss_mask, packed_seq_params=params
         )
-    return output, partial(loss_per_token, loss_mask)
+    return output, partial(sum_of_losses if planned.iteration == REHEARSAL else loss_per_token, loss_mask)
+
+
+def sum_of_losses(
+    loss_mask: Any, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of this rank's token losses, the number of tokens that predict something, and both for the log."""
+    mask = loss_mask.view(-1)
+    loss = torch.sum(output.view(-1).float() * mask)
+    count = mask.sum().to(torch.int)
+    return loss, count, {"lm loss": torch.cat([loss.detach().view(1), count.view(1).to(loss.dtype)])}
 
 
 def loss_per_token(
     loss_mask: Any, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of this rank's token losses, the number of tokens that predict something, and both for the log."""
+    """sum_of_losses, checked by Megatron's rerun state machine as its own loss function does."""
     args = get_args()
-    mask = loss_mask.view(-1)
-    loss = torch.sum(output.view(-1).float() * mask)
-    count = mask.sum().to(torch.int)
+    result = sum_of_losses(loss_mask, output)
     rerun = get_rerun_state_machine()
+    spiky = partial(rerun.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss")
     checks: list[tuple[bool, Any, str, bool]] = [
         (
             args.check_for_nan_in_loss_and_grad,
@@ -64,19 +75,14 @@ def loss_per_token(
             "found Inf in local forward loss calculation",
             True,
         ),
-        (
-            args.check_for_spiky_loss,
-            partial(rerun.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"),
-            "Spiky loss",
-            False,
-        ),
+        (args.check_for_spiky_loss, spiky, "Spiky loss", False),
     ]
     for wanted, rejection, message, fatal in checks:
         if wanted:
             rerun.validate_result(
-                result=loss, rejection_func=rejection, message=message, tolerance=0.0, fatal=fatal
+                result=result[0], rejection_func=rejection, message=message, tolerance=0.0, fatal=fatal
             )
-    return loss, count, {"lm loss": torch.cat([loss.detach().view(1), count.view(1).to(loss.dtype)])}
+    return result
 
 
 def _document_bounds(planned: Any) -> torch.Tensor:

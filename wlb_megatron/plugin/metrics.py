@@ -10,7 +10,7 @@ from typing import Any
 from wlb_megatron.sharding.segments import ShardPlan
 
 
-def report(batches: Sequence[dict[str, Any]]) -> None:
+def report(batches: Sequence[dict[str, Any]], *, plan_wait_seconds: float) -> None:
     """Report the iteration whose micro-batches just trained. Only the last rank writes, as Megatron does."""
     from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
     from megatron.training.utils import is_last_rank
@@ -18,14 +18,14 @@ def report(batches: Sequence[dict[str, Any]]) -> None:
     if not is_last_rank():
         return
     args = get_args()
-    figures = step_figures(batches, args.wlb_quadratic_at)
+    figures = step_figures(batches, args.wlb_quadratic_at) | {"plan_wait_ms": plan_wait_seconds * 1e3}
     iteration = args.curr_iteration + 1
     if iteration % args.log_interval == 0:
         print(
             f" [wlb] iteration {iteration} | imbalance (max/mean work): micro-batches {figures['imbalance']:.3f}, "
             f"CP ranks {figures['cp_imbalance']:.3f} | tokens: {figures['tokens']} | "
             f"delayed documents: {figures['delayed']} | mean token delay: {figures['token_delay']:.3f} | "
-            f"plan ms: {figures['plan_ms']:.2f}",
+            f"plan ms: {figures['plan_ms']:.2f} (waited {figures['plan_wait_ms']:.2f})",
             flush=True,
         )
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()

@@ -70,21 +70,30 @@ def wrap_get_forward_backward_func(original: Callable[..., Any]) -> Callable[...
 
 def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*, data_iterator: Any, num_microbatches: int, **kwargs: Any) -> Any:
-        global _current
         from wlb_megatron.plugin import data
+        from wlb_megatron.plugin.rehearsal import rehearse
 
         source = data.planned_iterator(data_iterator)
         if source is None:
             return forward_backward(data_iterator=data_iterator, num_microbatches=num_microbatches, **kwargs)
+
+        def step(batches: Sequence[Any]) -> Any:
+            global _current
+            _current = ShapeQueue([data.activation_shape(batch) for batch in batches])
+            try:
+                return forward_backward(
+                    data_iterator=_drawn(batches), num_microbatches=num_microbatches, **kwargs
+                )
+            finally:
+                _current = None
+
+        training = not kwargs.get("forward_only")
+        longest = source.take_rehearsal() if training else None
+        if longest is not None:
+            rehearse(lambda: step([longest] * num_microbatches), kwargs["model"])
         batches = [next(data_iterator) for _ in range(num_microbatches)]
-        _current = ShapeQueue([data.activation_shape(batch) for batch in batches])
-        try:
-            result = forward_backward(
-                data_iterator=_drawn(batches), num_microbatches=num_microbatches, **kwargs
-            )
-        finally:
-            _current = None
-        if not kwargs.get("forward_only"):
+        result = step(batches)
+        if training:
             source.after_step(batches)
         return result
 

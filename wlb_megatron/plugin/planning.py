@@ -98,6 +98,7 @@ class PlanAhead:
 
     def __init__(self, make: Callable[[], Iterator[PlannedIteration]], depth: int) -> None:
         self._make = make
+        self._waited = 0.0
         self._made: queue.Queue[PlannedIteration | BaseException | None] = queue.Queue(depth)
 
     def _run(self) -> None:
@@ -111,7 +112,18 @@ class PlanAhead:
     def __iter__(self) -> Iterator[PlannedIteration]:
         # Started here, at the first item asked for: by then the loader has forked its workers.
         threading.Thread(target=self._run, name="wlb-planning", daemon=True).start()
-        while (planned := self._made.get()) is not None:
+        while (planned := self._get()) is not None:
             if isinstance(planned, BaseException):
                 raise planned
             yield planned
+
+    def _get(self) -> PlannedIteration | BaseException | None:
+        start = time.perf_counter()
+        planned = self._made.get()
+        self._waited += time.perf_counter() - start
+        return planned
+
+    def take_waited(self) -> float:
+        """Seconds that training has waited for plans since this was last asked."""
+        waited, self._waited = self._waited, 0.0
+        return waited

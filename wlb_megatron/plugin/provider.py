@@ -11,6 +11,7 @@ from wlb_megatron.plugin import checkpoint, metrics
 from wlb_megatron.plugin.agreement import EVERY, PlanAgreement
 from wlb_megatron.plugin.data import Layout, MicroBatchIterator, MicroBatchSampler, make_loader
 from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, ShardSettings, plan_iterations
+from wlb_megatron.plugin.rehearsal import longest_micro_batch
 from wlb_megatron.plugin.source import Source, attention_shape, token_alignment
 from wlb_megatron.refusals import Refused
 from wlb_megatron.workload.kernel_table import h100
@@ -76,9 +77,17 @@ def _training(source: Source, args: Any) -> MicroBatchIterator:
         for passed in [number for number in sampler.passed if number < iteration]:
             del sampler.passed[passed]
         checkpoint.remember(args, planned.state)
-        metrics.report(batches)
+        metrics.report(batches, plan_wait_seconds=ahead.take_waited())
 
-    return MicroBatchIterator(_loader(source, sampler, args), trained)
+    settings, layout = _settings(source, args), _layout(args)
+    wanted = {"auto": args.distributed_backend == "nccl", "always": True, "never": False}[
+        source.config.rehearsal
+    ]
+    most = source.config.max_tokens if source.config.packing == "varlen" else args.seq_length
+    longest = (
+        longest_micro_batch(most or args.seq_length, args.seq_length, settings, layout) if wanted else None
+    )
+    return MicroBatchIterator(_loader(source, sampler, layout, args), trained, longest)
 
 
 def _evaluation(source: Source | None, args: Any) -> MicroBatchIterator | None:
@@ -87,7 +96,7 @@ def _evaluation(source: Source | None, args: Any) -> MicroBatchIterator | None:
         return None
     plans = itertools.islice(plan_iterations(source.planner, _settings(source, args)), args.eval_iters)
     sampler = MicroBatchSampler(_Again(list(plans)))
-    return MicroBatchIterator(_loader(source, sampler, args))
+    return MicroBatchIterator(_loader(source, sampler, _layout(args), args))
 
 
 class _Again(Iterable[PlannedIteration]):
@@ -114,16 +123,19 @@ def _settings(source: Source, args: Any) -> ShardSettings:
     )
 
 
-def _loader(source: Source, sampler: MicroBatchSampler, args: Any) -> Any:
+def _layout(args: Any) -> Layout:
     from megatron.core import parallel_state
 
-    layout = Layout(
+    return Layout(
         cp_rank=parallel_state.get_context_parallel_rank(),
         activation_divisor=args.tensor_model_parallel_size if args.sequence_parallel else 1,
         hidden_size=args.hidden_size,
         reads_tokens=parallel_state.is_pipeline_first_stage(ignore_virtual=True)
         or parallel_state.is_pipeline_last_stage(ignore_virtual=True),
     )
+
+
+def _loader(source: Source, sampler: MicroBatchSampler, layout: Layout, args: Any) -> Any:
     return make_loader(
         source.corpus,
         sampler,

@@ -1,0 +1,62 @@
+"""Lmax against the GPU's memory: the model and layout of Megatron's arguments as workload.memory counts them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.workload.memory import ModelShape, ParallelLayout, fit_max_tokens
+
+
+def fit_to_memory(args: Any, config: WlbConfig, alignment: int) -> WlbConfig:
+    """The settings with Lmax filled in: 1.5 windows, or what fits the GPU's memory if that is less.
+
+    A value given by flag stays. Without a GPU, or with experts (how many tokens one gets is not known ahead),
+    memory is not looked at. WlbError if not even 1.25 windows fit. The same on every rank of like GPUs, and
+    independent of the layout wherever memory suffices, so that a resumed run packs as before.
+    """
+    if config.max_tokens is not None:
+        return config
+    usual = 3 * args.seq_length // 2
+    if args.distributed_backend != "nccl" or args.num_experts:
+        return replace(config, max_tokens=usual)
+    memory = torch.cuda.get_device_properties(args.local_rank).total_memory
+    fitting = fit_max_tokens(*model_and_layout(args), memory, window=args.seq_length, alignment=alignment)
+    return replace(config, max_tokens=min(usual, fitting))
+
+
+def model_and_layout(args: Any) -> tuple[ModelShape, ParallelLayout]:
+    """Megatron's validated arguments in workload.memory's terms."""
+    from wlb_megatron.plugin.source import attention_shape
+
+    heads, groups, channels = attention_shape(args)
+    pipeline = args.pipeline_model_parallel_size
+    shape = ModelShape(
+        hidden=args.hidden_size,
+        ffn=args.ffn_hidden_size,
+        layers=-(-args.num_layers // pipeline),
+        heads=heads,
+        kv_heads=groups,
+        head_dim=channels,
+        vocab=args.padded_vocab_size,
+        gated=args.swiglu,
+        tied=not args.untie_embeddings_and_output_weights,
+        dropout=args.hidden_dropout > 0,
+        dtype_bytes=2 if args.bf16 or args.fp16 else 4,
+    )
+    layout = ParallelLayout(
+        tensor=args.tensor_model_parallel_size,
+        context=args.context_parallel_size,
+        pipeline=pipeline,
+        data=args.data_parallel_size,
+        micro_batches=args.global_batch_size // args.data_parallel_size,
+        sequence=args.sequence_parallel,
+        distributed_optimizer=args.use_distributed_optimizer,
+        recompute=args.recompute_granularity or "none",
+        recompute_layers=args.recompute_num_layers or 1,
+        recompute_block=args.recompute_method == "block",
+    )
+    return shape, layout

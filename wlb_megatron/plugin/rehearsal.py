@@ -1,0 +1,56 @@
+"""One forward and backward of the longest micro-batches before step 1.
+
+It takes the memory that any later step can need, so that the order of micro-batches is free after that and a run
+that does not fit ends now, not at a step that happens to draw long ones. Kernels are built on the way. Gradients
+are cleared and random states put back: training goes on as if nothing had been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from wlb_megatron.packing.summary import PlanSummary
+from wlb_megatron.plan import Piece
+from wlb_megatron.plugin.data import Layout
+from wlb_megatron.plugin.planning import PlannedMicroBatch, ShardSettings
+from wlb_megatron.sharding.select import shard
+
+REHEARSAL = -1
+"""Iteration number of a rehearsed micro-batch."""
+
+
+def longest_micro_batch(
+    max_tokens: int, window: int, settings: ShardSettings, layout: Layout
+) -> dict[str, Any]:
+    """A batch of max_tokens zeros as documents of one window, cut per document: every rank needs all keys."""
+    usable = max_tokens // settings.alignment * settings.alignment
+    sizes = [window] * (usable // window) + [usable % window] * (usable % window > 0)
+    plan = shard(sizes, settings.cp_size, "per-document")
+    pieces = tuple(Piece(0, document, 0, int(size)) for document, size in enumerate(plan.lengths))
+    summary = PlanSummary(REHEARSAL, usable, len(sizes), usable, 1.0, 1.0, 0, 0.0, 0, 0)
+    planned = PlannedMicroBatch(REHEARSAL, 0, pieces, plan, summary, 0.0)
+    batch: dict[str, Any] = {"planned": planned, "layout": layout}
+    if layout.reads_tokens:
+        shape = (1, plan.tokens_per_rank[layout.cp_rank])
+        zeros = torch.zeros(shape, dtype=torch.int64)
+        positions = torch.from_numpy(plan.positions(layout.cp_rank))[None]
+        batch.update(tokens=zeros, labels=zeros, loss_mask=torch.ones(shape), position_ids=positions)
+    return batch
+
+
+def rehearse(step: Callable[[], Any], model: Any) -> None:
+    """Run `step` (a forward and backward of all micro-batches) and undo what it left behind."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    chunks = model if isinstance(model, list) else [model]
+    tracker = get_cuda_rng_tracker()
+    states, cpu, gpu = tracker.get_states(), torch.get_rng_state(), torch.cuda.get_rng_state()
+    step()
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    tracker.set_states(states)
+    torch.set_rng_state(cpu)
+    torch.cuda.set_rng_state(gpu)
