@@ -17,6 +17,8 @@ from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.paper import CONFIGURATIONS, SHAPES, Setting
 from wlb_megatron.simulator.run import SCHEMES, Inputs, Run, lockstep
 from wlb_megatron.simulator.schemes import perfectly_balanced, plan_run, shard_run
+from wlb_megatron.simulator.sensitivity import slowness_of_the_paper
+from wlb_megatron.workload.cost_model import CostModel
 
 SETTING: Setting = CONFIGURATIONS[1]  # 550M-128K, CP=4
 
@@ -158,3 +160,15 @@ def test_simulate_refuses_in_one_line(flags, message, capsys):
     assert main(_simulate(*flags)) == 2
     told = capsys.readouterr().err
     assert message in told and told.count("\n") == 1
+
+
+def test_attention_is_slowed_until_arrival_order_is_as_uneven_as_the_papers():
+    inputs = Inputs(iterations=48)
+    factor = slowness_of_the_paper(inputs)
+    run = Run(inputs, paper.BREAKDOWN_OF)
+    cost = CostModel(run.cost.quadratic_at / factor, run.cost.per_document)
+    uneven = []
+    for plan in run.planned("original"):
+        works = [sum(int(cost.work(x.tokens)) for x in m.pieces) for row in plan.micro_batches for m in row]
+        uneven.append(max(works) * len(works) / sum(works))
+    assert 0.25 < factor < 4 and np.mean(uneven) == pytest.approx(1.44, abs=1e-3)
