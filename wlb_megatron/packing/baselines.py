@@ -118,7 +118,8 @@ class FixedGreedyPacker:
     K = config.balance_batches. The windows that `original` would make of K global batches are the goods, their
     pieces cut where it cuts (the paper's baseline repacks such samples); what crosses the last one's end waits, so
     no piece waits for ever. Pieces go by falling work to the window with least work that has room, cut again if the
-    room is less. The new windows are given out by rising work, so that those of one iteration are alike.
+    room is less. The new windows are grouped by work, so that those of one iteration are alike; the groups follow
+    each other by the id of their longest document, which has nothing to do with work: no curriculum.
     """
 
     name = "fixed-greedy"
@@ -154,9 +155,18 @@ class FixedGreedyPacker:
         filled, left = self._fill([item for window in goods for item in window], len(goods))
         remainder, put_back = keep_one_window(remainder, self._window)
         self._remainder = left + remainder
-        work = [price([item.piece for item in window], self._cost) for window in filled]
-        self._planned = [filled[i] for i in sorted(range(len(filled)), key=lambda i: (work[i], i))]
+        self._planned = self._order(filled)
         return put_back
+
+    def _order(self, windows: list[list[Waiting]]) -> list[list[Waiting]]:
+        work = [price([item.piece for item in window], self._cost) for window in windows]
+        alike = [windows[i] for i in sorted(range(len(windows)), key=lambda i: (work[i], i))]
+        groups = [alike[at : at + self._bins] for at in range(0, len(alike), self._bins)]
+        short = groups.pop() if groups and len(groups[-1]) < self._bins else []  # the end of a finite stream
+        groups.sort(
+            key=lambda group: max((item.piece.tokens, item.piece) for window in group for item in window)[1]
+        )
+        return [window for group in groups for window in group] + short
 
     def _fill(self, items: list[Waiting], windows: int) -> tuple[list[list[Waiting]], list[Waiting]]:
         empty: list[list[Waiting]] = [[] for _ in range(windows)]

@@ -15,8 +15,8 @@ class DelayPrice:
     follows a corpus whose lengths drift. All integers.
     """
 
-    MEMORY = 32
-    STEP = 32
+    MEMORY = 16
+    STEP = 8
     AIM = 45 * SCALE // 100
     LEAST = SCALE // 200
     MOST = 2 * SCALE

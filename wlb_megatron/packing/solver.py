@@ -41,12 +41,12 @@ def solve(
     water: tuple[int, int] = (0, 0),
     hint: Sequence[int] | None = None,
     seconds: float = 10.0,
-) -> Solution:
+) -> Solution | None:
     """Pieces to bins of at most `capacity` tokens for the least sum over iterations of the largest bin's work.
 
     Bins are dealt out `per_iteration` at a time. water: (tokens, work) of short pieces that may be divided at will.
     seconds: about this long, in the solver's deterministic time: one worker, the same answer everywhere.
-    Raises WlbError without ortools, or if nothing was found in that time.
+    None if no assignment was found in that time. Raises WlbError without ortools.
     """
     try:
         from ortools.sat.python import cp_model
@@ -86,14 +86,14 @@ def solve(
     solver.parameters.num_workers = 1
     solver.parameters.max_deterministic_time = seconds
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        raise WlbError(f"the solver found no packing in {seconds} seconds: raise --wlb-solver-seconds")
+        return None
     bin_of = [next((at for at, v in enumerate(row) if solver.boolean_value(v)), -1) for row in chosen]
     return Solution(bin_of, round(solver.objective_value), round(solver.best_objective_bound))
 
 
 class FixedSolverPacker(FixedGreedyPacker):
     """fixed-greedy with its windows filled by the solver where that is better; `gap` tells how far from optimal
-    the last plan may be."""
+    the solver's last answer may be, None if it had none."""
 
     name = "fixed-solver"
 
@@ -127,7 +127,9 @@ class FixedSolverPacker(FixedGreedyPacker):
             hint=[where.get(item.piece, -1) for item in long],
             seconds=self._seconds,
         )
-        self.gap = solution.gap
+        self.gap = None if solution is None else solution.gap
+        if solution is None:
+            return greedy, left
         filled: list[list[Waiting]] = [[] for _ in range(windows)]
         for item, at in zip(long, solution.bin_of, strict=True):
             (filled[at] if at >= 0 else short).append(item)

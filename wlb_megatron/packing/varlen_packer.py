@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
@@ -100,8 +101,8 @@ class VarlenPacker:
             min(self._limits.bins - len(bins.placed) - len(leftovers) - len(short), len(self._queues))
         ):
             bins.add(self._queues.pop_oldest())
-        left += bins.add_all(sorted(leftovers, reverse=True))
-        left += bins.add_all(sorted(short, reverse=True))
+        left += bins.add_all(by_falling_work(leftovers))
+        left += bins.add_all(by_falling_work(short))
         contents = bins.contents()
         work = improve(contents, self._limits.capacity, self._limits.max_documents)
         micro_batches = [
@@ -144,7 +145,7 @@ class VarlenPacker:
     def _place_due(self, due: list[Item]) -> tuple[Bins, list[Item]]:
         """Balanced if all fit that way, else oldest first, which fits; returns what is left of an impossible lot."""
         bins = Bins(self._limits.bins, self._limits.capacity, self._limits.max_documents)
-        left = bins.add_all(sorted(due, reverse=True))
+        left = bins.add_all(by_falling_work(due))
         if left:
             bins = Bins(self._limits.bins, self._limits.capacity, self._limits.max_documents)
             left = [item for item in due if not bins.add_shortest(item)]
@@ -200,3 +201,8 @@ class VarlenPacker:
             "max_documents": self._limits.max_documents,
             "thresholds": list(self._queues.thresholds),
         }
+
+
+def by_falling_work(items: list[Item]) -> list[Item]:
+    """Of equal work, the one that comes first in `items` (the older) stays first."""
+    return sorted(items, key=itemgetter(0), reverse=True)

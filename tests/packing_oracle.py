@@ -1,0 +1,151 @@
+"""What the packing tests share: a plain stream, a run that checks every promise of a plan, and what it returns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.packing.packer import Packer, make_packer
+from wlb_megatron.packing.planner import Planner
+from wlb_megatron.plan import IterationPlan, Piece
+from wlb_megatron.workload.cost_model import CostModel
+
+COST = CostModel(quadratic_at=8.0, per_document=0.5)
+
+
+class ListStream:
+    """Documents of these lengths, ids counted up; over and over by epochs if endless."""
+
+    def __init__(self, lengths: list[int], endless: bool = False) -> None:
+        self.lengths = lengths
+        self.endless = endless
+        self.given = 0
+
+    def next(self) -> Piece | None:
+        epoch, document = divmod(self.given, len(self.lengths)) if self.lengths else (1, 0)
+        if epoch and not self.endless:
+            return None
+        self.given += 1
+        return Piece(epoch, document, 0, self.lengths[document])
+
+    def state(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+
+
+def make_planner(
+    lengths: list[int],
+    *,
+    window: int,
+    micro_batches: int,
+    dp: int = 1,
+    pp: int = 1,
+    alignment: int = 1,
+    endless: bool = False,
+    cost: CostModel = COST,
+    **settings: Any,
+) -> Planner:
+    packer = make_packer(
+        WlbConfig(**settings),
+        cost,
+        window=window,
+        micro_batches=micro_batches,
+        dp=dp,
+        pp=pp,
+        alignment=alignment,
+    )
+    return Planner(ListStream(lengths, endless), packer, global_tokens=micro_batches * dp * window)
+
+
+def run(planner: Planner, most: int = 10_000) -> list[IterationPlan]:
+    """Plans until a finite stream is drained, at most so many."""
+    plans = []
+    for _ in range(most):
+        plan = planner.next_iteration()
+        if plan is None:
+            break
+        plans.append(plan)
+    return plans
+
+
+def micro_batches(plan: IterationPlan) -> list[Any]:
+    return [micro_batch for row in plan.micro_batches for micro_batch in row]
+
+
+def trained(plan: IterationPlan) -> list[Piece]:
+    return sorted(piece for micro_batch in micro_batches(plan) for piece in micro_batch.pieces)
+
+
+def token_counts(pieces: list[Piece]) -> Counter[tuple[int, int, int]]:
+    """How often each token (epoch, document, position) occurs."""
+    return Counter((p.epoch, p.document, at) for p in pieces for at in range(p.start, p.end))
+
+
+def imbalance(plan: IterationPlan) -> float:
+    work = [micro_batch.work for micro_batch in micro_batches(plan)]
+    return max(work) * len(work) / sum(work)
+
+
+def check_promises(
+    plans: list[IterationPlan], *, bins: int, capacity: int, most_documents: int, cost: CostModel, finite: bool
+) -> None:
+    """Each token that arrived trains once or still waits; no micro-batch is empty, but in the last iteration of a
+    finite stream; none is above the capacity or the cap on documents; works are the cost model's."""
+    arrived: list[Piece] = []
+    done: list[Piece] = []
+    for number, plan in enumerate(plans):
+        assert plan.iteration == number
+        assert len(micro_batches(plan)) == bins
+        arrived += plan.arrived
+        for micro_batch in micro_batches(plan):
+            assert micro_batch.pieces or (finite and plan is plans[-1]), f"empty micro-batch in iteration {number}"
+            assert micro_batch.tokens <= capacity
+            assert len(micro_batch.pieces) <= most_documents
+            assert all(piece.end > piece.start for piece in micro_batch.pieces)
+            assert micro_batch.work == int(cost.work([p.tokens for p in micro_batch.pieces]).sum())
+        done += trained(plan)
+    waiting = list(plans[-1].waiting) if plans else []
+    assert token_counts(arrived) == token_counts(done + waiting)
+    if finite:
+        assert not waiting
+
+
+def delays(plans: list[IterationPlan]) -> dict[Piece, int]:
+    """Iterations from arrival to training of pieces that were not cut."""
+    entry = {piece: plan.iteration for plan in plans for piece in plan.arrived}
+    return {piece: plan.iteration - entry[piece] for plan in plans for piece in trained(plan) if piece in entry}
+
+
+def packer_of(planner: Planner) -> Packer:
+    return planner.packer
+
+
+def one_f_one_b_time(works: list[float], stages: int) -> float:
+    """When the last stage-task of a 1F1B schedule ends; forward takes a micro-batch's work, backward twice that."""
+    count = len(works)
+    queues = []
+    for stage in range(stages):
+        warm = min(stages - 1 - stage, count)
+        tasks = [(False, at) for at in range(warm)]
+        for at in range(count - warm):
+            tasks += [(False, warm + at), (True, at)]
+        queues.append(tasks + [(True, at) for at in range(count - warm, count)])
+    done: dict[tuple[bool, int, int], float] = {}
+    clock = [0.0] * stages
+    while any(queues):
+        for stage, queue in enumerate(queues):
+            while queue:
+                backward, at = queue[0]
+                if not backward:
+                    before = (False, at, stage - 1) if stage else None
+                else:
+                    before = (True, at, stage + 1) if stage < stages - 1 else (False, at, stage)
+                if before is not None and before not in done:
+                    break
+                start = max(clock[stage], done[before] if before is not None else 0.0)
+                clock[stage] = done[backward, at, stage] = start + works[at] * (2 if backward else 1)
+                queue.pop(0)
+    return max(clock)

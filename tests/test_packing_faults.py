@@ -1,0 +1,257 @@
+"""Faults reported against packers elsewhere, each as the small case that shows it."""
+
+from __future__ import annotations
+
+import heapq
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packing_oracle import COST, check_promises, delays, make_planner, micro_batches, run, trained
+
+from wlb_megatron.config import PACKINGS, WlbConfig
+from wlb_megatron.packing.bins import Bins
+from wlb_megatron.packing.corpus import Rules
+from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.outlier_queues import Item
+from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.synthetic import lognormal, paper_like
+from wlb_megatron.plan import Piece
+from wlb_megatron.sharding.alignment import padding
+from wlb_megatron.workload.cost_model import CostModel
+
+
+def plan_stream(
+    lengths: list[int], window: int, *, overlong: str = "split", **settings: object
+) -> list[list[Piece]]:
+    """Pieces trained in each iteration, through the project's own document stream."""
+    stream = DocumentStream.of_lengths(lengths, Rules(window, overlong))
+    packer = make_packer(WlbConfig(**settings), COST, window=window, micro_batches=1)
+    return [trained(plan) for plan in run(Planner(stream, packer, global_tokens=window))]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_documents_without_tokens_reach_no_plan(packing: str) -> None:
+    pieces = [
+        piece for row in plan_stream([0, 1, 0, 2], 8, packing=packing, solver_seconds=0.1) for piece in row
+    ]
+    assert pieces == [Piece(0, 1, 0, 1), Piece(0, 3, 0, 2)]
+
+
+@pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
+def test_documents_of_one_token_are_packed(packing: str) -> None:
+    (pieces,) = plan_stream([1] * 8, 8, packing=packing)
+    assert len(pieces) == 8
+
+
+@pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
+def test_eighty_thousand_tiny_documents_never_meet_in_one_launch(packing: str) -> None:
+    planner = make_planner(
+        [16] * 80_000, window=131_072, micro_batches=4, packing=packing, max_documents=4096
+    )
+    plans = run(planner)
+    assert max(len(b.pieces) for plan in plans for b in micro_batches(plan)) == 4096
+    assert sum(len(trained(plan)) for plan in plans) == 80_000
+    assert max(len(plan.waiting) for plan in plans) < 80_000 // 2
+
+
+@pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
+def test_running_totals_go_on_beyond_2_to_the_31(packing: str) -> None:
+    planner = make_planner([5, 9, 16, 3] * 50, window=16, micro_batches=4, endless=True, packing=packing)
+    run(planner, most=3)
+    state = json.loads(json.dumps(planner.state()))
+    shift = (2**31 + 5) // 64 + 1
+    state["iteration"] += shift
+    state["taken"] += shift * 64
+    for rows in (state["packer"]["waiting"], *state["packer"].get("planned", [])):
+        for row in rows:
+            row[4] += shift
+    later = make_planner([5, 9, 16, 3] * 50, window=16, micro_batches=4, endless=True, packing=packing)
+    later.load_state(state)
+    assert later.taken > 2**31 + 5
+    for plan, expected in zip(run(later, most=5), run(planner, most=5), strict=True):
+        assert plan.iteration == expected.iteration + shift
+        assert plan.micro_batches == expected.micro_batches
+
+
+def test_a_micro_batch_is_full_by_its_own_count_of_tokens() -> None:
+    # No document is padded: 12 of 9 tokens are 108, padded once to 112, the cap; a 13th would be too many.
+    planner = make_planner(
+        [9] * 13, window=88, micro_batches=1, alignment=8, max_tokens=112, thresholds="none"
+    )
+    plans = run(planner)
+    assert [len(trained(plan)) for plan in plans] == [10, 3]
+    bins = Bins(1, 112, 4096)
+    assert len(bins.add_all([Item(9, 9, i, 0, Piece(0, i, 0, 9)) for i in range(13)])) == 1
+    assert bins.tokens == [108]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(1, 48), max_size=80), st.sampled_from([1, 2, 6, 8, 24]), st.integers(60, 130))
+def test_a_micro_batch_padded_to_its_multiple_never_exceeds_the_cap(
+    lengths: list[int], alignment: int, most: int
+) -> None:
+    most = max(most, 60 + alignment)
+    planner = make_planner(lengths, window=48, micro_batches=2, alignment=alignment, max_tokens=most)
+    for plan in run(planner):
+        for micro_batch in micro_batches(plan):
+            assert micro_batch.tokens + padding(micro_batch.tokens, alignment) <= most
+
+
+@pytest.mark.parametrize(
+    ("overlong", "expected"),
+    [("split", [(0, 16), (16, 17), (0, 16)]), ("truncate", [(0, 16), (0, 16)]), ("drop", [(0, 16)])],
+)
+def test_a_document_of_the_window_is_taken_and_one_token_more_is_policy(
+    overlong: str, expected: list[tuple[int, int]]
+) -> None:
+    rows = plan_stream([17, 16], 16, overlong=overlong)
+    assert sorted((p.start, p.end) for row in rows for p in row) == sorted(expected)
+
+
+def test_an_overlong_piece_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="document 0 has 100 tokens, above the window of 51: split it"):
+        make_planner([100, 10], window=51, micro_batches=2, max_tokens=64).next_iteration()
+
+
+def test_documents_that_fill_a_micro_batch_alone_leave_none_empty() -> None:
+    plans = run(make_planner([40, 40, 40] * 6, window=51, micro_batches=1, dp=2, max_tokens=64))
+    check_promises(plans, bins=2, capacity=64, most_documents=4096, cost=COST, finite=True)
+
+
+def test_nine_equal_documents_over_four_micro_batches_are_3_2_2_2() -> None:
+    (plan,) = run(make_planner([4] * 9, window=9, micro_batches=4, thresholds="none"))
+    assert sorted(len(b.pieces) for b in micro_batches(plan)) == [2, 2, 2, 3]
+
+
+def test_three_documents_over_four_micro_batches_leave_the_last_one_to_padding() -> None:
+    (plan,) = run(make_planner([4] * 3, window=8, micro_batches=4))
+    assert sorted(len(b.pieces) for b in micro_batches(plan)) == [0, 1, 1, 1]
+    assert [b.work for b in micro_batches(plan) if not b.pieces] == [0]
+
+
+@pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
+def test_remainders_are_carried_on_rather_than_trained_in_a_short_micro_batch(packing: str) -> None:
+    lengths = lognormal(10_000, seed=1, mean=900, longest=8192)
+    plans = run(
+        make_planner(lengths.tolist(), window=8192, micro_batches=4, packing=packing, cost=CostModel(1e9))
+    )
+    fill = [b.tokens / 8192 for plan in plans[:-2] for b in micro_batches(plan)]
+    assert np.mean(fill) >= 0.99
+    if packing != "varlen":
+        assert min(fill) == 1.0
+
+
+def slow_fill(items: list[Item], count: int, capacity: int) -> tuple[list[int], list[int]]:
+    """The paper's rule by looking at every bin for every item: (work, tokens) of each bin."""
+    work, tokens = [0] * count, [0] * count
+    for item in items:
+        for at in (
+            min(range(count), key=lambda i: (work[i], i)),
+            min(range(count), key=lambda i: (tokens[i], i)),
+        ):
+            if tokens[at] + item.tokens <= capacity:
+                work[at] += item.work
+                tokens[at] += item.tokens
+                break
+    return work, tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 100), max_size=120), st.integers(1, 9), st.integers(100, 400))
+def test_filling_by_heaps_equals_looking_at_every_bin(lengths: list[int], count: int, capacity: int) -> None:
+    works = CostModel(30).work(lengths).tolist()
+    items = [Item(w, n, i, 0, Piece(0, i, 0, n)) for i, (w, n) in enumerate(zip(works, lengths, strict=True))]
+    bins = Bins(count, capacity, 4096)
+    bins.add_all(items)
+    assert (bins.work, bins.tokens) == slow_fill(items, count, capacity)
+
+
+def test_filling_takes_a_bounded_number_of_heap_steps_an_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    # All above half of the capacity, the worst case of first-fit: a linear scan would look at 4,000 bins each.
+    steps = 0
+
+    def counted(heap: list, row: object) -> object:
+        nonlocal steps
+        steps += 1
+        return replace(heap, row)
+
+    replace = heapq.heapreplace
+    monkeypatch.setattr(heapq, "heapreplace", counted)
+    bins = Bins(4000, 100, 4096)
+    bins.add_all(Item(60, 60, i, 0, Piece(0, i, 0, 60)) for i in range(8000))
+    assert steps <= 3 * 8000
+
+
+@pytest.mark.parametrize(("packing", "batches"), [("varlen", 1), ("fixed-greedy", 8)])
+def test_packing_makes_no_curriculum_of_lengths(packing: str, batches: int) -> None:
+    lengths = paper_like(40_000, seed=2).tolist()
+    plans = run(
+        make_planner(
+            lengths,
+            window=131072,
+            micro_batches=4,
+            packing=packing,
+            balance_batches=batches,
+            cost=CostModel(24576),
+        )
+    )[8:-8]
+    mean = np.array([np.mean([p.tokens for p in trained(plan)]) for plan in plans])
+    assert abs(np.corrcoef(mean[1:], mean[:-1])[0, 1]) < 0.25
+    if packing == "varlen":
+        assert max(delays(plans).values()) <= 16
+
+
+def test_ranks_are_even_in_sum_and_in_largest() -> None:
+    plans = run(
+        make_planner(
+            paper_like(20_000, seed=4).tolist(),
+            window=131072,
+            micro_batches=4,
+            dp=2,
+            pp=4,
+            cost=CostModel(24576),
+        )
+    )[4:-4]
+    over_ranks, over_micro_batches = [], []
+    for plan in plans:
+        columns = [[b.work for b in column] for column in zip(*plan.micro_batches, strict=True)]
+        sums = [sum(column) for column in columns]
+        over_ranks.append(max(sums) / np.mean(sums))
+        over_micro_batches.append(max(max(column) / np.mean(column) for column in columns))
+    assert np.mean(over_ranks) < 1.01
+    assert np.mean(over_micro_batches) < 1.05
+
+
+def test_both_caps_hold_tokens_and_documents_whatever_balance_wants() -> None:
+    # Short documents weigh little: evening the work alone would put far more tokens beside the long ones.
+    lengths = ([4000] + [10] * 400) * 30
+    plans = run(make_planner(lengths, window=4000, micro_batches=2, max_tokens=5000, cost=CostModel(100)))
+    tokens = [b.tokens for plan in plans for b in micro_batches(plan)]
+    assert max(tokens) <= 5000
+    assert max(tokens) / np.mean(tokens) < 1.5
+
+
+def test_work_is_not_tokens() -> None:
+    # Causal pairs: 1024 x 1025 / 2 = 524800 of one document, 2 x 512 x 513 / 2 = 262656 of two; ratio 1.998.
+    attention = CostModel(quadratic_at=1e-6)
+    one, two = int(attention.work([1024]).sum()), int(attention.work([512, 512]).sum())
+    assert one / two == pytest.approx(1.998, abs=0.003)
+    (plan,) = run(
+        make_planner(
+            [1024, 512, 512, 512, 512], window=1536, micro_batches=2, cost=CostModel(512), thresholds="none"
+        )
+    )
+    assert sorted(sorted(p.tokens for p in b.pieces) for b in micro_batches(plan)) == [[512] * 3, [512, 1024]]
+
+
+def test_many_tiny_documents_are_not_free() -> None:
+    # By tokens, 400 documents of 20 go beside one of 8000, none beside two; at a cost of 30 each, 119 do.
+    cost = CostModel(quadratic_at=1e6, per_document=30)
+    lengths = [8000] * 3 + [20] * 400
+    (plan,) = run(make_planner(lengths, window=16000, micro_batches=2, cost=cost, thresholds="none"))
+    documents = sorted(len(b.pieces) for b in micro_batches(plan))
+    assert documents == [121, 282]

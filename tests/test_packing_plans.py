@@ -1,0 +1,253 @@
+"""Promises of every packer, for any lengths: each token once, nothing empty, nothing above its limits, resumable."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packing_oracle import COST, ListStream, check_promises, delays, make_planner, run, token_counts, trained
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.planner import Planner
+from wlb_megatron.plan import Piece
+
+WINDOW = 24
+
+
+@st.composite
+def document_lengths(draw: st.DrawFn, longest: int = WINDOW) -> list[int]:
+    """Lengths that make packing hard: tiny, middling, just above half a window, whole windows, in any mixture."""
+    kind = st.sampled_from([(1, 2), (1, longest), (longest // 2, longest // 2 + 2), (longest - 1, longest)])
+    lengths: list[int] = []
+    for low, high in draw(st.lists(kind, min_size=1, max_size=3)):
+        lengths += draw(st.lists(st.integers(low, high), max_size=60))
+    return draw(st.permutations(lengths))
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "window": WINDOW,
+        "micro_batches": draw(st.integers(1, 4)),
+        "dp": draw(st.integers(1, 3)),
+        "pp": draw(st.sampled_from([1, 4])),
+        "max_documents": draw(st.sampled_from([1, 2, 5, 4096])),
+    }
+
+
+varlen_settings = st.fixed_dictionaries(
+    {
+        "packing": st.just("varlen"),
+        "max_tokens": st.integers(WINDOW * 5 // 4, 3 * WINDOW),
+        "max_delay": st.integers(0, 6),
+        "thresholds": st.sampled_from(["auto", "none", "12", "6,13,24", "1"]),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(document_lengths(), sizes(), varlen_settings)
+def test_varlen_trains_every_token_once_uncut_within_its_limits_and_its_bound_on_delay(
+    lengths: list[int], size: dict[str, Any], chosen: dict[str, Any]
+) -> None:
+    plans = run(make_planner(lengths, **size, **chosen))
+    check_promises(
+        plans,
+        bins=size["micro_batches"] * size["dp"],
+        capacity=chosen["max_tokens"],
+        most_documents=size["max_documents"],
+        cost=COST,
+        finite=True,
+    )
+    late = delays(plans)
+    assert sorted(late) == [Piece(0, i, 0, n) for i, n in enumerate(lengths)], "a document was cut"
+    assert max(late.values(), default=0) <= chosen["max_delay"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(document_lengths().filter(bool), sizes(), varlen_settings)
+def test_an_endless_stream_never_gives_an_empty_micro_batch(
+    lengths: list[int], size: dict[str, Any], chosen: dict[str, Any]
+) -> None:
+    plans = run(make_planner(lengths, **size, **chosen, endless=True), most=12)
+    assert len(plans) == 12
+    check_promises(
+        plans,
+        bins=size["micro_batches"] * size["dp"],
+        capacity=chosen["max_tokens"],
+        most_documents=size["max_documents"],
+        cost=COST,
+        finite=False,
+    )
+    assert max(delays(plans).values()) <= chosen["max_delay"]
+
+
+@pytest.mark.parametrize(("packing", "batches"), [("original", 1), ("fixed-greedy", 1), ("fixed-greedy", 3)])
+@settings(max_examples=50, deadline=None)
+@given(lengths=document_lengths(), size=sizes())
+def test_fixed_windows_train_every_token_once_and_are_full(
+    packing: str, batches: int, lengths: list[int], size: dict[str, Any]
+) -> None:
+    plans = run(make_planner(lengths, **size, packing=packing, balance_batches=batches))
+    check_promises(
+        plans,
+        bins=size["micro_batches"] * size["dp"],
+        capacity=WINDOW,
+        most_documents=size["max_documents"],
+        cost=COST,
+        finite=True,
+    )
+    if size["max_documents"] == 4096:
+        for plan in plans[:-batches]:
+            assert all(b.tokens == WINDOW for row in plan.micro_batches for b in row)
+
+
+def test_the_solver_trains_every_token_once() -> None:
+    lengths = [(37 * i) % WINDOW + 1 for i in range(24)]
+    plans = run(
+        make_planner(lengths, window=WINDOW, micro_batches=2, packing="fixed-solver", balance_batches=2)
+    )
+    check_promises(plans, bins=2, capacity=WINDOW, most_documents=4096, cost=COST, finite=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(document_lengths(), st.integers(1, 4), st.integers(0, 6))
+def test_iteration_k_takes_documents_until_the_total_reaches_k_plus_1_global_batches(
+    lengths: list[int], bins: int, max_delay: int
+) -> None:
+    taken = 0
+    planner = make_planner(
+        lengths, window=WINDOW, micro_batches=bins, max_tokens=3 * WINDOW, max_delay=max_delay
+    )
+    for plan in run(planner):
+        before = taken
+        taken += sum(piece.tokens for piece in plan.arrived)
+        goal = (plan.iteration + 1) * bins * WINDOW
+        if taken < sum(lengths):
+            assert taken >= goal
+            assert taken - plan.arrived[-1].tokens < goal, "took more than the document that crosses"
+            assert before < goal
+
+
+def regrouped(bins: int) -> st.SearchStrategy[int]:
+    return st.sampled_from([dp for dp in range(1, bins + 1) if bins % dp == 0])
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.data(),
+    document_lengths().filter(bool),
+    st.sampled_from([1, 2, 4, 6]),
+    st.integers(0, 9),
+    varlen_settings,
+)
+def test_a_run_resumed_at_any_iteration_in_any_layout_trains_the_same_documents(
+    data: st.DataObject, lengths: list[int], bins: int, stop: int, chosen: dict[str, Any]
+) -> None:
+    packing = data.draw(
+        st.sampled_from(
+            [
+                chosen,
+                {"packing": "original"},
+                {"packing": "fixed-greedy", "balance_batches": 3, "max_documents": 7},
+            ]
+        )
+    )
+
+    def planner() -> Planner:
+        dp = data.draw(regrouped(bins))
+        pp = data.draw(st.sampled_from([1, 4]))
+        return make_planner(
+            lengths, window=WINDOW, micro_batches=bins // dp, dp=dp, pp=pp, endless=True, **packing
+        )
+
+    whole = run(planner(), most=12)
+    first = planner()
+    run(first, most=stop)
+    resumed = planner()
+    resumed.load_state(json.loads(json.dumps(first.state())))
+    for expected, plan in zip(whole[stop:], run(resumed, most=12 - stop), strict=True):
+        assert plan.iteration == expected.iteration
+        assert plan.arrived == expected.arrived
+        assert trained(plan) == trained(expected)
+        assert plan.waiting == expected.waiting
+
+
+def test_a_state_of_other_settings_is_refused_and_says_what_changed() -> None:
+    lengths = [5, 20, 7, 24] * 10
+    saved = make_planner(lengths, window=WINDOW, micro_batches=2, max_delay=4)
+    saved.next_iteration()
+    for changed, words in (
+        ({"max_delay": 5}, "max_delay was 4, is 5"),
+        ({"max_tokens": 48}, "max_tokens was 36, is 48"),
+        ({"thresholds": "12"}, "thresholds was"),
+        ({"packing": "original"}, "packing was 'varlen', is 'original'"),
+    ):
+        other = make_planner(lengths, window=WINDOW, micro_batches=2, **({"max_delay": 4} | changed))
+        with pytest.raises(ValueError, match=words):
+            other.load_state(saved.state())
+    with pytest.raises(ValueError, match="global batches of 48 tokens, this run has 72"):
+        make_planner(lengths, window=WINDOW, micro_batches=3, max_delay=4).load_state(saved.state())
+    with pytest.raises(ValueError, match="version 7"):
+        saved.load_state(saved.state() | {"version": 7})
+
+
+def test_thresholds_found_on_a_sample_come_with_the_state() -> None:
+    def packer(sample: list[int] | None) -> Any:
+        return make_packer(WlbConfig(), COST, window=WINDOW, micro_batches=4, sample=sample)
+
+    saved = packer([3] * 400 + [20] * 40)
+    state = json.loads(json.dumps(saved.state()))
+    other = packer(None)
+    other.load_state(state)
+    assert other.state() == state
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"max_tokens": 29}, "below 1.25 windows \\(30 tokens\\).*fixed-greedy"),
+        ({"max_delay": -1}, "max_delay must not be negative"),
+        ({"max_documents": 0}, "max_documents must be at least 1"),
+        ({"thresholds": "8,8"}, "thresholds '8,8' are not auto, none"),
+        ({"thresholds": "short"}, "thresholds 'short' are not auto, none"),
+        ({"packing": "best"}, "unknown packing 'best': choose original"),
+        ({"packing": "fixed-greedy", "balance_batches": 0}, "balance_batches must be at least 1"),
+        ({"packing": "fixed-solver", "solver_seconds": 0.0}, "solver_seconds must be positive"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_planner([4], window=WINDOW, micro_batches=1, **changed)
+
+
+def test_a_window_that_padding_does_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="window of 24 tokens is not a multiple of 16"):
+        make_planner([4], window=WINDOW, micro_batches=1, alignment=16)
+
+
+def test_pieces_put_back_are_offered_again_first() -> None:
+    # Lmax takes one of these documents a micro-batch; nine tenths of a window arrive too fast to wait.
+    lengths = [22] * 200
+    planner = make_planner(
+        lengths, window=WINDOW, micro_batches=1, max_tokens=36, max_delay=2, thresholds="none"
+    )
+    plans = run(planner)
+    assert [piece.document for plan in plans for piece in trained(plan)] == list(range(200))
+    assert max(delays(plans).values()) <= 2
+    assert max(len(plan.waiting) for plan in plans) <= 3
+
+
+def test_the_last_iterations_of_a_finite_stream_give_out_all_that_waits() -> None:
+    plans = run(make_planner([24] * 3 + [1] * 40, window=WINDOW, micro_batches=2, thresholds="24"))
+    assert not plans[-1].waiting
+    assert token_counts([p for plan in plans for p in trained(plan)]).total() == 112
+
+
+def test_an_empty_stream_gives_no_iteration() -> None:
+    packer = make_packer(WlbConfig(), COST, window=WINDOW, micro_batches=2)
+    assert Planner(ListStream([]), packer, global_tokens=48).next_iteration() is None
