@@ -24,6 +24,7 @@ from wlb_megatron.sharding.alignment import padding
 HEADS, KV_HEADS, DIM = 8, 2, 128
 SCALE = DIM**-0.5
 KERNELS = TransformerEngineKernels()
+Step = Callable[..., list[Tensor]]
 
 
 def tensors(tokens: int, dtype: torch.dtype = torch.bfloat16) -> SimpleNamespace:
@@ -77,46 +78,55 @@ def leaves(*given: Tensor) -> list[Tensor]:
     return [t.detach().clone().requires_grad_() for t in given]
 
 
-def unsharded(lengths: np.ndarray, x: SimpleNamespace) -> Callable[[], list[Tensor]]:
-    """Transformer Engine's own attention over the whole packed sequence."""
-    module = te.DotProductAttention(HEADS, DIM, KV_HEADS, qkv_format="thd", attn_mask_type="padding_causal")
-    bounds = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to("cuda", torch.int32)
-    longest = int(lengths.max())
-    q, k, v = leaves(x.q, x.k, x.v)
+def layers_of(attend: Callable[[Tensor], Tensor], inputs: list[Tensor], dout: Tensor) -> Step:
+    """A step of n layers, one after the other: attend(q) is the next one's q. Returns out, dq, dk, dv."""
 
-    def step() -> list[Tensor]:
-        out = module(
-            q, k, v, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
-        ).view(-1, HEADS, DIM)
-        return [out, *torch.autograd.grad(out, (q, k, v), x.dout)]
+    def step(layers: int = 1) -> list[Tensor]:
+        out = inputs[0]
+        for _ in range(layers):
+            out = attend(out)
+        return [out, *torch.autograd.grad(out, inputs, dout)]
 
     return step
 
 
-def te_context_parallel(kind: str, lengths: np.ndarray, group: Any) -> Callable[[], Any]:
+def te_attention(
+    lengths: np.ndarray, x: SimpleNamespace, prepare: Callable[[Any], None] = lambda _: None
+) -> Step:
+    """Transformer Engine's module on a packed sequence of these lengths."""
+    module = te.DotProductAttention(HEADS, DIM, KV_HEADS, qkv_format="thd", attn_mask_type="padding_causal")
+    prepare(module)
+    bounds = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to("cuda", torch.int32)
+    longest = int(lengths.max())
+    q, k, v = leaves(x.q, x.k, x.v)
+
+    def attend(query: Tensor) -> Tensor:
+        return module(
+            query,
+            k,
+            v,
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        ).view(-1, HEADS, DIM)
+
+    return layers_of(attend, [q, k, v], x.dout)
+
+
+def te_context_parallel(kind: str, lengths: np.ndarray, group: Any) -> Step:
     """Transformer Engine's own context parallelism, documents padded to 2 * CP."""
     cp = dist.get_world_size(group)
     lengths = -(-lengths // (2 * cp)) * 2 * cp
-    module = te.DotProductAttention(HEADS, DIM, KV_HEADS, qkv_format="thd", attn_mask_type="padding_causal")
-    module.set_context_parallel_group(group, list(range(cp)), torch.cuda.Stream(), kind)
-    bounds = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to("cuda", torch.int32)
-    longest = int(lengths.max())
+    ranks, stream = list(range(cp)), torch.cuda.Stream()
     x = tensors(int(lengths.sum()) // cp)
-    q, k, v = leaves(x.q, x.k, x.v)
-
-    def step() -> None:
-        out = module(
-            q, k, v, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
-        ).view(-1, HEADS, DIM)
-        torch.autograd.grad(out, (q, k, v), x.dout)
-
-    return step
+    return te_attention(lengths, x, lambda m: m.set_context_parallel_group(group, ranks, stream, kind))
 
 
 def measure(
-    step: Callable[[], Any], agree: Callable[[int], int] = int, seconds: float = 0.06, most: int = 9
+    step: Step, agree: Callable[[int], int] = int, seconds: float = 0.06, most: int = 9
 ) -> tuple[float, float, float, float]:
-    """p20, p50, p80 of GPU ms, and host ms to launch (mean of four steps in a row, GPU idle before)."""
+    """p20, p50, p80 of GPU ms of one layer, and host ms to launch one more layer (of five in one graph)."""
     step()
     torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -124,11 +134,13 @@ def measure(
     torch.cuda.synchronize()
     # Ranks that communicate must take the same number of steps.
     count = agree(max(3, min(most, int(seconds / (time.perf_counter() - begin)))))
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(4):
-        step()
-    host = (time.perf_counter() - begin) / 4 * 1e3
+    launched = []
+    for layers in (1, 5, 1, 5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step(layers)
+        launched.append(time.perf_counter() - begin)
+    host = (min(launched[1::2]) - min(launched[::2])) / 4 * 1e3
     torch.cuda.synchronize()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     marks[0].record()
@@ -136,8 +148,7 @@ def measure(
         step()
         mark.record()
     torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in pairwise(marks)]
-    p20, p50, p80 = np.percentile(times, (20, 50, 80))
+    p20, p50, p80 = np.percentile([a.elapsed_time(b) for a, b in pairwise(marks)], (20, 50, 80))
     return float(p20), float(p50), float(p80), host
 
 

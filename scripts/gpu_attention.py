@@ -27,7 +27,9 @@ import torch.distributed as dist
 from attention_bench import (
     KERNELS,
     SCALE,
+    Step,
     errors,
+    layers_of,
     leaves,
     machine,
     measure,
@@ -35,36 +37,48 @@ from attention_bench import (
     profile,
     reference,
     tables,
+    te_attention,
     te_context_parallel,
     tensors,
-    unsharded,
 )
 from torch import Tensor
 
 from wlb_megatron.attention import kv_exchange
-from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.attention.device_layout import DeviceLayout, device_layout
 from wlb_megatron.attention.sharded_attention import sharded_attention
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
 
-Step = Callable[[], list[Tensor]]
 Mixes = dict[str, list[int]]
 
 
-class Simulated:
-    """A process group of one process: what would arrive is given, what is sent is kept."""
+def swapped(all_to_all: Callable[..., Any], step: Step, layers: int) -> list[Tensor]:
+    """The step with another way for rows to travel."""
+    real = kv_exchange._all_to_all
+    kv_exchange._all_to_all = all_to_all
+    try:
+        return step(layers)
+    finally:
+        kv_exchange._all_to_all = real
 
-    def __init__(self, arrived: Tensor, back_rows: int) -> None:
+
+def nothing_travels(sent: Tensor, send_counts: Any, recv_counts: Any, _: Any) -> tuple[Tensor, Any]:
+    return sent.new_zeros((sum(recv_counts), *sent.shape[1:])), SimpleNamespace(wait=lambda: None)
+
+
+class Simulated:
+    """A process group of one process: what would arrive is given, what is sent back is kept."""
+
+    def __init__(self, arrived: Tensor, send_counts: tuple[int, ...]) -> None:
         self.arrived = arrived
-        self.back = arrived.new_zeros((back_rows, *arrived.shape[1:]))
+        self.send_counts = send_counts
+        self.back = arrived.new_zeros((sum(send_counts), *arrived.shape[1:]))
         self.returned: Tensor | None = None
-        self.gathers = True
 
     def all_to_all(self, sent: Tensor, send_counts: Any, recv_counts: Any, _: Any) -> tuple[Tensor, Any]:
         done = SimpleNamespace(wait=lambda: None)
-        self.gathers = not self.gathers
-        if not self.gathers:
+        if send_counts is self.send_counts:
             return self.arrived, done
         self.returned = sent
         return self.back, done
@@ -74,7 +88,6 @@ def share(
     plan: ShardPlan, rank: int, x: SimpleNamespace, kv: Tensor
 ) -> tuple[Step, Simulated, Tensor, Tensor]:
     """One rank's step on one GPU, its simulated group, and the packed rows of its tokens and of what arrives."""
-    layout = attention_layout(plan, rank)
     arriving = []
     for sender in range(plan.cp_size):
         theirs = attention_layout(plan, sender).exchange
@@ -82,29 +95,28 @@ def share(
         rows = theirs.send_rows[begin : begin + theirs.send_counts[rank]]
         arriving.append(plan.packed_index(sender)[rows])
     packed = torch.from_numpy(np.concatenate(arriving)).cuda()
-    group = Simulated(kv[packed], len(layout.exchange.send_rows))
-    step, index = sharded_step(plan, rank, x, group)
+    layout = device_layout(attention_layout(plan, rank), "cuda")
+    group = Simulated(kv[packed], layout.exchange.send_counts if layout.exchange else ())
+    step, index = sharded_step(layout, plan.packed_index(rank), x, group)
 
-    def alone() -> list[Tensor]:
-        kv_exchange._all_to_all = group.all_to_all
-        return step()
+    def alone(layers: int = 1) -> list[Tensor]:
+        return swapped(group.all_to_all, step, layers)
 
     return alone, group, index, packed
 
 
 def sharded_step(
-    plan: ShardPlan, rank: int, x: SimpleNamespace, group: Any, keep_keys: bool = True
+    layout: DeviceLayout, packed: np.ndarray, x: SimpleNamespace, group: Any, keep_keys: bool = True
 ) -> tuple[Step, Tensor]:
-    layout = device_layout(attention_layout(plan, rank), "cuda")
-    index = torch.from_numpy(plan.packed_index(rank)).cuda()
+    """A rank's step over a group, and the packed rows of its tokens."""
+    index = torch.from_numpy(packed).cuda()
     q, k, v, dout = (t[index] for t in (x.q, x.k, x.v, x.dout))
     q, k, v = leaves(q, k, v)
 
-    def step() -> list[Tensor]:
-        out = sharded_attention(q, k, v, layout, group, KERNELS, SCALE, keep_keys)
-        return [out, *torch.autograd.grad(out, (q, k, v), dout)]
+    def attend(query: Tensor) -> Tensor:
+        return sharded_attention(query, k, v, layout, group, KERNELS, SCALE, keep_keys)
 
-    return step, index
+    return layers_of(attend, [q, k, v], dout), index
 
 
 def sharded_by_turns(plan: ShardPlan, x: SimpleNamespace) -> list[Tensor]:
@@ -147,7 +159,7 @@ def check(mixes: Mixes, args: argparse.Namespace) -> None:
         lengths = checked_lengths(given, 8)
         x = tensors(int(lengths.sum()))
         expected = reference(lengths, x)
-        base = errors(unsharded(lengths, x)(), expected)
+        base = errors(te_attention(lengths, x)(), expected)
         table.add(name, "unsharded TE", 1, base, base)
         for kind in args.kinds:
             for cp in (2, 4, 8):
@@ -166,7 +178,7 @@ def time_shares(mixes: Mixes, args: argparse.Namespace) -> None:
         lengths = padded_to(given, 16)
         x = tensors(int(lengths.sum()))
         kv = torch.stack((x.k, x.v), dim=1)
-        whole = measure(unsharded(lengths, x))
+        whole = measure(te_attention(lengths, x))
         rows.append(timing(name, 1, "unsharded TE", 0, whole, stamp))
         for cp in args.cp:
             line = f"{name:16}{cp:3}{whole[1] / cp:9.2f}  "
@@ -219,24 +231,29 @@ def real(mixes: Mixes, args: argparse.Namespace) -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     rank, cp, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     say = print if rank == 0 else lambda *a, **k: None
-    if not args.no_check:
-        table = ErrorTable(say)
-        for name, given in mixes.items():
-            lengths = checked_lengths(given, cp)
-            x = tensors(int(lengths.sum()))
-            expected = reference(lengths, x)
-            base = errors(unsharded(lengths, x)(), expected)
-            table.add(name, "unsharded TE", 1, base, base)
-            for kind in args.kinds:
-                for keep_keys in (True, False):
-                    step, index = sharded_step(shard(lengths, cp, kind), rank, x, group, keep_keys)
-                    pairs = zip(step(), expected, strict=True)
-                    squares = torch.stack([(a.detach().float() - b[index]).square().sum() for a, b in pairs])
-                    dist.all_reduce(squares)
-                    error = [float(s.sqrt() / b.norm()) for s, b in zip(squares, expected, strict=True)]
-                    table.add(name, kind + ("" if keep_keys else ", keys again"), cp, error, base)
-        if rank == 0:
-            tables(args.out / "real_errors.csv", table.rows)
+
+    def ours(plan: ShardPlan, x: SimpleNamespace, keep_keys: bool = True) -> tuple[Step, Tensor]:
+        layout = device_layout(attention_layout(plan, rank), "cuda")
+        return sharded_step(layout, plan.packed_index(rank), x, group, keep_keys)
+
+    checked = [] if args.no_check else [name for name in mixes if not args.check or name in args.check]
+    table = ErrorTable(say)
+    for name in checked:
+        lengths = checked_lengths(mixes[name], cp)
+        x = tensors(int(lengths.sum()))
+        expected = reference(lengths, x)
+        base = errors(te_attention(lengths, x)(), expected)
+        table.add(name, "unsharded TE", 1, base, base)
+        for kind in args.kinds:
+            for keep_keys in (True, False):
+                step, index = ours(shard(lengths, cp, kind), x, keep_keys)
+                pairs = zip(step(), expected, strict=True)
+                squares = torch.stack([(a.detach().float() - b[index]).square().sum() for a, b in pairs])
+                dist.all_reduce(squares)
+                error = [float(s.sqrt() / b.norm()) for s, b in zip(squares, expected, strict=True)]
+                table.add(name, kind + ("" if keep_keys else ", keys again"), cp, error, base)
+    if rank == 0 and table.rows:
+        tables(args.out / "real_errors.csv", table.rows)
 
     def agree(count: int) -> int:
         least = torch.tensor(count, device="cuda")
@@ -245,41 +262,44 @@ def real(mixes: Mixes, args: argparse.Namespace) -> None:
 
     rows: list[dict[str, Any]] = []
     stamp = machine()
-    say(f"\n{'mix':16}wall ms a layer, slowest rank's p50 (host ms)")
+    say(f"\n{'mix':16}wall ms a layer, slowest rank's p50 (host ms)", flush=True)
     for name, given in mixes.items():
         lengths = padded_to(given, 16)
         x = tensors(int(lengths.sum()))
-        steps: dict[str, Callable[[], Callable[[], Any]]] = {
+        steps: dict[str, Callable[[], Step]] = {
             "TE p2p": lambda n=lengths: te_context_parallel("p2p", n, group),
             "TE all_gather": lambda n=lengths: te_context_parallel("all_gather", n, group),
         }
         for kind in args.kinds:
             plan = shard(lengths, cp, kind)
-            steps[kind] = lambda p=plan, x=x: sharded_step(p, rank, x, group)[0]
-        if args.keys_again:
-            steps[args.kinds[-1] + ", keys again"] = lambda p=plan, x=x: sharded_step(
-                p, rank, x, group, False
-            )[0]
+            steps[kind] = lambda p=plan, x=x: ours(p, x)[0]
+        # Of the last kind: keys exchanged again in backward; and with nothing travelling, so that the
+        # difference is what is seen of the transfer.
+        step = ours(plan, x)[0]
+        steps[args.kinds[-1] + ", keys again"] = lambda p=plan, x=x: ours(p, x, False)[0]
+        steps[args.kinds[-1] + ", no transfer"] = lambda s=step: lambda n=1: swapped(nothing_travels, s, n)
         line = f"{name:16}"
         for kind, make in steps.items():
-            times = torch.tensor(measure(make(), agree, most=15), device="cuda")
+            times = torch.tensor(measure(make(), agree, most=11), device="cuda")
             dist.all_reduce(times, dist.ReduceOp.MAX)
             rows.append(timing(name, cp, kind, -1, times.tolist(), stamp))
             line += f"  {kind} {times[1]:.2f} ({times[3]:.2f})"
         say(line, flush=True)
-    if rank == 0:
-        tables(args.out / "real.csv", rows)
-        best = {row["mix"]: row["p50_ms"] for row in rows if row["attention"] == "TE p2p"}
-        for row in rows:
-            if row["attention"] == "TE all_gather":
-                best[row["mix"]] = min(best[row["mix"]], row["p50_ms"])
-        for kind in args.kinds:
-            gains = [best[row["mix"]] / row["p50_ms"] for row in rows if row["attention"] == kind]
-            mean = float(np.exp(np.mean(np.log(gains))))
-            say(
-                f"{kind}: {mean:.3f}x the faster of TE's, geometric mean of {len(gains)} (least {min(gains):.3f}x)"
-            )
+        if rank == 0:
+            tables(args.out / "real.csv", rows)
+    gains(rows, args.kinds, say)
     dist.destroy_process_group()
+
+
+def gains(rows: list[dict[str, Any]], kinds: list[str], say: Callable[..., Any]) -> None:
+    took = {(row["mix"], row["attention"]): row["p50_ms"] for row in rows}
+    mixes = list(dict.fromkeys(row["mix"] for row in rows))
+    for kind in kinds:
+        each = [min(took[m, "TE p2p"], took[m, "TE all_gather"]) / took[m, kind] for m in mixes]
+        mean = float(np.exp(np.mean(np.log(each))))
+        say(f"{kind}: {mean:.3f}x the faster of TE's, geometric mean of {len(each)} (least {min(each):.3f}x)")
+    seen = [1 - took[m, kinds[-1] + ", no transfer"] / took[m, kinds[-1]] for m in mixes]
+    say(f"{kinds[-1]}: transfer seen, share of the layer: median {np.median(seen):.1%}, most {max(seen):.1%}")
 
 
 def main() -> None:
@@ -294,7 +314,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["per-sequence", "per-document", "hybrid"])
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument(
-        "--keys-again", action="store_true", help="time exchanging keys again in backward, too"
+        "--check", nargs="+", help="in `real`, the mixes whose errors are measured (default all)"
     )
     parser.add_argument(
         "--profile", default="", help="comma list of mixes whose shares at the last CP are profiled"
