@@ -126,7 +126,7 @@ def test_before_is_arrival_order_by_sequence_whatever_the_settings() -> None:
 
 
 def test_balancing_is_predicted_to_help_long_tails_and_not_to_hurt_equal_lengths() -> None:
-    config = WlbConfig(quadratic_at=QUADRATIC_AT)
+    config = WlbConfig(quadratic_at=QUADRATIC_AT, sharding="per-document")
     layout = Layout(64, cp=2, pp=4)
     uneven = analyze(some_lengths(), config, layout, micro_batches=4, iterations=40, seed=1)
     assert uneven.after.imbalance.mean < uneven.before.imbalance.mean - 0.05
@@ -204,12 +204,12 @@ def test_a_table_tells_both_packings_and_the_flags(capsys: pytest.CaptureFixture
     assert (code, err) == (0, "")
     for phrase in (
         "5 documents, 202 tokens; 1 empty (left out), 1 above the window (split)",
-        "9 iterations: original, per-sequence   |   varlen, per-document",
+        "9 iterations: original, per-sequence   |   varlen, adaptive",
         "imbalance of micro-batches (max/mean work)",
         "token delay (iterations)",
         "Lmax 96 tokens",
         "predicted speed-up per token: ",
-        "flags: --wlb-packing varlen --wlb-sharding per-document",
+        "flags: --wlb-packing varlen --wlb-sharding adaptive",
     ):
         assert phrase in out
 

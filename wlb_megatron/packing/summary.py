@@ -43,7 +43,8 @@ class Summariser:
         pieces = [piece for row in grid for micro_batch in row for piece in micro_batch.pieces]
         tokens = sum(piece.tokens for piece in pieces)
         delays = [
-            (plan.iteration - self._arrived.get((p.epoch, p.document), plan.iteration), p.tokens) for p in pieces
+            (plan.iteration - self._arrived.get((p.epoch, p.document), plan.iteration), p.tokens)
+            for p in pieces
         ]
         waiting = {(p.epoch, p.document): None for p in plan.waiting}
         self._arrived = {key: self._arrived.get(key, plan.iteration) for key in waiting}
