@@ -6,7 +6,7 @@ arrival order whatever the arm. An arm's loss minus plain's of the same seed (sa
 set against seed noise, the standard deviation of plain over seeds. The corpus is the Python standard library's
 sources, byte by byte, one document a file; those longer than a window are left out.
 
-    nice -n 10 python scripts/convergence.py [--seeds 3] [--iterations 80] [--out out/convergence]
+    nice -n 10 python scripts/convergence.py [--seeds 3] [--iterations 120] [--out out/convergence]
 
 Each run's figures are kept under --out and not made again: start it anew to go on, or with more --seeds to add some.
 Writes a table (also convergence.txt), convergence.json and convergence.png.
@@ -34,8 +34,10 @@ ARMS = {
 }
 """The last is the paper's warning: windows balanced over 8 global batches, which reorders documents most."""
 
-SMALLER = "--num-layers 2 --num-attention-heads 2 --num-query-groups 1 --lr 5e-3 --lr-warmup-iters 4"
-HELD_OUT = "--split 90,10,0 --eval-iters 2"
+SMALLER = """--num-layers 2 --num-attention-heads 2 --num-query-groups 1 --init-method-std 0.05
+--lr 1e-2 --min-lr 1e-4 --lr-warmup-iters 8 --adam-beta2 0.95"""
+HELD_OUT = "--split 80,20,0 --eval-iters 6"
+"""The last fifth of the files; six batches are all of its documents, so that every seed is held to the same ones."""
 Runs = dict[str, list[dict[str, Any]]]
 """Of each arm, one result a seed."""
 
@@ -46,10 +48,10 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "convergence", help="folder of results")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each arm")
-    parser.add_argument("--iterations", type=int, default=80, help="training steps; a multiple of 8")
-    parser.add_argument("--eval-interval", type=int, default=16, help="iterations between evaluations")
-    parser.add_argument("--seq-length", type=int, default=2048, help="window (tokens)")
-    parser.add_argument("--global-batch-size", type=int, default=8, help="windows a step")
+    parser.add_argument("--iterations", type=int, default=120, help="training steps; a multiple of 8")
+    parser.add_argument("--eval-interval", type=int, default=24, help="iterations between evaluations")
+    parser.add_argument("--seq-length", type=int, default=1024, help="window (tokens)")
+    parser.add_argument("--global-batch-size", type=int, default=4, help="windows a step")
     options = parser.parse_args()
     if options.seeds < 2 or options.iterations % 8 or not 0 < options.eval_interval <= options.iterations:
         parser.error("give at least 2 seeds, iterations in multiples of 8, and an interval within them")
