@@ -144,7 +144,6 @@ def _draw_timeline(path: Path, measured: Sequence[tuple[str, Measured]], layout:
         title = f"{name}, iteration {iteration}" + (
             f", first {most} micro-batches" if len(times) > most else ""
         )
-        # Work is forward and backward together; the picture's backward takes twice the forward.
-        plans.append((title, (times[:most, slowest] / 3).tolist()))
-    draw_timelines(path, plans, layout.pp, unit="tokens of linear work")
+        plans.append((title, times[:most, slowest].tolist()))
+    draw_timelines(path, plans, layout.pp)
     return path
