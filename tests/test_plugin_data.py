@@ -1,0 +1,176 @@
+"""What a rank reads of a planned micro-batch: tokens, labels, loss mask and positions, by document and not by value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron_runs import rewrite_corpus
+
+from wlb_megatron.packing.blend import Blend
+from wlb_megatron.packing.summary import PlanSummary
+from wlb_megatron.plan import Piece
+from wlb_megatron.plugin.data import (
+    Layout,
+    MicroBatchIterator,
+    MicroBatchSampler,
+    PackedDocuments,
+    make_loader,
+)
+from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, PlannedMicroBatch, pad
+from wlb_megatron.sharding.select import shard
+
+SUMMARY = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 0, 0.0, 0, 0)
+SHARDINGS = ["per-sequence", "per-document", "hybrid"]
+
+
+def planned(pieces: list[Piece], cp: int, sharding: str) -> PlannedMicroBatch:
+    padded = pad(tuple(pieces), cp)
+    plan = shard(np.array([piece.tokens for piece in padded], dtype=np.int64), cp, sharding)
+    return PlannedMicroBatch(0, 0, padded, plan, SUMMARY, 0.0)
+
+
+def read(corpus: Blend, micro_batch: PlannedMicroBatch, rank: int) -> dict[str, list[float]]:
+    batch = PackedDocuments(corpus, Layout(rank, 1, 8, True))[micro_batch]
+    return {key: batch[key][0].tolist() for key in ("tokens", "labels", "loss_mask", "position_ids")}
+
+
+def corpus_of(folder: Path, documents: list[list[int]]) -> Blend:
+    rewrite_corpus(folder / "documents", [np.array(document, dtype=np.int32) for document in documents])
+    return Blend([str(folder / "documents")])
+
+
+def test_labels_shift_inside_a_document_before_it_is_cut(tmp_path: Path) -> None:
+    """Tokens 0..7 as one document, CP=2: rank 0 holds 0 1 6 7 and predicts 1 2 7 nothing, rank 1 3 4 5 6."""
+    corpus = corpus_of(tmp_path, [list(range(8))])
+    micro_batch = planned([Piece(0, 0, 0, 8)], 2, "per-document")
+    first, second = read(corpus, micro_batch, 0), read(corpus, micro_batch, 1)
+    assert first["tokens"] == [0, 1, 6, 7] and first["labels"][:3] == [1, 2, 7]
+    assert first["loss_mask"] == [1, 1, 1, 0]
+    assert (second["tokens"], second["labels"]) == ([2, 3, 4, 5], [3, 4, 5, 6])
+    assert second["loss_mask"] == [1, 1, 1, 1]
+
+
+def test_the_last_token_of_a_document_does_not_predict_the_next_document(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, [[1, 2, 3], [11, 12, 13]])
+    batch = read(corpus, planned([Piece(0, 0, 0, 3), Piece(0, 1, 0, 3)], 1, "per-document"), 0)
+    assert batch["tokens"] == [1, 2, 3, 11, 12, 13]
+    assert batch["position_ids"] == [0, 1, 2, 0, 1, 2]
+    assert batch["loss_mask"] == [1, 1, 0, 1, 1, 0]
+    assert [label for label, counts in zip(batch["labels"], batch["loss_mask"], strict=True) if counts] == [
+        2,
+        3,
+        12,
+        13,
+    ]
+
+
+def test_a_cut_piece_still_predicts_the_token_that_follows_it(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, [[1, 2, 3, 4, 5]])
+    head = read(corpus, planned([Piece(0, 0, 0, 3)], 1, "per-document"), 0)
+    tail = read(corpus, planned([Piece(0, 0, 3, 5)], 1, "per-document"), 0)
+    assert (head["labels"], head["loss_mask"]) == ([2, 3, 4], [1, 1, 1])
+    assert (tail["tokens"], tail["position_ids"], tail["loss_mask"]) == ([4, 5], [0, 1], [1, 0])
+
+
+def test_padding_and_documents_are_told_apart_by_place_and_not_by_token(tmp_path: Path) -> None:
+    """End of document, padding and ordinary tokens all 0: every token inside a document still counts."""
+    corpus = corpus_of(tmp_path, [[0, 0, 0, 0, 0], [0, 0]])
+    micro_batch = planned([Piece(0, 0, 0, 5), Piece(0, 1, 0, 2)], 4, "per-document")
+    assert micro_batch.pieces[-1] == Piece(0, -1, 0, 1)
+    counted = sum(sum(read(corpus, micro_batch, rank)["loss_mask"]) for rank in range(4))
+    assert counted == 4 + 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    cp=st.sampled_from([1, 2, 3, 4]),
+    sharding=st.sampled_from(SHARDINGS),
+)
+def test_ranks_together_hold_what_one_document_at_a_time_gives(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], cp: int, sharding: str
+) -> None:
+    generator = np.random.default_rng(len(lengths))
+    documents = [generator.integers(0, 3, length).tolist() for length in lengths]
+    corpus = corpus_of(tmp_path_factory.mktemp("corpus"), documents)
+    micro_batch = planned([Piece(0, d, 0, n) for d, n in enumerate(lengths)], cp, sharding)
+    expected = sorted(
+        (position, token, *((1, document[position + 1]) if position + 1 < len(document) else (0, 0)))
+        for document in documents
+        for position, token in enumerate(document)
+    )
+    found = []
+    padding = sum(piece.tokens for piece in micro_batch.pieces if piece.document < 0)
+    for rank in range(cp):
+        batch = read(corpus, micro_batch, rank)
+        sizes = {len(values) for values in batch.values()}
+        assert sizes == {micro_batch.shard.tokens_per_rank[rank]}
+        found += list(
+            zip(
+                batch["position_ids"],
+                batch["tokens"],
+                map(int, batch["loss_mask"]),
+                batch["labels"],
+                strict=True,
+            )
+        )
+    for position in range(padding):
+        found.remove((position, 0, 0, 0))
+    assert sorted(found) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_read_ahead_without_changing_order_or_state(workers: int, tmp_path: Path) -> None:
+    """What was prefetched is not what was trained: the sampler passes each iteration with its own state."""
+    corpus = corpus_of(tmp_path, [[d] * 4 for d in range(12)])
+
+    def plans() -> list[PlannedIteration]:
+        made = []
+        for iteration in range(6):
+            items = tuple(
+                PlannedMicroBatch(
+                    iteration,
+                    m,
+                    *_of(planned([Piece(0, 2 * iteration + m, 0, 4)], 1, "per-document")),
+                    SUMMARY,
+                    0.0,
+                )
+                for m in range(2)
+            )
+            made.append(PlannedIteration(items, {"iteration": iteration + 1}, bytes([iteration] * 8)))
+        return made
+
+    sampler = MicroBatchSampler(PlanAhead(lambda: iter(plans()), depth=2))
+    loader = make_loader(
+        corpus, sampler, Layout(0, 1, 8, True), workers=workers, micro_batches=2, pin_memory=False
+    )
+    seen = [
+        (b["planned"].iteration, b["planned"].index, b["tokens"][0].tolist())
+        for b in MicroBatchIterator(loader)
+    ]
+    assert seen == [(i, m, [2 * i + m] * 4) for i in range(6) for m in range(2)]
+    assert {i: p.state["iteration"] for i, p in sampler.passed.items()} == {i: i + 1 for i in range(6)}
+
+
+def _of(micro_batch: PlannedMicroBatch) -> tuple[tuple[Piece, ...], object]:
+    return micro_batch.pieces, micro_batch.shard
+
+
+def test_an_error_while_planning_is_raised_where_the_plan_is_asked_for() -> None:
+    def broken() -> object:
+        raise ValueError("no such plan")
+        yield
+
+    with pytest.raises(ValueError, match="no such plan"):
+        list(PlanAhead(broken, depth=1))  # type: ignore[arg-type]
+
+
+def test_a_stage_that_needs_no_tokens_reads_none(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, [[1, 2]])
+    batch = PackedDocuments(corpus, Layout(0, 1, 8, False))[planned([Piece(0, 0, 0, 2)], 1, "per-document")]
+    assert set(batch) == {"planned", "layout"} and not torch.is_tensor(batch["planned"])
