@@ -34,16 +34,19 @@ def config(**options):
     )
 
 
-def build(cls=DotProductAttention, cp=None, mask=AttnMaskType.causal, **options):
+def build(cls=DotProductAttention, cp=None, mask=AttnMaskType.causal, given=None, **options):
     groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=cp or Member(ThreadGroup(1), 0))
     return wlb_core_attention(cls)(
-        config=config(**options),
-        layer_number=1,
-        attn_mask_type=mask,
-        attention_type="self",
-        cp_comm_type=None,
-        softmax_scale=None,
-        pg_collection=groups,
+        **{
+            "config": config(**options),
+            "layer_number": 1,
+            "attn_mask_type": mask,
+            "attention_type": "self",
+            "cp_comm_type": None,
+            "softmax_scale": None,
+            "pg_collection": groups,
+            **(given or {}),
+        }
     )
 
 
@@ -122,6 +125,8 @@ def test_a_batch_dimension_and_a_bias_are_refused():
         ({"softmax_type": "off-by-one"}, "--softmax-type vanilla"),
         ({"qk_clip": True}, "drop --qk-clip"),
         ({"mask": AttnMaskType.no_mask}, "use a causal language model"),
+        ({"given": {"k_channels": 192, "v_channels": 128}}, "train without --multi-latent-attention"),
+        ({"given": {"attention_type": "cross"}}, "decoder-only"),
     ],
 )
 def test_what_it_cannot_do_is_refused_when_built(options, says):

@@ -72,6 +72,7 @@ class DeviceLayout:
     rectangles: DeviceCall | None
     queries: Bags | None
     exchange: DeviceExchange | None
+    hide_return: bool
 
 
 def device_layout(layout: AttentionLayout, device: torch.device | str) -> DeviceLayout:
@@ -100,7 +101,7 @@ def device_layout(layout: AttentionLayout, device: torch.device | str) -> Device
         moves = DeviceExchange(
             returns.owner, place, back, returns, exchange.send_counts, exchange.recv_counts, exchange.remote
         )
-    return DeviceLayout(layout.tokens, positions, diagonals, others, queries, moves)
+    return DeviceLayout(layout.tokens, positions, diagonals, others, queries, moves, layout.hide_return)
 
 
 def _call(call: AttentionCall, causal: bool, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> DeviceCall:

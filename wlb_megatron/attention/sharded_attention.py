@@ -3,7 +3,7 @@
 One autograd function around both kernel calls of a layer. Forward: keys begin to travel, the diagonals run on
 local keys, then the rectangles on the exchanged ones, merged by log-sum-exp. Backward: each call's exact share
 of the gradient, from the merged output and log-sum-exp; the gradients of exchanged keys travel back while the
-diagonals run.
+diagonals run, where the plan has ranks in step, else after them.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _ShardedAttention(torch.autograd.Function):
             dq, dkv = diagonals()
             return dq, dkv[:, 0], dkv[:, 1], None, None, None, None, None
         own = None
-        if earlier is None:  # keys travel again under the diagonals, then their gradients in the open
+        if earlier is None:  # keys travel again, under the diagonals
             finish = start_gather(layout.exchange, kv, group)
             own = diagonals()
             earlier = finish()
@@ -111,6 +111,8 @@ class _ShardedAttention(torch.autograd.Function):
             dq_part, dearlier = kernels.backward(
                 layout.rectangles, q.index_select(0, rows), earlier, *picked, scale
             )
+        if own is None and not layout.hide_return:
+            own = diagonals()
         give_back = start_return(layout.exchange, dearlier, group)
         dq, dkv = own or diagonals()
         if dq_part is not None:
