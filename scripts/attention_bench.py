@@ -196,3 +196,8 @@ def profile(name: str, step: Callable[[], Any]) -> None:
         print(f"  {kind}, {sum(getattr(e, kind) for e in events) / 5:.0f} in all")
         for event in sorted(events, key=lambda e: -getattr(e, kind))[:16]:
             print(f"  {getattr(event, kind) / 5:9.1f} {event.count / 5:5.1f}x {event.key[:110]}")
+
+
+def timing(mix: str, cp: int, kind: str, rank: int, times: Any, stamp: dict[str, str]) -> dict[str, Any]:
+    named = dict(zip(("p20_ms", "p50_ms", "p80_ms", "host_ms"), times, strict=True))
+    return {"mix": mix, "cp": cp, "attention": kind, "rank": rank} | named | stamp
