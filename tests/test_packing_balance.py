@@ -47,7 +47,8 @@ def items(lengths: list[int], cost: CostModel = COST) -> list[Item]:
 def pack_once(lengths: list[int], count: int, capacity: int) -> tuple[list[int], list[Item]]:
     bins = Bins(count, capacity, 4096)
     left = bins.add_all(by_falling_work(items(lengths)))
-    return improve(bins.contents(), capacity, 4096), left
+    improve(bins.contents(), bins.work, capacity, 4096)
+    return bins.work, left
 
 
 def optimum(work: list[int], tokens: list[int], bins: int, capacity: int) -> int:
@@ -102,7 +103,8 @@ def test_improving_never_makes_the_largest_larger_nor_breaks_a_limit(
     bins.add_all(items(lengths, CostModel(20)))
     contents = bins.contents()
     before = sorted(item.serial for held in contents for item in held)
-    work = improve(contents, capacity, most)
+    work = bins.work.copy()
+    improve(contents, work, capacity, most)
     assert max(work) <= max(bins.work)
     assert work == [sum(item.work for item in held) for held in contents]
     assert all(sum(item.tokens for item in held) <= capacity and len(held) <= most for held in contents)
@@ -114,7 +116,9 @@ def test_improving_evens_what_greedy_leaves_uneven() -> None:
     contents = [
         [Item(w, 1, i, 0, Piece(0, i, 0, 1)) for i, w in enumerate(row)] for row in ([8, 5, 5], [6, 4])
     ]
-    assert max(improve(contents, 10, 10)) == 14
+    work = [18, 10]
+    improve(contents, work, 10, 10)
+    assert work == [14, 14]
 
 
 def plans_of(lengths: np.ndarray, iterations: int, **settings: object) -> list[IterationPlan]:

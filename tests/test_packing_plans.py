@@ -240,6 +240,7 @@ def test_pieces_put_back_are_offered_again_first() -> None:
     assert [piece.document for plan in plans for piece in trained(plan)] == list(range(200))
     assert max(delays(plans).values()) <= 2
     assert max(len(plan.waiting) for plan in plans) <= 3
+    assert planner.put_back > 0
 
 
 def test_the_last_iterations_of_a_finite_stream_give_out_all_that_waits() -> None:

@@ -17,10 +17,11 @@ class _Trade(NamedTuple):
     back: Item | None
 
 
-def improve(bins: list[list[Item]], capacity: int, max_documents: int, rounds: int = 16) -> list[int]:
+def improve(
+    bins: list[list[Item]], work: list[int], capacity: int, max_documents: int, rounds: int = 16
+) -> None:
     """Move a piece from the bin with most work to a light one, or swap two, whichever evens them best, while it
-    helps. No bin ever gets more work than the largest had, nor above `capacity` tokens. Returns the bins' work."""
-    work = [sum(item.work for item in items) for items in bins]
+    helps; `bins` and their `work` change in place. None gets more work than the largest had, nor breaks a limit."""
     for _ in range(rounds):
         order = sorted(range(len(bins)), key=work.__getitem__)
         high = order[-1]
@@ -33,7 +34,6 @@ def improve(bins: list[list[Item]], capacity: int, max_documents: int, rounds: i
         moved = _carry_out(trade, bins[high], bins[low])
         work[high] -= moved
         work[low] += moved
-    return work
 
 
 def _best_trade(

@@ -29,7 +29,8 @@ class Planner:
     Intake: iteration k takes pieces until the running total reaches (k + 1) x global_tokens; the piece that
     crosses is taken. A packer that balances K global batches gets K iterations' pieces in each K-th iteration.
     With 10 global tokens and pieces of 4 tokens: iteration 0 takes 3 (total 12), iteration 1 takes 2 (20).
-    Pieces that a packer puts back are taken again first, and count again: the stream then runs that much slower.
+    Pieces that a packer puts back are taken again first, and count again: the stream then runs that much slower,
+    and `put_back` counts them.
     A finite stream is drained: iterations go on until nothing waits.
     """
 
@@ -42,6 +43,7 @@ class Planner:
         self.global_tokens = global_tokens
         self.iteration = 0
         self.taken = 0  # tokens; a Python integer, so it does not end at 2**31
+        self.put_back = 0  # pieces, so far
         self._put_back: deque[Piece] = deque()
         self._ended = False
 
@@ -55,6 +57,7 @@ class Planner:
             refused = frozenset(put_back)
             arrived = [piece for piece in arrived if piece not in refused]
             self._put_back.extendleft(reversed(put_back))
+            self.put_back += len(put_back)
         plan = IterationPlan(self.iteration, tuple(arrived), grid, self.packer.waiting)
         self.iteration += 1
         return plan
@@ -82,6 +85,7 @@ class Planner:
             "taken": self.taken,
             "ended": self._ended,
             "put_back": [list(piece) for piece in self._put_back],
+            "put_back_so_far": self.put_back,
             "global_tokens": self.global_tokens,
             "stream": self.stream.state(),
             "packer": self.packer.state(),
@@ -104,4 +108,5 @@ class Planner:
         self.iteration = int(state["iteration"])
         self.taken = int(state["taken"])
         self._ended = bool(state["ended"])
+        self.put_back = int(state["put_back_so_far"])
         self._put_back = deque(Piece(*row) for row in state["put_back"])

@@ -89,9 +89,9 @@ class VarlenPacker:
             if level >= 0:
                 counts[level] += 1
         bins, left = self._place_due(due)
-        due_serials = frozenset(item.serial for item in due)
-        leftovers = [item for item in leftovers if item.serial not in due_serials]
-        short = [item for item in short if item.serial not in due_serials]
+        last_due = due[-1].serial if due else -1
+        leftovers = [item for item in leftovers if item.serial > last_due]
+        short = [item for item in short if item.serial > last_due]
         choice = self._release_full(Choice(counts, bins))
         if self._by_balance:
             choice = choose_release(self._queues, choice, self._situation(iteration, leftovers + short))
@@ -104,10 +104,10 @@ class VarlenPacker:
         left += bins.add_all(by_falling_work(leftovers))
         left += bins.add_all(by_falling_work(short))
         contents = bins.contents()
-        work = improve(contents, self._limits.capacity, self._limits.max_documents)
+        improve(contents, bins.work, self._limits.capacity, self._limits.max_documents)
         micro_batches = [
             MicroBatch(tuple(item.piece for item in items), w)
-            for items, w in zip(contents, work, strict=True)
+            for items, w in zip(contents, bins.work, strict=True)
         ]
         self._left = self._sort_in(sorted(left, key=lambda item: item.serial))
         put_back = self._put_back(iteration)
@@ -168,6 +168,7 @@ class VarlenPacker:
             short_work=sum(item.work for item in short),
             short_tokens=sum(item.tokens for item in short),
             short_largest=max((item.work for item in short), default=0),
+            global_tokens=self._limits.bins * self._limits.window,
         )
 
     def _put_back(self, iteration: int) -> tuple[Piece, ...]:
