@@ -92,7 +92,7 @@ class VarlenPacker:
         last_due = due[-1].serial if due else -1
         leftovers = [item for item in leftovers if item.serial > last_due]
         short = [item for item in short if item.serial > last_due]
-        choice = self._release_full(Choice(counts, bins))
+        choice = self._release_levels(Choice(counts, bins))
         if self._by_balance:
             choice = choose_release(self._queues, choice, self._situation(iteration, leftovers + short))
         bins = choice.bins
@@ -151,11 +151,14 @@ class VarlenPacker:
             left = [item for item in due if not bins.add_shortest(item)]
         return bins, left
 
-    def _release_full(self, must: Choice) -> Choice:
-        """A level that holds as many as there are bins gives one to each."""
+    def _release_levels(self, must: Choice) -> Choice:
+        """A level that holds as many as there are bins gives one to each. Without a choice by balance, one of which
+        a document is due gives what it has, too: alone it would stand out."""
         counts, bins = must
         for i, level in enumerate(self._queues.levels):
-            while len(level) >= self._limits.bins > counts[i] and bins.add(level[counts[i]]):
+            full = len(level) >= self._limits.bins
+            wanted = self._limits.bins if full or (counts[i] and not self._by_balance) else 0
+            while counts[i] < min(wanted, len(level)) and bins.add(level[counts[i]]):
                 counts[i] += 1
         return must
 
