@@ -65,6 +65,7 @@ def test_losses_and_gradients_equal_the_single_process(
 ) -> None:
     processes, parallel = LAYOUTS[layout]
     arguments = [*flags(**parallel), *RUN, "--data-path", str(corpus), "--wlb-sharding", sharding]
+    arguments += ["--wlb-regather-keys"] * (layout == "DP2xCP2")
     ranks = train(arguments, processes, tmp_path)
     assert mean_losses(ranks, 2) == pytest.approx(mean_losses(single, 2), rel=1e-6)
     expected, found = whole_gradients(single), whole_gradients(ranks)

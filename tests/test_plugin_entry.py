@@ -36,6 +36,7 @@ def test_the_list_of_flags_is_frozen() -> None:
         "--wlb-overlong",
         "--wlb-packing",
         "--wlb-quadratic-at",
+        "--wlb-regather-keys",
         "--wlb-rehearsal",
         "--wlb-sharding",
         "--wlb-solver-seconds",

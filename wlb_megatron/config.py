@@ -66,6 +66,10 @@ class WlbConfig:
         "a document longer than --seq-length is split at the window, truncated to it, or dropped (counted)",
         choices=OVERLONG,
     )
+    regather_keys: bool = _setting(
+        False,
+        "exchange keys again in backward instead of keeping them: less memory, one more exchange a layer",
+    )
     rehearsal: str = _setting(
         "auto",
         "before step 1, one forward and backward of micro-batches of Lmax tokens take the memory that any step can "

@@ -10,6 +10,9 @@ import torch
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.workload.memory import ModelShape, ParallelLayout, fit_max_tokens
 
+LARGE_VOCABULARY = 131072
+"""Assumed where only the tokenizer knows, which is built after the flags are checked."""
+
 
 def fit_to_memory(args: Any, config: WlbConfig, alignment: int) -> WlbConfig:
     """The settings with Lmax filled in: 1.5 windows, or what fits the GPU's memory if that is less.
@@ -41,7 +44,7 @@ def model_and_layout(args: Any) -> tuple[ModelShape, ParallelLayout]:
         heads=heads,
         kv_heads=groups,
         head_dim=channels,
-        vocab=args.padded_vocab_size,
+        vocab=args.padded_vocab_size or args.vocab_size or LARGE_VOCABULARY,  # the tokenizer is built later
         gated=args.swiglu,
         tied=not args.untie_embeddings_and_output_weights,
         dropout=args.hidden_dropout > 0,
@@ -58,5 +61,6 @@ def model_and_layout(args: Any) -> tuple[ModelShape, ParallelLayout]:
         recompute=args.recompute_granularity or "none",
         recompute_layers=args.recompute_num_layers or 1,
         recompute_block=args.recompute_method == "block",
+        keep_keys=not args.wlb_regather_keys,
     )
     return shape, layout

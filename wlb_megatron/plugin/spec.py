@@ -56,14 +56,19 @@ def _resolve(given: Any, config: Any, vp_stage: int | None) -> Any:
 def prepare_model(chunks: list[Any]) -> list[Any]:
     """Check every self-attention of the built model, and give it rotary positions from the plan."""
     from megatron.core.transformer.attention import Attention
+    from megatron.training import get_args
 
+    keep_keys = not get_args().wlb_regather_keys
     for chunk in chunks:
         for name, module in chunk.named_modules():
-            if isinstance(module, Attention) and not isinstance(module.core_attention, WlbCoreAttention):
+            if not isinstance(module, Attention):
+                continue
+            if not isinstance(module.core_attention, WlbCoreAttention):
                 raise Refused(
                     f"wlb_megatron: {name} was built with {type(module.core_attention).__name__}: "
                     "something replaced the layer spec after the plugin (--spec, --attention-backend local?)."
                 )
+            module.core_attention.keep_keys = keep_keys
         if getattr(chunk, "rotary_pos_emb", None) is not None:
             chunk.rotary_pos_emb = PlannedRotaryEmbedding(chunk.rotary_pos_emb)
     return chunks

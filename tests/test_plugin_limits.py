@@ -1,0 +1,75 @@
+"""Lmax against the GPU's memory, from Megatron's arguments."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin.limits import fit_to_memory, model_and_layout
+from wlb_megatron.workload.memory import GIB, memory_needed
+
+
+def arguments(**changed: Any) -> argparse.Namespace:
+    """What pretrain_gpt.py's validated arguments are for 8 layers of 2048 at a window of 32K."""
+    given = {
+        "seq_length": 32768, "distributed_backend": "nccl", "num_experts": None, "local_rank": 0,
+        "hidden_size": 2048, "ffn_hidden_size": 5632, "num_layers": 8, "num_attention_heads": 16,
+        "group_query_attention": True, "num_query_groups": 4, "kv_channels": 128, "padded_vocab_size": None,
+        "vocab_size": 257, "swiglu": True, "untie_embeddings_and_output_weights": True, "hidden_dropout": 0.0,
+        "bf16": True, "fp16": False, "tensor_model_parallel_size": 1, "context_parallel_size": 1,
+        "pipeline_model_parallel_size": 1, "data_parallel_size": 1, "global_batch_size": 4,
+        "sequence_parallel": False, "use_distributed_optimizer": True, "recompute_granularity": None,
+        "recompute_num_layers": None, "recompute_method": None, "wlb_regather_keys": False,
+    }  # fmt: skip
+    return argparse.Namespace(**(given | changed))
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the GPU's memory in GiB."""
+
+    def install(gib: float) -> None:
+        properties = SimpleNamespace(total_memory=int(gib * GIB))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    return install
+
+
+def test_lmax_is_one_and_a_half_windows_where_memory_suffices(memory: Any) -> None:
+    memory(80)
+    assert fit_to_memory(arguments(), WlbConfig(), 1).max_tokens == 49152
+
+
+def test_less_memory_lowers_it_and_too_little_is_refused_with_a_cure(memory: Any) -> None:
+    memory(31)
+    lower = fit_to_memory(arguments(), WlbConfig(), 8).max_tokens
+    assert lower is not None and 40960 <= lower < 49152 and lower % 8 == 0
+    memory(20)
+    with pytest.raises(WlbError, match=r"GiB.*--context-parallel-size"):
+        fit_to_memory(arguments(), WlbConfig(), 1)
+
+
+def test_a_flag_overrides_it_and_cpus_and_experts_are_not_measured(memory: Any) -> None:
+    memory(1)
+    assert fit_to_memory(arguments(), WlbConfig(max_tokens=60000), 1).max_tokens == 60000
+    assert fit_to_memory(arguments(distributed_backend="gloo"), WlbConfig(), 1).max_tokens == 49152
+    assert fit_to_memory(arguments(num_experts=8), WlbConfig(), 1).max_tokens == 49152
+
+
+@pytest.mark.parametrize(("context", "measured_mb"), [(1, 30084), (2, 17570)])
+def test_the_estimate_holds_what_was_measured_on_h100s(context: int, measured_mb: int) -> None:
+    """docs/results/2x_h100/train_cp.csv: peak memory of runs whose longest micro-batch had 48,652 tokens."""
+    shape, layout = model_and_layout(arguments(context_parallel_size=context))
+    estimate = memory_needed(shape, layout, 48652) / 2**20
+    assert measured_mb <= estimate <= 1.1 * measured_mb
+
+
+def test_an_unknown_vocabulary_is_taken_to_be_large() -> None:
+    shape, _ = model_and_layout(arguments(vocab_size=None))
+    assert shape.vocab == 131072
