@@ -31,7 +31,7 @@ def assert_exact(plan, keep_keys=True, **shape):
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("kind", SHARDINGS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_every_sharding_equals_attention_one_document_at_a_time(kind, cp, data):
     lengths = data.draw(mixes(cp))

@@ -1,0 +1,35 @@
+"""Ranks that plan differently are found out, at start and while training."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from megatron_runs import free_port
+
+from wlb_megatron.plugin.agreement import PlanAgreement
+
+
+def digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+def rank_of_three(rank: int, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+    agreement = PlanAgreement()
+    agreement.compare(0, digest("same"), wait=True)
+    for iteration in range(1, 5):
+        agreement.compare(iteration * 100, digest(f"same {iteration}"))
+        agreement.check()
+    agreement.check(wait=True)
+    agreement.compare(500, digest("other" if rank == 2 else "same"))
+    with pytest.raises(RuntimeError, match=r"planned iteration 500 differently.*same everywhere"):
+        agreement.check(wait=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_equal_digests_pass_and_one_different_rank_is_named_on_all() -> None:
+    multiprocessing.spawn(rank_of_three, (free_port(),), nprocs=3, join=True)
