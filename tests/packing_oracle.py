@@ -90,7 +90,13 @@ def imbalance(plan: IterationPlan) -> float:
 
 
 def check_promises(
-    plans: list[IterationPlan], *, bins: int, capacity: int, most_documents: int, cost: CostModel, finite: bool
+    plans: list[IterationPlan],
+    *,
+    bins: int,
+    capacity: int,
+    most_documents: int,
+    cost: CostModel,
+    finite: bool,
 ) -> None:
     """Each token that arrived trains once or still waits; no micro-batch is empty, but in the last iteration of a
     finite stream; none is above the capacity or the cap on documents; works are the cost model's."""
@@ -101,7 +107,9 @@ def check_promises(
         assert len(micro_batches(plan)) == bins
         arrived += plan.arrived
         for micro_batch in micro_batches(plan):
-            assert micro_batch.pieces or (finite and plan is plans[-1]), f"empty micro-batch in iteration {number}"
+            assert micro_batch.pieces or (finite and plan is plans[-1]), (
+                f"empty micro-batch in iteration {number}"
+            )
             assert micro_batch.tokens <= capacity
             assert len(micro_batch.pieces) <= most_documents
             assert all(piece.end > piece.start for piece in micro_batch.pieces)
@@ -116,7 +124,9 @@ def check_promises(
 def delays(plans: list[IterationPlan]) -> dict[Piece, int]:
     """Iterations from arrival to training of pieces that were not cut."""
     entry = {piece: plan.iteration for plan in plans for piece in plan.arrived}
-    return {piece: plan.iteration - entry[piece] for plan in plans for piece in trained(plan) if piece in entry}
+    return {
+        piece: plan.iteration - entry[piece] for plan in plans for piece in trained(plan) if piece in entry
+    }
 
 
 def packer_of(planner: Planner) -> Packer:
