@@ -18,7 +18,7 @@ setup(
     install_requires=["numpy>=1.26"],
     extras_require={
         "cpu": MEGATRON + PROGRESS + PICTURES,
-        "gpu": MEGATRON + ["transformer-engine[pytorch]>=2.18"],
+        "gpu": [*MEGATRON, "transformer-engine[pytorch]>=2.18"],
         "report": PROGRESS + PICTURES,
         "solver": SOLVER,
         "dev": [
