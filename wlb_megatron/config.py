@@ -53,8 +53,11 @@ class WlbConfig:
         "(tokens; default: from the model's shape)",
         type=float,
     )
-    document_cost: float = _setting(
-        0.0, "fixed cost of a document in a micro-batch, as tokens of linear work (tokens)", type=float
+    document_cost: float | None = _setting(
+        None,
+        "fixed cost of a document in a micro-batch, as tokens of linear work (tokens; default: from the model's shape "
+        "and a built-in H100 kernel table on GPUs, else 0)",
+        type=float,
     )
     max_documents: int = _setting(
         4096,

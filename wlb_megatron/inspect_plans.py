@@ -62,7 +62,8 @@ def inspect_plans(
         packer = make_packer(
             config,
             CostModel(
-                QUADRATIC_AT if config.quadratic_at is None else config.quadratic_at, config.document_cost
+                QUADRATIC_AT if config.quadratic_at is None else config.quadratic_at,
+                config.document_cost or 0.0,
             ),
             window=window,
             micro_batches=micro_batches,

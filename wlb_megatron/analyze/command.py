@@ -18,7 +18,7 @@ from wlb_megatron.analyze.pictures import draw_all, need_matplotlib
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import QUADRATIC_AT
-from wlb_megatron.workload.cost_model import quadratic_at
+from wlb_megatron.workload.cost_model import layer_parameters, quadratic_at
 
 
 def add_analyze(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +60,8 @@ def model_quadratic_at(args: argparse.Namespace) -> float:
     ffn = args.ffn_hidden_size or (int(4 * hidden * 2 / 3) // 64 * 64 if args.swiglu else 4 * hidden)
     if min(hidden, heads, groups, channels, ffn) < 1:
         raise WlbError("--hidden-size and the other sizes of the model must be positive; correct them")
-    return quadratic_at(hidden, heads * channels, groups * channels, ffn, gated=args.swiglu)
+    parameters = layer_parameters(hidden, heads * channels, groups * channels, ffn, gated=args.swiglu)
+    return quadratic_at(heads * channels, parameters)
 
 
 def run_analyze(args: argparse.Namespace, lengths: npt.NDArray[np.int64], config: WlbConfig) -> Analysis:

@@ -88,7 +88,7 @@ def analyze(
     def run(chosen: WlbConfig) -> tuple[Measured, Packer]:
         with explain_bad_values():
             assert chosen.quadratic_at is not None
-            cost = CostModel(chosen.quadratic_at, chosen.document_cost)
+            cost = CostModel(chosen.quadratic_at, chosen.document_cost or 0.0)
             rules = Rules(layout.window, chosen.overlong, seed, endless=True)
             packer = make_packer(
                 chosen,

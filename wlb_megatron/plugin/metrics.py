@@ -10,7 +10,7 @@ from typing import Any
 from wlb_megatron.sharding.segments import ShardPlan
 
 
-def report(batches: Sequence[dict[str, Any]], *, plan_wait_seconds: float) -> None:
+def report(batches: Sequence[dict[str, Any]], *, plan_wait_ms: float, put_back: int) -> None:
     """Report the iteration whose micro-batches just trained. Only the last rank writes, as Megatron does."""
     from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
     from megatron.training.utils import is_last_rank
@@ -18,7 +18,8 @@ def report(batches: Sequence[dict[str, Any]], *, plan_wait_seconds: float) -> No
     if not is_last_rank():
         return
     args = get_args()
-    figures = step_figures(batches, args.wlb_quadratic_at) | {"plan_wait_ms": plan_wait_seconds * 1e3}
+    figures = step_figures(batches, args.wlb_quadratic_at)
+    figures |= {"plan_wait_ms": plan_wait_ms, "put_back": put_back}
     iteration = args.curr_iteration + 1
     if iteration % args.log_interval == 0:
         print(

@@ -39,11 +39,15 @@ class PlannedMicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class PlannedIteration:
-    """One data-parallel rank's micro-batches, the planner's state after them, and a digest of all plans so far."""
+    """One data-parallel rank's micro-batches, the planner's state after them, and a digest of all plans so far.
+
+    put_back: pieces so far that arrived an iteration later, as their bound on delay could not be promised.
+    """
 
     micro_batches: tuple[PlannedMicroBatch, ...]
     state: dict[str, Any]
     digest: bytes
+    put_back: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
             PlannedMicroBatch(plan.iteration, index, pieces, shard_plan, summary, seconds)
             for index, (pieces, shard_plan) in enumerate(zip(padded, shards, strict=True))
         )
-        yield PlannedIteration(micro_batches, planner.state(), digest.digest())
+        yield PlannedIteration(micro_batches, planner.state(), digest.digest(), planner.put_back)
 
 
 def pad(pieces: tuple[Piece, ...], alignment: int) -> tuple[Piece, ...]:

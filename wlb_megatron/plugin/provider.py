@@ -77,7 +77,7 @@ def _training(source: Source, args: Any) -> MicroBatchIterator:
         for passed in [number for number in sampler.passed if number < iteration]:
             del sampler.passed[passed]
         checkpoint.remember(args, planned.state)
-        metrics.report(batches, plan_wait_seconds=ahead.take_waited())
+        metrics.report(batches, plan_wait_ms=ahead.take_waited() * 1e3, put_back=planned.put_back)
 
     settings, layout = _settings(source, args), _layout(args)
     wanted = {"auto": args.distributed_backend == "nccl", "always": True, "never": False}[

@@ -14,7 +14,8 @@ from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.lengths import sample_lengths
 from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.workload.cost_model import CostModel, quadratic_at
+from wlb_megatron.workload.cost_model import CostModel, document_cost, layer_parameters, quadratic_at
+from wlb_megatron.workload.kernel_table import h100
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def _open(args: Any, config: WlbConfig, part: str, global_batch_size: int) -> An
     ]
     packer = make_packer(
         config,
-        CostModel(_known(config.quadratic_at), config.document_cost),
+        CostModel(_known(config.quadratic_at), _known(config.document_cost)),
         window=window,
         micro_batches=global_batch_size // dp,
         dp=dp,
@@ -85,14 +86,20 @@ _SAMPLE = 65536
 
 def complete(args: Any, config: WlbConfig) -> WlbConfig:
     """The settings with what the user left to the model's shape filled in."""
-    if config.quadratic_at is not None:
-        return config
     heads, groups, channels = attention_shape(args)
     ffn = args.ffn_hidden_size
     if args.num_experts:
         ffn = (args.moe_ffn_hidden_size or ffn) * args.moe_router_topk
-    balanced = quadratic_at(args.hidden_size, heads * channels, groups * channels, ffn, gated=args.swiglu)
-    return dataclasses.replace(config, quadratic_at=balanced)
+    parameters = layer_parameters(
+        args.hidden_size, heads * channels, groups * channels, ffn, gated=args.swiglu
+    )
+    balanced, document = config.quadratic_at, config.document_cost
+    if balanced is None:
+        balanced = quadratic_at(heads * channels, parameters)
+    if document is None:
+        table = h100().scaled(heads=heads, kv_heads=groups, head_dim=channels)
+        document = document_cost(table.segment, parameters) if args.distributed_backend == "nccl" else 0.0
+    return dataclasses.replace(config, quadratic_at=balanced, document_cost=document)
 
 
 def attention_shape(args: Any) -> tuple[int, int, int]:

@@ -38,17 +38,33 @@ class CostModel:
         return np.rint(tokens * UNITS_PER_TOKEN).astype(np.int64)
 
 
+MATRIX_FLOPS = 650e12
+"""Assumed rate of matrix products on an H100 (FLOP/s)."""
+
 ATTENTION_RATE = 0.7
 """Assumed rate of attention kernels over that of matrix products (about 450 against 650 TFLOP/s on an H100)."""
 
 
-def quadratic_at(hidden: int, query: int, key: int, ffn: int, *, gated: bool) -> float:
-    """Document length at which a layer's attention costs as much as its matrix products, from the model's shape.
+def layer_parameters(hidden: int, query: int, key: int, ffn: int, *, gated: bool) -> int:
+    """Weights of a layer's matrix products. hidden, ffn: widths; query, key: heads x channels (fewer under GQA)."""
+    return hidden * (2 * query + 2 * key) + (3 if gated else 2) * hidden * ffn
 
-    hidden, ffn: widths; query, key: heads x channels of queries and of keys (fewer under GQA).
-    Forward + backward FLOPs of a layer: attention 3.5 * 2 * d*d * query (causal half of two products, the
-    backward 2.5 times the forward), everything else 3 * 2 * d * parameters.
-    A 7B shape (4096, 4096, 4096, 11008, gated) gives 29.7K tokens.
+
+def quadratic_at(query: int, parameters: int) -> float:
+    """Document length at which a layer's attention costs as much as its matrix products.
+
+    query: heads x channels; parameters: of a layer. Forward + backward FLOPs: attention 3.5 * 2 * d*d * query (causal
+    half of two products, the backward 2.5 times the forward), everything else 3 * 2 * d * parameters.
+    A 7B shape (4096, 4096, 4096, 11008, gated) gives 29.6K tokens.
     """
-    parameters = hidden * (2 * query + 2 * key) + (3 if gated else 2) * hidden * ffn
     return 3 * parameters * ATTENTION_RATE / (3.5 * query)
+
+
+def document_cost(segment_ns: float, parameters: int) -> float:
+    """What one more document costs, in tokens of linear work: two segments of a kernel call.
+
+    segment_ns: of all heads together, forward + backward; a token takes 6 FLOPs a parameter. Whatever divides heads
+    and parameters alike (tensor parallelism) cancels, and context parallelism is left out, so that plans do not
+    depend on the layout. 3.8 us a segment and 202M parameters: 4 tokens a document.
+    """
+    return 2 * segment_ns / (6 * parameters / MATRIX_FLOPS * 1e9)

@@ -1,0 +1,50 @@
+"""What a document costs, by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from wlb_megatron.workload.cost_model import (
+    UNITS_PER_TOKEN,
+    CostModel,
+    document_cost,
+    layer_parameters,
+    quadratic_at,
+)
+
+SEVEN_BILLION = layer_parameters(4096, 4096, 4096, 11008, gated=True)
+
+
+def test_work_is_linear_and_quadratic_and_whole() -> None:
+    assert (CostModel(4.0).work([0, 4, 8]) == np.array([0, 8, 24]) * UNITS_PER_TOKEN).all()
+    assert CostModel(4.0).work([4]).dtype == np.int64
+
+
+def test_two_short_documents_cost_about_half_of_one_as_long_as_both() -> None:
+    """Pairs of tokens that see each other: 1,024 * 1,025 / 2 against twice 512 * 513 / 2."""
+    model = CostModel(1e-6)  # attention alone
+    one, two = model.work([1024])[0], 2 * model.work([512])[0]
+    assert one / two == pytest.approx(2.0, rel=1e-3)
+
+
+def test_four_hundred_tiny_documents_do_not_look_free() -> None:
+    cost = document_cost(3800, SEVEN_BILLION)
+    assert cost == pytest.approx(4.1, abs=0.1)
+    plain, counted = CostModel(3e4).work([20] * 400).sum(), CostModel(3e4, cost).work([20] * 400).sum()
+    assert counted - plain == pytest.approx(400 * cost * UNITS_PER_TOKEN, rel=1e-3)
+    assert CostModel(3e4, cost).work([0])[0] == 0
+
+
+def test_attention_of_a_seven_billion_model_equals_the_rest_at_thirty_thousand_tokens() -> None:
+    assert quadratic_at(4096, SEVEN_BILLION) == pytest.approx(29645, abs=1)
+
+
+def test_work_beyond_32_bits_is_exact_enough_and_positive() -> None:
+    assert CostModel(24576.0).work([2**20])[0] == (2**20 + 2**40 // 24576) * UNITS_PER_TOKEN + 683
+
+
+@pytest.mark.parametrize(("at", "document"), [(0.0, 0.0), (-1.0, 0.0), (float("nan"), 0.0), (1.0, -1.0)])
+def test_costs_that_make_no_sense_are_refused(at: float, document: float) -> None:
+    with pytest.raises(ValueError, match="must"):
+        CostModel(at, document)
