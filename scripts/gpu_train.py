@@ -72,6 +72,9 @@ def main() -> None:
     parser.add_argument(
         "--data", type=Path, help="prefix of a .bin/.idx pair (default: made of Python's sources)"
     )
+    parser.add_argument(
+        "--lengths", type=Path, help=".npy: cut Python's sources into documents of these lengths"
+    )
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--warm-up", type=int, default=8, help="iterations left out of the times")
     parser.add_argument("--seq-length", type=int, default=32768, help="window (tokens)")
