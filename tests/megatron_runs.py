@@ -26,6 +26,10 @@ TRAINING = """--micro-batch-size 1 --seq-length 64 --max-position-embeddings 128
 --num-workers 0 --clip-grad 1.0"""
 
 
+LENGTHS = [64, 5, 17, 1, 40, 33, 2, 64, 9, 28, 13, 61, 3, 50, 7, 22, 31, 64, 11, 4, 1, 26, 38, 45, 19, 6]
+"""Documents (tokens) of the small test corpus; the window is 64."""
+
+
 def flags(**parallel: int) -> list[str]:
     """Megatron's flags for the small test model; parallel: tensor, pipeline, context sizes."""
     sizes = [f"--{name}-parallel-size={size}" for name, size in parallel.items()]

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron_runs import flags, rewrite_corpus, train, write_corpus
-from test_megatron_layouts import LENGTHS
+from megatron_runs import LENGTHS, flags, rewrite_corpus, train, write_corpus
 
 pytestmark = pytest.mark.megatron
 

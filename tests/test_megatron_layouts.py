@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_runs import flags, train, whole_gradients, write_corpus
+from megatron_runs import flags, train, whole_gradients
 
 pytestmark = pytest.mark.megatron
 
-LENGTHS = [64, 5, 17, 1, 40, 33, 2, 64, 9, 28, 13, 61, 3, 50, 7, 22, 31, 64, 11, 4, 1, 26, 38, 45, 19, 6]
 LAYOUTS = {
     "TP2": (2, {"tensor": 2}),
     "CP2": (2, {"context": 2}),
@@ -20,13 +19,6 @@ LAYOUTS = {
     "DP2xCP2": (4, {"context": 2}),
 }
 RUN = ["--global-batch-size", "4", "--train-iters", "2"]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "documents"
-    write_corpus(prefix, LENGTHS)
-    return prefix
 
 
 @pytest.fixture(scope="module")

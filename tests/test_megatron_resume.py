@@ -7,20 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_runs import flags, launch, logged_losses, train, write_corpus
-from test_megatron_layouts import LENGTHS, mean_losses, trained
+from megatron_runs import LENGTHS, flags, launch, logged_losses, train, write_corpus
+from test_megatron_layouts import mean_losses, trained
 
 pytestmark = pytest.mark.megatron
 
 RUN = ["--global-batch-size", "4", "--train-iters", "4", "--split", "80,20,0", "--eval-iters", "2"]
 RUN += ["--eval-interval", "2"]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "documents"
-    write_corpus(prefix, LENGTHS)
-    return prefix
 
 
 @pytest.fixture(scope="module")

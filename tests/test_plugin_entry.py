@@ -10,14 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from megatron_runs import ROOT, cpu_environment, flags, launch, logged_losses, rewrite_corpus, write_corpus
+from megatron_runs import LENGTHS, ROOT, cpu_environment, flags, launch, logged_losses, rewrite_corpus
 
 from wlb_megatron.arguments import add_arguments, config_from_args
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin import versions
 from wlb_megatron.refusals import REFUSALS, Refused, refuse_unsupported
 
-LENGTHS = [64, 5, 17, 1, 40, 33, 2, 64, 9, 28, 13, 61, 3, 50, 7, 22, 31, 64, 11, 4]
 RUN = ["--global-batch-size", "2", "--train-iters", "2"]
 
 
@@ -151,13 +150,6 @@ def test_apex_from_pypi_is_refused_before_megatron_is_imported(tmp_path: Path) -
     assert done.returncode == 1
     assert "apex" in done.stderr and "pip uninstall apex" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "documents"
-    write_corpus(prefix, LENGTHS)
-    return prefix
 
 
 def refused_line(arguments: list[str], written: Path) -> str:
