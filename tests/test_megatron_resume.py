@@ -79,6 +79,13 @@ def test_changed_packing_is_refused_with_the_flag(corpus: Path, stopped: Path) -
     assert "packing" in done.stderr
 
 
+def test_a_changed_cost_of_work_is_refused_with_the_flag(corpus: Path, stopped: Path) -> None:
+    arguments = [*flags(context=2), *RUN, "--data-path", str(corpus), "--load", str(stopped)]
+    done = launch([*arguments, "--wlb-quadratic-at", "99"], 2)
+    assert done.returncode != 0
+    assert "--wlb-quadratic-at was" in done.stderr
+
+
 def test_evaluation_twice_sees_the_same_documents_and_does_not_advancetrained(
     corpus: Path, whole: Any, tmp_path: Path
 ) -> None:

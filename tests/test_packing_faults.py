@@ -255,3 +255,19 @@ def test_many_tiny_documents_are_not_free() -> None:
     (plan,) = run(make_planner(lengths, window=16000, micro_batches=2, cost=cost, thresholds="none"))
     documents = sorted(len(b.pieces) for b in micro_batches(plan))
     assert documents == [121, 282]
+
+
+def test_a_solver_that_does_not_count_documents_never_leaves_a_window_empty_or_too_full() -> None:
+    for seed in range(50, 60):
+        config = WlbConfig(packing="fixed-solver", balance_batches=2, max_documents=2, solver_seconds=0.05)
+        packer = make_packer(config, CostModel(4.0), window=8, micro_batches=2)
+        lengths = np.random.default_rng(seed).integers(1, 3, 40)
+        planner = Planner(
+            DocumentStream.of_lengths(lengths, Rules(window=8, seed=seed, endless=True)),
+            packer,
+            global_tokens=16,
+        )
+        for _ in range(6):
+            plan = planner.next_iteration()
+            assert plan is not None
+            assert all(1 <= len(m.pieces) <= 2 for row in plan.micro_batches for m in row)

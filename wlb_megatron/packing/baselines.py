@@ -109,7 +109,12 @@ class OriginalPacker:
         self._waiting = decode(state["waiting"])
 
     def _settings(self) -> dict[str, Any]:
-        return {"packing": "original", "window": self._window, "global_micro_batches": self._bins}
+        return {
+            "packing": "original",
+            "window": self._window,
+            "global_micro_batches": self._bins,
+            "max_documents": self._max_documents,
+        }
 
 
 class FixedGreedyPacker:
@@ -190,6 +195,7 @@ class FixedGreedyPacker:
             "window": self._window,
             "global_micro_batches": self._bins,
             "balance_batches": self.intake_batches,
+            "max_documents": self._max_documents,
         }
 
 

@@ -134,7 +134,12 @@ class FixedSolverPacker(FixedGreedyPacker):
         for item, at in zip(long, solution.bin_of, strict=True):
             (filled[at] if at >= 0 else short).append(item)
         filled, left = fill_greedily(short, filled, self._window, self._max_documents, self._cost)
-        return (greedy, []) if left else (min((filled, greedy), key=self._summed_largest), [])
+        if left or not all(window and len(window) <= self._max_documents for window in filled):
+            return (
+                greedy,
+                [],
+            )  # the solver does not count documents, and may leave a window to the water alone
+        return min((filled, greedy), key=self._summed_largest), []
 
     def _summed_largest(self, windows: Sequence[Sequence[Waiting]]) -> int:
         work = sorted(price([item.piece for item in window], self._cost) for window in windows)

@@ -49,8 +49,20 @@ def _restore(source: Source, args: Any) -> None:
     if args.iteration == 0:
         return  # a new run, or --finetune
     if state is not None:
+        changed = {
+            name: (state["settings"].get(name), value)
+            for name, value in _settings_of(source).items()
+            if state["settings"].get(name) != value
+        }
+        if changed:
+            told = "; ".join(
+                f"--wlb-{name.replace('_', '-')} was {old}, now {new}" for name, (old, new) in changed.items()
+            )
+            raise Refused(
+                f"wlb_megatron cannot resume with other settings of the work: {told}; set them as before"
+            )
         try:
-            source.planner.load_state(state)
+            source.planner.load_state(state["planner"])
         except ValueError as error:
             raise Refused(f"wlb_megatron: {error}") from None
     elif not source.config.fresh_order:
@@ -60,9 +72,15 @@ def _restore(source: Source, args: Any) -> None:
         )
 
 
+def _settings_of(source: Source) -> dict[str, Any]:
+    """What plans depend on beside what the planner's own state checks."""
+    return {"quadratic_at": source.config.quadratic_at, "document_cost": source.config.document_cost}
+
+
 def _training(source: Source, args: Any) -> MicroBatchIterator:
     agreement = PlanAgreement()
-    checkpoint.remember(args, source.planner.state())
+    settings_of_work = _settings_of(source)
+    checkpoint.remember(args, {"settings": settings_of_work, "planner": source.planner.state()})
     ahead = PlanAhead(partial(plan_iterations, source.planner, _settings(source, args)), PLANS_AHEAD)
     sampler = MicroBatchSampler(ahead)
 
@@ -76,7 +94,7 @@ def _training(source: Source, args: Any) -> MicroBatchIterator:
             agreement.check()
         for passed in [number for number in sampler.passed if number < iteration]:
             del sampler.passed[passed]
-        checkpoint.remember(args, planned.state)
+        checkpoint.remember(args, {"settings": settings_of_work, "planner": planned.state})
         metrics.report(batches, plan_wait_ms=ahead.take_waited() * 1e3, put_back=planned.put_back)
 
     settings, layout = _settings(source, args), _layout(args)

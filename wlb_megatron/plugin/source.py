@@ -32,11 +32,11 @@ def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
     """Read the indices, make the packers, by part. Training is always there, the others where they evaluate.
 
     WlbError (or ValueError) with one line for whatever is wrong with the data or the settings.
-    Validation and test are packed in arrival order, so that nothing waits and nothing is reordered.
+    Validation and test are packed whole and without delay, whatever packs the training, so that runs compare.
     """
     sources = {"train": _open(args, config, "train", args.global_batch_size)}
     if args.eval_iters:
-        plain = dataclasses.replace(config, packing="original")
+        plain = dataclasses.replace(config, packing="varlen", max_delay=0, thresholds="none")
         for part in ("valid", "test"):
             source = _open(args, plain, part, args.eval_global_batch_size)
             if source is not None:
