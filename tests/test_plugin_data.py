@@ -173,4 +173,5 @@ def test_an_error_while_planning_is_raised_where_the_plan_is_asked_for() -> None
 def test_a_stage_that_needs_no_tokens_reads_none(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, [[1, 2]])
     batch = PackedDocuments(corpus, Layout(0, 1, 8, False))[planned([Piece(0, 0, 0, 2)], 1, "per-document")]
-    assert set(batch) == {"planned", "layout"} and not torch.is_tensor(batch["planned"])
+    assert set(batch) == {"planned", "layout", "attention", "bounds"}
+    assert batch["bounds"].tolist() == [0, 2] and not torch.is_tensor(batch["planned"])

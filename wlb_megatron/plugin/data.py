@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from wlb_megatron.packing.blend import Blend
 from wlb_megatron.plan import PADDING
 from wlb_megatron.plugin.planning import PlannedIteration, PlannedMicroBatch
+from wlb_megatron.sharding.attention_calls import attention_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class PackedDocuments(Dataset[dict[str, Any]]):
     """Tokens of a corpus by micro-batch plan: `self[planned]` is what this rank holds of it.
 
     Keys: tokens, labels, position_ids (int64[1, t]), loss_mask (float32[1, t]), or none of them where no
-    tokens are needed; `planned` is the plan itself.
+    tokens are needed; `planned` is the plan itself, `attention` this rank's attention calls of it, `bounds` the
+    real documents' cumulative lengths (int64[n + 1]). All of it is made here, in a worker, not in a step.
     """
 
     def __init__(self, corpus: Blend, layout: Layout) -> None:
@@ -55,7 +57,7 @@ class PackedDocuments(Dataset[dict[str, Any]]):
         self.layout = layout
 
     def __getitem__(self, planned: PlannedMicroBatch) -> dict[str, Any]:
-        batch: dict[str, Any] = {"planned": planned, "layout": self.layout}
+        batch = with_plan(planned, self.layout)
         if not self.layout.reads_tokens:
             return batch
         plan = planned.shard
@@ -83,6 +85,18 @@ class PackedDocuments(Dataset[dict[str, Any]]):
         batch["loss_mask"] = torch.from_numpy(mask)[None]
         batch["position_ids"] = torch.from_numpy(plan.positions(self.layout.cp_rank))[None]
         return batch
+
+
+def with_plan(planned: PlannedMicroBatch, layout: Layout) -> dict[str, Any]:
+    """A batch's parts that are made from its plan alone."""
+    lengths = planned.shard.lengths
+    real = lengths[:-1] if planned.pieces[-1].document == PADDING else lengths
+    return {
+        "planned": planned,
+        "layout": layout,
+        "attention": attention_layout(planned.shard, layout.cp_rank),
+        "bounds": torch.from_numpy(np.concatenate(([0], np.cumsum(real))).astype(np.int64)),
+    }
 
 
 class MicroBatchIterator:

@@ -12,7 +12,6 @@ from megatron.training import get_args, get_timers
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from wlb_megatron.attention.core_attention import packed_seq_params
-from wlb_megatron.plan import PADDING
 from wlb_megatron.plugin.rehearsal import REHEARSAL
 
 stimer = StragglerDetector()
@@ -27,15 +26,15 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     timers("batch-generator", log_level=2).start()
     with stimer(bdata=True):
         batch = next(data_iterator)
-        planned, layout = batch["planned"], batch["layout"]
+        planned = batch["planned"]
         tokens, labels, loss_mask, position_ids = (
             batch[key].cuda(non_blocking=True) if key in batch else None
             for key in ("tokens", "labels", "loss_mask", "position_ids")
         )
-        params = packed_seq_params(planned.shard, layout.cp_rank)
+        params = packed_seq_params(batch["attention"], batch["layout"].cp_rank)
         # Evaluation and rehearsal are not part of a training step's FLOPs.
         if torch.is_grad_enabled() and planned.iteration != REHEARSAL:
-            update_seqlen_stats_from_cu_seqlens(_document_bounds(planned))
+            update_seqlen_stats_from_cu_seqlens(batch["bounds"].cuda(non_blocking=True))
     timers("batch-generator").stop()
     with stimer:
         output = model(
@@ -83,13 +82,3 @@ def loss_per_token(
                 result=result[0], rejection_func=rejection, message=message, tolerance=0.0, fatal=fatal
             )
     return result
-
-
-def _document_bounds(planned: Any) -> torch.Tensor:
-    """int64[n + 1] of the real documents (padding left out): Megatron counts FLOPs from their lengths."""
-    lengths = planned.shard.lengths
-    if planned.pieces[-1].document == PADDING:
-        lengths = lengths[:-1]
-    bounds = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-    torch.cumsum(torch.from_numpy(lengths), 0, out=bounds[1:])
-    return bounds

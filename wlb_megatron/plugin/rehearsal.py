@@ -14,7 +14,7 @@ import torch
 
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin.data import Layout
+from wlb_megatron.plugin.data import Layout, with_plan
 from wlb_megatron.plugin.planning import PlannedMicroBatch, ShardSettings
 from wlb_megatron.sharding.select import shard
 
@@ -32,7 +32,7 @@ def longest_micro_batch(
     pieces = tuple(Piece(0, document, 0, int(size)) for document, size in enumerate(plan.lengths))
     summary = PlanSummary(REHEARSAL, usable, len(sizes), usable, 1.0, 1.0, 0, 0.0, 0, 0)
     planned = PlannedMicroBatch(REHEARSAL, 0, pieces, plan, summary, 0.0)
-    batch: dict[str, Any] = {"planned": planned, "layout": layout}
+    batch = with_plan(planned, layout)
     if layout.reads_tokens:
         shape = (1, plan.tokens_per_rank[layout.cp_rank])
         zeros = torch.zeros(shape, dtype=torch.int64)
