@@ -31,7 +31,8 @@ HELD_SHORT = SCALE // 10
 FULL, THIN = 60, 2 * SCALE
 """An iteration below FULL percent of a global batch's tokens costs THIN times its shortfall (as a share of the global
 batch) squared: batches far smaller than asked for are bad for training, whatever their balance. At 30 % it is
-(0.6 - 0.3) ** 2 * 2 = 0.18 of imbalance, at 50 % 0.02. (With FULL at 80, balance was lost on corpora of long documents.)"""
+(0.6 - 0.3) ** 2 * 2 = 0.18 of imbalance, at 50 % 0.02. At FULL = 80,
+balance was lost on corpora of long documents."""
 
 
 class Situation(NamedTuple):
