@@ -50,7 +50,7 @@ def reference(lengths: np.ndarray, x: SimpleNamespace) -> list[Tensor]:
             end = min(begin + 1024, start + length)
             rows = slice(begin, end)
             parts: list[tuple[slice, Any]] = [
-                (rows, SimpleNamespace(causal=True, sizes=((end - begin, end - begin),)))
+                (rows, SimpleNamespace(causal=True, window=None, sizes=((end - begin, end - begin),)))
             ]
             if begin > start:
                 keys = slice(start, begin)

@@ -23,7 +23,7 @@ SCALE = 0.37
 
 @dataclass
 class Tensors:
-    """q, dout: [T, heads, dim]; k, v: [T, kv heads, dim], in packed order."""
+    """q, dout: [T, heads, dim]; k, v: [T, kv heads, dim], in packed order (v, dout: of the values' dim)."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -31,26 +31,40 @@ class Tensors:
     dout: torch.Tensor
 
 
-def random_tensors(tokens, heads=4, kv_heads=2, dim=4, dtype=torch.float64, seed=0):
+def random_tensors(tokens, heads=4, kv_heads=2, dim=4, dtype=torch.float64, seed=0, v_dim=None):
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(tokens, heads, dim), (tokens, kv_heads, dim), (tokens, kv_heads, dim), (tokens, heads, dim)]
+    v_dim = v_dim or dim
+    shapes = [
+        (tokens, heads, dim),
+        (tokens, kv_heads, dim),
+        (tokens, kv_heads, v_dim),
+        (tokens, heads, v_dim),
+    ]
     return Tensors(*(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes))
 
 
-def one_document_at_a_time(lengths, x: Tensors, scale=SCALE):
-    """Output, dq, dk, dv by torch's autograd through a masked softmax, in x's dtype."""
+def one_document_at_a_time(lengths, x: Tensors, scale=SCALE, window=None, sink=None):
+    """Output, dq, dk, dv (and dsink) by torch's autograd through a masked softmax, in x's dtype.
+
+    window: earlier keys a query sees. sink: [heads], a logit beside the keys', whose weight is then dropped.
+    """
     q, k, v = (t.clone().requires_grad_() for t in (x.q, x.k, x.v))
+    sink = None if sink is None else sink.clone().requires_grad_()
     outs, start = [], 0
     repeat = q.shape[1] // k.shape[1]
     for length in (int(n) for n in lengths):
         rows = slice(start, start + length)
         keys, values = (t[rows].repeat_interleave(repeat, dim=1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[rows], keys) * scale
-        scores = scores + torch.full((length, length), float("-inf"), dtype=x.q.dtype).triu(1)
-        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+        far = torch.arange(length)[:, None] - torch.arange(length)
+        seen = (far >= 0) & (far <= (length if window is None else window))
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sink is not None:
+            scores = torch.cat((scores, sink[:, None, None].expand(-1, length, 1)), dim=-1)
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], values))
         start += length
     out = torch.cat(outs)
-    grads = torch.autograd.grad(out, (q, k, v), x.dout)
+    grads = torch.autograd.grad(out, (q, k, v) if sink is None else (q, k, v, sink), x.dout)
     return out.detach(), *grads
 
 
@@ -97,27 +111,36 @@ _real_all_to_all = kv_exchange._all_to_all
 kv_exchange._all_to_all = _thread_all_to_all
 
 
-def on_all_ranks(plan: ShardPlan, x: Tensors, keep_keys=True, scale=SCALE):
-    """Output, dq, dk, dv in packed order, from every rank's own share of x; and the exchanged rows."""
+def on_all_ranks(plan: ShardPlan, x: Tensors, keep_keys=True, scale=SCALE, window=None, sink=None):
+    """Output, dq, dk, dv in packed order (and dsink) from every rank's own share of x; and the exchanged rows."""
     group = ThreadGroup(plan.cp_size)
 
     def one(rank):
         index = torch.from_numpy(plan.packed_index(rank))
-        layout = device_layout(attention_layout(plan, rank), "cpu")
-        q, k, v = (t[index].requires_grad_() for t in (x.q, x.k, x.v))
+        layout = device_layout(attention_layout(plan, rank, window), "cpu")
+        inputs = [t[index].requires_grad_() for t in (x.q, x.k, x.v)]
+        told = {
+            "sink": None if sink is None else sink.clone().requires_grad_(),
+            "windowed": window is not None,
+        }
         try:
-            out = sharded_attention(q, k, v, layout, Member(group, rank), TorchKernels(), scale, keep_keys)
-            return index, out.detach(), *torch.autograd.grad(out, (q, k, v), x.dout[index])
+            out = sharded_attention(
+                *inputs, layout, Member(group, rank), TorchKernels(), scale, keep_keys, **told
+            )
+            inputs += [] if sink is None else [told["sink"]]
+            return index, out.detach(), *torch.autograd.grad(out, inputs, x.dout[index])
         except BaseException:
             group.barrier.abort()
             raise
 
     with ThreadPoolExecutor(plan.cp_size) as pool:
         shares = list(pool.map(one, range(plan.cp_size)))
-    results = [torch.full_like(t, float("nan")) for t in (x.q, x.q, x.k, x.v)]
+    results = [torch.full_like(t, float("nan")) for t in (x.dout, x.q, x.k, x.v)]
     for index, *tensors in shares:
-        for result, tensor in zip(results, tensors, strict=True):
+        for result, tensor in zip(results, tensors[:4], strict=True):
             result[index] = tensor
+    if sink is not None:
+        results.append(sum(tensors[4] for _, *tensors in shares))
     return (*results, group.traffic)
 
 

@@ -10,17 +10,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wlb_megatron.sharding.attention_calls import AttentionCall, AttentionLayout
+from wlb_megatron.sharding.attention_calls import AttentionLayout
+from wlb_megatron.sharding.exchange import ExchangePlan
+from wlb_megatron.sharding.varlen_call import AttentionCall
 
 
 @dataclass(frozen=True)
 class DeviceCall:
-    """sharding.attention_calls.AttentionCall with int32 tensors.
+    """sharding.varlen_call.AttentionCall with int32 tensors, and its mask.
 
-    sizes: (queries, keys) of each sequence, on the host, for backends that go one by one.
+    causal: queries are the last of their sequence's keys, and none sees a later one. window: keys before itself that
+    a query sees, None for all. sizes: (queries, keys) of each sequence, on the host, for backends that go one by one.
     """
 
     causal: bool
+    window: int | None
     cu_seqlens_q: Tensor
     cu_seqlens_kv: Tensor
     max_q: int
@@ -59,11 +63,19 @@ class DeviceExchange:
 
 
 @dataclass(frozen=True)
+class DeviceWindow:
+    """sharding.window_call.WindowLayout on a device. exchange: None where the keys are the rank's own, in order."""
+
+    call: DeviceCall
+    exchange: DeviceExchange | None
+
+
+@dataclass(frozen=True)
 class DeviceLayout:
     """sharding.attention_calls.AttentionLayout on a device.
 
     positions: int32[t]. queries: of local rows, the query rows of the rectangles. exchange: None where no rank
-    needs earlier keys.
+    needs earlier keys. window: for windowed layers.
     """
 
     tokens: int
@@ -73,40 +85,59 @@ class DeviceLayout:
     queries: Bags | None
     exchange: DeviceExchange | None
     hide_return: bool
+    window: DeviceWindow | None = None
 
 
 def device_layout(layout: AttentionLayout, device: torch.device | str) -> DeviceLayout:
     """Copy a layout to `device`: one asynchronous copy from pinned memory on a GPU."""
-    exchange, rectangles = layout.exchange, layout.rectangles
+    exchange, rectangles, window = layout.exchange, layout.rectangles, layout.window
     arrays: list[np.ndarray] = [layout.positions, layout.diagonals.cu_seqlens_q]
     if rectangles:
         arrays += [rectangles.cu_seqlens_q, rectangles.cu_seqlens_kv]
         arrays += _bags(layout.query_rows, layout.tokens)
     needed = rectangles is not None or exchange.remote
     if needed:
-        unplace = np.empty_like(exchange.place)
-        unplace[exchange.place] = np.arange(len(unplace))
-        arrays += [exchange.place, unplace, *_bags(exchange.send_rows, layout.tokens)]
+        arrays += _moves(exchange, layout.tokens)
+    if window:
+        arrays += [window.call.cu_seqlens_q, window.call.cu_seqlens_kv]
+        # Where nothing is remote all pieces lie whole on a rank: their keys are the rank's own, in order.
+        arrays += _moves(window.exchange, layout.tokens) if window.exchange.remote else []
     shipped = _ship(arrays, torch.device(device))
 
     positions, own = next(shipped), next(shipped)
-    diagonals, others, queries = _call(layout.diagonals, True, own, own), None, None
+    diagonals, others, queries, near = _call(layout.diagonals, own, own, True), None, None, None
     if rectangles:
-        others = _call(rectangles, False, next(shipped), next(shipped))
-        queries = Bags(next(shipped), next(shipped), next(shipped), next(shipped))
-    moves = None
-    if needed:
-        place, back = next(shipped), next(shipped)
-        returns = Bags(next(shipped), next(shipped), next(shipped), next(shipped))
-        moves = DeviceExchange(
-            returns.owner, place, back, returns, exchange.send_counts, exchange.recv_counts, exchange.remote
-        )
-    return DeviceLayout(layout.tokens, positions, diagonals, others, queries, moves, layout.hide_return)
+        others = _call(rectangles, next(shipped), next(shipped), False)
+        queries = _take_bags(shipped)
+    moves = _take_moves(exchange, shipped) if needed else None
+    if window:
+        call = _call(window.call, next(shipped), next(shipped), True, window.size)
+        near = DeviceWindow(call, _take_moves(window.exchange, shipped) if window.exchange.remote else None)
+    return DeviceLayout(layout.tokens, positions, diagonals, others, queries, moves, layout.hide_return, near)
 
 
-def _call(call: AttentionCall, causal: bool, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> DeviceCall:
+def _call(
+    call: AttentionCall, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, causal: bool, window: int | None = None
+) -> DeviceCall:
     sizes = zip(np.diff(call.cu_seqlens_q).tolist(), np.diff(call.cu_seqlens_kv).tolist(), strict=True)
-    return DeviceCall(causal, cu_seqlens_q, cu_seqlens_kv, call.max_q, call.max_kv, tuple(sizes))
+    return DeviceCall(causal, window, cu_seqlens_q, cu_seqlens_kv, call.max_q, call.max_kv, tuple(sizes))
+
+
+def _moves(exchange: ExchangePlan, rows: int) -> list[np.ndarray]:
+    """Place, unplace and the bags of the way back. Place [1, 0, 2] is undone by [1, 0, 2], [1, 2, 0] by [2, 0, 1]."""
+    unplace = np.empty_like(exchange.place)
+    unplace[exchange.place] = np.arange(len(unplace))
+    return [exchange.place, unplace, *_bags(exchange.send_rows, rows)]
+
+
+def _take_moves(exchange: ExchangePlan, shipped: Iterator[Tensor]) -> DeviceExchange:
+    place, back, returns = next(shipped), next(shipped), _take_bags(shipped)
+    counts = exchange.send_counts, exchange.recv_counts
+    return DeviceExchange(returns.owner, place, back, returns, *counts, exchange.remote)
+
+
+def _take_bags(shipped: Iterator[Tensor]) -> Bags:
+    return Bags(next(shipped), next(shipped), next(shipped), next(shipped))
 
 
 def _bags(owner: npt.NDArray[np.int64], rows: int) -> list[np.ndarray]:

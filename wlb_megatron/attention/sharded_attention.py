@@ -16,6 +16,7 @@ from torch import Tensor
 from wlb_megatron.attention.device_layout import DeviceCall, DeviceLayout
 from wlb_megatron.attention.kv_exchange import start_gather, start_return
 from wlb_megatron.attention.row_sums import add_rows, merge_rows
+from wlb_megatron.attention.sinks import apply_sink, sink_gradient
 
 
 class Kernels(Protocol):
@@ -43,62 +44,93 @@ def sharded_attention(
     kernels: Kernels,
     scale: float,
     keep_keys: bool = True,
+    *,
+    sink: Tensor | None = None,
+    windowed: bool = False,
 ) -> Tensor:
-    """[t, heads, dim] from q [t, heads, dim] and k, v [t, kv heads, dim], the rank's own tokens.
+    """[t, heads, v dim] from q [t, heads, dim], k [t, kv heads, dim], v [t, kv heads, v dim], the rank's own tokens.
 
     group: the context-parallel process group. keep_keys: save the exchanged keys for backward, else exchange
-    them again there. Raises ValueError where shapes do not fit the layout.
+    them again there. sink: [heads], see sinks.py. windowed: a layer that sees the layout's window.
+    Raises ValueError where shapes do not fit the layout.
     """
     if q.shape[0] != layout.tokens or k.shape[0] != layout.tokens:
         raise ValueError(
             f"attention was given {q.shape[0]} queries and {k.shape[0]} keys, but the micro-batch's plan gives "
             f"this rank {layout.tokens} tokens: plan and data do not belong together"
         )
-    if k.shape != v.shape or q.shape[-1] != k.shape[-1]:
+    dim, v_dim = q.shape[-1], v.shape[-1]
+    if k.shape[:-1] != v.shape[:-1] or k.shape[-1] != dim or v_dim > dim:
         raise ValueError(
-            f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} must have one head dim"
+            f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} must have one head dim, "
+            "values at most that"
         )
-    return _ShardedAttention.apply(q, k, v, layout, group, kernels, scale, keep_keys)
+    if windowed and layout.window is None:
+        raise ValueError(
+            "a windowed layer needs a layout with a window: make it with the model's window size"
+        )
+    # Keys and values travel side by side and cuDNN wants one head dim of such a pair: values are padded with zeros.
+    padded = v if v_dim == dim else torch.nn.functional.pad(v, (0, dim - v_dim))
+    function: Any = _WindowedAttention if windowed else _ShardedAttention
+    out = function.apply(q, k, padded, sink, layout, group, kernels, scale, keep_keys)
+    return out if v_dim == dim else out[..., :v_dim]
 
 
-class _ShardedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: DeviceLayout,
-        group: Any,
-        kernels: Kernels,
-        scale: float,
-        keep_keys: bool,
-    ) -> Tensor:
+class _Attention(torch.autograd.Function):
+    """What both ways share: inputs made contiguous, the sink, what is saved. They differ in `attend` and `pull`."""
+
+    @classmethod
+    def forward(cls, ctx: Any, *given: Any) -> Tensor:
+        q, k, v, sink, ctx.layout, ctx.group, ctx.kernels, ctx.scale, keep_keys = given
         q = q.contiguous()
         kv = torch.stack((k, v), dim=1)  # one copy, whatever the strides: rows then travel as they are
-        finish = start_gather(layout.exchange, kv, group) if layout.exchange else None
-        out, lse = kernels.forward(layout.diagonals, q, kv, scale)
-        earlier = finish() if finish else None
-        if layout.rectangles and layout.queries:
-            assert earlier is not None
-            part = kernels.forward(layout.rectangles, q.index_select(0, layout.queries.owner), earlier, scale)
-            merge_rows(out, lse, *part, layout.queries)
-        ctx.save_for_backward(q, kv, earlier if keep_keys else None, out, lse)
-        ctx.layout, ctx.group, ctx.kernels, ctx.scale = layout, group, kernels, scale
+        out, lse, keys = cls.attend(ctx, q, kv)
+        if sink is not None:
+            out, lse = apply_sink(out, lse, sink)
+        ctx.save_for_backward(q, kv, keys if keep_keys else None, out, lse, sink)
         return out
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, earlier, out, lse = ctx.saved_tensors
-        layout, group, kernels, scale = ctx.layout, ctx.group, ctx.kernels, ctx.scale
+    @classmethod
+    def backward(cls, ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, keys, out, lse, sink = ctx.saved_tensors
         dout = dout.contiguous()
+        dq, dkv = cls.pull(ctx, q, kv, keys, out, lse, dout)
+        dsink = None if sink is None else sink_gradient(out, lse, dout, sink)
+        return dq, dkv[:, 0], dkv[:, 1], dsink, None, None, None, None, None
+
+    @classmethod
+    def attend(cls, ctx: Any, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Output, log-sum-exp and exchanged keys."""
+        raise NotImplementedError
+
+    @classmethod
+    def pull(cls, ctx: Any, *saved: Any) -> tuple[Tensor, Tensor]:
+        """dq and dkv from q, kv, exchanged keys (None: not kept), out, lse, dout."""
+        raise NotImplementedError
+
+
+class _ShardedAttention(_Attention):
+    @classmethod
+    def attend(cls, ctx: Any, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        layout, kernels, scale = ctx.layout, ctx.kernels, ctx.scale
+        finish = start_gather(layout.exchange, kv, ctx.group) if layout.exchange else None
+        out, lse = kernels.forward(layout.diagonals, q, kv, scale)
+        earlier = finish() if finish else None
+        if layout.rectangles:
+            part = kernels.forward(layout.rectangles, q.index_select(0, layout.queries.owner), earlier, scale)
+            merge_rows(out, lse, *part, layout.queries)
+        return out, lse, earlier
+
+    @classmethod
+    def pull(cls, ctx: Any, *saved: Any) -> tuple[Tensor, Tensor]:
+        q, kv, earlier, out, lse, dout = saved
+        layout, group, kernels, scale = ctx.layout, ctx.group, ctx.kernels, ctx.scale
 
         def diagonals() -> tuple[Tensor, Tensor]:
             return kernels.backward(layout.diagonals, q, kv, out, lse, dout, scale)
 
         if layout.exchange is None:
-            dq, dkv = diagonals()
-            return dq, dkv[:, 0], dkv[:, 1], None, None, None, None, None
+            return diagonals()
         own = None
         if earlier is None:  # keys travel again, under the diagonals
             finish = start_gather(layout.exchange, kv, group)
@@ -118,4 +150,28 @@ class _ShardedAttention(torch.autograd.Function):
         if dq_part is not None:
             add_rows(dq.flatten(1), dq_part.flatten(1), layout.queries)
         give_back(dkv)
-        return dq, dkv[:, 0], dkv[:, 1], None, None, None, None, None
+        return dq, dkv
+
+
+class _WindowedAttention(_Attention):
+    """One call on a buffer of each segment's keys, its own included, so that all of dkv comes back by exchange."""
+
+    @classmethod
+    def attend(cls, ctx: Any, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        near = ctx.layout.window
+        keys = start_gather(near.exchange, kv, ctx.group)() if near.exchange else None
+        out, lse = ctx.kernels.forward(near.call, q, kv if keys is None else keys, ctx.scale)
+        return out, lse, keys
+
+    @classmethod
+    def pull(cls, ctx: Any, *saved: Any) -> tuple[Tensor, Tensor]:
+        q, kv, keys, out, lse, dout = saved
+        near = ctx.layout.window
+        if near.exchange is None:
+            return ctx.kernels.backward(near.call, q, kv, out, lse, dout, ctx.scale)
+        if keys is None:
+            keys = start_gather(near.exchange, kv, ctx.group)()
+        dq, dkeys = ctx.kernels.backward(near.call, q, keys, out, lse, dout, ctx.scale)
+        dkv = torch.zeros_like(kv)
+        start_return(near.exchange, dkeys, ctx.group)(dkv)
+        return dq, dkv

@@ -16,9 +16,6 @@ from transformer_engine.pytorch.cpp_extensions.fused_attn import (
 
 from wlb_megatron.attention.device_layout import DeviceCall
 
-# By DeviceCall.causal. ("padding" says that sequences have lengths of their own, not that there is any.)
-_MASKS = {True: "padding_causal", False: "padding"}
-_WINDOWS = {True: (-1, 0), False: (-1, -1)}
 _BACKEND = FusedAttnBackend["F16_arbitrary_seqlen"]
 # Keys and values of a token lie side by side: [t, 2, kv heads, dim].
 _LAYOUT = "thd_t2hd"
@@ -32,6 +29,7 @@ class TransformerEngineKernels:
         self._rng: Tensor | None = None
 
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        mask, window = _mask(call)
         out, (stats, self._rng, *_) = fused_attn_fwd(
             True,
             call.max_q,
@@ -48,14 +46,15 @@ class TransformerEngineKernels:
             attn_scale=scale,
             qkv_layout=_LAYOUT,
             o_format="thd",
-            attn_mask_type=_MASKS[call.causal],
-            window_size=_WINDOWS[call.causal],
+            attn_mask_type=mask,
+            window_size=window,
         )
         return out, stats.squeeze(-1)  # [t, heads, 1], natural logarithm
 
     def backward(
         self, call: DeviceCall, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
+        mask, window = _mask(call)
         dq, dk, dv, *_ = fused_attn_bwd(
             call.max_q,
             call.max_kv,
@@ -76,8 +75,8 @@ class TransformerEngineKernels:
             o_format="thd",
             do_format="thd",
             dqkv_layout=_LAYOUT,
-            attn_mask_type=_MASKS[call.causal],
-            window_size=_WINDOWS[call.causal],
+            attn_mask_type=mask,
+            window_size=window,
             deterministic=self.deterministic,
         )
         # dk and dv are the two halves of one [t, 2, kv heads, dim] buffer, by the layout asked for.
@@ -95,3 +94,15 @@ class TransformerEngineKernels:
         if self._rng is None:
             self._rng = torch.zeros(2, dtype=torch.int64, device=device)
         return self._rng
+
+
+def _mask(call: DeviceCall) -> tuple[str, tuple[int, int]]:
+    """Mask and window by Transformer Engine's names; "padding" says that sequences have lengths of their own.
+
+    Where queries and keys are as many, the top-left mask is the bottom-right one, and its backward is faster.
+    """
+    if not call.causal:
+        return "padding", (-1, -1)
+    if call.window is None:
+        return "padding_causal", (-1, 0)
+    return "padding_causal_bottom_right", (call.window, 0)

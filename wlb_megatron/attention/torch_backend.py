@@ -57,7 +57,10 @@ def _scores(call: DeviceCall, q: Tensor, k: Tensor, scale: float) -> Tensor:
     scores = torch.einsum("qghd,kgd->ghqk", _group(q, k.shape[1]).to(wide), k.to(wide)) * scale
     if not call.causal:
         return scores
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    queries, keys = scores.shape[-2:]
+    hidden = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)
+    if call.window is not None:
+        hidden |= torch.ones_like(hidden).tril(keys - queries - call.window - 1)
     return scores.masked_fill_(hidden, float("-inf"))
 
 

@@ -16,25 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from wlb_megatron.sharding.exchange import ExchangePlan, exchange_plan
 from wlb_megatron.sharding.segments import IntArray, ShardPlan, _ranges
-
-Int32Array = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """One variable-length call over b sequences, queries and keys of each side by side.
-
-    cu_seqlens_q, cu_seqlens_kv: int32[b + 1]. max_q, max_kv: the longest, in tokens.
-    """
-
-    cu_seqlens_q: Int32Array
-    cu_seqlens_kv: Int32Array
-    max_q: int
-    max_kv: int
+from wlb_megatron.sharding.varlen_call import AttentionCall, varlen_call
+from wlb_megatron.sharding.window_call import WindowLayout, window_layout
 
 
 @dataclass(frozen=True)
@@ -48,6 +34,7 @@ class AttentionLayout:
     hide_return: whether gradients of exchanged keys should travel back under the backward of the diagonals. A rank
         whose rectangles end before the others' would wait for them with the transfer on the device, and its
         diagonals beside it slow down for as long (two H100s: 8 to 10 ms of 70); such a rank returns them last.
+    window: the layout of windowed layers, where the model has any.
     """
 
     tokens: int
@@ -58,10 +45,11 @@ class AttentionLayout:
     query_rows: IntArray
     exchange: ExchangePlan
     hide_return: bool
+    window: WindowLayout | None = None
 
 
-def attention_layout(plan: ShardPlan, rank: int) -> AttentionLayout:
-    """The layout of `rank`.
+def attention_layout(plan: ShardPlan, rank: int, window: int | None = None) -> AttentionLayout:
+    """The layout of `rank`. window: earlier keys that a query of a windowed layer sees, where the model has such.
 
     Piece [8], CP=2. Rank 0 holds (0, 0, 2) (0, 6, 8): diagonals of 2 and 2 rows; one rectangle, rows 2 3 on
     keys [0, 6). Rank 1 holds (0, 2, 6) as one segment: a diagonal of 4, a rectangle of rows 0 1 2 3 on keys
@@ -96,11 +84,12 @@ def attention_layout(plan: ShardPlan, rank: int) -> AttentionLayout:
         int(size.sum()),
         int(plan.lengths.max()),
         plan.positions(rank),
-        _call(size, size),
-        _call(queries, start - key_start) if count else None,
+        varlen_call(size, size),
+        varlen_call(queries, start - key_start) if count else None,
         query_rows,
         exchange_plan(plan, rank, [_reach(plan, r) for r in plan.ranks], buffer),
         _in_step(plan, rank),
+        None if window is None else window_layout(plan, rank, window),
     )
 
 
@@ -116,13 +105,3 @@ def _reach(plan: ShardPlan, rows: IntArray) -> IntArray:
     reach = np.zeros(len(plan.lengths), dtype=np.int64)
     np.maximum.at(reach, rows[:, 0], rows[:, 1])
     return reach
-
-
-def _call(queries: IntArray, keys: IntArray) -> AttentionCall:
-    return AttentionCall(
-        _bounds(queries), _bounds(keys), int(queries.max(initial=0)), int(keys.max(initial=0))
-    )
-
-
-def _bounds(sizes: IntArray) -> Int32Array:
-    return np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)

@@ -70,3 +70,26 @@ def _rows_within(rows: IntArray, reach: IntArray) -> IntArray:
 def _packed_within(plan: ShardPlan, rows: IntArray, reach: IntArray) -> IntArray:
     packed = plan.piece_starts[rows[:, 0]] + rows[:, 1]
     return _ranges(packed, packed + _inside(rows, reach))
+
+
+def exchange_buffers(plan: ShardPlan, rank: int, buffers: Sequence[IntArray]) -> ExchangePlan:
+    """The part of `rank` where each rank wants any packed tokens, in any order and as often as it likes.
+
+    buffers: for each rank, int64[n], the packed tokens it wants. Tokens [0, 1] on rank 0 and [2, 3] on rank 1; rank 0
+    wants 1 2 1: it sends rows 1 1 to itself, rank 1 sends it row 0, and buffer rows 0 1 2 are arrivals 0 2 1.
+    """
+    owner, local = np.empty((2, plan.tokens), dtype=np.int64)
+    for holder in range(plan.cp_size):
+        index = plan.packed_index(holder)
+        owner[index], local[index] = holder, np.arange(len(index))
+    owners = [owner[tokens] for tokens in buffers]
+    place = np.empty(len(buffers[rank]), dtype=np.int64)
+    place[np.argsort(owners[rank], kind="stable")] = np.arange(len(place))
+    sent = [local[tokens[held == rank]] for tokens, held in zip(buffers, owners, strict=True)]
+    return ExchangePlan(
+        np.concatenate(sent),
+        tuple(map(len, sent)),
+        tuple(np.bincount(owners[rank], minlength=plan.cp_size).tolist()),
+        place,
+        any(bool((held != wanting).any()) for wanting, held in enumerate(owners)),
+    )

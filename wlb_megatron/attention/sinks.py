@@ -1,0 +1,26 @@
+"""Attention sinks: one more logit per head in the softmax's denominator, without a value (gpt-oss; "off by one" is 0).
+
+With lse the log of the denominator over keys, the denominator with a sink is exp(lse) + exp(sink): the output shrinks
+by exp(lse - logaddexp(lse, sink)). So a sink is applied once, to the output of all keys, and no kernel needs to know of
+it; given the new output and log of the denominator, the kernels' backward is that of the softmax with the sink.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log of the denominator with a sink.
+
+    out: [rows, heads, dim]; lse: [rows, heads], fp32 or more, over all keys; sink: [heads].
+    """
+    with_sink = torch.logaddexp(lse, sink.to(lse.dtype))
+    return (out * torch.exp(lse - with_sink)[..., None]).to(out.dtype), with_sink
+
+
+def sink_gradient(out: Tensor, lse: Tensor, dout: Tensor, sink: Tensor) -> Tensor:
+    """[heads], from what apply_sink gave. The sink's share p of a row has gradient p * (0 - sum(out * dout))."""
+    pulled = torch.einsum("thd,thd->th", out.to(lse.dtype), dout.to(lse.dtype))
+    return -(torch.exp(sink.to(lse.dtype) - lse) * pulled).sum(0).to(sink.dtype)

@@ -1,0 +1,50 @@
+"""The one kernel call that serves a rank's segments where a query sees only its last `window` keys and itself.
+
+A segment [start, end) sees keys [max(0, start - window), end) of its piece: few from other ranks, so one bottom-right
+causal call over a buffer of each segment's keys serves it, and nothing is merged. Segments of a piece that stand
+nearer to each other than the window have keys in common; each gets its own copy, so that dK and dV are exact, and the
+owner adds them up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from wlb_megatron.sharding.exchange import ExchangePlan, exchange_buffers
+from wlb_megatron.sharding.segments import IntArray, ShardPlan, _ranges
+from wlb_megatron.sharding.varlen_call import AttentionCall, varlen_call
+
+
+@dataclass(frozen=True)
+class WindowLayout:
+    """size: keys before itself that a query sees. call: bottom-right causal, the rank's rows on the exchanged keys."""
+
+    size: int
+    call: AttentionCall
+    exchange: ExchangePlan
+
+
+def window_layout(plan: ShardPlan, rank: int, size: int) -> WindowLayout:
+    """The windowed layout of `rank`.
+
+    Piece [8], CP=2, window 1. Rank 0 holds (0, 0, 2) (0, 6, 8): 2 rows on keys 0 1, 2 rows on keys 5 6 7, of which
+    5 comes from rank 1. Rank 1 holds (0, 2, 6): 4 rows on keys 1 .. 5.
+    """
+    rows = plan.ranks[rank]
+    return WindowLayout(
+        size,
+        varlen_call(rows[:, 2] - rows[:, 1], rows[:, 2] - _first_key(rows, size)),
+        exchange_buffers(plan, rank, [_buffer(plan, held, size) for held in plan.ranks]),
+    )
+
+
+def _first_key(rows: IntArray, size: int) -> IntArray:
+    return np.maximum(rows[:, 1] - size, 0)
+
+
+def _buffer(plan: ShardPlan, rows: IntArray, size: int) -> IntArray:
+    """int64[n]: packed tokens whose keys a rank's segments see, segment by segment."""
+    begins = plan.piece_starts[rows[:, 0]]
+    return _ranges(begins + _first_key(rows, size), begins + rows[:, 2])
