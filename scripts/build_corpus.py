@@ -24,7 +24,9 @@ END_OF_DOCUMENT = 256
 def text_files(folder: Path, pattern: str) -> list[Path]:
     """Files of a folder tree in a fixed order; what other packages installed there is left out."""
     return [
-        path for path in sorted(folder.rglob(pattern)) if path.is_file() and "site-packages" not in path.parts
+        path
+        for path in sorted(folder.rglob(pattern))
+        if path.is_file() and "site-packages" not in path.relative_to(folder).parts
     ]
 
 

@@ -10,6 +10,7 @@ import atexit
 import collections
 import contextlib
 import glob
+import os
 import sys
 import types
 from typing import Any
@@ -19,8 +20,12 @@ import torch._dynamo  # it lists torch.cuda's functions when first imported, so 
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-if glob.glob("/dev/nvidia[0-9]*"):
-    sys.exit("scripts/cpu is for machines without a GPU: take it off PYTHONPATH")
+if glob.glob("/dev/nvidia[0-9]*") and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+    sys.exit(
+        "scripts/cpu is for machines without a GPU: take it off PYTHONPATH, or set CUDA_VISIBLE_DEVICES=''"
+    )
+# Megatron takes Transformer Engine's optimizers and norms wherever it finds them; their kernels want a GPU.
+sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
 
 CPU = torch.device("cpu")
 

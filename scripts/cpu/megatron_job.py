@@ -21,7 +21,9 @@ TRAINING = """--micro-batch-size 1 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosi
 --tokenizer-type NullTokenizer --vocab-size 257 --num-workers 0"""
 
 _LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([0-9.Ee+-]+)")
-_VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: ([0-9.Ee+-]+)")
+_HELD_OUT = re.compile(
+    r"validation loss at iteration (\d+)(?: on (validation|test) set)? \| lm loss value: ([0-9.Ee+-]+)"
+)
 
 
 @dataclass
@@ -30,6 +32,15 @@ class Losses:
 
     training: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
+    test: dict[int, float] = field(default_factory=dict)
+
+    def read(self, line: str) -> None:
+        """Take up what a line of Megatron's log says."""
+        if found := _HELD_OUT.search(line):
+            held_out = self.test if found[2] == "test" else self.validation
+            held_out[int(found[1])] = float(found[3])
+        elif found := _LOSS.search(line):
+            self.training[int(found[1])] = float(found[2])
 
 
 def build_python_corpus(prefix: Path) -> None:
@@ -37,6 +48,11 @@ def build_python_corpus(prefix: Path) -> None:
     if not prefix.with_suffix(".idx").exists():
         script = ROOT / "scripts" / "build_corpus.py"
         subprocess.run([sys.executable, str(script), str(prefix)], env=cpu_environment(), check=True)
+
+
+def arguments(flags: list[str], iterations: int) -> list[str]:
+    """The small model's flags on the CPU, then `flags`, which override them."""
+    return [*MODEL.split(), *MACHINE.split(), *TRAINING.split(), "--train-iters", str(iterations), *flags]
 
 
 def run_job(name: str, flags: list[str], log: Path, *, processes: int, iterations: int) -> Losses:
@@ -49,8 +65,7 @@ def run_job(name: str, flags: list[str], log: Path, *, processes: int, iteration
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)),
         *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
-        *("-m", "wlb_megatron.pretrain_gpt", *MODEL.split(), *MACHINE.split(), *TRAINING.split()),
-        *("--train-iters", str(iterations), *flags),
+        *("-m", "wlb_megatron.pretrain_gpt", *arguments(flags, iterations)),
     ]
     losses = Losses()
     columns = (TextColumn("{task.description:6}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -65,11 +80,10 @@ def run_job(name: str, flags: list[str], log: Path, *, processes: int, iteration
         assert job.stdout is not None
         for line in job.stdout:
             copy.write(line)
-            if found := _VALIDATION.search(line):
-                losses.validation[int(found[1])] = float(found[2])
-            elif found := _LOSS.search(line):
-                losses.training[int(found[1])] = float(found[2])
-                progress.update(bar, completed=int(found[1]), loss=f"loss {float(found[2]):.4f}")
+            losses.read(line)
+            if losses.training:
+                at, loss = next(reversed(losses.training.items()))
+                progress.update(bar, completed=at, loss=f"loss {loss:.4f}")
     if job.returncode:
         tail = "".join(log.read_text(encoding="utf-8").splitlines(keepends=True)[-15:])
         raise SystemExit(f"{tail}\nrun {name} failed with status {job.returncode}; whole output: {log}")

@@ -34,11 +34,13 @@ def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
     WlbError (or ValueError) with one line for whatever is wrong with the data or the settings.
     Validation and test are packed whole and without delay, whatever packs the training, so that runs compare.
     """
-    sources = {"train": _open(args, config, "train", args.global_batch_size)}
+    train = open_part(args, config, "train", args.global_batch_size)
+    assert train is not None  # without documents it has raised
+    sources = {"train": train}
     if args.eval_iters:
         plain = dataclasses.replace(config, packing="varlen", max_delay=0, thresholds="none")
         for part in ("valid", "test"):
-            source = _open(args, plain, part, args.eval_global_batch_size)
+            source = open_part(args, plain, part, args.eval_global_batch_size)
             if source is not None:
                 sources[part] = source
         if "valid" not in sources:
@@ -49,7 +51,8 @@ def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
     return sources
 
 
-def _open(args: Any, config: WlbConfig, part: str, global_batch_size: int) -> Any:
+def open_part(args: Any, config: WlbConfig, part: str, global_batch_size: int) -> Source | None:
+    """The source of train, valid or test; None if it has no document. global_batch_size: micro-batches of all ranks."""
     window, dp = args.seq_length, args.data_parallel_size
     if global_batch_size % dp:
         raise WlbError(
