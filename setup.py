@@ -1,24 +1,48 @@
 """Packaging of wlb_megatron; tool settings live in pyproject.toml."""
 
-from setuptools import find_packages, setup
+import shutil
+from pathlib import Path
 
-PROGRESS = ["rich>=13.0"]
-PICTURES = ["matplotlib>=3.8"]
-SOLVER = ["ortools>=9.10"]
-MEGATRON = ["megatron-core==0.19.2", "torch>=2.6", "psutil>=5.9"]
+from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+
+# Each range ends at the newest release that the tests or the GPU runs of the README have run with.
+PROGRESS = ["rich>=13.0,<16"]
+PICTURES = ["matplotlib>=3.8,<4"]
+SOLVER = ["ortools>=9.10,<10"]
+TORCH = ["torch>=2.6,<2.15"]
+MEGATRON = ["megatron-core>=0.17.1,<=0.19.2", *TORCH, "psutil>=5.9,<8"]
+TRANSFORMER_ENGINE = ["transformer-engine[pytorch]>=2.18,<2.21"]
+
+
+class BuildWithPatches(build_py):
+    """Puts patches/ into the wheel, where `wlb-megatron patch` finds them without a checkout."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            shutil.copytree(
+                ROOT / "patches", Path(self.build_lib) / "wlb_megatron" / "patches", dirs_exist_ok=True
+            )
+
 
 setup(
     name="wlb-megatron",
     version="0.1.0",
     description="Workload-balanced packing and context parallelism for Megatron-LM (WLB-LLM, OSDI'25, and beyond)",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["wlb_megatron", "wlb_megatron.*"]),
     package_data={"wlb_megatron": ["py.typed"]},
-    install_requires=["numpy>=1.26"],
+    install_requires=["numpy>=1.26,<3"],
     extras_require={
         "cpu": MEGATRON + PROGRESS + PICTURES,
-        "gpu": [*MEGATRON, "transformer-engine[pytorch]>=2.18"],
+        "gpu": MEGATRON + TRANSFORMER_ENGINE + PROGRESS,
+        "profile": TORCH + TRANSFORMER_ENGINE + PROGRESS,
         "report": PROGRESS + PICTURES,
         "solver": SOLVER,
         "dev": [
@@ -31,4 +55,5 @@ setup(
         ],
     },
     entry_points={"console_scripts": ["wlb-megatron=wlb_megatron.cli:main"]},
+    cmdclass={"build_py": BuildWithPatches},
 )

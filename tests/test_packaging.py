@@ -1,0 +1,76 @@
+"""The sdist and the wheel made of it: what they hold, what they ask for, and that they work alone."""
+
+from __future__ import annotations
+
+import email
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CONTRIBUTING.md"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel built from the sdist, both with the packages that are here (no network)."""
+    tree, built = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("built")
+    for name in SOURCES:
+        shutil.copy(ROOT / name, tree)
+    for name in ("wlb_megatron", "patches", "scripts"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    _run([sys.executable, "setup.py", "-q", "sdist", "-d", str(built)], tree)
+    (sdist,) = built.glob("*.tar.gz")
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
+    _run([*pip, "-w", str(built), str(sdist)], built)
+    (found,) = built.glob("*.whl")
+    return found
+
+
+def _run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_wheel_holds_the_package_and_the_patches_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "wlb_megatron").rglob("*.py")}
+    assert modules <= set(names)
+    patches = {f"wlb_megatron/{path.relative_to(ROOT)}" for path in (ROOT / "patches").rglob("*.patch")}
+    assert patches <= set(names)
+    assert {name.split("/")[0].removesuffix(".dist-info") for name in names} == {
+        "wlb_megatron",
+        wheel.name.split("-py3")[0],
+    }
+
+
+def test_the_package_alone_asks_for_numpy_and_extras_for_the_rest(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    told = email.message_from_bytes(archive.read(name))
+    needed = told.get_all("Requires-Dist") or []
+    (alone,) = [line for line in needed if "extra ==" not in line]
+    assert alone.startswith("numpy")
+    assert {"cpu", "gpu", "profile", "report"} <= set(told.get_all("Provides-Extra") or [])
+    for line in needed:  # a release that nobody has tried is not taken
+        assert "<" in line or 'extra == "dev"' in line, line
+
+
+def test_the_installed_wheel_plans_without_torch_megatron_or_a_checkout(wheel: Path, tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
+    _run([*pip, str(tmp_path / "site"), str(wheel)], tmp_path)
+    script = f"""
+import sys
+sys.path.insert(0, {str(tmp_path / "site")!r})
+for name in ("torch", "megatron", "rich", "matplotlib", "ortools"):
+    sys.modules[name] = None  # importing it fails
+from wlb_megatron import cli
+assert cli.__file__.startswith({str(tmp_path)!r}), cli.__file__
+sys.exit(cli.main(["inspect", "--lengths", "4,12", "--window", "16", "--cp", "2"]))
+"""
+    assert "cp 1" in _run([sys.executable, "-c", script], tmp_path)
