@@ -153,10 +153,16 @@ def test_every_row_of_every_buffer_is_written():
     assert all(torch.equal(a, b) for a, b in zip(got[:4], expected[:4], strict=True))
 
 
-def test_gradients_travel_under_the_diagonals_only_where_ranks_are_in_step():
+def test_gradients_travel_under_the_diagonals_only_where_ranks_are_in_step(monkeypatch):
     # One document, CP=4: ranks 0 to 2 have rectangles of 7 chunks squared, rank 3, whose two chunks touch, of 6.
+    # They differ by 64 x 64 pairs where 7 x 64 keys travel, or by 32,768 x 32,768 where 7 x 32,768 do.
+    for chunk, hides in ((64, True), (32768, False)):
+        plan = shard([8 * chunk], 4, "per-document")
+        assert [attention_layout(plan, rank).hide_return for rank in range(4)] == [hides] * 4
     plan = shard([8 * 64], 4, "per-document")
-    assert [attention_layout(plan, rank).hide_return for rank in range(4)] == [True, True, True, False]
+    assert_exact(plan)
+    monkeypatch.setattr("wlb_megatron.sharding.attention_calls.PAIRS_WORTH_A_KEY", 0)
+    assert not attention_layout(plan, 0).hide_return
     assert_exact(plan)
     # Whole documents: nothing to wait for.
     plan = ShardPlan(np.array([16, 16]), (np.array([[0, 0, 16]]), np.array([[1, 0, 16]])))
