@@ -121,11 +121,9 @@ def test_a_batch_dimension_and_a_bias_are_refused():
     ("options", "says"),
     [
         ({"attention_dropout": 0.1}, "--attention-dropout 0"),
-        ({"window_size": (8, 0)}, "drop --window-size"),
-        ({"softmax_type": "off-by-one"}, "--softmax-type vanilla"),
         ({"qk_clip": True}, "drop --qk-clip"),
         ({"mask": AttnMaskType.no_mask}, "use a causal language model"),
-        ({"given": {"k_channels": 192, "v_channels": 128}}, "train without --multi-latent-attention"),
+        ({"given": {"k_channels": 128, "v_channels": 192}}, "wider than keys"),
         ({"given": {"attention_type": "cross"}}, "decoder-only"),
     ],
 )

@@ -64,6 +64,7 @@ class Megatron(argparse.Namespace):
             "eval_iters": 0,
             "position_embedding_type": "rope",
             "attention_dropout": 0.0,
+            "apply_rope_fusion": True,
         }
         super().__init__(**{**accepted, **changed})
 
@@ -75,7 +76,8 @@ REFUSED = {
     "mtp_num_layers": 1,
     "cuda_graph_impl": "local",
     "hybrid_layer_pattern": "M*",
-    "fp8": "hybrid",
+    "fp8_dot_product_attention": True,
+    "fp4": "e2m1",
     "virtual_pipeline_model_parallel_size": 2,
     "hybrid_context_parallel": True,
     "dataloader_inter_document_masking": True,
@@ -87,8 +89,6 @@ REFUSED = {
     "dataloader_type": "cyclic",
     "rampup_batch_size": [8, 8, 100],
     "attention_dropout": 0.1,
-    "window_size": (128, 0),
-    "softmax_type": "learnable",
     "qk_clip": True,
     "position_embedding_type": "learned_absolute",
     "fused_single_qkv_rope": True,

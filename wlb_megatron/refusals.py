@@ -42,9 +42,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "a micro-batch is one packed sequence; set it to 1",
     ),
     Refusal(
-        lambda a, c: _get(a, "multi_latent_attention"),
-        "--multi-latent-attention",
-        "MLA has a rotary path of its own that is not handled yet; train without it",
+        lambda a, c: _get(a, "multi_latent_attention") and _get(a, "apply_rope_fusion"),
+        "--multi-latent-attention with fused RoPE",
+        "the fused kernel takes positions from Megatron's own layout; add --no-rope-fusion",
     ),
     Refusal(
         lambda a, c: _get(a, "mtp_num_layers"),
@@ -62,9 +62,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "state-space layers carry state across document bounds here; use a GPT model",
     ),
     Refusal(
-        lambda a, c: _get(a, "fp8") or _get(a, "fp4"),
-        "--fp8-format / --fp4-format",
-        "token counts are not yet aligned to the scaling blocks; train in bf16",
+        lambda a, c: _get(a, "fp8_dot_product_attention") or _get(a, "fp8_multi_head_attention"),
+        "--fp8-dot-product-attention / --fp8-multi-head-attention",
+        "cuDNN has no FP8 attention over packed documents; drop it, matrix products stay in FP8",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "fp4"),
+        "--fp4-format",
+        "token counts are not aligned to FP4's scaling blocks; train in FP8 or bf16",
     ),
     Refusal(
         lambda a, c: (_get(a, "virtual_pipeline_model_parallel_size") or 1) > 1,
@@ -123,24 +128,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "random masks would differ between shardings; set --attention-dropout 0",
     ),
     Refusal(
-        lambda a, c: _get(a, "window_size"),
-        "--window-size",
-        "sliding-window attention is not handled yet; drop it",
-    ),
-    Refusal(
-        lambda a, c: (_get(a, "softmax_type") or "vanilla") != "vanilla",
-        "--softmax-type",
-        "attention sinks are not handled yet; use vanilla",
-    ),
-    Refusal(
         lambda a, c: _get(a, "qk_clip") or _get(a, "log_max_attention_logit"),
         "--qk-clip / --log-max-attention-logit",
         "the maximum logit is not collected; drop it",
     ),
     Refusal(
-        lambda a, c: _get(a, "position_embedding_type") not in ("rope", "none", None),
+        lambda a, c: _get(a, "position_embedding_type") not in ("rope", "yarn", "none", None),
         "--position-embedding-type",
-        "only rope and none are handled; use --position-embedding-type rope",
+        "only rope, yarn and none are handled; use --position-embedding-type rope",
     ),
     Refusal(
         lambda a, c: _get(a, "fused_single_qkv_rope"),

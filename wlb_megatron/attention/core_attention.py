@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,17 +40,21 @@ class WlbPackedSeqParams(PackedSeqParams):
 
 
 def packed_seq_params(
-    plan: ShardPlan | AttentionLayout, cp_rank: int, device: torch.device | str | None = None
+    plan: ShardPlan | AttentionLayout,
+    cp_rank: int,
+    device: torch.device | str | None = None,
+    window: int | None = None,
 ) -> WlbPackedSeqParams:
     """The parameters of one micro-batch for context-parallel rank `cp_rank`, to give to the model.
 
     plan: the shard plan, or the rank's attention_layout of it, where a data worker has made that (a few ms).
+    window: earlier keys that windowed layers see (window_of(config)), where a plan is given.
     device: default the current CUDA device, where there is one. The copies to it are asynchronous; all layers
     share them.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    made = plan if isinstance(plan, AttentionLayout) else attention_layout(plan, cp_rank)
+    made = plan if isinstance(plan, AttentionLayout) else attention_layout(plan, cp_rank, window)
     return WlbPackedSeqParams(
         qkv_format="sbhd",
         max_seqlen_q=made.longest,
@@ -76,7 +81,7 @@ class WlbCoreAttention:
         pg_collection: Any = None,
         **kwargs: Any,
     ) -> None:
-        _refuse(config, layer_number, attn_mask_type, attention_type, attention_dropout, kwargs)
+        _refuse(config, attn_mask_type, attention_type, attention_dropout, kwargs)
         # Context parallelism is ours: the parent must neither refuse it nor set up its own.
         alone = copy.copy(config)
         alone.context_parallel_size = 1
@@ -94,6 +99,9 @@ class WlbCoreAttention:
         self._cp_group = getattr(pg_collection, "cp", None)
         # Query-key layer scaling divides here and multiplies again in the softmax: nothing, in fp32.
         self._scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self._windowed = window_of(config) is not None and is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
         self._kernels = _kernels(type(self), bool(config.deterministic_mode))
 
     def forward(
@@ -109,7 +117,8 @@ class WlbCoreAttention:
     ) -> Tensor:
         """query: [t, 1, heads, dim]; key, value: [t, 1, kv heads, dim]. Returns [t, 1, heads * dim].
 
-        The mask is the plan's, whatever attention_mask says. Raises WlbError without a plan.
+        Multi-latent attention gives them without the 1. The mask is the plan's, whatever attention_mask says.
+        Raises WlbError without a plan.
         """
         if not isinstance(packed_seq_params, WlbPackedSeqParams) or packed_seq_params.layout is None:
             raise WlbError(
@@ -118,20 +127,24 @@ class WlbCoreAttention:
             )
         if attention_bias is not None:
             raise WlbError("attention bias is not handled by wlb_megatron: train without it")
-        if query.dim() != 4 or query.shape[1] != 1:
+        if query.dim() == 4 and query.shape[1] == 1:
+            query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        if query.dim() != 3:
             raise WlbError(
                 f"attention got queries of shape {tuple(query.shape)}, not [tokens, 1, heads, dim]: "
                 "a micro-batch is one packed sequence, set --micro-batch-size 1"
             )
         out = sharded_attention(
-            query.squeeze(1),
-            key.squeeze(1),
-            value.squeeze(1),
+            query,
+            key,
+            value,
             packed_seq_params.layout,
             self._group(),
             self._kernels,
             self._scale,
             self.keep_keys,
+            sink=getattr(self, "softmax_offset", None),  # the parent's, of its softmax type
+            windowed=self._windowed,
         )
         return out.flatten(1).unsqueeze(1)
 
@@ -162,12 +175,22 @@ def _kernels(cls: type, deterministic: bool) -> Kernels:
         return TorchKernels()
     from wlb_megatron.attention.te_backend import TransformerEngineKernels
 
-    return TransformerEngineKernels(deterministic or torch.are_deterministic_algorithms_enabled())
+    # As Transformer Engine's own attention decides it.
+    asked = os.getenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
+    return TransformerEngineKernels(deterministic or asked or torch.are_deterministic_algorithms_enabled())
+
+
+def window_of(config: Any) -> int | None:
+    """Earlier keys that a query of a windowed layer sees, or None where no layer has a window.
+
+    config: with Megatron's window_size (left, right); to the right a causal model sees nothing anyway.
+    """
+    size = getattr(config, "window_size", None)
+    return None if not size or size[0] < 0 else int(size[0])
 
 
 def _refuse(
     config: Any,
-    layer_number: int,
     attn_mask_type: AttnMaskType,
     attention_type: str,
     attention_dropout: float | None,
@@ -175,10 +198,7 @@ def _refuse(
 ) -> None:
     """Raise WlbError naming what this attention does not do."""
     dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-    k_channels, v_channels = kwargs.get("k_channels"), kwargs.get("v_channels")
-    windowed = is_layer_window_attention(
-        getattr(config, "window_size", None), getattr(config, "window_attn_skip_freq", None), layer_number
-    )
+    keys, values = kwargs.get("k_channels"), kwargs.get("v_channels")
     for wrong, what, cure in (
         (dropout > 0, f"attention dropout {dropout}", "set --attention-dropout 0"),
         (attention_type != "self", f"{attention_type} attention", "use a decoder-only model"),
@@ -186,12 +206,6 @@ def _refuse(
             attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal),
             f"mask type {attn_mask_type.name}",
             "use a causal language model",
-        ),
-        (windowed, "sliding-window attention", "drop --window-size"),
-        (
-            getattr(config, "softmax_type", "vanilla") != "vanilla",
-            "attention sinks",
-            "use --softmax-type vanilla",
         ),
         (
             getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False),
@@ -205,9 +219,9 @@ def _refuse(
             "keep attention in bf16",
         ),
         (
-            k_channels != v_channels,
-            "values narrower than keys (MLA)",
-            "train without --multi-latent-attention",
+            (values or 0) > (keys or 0),
+            f"values of {values} channels, wider than keys of {keys}",
+            "give values at most the keys' channels",
         ),
     ):
         if wrong:

@@ -8,27 +8,31 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from wlb_megatron.errors import WlbError
 
+HANDLED = ("RotaryEmbedding", "YarnRotaryEmbedding")
+
 
 class PlannedRotaryEmbedding(nn.Module):
-    """Stands in for a model's `rotary_pos_emb` and takes its frequencies from it.
+    """Stands in for a model's (or an MLA layer's) `rotary_pos_emb` and takes its frequencies from it.
 
-    inner: Megatron's RotaryEmbedding, with whatever base, scaling, interpolation, percent and interleaving.
-    Raises WlbError for another class (YaRN and multimodal RoPE have another forward).
+    inner: Megatron's RotaryEmbedding or YarnRotaryEmbedding, with whatever base, scaling, interpolation, percent and
+    interleaving. packed: the layer drops the batch dimension of its queries, as MLA does.
+    Raises WlbError for another class (multimodal RoPE has three positions a token).
     """
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, packed: bool = False) -> None:
         super().__init__()
-        if type(inner).__name__ != "RotaryEmbedding":
+        if type(inner).__name__ not in HANDLED:
             raise WlbError(
                 f"rotary embedding {type(inner).__name__} is not handled by wlb_megatron: "
-                "use --position-embedding-type rope"
+                "use --position-embedding-type rope or yarn"
             )
         self.inner = inner
+        self.packed = packed
+        self._made: tuple[Tensor | None, Any] = None, None
 
     def get_rotary_seq_len(
         self,
@@ -48,17 +52,14 @@ class PlannedRotaryEmbedding(nn.Module):
             )
         return layout.positions
 
-    def forward(self, positions: Tensor, packed_seq: bool = False, cp_group: Any = None, **_: Any) -> Tensor:
-        """[t, 1, 1, dim]: frequencies at `positions`, bitwise those of the wrapped module's table there."""
-        inner: Any = self.inner
-        if inner.inv_freq.device != positions.device:
-            inner.inv_freq = inner.inv_freq.to(positions.device)
-        at = positions.to(inner.inv_freq.dtype)
-        if inner.seq_len_interpolation_factor is not None:
-            at *= 1 / inner.seq_len_interpolation_factor
-        frequencies = torch.outer(at, inner.inv_freq)
-        if inner.rotary_interleaved:
-            frequencies = frequencies.repeat_interleave(2, dim=-1)
-        else:
-            frequencies = torch.cat((frequencies, frequencies), dim=-1)
-        return frequencies[:, None, None, :]
+    def forward(self, positions: Tensor, packed_seq: bool = False, cp_group: Any = None, **_: Any) -> Any:
+        """[t, 1, 1, dim] ([t, 1, dim] if packed): frequencies at `positions`, bitwise those of the wrapped
+        module's table there; of YaRN a pair of them and its factor, as Megatron's own gives.
+        """
+        if self._made[0] is not positions:  # else made for another layer of this micro-batch
+            # Megatron makes a table of arange(n) + offset; of n = 1 and the positions as offset it is just these rows.
+            made: Any = self.inner.get_emb(1, offset=positions)  # type: ignore[operator]
+            table, rest = (made[0], made[1:]) if isinstance(made, tuple) else (made, ())
+            table = table.squeeze(2) if self.packed else table
+            self._made = positions, (table, *rest) if rest else table
+        return self._made[1]

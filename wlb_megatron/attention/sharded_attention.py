@@ -117,8 +117,9 @@ class _ShardedAttention(_Attention):
         out, lse = kernels.forward(layout.diagonals, q, kv, scale)
         earlier = finish() if finish else None
         if layout.rectangles:
-            part = kernels.forward(layout.rectangles, q.index_select(0, layout.queries.owner), earlier, scale)
-            merge_rows(out, lse, *part, layout.queries)
+            rows = layout.queries.owner
+            part, part_lse = kernels.forward(layout.rectangles, q.index_select(0, rows), earlier, scale)
+            merge_rows(out, lse, part, part_lse, layout.queries)
         return out, lse, earlier
 
     @classmethod

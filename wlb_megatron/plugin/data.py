@@ -22,12 +22,16 @@ from wlb_megatron.sharding.attention_calls import attention_layout
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What of a micro-batch this process holds, and whether it needs its tokens."""
+    """What of a micro-batch this process holds, and whether it needs its tokens.
+
+    window: earlier keys that a query of the model's windowed layers sees, None where it has no such layers.
+    """
 
     cp_rank: int
     activation_divisor: int
     hidden_size: int
     reads_tokens: bool
+    window: int | None = None
 
 
 class MicroBatchSampler(Sampler[list[PlannedMicroBatch]]):
@@ -94,7 +98,7 @@ def with_plan(planned: PlannedMicroBatch, layout: Layout) -> dict[str, Any]:
     return {
         "planned": planned,
         "layout": layout,
-        "attention": attention_layout(planned.shard, layout.cp_rank),
+        "attention": attention_layout(planned.shard, layout.cp_rank, layout.window),
         "bounds": torch.from_numpy(np.concatenate(([0], np.cumsum(real))).astype(np.int64)),
     }
 

@@ -144,12 +144,15 @@ def _settings(source: Source, args: Any) -> ShardSettings:
 def _layout(args: Any) -> Layout:
     from megatron.core import parallel_state
 
+    from wlb_megatron.attention.core_attention import window_of
+
     return Layout(
         cp_rank=parallel_state.get_context_parallel_rank(),
         activation_divisor=args.tensor_model_parallel_size if args.sequence_parallel else 1,
         hidden_size=args.hidden_size,
         reads_tokens=parallel_state.is_pipeline_first_stage(ignore_virtual=True)
         or parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        window=window_of(args),
     )
 
 

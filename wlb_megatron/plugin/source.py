@@ -14,6 +14,7 @@ from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.lengths import sample_lengths
 from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.planner import Planner
+from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.workload.cost_model import CostModel, document_cost, layer_parameters, quadratic_at
 from wlb_megatron.workload.kernel_table import h100
 
@@ -113,8 +114,12 @@ def attention_shape(args: Any) -> tuple[int, int, int]:
 
 
 def token_alignment(args: Any) -> int:
-    """A micro-batch's tokens are a multiple of this: equal shares for CP ranks, and for TP under sequence parallel."""
-    return int(args.context_parallel_size * args.tensor_model_parallel_size)
+    """A micro-batch's tokens are a multiple of this: equal shares for CP ranks, and for TP under sequence parallel.
+
+    With FP8 each share is a multiple of the GEMMs' 16 rows, 32 with MXFP8 (Megatron's get_fp8_align_size).
+    """
+    rows = 1 if not getattr(args, "fp8", None) else 32 if args.fp8_recipe == "mxfp8" else 16
+    return multiple(args.context_parallel_size, args.tensor_model_parallel_size, rows)
 
 
 def _documents(args: Any, part: str) -> tuple[Blend, list[Corpus]] | None:

@@ -60,7 +60,8 @@ def prepare_model(chunks: list[Any]) -> list[Any]:
 
     keep_keys = not get_args().wlb_regather_keys
     for chunk in chunks:
-        for name, module in chunk.named_modules():
+        latent = None
+        for name, module in list(chunk.named_modules()):
             if not isinstance(module, Attention):
                 continue
             if not isinstance(module.core_attention, WlbCoreAttention):
@@ -69,6 +70,10 @@ def prepare_model(chunks: list[Any]) -> list[Any]:
                     "something replaced the layer spec after the plugin (--spec, --attention-backend local?)."
                 )
             module.core_attention.keep_keys = keep_keys
+            # Multi-latent attention rotates in each layer, all by the same frequencies, made once a micro-batch.
+            if getattr(module, "rotary_pos_emb", None) is not None:
+                latent = latent or PlannedRotaryEmbedding(module.rotary_pos_emb, packed=True)
+                module.rotary_pos_emb = latent
         if getattr(chunk, "rotary_pos_emb", None) is not None:
             chunk.rotary_pos_emb = PlannedRotaryEmbedding(chunk.rotary_pos_emb)
     return chunks
