@@ -30,6 +30,11 @@ def text_files(folder: Path, pattern: str) -> list[Path]:
     ]
 
 
+def at_most(files: list[Path], longest: int) -> list[Path]:
+    """Those of at most `longest` tokens, end-of-document included."""
+    return [path for path in files if path.stat().st_size < longest]
+
+
 def documents_of(files: list[Path]) -> Iterator[np.ndarray]:
     """Each file's bytes with the end-of-document token, uint16."""
     for path in files:
@@ -75,10 +80,13 @@ def main() -> None:
     parser.add_argument(
         "--lengths", type=Path, help=".npy of integers: cut the joined texts to these lengths"
     )
+    parser.add_argument("--longest", type=int, help="leave out files of more tokens")
     options = parser.parse_args()
     files = text_files(options.files, options.glob)
+    if options.longest is not None:
+        files = at_most(files, options.longest)
     if not files:
-        raise SystemExit(f"no {options.glob} under {options.files}: give --files and --glob")
+        raise SystemExit(f"no such {options.glob} under {options.files}: give --files, --glob, --longest")
     documents = documents_of(files)
     if options.lengths is not None:
         documents = cut_to(np.load(options.lengths, allow_pickle=False).astype(np.int64), documents)

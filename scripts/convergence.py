@@ -110,11 +110,12 @@ def main() -> None:
 
 
 def corpus(options: argparse.Namespace) -> Path:
-    """Prefix of the .bin/.idx pair, made if it is not there."""
-    prefix = Path(options.out / "corpus" / "python_sources")
+    """Prefix of the .bin/.idx pair of files of at most a window, made if it is not there."""
+    prefix = Path(options.out / "corpus" / f"at_most_{options.seq_length}")
     if not prefix.with_suffix(".idx").exists():
         script = ROOT / "scripts" / "build_corpus.py"
-        command = [sys.executable, str(script), str(prefix), "--files", str(options.text)]
+        files = ["--files", str(options.text), "--longest", str(options.seq_length)]
+        command = [sys.executable, str(script), str(prefix), *files]
         subprocess.run(command, env=cpu_environment(), check=True)
     return prefix
 
@@ -127,16 +128,12 @@ def common_flags(prefix: Path, options: argparse.Namespace) -> list[str]:
     split = f"{100 - options.held_out},{options.held_out},0"
     lengths = read_index(prefix).lengths
     held_out = lengths[slice(*split_bounds(split, len(lengths))[1])]
-    kept = held_out[held_out <= options.seq_length]
-    if not kept.any():
+    if not held_out.any():
         raise SystemExit(f"no held-out file has at most {options.seq_length} bytes: raise --seq-length")
-    batches = -(-int(kept.sum()) // (options.seq_length * options.global_batch_size))
-    print(
-        f"{int((lengths <= options.seq_length).sum()):,} of {len(lengths):,} files, "
-        f"{int(lengths[lengths <= options.seq_length].sum()):,} tokens, of these held out {int(kept.sum()):,}"
-    )
+    batches = -(-int(held_out.sum()) // (options.seq_length * options.global_batch_size))
+    print(f"{lengths.sum():,} tokens, of these held out {held_out.sum():,}")
     text = (
-        f"{SIZES[options.size]} {DEVICES[options.device]} --wlb-overlong drop --split {split} --eval-iters {batches} "
+        f"{SIZES[options.size]} {DEVICES[options.device]} --split {split} --eval-iters {batches} "
         f"--eval-interval {options.eval_interval} --seq-length {options.seq_length} "
         f"--max-position-embeddings {2 * options.seq_length} --global-batch-size {options.global_batch_size}"
     )
