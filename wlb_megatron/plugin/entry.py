@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import traceback
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from wlb_megatron.plugin.limits import fit_to_memory
 from wlb_megatron.refusals import Refused, refuse_unsupported
 
 _sources: dict[str, sources.Source] | None = None
+_validated = False
 
 
 def wrap_parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,6 +36,7 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
     """validate_args that then refuses what is not handled, opens the corpus, and sets what the plugin needs."""
 
     def validate_args(args: Any, defaults: dict[str, Any] | None = None) -> Any:
+        global _validated
         try:
             result = original(args, defaults or {})
         except AssertionError as error:
@@ -44,36 +47,74 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
             _one_line_on_rank_zero(partial(_refuse, f"Megatron refuses these flags: {said}"))
         if not args.wlb_off:
             _one_line_on_rank_zero(lambda: _take_over(args))
+        _validated = True
         return result
 
     return validate_args
 
 
 def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
-    """pretrain() over the plugin's dataset provider, forward step and layer spec."""
+    """pretrain() over the plugin's dataset provider, forward step and layer spec.
 
-    def pretrain(
-        cfg_container: Any,
-        dataset_provider: Any,
-        model_type: Any,
-        forward_step_func: Any,
-        *rest: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if _sources is None:
-            return original(cfg_container, dataset_provider, model_type, forward_step_func, *rest, **kwargs)
-        from wlb_megatron.plugin.forward_step import forward_step
-        from wlb_megatron.plugin.provider import make_provider
-        from wlb_megatron.plugin.spec import install_spec
+    From 0.19 the model is described by a configuration, which gets the layer spec; before, or when the script gives a
+    model_provider, what that builds does. Before 0.18 pretrain() itself parses the flags, so that what is handed to it
+    decides only when it is called whether the plugin is on.
+    """
+    signature = inspect.signature(original)
 
-        if rest or kwargs.get("model_provider") is not None:
-            raise Refused(
-                "wlb_megatron: pretrain() was given a model_provider of its own; pass a model configuration."
-            )
-        install_spec(cfg_container.model)
-        return original(cfg_container, make_provider(_sources), model_type, forward_step, **kwargs)
+    def pretrain(*args: Any, **kwargs: Any) -> Any:
+        if _validated and _sources is None:  # --wlb-off
+            return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        given["train_valid_test_dataset_provider"] = _DatasetProvider(
+            given["train_valid_test_dataset_provider"]
+        )
+        given["forward_step_func"] = _choose_forward_step(given["forward_step_func"])
+        if given.get("model_provider") is not None:
+            given["model_provider"] = _choose_model_provider(given["model_provider"])
+        else:
+            from wlb_megatron.plugin.spec import install_spec
+
+            install_spec(given["cfg_container"].model)
+        return original(**given)
 
     return pretrain
+
+
+class _DatasetProvider:
+    """The plugin's provider where it is on, else the script's."""
+
+    def __init__(self, theirs: Callable[..., Any]) -> None:
+        self._theirs = theirs
+
+    @property
+    def is_distributed(self) -> bool:
+        return _sources is not None or getattr(self._theirs, "is_distributed", False)
+
+    def __call__(self, train_valid_test_num_samples: Any, vp_stage: int | None = None) -> Any:
+        from wlb_megatron.plugin.provider import make_provider
+
+        provider = self._theirs if _sources is None else make_provider(_sources)
+        stage = {} if vp_stage is None else {"vp_stage": vp_stage}
+        return provider(train_valid_test_num_samples, **stage)
+
+
+def _choose_forward_step(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        from wlb_megatron.plugin import forward_step as ours
+
+        return (ours.forward_step if _sources is not None else theirs)(data_iterator, model, *args, **kwargs)
+
+    return forward_step
+
+
+def _choose_model_provider(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def model_provider(*args: Any, **kwargs: Any) -> Any:
+        from wlb_megatron.plugin.spec import with_plan_attention
+
+        return (with_plan_attention(theirs) if _sources is not None else theirs)(*args, **kwargs)
+
+    return model_provider
 
 
 def wrap_compile_helpers(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,18 +1,22 @@
 """The seams: every Megatron symbol the plugin replaces, in one table.
 
-A replacement is a wrapper that gets the original; it holds no copy of Megatron's logic. Installing twice does
-nothing the second time. A symbol that is missing is an error that names it and the version.
+A replacement is a wrapper that gets the original; it holds no copy of Megatron's logic. Modules that took the original
+by name (`from .training import pretrain`) get the replacement as well, so it does not matter when the hooks are
+installed; installing twice does nothing the second time. A symbol that is missing, or does not take a parameter that
+its wrapper relies on, is an error that names both and the version.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+import inspect
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from wlb_megatron.plugin import checkpoint, entry, pipeline_shapes
+from wlb_megatron.plugin import checkpoint, entry, pipeline_shapes, spec
 from wlb_megatron.plugin.versions import megatron_version
 
 ORIGINAL = "__wlb_original__"
@@ -20,46 +24,60 @@ ORIGINAL = "__wlb_original__"
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """`places`: "module:attribute" or "module:Class.attribute", all holding the same object."""
+    """`place`: "module:attribute" or "module:Class.attribute". `takes`: parameters that `wrap` relies on."""
 
-    places: tuple[str, ...]
+    place: str
+    takes: tuple[str, ...]
     why: str
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 HOOKS: tuple[Hook, ...] = (
     Hook(
-        ("megatron.training.arguments:parse_args",),
+        "megatron.training.arguments:parse_args",
+        ("extra_args_provider", "ignore_unknown_args"),
         "adds the --wlb-* flags",
         entry.wrap_parse_args,
     ),
     Hook(
-        ("megatron.training.arguments:validate_args",),
+        "megatron.training.arguments:validate_args",
+        ("args", "defaults"),
         "refuses what is not handled, opens the corpus, sets what the plugin needs",
         entry.wrap_validate_args,
     ),
     Hook(
-        ("megatron.training.training:pretrain", "megatron.training:pretrain"),
+        "megatron.training.training:pretrain",
+        ("train_valid_test_dataset_provider", "model_provider", "forward_step_func"),
         "gives pretrain() the plugin's dataset provider, forward step and layer spec",
         entry.wrap_pretrain,
     ),
     Hook(
-        ("megatron.training.training:get_forward_backward_func",),
+        "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+        ("config", "transformer_layer_spec"),
+        "gives the model that a script's model_provider builds the plugin's core attention (versions before 0.19)",
+        spec.wrap_gpt_model,
+    ),
+    Hook(
+        "megatron.training.training:get_forward_backward_func",
+        (),
         "draws the step's micro-batches first, so that every pipeline stage knows their shapes",
         pipeline_shapes.wrap_get_forward_backward_func,
     ),
     Hook(
-        ("megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes",),
+        "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes",
+        ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
         "answers with the shapes known from the plan: no exchange, no device synchronisation",
         pipeline_shapes.wrap_communicate_shapes,
     ),
     Hook(
-        ("megatron.training.checkpointing:_load_base_checkpoint",),
+        "megatron.training.checkpointing:_load_base_checkpoint",
+        (),
         "reads the packing state that the checkpoint's arguments hold",
         checkpoint.wrap_load_base_checkpoint,
     ),
     Hook(
-        ("megatron.core.datasets.utils:compile_helpers",),
+        "megatron.core.datasets.utils:compile_helpers",
+        (),
         "PyPI's wheel brings the dataset helpers built, but no Makefile: make is then not needed",
         entry.wrap_compile_helpers,
     ),
@@ -67,22 +85,49 @@ HOOKS: tuple[Hook, ...] = (
 
 
 def install() -> None:
-    """Replace every symbol of HOOKS. Safe to call again."""
-    for hook in HOOKS:
-        owner, name = _locate(hook.places[0])
+    """Replace every symbol of HOOKS; nothing is replaced unless all can be. Safe to call again."""
+    found = [(hook, *locate(hook)) for hook in HOOKS]
+    for hook, owner, name in found:
         original = getattr(owner, name)
         if hasattr(original, ORIGINAL):
             continue
         replacement = functools.wraps(original)(hook.wrap(original))
         setattr(replacement, ORIGINAL, original)
-        for place in hook.places:
-            owner, name = _locate(place)
-            setattr(owner, name, replacement)
+        setattr(owner, name, replacement)
+        for module, alias in _aliases(original):
+            setattr(module, alias, replacement)
 
 
 def describe() -> str:
     """The table of replaced symbols, for `python -m wlb_megatron.launch --describe`."""
-    return "\n".join(f"{' = '.join(hook.places)}\n    {hook.why}" for hook in HOOKS)
+    lines = [f"megatron-core {megatron_version()}, {len(HOOKS)} symbols:"]
+    for hook in HOOKS:
+        owner, name = locate(hook)
+        aliases = [f"{module.__name__}:{alias}" for module, alias in _aliases(getattr(owner, name))]
+        lines += [" = ".join(dict.fromkeys([hook.place, *aliases])), f"    {hook.why}"]
+    return "\n".join(lines)
+
+
+def locate(hook: Hook) -> tuple[Any, str]:
+    """The object that holds the hook's symbol, and its name there. ImportError if this Megatron has another."""
+    owner, name = _locate(hook.place)
+    parameters = inspect.signature(getattr(owner, name)).parameters
+    missing = [parameter for parameter in hook.takes if parameter not in parameters]
+    if missing:
+        raise ImportError(
+            f"megatron-core {megatron_version()}: {hook.place} takes ({', '.join(parameters)}), not "
+            f"{', '.join(missing)}, which wlb_megatron relies on"
+        )
+    return owner, name
+
+
+def _aliases(original: Any) -> Iterator[tuple[Any, str]]:
+    """Where loaded modules of Megatron's, or the running script, hold the same object by name."""
+    for name, module in sorted(sys.modules.items()):
+        if name == "__main__" or name.startswith("megatron."):
+            for alias, value in sorted(vars(module).items(), key=lambda item: item[0]):
+                if value is original:
+                    yield module, alias
 
 
 def _locate(place: str) -> tuple[Any, str]:

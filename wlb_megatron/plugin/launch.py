@@ -15,18 +15,33 @@ def main() -> None:
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         raise SystemExit(USAGE)
+    script, describe = arguments[0], arguments[0] == "--describe"
+    if not describe:
+        if not os.path.isfile(script):
+            raise SystemExit(
+                f"wlb_megatron.launch: no script {script}; give the path of pretrain_gpt.py first"
+            )
+        # As Python does for a script: its folder first, so that a checkout's Megatron is the one that is looked at.
+        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    enable()
+    if describe:
+        from wlb_megatron.plugin import hooks
+
+        print(hooks.describe())
+        return
+    sys.argv = arguments
+    runpy.run_path(script, run_name="__main__")
+
+
+def enable() -> None:
+    """Check the versions and replace Megatron's symbols: what the launcher does, for a fork's own script to call.
+
+    Before or after the script's Megatron imports, and before its arguments are parsed. SystemExit with one line where
+    this Megatron is not one the plugin was tried with.
+    """
     from wlb_megatron.plugin.versions import check_megatron
 
     check_megatron()
     from wlb_megatron.plugin import hooks
 
-    if arguments[0] == "--describe":
-        print(hooks.describe())
-        return
-    script = arguments[0]
-    if not os.path.isfile(script):
-        raise SystemExit(f"wlb_megatron.launch: no script {script}; give the path of pretrain_gpt.py first")
     hooks.install()
-    sys.argv = arguments
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    runpy.run_path(script, run_name="__main__")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from wlb_megatron.attention.core_attention import WlbCoreAttention, wlb_core_attention
@@ -36,6 +37,35 @@ def install_spec(model_config: Any) -> None:
 
     model_config.transformer_layer_spec = layer_spec
     model_config.pre_wrap_hooks.append(prepare_model)
+
+
+def with_plan_attention(model_provider: Callable[..., Any]) -> Callable[..., Any]:
+    """A script's own model provider whose GPT models are built with the plugin's attention, and checked."""
+
+    def provider(*args: Any, **kwargs: Any) -> Any:
+        global _building
+        _building = True
+        try:
+            model = model_provider(*args, **kwargs)
+        finally:
+            _building = False
+        return prepare_model([model])[0]
+
+    return provider
+
+
+_building = False
+
+
+def wrap_gpt_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """GPTModel.__init__ that changes the layer spec while a model provider of `with_plan_attention` runs."""
+
+    def __init__(self: Any, config: Any, transformer_layer_spec: Any, *args: Any, **kwargs: Any) -> None:
+        if _building:
+            transformer_layer_spec = with_wlb_attention(transformer_layer_spec)
+        original(self, config, transformer_layer_spec, *args, **kwargs)
+
+    return __init__
 
 
 def _resolve(given: Any, config: Any, vp_stage: int | None) -> Any:

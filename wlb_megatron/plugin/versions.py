@@ -9,22 +9,26 @@ import re
 
 from wlb_megatron.refusals import Refused
 
-TESTED_MEGATRON = ("0.19.2",)
-"""megatron-core versions whose training loop the test suite runs."""
+TESTED_MEGATRON = ("0.16.2", "0.17.1", "0.17.2", "0.18.2", "0.18.3", "0.19.1", "0.19.2", "0.20.0")
+"""Versions whose training loop has run with the plugin (scripts/check_versions.sh). PyPI's wheels: WHEELS; the others
+are those of the branches core_r0.16.0 to core_r0.19.0 and of main (0.20.0)."""
+
+WHEELS = ("0.17.1", "0.18.2", "0.19.2")
+"""Of these, the wheels on PyPI that bring megatron.training."""
 
 MINIMUM_TRANSFORMER_ENGINE = (2, 18)
 
 
 def megatron_version() -> str:
-    """megatron-core's version, from the package itself (a checkout has no metadata)."""
+    """megatron-core's version, from the package itself (a checkout has no metadata), without a commit's hash."""
     try:
-        from megatron.core.package_info import __version__
+        from megatron.core.package_info import __shortversion__
     except ImportError as missing:
         raise Refused(
             f"wlb_megatron needs megatron-core with megatron.training ({missing}): "
-            f"pip install megatron-core=={TESTED_MEGATRON[-1]}, or run from a Megatron-LM checkout."
+            f"pip install megatron-core=={WHEELS[-1]}, or run from a Megatron-LM checkout."
         ) from missing
-    return str(__version__)
+    return str(__shortversion__)
 
 
 def check_megatron() -> str:
@@ -37,12 +41,12 @@ def check_megatron() -> str:
     if version not in TESTED_MEGATRON:
         raise Refused(
             f"wlb_megatron was not tried with megatron-core {version}: install one of "
-            f"{', '.join(TESTED_MEGATRON)} (pip install megatron-core=={TESTED_MEGATRON[-1]})."
+            f"{', '.join(TESTED_MEGATRON)} (pip install megatron-core=={WHEELS[-1]})."
         )
     if importlib.util.find_spec("megatron.training") is None:
         raise Refused(
             f"megatron-core {version} is here without megatron.training: install PyPI's wheel "
-            f"(pip install megatron-core=={TESTED_MEGATRON[-1]}) or run from a Megatron-LM checkout."
+            f"(pip install megatron-core=={WHEELS[-1]}) or run from a Megatron-LM checkout."
         )
     return version
 
