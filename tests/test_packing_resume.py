@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from wlb_megatron.config import OVERLONG, WlbConfig
+from wlb_megatron.packing.batch_schedule import BatchSchedule
 from wlb_megatron.packing.corpus import Corpus, Rules
 from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.packer import make_packer
@@ -28,7 +30,7 @@ SOLVER_RUNS = 9
 
 @dataclass(frozen=True)
 class Layout:
-    """What a resumed run may change. dp divides the run's global micro-batches."""
+    """What a resumed run may change. dp divides the micro-batches of every global batch."""
 
     dp: int
     pp: int
@@ -37,13 +39,20 @@ class Layout:
 
 @dataclass(frozen=True)
 class Run:
-    """A random corpus, settings, and how long it trains: `iterations`, or to the end of a finite stream."""
+    """A random corpus, settings, and how long it trains: `iterations`, or to the end of a finite stream.
+
+    steps: (samples, micro-batches of a global batch from there on).
+    """
 
     config: WlbConfig
     corpora: tuple[Corpus, ...]
     rules: Rules
-    bins: int
+    steps: tuple[tuple[int, int], ...]
     iterations: int
+
+    @property
+    def bins(self) -> int:
+        return self.steps[-1][1]
 
     def planner(self, layout: Layout, sample: list[int] | None = None) -> Planner:
         packer = make_packer(
@@ -56,7 +65,9 @@ class Run:
             alignment=layout.alignment,
             sample=sample,
         )
-        return Planner(self.stream(), packer, global_tokens=self.bins * self.rules.window)
+        schedule = BatchSchedule(self.steps)
+        tokens = self.bins * self.rules.window
+        return Planner(self.stream(), packer, global_tokens=tokens, schedule=schedule)
 
     def stream(self) -> DocumentStream:
         return DocumentStream(self.corpora, self.rules)
@@ -75,7 +86,7 @@ class Run:
         """
         if self.config.packing == "varlen":
             return self.config.max_delay
-        rounds = 1 + 2 * self.rules.window // (self.bins * self.config.max_documents)
+        rounds = 1 + 2 * self.rules.window // (self.steps[0][1] * self.config.max_documents)
         return rounds if self.config.packing == "original" else self.config.balance_batches * (1 + rounds) - 1
 
 
@@ -104,8 +115,13 @@ def draw_run(rng: np.random.Generator, packing: str | None = None) -> Run:
         lengths = draw_lengths(rng, window)
         corpora.append(Corpus(f"corpus {name}", lengths, first_id, float(rng.choice([0.1, 1.0, 2.5]))))
         first_id += len(lengths)
-    bins = int(rng.choice([1, 2, 3, 4, 6, 8]))
-    return Run(config, tuple(corpora), rules, bins, iterations=int(rng.integers(3, 13)))
+    steps: tuple[tuple[int, int], ...] = ((0, int(rng.choice([1, 2, 3, 4, 6, 8]))),)
+    if rng.random() < 0.4:
+        unit, count = int(rng.integers(1, 4)), int(rng.integers(2, 4))
+        sizes = unit * np.sort(rng.choice([1, 2, 3, 4], count, replace=False))
+        later = np.sort(rng.choice(np.arange(1, 40), count - 1, replace=False))
+        steps = tuple(zip([0, *later.tolist()], sizes.tolist(), strict=True))
+    return Run(config, tuple(corpora), rules, steps, iterations=int(rng.integers(3, 13)))
 
 
 def draw_lengths(rng: np.random.Generator, window: int) -> np.ndarray:
@@ -124,8 +140,9 @@ def draw_lengths(rng: np.random.Generator, window: int) -> np.ndarray:
     return np.append(lengths, rng.integers(1, window + 1)).astype(np.int64)  # one that no policy leaves out
 
 
-def draw_layout(rng: np.random.Generator, bins: int) -> Layout:
-    dp = int(rng.choice([d for d in range(1, bins + 1) if bins % d == 0]))
+def draw_layout(rng: np.random.Generator, run: Run) -> Layout:
+    common = math.gcd(*(size for _, size in run.steps))
+    dp = int(rng.choice([d for d in range(1, common + 1) if common % d == 0]))
     return Layout(dp, pp=int(rng.integers(1, 5)), alignment=int(rng.choice([1, 2, 4])))
 
 
@@ -158,10 +175,12 @@ def check_run(run: Run, planner: Planner, limit: int) -> list[IterationPlan]:
     arrived: list[Piece] = []
     put_back = False
     plans = []
+    consumed = 0  # as Megatron counts: by the sizes of the global batches
     for plan in plans_of(planner, limit):
         plans.append(plan)
         micro_batches = [m for row in plan.micro_batches for m in row]
-        assert len(micro_batches) == run.bins
+        assert len(micro_batches) == [size for at, size in run.steps if consumed >= at][-1]
+        consumed += len(micro_batches)
         arrived += plan.arrived
         for piece in plan.arrived:
             for token in tokens_of(piece):
@@ -185,9 +204,9 @@ def check_run(run: Run, planner: Planner, limit: int) -> list[IterationPlan]:
         put_back = put_back or bool(state["put_back"])
         if not all(m.pieces for m in micro_batches):
             assert state["ended"] and not plan.waiting, "an empty micro-batch while documents wait"
-        if not state["ended"] and not put_back and not (plan.iteration + 1) % planner.packer.intake_batches:
+        if not state["ended"] and not put_back and state["supplied"] == plan.iteration + 1:
             # Intake stops at the piece that reaches the goal.
-            goal, total = (plan.iteration + 1) * planner.global_tokens, sum(p.tokens for p in arrived)
+            goal, total = consumed * run.rules.window, sum(p.tokens for p in arrived)
             assert total - arrived[-1].tokens < goal <= total
     check_against_the_stream(run, planner, arrived, ordered=not put_back)
     if not run.rules.endless:
@@ -210,7 +229,7 @@ def check_against_the_stream(run: Run, planner: Planner, arrived: list[Piece], o
 
 def check_resume(run: Run, rng: np.random.Generator, sample: list[int] | None = None) -> None:
     """One uninterrupted run against one stopped after any iteration and resumed at another layout."""
-    before, after = draw_layout(rng, run.bins), draw_layout(rng, run.bins)
+    before, after = draw_layout(rng, run), draw_layout(rng, run)
     limit = run.iterations if run.rules.endless else 500
     whole = run.planner(before, sample)
     plans = check_run(run, whole, limit)
@@ -254,7 +273,7 @@ def test_so_does_one_packed_by_the_solver(seed: int) -> None:
     rng = np.random.default_rng([2027, seed])
     run = draw_run(rng, "fixed-solver")
     small = replace(run.config, balance_batches=1 + seed % 2, max_documents=4096)
-    check_resume(replace(run, config=small, bins=1 + seed % 3, iterations=4), rng)
+    check_resume(replace(run, config=small, steps=((0, 1 + seed % 3),), iterations=4), rng)
 
 
 @pytest.mark.parametrize("seed", [1, 3, 4])
@@ -262,7 +281,7 @@ def test_so_does_one_whose_thresholds_were_learnt_from_a_sample_that_the_resumed
     rng = np.random.default_rng([2028, seed])
     lengths = np.where(rng.random(300) < 0.1, rng.integers(100, 513, 300), rng.integers(1, 60, 300))
     rules = Rules(window=512, seed=seed, endless=True)
-    run = Run(WlbConfig(max_delay=8), (Corpus("one", lengths),), rules, bins=4, iterations=8)
+    run = Run(WlbConfig(max_delay=8), (Corpus("one", lengths),), rules, steps=((0, 4),), iterations=8)
     learnt, guessed = (
         run.planner(Layout(1, 1, 1), sample).state()["packer"]["settings"]["thresholds"]
         for sample in (lengths.tolist(), None)
@@ -273,13 +292,15 @@ def test_so_does_one_whose_thresholds_were_learnt_from_a_sample_that_the_resumed
 
 def test_the_random_runs_reach_what_they_are_to_show() -> None:
     """Runs of every kind occur, documents wait, and some are put back."""
-    seen = {"endless": 0, "finite": 0, "blend": 0, "waited": 0, "put back": 0, "cut": 0}
+    seen = {"endless": 0, "finite": 0, "blend": 0, "grew": 0, "waited": 0, "put back": 0, "cut": 0}
     for seed in range(0, RUNS, 5):
         run = draw_run(np.random.default_rng([2026, seed]))
         planner = run.planner(Layout(1, 1, 1))
         seen["endless" if run.rules.endless else "finite"] += 1
         seen["blend"] += len(run.corpora) > 1
-        for plan in plans_of(planner, 4):
+        sizes = []
+        for plan in plans_of(planner, 6):
+            sizes.append(len(plan.micro_batches))
             if run.config.packing == "varlen":
                 seen["waited"] += bool(plan.waiting)
                 seen["put back"] += bool(planner.state()["put_back"])
@@ -288,4 +309,5 @@ def test_the_random_runs_reach_what_they_are_to_show() -> None:
                 seen["cut"] += any(
                     p not in whole for row in plan.micro_batches for m in row for p in m.pieces
                 )
+        seen["grew"] += len(set(sizes)) > 1
     assert min(seen.values()) >= 5, seen

@@ -13,7 +13,16 @@ from typing import Any
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.assign import assign_ranks, in_given_order
-from wlb_megatron.packing.packer import ONE_RANK, Packed, Ranks, Waiting, check_settings, decode, encode
+from wlb_megatron.packing.packer import (
+    ONE_RANK,
+    Batch,
+    Packed,
+    Ranks,
+    Waiting,
+    check_settings,
+    decode,
+    encode,
+)
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel
 
@@ -87,7 +96,7 @@ class OriginalPacker:
         self._cost = cost
         self._max_documents = config.max_documents
         self._window = window
-        self._bins = bins
+        self.bins = bins
         self._ranks = ranks
         self._waiting: list[Waiting] = []
 
@@ -95,11 +104,11 @@ class OriginalPacker:
     def waiting(self) -> tuple[Piece, ...]:
         return tuple(item.piece for item in self._waiting)
 
-    def pack(self, iteration: int, arrived: Sequence[Piece], draining: bool = False) -> Packed:
+    def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
         self._waiting += (Waiting(piece, iteration) for piece in arrived)
-        windows, remainder = cut_windows(self._waiting, self._window, self._bins, self._max_documents)
+        windows, remainder = cut_windows(self._waiting, self._window, batch.bins, self._max_documents)
         self._waiting, put_back = keep_one_window(remainder, self._window)
-        return Packed(in_given_order(freeze(windows, self._bins, self._cost), self._ranks.dp), put_back)
+        return Packed(in_given_order(freeze(windows, batch.bins, self._cost), self._ranks.dp), put_back)
 
     def state(self) -> dict[str, Any]:
         return {"settings": self._settings(), "waiting": encode(self._waiting)}
@@ -112,7 +121,6 @@ class OriginalPacker:
         return {
             "packing": "original",
             "window": self._window,
-            "global_micro_batches": self._bins,
             "max_documents": self._max_documents,
         }
 
@@ -138,7 +146,7 @@ class FixedGreedyPacker:
         self._cost = cost
         self._max_documents = config.max_documents
         self._window = window
-        self._bins = bins
+        self.bins = bins
         self._ranks = ranks
         self._remainder: list[Waiting] = []
         self._planned: list[list[Waiting]] = []  # windows of the coming iterations, in order
@@ -148,32 +156,38 @@ class FixedGreedyPacker:
         items = [item for window in self._planned for item in window] + self._remainder
         return tuple(item.piece for item in sorted(items, key=lambda item: item.entry))
 
-    def pack(self, iteration: int, arrived: Sequence[Piece], draining: bool = False) -> Packed:
+    def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
         self._remainder += (Waiting(piece, iteration) for piece in arrived)
-        put_back = () if self._planned else self._plan_windows()
-        now, self._planned = self._planned[: self._bins], self._planned[self._bins :]
-        return Packed(assign_ranks(freeze(now, self._bins, self._cost), self._ranks), put_back)
+        put_back: tuple[Piece, ...] = ()
+        if len(self._planned) < batch.bins:  # none, or the short end of a finite stream
+            self._remainder = [item for window in self._planned for item in window] + self._remainder
+            put_back = self._plan_windows(batch)
+        now, self._planned = self._planned[: batch.bins], self._planned[batch.bins :]
+        return Packed(assign_ranks(freeze(now, batch.bins, self._cost), self._ranks), put_back)
 
-    def _plan_windows(self) -> tuple[Piece, ...]:
-        count = self._bins * self.intake_batches
+    def _plan_windows(self, batch: Batch) -> tuple[Piece, ...]:
+        count = batch.bins * max(batch.iterations, 1)  # 0 where a finite stream ended before
         goods, remainder = cut_windows(self._remainder, self._window, count, self._max_documents)
-        filled, left = self._fill([item for window in goods for item in window], len(goods))
+        filled, left = self._fill([item for window in goods for item in window], len(goods), batch.bins)
         remainder, put_back = keep_one_window(remainder, self._window)
         self._remainder = left + remainder
-        self._planned = self._order(filled)
+        self._planned = self._order(filled, batch.bins)
         return put_back
 
-    def _order(self, windows: list[list[Waiting]]) -> list[list[Waiting]]:
+    def _order(self, windows: list[list[Waiting]], bins: int) -> list[list[Waiting]]:
         work = [price([item.piece for item in window], self._cost) for window in windows]
         alike = [windows[i] for i in sorted(range(len(windows)), key=lambda i: (work[i], i))]
-        groups = [alike[at : at + self._bins] for at in range(0, len(alike), self._bins)]
-        short = groups.pop() if groups and len(groups[-1]) < self._bins else []  # the end of a finite stream
+        groups = [alike[at : at + bins] for at in range(0, len(alike), bins)]
+        short = groups.pop() if groups and len(groups[-1]) < bins else []  # the end of a finite stream
         groups.sort(
             key=lambda group: max((item.piece.tokens, item.piece) for window in group for item in window)[1]
         )
         return [window for group in groups for window in group] + short
 
-    def _fill(self, items: list[Waiting], windows: int) -> tuple[list[list[Waiting]], list[Waiting]]:
+    def _fill(
+        self, items: list[Waiting], windows: int, bins: int
+    ) -> tuple[list[list[Waiting]], list[Waiting]]:
+        """Items in so many windows, of which an iteration takes `bins`; and what found no room."""
         empty: list[list[Waiting]] = [[] for _ in range(windows)]
         return fill_greedily(items, empty, self._window, self._max_documents, self._cost)
 
@@ -193,7 +207,6 @@ class FixedGreedyPacker:
         return {
             "packing": self.name,
             "window": self._window,
-            "global_micro_batches": self._bins,
             "balance_batches": self.intake_batches,
             "max_documents": self._max_documents,
         }

@@ -44,18 +44,30 @@ class Packed(NamedTuple):
     put_back: tuple[Piece, ...] = ()
 
 
+class Batch(NamedTuple):
+    """bins: micro-batches of this iteration's global batch, over all ranks. iterations: for how many iterations of
+    that size, this one included, pieces arrived; with a packer of several intake_batches 0 where none were due."""
+
+    bins: int
+    iterations: int = 1
+
+
 class Packer(Protocol):
     """State of one packing policy. Not thread-safe; every rank runs its own and all get the same plans."""
 
+    bins: int
+    """Micro-batches of a global batch; of the largest one if batches grow."""
+
     intake_batches: int
-    """Global batches taken in at once; in the other iterations nothing arrives."""
+    """Global batches taken in at once at most; in the other iterations nothing arrives."""
 
     @property
     def waiting(self) -> tuple[Piece, ...]:
         """Pieces that arrived and have not trained, oldest first."""
 
-    def pack(self, iteration: int, arrived: Sequence[Piece], draining: bool = False) -> Packed:
+    def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
         """One iteration's micro-batches. Arrived pieces come in stream order, none empty or above the window.
+        From one iteration to the next, batch.bins may grow.
 
         draining: the stream has ended, release what waits; only then may a micro-batch be empty, and only
         when nothing waits any more.
@@ -82,9 +94,9 @@ def make_packer(
 ) -> Packer:
     """The packer that `config.packing` names.
 
-    window: tokens of --seq-length. micro_batches: of one data-parallel rank. vpp: model chunks of a stage.
-    alignment: a micro-batch's tokens are padded up to a multiple of it. sample: document lengths (tokens, at most
-    the window) on which `thresholds=auto` is found; without one a rule of thumb serves.
+    window: tokens of --seq-length. micro_batches: of one data-parallel rank, in the largest global batch. vpp: model
+    chunks of a stage. alignment: a micro-batch's tokens are padded up to a multiple of it. sample: document lengths
+    (tokens, at most the window) on which `thresholds=auto` is found; without one a rule of thumb serves.
     Raises ValueError on settings that cannot work.
     """
     from wlb_megatron.packing.baselines import FixedGreedyPacker, OriginalPacker

@@ -6,10 +6,11 @@ from collections import deque
 from typing import Any, Protocol
 
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.packer import Packer
+from wlb_megatron.packing.batch_schedule import BatchSchedule
+from wlb_megatron.packing.packer import Batch, Packer
 from wlb_megatron.plan import IterationPlan, Piece
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class Stream(Protocol):
@@ -26,33 +27,45 @@ class Stream(Protocol):
 class Planner:
     """Yields an IterationPlan a call.
 
-    Intake: iteration k takes pieces until the running total reaches (k + 1) x global_tokens; the piece that
-    crosses is taken. A packer that balances K global batches gets K iterations' pieces in each K-th iteration.
+    Intake: an iteration takes pieces until the running total reaches the tokens of all global batches up to its own;
+    the piece that crosses is taken. A packer that balances K global batches gets K iterations' pieces in each K-th
+    iteration, or those of fewer, where the batch size changes before.
     With 10 global tokens and pieces of 4 tokens: iteration 0 takes 3 (total 12), iteration 1 takes 2 (20).
     Pieces that a packer puts back are taken again first, and count again: the stream then runs that much slower,
     and `put_back` counts them.
     A finite stream is drained: iterations go on until nothing waits.
     """
 
-    def __init__(self, stream: Stream, packer: Packer, *, global_tokens: int) -> None:
-        """global_tokens: micro-batches x data-parallel size x window."""
+    def __init__(
+        self, stream: Stream, packer: Packer, *, global_tokens: int, schedule: BatchSchedule | None = None
+    ) -> None:
+        """global_tokens: tokens of a global batch of packer.bins micro-batches, bins x window. schedule: where
+        global batches grow; packer.bins is its largest."""
         if global_tokens < 1:
             raise WlbError(f"a global batch must hold at least one token, got {global_tokens}")
         self.stream = stream
         self.packer = packer
         self.global_tokens = global_tokens
+        self.schedule = schedule or BatchSchedule.constant(packer.bins)
         self.iteration = 0
+        self.samples = 0  # of all iterations so far, as Megatron counts them
         self.taken = 0  # tokens; a Python integer, so it does not end at 2**31
         self.put_back = 0  # pieces, so far
+        self._supplied = 0  # up to this iteration pieces were taken in
         self._put_back: deque[Piece] = deque()
         self._ended = False
 
+    def begin_at(self, samples: int) -> None:
+        """Begin the stream in a run that has trained so many samples of another: batches have the size due there."""
+        self.samples, self.taken = samples, self._tokens(samples)
+
     def next_iteration(self) -> IterationPlan | None:
         """The next iteration's plan, or None when a finite stream has ended and nothing waits."""
-        arrived = self._take_in()
+        batch = self._next_batch()
+        arrived = self._take_in(batch)
         if self._ended and not arrived and not self.packer.waiting:
             return None
-        grid, put_back = self.packer.pack(self.iteration, arrived, self._ended)
+        grid, put_back = self.packer.pack(self.iteration, arrived, batch, self._ended)
         if put_back:
             refused = frozenset(put_back)
             arrived = [piece for piece in arrived if piece not in refused]
@@ -60,14 +73,18 @@ class Planner:
             self.put_back += len(put_back)
         plan = IterationPlan(self.iteration, tuple(arrived), grid, self.packer.waiting)
         self.iteration += 1
+        self.samples += batch.bins
         return plan
 
-    def _take_in(self) -> list[Piece]:
-        batches = self.packer.intake_batches
-        if self.iteration % batches:
-            return []
-        goal = (self.iteration + batches) * self.global_tokens
+    def _next_batch(self) -> Batch:
+        due = self.iteration >= self._supplied
+        count = self.schedule.alike(self.samples, self.packer.intake_batches) if due else 0
+        return Batch(self.schedule.size(self.samples), count)
+
+    def _take_in(self, batch: Batch) -> list[Piece]:
         arrived: list[Piece] = []
+        self._supplied += batch.iterations
+        goal = self._tokens(self.samples + batch.bins * batch.iterations)
         while self.taken < goal:
             piece = self._put_back.popleft() if self._put_back else self.stream.next()
             if piece is None:
@@ -77,36 +94,74 @@ class Planner:
             self.taken += piece.end - piece.start
         return arrived
 
+    def _tokens(self, samples: int) -> int:
+        return samples * self.global_tokens // self.packer.bins
+
     def state(self) -> dict[str, Any]:
         """JSON-able; belongs to the iterations yielded so far."""
         return {
             "version": STATE_VERSION,
             "iteration": self.iteration,
+            "samples": self.samples,
+            "supplied": self._supplied,
             "taken": self.taken,
             "ended": self._ended,
             "put_back": [list(piece) for piece in self._put_back],
             "put_back_so_far": self.put_back,
-            "global_tokens": self.global_tokens,
+            "sample_tokens": self._tokens(1),
+            "batches": [list(step) for step in self.schedule.steps],
             "stream": self.stream.state(),
             "packer": self.packer.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue after the iteration at which `state` was taken. Raises ValueError if it does not fit."""
+        """Continue after the iteration at which `state` was taken. Raises ValueError if it does not fit.
+
+        Batch sizes may be planned anew for what has not been taken in yet. Version 1 knew one size only.
+        """
+        if state.get("version") == 1:
+            state = self._from_version_1(state)
         if state.get("version") != STATE_VERSION:
             raise WlbError(
-                f"planner state of version {state.get('version')!r}, this release reads {STATE_VERSION}: "
+                f"planner state of version {state.get('version')!r}, this release reads 1 to {STATE_VERSION}: "
                 "resume with the release that wrote it"
             )
-        if state["global_tokens"] != self.global_tokens:
+        if state["sample_tokens"] != self._tokens(1):
             raise WlbError(
-                f"the saved plan has global batches of {state['global_tokens']} tokens, this run has "
-                f"{self.global_tokens}: keep --global-batch-size x --seq-length"
+                f"the saved plan has windows of {state['sample_tokens']} tokens, this run of {self._tokens(1)}: keep "
+                "--seq-length"
+            )
+        saved = BatchSchedule(tuple((int(at), int(size)) for at, size in state["batches"]))
+        samples, ahead = int(state["samples"]), int(state["supplied"]) - int(state["iteration"])
+        known = samples + ahead * saved.size(samples)
+        if saved.before(known) != self.schedule.before(known):
+            raise WlbError(
+                f"the saved plan had global batches of {_told(saved)}, this run has {_told(self.schedule)}: keep "
+                f"--global-batch-size or --step-batch-size-schedule as they were up to sample {known}"
             )
         self.packer.load_state(state["packer"])
         self.stream.load_state(state["stream"])
         self.iteration = int(state["iteration"])
+        self.samples = samples
         self.taken = int(state["taken"])
+        self._supplied = int(state["supplied"])
         self._ended = bool(state["ended"])
         self.put_back = int(state["put_back_so_far"])
         self._put_back = deque(Piece(*row) for row in state["put_back"])
+
+    def _from_version_1(self, state: dict[str, Any]) -> dict[str, Any]:
+        bins, iteration = state["packer"]["settings"]["global_micro_batches"], int(state["iteration"])
+        batches = self.packer.intake_batches
+        return {
+            **state,
+            "version": 2,
+            "samples": iteration * bins,
+            "supplied": -(-iteration // batches) * batches,
+            "sample_tokens": state["global_tokens"] // bins,
+            "batches": [[0, bins]],
+        }
+
+
+def _told(schedule: BatchSchedule) -> str:
+    """4, or 2, from sample 100 on 4."""
+    return ", ".join(f"from sample {at} on {size}" if at else str(size) for at, size in schedule.steps)

@@ -106,8 +106,10 @@ class FixedSolverPacker(FixedGreedyPacker):
         self._seconds = config.solver_seconds
         self.gap: float | None = None
 
-    def _fill(self, items: list[Waiting], windows: int) -> tuple[list[list[Waiting]], list[Waiting]]:
-        greedy, left = super()._fill(items, windows)
+    def _fill(
+        self, items: list[Waiting], windows: int, bins: int
+    ) -> tuple[list[list[Waiting]], list[Waiting]]:
+        greedy, left = super()._fill(items, windows, bins)
         if not windows or left:
             return greedy, left
         by_length = sorted(range(len(items)), key=lambda i: (-items[i].piece.tokens, i))
@@ -119,7 +121,7 @@ class FixedSolverPacker(FixedGreedyPacker):
             [item.piece.tokens for item in long],
             bins=windows,
             capacity=self._window,
-            per_iteration=self._bins,
+            per_iteration=bins,
             water=(
                 sum(item.piece.tokens for item in short),
                 price([item.piece for item in short], self._cost) // UNITS_PER_TOKEN,
@@ -139,11 +141,11 @@ class FixedSolverPacker(FixedGreedyPacker):
                 greedy,
                 [],
             )  # the solver does not count documents, and may leave a window to the water alone
-        return min((filled, greedy), key=self._summed_largest), []
+        return min((filled, greedy), key=lambda windows: self._summed_largest(windows, bins)), []
 
-    def _summed_largest(self, windows: Sequence[Sequence[Waiting]]) -> int:
+    def _summed_largest(self, windows: Sequence[Sequence[Waiting]], bins: int) -> int:
         work = sorted(price([item.piece for item in window], self._cost) for window in windows)
-        return sum(work[min(at + self._bins, len(work)) - 1] for at in range(0, len(work), self._bins))
+        return sum(work[min(at + bins, len(work)) - 1] for at in range(0, len(work), bins))
 
     def _settings(self) -> dict[str, Any]:
         return super()._settings() | {"solver_seconds": self._seconds}

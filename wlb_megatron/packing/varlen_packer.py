@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -14,7 +15,16 @@ from wlb_megatron.packing.delay_bound import Limits
 from wlb_megatron.packing.delay_price import DelayPrice
 from wlb_megatron.packing.improve import improve
 from wlb_megatron.packing.outlier_queues import Item, OutlierQueues
-from wlb_megatron.packing.packer import ONE_RANK, Packed, Ranks, Waiting, check_settings, decode, encode
+from wlb_megatron.packing.packer import (
+    ONE_RANK,
+    Batch,
+    Packed,
+    Ranks,
+    Waiting,
+    check_settings,
+    decode,
+    encode,
+)
 from wlb_megatron.packing.release import Choice, Situation, choose_release
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel
@@ -61,6 +71,7 @@ class VarlenPacker:
     ) -> None:
         """thresholds: of the outlier queues (tokens), rising. adopt_thresholds: a loaded state brings its own."""
         self._cost = cost
+        self.bins = limits.bins
         self._limits = limits
         self._ranks = ranks
         self._by_balance = by_balance
@@ -77,7 +88,9 @@ class VarlenPacker:
     def _by_age(self) -> list[Item]:
         return sorted([*self._left, *self._queues], key=lambda item: item.serial)
 
-    def pack(self, iteration: int, arrived: Sequence[Piece], draining: bool = False) -> Packed:
+    def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
+        # Batches only grow, so what was promised to train in time still can.
+        self._limits = replace(self._limits, bins=batch.bins)
         due = self._limits.must_go(self._by_age(), iteration)
         leftovers, self._left = self._left, []
         short = self._take_in(arrived, iteration)
@@ -199,7 +212,6 @@ class VarlenPacker:
         return {
             "packing": "varlen",
             "window": self._limits.window,
-            "global_micro_batches": self._limits.bins,
             "max_tokens": self._limits.capacity,
             "max_delay": self._limits.max_delay,
             "max_documents": self._limits.max_documents,

@@ -1,0 +1,70 @@
+"""How many micro-batches a global batch has: always the same, or more from so many trained samples on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from wlb_megatron.errors import WlbError
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSchedule:
+    """Sizes of global batches by samples trained before them, as Megatron counts: an iteration's sample count is its
+    global batch size, whatever number of documents or tokens it trains.
+
+    steps: (samples, size): from so many samples on, a global batch has `size` micro-batches over all ranks. The
+    first begins at 0; both rise. With (0, 2), (5, 4) the iterations begin at 0, 2, 4, 6, 10 samples and have 2, 2, 2,
+    4, 4 micro-batches: one that has begun keeps its size.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        rises = all(a < b and low < high for (a, low), (b, high) in pairwise(self.steps))
+        if not self.steps or self.steps[0][0] or self.steps[0][1] < 1 or not rises:
+            raise WlbError(
+                f"batch sizes {' '.join(f'{at}:{size}' for at, size in self.steps)} (samples:size) must begin at 0 and "
+                "rise: Megatron trains with growing batches only"
+            )
+
+    @classmethod
+    def constant(cls, size: int) -> BatchSchedule:
+        return cls(((0, size),))
+
+    @property
+    def largest(self) -> int:
+        return self.steps[-1][1]
+
+    def size(self, samples: int) -> int:
+        """Micro-batches of the iteration that begins after so many samples."""
+        return max(size for at, size in self.steps if at <= samples)
+
+    def alike(self, samples: int, most: int) -> int:
+        """How many iterations from `samples` on have the next one's size, at most `most`."""
+        size = self.size(samples)
+        change = min((at for at, _ in self.steps if at > samples), default=None)
+        return most if change is None else min(most, -(-(change - samples) // size))
+
+    def before(self, samples: int) -> tuple[tuple[int, int], ...]:
+        """The steps that iterations up to `samples` can have used."""
+        return tuple(step for step in self.steps if step[0] < max(samples, 1))
+
+
+def linear_ramp(start: int, increment: int, samples: int, size: int) -> BatchSchedule:
+    """Megatron's --rampup-batch-size START INCREMENT SAMPLES with --global-batch-size `size`, which 0.19.2
+    parses and ignores: an equal share of `samples` at each size. 2, 2, 100 up to 6 is 0:2, 50:4, 100:6.
+    """
+    if start < 1 or increment < 1 or samples < 0 or size < start or (size - start) % increment:
+        raise WlbError(
+            f"--rampup-batch-size {start} {increment} {samples} does not lead to --global-batch-size {size}: "
+            "(global batch - start) must be a multiple of a positive increment"
+        )
+    rises = (size - start) // increment
+    steps = [(-(-i * samples // max(rises, 1)), start + i * increment) for i in range(rises + 1)]
+    return BatchSchedule(_last_of_each(steps))
+
+
+def _last_of_each(steps: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    return tuple(dict(steps).items())
