@@ -17,6 +17,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.packing.lengths import read_lengths
+from wlb_megatron.profiler.command import add_profile
 from wlb_megatron.simulator.command import add_reproduce
 from wlb_megatron.simulator.simulate import add_simulate, print_simulation, run_simulate
 
@@ -34,12 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="wlb-megatron", description="Workload-balanced packing for Megatron-LM, without a GPU."
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="inspect | analyze | simulate | reproduce"
+        dest="command", required=True, metavar="inspect | analyze | simulate | reproduce | profile"
     )
     _add_inspect(commands.add_parser("inspect", help="show the plans of documents of given lengths"))
     _add_analyze(commands.add_parser("analyze", help="predict what balancing would bring, with pictures"))
     _add_simulate(commands.add_parser("simulate", help="simulate training steps of a model on a cluster"))
     add_reproduce(commands.add_parser("reproduce", help="simulate the WLB-LLM paper's tables"))
+    add_profile(commands.add_parser("profile", help="measure a model's costs on this GPU"))
     try:
         args = parser.parse_args(argv)
         args.run(args)

@@ -1,1 +1,1 @@
-"""Measures kernels and collectives for the cost model."""
+"""Measures a model's costs on a GPU: `wlb-megatron profile`."""

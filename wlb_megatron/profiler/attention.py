@@ -1,0 +1,93 @@
+"""Attention calls of given shapes, and whole shares of a micro-batch, ready to be timed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wlb_megatron.attention.device_layout import DeviceCall, device_layout
+from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
+from wlb_megatron.profiler.layer import Part
+from wlb_megatron.profiler.points import Point
+from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
+from wlb_megatron.workload.profile import ProfiledModel
+
+
+class AttentionBench:
+    """Steps of one model's attention on one device."""
+
+    def __init__(
+        self, model: ProfiledModel, kernels: Kernels, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.model, self.kernels, self.device, self.dtype = model, kernels, device, dtype
+        self.scale = model.head_dim**-0.5
+
+    def step(self, point: Point) -> Part:
+        return self._share(point) if point.plan is not None else self._call(point)
+
+    def _call(self, point: Point) -> Part:
+        """One kernel call, causal over diagonals or without mask over rectangles."""
+        causal = bool(point.sizes["diagonals"])
+        if causal:
+            sizes = np.array([(q, q) for q, n in point.sizes["diagonals"] for _ in range(n)])
+        else:
+            sizes = np.array([(q, k) for q, k, n in point.sizes["rectangles"] for _ in range(n)])
+        bounds = [
+            torch.from_numpy(np.concatenate(([0], np.cumsum(side))).astype(np.int32)).to(self.device)
+            for side in sizes.T
+        ]
+        longest = sizes.max(axis=0)
+        spans = tuple((int(q), int(k)) for q, k in sizes)
+        call = DeviceCall(causal, None, bounds[0], bounds[1], int(longest[0]), int(longest[1]), spans)
+        rows, keys = (int(n) for n in sizes.sum(axis=0))
+        q, dout = self._random(2, rows, self.model.rank_heads)
+        (kv,) = self._random(1, keys, 2, self.model.rank_kv_heads)
+
+        def forward() -> tuple[Tensor, Tensor]:
+            return self.kernels.forward(call, q, kv, self.scale)
+
+        def backward(made: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            out, lse = made
+            return self.kernels.backward(call, q, kv, out, lse, dout, self.scale)
+
+        return forward, backward
+
+    def _share(self, point: Point) -> Part:
+        """A rank's whole attention; the keys that others hold are taken from its own, so nothing travels."""
+        assert point.plan is not None
+        layout = device_layout(_alone(attention_layout(point.plan, point.rank)), self.device)
+        q, dout = (
+            x.requires_grad_(at == 0)
+            for at, x in enumerate(self._random(2, layout.tokens, self.model.rank_heads))
+        )
+        k, v = (x.requires_grad_() for x in self._random(2, layout.tokens, self.model.rank_kv_heads))
+
+        def forward() -> Tensor:
+            return sharded_attention(q, k, v, layout, None, self.kernels, self.scale)
+
+        return forward, lambda out: torch.autograd.grad(out, (q, k, v), dout)
+
+    def _random(self, count: int, rows: int, *between: int) -> list[Tensor]:
+        shape = (rows, *between, self.model.head_dim)
+        return [torch.randn(shape, device=self.device, dtype=self.dtype) for _ in range(count)]
+
+
+def _alone(layout: AttentionLayout) -> AttentionLayout:
+    """The layout with an exchange within the rank: of as many rows as arrive, in the order in which they are wanted."""
+    needed = len(layout.exchange.place)
+    if layout.rectangles is None:
+        return replace(layout, exchange=replace(layout.exchange, remote=False))
+    rows = np.arange(needed, dtype=np.int64) % layout.tokens
+    exchange: Any = replace(
+        layout.exchange,
+        send_rows=rows,
+        send_counts=(needed,),
+        recv_counts=(needed,),
+        place=np.argsort(np.argsort(layout.exchange.place, kind="stable"), kind="stable"),
+        remote=False,
+    )
+    return replace(layout, exchange=exchange)

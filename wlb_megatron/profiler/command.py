@@ -1,0 +1,158 @@
+"""`wlb-megatron profile`: its flags, progress and file. Needs torch; on a GPU, Transformer Engine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from wlb_megatron.errors import WlbError, explain_bad_values
+from wlb_megatron.workload.profile import ProfiledModel, write_profile
+
+
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measure attention, the rest of a layer, embedding, loss, optimizer and (under torchrun) the network for your "
+        "model on this GPU, at most 3 minutes on an H100. Writes one JSON, which --wlb-profile and the other "
+        "commands' --profile take. Several GPUs: torchrun --nproc-per-node N -m wlb_megatron.profiler <the same flags>."
+    )
+    add = parser.add_argument
+    add("--out", required=True, metavar="PATH", help="file of the profile; PATH.partial is kept meanwhile")
+    model = parser.add_argument_group("model, in Megatron's flags").add_argument
+    model("--hidden-size", type=int, default=4096, help="(default: 4096)")
+    model("--ffn-hidden-size", type=int, help="(default: 4 x hidden)")
+    model("--num-attention-heads", type=int, default=32, help="(default: 32)")
+    model("--num-query-groups", type=int, help="(default: as many as heads)")
+    model("--kv-channels", type=int, help="(default: hidden / heads)")
+    model("--vocab-size", type=int, default=128256, help="padded (default: 128256)")
+    model("--swiglu", action="store_true", help="gated feed-forward")
+    model(
+        "--gradient-accumulation-fusion", action="store_true", help="as in training, where apex is installed"
+    )
+    add("--tp", type=int, default=1, help="tensor-parallel size: one rank's shape is measured (default: 1)")
+    add("--cp", type=int, default=1, help="context-parallel size of the job (default: 1)")
+    add(
+        "--grid",
+        choices=("full", "reduced", "tiny"),
+        default="full",
+        help="how many points; tiny is for trying it out on a CPU (default: full)",
+    )
+    add(
+        "--backend",
+        choices=("auto", "te", "torch"),
+        default="auto",
+        help="te: Transformer Engine on a GPU; torch: plain torch on the CPU (default: te where there is a GPU)",
+    )
+    add("--budget", type=float, default=170, help="begin no further point after this (seconds; default: 170)")
+    parser.set_defaults(run=run_profile)
+
+
+def run_profile(args: argparse.Namespace) -> None:
+    try:
+        import torch
+    except ImportError:
+        raise WlbError("profiling needs torch: pip install 'wlb_megatron[gpu]'") from None
+    from wlb_megatron.profiler.run import count_points, profile
+
+    with explain_bad_values():
+        model = _model(args)
+    backend = args.backend
+    if backend == "auto":
+        backend = "te" if torch.cuda.is_available() else "torch"
+    if backend == "te":
+        _need_te(torch)
+    out = Path(args.out)
+    if not out.parent.is_dir():
+        raise WlbError(f"cannot write {out}: there is no folder {out.parent}; make it or give another --out")
+    rank, world = _join(torch, backend)
+    bar = _Progress(count_points(args.grid, model, world), rank == 0)
+    partial = out.with_name(out.name + ".partial")
+    with bar:
+        told = profile(
+            model,
+            grid=args.grid,
+            backend=backend,
+            partial=partial,
+            budget=args.budget,
+            tick=bar.tick,
+            say=bar.say,
+        )
+    if rank == 0:
+        write_profile(out, told)
+        partial.unlink(missing_ok=True)
+        print(f"{out}: {len(told['samples'])} points of {told['settings']['gpu']} in {told['seconds']} s")
+    if world > 1:
+        torch.distributed.destroy_process_group()
+
+
+def _model(args: argparse.Namespace) -> ProfiledModel:
+    heads = args.num_attention_heads
+    return ProfiledModel(
+        hidden=args.hidden_size,
+        ffn=args.ffn_hidden_size or 4 * args.hidden_size,
+        heads=heads,
+        kv_heads=args.num_query_groups or heads,
+        head_dim=args.kv_channels or args.hidden_size // heads,
+        vocab=args.vocab_size,
+        gated=args.swiglu,
+        tp=args.tp,
+        cp=args.cp,
+        fused=args.gradient_accumulation_fusion,
+    )
+
+
+def _need_te(torch: Any) -> None:
+    if not torch.cuda.is_available():
+        raise WlbError("--backend te needs a GPU: run it there, or give --backend torch to try it on the CPU")
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except ImportError as error:
+        raise WlbError(f"--backend te needs Transformer Engine, which does not import: {error}") from None
+
+
+def _join(torch: Any, backend: str) -> tuple[int, int]:
+    """Rank and number of processes; under torchrun, they are joined."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if backend == "te":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if world == 1:
+        return 0, 1
+    torch.distributed.init_process_group("nccl" if backend == "te" else "gloo")
+    return torch.distributed.get_rank(), world
+
+
+class _Progress:
+    """rich's bar on a terminal; else a line now and then. Only rank 0 shows anything."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self.total, self.done, self.shown = total, 0, shown
+        self._bar: Any = None
+
+    def __enter__(self) -> _Progress:
+        if not self.shown or not sys.stderr.isatty():
+            return self
+        try:
+            from rich.progress import Progress
+        except ImportError:
+            return self
+        self._bar = Progress(transient=True)
+        self._bar.start()
+        self._task = self._bar.add_task("", total=self.total)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def tick(self, name: str) -> None:
+        self.done += 1
+        if self._bar is not None:
+            self._bar.update(self._task, description=name, completed=self.done)
+        elif self.shown and (self.done == 1 or self.done % max(1, self.total // 20) == 0):
+            print(f"  {self.done}/{self.total} {name}", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        if self.shown:
+            print(f"> {text}", file=sys.stderr, flush=True)

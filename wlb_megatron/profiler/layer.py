@@ -1,0 +1,186 @@
+"""The parts of a step beside attention, as torch modules of one tensor-parallel rank's shape.
+
+Where Megatron is installed and there is a GPU, plugin/profiled_layer.py gives Megatron's own layer in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from wlb_megatron.workload.profile import ProfiledModel
+
+Part = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""Forward, and the backward of its result."""
+
+
+class _Pass(torch.autograd.Function):
+    """Stands in for attention: queries go through, keys and values get zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.like = k
+        return q.flatten(-2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k = ctx.like
+        return grad.unflatten(-1, (-1, k.shape[-1])), torch.zeros_like(k), torch.zeros_like(k)
+
+
+class NoAttention(nn.Module):
+    """Megatron's core attention without the attention: its time is measured apart."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        return _Pass.apply(query, key, value)
+
+
+class TorchLayer(nn.Module):
+    """Norm, projections, rotary positions, gated or plain feed-forward, residuals; no attention."""
+
+    def __init__(self, model: ProfiledModel) -> None:
+        super().__init__()
+        self.model = model
+        heads, kv = model.rank_heads, model.rank_kv_heads
+        inner = model.ffn // model.tp
+        self.norms = nn.ModuleList(nn.RMSNorm(model.hidden) for _ in range(2))
+        self.qkv = nn.Linear(model.hidden, (heads + 2 * kv) * model.head_dim, bias=False)
+        self.out = nn.Linear(heads * model.head_dim, model.hidden, bias=False)
+        self.up = nn.Linear(model.hidden, inner * (2 if model.gated else 1), bias=False)
+        self.down = nn.Linear(inner, model.hidden, bias=False)
+
+    def forward(self, x: Tensor, frequencies: Tensor) -> Tensor:
+        model, kv = self.model, self.model.rank_kv_heads
+        qkv = self.qkv(self.norms[0](x)).unflatten(-1, (-1, model.head_dim))
+        q, k, v = qkv.split((model.rank_heads, kv, kv), dim=-2)
+        cos, sin = frequencies.cos().to(x.dtype), frequencies.sin().to(x.dtype)
+        x = x + self.out(_Pass.apply(_rotate(q, cos, sin), _rotate(k, cos, sin), v))
+        inner = self.up(self.norms[1](x))
+        if model.gated:
+            gate, inner = inner.chunk(2, dim=-1)
+            return x + self.down(functional.silu(gate) * inner)
+        return x + self.down(functional.gelu(inner))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+def torch_layer(model: ProfiledModel, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    return keep_gradients(TorchLayer(model).to(device, dtype))
+
+
+def keep_gradients(module: nn.Module) -> nn.Module:
+    """Gradients are added to fp32 main_grad and dropped, as Megatron's data parallelism does."""
+
+    def add(parameter: Any) -> None:
+        if not parameter.grad_added_to_main_grad:
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+        parameter.grad_added_to_main_grad = False
+
+    for parameter in module.parameters():
+        held: Any = parameter
+        held.data.normal_(0, 0.02)
+        held.main_grad = torch.zeros_like(held, dtype=torch.float32)
+        held.grad_added_to_main_grad = False
+        held.register_post_accumulate_grad_hook(add)
+    return module
+
+
+def layer_step(layer: nn.Module, model: ProfiledModel, tokens: int, like: Tensor) -> Part:
+    """A layer on [tokens, 1, hidden], with the gradient of its input."""
+    x = torch.randn(tokens, 1, model.hidden, device=like.device, dtype=like.dtype).requires_grad_()
+    grad = torch.randn_like(x)
+    angles = torch.rand(tokens, 1, 1, model.head_dim, device=like.device)
+
+    def forward() -> Tensor:
+        x.grad = None
+        return layer(x, angles)
+
+    return forward, lambda y: y.backward(grad)
+
+
+class Ends(nn.Module):
+    """Embedding of the first stage, final norm and output of the last."""
+
+    def __init__(self, model: ProfiledModel) -> None:
+        super().__init__()
+        rows = -(-model.vocab // model.tp)
+        self.embedding = nn.Embedding(rows, model.hidden)
+        self.norm = nn.RMSNorm(model.hidden)
+        self.output = nn.Linear(model.hidden, rows, bias=False)
+
+
+def embedding_step(ends: Ends, model: ProfiledModel, tokens: int, like: Tensor) -> Part:
+    rows = ends.embedding.weight.shape[0]
+    ids = torch.randint(rows, (1, tokens), device=like.device)
+    grad = torch.randn(tokens, 1, model.hidden, device=like.device, dtype=like.dtype)
+    return (lambda: ends.embedding(ids).transpose(0, 1).contiguous()), lambda y: y.backward(grad)
+
+
+def loss_step(
+    ends: Ends, model: ProfiledModel, tokens: int, like: Tensor, cross_entropy: Callable[..., Tensor] | None
+) -> Part:
+    """cross_entropy: Megatron's, of logits [tokens, 1, vocabulary] and labels [tokens, 1]; None: torch's."""
+    x = torch.randn(tokens, 1, model.hidden, device=like.device, dtype=like.dtype).requires_grad_()
+    rows = ends.output.weight.shape[0]
+    labels = torch.randint(rows, (tokens, 1), device=like.device)
+    mask = torch.ones(tokens, device=like.device)
+
+    def forward() -> Tensor:
+        x.grad = None
+        logits = ends.output(ends.norm(x))
+        if cross_entropy is not None:
+            losses = cross_entropy(logits, labels)
+        else:
+            losses = functional.cross_entropy(
+                logits.flatten(0, 1).float(), labels.flatten(), reduction="none"
+            )
+        return (losses.flatten() * mask).sum()
+
+    return forward, lambda y: y.backward()
+
+
+def optimizer_step(layer: nn.Module) -> Part:
+    """Forward: gradient norm, clipping and Adam on fp32 copies of a layer's weights. Backward: what surrounds it, the
+    copy back to the model's weights and the clearing of gradients."""
+    weights = list(layer.parameters())
+    main = [nn.Parameter(w.detach().float()) for w in weights]
+    for copy in main:
+        copy.grad = torch.full_like(copy, 1e-3)
+    gradients = [copy.grad for copy in main if copy.grad is not None]
+    kept: list[Any] = weights
+    adam = _adam(main)
+
+    def forward() -> None:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp(max=1.0))
+        adam.step()
+
+    def backward(_: None) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(kept, list[Tensor](main))
+            for weight in kept:
+                weight.main_grad.zero_()
+
+    return forward, backward
+
+
+def _adam(main: list[nn.Parameter]) -> Any:
+    if main[0].is_cuda:
+        try:
+            from transformer_engine.pytorch.optimizers import FusedAdam
+
+            return FusedAdam(main)
+        except ImportError:
+            pass
+    return torch.optim.Adam(main, fused=True)

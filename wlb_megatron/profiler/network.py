@@ -1,0 +1,75 @@
+"""Collectives and transfers between this job's GPUs, over sizes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+WARM_UP, REPEATS = 3, 9
+OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "p2p")
+
+
+def time_operation(name: str, size: int, device: torch.device) -> dict[str, Any]:
+    """(median, p20, p80) nanoseconds of one operation, the slowest rank's. size: bytes that each rank ends up with
+    (all_gather, all_to_all), starts from (reduce_scatter) or sends (p2p, one way, between ranks 0 and 1)."""
+    run = _operation(name, size, device)
+    times = []
+    for at in range(WARM_UP + REPEATS):
+        dist.barrier()
+        taken = _time(run, device)
+        if at >= WARM_UP:
+            times.append(taken)
+    slowest = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    spread = np.percentile(slowest.cpu().numpy(), (50, 20, 80))
+    return {"forward": [int(ns / (2 if name == "p2p" else 1)) for ns in spread], "repeats": REPEATS}
+
+
+def _time(run: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        begin = time.perf_counter_ns()
+        run()
+        return float(time.perf_counter_ns() - begin)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    run()
+    marks[1].record()
+    torch.cuda.synchronize()
+    return float(marks[0].elapsed_time(marks[1]) * 1e6)
+
+
+def _operation(name: str, size: int, device: torch.device) -> Callable[[], Any]:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    part = max(size // 2 // world, 1)
+    whole = torch.zeros(part * world, dtype=torch.bfloat16, device=device)
+    own = torch.zeros(part, dtype=torch.bfloat16, device=device)
+    if name == "all_gather":
+        return lambda: dist.all_gather_into_tensor(whole, own)
+    if name == "reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(own, whole)
+    if name == "all_to_all":
+        other = torch.zeros_like(whole)
+        return lambda: dist.all_to_all_single(other, whole)
+    sent = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+
+    def there_and_back() -> None:
+        if rank == 0:
+            dist.send(sent, 1)
+            dist.recv(sent, 1)
+        elif rank == 1:
+            dist.recv(sent, 0)
+            dist.send(sent, 0)
+
+    return there_and_back
+
+
+def operations(sizes: tuple[int, ...]) -> Iterator[tuple[str, int]]:
+    for name in OPERATIONS:
+        for size in sizes:
+            yield name, size

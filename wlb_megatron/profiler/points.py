@@ -1,0 +1,192 @@
+"""What is measured: the grid of shapes and sizes, chosen by the model's shape alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.sharding.alignment import padding
+from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.sharding.select import shard
+from wlb_megatron.simulator.lengths import long_tailed
+from wlb_megatron.workload.kernel_table import TILE
+from wlb_megatron.workload.profile import ProfiledModel
+
+MOST_ROWS = 1 << 18
+"""Queries, and keys, of a call at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """queries, keys: of rectangles. diagonals: of causal segments. documents: (tokens, copies) of calls of unlike ones.
+
+    windows: tokens of micro-batches that are cut over `cps` ranks as each of `kinds`, `samples` times, of which one
+    share each is measured. tokens, loss_tokens: of a layer and of the model's ends. bytes: of collectives. most_flops:
+    of a call, forward + backward. tiles: of a call, that fill a device (528: four for each of an H100's 132
+    multiprocessors). seconds: for each point.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    diagonals: tuple[int, ...]
+    documents: tuple[tuple[tuple[int, int], ...], ...]
+    windows: tuple[int, ...]
+    cps: tuple[int, ...]
+    kinds: tuple[str, ...]
+    tokens: tuple[int, ...]
+    loss_tokens: tuple[int, ...]
+    bytes: tuple[int, ...]
+    most_flops: float
+    seconds: float
+    samples: int = 1
+    tiles: int = 528
+
+
+_K = 1024
+GRIDS = {
+    "full": Grid(
+        queries=(128, 512, 2 * _K, 8 * _K, 32 * _K),
+        keys=(128, 512, 2 * _K, 8 * _K, 32 * _K, 128 * _K),
+        diagonals=(128, 256, 512, _K, 2 * _K, 4 * _K, 8 * _K, 16 * _K, 32 * _K, 64 * _K),
+        documents=(
+            ((16, 256),),
+            ((16, 2048),),
+            ((200, 512),),
+            ((16 * _K, 1), (20, 64)),
+            ((16 * _K, 1), (20, 512)),
+            ((8 * _K, 2), (600, 30)),
+        ),
+        windows=(32 * _K, 64 * _K, 128 * _K),
+        cps=(2, 4, 8),
+        kinds=("per-sequence", "per-document", "hybrid"),
+        tokens=(64, 512, 2 * _K, 8 * _K, 16 * _K, 32 * _K),
+        loss_tokens=(64, 512, 2 * _K, 8 * _K),
+        bytes=tuple(4**n * 64 * _K for n in range(7)),
+        most_flops=8e13,
+        seconds=0.12,
+        samples=2,
+    ),
+    "reduced": Grid(
+        queries=(128, _K, 8 * _K),
+        keys=(128, _K, 8 * _K, 32 * _K),
+        diagonals=(128, 512, 2 * _K, 8 * _K, 32 * _K),
+        documents=(((16, 1024),), ((16 * _K, 1), (20, 256))),
+        windows=(32 * _K, 48 * _K),
+        cps=(1, 2),
+        kinds=("per-sequence", "per-document", "hybrid"),
+        tokens=(64, 2 * _K, 8 * _K, 16 * _K, 32 * _K),
+        loss_tokens=(64, 2 * _K, 8 * _K),
+        bytes=tuple(4**n * 64 * _K for n in range(7)),
+        most_flops=8e13,
+        seconds=0.08,
+    ),
+    "tiny": Grid(
+        queries=(128, 256),
+        keys=(128, 512),
+        diagonals=(128, 256, 512),
+        documents=(((16, 8),), ((200, 1), (20, 4))),
+        windows=(512,),
+        cps=(1, 2),
+        kinds=("per-sequence", "per-document", "hybrid"),
+        tokens=(16, 128, 512),
+        loss_tokens=(16, 256),
+        bytes=(64 * _K, 256 * _K),
+        most_flops=1e10,
+        seconds=0.02,
+        tiles=8,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One thing to measure. part: what of. sizes: JSON-able, what the fit needs to know of it.
+
+    Attention's sizes are "diagonals" [[queries, copies], ..] and "rectangles" [[queries, keys, copies], ..].
+    plan, rank: of a share of a micro-batch, through the whole executor.
+    """
+
+    part: str
+    sizes: dict[str, Any]
+    plan: ShardPlan | None = field(default=None, compare=False)
+    rank: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"{self.part} {sorted(self.sizes.items())}"
+
+
+def attention_points(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
+    """Rectangles and diagonals of one shape, as many as fill a device; calls of unlike documents; whole shares."""
+    yield _segments("call", diagonals=[(1, 1)])
+    for queries in grid.queries:
+        for keys in grid.keys:
+            copies = _copies(min(queries, keys), max(queries, keys), grid, model)
+            if _flops(queries * keys * copies, model) <= grid.most_flops:
+                yield _segments("rectangle", rectangles=[(queries, keys, copies)])
+    for size in grid.diagonals:
+        copies = _copies(size, size, grid, model)
+        if _flops(size * size * copies / 2, model) <= grid.most_flops:
+            yield _segments("diagonal", diagonals=[(size, copies)])
+    for documents in grid.documents:
+        yield _segments("documents", diagonals=documents)
+    yield from _shares(grid, model)
+
+
+def _segments(part: str, diagonals: Any = (), rectangles: Any = ()) -> Point:
+    return Point(
+        part, {"diagonals": [list(d) for d in diagonals], "rectangles": [list(r) for r in rectangles]}
+    )
+
+
+def _copies(least: int, most: int, grid: Grid, model: ProfiledModel) -> int:
+    tiles = -(-least // TILE) * model.rank_heads
+    return max(1, min(-(-grid.tiles // tiles), MOST_ROWS // most))
+
+
+def _flops(pairs: float, model: ProfiledModel) -> float:
+    """Forward + backward."""
+    return 3.5 * 4 * pairs * model.rank_heads * model.head_dim
+
+
+def _shares(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
+    """Shares of seeded long-tailed micro-batches, and of one that is a single document."""
+    rng = np.random.default_rng(7)
+    for window in grid.windows:
+        for cp in grid.cps:
+            for at, kind in enumerate(grid.kinds * grid.samples):
+                lengths = _micro_batch(window, int(rng.integers(1 << 16)), whole=at == 0 and cp == 2)
+                pad = padding(int(lengths.sum()), cp)
+                plan = shard(np.append(lengths, pad) if pad else lengths, cp, kind)
+                rank = int(rng.integers(cp))
+                point = _share(plan, rank, cp, kind)
+                pairs = sum(q * q * n / 2 for q, n in point.sizes["diagonals"])
+                pairs += sum(q * k * n for q, k, n in point.sizes["rectangles"])
+                if _flops(pairs, model) <= grid.most_flops:
+                    yield point
+
+
+def _micro_batch(window: int, seed: int, whole: bool) -> npt.NDArray[np.int64]:
+    if whole:
+        return np.array([window], dtype=np.int64)
+    lengths = long_tailed(window, 4096, seed)
+    first = int(np.searchsorted(np.cumsum(lengths), window))
+    taken = lengths[: first + 1].copy()
+    taken[-1] -= taken.sum() - window
+    return taken[taken > 0]
+
+
+def _share(plan: ShardPlan, rank: int, cp: int, kind: str) -> Point:
+    layout = attention_layout(plan, rank)
+    diagonals = [[int(q), 1] for q in np.diff(layout.diagonals.cu_seqlens_q)]
+    rectangles, call = [], layout.rectangles
+    if call is not None:
+        pairs = zip(np.diff(call.cu_seqlens_q), np.diff(call.cu_seqlens_kv), strict=True)
+        rectangles = [[int(q), int(k), 1] for q, k in pairs]
+    sizes = {"diagonals": diagonals, "rectangles": rectangles, "cp": cp, "kind": kind, "tokens": plan.tokens}
+    return Point("share", sizes, plan, rank)

@@ -1,0 +1,210 @@
+"""Measures all points of a model's profile, keeping what is done so that an interrupted run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wlb_megatron import __version__
+from wlb_megatron.errors import WlbError
+from wlb_megatron.profiler import network
+from wlb_megatron.profiler.attention import AttentionBench
+from wlb_megatron.profiler.clock import Clock
+from wlb_megatron.profiler.layer import (
+    Ends,
+    Part,
+    embedding_step,
+    keep_gradients,
+    layer_step,
+    loss_step,
+    optimizer_step,
+    torch_layer,
+)
+from wlb_megatron.profiler.points import GRIDS, Grid, Point, attention_points
+from wlb_megatron.workload.profile import FORMAT, ProfiledModel
+
+BACKENDS = ("te", "torch")
+Told = Callable[[str], None]
+
+
+def profile(
+    model: ProfiledModel, *, grid: str, backend: str, partial: Path, budget: float, tick: Told, say: Told
+) -> dict[str, Any]:
+    """What was measured, JSON-able: `settings`, `samples` and more. Only rank 0's is whole.
+
+    partial: kept up to date while measuring; if it is there and of the same settings, its samples are not measured
+    again. budget: seconds after which no further point is begun. tick: told each point; say: what is to be known.
+    """
+    began = time.perf_counter()
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "te" else torch.device("cpu")
+    torch.manual_seed(1)
+    settings = _settings(model, grid, backend, device)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    parts = _Parts(model, GRIDS[grid], backend, device, say)
+    done = _read_partial(partial, settings, say) if rank == 0 else {}
+    left_out = 0
+    for point in _points(GRIDS[grid], model) if rank == 0 else ():
+        tick(_name(point))
+        if point.key in done:
+            continue
+        if time.perf_counter() - began > budget:
+            left_out += 1
+            continue
+        try:
+            timing = parts.clock.measure(*parts.step(point))
+        except RuntimeError as error:  # out of memory, or a shape that the kernels do not take
+            say(f"{point.key[:100]} is left out: {str(error).splitlines()[0][:200]}")
+            torch.cuda.empty_cache()
+            continue
+        done[point.key] = {"part": point.part, "sizes": point.sizes, **asdict(timing)}
+        _write(partial, {"settings": settings, "samples": list(done.values())})
+    if world > 1:
+        for name, size in network.operations(GRIDS[grid].bytes):
+            tick(f"{name} {size} bytes")
+            sample = network.time_operation(name, size, device)
+            done[f"{name} {size}"] = {"part": name, "sizes": {"bytes": size, "ranks": world}, **sample}
+    if left_out:
+        say(
+            f"{left_out} points were left out after {budget:.0f} s: give a longer --budget, or a smaller --grid"
+        )
+    return {
+        "format": FORMAT,
+        "settings": settings,
+        "layer": parts.told,
+        "layer_parameters": model.layer_parameters,
+        "seconds": round(time.perf_counter() - began, 1),
+        "samples": list(done.values()),
+    }
+
+
+class _Parts:
+    """Makes each point's step; modules are built when first needed."""
+
+    def __init__(
+        self, model: ProfiledModel, grid: Grid, backend: str, device: torch.device, say: Told
+    ) -> None:
+        self.model, self.device = model, device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.clock = Clock(device, grid.seconds)
+        self.like = torch.empty(0, device=device, dtype=self.dtype)
+        self.attention = AttentionBench(model, _kernels(backend), device, self.dtype)
+        self.layer, self.cross_entropy, self.told = self._layer(backend, say)
+        self.ends: Any = keep_gradients(Ends(model).to(device, self.dtype))
+
+    def step(self, point: Point) -> Part:
+        if point.part in ("call", "rectangle", "diagonal", "documents", "share"):
+            return self.attention.step(point)
+        if point.part == "optimizer":
+            return optimizer_step(self.layer)
+        tokens = point.sizes["tokens"]
+        if point.part == "layer":
+            return layer_step(self.layer, self.model, tokens, self.like)
+        if point.part == "embedding":
+            return embedding_step(self.ends, self.model, tokens, self.like)
+        return loss_step(self.ends, self.model, tokens, self.like, self.cross_entropy)
+
+    def _layer(self, backend: str, say: Told) -> tuple[Any, Any, str]:
+        if backend == "te":
+            try:
+                from wlb_megatron.plugin.profiled_layer import megatron_layer
+
+                return *megatron_layer(self.model), "Megatron's TransformerLayer"
+            except (ImportError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
+                say(
+                    f"Megatron's layer cannot be built ({error}): torch modules of the same shape stand for it"
+                )
+        return torch_layer(self.model, self.device, self.dtype), None, "torch modules"
+
+
+def _kernels(backend: str) -> Any:
+    if backend == "torch":
+        from wlb_megatron.attention.torch_backend import TorchKernels
+
+        return TorchKernels()
+    from wlb_megatron.attention.te_backend import TransformerEngineKernels
+
+    return TransformerEngineKernels()
+
+
+def _points(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
+    """In an order in which what comes late is missed least."""
+    for tokens in grid.tokens:
+        yield Point("layer", {"tokens": tokens})
+    for tokens in grid.loss_tokens:
+        yield Point("embedding", {"tokens": tokens})
+        yield Point("loss", {"tokens": tokens})
+    yield Point("optimizer", {"parameters": model.layer_parameters})
+    yield from attention_points(grid, model)
+
+
+def count_points(grid: str, model: ProfiledModel, world: int) -> int:
+    """How often `profile` ticks."""
+    extra = len(list(network.operations(GRIDS[grid].bytes))) if world > 1 else 0
+    return sum(1 for _ in _points(GRIDS[grid], model)) + extra
+
+
+def _name(point: Point) -> str:
+    if "tokens" in point.sizes and point.part != "share":
+        return f"{point.part} {point.sizes['tokens']} tokens"
+    return point.part
+
+
+def _settings(model: ProfiledModel, grid: str, backend: str, device: torch.device) -> dict[str, Any]:
+    """What samples of one profile have in common, and what they depend on."""
+    return {
+        "model": asdict(model),
+        "grid": grid,
+        "backend": backend,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + " CPU",
+        "versions": _versions(backend),
+    }
+
+
+def _versions(backend: str) -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"wlb_megatron": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for package in ("transformer_engine", "megatron-core"):
+        try:
+            found[package] = version(package) if backend == "te" else ""
+        except PackageNotFoundError:
+            found[package] = "unknown"
+    if backend == "te":
+        found |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {name: value for name, value in found.items() if value}
+
+
+def _read_partial(path: Path, settings: dict[str, Any], say: Told) -> dict[str, dict[str, Any]]:
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        if told["settings"] != settings:
+            say(f"{path} is of another model, GPU, version or grid: measuring anew")
+            return {}
+        samples = {f"{s['part']} {sorted(s['sizes'].items())}": s for s in told["samples"]}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError):
+        say(f"{path} is damaged: measuring anew")
+        return {}
+    say(f"going on from {path}: {len(samples)} points are done")
+    return samples
+
+
+def _write(path: Path, value: Any) -> None:
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        scratch.write_text(json.dumps(value) + "\n", encoding="utf-8")
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise WlbError(f"cannot write {path}: {error.strerror}; give another --out") from None
