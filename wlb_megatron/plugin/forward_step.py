@@ -9,9 +9,9 @@ import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import StragglerDetector
 from megatron.training import get_args, get_timers
-from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from wlb_megatron.attention.core_attention import packed_seq_params
+from wlb_megatron.plugin.flops import count_segments
 from wlb_megatron.plugin.rehearsal import REHEARSAL
 
 stimer = StragglerDetector()
@@ -34,7 +34,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         params = packed_seq_params(batch["attention"], batch["layout"].cp_rank)
         # Evaluation and rehearsal are not part of a training step's FLOPs.
         if torch.is_grad_enabled() and planned.iteration != REHEARSAL:
-            update_seqlen_stats_from_cu_seqlens(batch["bounds"].cuda(non_blocking=True))
+            count_segments(batch["bounds"])
     timers("batch-generator").stop()
     with stimer:
         output = model(

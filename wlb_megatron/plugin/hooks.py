@@ -18,8 +18,11 @@ from typing import Any
 
 from wlb_megatron.plugin import checkpoint, entry, pipeline_shapes, spec
 from wlb_megatron.plugin.versions import megatron_version
+from wlb_megatron.refusals import Refused
 
 ORIGINAL = "__wlb_original__"
+_DISTRIBUTIONS = {"yaml": "pyyaml"}
+"""Names under which packages are installed, where they are imported under another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,14 @@ class Hook:
     takes: tuple[str, ...]
     why: str
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    before: tuple[int, int] | None = None
+    """Only for releases before this one (major, minor)."""
+
+
+def _wrap_flops(original: Callable[..., Any]) -> Callable[..., Any]:
+    from wlb_megatron.plugin import flops  # imports megatron.training
+
+    return flops.wrap_num_floating_point_operations(original)
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -81,12 +92,25 @@ HOOKS: tuple[Hook, ...] = (
         "PyPI's wheel brings the dataset helpers built, but no Makefile: make is then not needed",
         entry.wrap_compile_helpers,
     ),
+    Hook(
+        "megatron.training.training:num_floating_point_operations",
+        ("args", "batch_size"),
+        "counts FLOPs of the documents trained; from 0.18 Megatron can itself",
+        _wrap_flops,
+        before=(0, 18),
+    ),
 )
+
+
+def hooks() -> tuple[Hook, ...]:
+    """The rows of HOOKS that are for the Megatron that is here."""
+    major, minor = (int(part) for part in megatron_version().split(".")[:2])
+    return tuple(hook for hook in HOOKS if hook.before is None or (major, minor) < hook.before)
 
 
 def install() -> None:
     """Replace every symbol of HOOKS; nothing is replaced unless all can be. Safe to call again."""
-    found = [(hook, *locate(hook)) for hook in HOOKS]
+    found = [(hook, *locate(hook)) for hook in hooks()]
     for hook, owner, name in found:
         original = getattr(owner, name)
         if hasattr(original, ORIGINAL):
@@ -100,8 +124,9 @@ def install() -> None:
 
 def describe() -> str:
     """The table of replaced symbols, for `python -m wlb_megatron.launch --describe`."""
-    lines = [f"megatron-core {megatron_version()}, {len(HOOKS)} symbols:"]
-    for hook in HOOKS:
+    rows = hooks()
+    lines = [f"megatron-core {megatron_version()}: {len(rows)} symbols are replaced"]
+    for hook in rows:
         owner, name = locate(hook)
         aliases = [f"{module.__name__}:{alias}" for module, alias in _aliases(getattr(owner, name))]
         lines += [" = ".join(dict.fromkeys([hook.place, *aliases])), f"    {hook.why}"]
@@ -139,6 +164,12 @@ def _locate(place: str) -> tuple[Any, str]:
             owner = getattr(owner, parent)
         getattr(owner, name)
     except (ImportError, AttributeError) as missing:
+        package = getattr(missing, "name", None) if isinstance(missing, ModuleNotFoundError) else None
+        if package is not None and not package.startswith("megatron"):
+            raise Refused(
+                f"megatron-core {megatron_version()} needs the package {package}, which is not installed: "
+                f"pip install {_DISTRIBUTIONS.get(package, package)}"
+            ) from missing
         raise ImportError(
             f"megatron-core {megatron_version()} has no {place}, which wlb_megatron replaces ({missing})"
         ) from missing

@@ -1,0 +1,57 @@
+"""FLOPs of the segments trained: Megatron's own count from 0.18 on, the same numbers for releases that lack it.
+
+Before 0.18 Megatron counts whole windows, batch * (L * s + A * s * s) with s = --seq-length. L and A are read off its
+own formula at s and 2 * s; a step of documents l then counts L * sum(l) + A * sum(l * l), over data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.training import training
+
+_here = [0, 0]
+"""Tokens and squared lengths of this rank's micro-batches since the last step's count."""
+_counted: tuple[float, float] | None = None
+
+
+def count_segments(bounds: torch.Tensor) -> None:
+    """Add a trained micro-batch's documents; bounds: int64[n + 1] on the CPU, cumulative lengths, padding left out."""
+    if hasattr(training, "update_seqlen_stats_from_cu_seqlens"):
+        training.update_seqlen_stats_from_cu_seqlens(bounds.cuda(non_blocking=True))
+        return
+    lengths = bounds.diff()
+    _here[0] += int(lengths.sum())
+    _here[1] += int((lengths * lengths).sum())
+
+
+def wrap_num_floating_point_operations(original: Callable[..., Any]) -> Callable[..., Any]:
+    """num_floating_point_operations(args, batch_size) of the step just trained, on every rank once before the log."""
+
+    def num_floating_point_operations(args: Any, batch_size: int) -> float:
+        global _counted
+        if _here[0]:  # the training loop's call after a step; the log's then finds the same numbers
+            _counted = _over_data_parallel()
+            _here[:] = 0, 0
+        if _counted is None:
+            return float(original(args, batch_size))
+        one, two = copy.copy(args), copy.copy(args)
+        two.seq_length = 2 * args.seq_length
+        per_window, per_double = float(original(one, 1)), float(original(two, 1))
+        attention = (per_double - 2 * per_window) / (2 * args.seq_length**2)
+        linear = per_window / args.seq_length - attention * args.seq_length
+        return linear * _counted[0] + attention * _counted[1]
+
+    return num_floating_point_operations
+
+
+def _over_data_parallel() -> tuple[float, float]:
+    from megatron.core import parallel_state
+
+    sums = torch.tensor(_here, dtype=torch.float64, device="cuda")
+    torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+    tokens, squares = sums.tolist()
+    return tokens, squares
