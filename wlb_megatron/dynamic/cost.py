@@ -1,0 +1,95 @@
+"""What a document costs each rank of a group, by the group's size: what the planner adds up (nanoseconds a layer).
+
+attention / g + the rest / g + keys exchanged, by degree and by what links the ranks (NVLink inside a node, network
+outside) + what a micro-step costs whatever it holds. predict.py shards whole micro-steps
+as the executor would and is dearer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.workload.kernel_table import TILE, KernelTable
+
+IntArray = npt.NDArray[np.int64]
+
+STEP_NS = 300_000
+"""Assumed: what a layer takes, forward + backward, for a handful of tokens (launches, small kernels)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupCost:
+    """Prices of one layer, forward + backward, on the ranks of a group.
+
+    sizes: group sizes, ascending. tables: the kernel table of each, its exchange over what links such a group.
+    token_ns: everything but attention, of a token. step_ns: of any micro-step.
+    """
+
+    sizes: tuple[int, ...]
+    tables: tuple[KernelTable, ...]
+    token_ns: float
+    step_ns: int = STEP_NS
+
+    def prices(self, lengths: npt.ArrayLike) -> IntArray:
+        """int64[sizes, n]: nanoseconds that each document (tokens) costs each rank of a group of each size.
+
+        A document is cut in causal pairs over all of its group; one on a group of 1 is whole.
+        """
+        tokens = np.asarray(lengths, dtype=np.int64)
+        whole = self.tables[0].diagonal_ns(tokens)
+        rows = []
+        for size, table in zip(self.sizes, self.tables, strict=True):
+            if size == 1:
+                attention = whole.astype(np.float64)
+            else:
+                chunk = -(-tokens // (2 * size))
+                tiles = -(-chunk // TILE) * TILE / np.maximum(chunk, 1)
+                keys = (2 * size - 1) * tokens // (2 * size)
+                attention = whole / size * tiles + 2 * table.segment + table.key_row * keys
+                # Diagonals run while keys travel: 2 of the 2 x g chunks, each 1 / (2g)^2 of the pairs.
+                moved = table.exchange_row * tokens * (size - 1) / size
+                attention += np.maximum(moved - whole / (2 * size * size), 0.0)
+            rows.append(np.rint(attention + self.token_ns * tokens / size))
+        return np.array(rows).astype(np.int64)
+
+    def opening(self) -> tuple[int, ...]:
+        """Nanoseconds that a micro-step on a group of each size costs beyond step_ns: latency, one more call."""
+        return tuple(
+            round(table.exchange + table.call) if size > 1 else 0
+            for size, table in zip(self.sizes, self.tables, strict=True)
+        )
+
+
+def group_cost(
+    table: KernelTable,
+    token_ns: float,
+    sizes: Sequence[int],
+    *,
+    tensor: int = 1,
+    assumptions: Assumptions | None = None,
+    step_ns: int = STEP_NS,
+) -> GroupCost:
+    """Costs over an assumed cluster. table: of one tensor-parallel rank's heads, its exchange over NVLink.
+
+    tensor: tensor-parallel size, which is how far apart the ranks of a group lie.
+    """
+    given = assumptions or Assumptions()
+    # A key row travels as K and V, and comes back as dK and dV, 2 bytes each.
+    row = 4 * 2 * table.kv_heads * table.head_dim
+    tables = []
+    for size in sizes:
+        slower = 1 / given.pair_rate(size, tensor) - 1 / given.nvlink_rate
+        late = given.latency(size, tensor) - given.nvlink_latency
+        tables.append(
+            replace(
+                table,
+                exchange=table.exchange + 2e9 * late,
+                exchange_row=table.exchange_row + 1e9 * row * slower,
+            )
+        )
+    return GroupCost(sizes=tuple(sizes), tables=tuple(tables), token_ns=token_ns, step_ns=step_ns)

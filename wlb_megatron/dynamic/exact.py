@@ -1,0 +1,124 @@
+"""The same placement by a solver (CP-SAT): counts of each bucket's documents on each block, from a warm start.
+
+Blocks of one size are alike and documents of one bucket too, so a plan is a table of counts (FlexSP's MILP, over
+nested blocks). A block's tokens must fit its micro-steps together; that they also fit one by one is seen when the
+documents are dealt out, and the answer is dropped if not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from wlb_megatron.dynamic.buckets import Buckets
+from wlb_megatron.dynamic.placement import Placement, Problem
+
+LARGEST = 12_000
+"""Counts (buckets x blocks) above which the solver finds nothing in the time that a step leaves it."""
+
+_UNIT = 1000
+"""Nanoseconds of the solver's unit."""
+
+
+class Solved(NamedTuple):
+    """A placement, what no placement in as many micro-steps goes below (nanoseconds), and whether it is the best."""
+
+    placement: Placement
+    bound: int
+    proved: bool
+
+
+def place_exactly(
+    problem: Problem, buckets: Buckets, most: int, hint: Placement | None, seconds: float
+) -> Solved | None:
+    """The best placement found in at most `most` micro-steps and about `seconds` (deterministic time of one worker:
+    the same answer everywhere); None if none was found, or ortools is not installed."""
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        return None
+    stage, counts = problem.stage, [len(members) for members in buckets.members]
+    first = [members[0] for members in buckets.members]
+    model = cp_model.CpModel()
+    held: list[list[dict[int, cp_model.IntVar]]] = []
+    steps: list[list[cp_model.IntVar]] = []
+    given = _counts(hint, buckets) if hint is not None else None
+    for level, size in enumerate(stage.sizes):
+        blocks = range(stage.ranks // size)
+        fitting = [k for k, top in enumerate(buckets.tokens.tolist()) if top <= stage.tokens[level]]
+        held.append([{k: model.new_int_var(0, counts[k], "") for k in fitting} for _ in blocks])
+        steps.append([model.new_int_var(0, most, "") for _ in blocks])
+        for block in blocks:
+            row, opened = held[level][block], steps[level][block]
+            tokens = sum(int(buckets.tokens[k]) * variable for k, variable in row.items())
+            model.add(tokens <= stage.tokens[level] * opened)
+            big = [row[k] for k in fitting if 2 * buckets.tokens[k] > stage.tokens[level]]
+            if big:  # no two of them share a micro-step
+                model.add(sum(big) <= opened)
+            if given is not None and hint is not None:
+                model.add_hint(opened, len(hint.bins[level][block]))
+                for k, variable in row.items():
+                    model.add_hint(variable, given[level][block].get(k, 0))
+    for k, count in enumerate(counts):
+        model.add(sum(row[k] for blocks in held for row in blocks if k in row) == count)
+    unit = [[-(-prices[d] // _UNIT) for d in first] for prices in problem.prices]
+    most_load = model.new_int_var(0, sum(c * u for c, u in zip(counts, unit[0], strict=True)) + 10**6, "")
+    for rank in range(stage.ranks):
+        path = [(level, rank // size) for level, size in enumerate(stage.sizes)]
+        model.add(sum(steps[level][block] for level, block in path) <= most)
+        load = sum(
+            sum(unit[level][k] * variable for k, variable in held[level][block].items())
+            + -(-problem.opening[level] // _UNIT) * steps[level][block]
+            for level, block in path
+        )
+        model.add(load <= most_load)
+    model.minimize(most_load)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.max_deterministic_time = seconds
+    solver.parameters.max_time_in_seconds = 3 * seconds + 1
+    status = solver.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    found = [[{k: solver.value(v) for k, v in row.items()} for row in blocks] for blocks in held]
+    placement = _deal(problem, buckets, most, found)
+    if placement is None:
+        return None
+    bound = int(solver.best_objective_bound) * _UNIT + problem.step_ns
+    return Solved(placement, bound, status == cp_model.OPTIMAL)
+
+
+def _counts(placement: Placement, buckets: Buckets) -> list[list[dict[int, int]]]:
+    bucket_of = {d: k for k, members in enumerate(buckets.members) for d in members}
+    table: list[list[dict[int, int]]] = []
+    for blocks in placement.bins:
+        table.append([])
+        for bins in blocks:
+            row: dict[int, int] = {}
+            for bin_ in bins:
+                for document in bin_.documents:
+                    row[bucket_of[document]] = row.get(bucket_of[document], 0) + 1
+            table[-1].append(row)
+    return table
+
+
+def _deal(
+    problem: Problem, buckets: Buckets, most: int, found: list[list[dict[int, int]]]
+) -> Placement | None:
+    """Documents to blocks by these counts, longest buckets first; of a bucket the longest to the least loaded."""
+    placement = Placement(problem, most)
+    for k in reversed(range(len(buckets.members))):
+        places = [
+            (level, block)
+            for level in reversed(range(len(found)))
+            for block, row in enumerate(found[level])
+            for _ in range(row.get(k, 0))
+        ]
+        loads = [int(placement.load[placement.ranks(*place)].max()) for place in places]
+        order = sorted(range(len(places)), key=lambda at: (-places[at][0], loads[at], places[at][1]))
+        for document, at in zip(buckets.members[k], order, strict=True):
+            level, block = places[at]
+            bin_ = placement.find_room(level, block, problem.tokens[document])
+            if bin_ < 0:
+                return None
+            placement.put(level, block, bin_, document)
+    return placement

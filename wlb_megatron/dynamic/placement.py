@@ -1,0 +1,160 @@
+"""Documents being placed on blocks: each block runs some micro-steps, each of them within its tokens.
+
+Blocks are nested and micro-steps run from the largest to the smallest, so no rank waits for another: a rank's time
+is what all blocks that hold it cost, and the plan's time is the largest over ranks. Sizes 1 2 4 with [A] on ranks
+0-3, [B] on 0-1, [C] on 2, [D] on 3 run as micro-step 0: A, micro-step 1: B | C | D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.dynamic.blocks import Stage
+from wlb_megatron.dynamic.plan import Group, StepPlan
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Bin:
+    """One micro-step of a block: its documents, and the tokens that still fit."""
+
+    room: int
+    documents: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One iteration's documents. tokens: int64[n]. prices: int64[sizes, n], opening: [sizes], nanoseconds, as in
+    cost.py. step_ns: of any micro-step."""
+
+    stage: Stage
+    tokens: list[int]
+    prices: list[list[int]]
+    opening: tuple[int, ...]
+    step_ns: int
+
+    @cached_property
+    def bound(self) -> int:
+        """Nanoseconds that no plan goes below: the least T at which all documents, each on the size of group that
+        costs least in all (ranks x time) among those on which it takes at most T, fill the ranks no more than T;
+        and the micro-steps that their tokens take."""
+        if not self.tokens:
+            return self.step_ns
+        prices = np.array(self.prices)
+        held = np.array(self.tokens) <= np.array(self.stage.tokens)[:, None]
+        never = np.iinfo(np.int64).max // (len(self.tokens) + 1)
+        summed = np.where(held, prices * np.array(self.stage.sizes)[:, None], never)
+        low = int(np.where(held, prices, never).min(axis=0).max())
+        high = max(low, -(-int(summed.min(axis=0).sum()) // self.stage.ranks))
+
+        def fits(time: int) -> bool:
+            return int(np.where(prices <= time, summed, never).min(axis=0).sum()) <= self.stage.ranks * time
+
+        while not fits(high):
+            low, high = high + 1, 2 * high
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle + 1, high)
+        return low + self.step_ns * self.least_steps()
+
+    def least_steps(self) -> int:
+        """Micro-steps that the tokens take, if ranks were filled to the last."""
+        return max(1, -(-sum(self.tokens) // (self.stage.tokens[0] * self.stage.ranks)))
+
+
+class Placement:
+    """bins[level][block]: micro-steps of each block. load, steps: int64[ranks], nanoseconds and micro-steps of the
+    blocks that hold a rank, which must stay at most `most`."""
+
+    def __init__(self, problem: Problem, most: int) -> None:
+        stage = problem.stage
+        self.problem, self.most = problem, most
+        self.bins: list[list[list[Bin]]] = [[[] for _ in range(stage.ranks // size)] for size in stage.sizes]
+        self.load = np.zeros(stage.ranks, dtype=np.int64)
+        self.steps = np.zeros(stage.ranks, dtype=np.int64)
+
+    def ranks(self, level: int, block: int) -> slice:
+        size = self.problem.stage.sizes[level]
+        return slice(block * size, block * size + size)
+
+    def find_room(self, level: int, block: int, tokens: int) -> int:
+        """The bin of the block with the least room that holds these tokens; one past the last where a new one may
+        be opened; -1 where none can."""
+        best, least = -1, self.problem.stage.tokens[level] + 1
+        for at, bin_ in enumerate(self.bins[level][block]):
+            if tokens <= bin_.room < least:
+                best, least = at, bin_.room
+        if best >= 0 or tokens > self.problem.stage.tokens[level]:
+            return best
+        free = int(self.steps[self.ranks(level, block)].max()) < self.most
+        return len(self.bins[level][block]) if free else -1
+
+    def put(self, level: int, block: int, at: int, document: int) -> int:
+        """Place a document in a bin that `find_room` found; returns what the block's ranks pay for it."""
+        bins, held = self.bins[level][block], self.ranks(level, block)
+        paid = self.problem.prices[level][document]
+        if at == len(bins):
+            bins.append(Bin(self.problem.stage.tokens[level]))
+            paid += self.problem.opening[level]
+            self.steps[held] += 1
+        bins[at].room -= self.problem.tokens[document]
+        bins[at].documents.append(document)
+        self.load[held] += paid
+        return paid
+
+    def take(self, level: int, block: int, document: int) -> tuple[int, bool]:
+        """Take a document off its block. Its bin closes when it is empty. Returns what `put_back` needs."""
+        bins, held = self.bins[level][block], self.ranks(level, block)
+        at = next(i for i, bin_ in enumerate(bins) if document in bin_.documents)
+        bins[at].documents.remove(document)
+        bins[at].room += self.problem.tokens[document]
+        self.load[held] -= self.problem.prices[level][document]
+        closed = not bins[at].documents
+        if closed:
+            del bins[at]
+            self.load[held] -= self.problem.opening[level]
+            self.steps[held] -= 1
+        return at, closed
+
+    def put_back(self, level: int, block: int, document: int, taken: tuple[int, bool]) -> None:
+        """Undo `take`, if nothing else on the block has changed since: the same bin, opened again if it closed."""
+        at, closed = taken
+        self.put(level, block, len(self.bins[level][block]) if closed else at, document)
+
+    def time(self) -> int:
+        """Nanoseconds until the last rank is done."""
+        return int(self.load.max()) + self.problem.step_ns * int(self.steps.max())
+
+    def plan(self) -> StepPlan:
+        """Micro-steps in falling order of their group's size, on every rank."""
+        stage = self.problem.stage
+        micro_steps: list[list[Group]] = [[] for _ in range(int(self.steps.max()))]
+        next_step = np.zeros(stage.ranks, dtype=np.int64)
+        for level in reversed(range(len(stage.sizes))):
+            for block, bins in enumerate(self.bins[level]):
+                held = self.ranks(level, block)
+                for bin_ in bins:
+                    group = Group(held.start, held.stop - held.start, tuple(sorted(bin_.documents)))
+                    micro_steps[int(next_step[held.start])].append(group)
+                    next_step[held] += 1
+        return StepPlan(
+            stage.ranks, tuple(tuple(sorted(groups, key=lambda g: g.start)) for groups in micro_steps)
+        )
+
+
+def problem_of(
+    tokens: Sequence[int], prices: IntArray, opening: tuple[int, ...], step_ns: int, stage: Stage
+) -> Problem:
+    """Raises ValueError where a document fits no group: Lmax is at least the window, so none should."""
+    longest = max(tokens, default=0)
+    if longest > max(stage.tokens):
+        raise ValueError(
+            f"a document of {longest} tokens exceeds Lmax of {max(stage.tokens)}: raise --wlb-max-tokens"
+        )
+    return Problem(stage, list(tokens), prices.tolist(), opening, step_ns)

@@ -1,0 +1,101 @@
+"""An iteration's plan: in each micro-step, which ranks work together on which documents. All integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.dynamic.blocks import Stage
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks [start, start + size) of the stage, and the documents (indices, ascending) that they train together."""
+
+    start: int
+    size: int
+    documents: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Groups of each micro-step, by first rank. A rank in none of them runs padding in that micro-step."""
+
+    ranks: int
+    micro_steps: tuple[tuple[Group, ...], ...]
+
+    def of_rank(self, rank: int) -> list[Group]:
+        """Of every micro-step the rank's group; one of the rank alone, without documents, where it has none."""
+        found = []
+        for groups in self.micro_steps:
+            mine = [group for group in groups if group.start <= rank < group.start + group.size]
+            found.append(mine[0] if mine else Group(rank, 1, ()))
+        return found
+
+    def encode(self) -> IntArray:
+        """int64[n]: ranks, micro-steps, then of each group micro-step, start, size, documents and their count."""
+        rows = [self.ranks, len(self.micro_steps)]
+        for at, groups in enumerate(self.micro_steps):
+            for group in groups:
+                rows += [at, group.start, group.size, len(group.documents), *group.documents]
+        return np.array(rows, dtype=np.int64)
+
+    @staticmethod
+    def decode(rows: npt.ArrayLike) -> StepPlan:
+        """The plan that `encode` wrote."""
+        ranks, steps, *rest = np.asarray(rows, dtype=np.int64).tolist()
+        micro_steps: list[list[Group]] = [[] for _ in range(steps)]
+        at = 0
+        while at < len(rest):
+            step, start, size, count = rest[at : at + 4]
+            micro_steps[step].append(Group(start, size, tuple(rest[at + 4 : at + 4 + count])))
+            at += 4 + count
+        return StepPlan(ranks, tuple(map(tuple, micro_steps)))
+
+
+def finish_times(plan: StepPlan, times: Sequence[Sequence[int]], step_ns: int = 0) -> IntArray:
+    """int64[ranks]: when each rank is done, if a group starts once all of its ranks are free.
+
+    times[m][g]: nanoseconds of group g of micro-step m; step_ns: of a rank's padding where it has no group.
+    """
+    done = np.zeros(plan.ranks, dtype=np.int64)
+    for groups, group_times in zip(plan.micro_steps, times, strict=True):
+        busy = np.zeros(plan.ranks, dtype=bool)
+        for group, ns in zip(groups, group_times, strict=True):
+            held = slice(group.start, group.start + group.size)
+            done[held] = done[held].max() + ns
+            busy[held] = True
+        done[~busy] += step_ns
+    return done
+
+
+def validate(plan: StepPlan, lengths: npt.ArrayLike, stage: Stage) -> None:
+    """Raise ValueError unless every document is in one group, groups are blocks of the stage that do not overlap
+    in a micro-step, and none holds more tokens than fit it."""
+    tokens = np.asarray(lengths, dtype=np.int64)
+    if plan.ranks != stage.ranks:
+        raise ValueError(f"a plan for {plan.ranks} ranks on a stage of {stage.ranks}")
+    placed = [d for groups in plan.micro_steps for group in groups for d in group.documents]
+    if sorted(placed) != list(range(len(tokens))):
+        raise ValueError(f"{len(placed)} documents are placed, not each of {len(tokens)} once")
+    limit = dict(zip(stage.sizes, stage.tokens, strict=True))
+    for at, groups in enumerate(plan.micro_steps):
+        end = 0
+        for group in groups:
+            if group.size not in limit or group.start % group.size or group.start + group.size > plan.ranks:
+                raise ValueError(
+                    f"micro-step {at}: ranks {group.start} + {group.size} are no block of the stage"
+                )
+            if group.start < end:
+                raise ValueError(f"micro-step {at}: rank {group.start} is in two groups")
+            end = group.start + group.size
+            held = int(tokens[list(group.documents)].sum())
+            if held > limit[group.size]:
+                raise ValueError(
+                    f"micro-step {at}: {held} tokens on {group.size} ranks, which hold {limit[group.size]}"
+                )

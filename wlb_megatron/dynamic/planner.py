@@ -1,0 +1,130 @@
+"""The plan of an iteration over the ranks of a stage: the best of greedy placements, a solver's, and fixed groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from wlb_megatron.dynamic.blocks import Stage
+from wlb_megatron.dynamic.buckets import bucket
+from wlb_megatron.dynamic.cost import GroupCost
+from wlb_megatron.dynamic.exact import LARGEST, place_exactly
+from wlb_megatron.dynamic.greedy import SHARES, place_greedily
+from wlb_megatron.dynamic.improve import improve
+from wlb_megatron.dynamic.placement import Placement, Problem, problem_of
+from wlb_megatron.dynamic.plan import StepPlan
+from wlb_megatron.dynamic.predict import predicted_time
+
+MORE_STEPS = 5
+"""Numbers of micro-steps tried: the least that is possible, and four more."""
+
+BUCKETS = 16
+CLOSE = 1.01
+"""A plan this near to the bound is not improved any further."""
+
+GREEDY, SOLVER, FIXED = "greedy", "solver", "fixed"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """plan, what it is predicted to take, and whose it is (greedy, solver, fixed). Nanoseconds of a layer.
+
+    bound: what no plan of groups goes below by the planner's prices. predicted, fixed: with all groups sharded as
+    the executor will, of the plan chosen and of the fixed groups (0 without any to compare with).
+    """
+
+    plan: StepPlan
+    source: str
+    priced: int
+    bound: int
+    predicted: int
+    fixed: int
+
+
+def plan_step(
+    tokens: Sequence[int],
+    stage: Stage,
+    cost: GroupCost,
+    *,
+    fixed: StepPlan | None = None,
+    seconds: float = 0.0,
+    threads: int = 2,
+    sharding: str = "adaptive",
+) -> Outcome:
+    """Plan one iteration's documents (tokens of each).
+
+    fixed: groups of the fixed context-parallel size, which are kept where they are predicted to be as fast.
+    seconds: for the solver, in all; 0 leaves it out. Raises ValueError where a document fits no group.
+    """
+    problem = problem_of(tokens, cost.prices(tokens), cost.opening(), cost.step_ns, stage)
+    placement, source = _place(problem, seconds, threads)
+    plan = placement.plan()
+    predicted = predicted_time(plan, tokens, cost, sharding)
+    kept = predicted_time(fixed, tokens, cost, sharding) if fixed is not None else 0
+    if fixed is not None and kept <= predicted:
+        return Outcome(fixed, FIXED, placement.time(), problem.bound, kept, kept)
+    return Outcome(plan, source, placement.time(), problem.bound, predicted, kept)
+
+
+def _place(problem: Problem, seconds: float, threads: int) -> tuple[Placement, str]:
+    greedy = place_all_greedily(problem)
+    best = min(greedy.values(), key=Placement.time)
+    if best.time() > CLOSE * problem.bound:
+        improve(best)
+    if seconds <= 0 or best.time() <= CLOSE * problem.bound:
+        return best, GREEDY
+    solved = _place_by_solver(problem, greedy, seconds, threads)
+    if solved is not None and solved.time() < best.time():
+        return solved, SOLVER
+    return best, GREEDY
+
+
+def place_all_greedily(problem: Problem) -> dict[int, Placement]:
+    """The best greedy placement of each number of micro-steps (the most allowed) at which one was found."""
+    found: dict[int, Placement] = {}
+    most = problem.least_steps()
+    shares: tuple[float, ...] = SHARES
+    while len(found) < MORE_STEPS:
+        fitting = []
+        for share in shares:
+            placement = place_greedily(problem, most, share)
+            if placement is not None:
+                fitting.append((placement.time(), share, placement))
+                if placement.time() <= CLOSE * problem.bound:
+                    break
+        most += 1
+        if not fitting:
+            continue
+        fitting.sort(key=lambda item: item[:2])
+        best = fitting[0][2]
+        found[most - 1] = best
+        if int(best.steps.max()) < most - 1 or best.time() <= CLOSE * problem.bound:
+            break  # more micro-steps than it uses change nothing
+        if len(fitting) == len(shares):  # none for lack of room: what served best serves for one more
+            shares = tuple(share for _, share, _ in fitting[:2])
+    return found
+
+
+def _place_by_solver(
+    problem: Problem, greedy: dict[int, Placement], seconds: float, threads: int
+) -> Placement | None:
+    """The best of the solver's placements over the numbers of micro-steps, solved side by side."""
+    tokens = np.array(problem.tokens)
+    buckets = bucket(tokens, len(tokens) if len(tokens) <= 2 * BUCKETS else BUCKETS)
+    blocks = sum(problem.stage.ranks // size for size in problem.stage.sizes)
+    if blocks * len(buckets.members) > LARGEST:
+        return None
+    # The micro-steps below the first that greedy managed are tried too: a solver packs tighter.
+    counts = sorted({*greedy, max(problem.least_steps(), min(greedy) - 1)})
+    each = seconds * min(threads, len(counts)) / len(counts)
+    with ThreadPoolExecutor(threads) as pool:
+        solved = list(
+            pool.map(lambda most: place_exactly(problem, buckets, most, greedy.get(most), each), counts)
+        )
+    placements = [one.placement for one in solved if one is not None]
+    for placement in placements:
+        improve(placement)
+    return min(placements, key=Placement.time, default=None)
