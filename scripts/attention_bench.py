@@ -27,15 +27,18 @@ KERNELS = TransformerEngineKernels()
 Step = Callable[..., list[Tensor]]
 
 
-def tensors(tokens: int, dtype: torch.dtype = torch.bfloat16) -> SimpleNamespace:
+def tensors(
+    tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS, dim: int = DIM, v_dim: int | None = None
+) -> SimpleNamespace:
     generator = torch.Generator("cuda").manual_seed(1)
 
-    def normal(heads: int) -> Tensor:
-        return torch.randn(tokens, heads, DIM, generator=generator, device="cuda", dtype=torch.bfloat16).to(
-            dtype
-        )
+    def normal(heads: int, dim: int) -> Tensor:
+        return torch.randn(tokens, heads, dim, generator=generator, device="cuda", dtype=torch.bfloat16)
 
-    return SimpleNamespace(q=normal(HEADS), k=normal(KV_HEADS), v=normal(KV_HEADS), dout=normal(HEADS))
+    v_dim = v_dim or dim
+    return SimpleNamespace(
+        q=normal(heads, dim), k=normal(kv_heads, dim), v=normal(kv_heads, v_dim), dout=normal(heads, v_dim)
+    )
 
 
 def reference(lengths: np.ndarray, x: SimpleNamespace) -> list[Tensor]:
@@ -91,10 +94,14 @@ def layers_of(attend: Callable[[Tensor], Tensor], inputs: list[Tensor], dout: Te
 
 
 def te_attention(
-    lengths: np.ndarray, x: SimpleNamespace, prepare: Callable[[Any], None] = lambda _: None
+    lengths: np.ndarray, x: SimpleNamespace, prepare: Callable[[Any], None] = lambda _: None, **options: Any
 ) -> Step:
     """Transformer Engine's module on a packed sequence of these lengths."""
-    module = te.DotProductAttention(HEADS, DIM, KV_HEADS, qkv_format="thd", attn_mask_type="padding_causal")
+    heads, dim = x.q.shape[1:]
+    dims = dim if x.v.shape[-1] == dim else (dim, x.v.shape[-1])
+    module = te.DotProductAttention(
+        heads, dims, x.k.shape[1], qkv_format="thd", attn_mask_type="padding_causal", **options
+    )
     prepare(module)
     bounds = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to("cuda", torch.int32)
     longest = int(lengths.max())
@@ -109,7 +116,7 @@ def te_attention(
             cu_seqlens_kv=bounds,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-        ).view(-1, HEADS, DIM)
+        ).view(x.dout.shape)
 
     return layers_of(attend, [q, k, v], x.dout)
 

@@ -24,7 +24,7 @@ from attention_bench import (
     tensors,
     timing,
 )
-from attention_steps import ErrorTable, Mixes, checked_lengths, sharded_step, swapped
+from attention_steps import ErrorTable, Mixes, Way, checked_lengths, sharded_step, swapped
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import device_layout
@@ -54,7 +54,7 @@ def real(mixes: Mixes, args: argparse.Namespace) -> None:
 
     def ours(plan: ShardPlan, x: SimpleNamespace, keep_keys: bool = True) -> tuple[Step, Tensor]:
         layout = device_layout(attention_layout(plan, rank), "cuda")
-        return sharded_step(layout, plan.packed_index(rank), x, group, keep_keys)
+        return sharded_step(layout, plan.packed_index(rank), x, group, Way(keep_keys=keep_keys))
 
     checked = [] if args.no_check else [name for name in mixes if not args.check or name in args.check]
     table = ErrorTable(say)

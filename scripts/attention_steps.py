@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from attention_bench import KERNELS, SCALE, Step, layers_of, leaves, padded_to
+from attention_bench import KERNELS, Step, layers_of, leaves, padded_to
 from torch import Tensor
 
 from wlb_megatron.attention import kv_exchange
-from wlb_megatron.attention.device_layout import DeviceLayout, device_layout
-from wlb_megatron.attention.sharded_attention import sharded_attention
-from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.attention.device_layout import DeviceExchange, DeviceLayout, device_layout
+from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
+from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
+from wlb_megatron.sharding.exchange import ExchangePlan
 from wlb_megatron.sharding.segments import ShardPlan
 
 Mixes = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a layer attends: its kernels, window (earlier keys that a query sees) and sink ([heads])."""
+
+    kernels: Kernels = KERNELS
+    window: int | None = None
+    sink: Tensor | None = None
+    keep_keys: bool = True
+
+    def exchange(self, layout: AttentionLayout) -> ExchangePlan:
+        return layout.window.exchange if layout.window else layout.exchange
+
+    def on_device(self, layout: DeviceLayout) -> DeviceExchange | None:
+        return layout.window.exchange if layout.window else layout.exchange
+
+
+PLAIN = Way()
 
 
 def swapped(all_to_all: Callable[..., Any], step: Step, layers: int) -> list[Tensor]:
@@ -48,19 +69,20 @@ class Simulated:
 
 
 def share(
-    plan: ShardPlan, rank: int, x: SimpleNamespace, kv: Tensor
+    plan: ShardPlan, rank: int, x: SimpleNamespace, kv: Tensor, way: Way = PLAIN
 ) -> tuple[Step, Simulated, Tensor, Tensor]:
     """One rank's step on one GPU, its simulated group, and the packed rows of its tokens and of what arrives."""
     arriving = []
     for sender in range(plan.cp_size):
-        theirs = attention_layout(plan, sender).exchange
+        theirs = way.exchange(attention_layout(plan, sender, way.window))
         begin = sum(theirs.send_counts[:rank])
         rows = theirs.send_rows[begin : begin + theirs.send_counts[rank]]
         arriving.append(plan.packed_index(sender)[rows])
     packed = torch.from_numpy(np.concatenate(arriving)).cuda()
-    layout = device_layout(attention_layout(plan, rank), "cuda")
-    group = Simulated(kv[packed], layout.exchange.send_counts if layout.exchange else ())
-    step, index = sharded_step(layout, plan.packed_index(rank), x, group)
+    layout = device_layout(attention_layout(plan, rank, way.window), "cuda")
+    exchange = way.on_device(layout)
+    group = Simulated(kv[packed], exchange.send_counts if exchange else ())
+    step, index = sharded_step(layout, plan.packed_index(rank), x, group, way)
 
     def alone(layers: int = 1) -> list[Tensor]:
         return swapped(group.all_to_all, step, layers)
@@ -69,30 +91,48 @@ def share(
 
 
 def sharded_step(
-    layout: DeviceLayout, packed: np.ndarray, x: SimpleNamespace, group: Any, keep_keys: bool = True
+    layout: DeviceLayout, packed: np.ndarray, x: SimpleNamespace, group: Any, way: Way = PLAIN
 ) -> tuple[Step, Tensor]:
     """A rank's step over a group, and the packed rows of its tokens."""
     index = torch.from_numpy(packed).cuda()
     q, k, v, dout = (t[index] for t in (x.q, x.k, x.v, x.dout))
-    q, k, v = leaves(q, k, v)
+    inputs = leaves(q, k, v, *([] if way.sink is None else [way.sink]))
+    _, k, v, *sink = inputs
+    scale = q.shape[-1] ** -0.5
 
     def attend(query: Tensor) -> Tensor:
-        return sharded_attention(query, k, v, layout, group, KERNELS, SCALE, keep_keys)
+        return sharded_attention(
+            query,
+            k,
+            v,
+            layout,
+            group,
+            way.kernels,
+            scale,
+            way.keep_keys,
+            sink=sink[0] if sink else None,
+            windowed=way.window is not None,
+        )
 
-    return layers_of(attend, [q, k, v], dout), index
+    return layers_of(attend, inputs, dout), index
 
 
-def sharded_by_turns(plan: ShardPlan, x: SimpleNamespace) -> list[Tensor]:
-    """All ranks' shares one after the other; output and gradients in packed order."""
-    kv = torch.stack((x.k, x.v), dim=1)
-    out, dq, dkv = torch.empty_like(x.q), torch.empty_like(x.q), torch.zeros_like(kv, dtype=torch.float32)
+def sharded_by_turns(plan: ShardPlan, x: SimpleNamespace, way: Way = PLAIN) -> list[Tensor]:
+    """All ranks' shares one after the other; output and gradients (and dsink) in packed order."""
+    wide = x.v.shape[-1]
+    kv = torch.stack((x.k, torch.nn.functional.pad(x.v, (0, x.k.shape[-1] - wide))), dim=1)
+    out, dq, dkv = torch.empty_like(x.dout), torch.empty_like(x.q), torch.zeros_like(kv, dtype=torch.float32)
+    dsink = None if way.sink is None else torch.zeros_like(way.sink)
     for rank in range(plan.cp_size):
-        step, group, index, arriving = share(plan, rank, x, kv)
-        out[index], dq[index], dk, dv = step()
-        dkv[index] += torch.stack((dk, dv), dim=1)
+        step, group, index, arriving = share(plan, rank, x, kv, way)
+        out[index], dq[index], dk, dv, *rest = step()
+        dkv[index, 0] += dk
+        dkv[index, 1, :, :wide] += dv
+        if dsink is not None:
+            dsink += rest[0]
         if group.returned is not None:
             dkv.index_add_(0, arriving, group.returned.float())
-    return [out, dq, dkv[:, 0], dkv[:, 1]]
+    return [out, dq, dkv[:, 0], dkv[:, 1, :, :wide]] + ([] if dsink is None else [dsink])
 
 
 class ErrorTable:

@@ -3,6 +3,10 @@
 
     python3 scripts/gpu_attention.py share --mixes mixes.json --out DIR          # each rank's share on one GPU
     torchrun --nproc-per-node 2 scripts/gpu_attention.py real --mixes mixes.json --out DIR
+    python3 scripts/gpu_attention.py breadth --out DIR   # errors: head dims, windows, sinks, MLA, deterministic
+    python3 scripts/gpu_attention.py warm --mixes mixes.json --out DIR      # kernel graphs: 200 random micro-batches
+    python3 scripts/gpu_attention.py memory --mixes mixes.json --out DIR    # exchanged keys kept, or exchanged again
+    torchrun --nproc-per-node 2 scripts/gpu_attention.py profile --mixes mixes.json --only NAMES --out DIR
 
 mixes.json: {"name": [document lengths], ...}. Writes DIR/<mode>.csv and prints tables. Errors are norms of the
 difference to an fp32 reference over its norm, beside those of Transformer Engine's own unsharded attention.
@@ -31,8 +35,12 @@ from attention_bench import (
     tensors,
     timing,
 )
+from attention_breadth import breadth
+from attention_memory import memory
+from attention_profile import profile as trace
 from attention_real import real
 from attention_steps import ErrorTable, Mixes, checked_lengths, sharded_by_turns, share
+from attention_warm import warm
 
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.sharding.attention_calls import attention_layout
@@ -107,12 +115,15 @@ def profile_shares(mixes: Mixes, args: argparse.Namespace) -> None:
             profile(f"{name}, CP={cp}, {kind}, rank 1", share(plan, 1, x, kv)[0])
 
 
+OTHERS = {"real": real, "breadth": breadth, "warm": warm, "memory": memory, "profile": trace}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("mode", choices=("share", "real"))
-    parser.add_argument("--mixes", type=Path, required=True)
+    parser.add_argument("mode", choices=("share", *OTHERS))
+    parser.add_argument("--mixes", type=Path)
     parser.add_argument("--only", help="comma list of mixes")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cp", type=int, nargs="+", default=[4, 8])
@@ -125,14 +136,16 @@ def main() -> None:
         "--profile", default="", help="comma list of mixes whose shares at the last CP are profiled"
     )
     args = parser.parse_args()
-    mixes = json.loads(args.mixes.read_text())
+    mixes = json.loads(args.mixes.read_text()) if args.mixes else {}
+    if not mixes and args.mode in ("share", "real"):
+        parser.error(f"{args.mode} needs --mixes")
     if args.only:
         mixes = {name: mixes[name] for name in args.only.split(",")}
     args.out.mkdir(parents=True, exist_ok=True)
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     torch.backends.cuda.matmul.allow_tf32 = False
-    if args.mode == "real":
-        real(mixes, args)
+    if args.mode in OTHERS:
+        OTHERS[args.mode](mixes, args)
         return
     if not args.no_check:
         check(mixes, args)

@@ -1,0 +1,140 @@
+"""Errors of sharded attention on one GPU over head dims, windows, sinks and deterministic mode, beside TE's own."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from attention_bench import errors, machine, tables, te_attention, tensors
+from attention_steps import Mixes, Way, padded_to, sharded_by_turns, share
+from torch import Tensor
+
+from wlb_megatron.attention.sinks import apply_sink, sink_gradient
+from wlb_megatron.attention.te_backend import TransformerEngineKernels
+from wlb_megatron.attention.torch_backend import TorchKernels
+from wlb_megatron.sharding.select import shard
+
+LENGTHS = [3001, 1, 700, 2, 15, 129, 1500, 64, 257, 16, 400]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    heads: int = 8
+    kv_heads: int = 2
+    dim: int = 128
+    v_dim: int | None = None
+    window: int | None = None
+    softmax: str = "vanilla"
+    deterministic: bool = False
+
+    @property
+    def te_options(self) -> dict[str, Any]:
+        """What Transformer Engine's own module calls the same."""
+        options: dict[str, Any] = {"softmax_type": self.softmax}
+        if self.window is not None:
+            options["window_size"] = (self.window, 0)
+        return options
+
+
+CASES = (
+    *(Case(f"head dim {dim}", dim=dim) for dim in (64, 96, 128, 192, 256)),
+    Case("MHA", kv_heads=8),
+    Case("MQA", kv_heads=1),
+    Case("MLA 192 / 128", heads=8, kv_heads=8, dim=192, v_dim=128),
+    *(Case(f"window {window}", window=window) for window in (1, 127, 1024, 100_000)),
+    Case("window 127, head dim 64", dim=64, window=127),
+    Case("sink off-by-one", softmax="off-by-one"),
+    Case("sink learnable", softmax="learnable"),
+    Case("sink and window 127, head dim 64", dim=64, window=127, softmax="learnable"),
+    *(Case(f"deterministic, head dim {dim}", dim=dim, deterministic=True) for dim in (64, 128)),
+    Case("deterministic, window 127", window=127, deterministic=True),
+)
+
+
+def exact(lengths: np.ndarray, x: SimpleNamespace, case: Case, sink: Tensor | None) -> list[Tensor]:
+    """Output, dq, dk, dv (and dsink) in fp32, one document at a time."""
+    kernels, scale = TorchKernels(), case.dim**-0.5
+    q, k, v, dout = (t.float() for t in (x.q, x.k, x.v, x.dout))
+    narrow = case.dim - v.shape[-1]
+    v, dout = (torch.nn.functional.pad(t, (0, narrow)) for t in (v, dout))
+    kv = torch.stack((k, v), dim=1)
+    out, dq, dkv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(kv)
+    dsink = None if sink is None else torch.zeros_like(sink)
+    for start, length in zip(np.cumsum(lengths) - lengths, lengths, strict=True):
+        rows = slice(int(start), int(start + length))
+        call: Any = SimpleNamespace(causal=True, window=case.window, sizes=((int(length), int(length)),))
+        o, lse = kernels.forward(call, q[rows], kv[rows], scale)
+        if sink is not None and dsink is not None:
+            o, lse = apply_sink(o, lse, sink)
+            dsink += sink_gradient(o, lse, dout[rows], sink)
+        out[rows] = o
+        dq[rows], dkv[rows] = kernels.backward(call, q[rows], kv[rows], o, lse, dout[rows], scale)
+    wide = x.v.shape[-1]
+    return [out[..., :wide], dq, dkv[:, 0], dkv[:, 1, :, :wide]] + ([] if dsink is None else [dsink])
+
+
+def breadth(_: Mixes, args: argparse.Namespace) -> None:
+    rows, wrong = [], 0
+    print(
+        f"{'case':36}{'sharding':14}{'cp':>3}{'out':>10}{'dq':>10}{'dk':>10}{'dv':>10}{'dsink':>10}{'worst / TE':>12}"
+    )
+    for case in CASES:
+        lengths = padded_to(LENGTHS, 4)
+        x = tensors(int(lengths.sum()), case.heads, case.kv_heads, case.dim, case.v_dim)
+        sink = None
+        if case.softmax != "vanilla":
+            sink = torch.linspace(-2, 6, case.heads, device="cuda") * (case.softmax == "learnable")
+        way = Way(TransformerEngineKernels(case.deterministic), case.window, sink)
+        expected = exact(lengths, x, case, sink)
+        base = _te_errors(lengths, x, case, sink, expected)
+        for kind, cp in (("per-document", 1), ("per-sequence", 4), ("per-document", 4), ("hybrid", 4)):
+            error = errors(sharded_by_turns(shard(lengths, cp, kind), x, way), expected)
+            worst = max((a / b for a, b in zip(error, base, strict=False)), default=float("nan"))
+            good = worst <= 1.5 if base else max(error[:4]) < 6e-3
+            good &= len(error) < 5 or error[4] < 1e-2
+            wrong += not good
+            text = "".join(f"{e:10.2e}" for e in error) + " " * 10 * (5 - len(error))
+            print(f"{case.name:36}{kind:14}{cp:3}{text}{worst:12.2f}{'' if good else '  FAIL'}", flush=True)
+            rows.append({"case": case.name, "sharding": kind, "cp": cp, "worst_over_te": worst} | machine())
+        if case.deterministic:
+            wrong += not repeats(lengths, x, way)
+    tables(args.out / "breadth.csv", rows)
+    print(f"{len(CASES)} cases, {wrong} wrong")
+    if wrong:
+        raise SystemExit(1)
+
+
+def _te_errors(
+    lengths: np.ndarray, x: SimpleNamespace, case: Case, sink: Tensor | None, expected: list[Tensor]
+) -> list[float]:
+    """Of Transformer Engine's own module on the unsharded documents, where it takes the case; else none."""
+
+    def set_sink(module: Any) -> None:
+        if case.softmax == "learnable":
+            module.softmax_offset.data.copy_(sink)
+
+    try:
+        return errors(te_attention(lengths, x, set_sink, **case.te_options)(), expected[:4])
+    except Exception as error:
+        print(f"  (Transformer Engine's own module refuses: {str(error).splitlines()[0][:90]})")
+        return []
+
+
+def repeats(lengths: np.ndarray, x: SimpleNamespace, way: Way) -> bool:
+    """Whether five runs of a rank's share are bitwise the same; beside it, how often the default kernels are."""
+    plan = shard(lengths, 4, "per-document")
+    kv = torch.stack((x.k, x.v), dim=1)
+    same = []
+    for kernels in (way.kernels, TransformerEngineKernels()):
+        step = share(plan, 1, x, kv, Way(kernels, way.window, way.sink))[0]
+        first = [t.clone() for t in step()]
+        same.append([all(map(torch.equal, step(), first)) for _ in range(4)])
+    print(
+        f"  repeats bitwise: {sum(same[0])} of 4; by default {sum(same[1])} of 4{'' if all(same[0]) else '  FAIL'}"
+    )
+    return all(same[0])

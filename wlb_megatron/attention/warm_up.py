@@ -1,0 +1,67 @@
+"""Builds the kernels' graphs before a step needs them: an empty call of each size, forward and backward.
+
+Through autograd, since graphs belong to threads: forward in the caller's, backward in the engine's, where
+recomputation runs forwards as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wlb_megatron.attention.device_layout import DeviceCall
+from wlb_megatron.attention.graph_buckets import Bucket
+from wlb_megatron.attention.sharded_attention import Kernels
+
+
+def warm_up(
+    kernels: Kernels,
+    buckets: Iterable[tuple[bool, int | None, Bucket]],
+    *,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    scale: float,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    recompute: bool = False,
+) -> int:
+    """Run one call of each bucket (causal, window, sizes), one token in it; recompute: forward in backward, too.
+
+    heads, kv_heads, dim, scale: of the layers on this device, by which graphs are kept as well. Returns how many.
+    """
+    done = 0
+    for causal, window, size in buckets:
+        bounds = torch.ones(size.sequences + 1, dtype=torch.int32, device=device)
+        bounds[0] = 0
+        one = ((1, 1), *((0, 0),) * (size.sequences - 1))
+        call = DeviceCall(causal, window, bounds, bounds, size.queries, size.keys, one)
+        q = torch.zeros(size.queries, heads, dim, dtype=dtype, device=device, requires_grad=True)
+        kv = torch.zeros(size.keys, 2, kv_heads, dim, dtype=dtype, device=device)
+        out = _Once.apply(q, kv, call, kernels, scale, recompute)
+        torch.autograd.grad(out, q, torch.zeros_like(out))
+        done += 1
+    return done
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, call: DeviceCall, kernels: Kernels, scale: float, recompute: bool
+    ) -> Tensor:
+        out, lse = kernels.forward(call, q, kv, scale)
+        ctx.save_for_backward(q, kv, out, lse)
+        ctx.rest = call, kernels, scale, recompute
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, out, lse = ctx.saved_tensors
+        call, kernels, scale, recompute = ctx.rest
+        if recompute:
+            kernels.forward(call, q, kv, scale)
+        dq, _ = kernels.backward(call, q, kv, out, lse, dout, scale)
+        return dq, None, None, None, None, None
