@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PACKINGS = ("original", "fixed-greedy", "fixed-solver", "varlen")
+RELEASES = ("balance", "full")
 SHARDINGS = ("per-sequence", "per-document", "hybrid", "adaptive")
 OVERLONG = ("split", "truncate", "drop")
 
@@ -42,6 +43,12 @@ class WlbConfig:
     thresholds: str = _setting(
         "auto",
         "lengths from which a document waits in an outlier queue: auto, none, or e.g. 49152,90112 (tokens)",
+    )
+    release: str = _setting(
+        "balance",
+        "when an outlier queue releases documents: balance (as many as balance this iteration best, at a price of "
+        "waiting), full (one for each micro-batch once it holds so many, as in the WLB-LLM paper)",
+        choices=RELEASES,
     )
     balance_batches: int = _setting(
         1, "fixed-greedy and fixed-solver balance over this many global batches (iterations)", type=int

@@ -159,7 +159,9 @@ def _make_varlen(
         thresholds = (
             find_thresholds(sample, cost, limits).thresholds if sample is not None else rule_of_thumb(window)
         )
-    return VarlenPacker(cost, limits, thresholds, ranks, adopt_thresholds=found)
+    return VarlenPacker(
+        cost, limits, thresholds, ranks, by_balance=config.release == "balance", adopt_thresholds=found
+    )
 
 
 def encode(waiting: Iterable[Waiting]) -> list[list[int]]:

@@ -202,8 +202,9 @@ class VarlenPacker:
         return {"settings": self._settings(), "waiting": encode(waiting), "price": self._price.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        thresholds = state["settings"]["thresholds"] if self._adopt_thresholds else self._queues.thresholds
-        check_settings(state["settings"], self._settings() | {"thresholds": list(thresholds)})
+        saved = {"release": "balance"} | state["settings"]  # the first states had no other
+        thresholds = saved["thresholds"] if self._adopt_thresholds else self._queues.thresholds
+        check_settings(saved, self._settings() | {"thresholds": list(thresholds)})
         self._queues = OutlierQueues(thresholds)
         self._left = self._sort_in(self._make_items(decode(state["waiting"])))
         self._price.load_state(state["price"])
@@ -216,6 +217,7 @@ class VarlenPacker:
             "max_delay": self._limits.max_delay,
             "max_documents": self._limits.max_documents,
             "thresholds": list(self._queues.thresholds),
+            "release": "balance" if self._by_balance else "full",
         }
 
 
