@@ -3,31 +3,60 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 
 def main() -> None:
     """Parse Megatron's and the plugin's flags, and run Megatron's own pretrain()."""
     started = time.time()
-    from wlb_megatron.plugin.versions import check_megatron
+    from wlb_megatron.plugin.launch import enable
 
-    check_megatron()
-    from wlb_megatron.plugin import hooks
-
-    hooks.install()
+    enable()
     from megatron.core.enums import ModelType
     from megatron.training import pretrain, set_startup_timestamps
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-    from megatron.training.arguments import parse_and_validate_args
 
     set_startup_timestamps(program_start=started, main_entry=time.time())
-    args = parse_and_validate_args()
+    pretrain(
+        train_valid_test_dataset_provider=_replaced,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=_replaced,
+        **_model(),
+    )
+
+
+def _model() -> dict[str, Any]:
+    """What pretrain() of this release makes the model of; from 0.18 on its caller parses the arguments before."""
+    from megatron.training import argument_utils, arguments
+
+    from wlb_megatron.plugin.gpt_model import model_provider
+
+    if not hasattr(arguments, "parse_and_validate_args"):  # before 0.18
+        return {"model_provider": _unless_off(model_provider)}
+    args = arguments.parse_and_validate_args()
+    _refuse_off(args)
+    if not hasattr(argument_utils, "gpt_config_from_args"):  # before 0.19
+        settings = argument_utils.pretrain_cfg_container_from_args(args)
+        return {"cfg_container": settings, "model_provider": model_provider}
+    config = argument_utils.gpt_config_from_args(args)
+    return {"cfg_container": argument_utils.pretrain_cfg_container_from_args(args, config)}
+
+
+def _unless_off(model_provider: Callable[..., Any]) -> Callable[..., Any]:
+    def provider(*given: Any, **named: Any) -> Any:
+        from megatron.training import get_args
+
+        _refuse_off(get_args())
+        return model_provider(*given, **named)
+
+    return provider
+
+
+def _refuse_off(args: Any) -> None:
     if args.wlb_off:
         raise SystemExit(
             "wlb_megatron.pretrain_gpt has no data of its own: run Megatron's pretrain_gpt.py instead"
         )
-    settings = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(settings, _replaced, ModelType.encoder_or_decoder, _replaced)
 
 
 def _replaced(*_: Any, **__: Any) -> Any:
