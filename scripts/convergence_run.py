@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.packing.batch_schedule import BatchSchedule
 from wlb_megatron.plugin import pretrain_gpt, source
 
 
@@ -19,7 +20,7 @@ def main() -> None:
     def open_with_cut_windows(args: Any, config: WlbConfig) -> dict[str, source.Source]:
         parts = opened(args, config)
         plain = dataclasses.replace(config, packing="original")
-        windows = source.open_part(args, plain, "valid", args.eval_global_batch_size)
+        windows = source.open_part(args, plain, "valid", BatchSchedule.constant(args.eval_global_batch_size))
         assert windows is not None
         return {**parts, "test": windows}
 

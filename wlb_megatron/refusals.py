@@ -106,9 +106,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "the plugin shuffles documents itself, by --seed; drop it",
     ),
     Refusal(
-        lambda a, c: _get(a, "rampup_batch_size"),
-        "--rampup-batch-size",
-        "the plan of an iteration assumes one global batch size; drop it",
+        lambda a, c: _get(a, "iterations_to_skip"),
+        "--iterations-to-skip",
+        "Megatron would read a skipped iteration's batches itself; drop it",
     ),
     Refusal(
         lambda a, c: _get(a, "num_experts") and _get(a, "moe_token_dispatcher_type") != "alltoall",

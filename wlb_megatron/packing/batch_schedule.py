@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -53,18 +52,26 @@ class BatchSchedule:
 
 
 def linear_ramp(start: int, increment: int, samples: int, size: int) -> BatchSchedule:
-    """Megatron's --rampup-batch-size START INCREMENT SAMPLES with --global-batch-size `size`, which 0.19.2
-    parses and ignores: an equal share of `samples` at each size. 2, 2, 100 up to 6 is 0:2, 50:4, 100:6.
+    """Megatron's --rampup-batch-size START INCREMENT SAMPLES with --global-batch-size `size`: an equal share of
+    `samples` at each size below. 2, 2, 100 up to 6 is 0:2, 50:4, 100:6.
     """
     if start < 1 or increment < 1 or samples < 0 or size < start or (size - start) % increment:
         raise WlbError(
             f"--rampup-batch-size {start} {increment} {samples} does not lead to --global-batch-size {size}: "
-            "(global batch - start) must be a multiple of a positive increment"
+            "global batch less start must be a multiple of a positive increment"
         )
     rises = (size - start) // increment
-    steps = [(-(-i * samples // max(rises, 1)), start + i * increment) for i in range(rises + 1)]
-    return BatchSchedule(_last_of_each(steps))
+    steps = {0: start}
+    for i in range(1, rises + 1):
+        steps[_first(i, samples, rises)] = start + i * increment  # of two at once the later
+    return BatchSchedule(tuple(steps.items()))
 
 
-def _last_of_each(steps: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    return tuple(dict(steps).items())
+def _first(rise: int, samples: int, rises: int) -> int:
+    """From how many samples on the batch has risen so often: by Megatron's own division, in floating point."""
+    if not samples:
+        return 0
+    at = max(rise * samples // rises - 1, 0)
+    while int(at / (samples / rises)) < rise and at <= samples:
+        at += 1
+    return at

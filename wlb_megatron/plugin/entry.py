@@ -13,6 +13,7 @@ from typing import Any
 from wlb_megatron.arguments import add_arguments, config_from_args
 from wlb_megatron.plugin import source as sources
 from wlb_megatron.plugin import versions
+from wlb_megatron.plugin.batch_sizes import ramp_as_steps
 from wlb_megatron.plugin.limits import fit_to_memory
 from wlb_megatron.refusals import Refused, refuse_unsupported
 
@@ -133,6 +134,13 @@ def _take_over(args: Any) -> None:
     config = sources.complete(args, config_from_args(args))
     refuse_unsupported(args, config)
     try:
+        if (steps := ramp_as_steps(args)) is not None:
+            _set(
+                args,
+                "step_batch_size_schedule",
+                steps,
+                "this Megatron parses --rampup-batch-size but ignores it",
+            )
         config = fit_to_memory(args, config, sources.token_alignment(args))
         _sources = sources.open_sources(args, config)
     except ValueError as error:  # WlbErrors, and settings that do not fit together

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.plugin.batch_sizes import batch_schedule
 from wlb_megatron.workload.memory import ModelShape, ParallelLayout, fit_max_tokens
 
 LARGE_VOCABULARY = 131072
@@ -55,7 +56,7 @@ def model_and_layout(args: Any) -> tuple[ModelShape, ParallelLayout]:
         context=args.context_parallel_size,
         pipeline=pipeline,
         data=args.data_parallel_size,
-        micro_batches=args.global_batch_size // args.data_parallel_size,
+        micro_batches=batch_schedule(args).largest // args.data_parallel_size,
         sequence=args.sequence_parallel,
         distributed_optimizer=args.use_distributed_optimizer,
         recompute=args.recompute_granularity or "none",

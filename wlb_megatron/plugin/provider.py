@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from wlb_megatron.plugin import checkpoint, metrics
+from wlb_megatron.plugin import metrics
 from wlb_megatron.plugin.agreement import EVERY, PlanAgreement
 from wlb_megatron.plugin.data import Layout, MicroBatchIterator, MicroBatchSampler, make_loader
 from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, ShardSettings, plan_iterations
 from wlb_megatron.plugin.rehearsal import longest_micro_batch
+from wlb_megatron.plugin.resume import remember, restore
 from wlb_megatron.plugin.source import Source, attention_shape, token_alignment
-from wlb_megatron.refusals import Refused
 from wlb_megatron.workload.kernel_table import h100
 
 PLANS_AHEAD = 4
@@ -28,7 +28,7 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
 
         args = get_args()
         train = sources["train"]
-        _restore(train, args)
+        restore(train, args)
         print_rank_0(
             f"> wlb_megatron: {train.corpus.first_ids[-1]:,} documents, packing {train.config.packing}, sharding "
             f"{train.config.sharding}, attention equals the rest at {train.config.quadratic_at:.0f} tokens"
@@ -43,50 +43,21 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
     return provider
 
 
-def _restore(source: Source, args: Any) -> None:
-    """Continue the document order of the checkpoint that was loaded, or refuse."""
-    state = checkpoint.loaded_state()
-    if args.iteration == 0:
-        return  # a new run, or --finetune
-    if state is not None:
-        changed = {
-            name: (state["settings"].get(name), value)
-            for name, value in _settings_of(source).items()
-            if state["settings"].get(name) != value
-        }
-        if changed:
-            told = "; ".join(
-                f"--wlb-{name.replace('_', '-')} was {old}, now {new}" for name, (old, new) in changed.items()
-            )
-            raise Refused(
-                f"wlb_megatron cannot resume with other settings of the work: {told}; set them as before"
-            )
-        try:
-            source.planner.load_state(state["planner"])
-        except ValueError as error:
-            raise Refused(f"wlb_megatron: {error}") from None
-    elif not source.config.fresh_order:
-        raise Refused(
-            f"wlb_megatron: the checkpoint of iteration {args.iteration} holds no packing state, so which documents "
-            "it has trained is not known: add --wlb-fresh-order to begin the document order anew"
-        )
-
-
-def _settings_of(source: Source) -> dict[str, Any]:
-    """What plans depend on beside what the planner's own state checks."""
-    return {"quadratic_at": source.config.quadratic_at, "document_cost": source.config.document_cost}
-
-
 def _training(source: Source, args: Any) -> MicroBatchIterator:
     agreement = PlanAgreement()
-    settings_of_work = _settings_of(source)
-    checkpoint.remember(args, {"settings": settings_of_work, "planner": source.planner.state()})
+    remember(source, args, source.planner.state())
     ahead = PlanAhead(partial(plan_iterations, source.planner, _settings(source, args)), PLANS_AHEAD)
     sampler = MicroBatchSampler(ahead)
 
     def trained(batches: list[dict[str, Any]]) -> None:
         iteration = batches[0]["planned"].iteration
         planned = sampler.passed[iteration]
+        drawn = [(batch["planned"].iteration, batch["planned"].index) for batch in batches]
+        if drawn != [(iteration, index) for index in range(len(planned.micro_batches))]:
+            raise RuntimeError(
+                f"wlb_megatron: Megatron drew {len(batches)} micro-batches, iteration {iteration} was planned with "
+                f"{len(planned.micro_batches)}: the batch size was changed behind the plan"
+            )
         first = min(sampler.passed) == iteration and not agreement.started
         if first or iteration % EVERY == 0:
             agreement.compare(iteration, planned.digest, wait=first)
@@ -94,7 +65,7 @@ def _training(source: Source, args: Any) -> MicroBatchIterator:
             agreement.check()
         for passed in [number for number in sampler.passed if number < iteration]:
             del sampler.passed[passed]
-        checkpoint.remember(args, {"settings": settings_of_work, "planner": planned.state})
+        remember(source, args, planned.state)
         metrics.report(batches, plan_wait_ms=ahead.take_waited() * 1e3, put_back=planned.put_back)
 
     settings, layout = _settings(source, args), _layout(args)

@@ -8,12 +8,15 @@ from typing import Any
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.blend import Blend, parse_blend
-from wlb_megatron.packing.corpus import Corpus, Rules
+from wlb_megatron.packing.batch_schedule import BatchSchedule
+from wlb_megatron.packing.blend import Blend
+from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.lengths import sample_lengths
 from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.planner import Planner
+from wlb_megatron.plugin.batch_sizes import batch_schedule
+from wlb_megatron.plugin.data_paths import documents
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.workload.cost_model import CostModel, document_cost, layer_parameters, quadratic_at
 from wlb_megatron.workload.kernel_table import h100
@@ -21,7 +24,7 @@ from wlb_megatron.workload.kernel_table import h100
 
 @dataclass(frozen=True)
 class Source:
-    """One part (train, valid or test) of the corpus and the planner over it; micro_batches: of one DP rank."""
+    """One part (train, valid or test) of the corpus and the planner over it; micro_batches: of one DP rank, at most."""
 
     corpus: Blend
     planner: Planner
@@ -35,13 +38,13 @@ def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
     WlbError (or ValueError) with one line for whatever is wrong with the data or the settings.
     Validation and test are packed whole and without delay, whatever packs the training, so that runs compare.
     """
-    train = open_part(args, config, "train", args.global_batch_size)
+    train = open_part(args, config, "train", batch_schedule(args))
     assert train is not None  # without documents it has raised
     sources = {"train": train}
     if args.eval_iters:
         plain = dataclasses.replace(config, packing="varlen", max_delay=0, thresholds="none")
         for part in ("valid", "test"):
-            source = open_part(args, plain, part, args.eval_global_batch_size)
+            source = open_part(args, plain, part, BatchSchedule.constant(args.eval_global_batch_size))
             if source is not None:
                 sources[part] = source
         if "valid" not in sources:
@@ -52,15 +55,15 @@ def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
     return sources
 
 
-def open_part(args: Any, config: WlbConfig, part: str, global_batch_size: int) -> Source | None:
-    """The source of train, valid or test; None if it has no document. global_batch_size: micro-batches of all ranks."""
+def open_part(args: Any, config: WlbConfig, part: str, batches: BatchSchedule) -> Source | None:
+    """The source of train, valid or test; None if it has no document. batches: micro-batches of all ranks."""
     window, dp = args.seq_length, args.data_parallel_size
-    if global_batch_size % dp:
+    if batches.largest % dp:
         raise WlbError(
-            f"the global batch of {global_batch_size} is not a multiple of the data-parallel size {dp}; "
+            f"the global batch of {batches.largest} is not a multiple of the data-parallel size {dp}; "
             "change one of them"
         )
-    opened = _documents(args, part)
+    opened = documents(args, part)
     if opened is None:
         return None
     blend, corpora = opened
@@ -74,14 +77,15 @@ def open_part(args: Any, config: WlbConfig, part: str, global_batch_size: int) -
         config,
         CostModel(_known(config.quadratic_at), _known(config.document_cost)),
         window=window,
-        micro_batches=global_batch_size // dp,
+        micro_batches=batches.largest // dp,
         dp=dp,
         pp=args.pipeline_model_parallel_size,
         alignment=token_alignment(args),
         sample=sample,
     )
-    planner = Planner(DocumentStream(corpora, rules), packer, global_tokens=global_batch_size * window)
-    return Source(blend, planner, config, global_batch_size // dp)
+    stream = DocumentStream(corpora, rules)
+    planner = Planner(stream, packer, global_tokens=batches.largest * window, schedule=batches)
+    return Source(blend, planner, config, batches.largest // dp)
 
 
 _SAMPLE = 65536
@@ -120,26 +124,6 @@ def token_alignment(args: Any) -> int:
     """
     rows = 1 if not getattr(args, "fp8", None) else 32 if args.fp8_recipe == "mxfp8" else 16
     return multiple(args.context_parallel_size, args.tensor_model_parallel_size, rows)
-
-
-def _documents(args: Any, part: str) -> tuple[Blend, list[Corpus]] | None:
-    """A part's corpora by Megatron's --data-path, --data-args-path or per-split paths; None if it has no document."""
-    if args.per_split_data_args_path is not None:
-        raise WlbError("--per-split-data-args-path is not handled yet; give --train-data-path and its like")
-    values, split = args.data_path, args.split
-    if args.data_args_path is not None:
-        try:
-            with open(args.data_args_path, encoding="utf-8") as listed:
-                values = listed.read().split()
-        except OSError as error:
-            raise WlbError(f"cannot read --data-args-path {args.data_args_path}: {error.strerror}") from None
-    if values is None and args.train_data_path:
-        values, split = getattr(args, f"{part}_data_path"), None
-    if part != "train" and (not values or (split is None and not args.train_data_path)):
-        return None  # without a split, all documents train
-    blend = Blend(*parse_blend(values or []))
-    corpora = blend.corpora(split, part)
-    return (blend, corpora) if corpora or part == "train" else None
 
 
 def _known(value: float | None) -> float:

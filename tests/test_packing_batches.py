@@ -1,0 +1,161 @@
+"""Growing global batches: sizes as Megatron's own calculators give them, the same documents whatever the resume."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron_runs import failure, flags, launch, train
+from packing_oracle import ListStream, make_planner, run
+from test_megatron_layouts import trained
+
+from wlb_megatron.packing.batch_schedule import BatchSchedule, linear_ramp
+from wlb_megatron.packing.planner import Planner
+from wlb_megatron.plugin.batch_sizes import batch_schedule, ramp_as_steps
+
+LENGTHS = [3, 9, 1, 14, 2, 2, 16, 5, 7, 1, 12, 4, 4, 8, 16, 3]
+
+
+def old_ramp(consumed: int, start: int, increment: int, samples: int, size: int) -> int:
+    """Megatron core 0.16's RampupBatchsizeNumMicroBatchesCalculator, of one micro-batch each."""
+    if consumed > samples or size == start:
+        return size
+    share = samples / ((size - start) // increment)
+    return start + int(consumed / share) * increment if share else size
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 8), st.integers(0, 500))
+def test_a_linear_ramp_has_the_sizes_of_megatrons_rampup_calculator(
+    start: int, increment: int, rises: int, samples: int
+) -> None:
+    size = start + rises * increment
+    ramp = linear_ramp(start, increment, samples, size)
+    for consumed in range(samples + 3):
+        assert ramp.size(consumed) == old_ramp(consumed, start, increment, samples, size)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=4, unique=True), st.data())
+def test_a_step_schedule_has_the_sizes_of_megatrons_calculator(sizes: list[int], data: st.DataObject) -> None:
+    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
+    gaps = data.draw(st.lists(st.integers(1, 50), min_size=len(sizes) - 1, max_size=len(sizes) - 1))
+    window = 16
+    text = " ".join(
+        f"{at * window + data.draw(st.integers(0, 15)) * (at > 0)}:{size}"
+        for at, size in zip(accumulate(gaps, initial=0), sorted(sizes), strict=True)
+    )
+    args = argparse.Namespace(step_batch_size_schedule=text, seq_length=window)
+    schedule, theirs = (
+        batch_schedule(args),
+        StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, text, window),
+    )
+    consumed = 0
+    for _ in range(40):
+        theirs.update(consumed, consistency_check=False)
+        assert schedule.size(consumed) == theirs.get()
+        following = [
+            consumed := consumed + schedule.size(consumed) for _ in range(schedule.alike(consumed, 3))
+        ]
+        assert following
+
+
+def test_a_ramp_that_megatron_would_ignore_becomes_its_step_schedule() -> None:
+    args = argparse.Namespace(
+        step_batch_size_schedule=None, rampup_batch_size=["2", "2", "100"], global_batch_size=6, seq_length=64
+    )
+    text = ramp_as_steps(args)
+    assert text == "0:2 3200:4 6400:6"
+    args.step_batch_size_schedule = text
+    assert batch_schedule(args).steps == ((0, 2), (50, 4), (100, 6)) and ramp_as_steps(args) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("0:4 640:2", "growing batches only"), ("64:4", "threshold 0"), ("0:x", "schedule '0:x'")],
+)
+def test_a_schedule_that_cannot_train_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        batch_schedule(argparse.Namespace(step_batch_size_schedule=text, seq_length=64))
+    with pytest.raises(ValueError, match="does not lead to --global-batch-size 5"):
+        linear_ramp(2, 2, 100, 5)
+
+
+def growing(steps: tuple[tuple[int, int], ...], **settings: int | str) -> Planner:
+    made = make_planner(LENGTHS, window=16, micro_batches=steps[-1][1], **settings)  # type: ignore[arg-type]
+    stream = ListStream(LENGTHS, endless=True)
+    return Planner(stream, made.packer, global_tokens=16 * steps[-1][1], schedule=BatchSchedule(steps))
+
+
+def test_intake_follows_the_sum_of_the_batches() -> None:
+    planner = growing(((0, 1), (2, 3)), packing="original")
+    plans = run(planner, most=5)
+    assert [len(plan.micro_batches) for plan in plans] == [1, 1, 3, 3, 3]
+    totals = list(accumulate(sum(piece.tokens for piece in plan.arrived) for plan in plans))
+    for goal, total, plan in zip([16, 32, 80, 128, 176], totals, plans, strict=True):
+        assert goal <= total < goal + plan.arrived[-1].tokens
+
+
+def test_windows_balanced_over_several_batches_stop_where_the_size_changes() -> None:
+    plans = run(growing(((0, 2), (6, 4)), packing="fixed-greedy", balance_batches=4), most=9)
+    assert [len(plan.micro_batches) for plan in plans] == [2, 2, 2, 4, 4, 4, 4, 4, 4]
+    assert [bool(plan.arrived) for plan in plans] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_sizes_not_reached_yet_may_change_at_resume_and_others_may_not() -> None:
+    first = growing(((0, 2), (6, 4)))
+    run(first, most=2)
+    state = json.loads(json.dumps(first.state()))
+    growing(((0, 2), (8, 5))).load_state(state)
+    with pytest.raises(ValueError, match="global batches of 2, from sample 6 on 4, this run has 3"):
+        growing(((0, 3),)).load_state(state)
+
+
+def test_a_state_of_version_1_is_read() -> None:
+    """It named tokens of a global batch, and the packer its micro-batches."""
+    whole = run(make_planner(LENGTHS, window=16, micro_batches=4, endless=True, thresholds="8"), most=6)
+    first = make_planner(LENGTHS, window=16, micro_batches=4, endless=True, thresholds="8")
+    run(first, most=3)
+    state = json.loads(json.dumps(first.state()))
+    for name in ("samples", "supplied", "sample_tokens", "batches"):
+        del state[name]
+    state |= {"version": 1, "global_tokens": 64}
+    state["packer"]["settings"]["global_micro_batches"] = 4
+    again = make_planner(LENGTHS, window=16, micro_batches=4, endless=True, thresholds="8")
+    again.load_state(state)
+    assert run(again, most=3) == whole[3:]
+
+
+@pytest.mark.megatron
+def test_a_ramp_trains_through_megatrons_loop_and_resumes_at_another_layout(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """2, 2, 4, 4 micro-batches; Megatron counts 2, 4, 8, 12 samples. Resumed in the middle with DP=2."""
+    ramp = ["--rampup-batch-size", "2", "2", "4", "--global-batch-size", "4", "--data-path", str(corpus)]
+    ramp += ["--train-iters", "4", "--save", str(tmp_path / "checkpoints"), "--save-interval", "3"]
+    whole = train([*flags(), *ramp], 1, tmp_path / "whole")
+    assert [entry[0] for entry in whole[0]["documents"]] == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3")
+    done = launch([*flags(), *ramp, "--load", str(tmp_path / "checkpoints")], 2, out=tmp_path / "resumed")
+    assert done.returncode == 0, failure(done)
+    assert "sets --step-batch-size-schedule 0:2 256:4" in done.stdout
+    assert done.stdout.count("consumed samples:           12 ") == 1
+    ranks = [torch.load(tmp_path / "resumed" / f"rank{at}.pt", weights_only=False) for at in (0, 1)]
+    assert trained(ranks) == [entry for entry in trained(whole) if entry[0] == 3]
