@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 import os
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ class WlbPackedSeqParams(PackedSeqParams):
     """
 
     layout: DeviceLayout | None = None
+    group: Any = None  # the ranks that share the micro-batch; None: Megatron's context-parallel group
 
 
 def packed_seq_params(
@@ -44,11 +46,13 @@ def packed_seq_params(
     cp_rank: int,
     device: torch.device | str | None = None,
     window: int | None = None,
+    group: Any = None,
 ) -> WlbPackedSeqParams:
     """The parameters of one micro-batch for context-parallel rank `cp_rank`, to give to the model.
 
     plan: the shard plan, or the rank's attention_layout of it, where a data worker has made that (a few ms).
     window: earlier keys that windowed layers see (window_of(config)), where a plan is given.
+    group: the process group of the ranks that share the micro-batch; default Megatron's context-parallel group.
     device: default the current CUDA device, where there is one. The copies to it are asynchronous; all layers
     share them.
     """
@@ -60,6 +64,7 @@ def packed_seq_params(
         max_seqlen_q=made.longest,
         max_seqlen_kv=made.longest,
         layout=device_layout(made, device),
+        group=group,
     )
 
 
@@ -85,6 +90,11 @@ class WlbCoreAttention:
         # Context parallelism is ours: the parent must neither refuse it nor set up its own.
         alone = copy.copy(config)
         alone.context_parallel_size = 1
+        if "k_channels" not in inspect.signature(super().__init__).parameters:
+            # Megatron's local class has no word for MLA's head dims; here they are those of the tensors that come.
+            kwargs = {
+                name: value for name, value in kwargs.items() if name not in ("k_channels", "v_channels")
+            }
         super().__init__(  # type: ignore[call-arg]
             config=alone,
             layer_number=layer_number,
@@ -139,7 +149,7 @@ class WlbCoreAttention:
             key,
             value,
             packed_seq_params.layout,
-            self._group(),
+            packed_seq_params.group or self._group(),
             self._kernels,
             self._scale,
             self.keep_keys,

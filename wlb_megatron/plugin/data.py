@@ -7,7 +7,7 @@ it holds; a middle pipeline stage reads none. Workers only read tokens, planning
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from wlb_megatron.packing.blend import Blend
 from wlb_megatron.plan import PADDING
-from wlb_megatron.plugin.planning import PlannedIteration, PlannedMicroBatch
+from wlb_megatron.plugin.planning import PlannedIteration, PlannedMicroBatch, RankGroup
 from wlb_megatron.sharding.attention_calls import attention_layout
 
 
@@ -25,6 +25,7 @@ class Layout:
     """What of a micro-batch this process holds, and whether it needs its tokens.
 
     window: earlier keys that a query of the model's windowed layers sees, None where it has no such layers.
+    stage_rank, cp_size: among the stage's data x context parallel ranks, and of Megatron's groups of them.
     """
 
     cp_rank: int
@@ -32,6 +33,12 @@ class Layout:
     hidden_size: int
     reads_tokens: bool
     window: int | None = None
+    stage_rank: int = 0
+    cp_size: int = 1
+
+    def within(self, group: RankGroup | None) -> Layout:
+        """The same where another group than Megatron's context-parallel one shares the micro-batch."""
+        return self if group is None else replace(self, cp_rank=self.stage_rank - group.start)
 
 
 class MicroBatchSampler(Sampler[list[PlannedMicroBatch]]):
@@ -62,15 +69,16 @@ class PackedDocuments(Dataset[dict[str, Any]]):
 
     def __getitem__(self, planned: PlannedMicroBatch) -> dict[str, Any]:
         batch = with_plan(planned, self.layout)
+        rank = batch["layout"].cp_rank
         if not self.layout.reads_tokens:
             return batch
         plan = planned.shard
-        size = plan.tokens_per_rank[self.layout.cp_rank]
+        size = plan.tokens_per_rank[rank]
         tokens = np.zeros(size, dtype=np.int64)
         labels = np.zeros(size, dtype=np.int64)
         mask = np.zeros(size, dtype=np.float32)
         at = 0
-        for index, start, end in plan.ranks[self.layout.cp_rank].tolist():
+        for index, start, end in plan.ranks[rank].tolist():
             piece = planned.pieces[index]
             length = end - start
             if piece.document != PADDING:
@@ -87,14 +95,17 @@ class PackedDocuments(Dataset[dict[str, Any]]):
         batch["tokens"] = torch.from_numpy(tokens)[None]
         batch["labels"] = torch.from_numpy(labels)[None]
         batch["loss_mask"] = torch.from_numpy(mask)[None]
-        batch["position_ids"] = torch.from_numpy(plan.positions(self.layout.cp_rank))[None]
+        batch["position_ids"] = torch.from_numpy(plan.positions(rank))[None]
         return batch
 
 
 def with_plan(planned: PlannedMicroBatch, layout: Layout) -> dict[str, Any]:
     """A batch's parts that are made from its plan alone."""
-    lengths = planned.shard.lengths
+    layout, lengths = layout.within(planned.group), planned.shard.lengths
     real = lengths[:-1] if planned.pieces[-1].document == PADDING else lengths
+    if planned.group is not None:
+        # Megatron sums over all ranks and divides by the context-parallel size: told by one rank, so many times.
+        real = np.tile(real, layout.cp_size) if layout.cp_rank == 0 and len(real) else np.zeros(1, np.int64)
     return {
         "planned": planned,
         "layout": layout,
@@ -137,6 +148,14 @@ def planned_iterator(data_iterator: Any) -> MicroBatchIterator | None:
     """The plugin's iterator inside Megatron's (replayable) one, or None if it is another's."""
     found = getattr(data_iterator, "iterable", data_iterator)
     return found if isinstance(found, MicroBatchIterator) else None
+
+
+def draw_step(data_iterator: Any, count: int) -> list[dict[str, Any]]:
+    """A step's micro-batches: Megatron's `count` of them, or as many as the iteration was planned in groups with."""
+    first = next(data_iterator)
+    group = first["planned"].group
+    steps = count if group is None else group.steps
+    return [first, *(next(data_iterator) for _ in range(steps - 1))]
 
 
 def activation_shape(batch: dict[str, Any]) -> tuple[int, int, int]:

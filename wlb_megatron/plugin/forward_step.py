@@ -12,6 +12,7 @@ from megatron.training import get_args, get_timers
 
 from wlb_megatron.attention.core_attention import packed_seq_params
 from wlb_megatron.plugin.flops import count_segments
+from wlb_megatron.plugin.groups import process_group
 from wlb_megatron.plugin.rehearsal import REHEARSAL
 
 stimer = StragglerDetector()
@@ -31,7 +32,8 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
             batch[key].cuda(non_blocking=True) if key in batch else None
             for key in ("tokens", "labels", "loss_mask", "position_ids")
         )
-        params = packed_seq_params(batch["attention"], batch["layout"].cp_rank)
+        group = process_group(planned.group)
+        params = packed_seq_params(batch["attention"], batch["layout"].cp_rank, group=group)
         # Evaluation and rehearsal are not part of a training step's FLOPs.
         if torch.is_grad_enabled() and planned.iteration != REHEARSAL:
             count_segments(batch["bounds"])

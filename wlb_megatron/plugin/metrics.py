@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from wlb_megatron.plugin.planning import PlannedMicroBatch
 from wlb_megatron.sharding.segments import ShardPlan
 
 
@@ -33,7 +34,8 @@ def report(batches: Sequence[dict[str, Any]], *, plan_wait_ms: float, put_back: 
     shown = {f"wlb/{name}": value for name, value in figures.items() if name != "iteration"}
     if writer and iteration % args.tensorboard_log_interval == 0:
         for name, value in shown.items():
-            writer.add_scalar(name, value, iteration)
+            if isinstance(value, int | float):
+                writer.add_scalar(name, value, iteration)
     if wandb:
         wandb.log(shown, iteration)
     if args.wlb_log:
@@ -45,16 +47,27 @@ def step_figures(batches: Sequence[dict[str, Any]], quadratic_at: float) -> dict
     """The plan's summary with what only the shard plans know (of this data-parallel rank's micro-batches)."""
     planned = [batch["planned"] for batch in batches]
     shares = [work_per_rank(item.shard, quadratic_at) for item in planned]
+    mean = sum(sum(share) / len(share) for share in shares)
     real = [sum(piece.tokens for piece in item.pieces if piece.document >= 0) for item in planned]
     total = sum(item.shard.tokens for item in planned)
     return {
         **asdict(planned[0].summary),
-        "cp_imbalance": sum(max(s) for s in shares) / (sum(sum(s) for s in shares) / len(shares[0])),
+        "cp_imbalance": sum(max(share) for share in shares) / mean,
         "padding": total - sum(real),
         "plan_ms": planned[0].plan_seconds * 1e3,
         "micro_batch_tokens": [item.shard.tokens for item in planned],
         "micro_batch_work": [sum(share) for share in shares],
+        **_groups(planned),
     }
+
+
+def _groups(planned: Sequence[PlannedMicroBatch]) -> dict[str, Any]:
+    """With dynamic groups: this rank's, whose plan it is, and its predicted speed-up over fixed groups."""
+    groups = [item.group for item in planned if item.group is not None]
+    if not groups:
+        return {}
+    told = groups[0]
+    return {"group_sizes": [g.size for g in groups], "plan_of": told.source, "predicted_gain": told.gain}
 
 
 def work_per_rank(plan: ShardPlan, quadratic_at: float) -> list[float]:

@@ -82,7 +82,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             _current = ShapeQueue([data.activation_shape(batch) for batch in batches])
             try:
                 return forward_backward(
-                    data_iterator=_drawn(batches), num_microbatches=num_microbatches, **kwargs
+                    data_iterator=_drawn(batches), num_microbatches=len(batches), **kwargs
                 )
             finally:
                 _current = None
@@ -91,7 +91,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         longest = source.take_rehearsal() if training else None
         if longest is not None:
             rehearse(lambda: step([longest] * num_microbatches), kwargs["model"])
-        batches = [next(data_iterator) for _ in range(num_microbatches)]
+        batches = data.draw_step(data_iterator, num_microbatches)
         result = step(batches)
         if training:
             source.after_step(batches)

@@ -26,8 +26,26 @@ from wlb_megatron.workload.kernel_table import KernelTable
 
 
 @dataclass(frozen=True, slots=True)
+class RankGroup:
+    """Ranks [start, start + size) of a stage's data x context parallel ones, which share a micro-batch.
+
+    steps: micro-batches of the iteration on every rank. source: whose plan it is (dynamic.planner.Outcome).
+    gain: predicted time with fixed groups over this plan's.
+    """
+
+    start: int
+    size: int
+    steps: int
+    source: str
+    gain: float
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedMicroBatch:
-    """One item of the sampler. `pieces` and `shard` include the padding piece, if there is one."""
+    """One item of the sampler. `pieces` and `shard` include the padding piece, if there is one.
+
+    group: who shares it; None: Megatron's context-parallel group.
+    """
 
     iteration: int
     index: int
@@ -35,6 +53,7 @@ class PlannedMicroBatch:
     shard: ShardPlan
     summary: PlanSummary
     plan_seconds: float
+    group: RankGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +93,7 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
         lengths = [np.array([p.end - p.start for p in pieces], dtype=np.int64) for pieces in padded]
         shards = shard_all(lengths, settings.cp_size, settings.sharding, settings.table)
         seconds = time.perf_counter() - start
-        _update(digest, plan)
+        update_digest(digest, plan)
         micro_batches = tuple(
             PlannedMicroBatch(plan.iteration, index, pieces, shard_plan, summary, seconds)
             for index, (pieces, shard_plan) in enumerate(zip(padded, shards, strict=True))
@@ -88,7 +107,7 @@ def pad(pieces: tuple[Piece, ...], alignment: int) -> tuple[Piece, ...]:
     return (*pieces, Piece(0, -1, 0, missing)) if missing else pieces
 
 
-def _update(digest: Any, plan: IterationPlan) -> None:
+def update_digest(digest: Any, plan: IterationPlan) -> None:
     """Add every piece of every data-parallel rank, in order, with where each micro-batch ends."""
     for row in plan.micro_batches:
         for micro_batch in row:
@@ -126,6 +145,11 @@ class PlanAhead:
         planned = self._made.get()
         self._waited += time.perf_counter() - start
         return planned
+
+    @property
+    def ready(self) -> int:
+        """Iterations planned and not yet asked for."""
+        return self._made.qsize()
 
     def take_waited(self) -> float:
         """Seconds that training has waited for plans since this was last asked."""

@@ -1,0 +1,127 @@
+"""Dynamic groups in training: one rank plans each iteration's groups ahead, all others are sent them.
+
+Which documents train in which iteration stays the packer's decision; the groups decide only who computes what
+inside the iteration. So the packing state is that of a run with fixed groups, at any layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from wlb_megatron.dynamic.blocks import Stage
+from wlb_megatron.dynamic.cost import GroupCost
+from wlb_megatron.dynamic.plan import Group, StepPlan
+from wlb_megatron.dynamic.planner import FIXED, GREEDY, SOLVER, Outcome, plan_step
+from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.summary import Summariser
+from wlb_megatron.plan import IterationPlan, Piece
+from wlb_megatron.plugin.planning import (
+    PlannedIteration,
+    PlannedMicroBatch,
+    RankGroup,
+    ShardSettings,
+    pad,
+    update_digest,
+)
+from wlb_megatron.sharding.select import shard_all
+
+SOURCES = (GREEDY, SOLVER, FIXED)
+
+
+@dataclass(frozen=True)
+class DynamicSettings:
+    """stage_rank: of this process among the stage's data x context parallel ranks. seconds: for the solver, used
+    where `spare` says that training is not about to ask for the plan. sender: plans and sends, on `group` (gloo)."""
+
+    stage: Stage
+    cost: GroupCost
+    stage_rank: int
+    seconds: float
+    spare: Callable[[], bool]
+    group: Any
+    sender: int = 0
+
+
+def plan_groups(
+    planner: Planner, shards: ShardSettings, dynamic: DynamicSettings
+) -> Iterator[PlannedIteration]:
+    """Planned iterations one after another, until the planner's stream ends; every rank has equally many
+    micro-batches in each."""
+    summariser, digest = Summariser(), hashlib.blake2b(digest_size=8)
+    while True:
+        start = time.perf_counter()
+        plan = planner.next_iteration()
+        if plan is None:
+            return
+        summary = summariser.summarise(plan)
+        pieces = [piece for row in plan.micro_batches for one in row for piece in one.pieces]
+        told = _agree([piece.tokens for piece in pieces], fixed_groups(plan, shards.cp_size), shards, dynamic)
+        steps, source, gain = told
+        update_digest(digest, plan)
+        digest.update(steps.encode().tobytes())
+        micro_batches = []
+        for index, group in enumerate(steps.of_rank(dynamic.stage_rank)):
+            held = padded_group(group, pieces, shards)
+            table = dynamic.cost.tables[dynamic.cost.sizes.index(group.size)]
+            lengths = np.array([piece.tokens for piece in held], dtype=np.int64)
+            (cut,) = shard_all([lengths], group.size, shards.sharding, table)
+            shared = RankGroup(group.start, group.size, len(steps.micro_steps), source, gain)
+            seconds = time.perf_counter() - start
+            micro_batches.append(
+                PlannedMicroBatch(plan.iteration, index, held, cut, summary, seconds, shared)
+            )
+        yield PlannedIteration(tuple(micro_batches), planner.state(), digest.digest(), planner.put_back)
+
+
+def fixed_groups(plan: IterationPlan, context: int) -> StepPlan:
+    """The same iteration with Megatron's groups: micro-batch m of data-parallel rank d on ranks d * context and on.
+
+    Documents are numbered in the order of the grid, row by row.
+    """
+    rows, at = [], 0
+    for row in plan.micro_batches:
+        groups = []
+        for rank, one in enumerate(row):
+            groups.append(Group(rank * context, context, tuple(range(at, at + len(one.pieces)))))
+            at += len(one.pieces)
+        rows.append(tuple(groups))
+    return StepPlan(len(plan.micro_batches[0]) * context, tuple(rows))
+
+
+def padded_group(group: Group, pieces: Sequence[Piece], shards: ShardSettings) -> tuple[Piece, ...]:
+    """A group's pieces with the padding that makes its tokens divide; a group without documents is all padding."""
+    alignment = shards.alignment // shards.cp_size * group.size
+    return pad(tuple(pieces[document] for document in group.documents), alignment)
+
+
+def _agree(
+    tokens: Sequence[int], fixed: StepPlan, shards: ShardSettings, dynamic: DynamicSettings
+) -> tuple[StepPlan, str, float]:
+    """The sender's plan, whose it is, and its predicted gain over fixed groups; the same on every rank."""
+    message: Any = None
+    if dist.get_rank() == dynamic.sender:
+        seconds = dynamic.seconds if dynamic.spare() else 0.0
+        made = plan_step(
+            tokens, dynamic.stage, dynamic.cost, fixed=fixed, seconds=seconds, sharding=shards.sharding
+        )
+        message = _encode(made)
+    size = torch.tensor([0 if message is None else len(message)], dtype=torch.int64, device="cpu")
+    dist.broadcast(size, dynamic.sender, group=dynamic.group)
+    if message is None:
+        message = torch.empty(int(size), dtype=torch.int64, device="cpu")
+    dist.broadcast(message, dynamic.sender, group=dynamic.group)
+    source, predicted, kept, *rows = message.tolist()
+    return StepPlan.decode(rows), SOURCES[source], kept / max(predicted, 1)
+
+
+def _encode(made: Outcome) -> torch.Tensor:
+    head = [SOURCES.index(made.source), made.predicted, made.fixed]
+    return torch.from_numpy(np.concatenate((np.array(head, dtype=np.int64), made.plan.encode())))
