@@ -55,7 +55,8 @@ class Clock:
         rows = [self._run(forward, backward, host) for _ in range(repeats)]
         times = np.array(rows, dtype=np.float64)
         device = times[:, 3:] if self.on_gpu else np.diff(times[:, :3], axis=1)
-        launched = np.median(np.diff(times[:, :3], axis=1), axis=0)
+        # On a CPU there is nothing to launch: the host is the device.
+        launched = np.median(np.diff(times[:, :3], axis=1), axis=0) * self.on_gpu
         there, back = (_spread(device[:, i]) for i in (0, 1))
         return Timing(there, back, int(launched[0]), int(launched[1]), repeats)
 

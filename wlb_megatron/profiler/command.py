@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from wlb_megatron.errors import WlbError, explain_bad_values
-from wlb_megatron.workload.profile import ProfiledModel, write_profile
+from wlb_megatron.report.table import print_table
+from wlb_megatron.workload.costs import Costs
+from wlb_megatron.workload.fit import fit, leave_out
+from wlb_megatron.workload.profile import ProfiledModel, read_samples, write_profile
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +22,8 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
         "commands' --profile take. Several GPUs: torchrun --nproc-per-node N -m wlb_megatron.profiler <the same flags>."
     )
     add = parser.add_argument
-    add("--out", required=True, metavar="PATH", help="file of the profile; PATH.partial is kept meanwhile")
+    add("--out", metavar="PATH", help="file of the profile; PATH.partial is kept meanwhile")
+    add("--refit", metavar="PATH", help="only fit an earlier profile's measurements anew, in place")
     model = parser.add_argument_group("model, in Megatron's flags").add_argument
     model("--hidden-size", type=int, default=4096, help="(default: 4096)")
     model("--ffn-hidden-size", type=int, help="(default: 4 x hidden)")
@@ -50,6 +54,11 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def run_profile(args: argparse.Namespace) -> None:
+    if args.refit is not None:
+        _fit_and_write(Path(args.refit), read_samples(args.refit))
+        return
+    if args.out is None:
+        raise WlbError("profile writes a file: give --out PATH")
     try:
         import torch
     except ImportError:
@@ -80,11 +89,53 @@ def run_profile(args: argparse.Namespace) -> None:
             say=bar.say,
         )
     if rank == 0:
-        write_profile(out, told)
+        _fit_and_write(out, told)
         partial.unlink(missing_ok=True)
         print(f"{out}: {len(told['samples'])} points of {told['settings']['gpu']} in {told['seconds']} s")
     if world > 1:
         torch.distributed.destroy_process_group()
+
+
+def _fit_and_write(path: Path, told: dict[str, Any]) -> None:
+    """Fit, write, and show what was fitted and how well it predicts what it has not seen."""
+    model, device = ProfiledModel(**told["settings"]["model"]), told["settings"]["gpu"]
+    costs = fit(model, told["samples"], device)
+    checks = leave_out(model, told["samples"], device)
+    errors = {
+        check.part: {"mean": check.mean, "p95": check.p95, "points": len(check.errors)} for check in checks
+    }
+    write_profile(path, {**told, "fit": costs.told(), "leave_out": errors})
+    rows = [[c.part, len(c.errors), f"{c.mean:.1%}", f"{c.p95:.1%}"] for c in checks]
+    print_table(
+        "attention predicted without having seen it: relative error", ("part", "points", "mean", "p95"), rows
+    )
+    print_table("fitted", ("cost", "forward", "backward"), fitted_rows(costs))
+
+
+def fitted_rows(costs: Costs) -> list[list[str]]:
+    """A line for each cost, forward and backward."""
+    both = (costs.forward, costs.backward)
+    tokens = int(costs.layer.tokens[-1])
+    big = [int(costs.forward.queries[-1])]
+    pair = 4 * costs.forward.heads * costs.forward.head_dim / 2
+    flops = [factor * pair * big[0] * (big[0] + 128) for factor in (1, 2.5)]
+    rates = [f / float(t.diagonal[-1]) / 1e3 for f, t in zip(flops, both, strict=True)]
+    return [
+        [f"attention of {big[0]} causal rows (TFLOP/s)", *(f"{rate:.0f}" for rate in rates)],
+        ["an attention call (us)", *(f"{t.call / 1e3:.1f}" for t in both)],
+        ["a segment (us)", *(f"{t.segment / 1e3:.2f}" for t in both)],
+        ["a row of queries, of keys (ns)", *(f"{t.query_row:.2f}, {t.key_row:.2f}" for t in both)],
+        ["keys of a remote token (ns)", *(f"{t.exchange_row:.1f}" for t in both)],
+        [f"the rest of a layer, a token of {tokens} (ns)", *(f"{ns:.1f}" for ns in costs.layer.slope())],
+        ["embedding, a token (ns)", *(f"{ns:.1f}" for ns in costs.embedding.slope())],
+        ["output and loss, a token (ns)", *(f"{ns:.1f}" for ns in costs.loss.slope())],
+        ["host to launch a layer (us)", *(f"{ns / 1e3:.0f}" for ns in costs.host)],
+        ["optimizer, a million parameters (us)", f"{costs.optimizer * 1e3:.2f}", ""],
+        *(
+            [f"{name}: latency (us), rate (GB/s)", f"{link.latency / 1e3:.1f}, {1 / link.per_byte:.0f}", ""]
+            for name, link in (costs.links or {}).items()
+        ),
+    ]
 
 
 def _model(args: argparse.Namespace) -> ProfiledModel:

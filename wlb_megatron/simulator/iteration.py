@@ -81,9 +81,14 @@ def _measure(shards: Shards, model: LayerModel) -> tuple[npt.NDArray[np.int64], 
 
 
 def _slowest(tokens: npt.NDArray[np.int64], attention: Times, model: LayerModel) -> Times:
-    """float[n, m, dp]: a layer's time on each micro-batch's slowest context rank."""
+    """float[n, m, dp]: a layer's time on each micro-batch's slowest context rank, or the host's to launch it."""
     linear = model.linear(tokens / model.layout.cp)
-    return Times(*(a.max(axis=-1) + rest for a, rest in zip(attention, linear, strict=True)))
+    return Times(
+        *(
+            np.maximum(a.max(axis=-1) + rest, host)
+            for a, rest, host in zip(attention, linear, model.host, strict=True)
+        )
+    )
 
 
 def _transfer(tokens: npt.NDArray[np.int64], model: LayerModel) -> float:

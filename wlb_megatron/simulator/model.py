@@ -1,4 +1,5 @@
-"""Times of a GPT's layers on one GPU of a 4D layout: attention from a kernel table, the rest by assumed rates.
+"""Times of a GPT's layers on one GPU of a 4D layout: from a profile, or attention from a kernel table and the rest by
+assumed rates.
 
 GPUs are numbered as Megatron does: tensor ranks side by side, then context, data and pipeline ranks.
 """
@@ -17,6 +18,7 @@ from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel
+from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 
 FloatArray = npt.NDArray[np.float64]
@@ -26,7 +28,8 @@ FORWARD_SHARE = 1 / 3.5
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A decoder-only transformer with gated feed-forward. kv_heads: fewer than heads under GQA."""
+    """A decoder-only transformer. kv_heads: fewer than heads under GQA. channels: of a head, if not hidden / heads.
+    gated: feed-forward of three matrices, not two."""
 
     layers: int
     hidden: int
@@ -34,15 +37,17 @@ class ModelShape:
     kv_heads: int
     ffn: int
     vocab: int = 128_256
+    channels: int | None = None
+    gated: bool = True
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        return self.channels or self.hidden // self.heads
 
     @property
     def layer_parameters(self) -> int:
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.hidden * self.ffn
+        return attention + (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
     def parameters(self) -> int:
@@ -80,13 +85,15 @@ class Times(NamedTuple):
 class LayerModel:
     """A model on a layout. measured: attention of any shape of heads, rescaled to this one's.
 
-    Raises ValueError where heads or layers do not divide.
+    costs: of a profile of this very shape and tensor-parallel size; they stand for `measured` and for the rates, and
+    their links for the network within a node. Raises ValueError where heads or layers do not divide.
     """
 
     shape: ModelShape
     layout: Layout
     assumptions: Assumptions = field(default_factory=Assumptions)
     measured: KernelTable = field(default_factory=h100)
+    costs: Costs | None = None
 
     def __post_init__(self) -> None:
         shape, layout = self.shape, self.layout
@@ -101,58 +108,85 @@ class LayerModel:
 
     @cached_property
     def table(self) -> KernelTable:
-        """Of one tensor-parallel rank's heads, its exchange over what links the context-parallel ranks.
+        """Forward + backward, of one tensor-parallel rank's heads, with the links of the context-parallel ranks.
 
         Where there are fewer KV heads than tensor-parallel ranks, each rank holds one.
         """
+        return self._linked(self.measured if self.costs is None else self.costs.table, 2)
+
+    @cached_property
+    def _ways(self) -> tuple[KernelTable, KernelTable] | None:
+        """Forward and backward apart, where they were measured."""
+        if self.costs is None:
+            return None
+        return self._linked(self.costs.forward, 1), self._linked(self.costs.backward, 1)
+
+    def _linked(self, table: KernelTable, ways: int) -> KernelTable:
+        """The table scaled to this model, its exchange (K and V there, and their gradients back, if `ways` is 2)
+        slowed from NVLink's pace to that between the context-parallel ranks."""
         shape, layout, given = self.shape, self.layout, self.assumptions
-        scaled = self.measured.scaled(
+        scaled = table.scaled(
             heads=shape.heads // layout.tp,
             kv_heads=max(shape.kv_heads // layout.tp, 1),
             head_dim=shape.head_dim,
         )
-        # A key row travels as K and V, and comes back as dK and dV, 2 bytes each; the table's is over NVLink.
-        row = 4 * 2 * scaled.kv_heads * scaled.head_dim
+        row = 2 * 2 * ways * scaled.kv_heads * scaled.head_dim
         slower = 1 / given.pair_rate(layout.cp, layout.tp) - 1 / given.nvlink_rate
         late = given.latency(layout.cp, layout.tp) - given.nvlink_latency
         return replace(
             scaled,
-            exchange=scaled.exchange + 2e9 * late,
+            exchange=scaled.exchange + ways * 1e9 * late,
             exchange_row=scaled.exchange_row + 1e9 * row * slower,
         )
 
     def attention(self, plans: Sequence[ShardPlan]) -> Times:
         """float64[plans, cp]: a layer's attention and exposed exchange on each context-parallel rank."""
+        if self._ways is not None:
+            return Times(*(predict_all(plans, way).astype(np.float64) for way in self._ways))
         both = predict_all(plans, self.table).astype(np.float64)
         return Times(both * FORWARD_SHARE, both * (1 - FORWARD_SHARE))
+
+    @property
+    def host(self) -> Times:
+        """What the host needs to launch a layer, which it takes at least."""
+        return Times(*np.array((0.0, 0.0) if self.costs is None else self.costs.host))
 
     def linear(self, tokens: npt.ArrayLike) -> Times:
         """Of a layer, all but attention. tokens: of one context-parallel rank."""
         shape, tp, given = self.shape, self.layout.tp, self.assumptions
         t = np.asarray(tokens, dtype=np.float64)
-        products = t * (2 * shape.layer_parameters / tp / given.matmul_rate * 1e9)
-        widths = given.activation_passes * shape.hidden + given.ffn_passes * shape.ffn
-        elements = t * (2 * widths / tp / given.memory_rate * 1e9)
         # Sequence parallelism: two all-gathers and two reduce-scatters of the hidden rows each way.
         rows, wait = self._tp_row_ns(), self._tp_wait_ns()
         exchange = given.tp_exposed * 4 * (t * rows + wait)
+        if self.costs is not None:
+            forward, backward = self.costs.layer.at(t)
+            return Times(forward + exchange, backward + exchange)
+        products = t * (2 * shape.layer_parameters / tp / given.matmul_rate * 1e9)
+        widths = given.activation_passes * shape.hidden + given.ffn_passes * shape.ffn
+        elements = t * (2 * widths / tp / given.memory_rate * 1e9)
         return Times(products + elements + exchange, 2 * products + 2 * elements + exchange)
 
     def embedding(self, tokens: npt.ArrayLike) -> Times:
         """Look-up on the first stage: reads and writes rows; tensor ranks reduce-scatter them."""
         t = np.asarray(tokens, dtype=np.float64)
         given = self.assumptions
+        exchange = t * self._tp_row_ns() + self._tp_wait_ns()
+        if self.costs is not None:
+            forward, backward = self.costs.embedding.at(t)
+            return Times(forward + exchange, backward + exchange)
         rows = t * (2 * 2 * self.shape.hidden / given.memory_rate * 1e9)
-        forward = rows + t * self._tp_row_ns() + self._tp_wait_ns()
-        return Times(forward, forward)
+        return Times(rows + exchange, rows + exchange)
 
     def loss(self, tokens: npt.ArrayLike) -> Times:
         """Output layer and cross entropy (fp32 logits, read and written twice) on the last stage."""
         shape, tp, given = self.shape, self.layout.tp, self.assumptions
         t = np.asarray(tokens, dtype=np.float64)
+        gather = t * self._tp_row_ns() + self._tp_wait_ns()
+        if self.costs is not None:
+            forward, backward = self.costs.loss.at(t)
+            return Times(forward + gather, backward + gather)
         product = t * (2 * shape.hidden * shape.vocab / tp / given.matmul_rate * 1e9)
         logits = t * (4 * 4 * shape.vocab / tp / given.memory_rate * 1e9)
-        gather = t * self._tp_row_ns() + self._tp_wait_ns()
         return Times(product + logits + gather, 2 * product + logits / 2 + gather)
 
     def layers_of(self, stage: int, chunk: int = 0) -> int:
@@ -168,6 +202,9 @@ class LayerModel:
             return 0.0
         stride = layout.tp * layout.cp * layout.dp
         sent = 2 * self.shape.hidden * tokens / layout.tp
+        link = ((self.costs and self.costs.links) or {}).get("p2p")
+        if link is not None and 2 * stride <= given.node:
+            return link.latency + sent * link.per_byte
         return 1e9 * (sent / given.pair_rate(2, stride) + given.latency(2, stride))
 
     def gradient_sync_ns(self, stage: int) -> tuple[float, float]:
@@ -181,6 +218,8 @@ class LayerModel:
 
     def optimizer_ns(self, stage: int) -> float:
         owned = self._held(stage) / (self.layout.dp * self.layout.cp)
+        if self.costs is not None:
+            return owned * self.costs.optimizer
         return 1e9 * owned * self.assumptions.optimizer_bytes / self.assumptions.memory_rate
 
     def cost(self) -> CostModel:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wlb_megatron.errors import WlbError
+from wlb_megatron.workload.costs import Costs
 
 FORMAT = 1
 
@@ -57,6 +58,81 @@ class ProfiledModel:
         """Of one tensor-parallel rank."""
         attention = self.hidden * self.head_dim * 2 * (self.rank_heads + self.rank_kv_heads)
         return attention + (3 if self.gated else 2) * self.hidden * self.ffn // self.tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A profile as it is used. device: the GPU's name. fingerprint: of what was measured."""
+
+    path: str
+    model: ProfiledModel
+    device: str
+    versions: dict[str, str]
+    fingerprint: str
+    costs: Costs
+
+    def told(self) -> str:
+        """What it is of, for reports."""
+        versions = ", ".join(f"{name} {value}" for name, value in self.versions.items())
+        return f"{self.device}, {versions}, profile {self.fingerprint}"
+
+    def refuse_other(self, wanted: dict[str, Any]) -> None:
+        """WlbError where the model to be trained or simulated is not of the profiled shape.
+
+        wanted: values of ProfiledModel's fields that matter to the caller.
+        """
+        differ = [
+            f"{name} {getattr(self.model, name)} there, {value} here"
+            for name, value in wanted.items()
+            if getattr(self.model, name) != value
+        ]
+        if differ:
+            raise WlbError(
+                f"profile {self.path} is of another model or layout ({'; '.join(differ)}): run wlb-megatron profile "
+                "for this one, or leave the profile out"
+            )
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Read a profile. WlbError, naming the file, if it is missing, damaged or of another format."""
+    again = "make it again with wlb-megatron profile"
+    try:
+        told = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise WlbError(
+            f"cannot read profile {path}: {error.strerror}; give the file that wlb-megatron profile wrote"
+        ) from None
+    except ValueError:
+        raise WlbError(f"profile {path} is not JSON; {again}") from None
+    if not isinstance(told, dict) or told.get("format") != FORMAT:
+        raise WlbError(f"profile {path} is not of format {FORMAT}; {again}")
+    try:
+        settings = told["settings"]
+        if told["fingerprint"] != fingerprint(told):
+            raise ValueError("its fingerprint is not that of its samples")
+        return Profile(
+            path=str(path),
+            model=ProfiledModel(**settings["model"]),
+            device=str(settings["gpu"]),
+            versions={str(name): str(value) for name, value in settings["versions"].items()},
+            fingerprint=str(told["fingerprint"]),
+            costs=Costs.from_told(told["fit"]),
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise WlbError(f"profile {path} is damaged ({error}); {again}") from None
+
+
+def read_samples(path: str | Path) -> dict[str, Any]:
+    """A profile's settings and samples, as measured, without the fit. WlbError as read_profile."""
+    try:
+        told = json.loads(Path(path).read_text(encoding="utf-8"))
+        if told["format"] != FORMAT or told["fingerprint"] != fingerprint(told):
+            raise ValueError
+        return dict(told)
+    except OSError as error:
+        raise WlbError(f"cannot read profile {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise WlbError(f"{path} is not a profile of format {FORMAT}, or is damaged: profile again") from None
 
 
 def fingerprint(told: dict[str, Any]) -> str:

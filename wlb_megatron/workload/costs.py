@@ -1,0 +1,114 @@
+"""What a model's parts cost on a GPU, as fitted to a profile: times of attention, layer, ends, optimizer, links."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.workload.kernel_table import KernelTable
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Times at token counts, straight lines between them and, as the last one runs, beyond. Nanoseconds."""
+
+    tokens: tuple[float, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) < 2 or list(self.tokens) != sorted(set(self.tokens)):
+            raise ValueError("a curve of times needs at least two token counts, ascending")
+        if len(self.forward) != len(self.tokens) or len(self.backward) != len(self.tokens):
+            raise ValueError("a curve of times needs a forward and a backward for each token count")
+
+    def at(self, tokens: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
+        """Forward and backward at `tokens`. Below the first count, the first one's."""
+        t = np.asarray(tokens, dtype=np.float64)
+        return self._line(t, self.forward), self._line(t, self.backward)
+
+    def slope(self) -> tuple[float, float]:
+        """Forward and backward nanoseconds of one more token, from the middle count to the last."""
+        low, high = len(self.tokens) // 2 if len(self.tokens) > 2 else 0, -1
+        span = self.tokens[high] - self.tokens[low]
+        return (self.forward[high] - self.forward[low]) / span, (
+            self.backward[high] - self.backward[low]
+        ) / span
+
+    def _line(self, t: FloatArray, times: tuple[float, ...]) -> FloatArray:
+        last = (times[-1] - times[-2]) / (self.tokens[-1] - self.tokens[-2])
+        beyond = np.maximum(t - self.tokens[-1], 0.0)
+        return np.interp(t, self.tokens, times) + beyond * max(last, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A collective or transfer takes latency + bytes * per_byte, nanoseconds."""
+
+    latency: float
+    per_byte: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """One tensor-parallel rank's costs.
+
+    forward, backward: attention, one layer's. layer: all else of a layer, without communication. embedding, loss: of
+    the first and last stage. optimizer: nanoseconds for each parameter that a GPU owns. host: nanoseconds to launch a
+    layer's forward and its backward, which take at least so long. links: of the collectives that were measured.
+    """
+
+    forward: KernelTable
+    backward: KernelTable
+    layer: Curve
+    embedding: Curve
+    loss: Curve
+    optimizer: float
+    host: tuple[float, float] = (0.0, 0.0)
+    links: dict[str, Link] | None = None
+
+    @cached_property
+    def table(self) -> KernelTable:
+        """Attention forward + backward: what sharding is chosen by."""
+        a, b = self.forward, self.backward
+        summed: dict[str, Any] = {
+            name: getattr(a, name) + getattr(b, name)
+            for name in ("call", "segment", "query_row", "key_row", "exchange", "exchange_row")
+        }
+        return replace(
+            a,
+            rectangle=_add(a.rectangle, b.rectangle),
+            bottom_right=_add(a.bottom_right, b.bottom_right),
+            diagonal=tuple(x + y for x, y in zip(a.diagonal, b.diagonal, strict=True)),
+            **summed,
+        )
+
+    def told(self) -> dict[str, Any]:
+        """JSON-able; from_told reads it back."""
+        return asdict(self)
+
+    @staticmethod
+    def from_told(told: dict[str, Any]) -> Costs:
+        """Raises KeyError, TypeError or ValueError where `told` is not what `told()` gives."""
+        parts: dict[str, Any] = {name: KernelTable(**frozen(told[name])) for name in ("forward", "backward")}
+        parts |= {name: Curve(**frozen(told[name])) for name in ("layer", "embedding", "loss")}
+        links = {name: Link(**link) for name, link in (told["links"] or {}).items()}
+        forward, backward = told["host"]
+        return Costs(**parts, optimizer=told["optimizer"], host=(forward, backward), links=links)
+
+
+def frozen(told: Any) -> Any:
+    """Lists as tuples, all the way down; names of a JSON object as they are."""
+    if isinstance(told, dict):
+        return {name: frozen(value) for name, value in told.items()}
+    return tuple(map(frozen, told)) if isinstance(told, list | tuple) else told
+
+
+def _add(a: tuple[tuple[float, ...], ...], b: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(x + y for x, y in zip(p, q, strict=True)) for p, q in zip(a, b, strict=True))

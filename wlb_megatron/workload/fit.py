@@ -1,0 +1,286 @@
+"""Costs from a profile's samples, and how far they are from samples that the fit has not seen.
+
+Attention of each way (forward, backward): the time per query-key pair of a segment comes from calls of one shape that
+fill the device; what a call, a segment and a row of queries or keys cost beside that is fitted to whole shares of
+micro-batches and to calls of many small documents, by least squares of relative errors, none negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.errors import WlbError
+from wlb_megatron.workload.costs import Costs, Curve, Link
+from wlb_megatron.workload.kernel_table import TILE, KernelTable
+from wlb_megatron.workload.profile import ProfiledModel
+
+FloatArray = npt.NDArray[np.float64]
+Sample = dict[str, Any]
+Way = Literal["forward", "backward"]
+WAYS: tuple[Way, Way] = ("forward", "backward")
+LINKS = ("all_gather", "reduce_scatter", "all_to_all", "p2p")
+FITTED = ("documents", "share")
+UNMEASURED_LATENCY, UNMEASURED_RATE = 50_000.0, 370e9
+"""Nanoseconds of an exchange each way, and bytes a second of NVLink, where one GPU alone was profiled."""
+
+
+def fit(model: ProfiledModel, samples: Sequence[Sample], device: str) -> Costs:
+    """Costs of what was measured. WlbError where too little was."""
+    links = {name: link for name in LINKS if (link := _link(samples, name)) is not None}
+    tables = {way: _attention(model, samples, device, way, links.get("all_to_all")) for way in WAYS}
+    layer, ends = _curve(samples, "layer"), [_curve(samples, part) for part in ("embedding", "loss")]
+    (optimizer,) = _of(samples, "optimizer")[:1] or _missing("the optimizer")
+    each = (optimizer["forward"][0] + optimizer["backward"][0]) / optimizer["sizes"]["parameters"]
+    return Costs(
+        forward=tables["forward"],
+        backward=tables["backward"],
+        layer=layer,
+        embedding=ends[0],
+        loss=ends[1],
+        optimizer=each,
+        host=_host(samples),
+        links=links,
+    )
+
+
+@dataclass(frozen=True)
+class Check:
+    """Relative errors of predicted attention times of samples left out of the fit, by part."""
+
+    part: str
+    errors: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(np.abs(self.errors)))
+
+    @property
+    def p95(self) -> float:
+        return float(np.percentile(np.abs(self.errors), 95))
+
+
+def leave_out(model: ProfiledModel, samples: Sequence[Sample], device: str, folds: int = 8) -> list[Check]:
+    """Every attention sample predicted (forward + backward) by a fit that has not seen it, nor the others of its fold.
+
+    Samples of one fold lie apart in the grid, so that each is predicted from its neighbours.
+    """
+    errors: dict[str, list[float]] = {}
+    parts = ("rectangle", "diagonal", *FITTED)
+    tested = [sample for sample in samples if sample["part"] in parts]
+    corners = _corners(tested)
+    for fold in range(folds):
+        held = [s for at, s in enumerate(tested) if at % folds == fold and id(s) not in corners]
+        chosen = {id(s) for s in held}
+        seen = [s for s in samples if id(s) not in chosen]
+        tables = [_attention(model, seen, device, way, None) for way in WAYS]
+        for sample in held:
+            told = sum(predicted(sample, table) for table in tables)
+            measured = sample["forward"][0] + sample["backward"][0]
+            errors.setdefault(sample["part"], []).append(told / measured - 1)
+    return [Check(part, tuple(found)) for part, found in sorted(errors.items())]
+
+
+def predicted(sample: Sample, table: KernelTable) -> float:
+    """Nanoseconds of an attention sample by a table of one way, or of both."""
+    fixed, rows = _features(sample)
+    kernel = _pairs_ns(sample, table)
+    theta = (table.call, table.segment, table.query_row, table.key_row)
+    # Kernels alone: rows are part of what was measured with them.
+    return kernel + float(np.dot((*fixed, *rows), theta))
+
+
+def _attention(
+    model: ProfiledModel, samples: Sequence[Sample], device: str, way: Way, exchange: Link | None
+) -> KernelTable:
+    (tiny,) = _of(samples, "call")[:1] or _missing("an attention call")
+    table = _grid(model, samples, device, way, float(tiny[way][0]))
+    fitted = [s for s in samples if s["part"] in FITTED]
+    if fitted:
+        measured = np.array([s[way][0] for s in fitted], dtype=np.float64)
+        kernel = np.array([_pairs_ns(s, table) for s in fitted])
+        columns = np.array([(*f, *r) for f, r in map(_features, fitted)])
+        theta = _least_squares(columns / measured[:, None], (measured - kernel) / measured)
+    else:
+        theta = np.array([float(tiny[way][0]), 0.0, 0.0, 0.0])
+    row = 2 * 2 * model.rank_kv_heads * model.head_dim  # K and V, or their gradients, in 2 bytes
+    per_byte = exchange.per_byte if exchange else 1e9 / UNMEASURED_RATE
+    return replace(
+        table,
+        call=float(theta[0]),
+        segment=float(theta[1]),
+        query_row=float(theta[2]),
+        key_row=float(theta[3]),
+        exchange=exchange.latency if exchange else UNMEASURED_LATENCY,
+        exchange_row=row * per_byte,
+    )
+
+
+def _grid(model: ProfiledModel, samples: Sequence[Sample], device: str, way: Way, call: float) -> KernelTable:
+    """Times of segments from calls of one shape. Ratios that were not measured take the nearest rate of their row."""
+    found: dict[int, dict[int, float]] = {}
+    for sample in _of(samples, "rectangle"):
+        ((queries, keys, copies),) = sample["sizes"]["rectangles"]
+        rate = max(sample[way][0] - call, 0.05 * sample[way][0]) / copies / queries / keys
+        found.setdefault(queries, {})[keys] = rate
+    if len(found) < 2:
+        _missing("rectangles of two query counts")
+    sizes, times = [], []
+    for sample in _of(samples, "diagonal"):
+        ((size, copies),) = sample["sizes"]["diagonals"]
+        sizes.append(size)
+        times.append(max(sample[way][0] - call, 0.05 * sample[way][0]) / copies / (size * (size + TILE)))
+    if len(sizes) < 2:
+        _missing("diagonals of two sizes")
+    queries = sorted({*found, *sizes})
+    most = max(max(row) for row in found.values())
+    ratios = [2.0**n for n in range(-10, 12) if TILE / queries[-1] <= 2.0**n <= most / queries[0]]
+    rows = _fill(found, queries, ratios)
+    diagonal = np.interp(np.log(queries), np.log(sizes), times)
+    return KernelTable(
+        device=device,
+        heads=model.rank_heads,
+        kv_heads=model.rank_kv_heads,
+        head_dim=model.head_dim,
+        queries=tuple(float(q) for q in queries),
+        ratios=tuple(ratios),
+        rectangle=rows,
+        bottom_right=_bottom_right(rows, queries, ratios),
+        diagonal=tuple(float(rate * q * (q + TILE)) for rate, q in zip(diagonal, queries, strict=True)),
+        call=call,
+        segment=0.0,
+        query_row=0.0,
+        key_row=0.0,
+        tile_key=0.0,
+        exchange=0.0,
+        exchange_row=0.0,
+    )
+
+
+def _fill(
+    found: dict[int, dict[int, float]], queries: Sequence[int], ratios: Sequence[float]
+) -> tuple[tuple[float, ...], ...]:
+    """[a][b] times; the rate per pair between measured sizes on straight lines over logarithms of both."""
+    known = sorted(found)
+    keys = sorted({k for row in found.values() for k in row})
+    rates = np.array(
+        [
+            np.interp(np.log(keys), np.log(sorted(found[q])), [found[q][k] for k in sorted(found[q])])
+            for q in known
+        ]
+    )
+    rows = []
+    for q in queries:
+        by_keys = [float(np.interp(np.log(q), np.log(known), rates[:, j])) for j in range(len(keys))]
+        rate = np.interp(np.log([q * r for r in ratios]), np.log(keys), by_keys)
+        rows.append(tuple(float(x * q * q * r) for x, r in zip(rate, ratios, strict=True)))
+    return tuple(rows)
+
+
+def _bottom_right(
+    rows: tuple[tuple[float, ...], ...], queries: Sequence[int], ratios: Sequence[float]
+) -> tuple[tuple[float, ...], ...]:
+    """A bottom-right causal call computes its masked half in backward, and in forward only the diagonal's tiles."""
+    return tuple(
+        tuple(t * (1 - min(0.5 / (3.5 * max(r, 1)), 0.5)) for t, r in zip(row, ratios, strict=True))
+        for row, _ in zip(rows, queries, strict=True)
+    )
+
+
+def _pairs_ns(sample: Sample, table: KernelTable) -> float:
+    bare = replace(table, segment=0.0, query_row=0.0, key_row=0.0)
+    diagonals = np.array(sample["sizes"]["diagonals"], dtype=np.int64).reshape(-1, 2)
+    rectangles = np.array(sample["sizes"]["rectangles"], dtype=np.int64).reshape(-1, 3)
+    total = float((bare.diagonal_ns(diagonals[:, 0]) * diagonals[:, 1]).sum())
+    return total + float((bare.rectangle_ns(rectangles[:, 0], rectangles[:, 1]) * rectangles[:, 2]).sum())
+
+
+def _features(sample: Sample) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Calls and segments; rows of queries and of keys, which only a share's executor moves."""
+    diagonals, rectangles = sample["sizes"]["diagonals"], sample["sizes"]["rectangles"]
+    calls = bool(diagonals) + bool(rectangles)
+    segments = sum(n for *_, n in diagonals) + sum(n for *_, n in rectangles)
+    if sample["part"] in ("rectangle", "diagonal"):
+        return (calls, 0.0), (0.0, 0.0)
+    if sample["part"] != "share":
+        return (calls, segments), (0.0, 0.0)
+    own = sum(q * n for q, n in diagonals)
+    queries = own + sum(q * n for q, _, n in rectangles)
+    keys = own + sum(k * n for _, k, n in rectangles)
+    return (calls, segments), (queries, keys)
+
+
+def _least_squares(columns: FloatArray, values: FloatArray) -> FloatArray:
+    """Solution with no negative entry: the best among those in which some entries are nothing."""
+    best, least = np.zeros(columns.shape[1]), float(values @ values)
+    for count in range(1, columns.shape[1] + 1):
+        for chosen in combinations(range(columns.shape[1]), count):
+            part = columns[:, chosen]
+            scale = np.linalg.norm(part, axis=0)
+            if not scale.all():
+                continue
+            solved = np.linalg.lstsq(part / scale, values, rcond=None)[0] / scale
+            rest = values - part @ solved
+            if (solved >= 0).all() and rest @ rest < least:
+                best = np.zeros(columns.shape[1])
+                best[list(chosen)] = solved
+                least = float(rest @ rest)
+    return best
+
+
+def _corners(tested: Iterable[Sample]) -> set[int]:
+    """Ends of the grid: without them others would be predicted by extrapolation."""
+    found: set[int] = set()
+    tested = list(tested)
+    for part, name, at in (
+        ("diagonal", "diagonals", 0),
+        ("rectangle", "rectangles", 0),
+        ("rectangle", "rectangles", 1),
+    ):
+        group = [s for s in tested if s["part"] == part]
+        if group:
+            values = [s["sizes"][name][0][at] for s in group]
+            found |= {id(s) for s, v in zip(group, values, strict=True) if v in (min(values), max(values))}
+    return found
+
+
+def _curve(samples: Sequence[Sample], part: str) -> Curve:
+    group = sorted(_of(samples, part), key=lambda s: s["sizes"]["tokens"])
+    if len(group) < 2:
+        _missing(f"{part} at two token counts")
+    forward, backward = (np.maximum.accumulate([float(s[way][0]) for s in group]) for way in WAYS)
+    tokens = tuple(float(s["sizes"]["tokens"]) for s in group)
+    return Curve(tokens=tokens, forward=tuple(forward.tolist()), backward=tuple(backward.tolist()))
+
+
+def _host(samples: Sequence[Sample]) -> tuple[float, float]:
+    """To launch a layer: the cheapest layer and the cheapest share with both calls seen."""
+
+    def least(part: str, way: str) -> float:
+        return min((float(s.get(f"host_{way}", 0)) for s in _of(samples, part)), default=0.0)
+
+    return tuple(least("layer", way) + least("share", way) for way in WAYS)  # type: ignore[return-value]
+
+
+def _link(samples: Sequence[Sample], name: str) -> Link | None:
+    """Latency and time per byte, from the smallest size and from what the largest adds to it."""
+    group = sorted(_of(samples, name), key=lambda s: s["sizes"]["bytes"])
+    if len(group) < 2:
+        return None
+    first, last = group[0], group[-1]
+    grown = last["sizes"]["bytes"] - first["sizes"]["bytes"]
+    per_byte = max(last["forward"][0] - first["forward"][0], 1) / grown
+    return Link(latency=max(first["forward"][0] - per_byte * first["sizes"]["bytes"], 0.0), per_byte=per_byte)
+
+
+def _of(samples: Sequence[Sample], part: str) -> list[Sample]:
+    return [sample for sample in samples if sample["part"] == part]
+
+
+def _missing(what: str) -> Any:
+    raise WlbError(f"the profile lacks {what}: profile again with a larger --budget")
