@@ -90,8 +90,7 @@ def prepare_model(chunks: list[Any]) -> list[Any]:
 
     keep_keys = not get_args().wlb_regather_keys
     for chunk in chunks:
-        latent = None
-        for name, module in list(chunk.named_modules()):
+        for name, module in chunk.named_modules():
             if not isinstance(module, Attention):
                 continue
             if not isinstance(module.core_attention, WlbCoreAttention):
@@ -100,10 +99,18 @@ def prepare_model(chunks: list[Any]) -> list[Any]:
                     "something replaced the layer spec after the plugin (--spec, --attention-backend local?)."
                 )
             module.core_attention.keep_keys = keep_keys
-            # Multi-latent attention rotates in each layer, all by the same frequencies, made once a micro-batch.
-            if getattr(module, "rotary_pos_emb", None) is not None:
-                latent = latent or PlannedRotaryEmbedding(module.rotary_pos_emb, packed=True)
-                module.rotary_pos_emb = latent
-        if getattr(chunk, "rotary_pos_emb", None) is not None:
-            chunk.rotary_pos_emb = PlannedRotaryEmbedding(chunk.rotary_pos_emb)
+        plan_positions(chunk)
     return chunks
+
+
+def plan_positions(model: Any) -> None:
+    """Rotary frequencies at the plan's positions: the model's own, and those of MLA, which rotates in each layer."""
+    from megatron.core.transformer.attention import Attention
+
+    if getattr(model, "rotary_pos_emb", None) is not None:
+        model.rotary_pos_emb = PlannedRotaryEmbedding(model.rotary_pos_emb)
+    latent = None  # one for all layers: their frequencies are the same, and then made once a micro-batch
+    for module in list(model.modules()):
+        if isinstance(module, Attention) and getattr(module, "rotary_pos_emb", None) is not None:
+            latent = latent or PlannedRotaryEmbedding(module.rotary_pos_emb, packed=True)
+            module.rotary_pos_emb = latent

@@ -1,0 +1,202 @@
+"""Whole models on a CPU, packed through the plugin, against Megatron's own run of one document at a time.
+
+Windows, sinks, YaRN, layers without RoPE, norms of queries and keys, MLA, recomputation: what a layer's neighbours do
+with the plan's tensors. Megatron's own attention is the oracle (for MLA, whose head dims its local class cannot
+take, a plain softmax).
+"""
+
+import contextlib
+import math
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from attention_oracle import padded
+from megatron.core import parallel_state
+from megatron.core.fusions import fused_softmax
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from wlb_megatron.attention.core_attention import packed_seq_params, window_of
+from wlb_megatron.plugin import spec
+from wlb_megatron.sharding.select import shard
+
+LENGTHS = [23, 1, 30, 2, 8]
+VOCABULARY = 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def the_device_is_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(fused_softmax, "get_sliding_window_causal_mask", sliding_window)
+    for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
+        monkeypatch.setattr(random, name, lambda *_, **__: torch.zeros(1))
+
+
+def sliding_window(queries, keys, size):
+    """Megatron's mask, which it makes on a GPU: True where query i does not see key j, i - size[0] <= j <= i."""
+    seen = torch.ones(queries, keys, dtype=torch.bool)
+    return ~seen.triu(keys - queries - size[0]).tril(keys - queries + size[1])
+
+
+class PlainCore(torch.nn.Module):
+    """[s, b, heads, dim] in, causal softmax, as Megatron's core attention."""
+
+    def __init__(self, *_, softmax_scale=None, **__):
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query, key, value, *_, **__):
+        scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * self.scale
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        out = torch.einsum("bhqk,kbhd->qbhd", scores.masked_fill(hidden, -math.inf).softmax(-1), value)
+        return out.flatten(2)
+
+
+def build(planned, position="rope", latent=False, qk_norm=False, **options):
+    shared = {
+        "num_layers": 3,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "init_method_std": 0.3,
+        "use_cpu_initialization": True,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "bias_dropout_fusion": False,
+        **options,
+    }
+    if latent:
+        sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
+        config = MLATransformerConfig(**shared, **sizes, v_head_dim=6)
+    else:
+        config = TransformerConfig(**shared, num_query_groups=2, qk_layernorm=qk_norm)
+    for name, value in YARN.items() if position == "yarn" else ():
+        setattr(config, name, value)
+    layers = get_gpt_layer_local_spec(multi_latent_attention=latent, qk_layernorm=qk_norm)
+    if planned:
+        layers = spec.with_wlb_attention(layers)
+    elif latent:
+        layers.submodules.self_attention.submodules.core_attention = PlainCore
+    torch.manual_seed(3)
+    model = GPTModel(
+        config,
+        layers,
+        VOCABULARY,
+        64,
+        position_embedding_type="none" if latent else position,
+        rotary_base=100,
+        parallel_output=False,
+    )
+    for name, parameter in model.named_parameters():  # sinks that matter
+        if name.endswith("softmax_offset"):
+            parameter.data.normal_(0, 2)
+    if planned:
+        spec.plan_positions(model)
+    return model.train()
+
+
+YARN = {
+    "yarn_rotary_scaling_factor": 8.0,
+    "yarn_original_max_position_embeddings": 8,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": True,
+}
+MODELS = {
+    "plain": {},
+    "window in some layers": {"window_size": (5, 0), "window_attn_skip_freq": 2},
+    "window in listed layers, sinks": {
+        "window_size": (7, 0),
+        "window_attn_skip_freq": [1, 1, 0],
+        "softmax_type": "learnable",
+    },
+    "off-by-one softmax": {"softmax_type": "off-by-one"},
+    "YaRN": {"position": "yarn"},
+    "no RoPE in some layers": {"no_rope_freq": [0, 1, 0]},
+    "no positions": {"position": "none"},
+    "interleaved RoPE": {"rotary_interleaved": True},
+    "norms of queries and keys": {"qk_norm": True},
+    "softmax scale": {"softmax_scale": 0.9},
+    "query-key layer scaling": {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True},
+    "MLA, YaRN": {"latent": True, "rope_type": "yarn", "rotary_scaling_factor": 4.0},
+    "MLA, RoPE": {"latent": True, "rope_type": "rope"},
+    "full recomputation": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "window_size": (5, 0),
+        "window_attn_skip_freq": 2,
+    },
+    "recomputed attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "MLA, recomputed projections": {
+        "latent": True,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["mla_up_proj"],
+    },
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_documents_compute_what_megatron_computes_for_each_alone(name):
+    options = {k: v for k, v in MODELS[name].items() if not k.startswith("recompute")}
+    lengths = padded(LENGTHS, 1)
+    tokens = torch.randint(0, VOCABULARY, (1, int(lengths.sum())), generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(int(lengths.sum()), VOCABULARY, generator=torch.Generator().manual_seed(2))
+
+    alone = build(False, **options)
+    parts, start = [], 0
+    for length in lengths.tolist():
+        document = tokens[:, start : start + length]
+        hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+        parts.append(alone(document, torch.arange(length)[None], hidden)[0])
+        start += length
+    expected = torch.cat(parts)
+    (expected * weights).sum().backward()
+
+    packed = build(True, **MODELS[name])
+    plan = shard(lengths, 1, "per-document")
+    params = packed_seq_params(plan, 0, "cpu", window_of(packed.config))
+    positions = torch.from_numpy(plan.positions(0))[None]
+    got = packed(tokens, positions, None, packed_seq_params=params)[0]
+    (got * weights).sum().backward()
+
+    assert (got - expected).abs().max() < 2e-4 * expected.abs().max()
+    theirs = dict(alone.named_parameters())
+    for parameter_name, parameter in packed.named_parameters():
+        reference = theirs[parameter_name].grad
+        error = (parameter.grad - reference).norm() / reference.norm().clamp_min(1e-12)
+        assert error < 1e-3, (parameter_name, float(error))
+
+
+def test_the_models_differ_where_their_names_say():
+    """Else the comparison above could not fail: each option changes the output."""
+    tokens = torch.randint(0, VOCABULARY, (1, 30), generator=torch.Generator().manual_seed(1))
+    hidden = torch.ones(1, 1, 30, 30, dtype=torch.bool).triu(1)
+
+    def output(**options):
+        return build(False, **options)(tokens, torch.arange(30)[None], hidden)
+
+    plain = output()
+    for name in ("window in some layers", "off-by-one softmax", "YaRN", "no positions", "softmax scale"):
+        assert (output(**MODELS[name]) - plain).abs().max() > 1e-2 * plain.abs().max(), name
