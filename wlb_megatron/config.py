@@ -53,7 +53,15 @@ class WlbConfig:
     balance_batches: int = _setting(
         1, "fixed-greedy and fixed-solver balance over this many global batches (iterations)", type=int
     )
-    solver_seconds: float = _setting(1.0, "fixed-solver's time limit for one plan (seconds)", type=float)
+    cp_mode: str = _setting(
+        "fixed",
+        "who shares a micro-batch: fixed (context-parallel groups of --context-parallel-size), dynamic (each step, "
+        "groups of different size over the data x context parallel ranks, planned by predicted time)",
+        choices=("fixed", "dynamic"),
+    )
+    solver_seconds: float = _setting(
+        1.0, "time limit for one plan of fixed-solver, or of dynamic groups (seconds)", type=float
+    )
     quadratic_at: float | None = _setting(
         None,
         "length at which a document's attention costs as much as everything else: work = d + d*d/X "

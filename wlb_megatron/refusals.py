@@ -32,6 +32,17 @@ def _get(args: Any, name: str) -> Any:
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
+        lambda a, c: c.cp_mode == "dynamic" and (_get(a, "pipeline_model_parallel_size") or 1) > 1,
+        "--wlb-cp-mode dynamic with --pipeline-model-parallel-size above 1",
+        "pipeline stages hand on activations between equal ranks in lockstep, groups of different size have no "
+        "such order yet; set it to 1, or --wlb-cp-mode fixed",
+    ),
+    Refusal(
+        lambda a, c: c.cp_mode == "dynamic" and _get(a, "num_experts"),
+        "--wlb-cp-mode dynamic with --num-experts",
+        "the router's load-balancing loss averages over fixed context-parallel groups; use --wlb-cp-mode fixed",
+    ),
+    Refusal(
         lambda a, c: a.micro_batch_size != 1,
         "--micro-batch-size other than 1",
         "a micro-batch is one packed sequence; set --micro-batch-size 1 and keep --global-batch-size",

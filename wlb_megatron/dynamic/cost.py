@@ -65,6 +65,14 @@ class GroupCost:
         )
 
 
+def token_ns(table: KernelTable, quadratic_at: float) -> float:
+    """Nanoseconds of a layer's token without attention: a document of `quadratic_at` tokens takes as long in
+    attention as in the rest. table: of one tensor-parallel rank's heads."""
+    probe = np.array([65536], dtype=np.int64)
+    plain = replace(table, segment=0.0, query_row=0.0, key_row=0.0)
+    return float(plain.diagonal_ns(probe)[0]) / 65536**2 * quadratic_at
+
+
 def group_cost(
     table: KernelTable,
     token_ns: float,

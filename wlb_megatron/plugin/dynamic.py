@@ -15,14 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.dynamic.blocks import Stage
-from wlb_megatron.dynamic.cost import GroupCost
+from wlb_megatron.dynamic.cost import GroupCost, group_cost, token_ns
 from wlb_megatron.dynamic.plan import Group, StepPlan
 from wlb_megatron.dynamic.planner import FIXED, GREEDY, SOLVER, Outcome, plan_step
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.plan import IterationPlan, Piece
+from wlb_megatron.plugin.groups import make_groups
 from wlb_megatron.plugin.planning import (
     PlannedIteration,
     PlannedMicroBatch,
@@ -34,6 +37,8 @@ from wlb_megatron.plugin.planning import (
 from wlb_megatron.sharding.select import shard_all
 
 SOURCES = (GREEDY, SOLVER, FIXED)
+SPARE_PLANS = 2
+"""Plans made and not asked for from which on the sender takes the time for a solver."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,37 @@ class DynamicSettings:
     spare: Callable[[], bool]
     group: Any
     sender: int = 0
+
+
+def training_plans(
+    planner: Planner, config: WlbConfig, args: Any, shards: ShardSettings, ready: Callable[[], int]
+) -> Callable[[], Iterator[PlannedIteration]]:
+    """Make the process groups (on all ranks at once) and return what makes the plans, to be run in a thread.
+
+    ready: plans made and not asked for. config: complete. Costs are those of the model's shape on H100s.
+    """
+    make_groups()
+    stage_ranks = dist.get_process_group_ranks(
+        parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    longest = config.max_tokens if config.packing == "varlen" else args.seq_length
+    assert longest is not None and config.quadratic_at is not None
+    longest = longest // shards.alignment * shards.alignment
+    stage = Stage.of(shards.cp_size, len(stage_ranks) // shards.cp_size, longest)
+    dynamic = DynamicSettings(
+        stage=stage,
+        cost=group_cost(
+            shards.table,
+            token_ns(shards.table, config.quadratic_at),
+            stage.sizes,
+            tensor=args.tensor_model_parallel_size,
+        ),
+        stage_rank=stage_ranks.index(dist.get_rank()),
+        seconds=config.solver_seconds,
+        spare=lambda: ready() >= SPARE_PLANS,
+        group=dist.new_group(backend="gloo"),
+    )
+    return lambda: plan_groups(planner, shards, dynamic)
 
 
 def plan_groups(

@@ -10,10 +10,12 @@ from typing import Any
 from wlb_megatron.plugin import metrics
 from wlb_megatron.plugin.agreement import EVERY, PlanAgreement
 from wlb_megatron.plugin.data import Layout, MicroBatchIterator, MicroBatchSampler, make_loader
+from wlb_megatron.plugin.dynamic import training_plans
 from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, ShardSettings, plan_iterations
 from wlb_megatron.plugin.rehearsal import longest_micro_batch
 from wlb_megatron.plugin.resume import remember, restore
 from wlb_megatron.plugin.source import Source, attention_shape, token_alignment
+from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.workload.kernel_table import h100
 
 PLANS_AHEAD = 4
@@ -30,8 +32,8 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
         train = sources["train"]
         restore(train, args)
         print_rank_0(
-            f"> wlb_megatron: {train.corpus.first_ids[-1]:,} documents, packing {train.config.packing}, sharding "
-            f"{train.config.sharding}, attention equals the rest at {train.config.quadratic_at:.0f} tokens"
+            f"> wlb_megatron: {train.corpus.first_ids[-1]:,} documents, packing {train.config.packing} in "
+            f"at most {train.planner.packer.max_tokens:,} tokens, sharding {train.config.sharding}, attention equals the rest at {train.config.quadratic_at:.0f} tokens"
         )
         return (
             _training(train, args),
@@ -46,7 +48,11 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
 def _training(source: Source, args: Any) -> MicroBatchIterator:
     agreement = PlanAgreement()
     remember(source, args, source.planner.state())
-    ahead = PlanAhead(partial(plan_iterations, source.planner, _settings(source, args)), PLANS_AHEAD)
+    settings, layout = _settings(source, args), _layout(args)
+    make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
+    if source.config.cp_mode == "dynamic":
+        make = training_plans(source.planner, source.config, args, settings, lambda: ahead.ready)
+    ahead = PlanAhead(make, PLANS_AHEAD)
     sampler = MicroBatchSampler(ahead)
 
     def trained(batches: list[dict[str, Any]]) -> None:
@@ -68,14 +74,12 @@ def _training(source: Source, args: Any) -> MicroBatchIterator:
         remember(source, args, planned.state)
         metrics.report(batches, plan_wait_ms=ahead.take_waited() * 1e3, put_back=planned.put_back)
 
-    settings, layout = _settings(source, args), _layout(args)
     wanted = {"auto": args.distributed_backend == "nccl", "always": True, "never": False}[
         source.config.rehearsal
     ]
-    most = source.config.max_tokens if source.config.packing == "varlen" else args.seq_length
-    longest = (
-        longest_micro_batch(most or args.seq_length, args.seq_length, settings, layout) if wanted else None
-    )
+    most = source.planner.packer.max_tokens
+    most += padding(most, settings.alignment)
+    longest = longest_micro_batch(most, args.seq_length, settings, layout) if wanted else None
     return MicroBatchIterator(_loader(source, sampler, layout, args), trained, longest)
 
 
@@ -124,6 +128,8 @@ def _layout(args: Any) -> Layout:
         reads_tokens=parallel_state.is_pipeline_first_stage(ignore_virtual=True)
         or parallel_state.is_pipeline_last_stage(ignore_virtual=True),
         window=window_of(args),
+        stage_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        cp_size=args.context_parallel_size,
     )
 
 
