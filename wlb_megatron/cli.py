@@ -17,6 +17,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.packing.lengths import read_lengths
+from wlb_megatron.patching import add_patch
 from wlb_megatron.profiler.command import add_profile
 from wlb_megatron.simulator.command import add_reproduce
 from wlb_megatron.simulator.simulate import add_simulate, print_simulation, run_simulate
@@ -35,18 +36,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="wlb-megatron", description="Workload-balanced packing for Megatron-LM, without a GPU."
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="inspect | analyze | simulate | reproduce | profile"
+        dest="command", required=True, metavar="inspect | analyze | simulate | reproduce | profile | patch"
     )
     _add_inspect(commands.add_parser("inspect", help="show the plans of documents of given lengths"))
     _add_analyze(commands.add_parser("analyze", help="predict what balancing would bring, with pictures"))
     _add_simulate(commands.add_parser("simulate", help="simulate training steps of a model on a cluster"))
     add_reproduce(commands.add_parser("reproduce", help="simulate the WLB-LLM paper's tables"))
     add_profile(commands.add_parser("profile", help="measure a model's costs on this GPU"))
+    add_patch(commands.add_parser("patch", help="put the plugin's calls into a fork of Megatron-LM"))
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = parser.parse_args(argv)
+        args = parser.parse_args(given)
         args.run(args)
     except WlbError as error:
-        print(f"wlb-megatron: {_rename(str(error))}", file=sys.stderr)
+        told = str(error) if given[:1] == ["patch"] else _rename(str(error))
+        print(f"wlb-megatron: {told}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

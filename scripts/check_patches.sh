@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Checks every patch against a clone of Megatron-LM: applied, applied again, reverted to the very files, for each release
+# branch (patches/0.19 against core_r0.19.0, ..; a series without its branch against main).
+# usage: scripts/check_patches.sh CLONE
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+[ $# -eq 1 ] || { sed -n 's/^# usage: /usage: /p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+clone=$1
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+patch() {
+    PYTHONPATH="$root" "$root/.venv/bin/python" -m wlb_megatron.cli patch "$@"
+}
+
+branch_of() { # the first of these names that the clone knows
+    local name
+    for name in "core_r$1.0" "origin/core_r$1.0" main origin/main; do
+        if git -C "$clone" rev-parse --quiet --verify "$name^{commit}" >/dev/null; then
+            echo "$name"
+            return
+        fi
+    done
+    echo "check_patches.sh: $clone has neither core_r$1.0 nor main: fetch them" >&2
+    return 1
+}
+
+for folder in "$root"/patches/*/; do
+    series=$(basename "$folder")
+    branch=$(branch_of "$series")
+    tree="$scratch/$series"
+    mkdir "$tree"
+    git -C "$clone" archive "$branch" pretrain_gpt.py megatron | tar -x -C "$tree"
+    cp -r "$tree" "$tree.before"
+    for action in --check --apply --apply --check; do
+        patch "$action" "$tree" >"$scratch/said" || { cat "$scratch/said"; exit 1; }
+    done
+    [ "$(grep -c ' applied$' "$scratch/said")" -eq "$(find "$folder" -name '*.patch' | wc -l)" ]
+    patch --revert "$tree" >/dev/null
+    diff -r "$tree" "$tree.before"
+    echo "patches/$series: apply to and revert from $branch ($(git -C "$clone" rev-parse --short "$branch"))"
+done

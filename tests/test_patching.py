@@ -1,0 +1,173 @@
+"""`wlb-megatron patch` on small checkouts: applied once, reverted exactly, refused where the fork differs."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from wlb_megatron.cli import main
+from wlb_megatron.errors import WlbError
+from wlb_megatron.patching import checkout_version, git_apply, hunks, patches_of, state_of
+
+ROOT = Path(__file__).resolve().parents[1]
+SERIES = sorted(folder.name for folder in (ROOT / "patches").iterdir() if folder.is_dir())
+WHEEL = importlib.util.find_spec("megatron.core")
+
+
+def before(patch: Path) -> str:
+    """The lines a patch expects, padded with others to where it expects them."""
+    body = hunks(patch)
+    (start,) = re.match(r"@@ -(\d+)", body[0]).groups()
+    lines = [line[1:] for line in body[1:] if line[:1] in (" ", "-")]
+    return "\n".join([f"# line {number}" for number in range(1, int(start))] + lines) + "\n"
+
+
+def target(patch: Path) -> str:
+    (name,) = re.findall(r"^\+\+\+ b/(.+)$", patch.read_text(), flags=re.MULTILINE)
+    return name
+
+
+@pytest.fixture(params=SERIES)
+def checkout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A git repository with just the files that a version's patches touch, and its version."""
+    root = tmp_path / "fork"
+    for patch in patches_of(f"{request.param}.1"):
+        file = root / target(patch)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(before(patch))
+    major, minor = request.param.split(".")
+    info = root / "megatron" / "core" / "package_info.py"
+    info.parent.mkdir(parents=True, exist_ok=True)
+    info.write_text(
+        f"MAJOR = {major}\nMINOR = {minor}\nPATCH = 1\nPRE_RELEASE = ''\nraise SystemExit('run')\n"
+    )
+    for command in ("init", "add -A", "-c user.name=n -c user.email=e commit -m fork"):
+        subprocess.run(["git", *command.split()], cwd=root, check=True, capture_output=True)
+    return root
+
+
+def tree(root: Path) -> dict[str, str]:
+    files = [path for path in root.rglob("*") if path.is_file() and ".git" not in path.parts]
+    return {str(path.relative_to(root)): path.read_text() for path in files}
+
+
+def test_applied_once_and_reverted_to_the_very_bytes(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = tree(checkout)
+    assert main(["patch", "--check", str(checkout)]) == 0
+    assert tree(checkout) == original
+    assert capsys.readouterr().out.count("can be applied") == 2
+    assert main(["patch", "--apply", str(checkout)]) == 0
+    patched = tree(checkout)
+    assert "enable()" in patched["pretrain_gpt.py"]
+    assert main(["patch", "--apply", str(checkout)]) == 0
+    assert tree(checkout) == patched
+    assert "was applied already" in capsys.readouterr().out
+    assert main(["patch", "--check", str(checkout)]) == 0
+    assert main(["patch", "--revert", str(checkout)]) == 0
+    assert tree(checkout) == original
+    assert main(["patch", "--revert", str(checkout)]) == 0
+    assert tree(checkout) == original
+
+
+def test_a_fork_that_differs_in_one_file_is_named_with_its_hunk_and_nothing_is_changed(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = checkout / "pretrain_gpt.py"
+    script.write_text(script.read_text().replace("_MAIN_ENTRY_TIME = time.time()", "_ENTERED = clock()"))
+    original = tree(checkout)
+    assert main(["patch", "--apply", str(checkout)]) == 2
+    said = capsys.readouterr().err
+    assert tree(checkout) == original
+    assert "0001-pretrain-gpt.patch does not fit" in said
+    assert re.search(r"patch failed: pretrain_gpt\.py:\d+", said)
+    assert "| +    from wlb_megatron.plugin.launch import enable  # --wlb-off" in said
+    assert f"git -C {checkout} apply --3way" in said
+
+
+def test_the_three_way_help_merges_a_fork_that_moved_on_from_a_known_file(checkout: Path) -> None:
+    script, patch = checkout / "pretrain_gpt.py", patches_of(checkout_version(checkout))[0]
+    known = before(patch)
+    # The command needs the patch's own blobs, which a clone of Megatron-LM has: make this repository's so.
+    new = checkout.parent / "after.patch"
+    script.write_text(known.replace('__main__":\n', '__main__":\n    enable()\n'))
+    diff = subprocess.run(
+        ["git", "diff", "--full-index"], cwd=checkout, capture_output=True, text=True
+    ).stdout
+    new.write_text(diff)
+    script.write_text(known.replace("# line 3\n", "# a fork's own line\n"))
+    subprocess.run(["git", "add", "-A"], cwd=checkout, check=True)
+    done = subprocess.run(
+        ["git", "apply", "--3way", str(new)], cwd=checkout, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "enable()" in script.read_text() and "a fork's own line" in script.read_text()
+
+
+def test_a_half_patched_fork_gets_the_rest(checkout: Path) -> None:
+    first, second = patches_of(checkout_version(checkout))
+    git_apply(checkout, [second])
+    assert [state_of(checkout, patch).applied for patch in (first, second)] == [False, True]
+    assert main(["patch", "--apply", str(checkout)]) == 0
+    assert all(state_of(checkout, patch).applied for patch in (first, second))
+
+
+def test_a_checkout_inside_another_repository_is_patched_too(checkout: Path) -> None:
+    subprocess.run(["rm", "-rf", str(checkout / ".git")], check=True)
+    subprocess.run(["git", "init", "-q", str(checkout.parent)], check=True)
+    (checkout.parent / ".gitignore").write_text("fork/\n")
+    assert main(["patch", "--apply", str(checkout)]) == 0
+    assert "enable()" in (checkout / "pretrain_gpt.py").read_text()
+
+
+def test_a_version_without_patches_and_a_folder_that_is_no_checkout_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["patch", "--apply", str(tmp_path)]) == 2
+    assert "no Megatron-LM checkout" in capsys.readouterr().err
+    info = tmp_path / "megatron" / "core" / "package_info.py"
+    info.parent.mkdir(parents=True)
+    info.write_text("MAJOR, MINOR = 0, 19\n")
+    assert main(["patch", "--check", str(tmp_path)]) == 2
+    assert "names no MAJOR" in capsys.readouterr().err
+    info.write_text("MAJOR = 0\nMINOR = 12\nPATCH = 0\n")
+    assert main(["patch", "--check", str(tmp_path)]) == 2
+    assert "no patches for megatron-core 0.12.0" in capsys.readouterr().err
+
+
+def test_a_patch_holds_a_call_and_no_logic() -> None:
+    for series in SERIES:
+        for patch in patches_of(f"{series}.0"):
+            added = [line[1:].strip() for line in hunks(patch) if line.startswith("+") and line[1:].strip()]
+            assert len(added) == 2 and not [line for line in hunks(patch) if line.startswith("-")]
+            assert added[0].startswith("from wlb_megatron.plugin.launch import ")
+            assert added[1] == added[0].split("import ")[1].split()[0] + "()"
+
+
+def test_patches_of_the_wheels_files_fit_the_installed_wheel(tmp_path: Path) -> None:
+    """Those that touch a file of the wheel; scripts/check_patches.sh checks all against a clone."""
+    if WHEEL is None or not WHEEL.submodule_search_locations:
+        pytest.skip("megatron-core is not installed")
+    wheel = Path(next(iter(WHEEL.submodule_search_locations))).parents[1]
+    checked = 0
+    for patch in patches_of(checkout_version(wheel)):
+        name = target(patch)
+        if (wheel / name).is_file():
+            (tmp_path / name).parent.mkdir(parents=True)
+            (tmp_path / name).write_text((wheel / name).read_text())
+            git_apply(tmp_path, [patch])
+            compile((tmp_path / name).read_text(), name, "exec")
+            assert state_of(tmp_path, patch).applied
+            checked += 1
+    assert checked
+
+
+def test_git_is_asked_for_where_it_is_missing(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(WlbError, match="git is needed"):
+        state_of(checkout, patches_of(checkout_version(checkout))[0])

@@ -1,0 +1,155 @@
+"""`wlb-megatron patch`: the plugin's calls put into a fork of Megatron-LM, taken out again, or looked for.
+
+`git` does the work and does it whole or not at all: patches given to it together are applied together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from wlb_megatron.errors import WlbError
+
+PACKAGE = Path(__file__).resolve().parent
+VERSION_FILE = Path("megatron/core/package_info.py")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A patch and what the checkout makes of it; differs: git's words where it neither applies nor is applied."""
+
+    patch: Path
+    applied: bool
+    differs: tuple[str, ...] = ()
+
+
+def add_patch(parser: argparse.ArgumentParser) -> None:
+    """Flags of `wlb-megatron patch`."""
+    parser.description = (
+        "Patches a fork of Megatron-LM so that its own scripts start with the plugin. The patches are those of the "
+        "checkout's version; all or none are applied, and doing it again does nothing."
+    )
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--check", action="store_true", help="say what is applied and what would be")
+    action.add_argument("--apply", action="store_true", help="apply what is not applied yet")
+    action.add_argument("--revert", action="store_true", help="take out what is applied")
+    parser.add_argument("path", metavar="PATH", type=Path, help="the checkout")
+    parser.set_defaults(run=run_patch)
+
+
+def run_patch(args: argparse.Namespace) -> None:
+    """Print what was done, a line a patch. WlbError, with nothing changed, where the fork differs."""
+    version = checkout_version(args.path)
+    found = [state_of(args.path, patch) for patch in patches_of(version)]
+    differing = [state for state in found if state.differs]
+    if differing:
+        raise WlbError("\n".join(_explain(args.path, version, state) for state in differing))
+    todo = [state.patch for state in found if state.applied == args.revert]
+    if not args.check and todo:
+        git_apply(args.path, todo, reverse=args.revert)
+    for state in found:
+        if args.check:
+            told = "applied" if state.applied else "can be applied"
+        elif state.patch in todo:
+            told = "reverted" if args.revert else "applied"
+        else:
+            told = "was not applied" if args.revert else "was applied already"
+        print(f"megatron-core {version}: {state.patch.parent.name}/{state.patch.name} {told}")
+
+
+def checkout_version(checkout: Path) -> str:
+    """megatron-core's version in a checkout, read from its source without running it. WlbError if there is none."""
+    try:
+        tree = ast.parse((checkout / VERSION_FILE).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise WlbError(
+            f"{checkout} is no Megatron-LM checkout, {VERSION_FILE} cannot be read ({error}); give its root folder"
+        ) from None
+    numbers = {
+        target.id: statement.value.value
+        for statement in tree.body
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    }
+    try:
+        return ".".join(str(int(str(numbers[name]))) for name in ("MAJOR", "MINOR", "PATCH"))
+    except (KeyError, TypeError, ValueError):
+        raise WlbError(
+            f"{checkout / VERSION_FILE} names no MAJOR, MINOR and PATCH; give a Megatron-LM checkout"
+        ) from None
+
+
+def patches_of(version: str) -> list[Path]:
+    """The patches of a version's series (0.19 for 0.19.1), in order. WlbError if there are none for it."""
+    root = next(
+        (folder for folder in (PACKAGE / "patches", PACKAGE.parent / "patches") if folder.is_dir()), None
+    )
+    series = version.rsplit(".", 1)[0]
+    found = sorted((root / series).glob("*.patch")) if root else []
+    if not found:
+        known = sorted(folder.name for folder in root.iterdir() if folder.is_dir()) if root else []
+        raise WlbError(
+            f"no patches for megatron-core {version}, only for {', '.join(known)}: check out one of those branches "
+            "(core_r0.19.0 and so on), or start through `-m wlb_megatron.launch`"
+        )
+    return found
+
+
+def state_of(checkout: Path, patch: Path) -> State:
+    """Whether a patch is applied, can be, or neither."""
+    forward = _git(checkout, ["apply", "--check", "--verbose", str(patch)])
+    if forward.returncode == 0:
+        return State(patch, applied=False)
+    if _git(checkout, ["apply", "--check", "--reverse", str(patch)]).returncode == 0:
+        return State(patch, applied=True)
+    said = tuple(line for line in forward.stderr.splitlines() if line.startswith("error: "))
+    return State(patch, applied=False, differs=said or (f"error: {forward.stderr.strip()}",))
+
+
+def git_apply(checkout: Path, patches: list[Path], *, reverse: bool = False) -> None:
+    """Apply patches together, or take them out in the other order. WlbError with git's words if it cannot."""
+    ordered = [str(patch) for patch in (reversed(patches) if reverse else patches)]
+    done = _git(checkout, ["apply", *(["--reverse"] if reverse else []), *ordered])
+    if done.returncode:
+        raise WlbError(f"git changed nothing in {checkout}: {done.stderr.strip()}")
+
+
+def _git(checkout: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    # A repository around the checkout is not looked at: git would skip files outside of what it tracks there.
+    above = {"GIT_CEILING_DIRECTORIES": str(checkout.resolve().parent), "LC_ALL": "C"}
+    try:
+        return subprocess.run(
+            ["git", *arguments],
+            cwd=checkout,
+            env={**os.environ, **above},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise WlbError("git is needed to patch a checkout and was not found: install it") from None
+
+
+def _explain(checkout: Path, version: str, state: State) -> str:
+    """Which hunk does not fit, with its lines, and how to merge it by hand."""
+    lines = [f"{state.patch.name} does not fit this fork of megatron-core {version}; nothing was changed."]
+    lines += [f"  {said.removeprefix('error: ')}" for said in state.differs]
+    lines += [f"  | {line}" for line in hunks(state.patch)]
+    lines += [
+        "  Merge it three-way (conflicts are marked in the file), then run this again:",
+        f"    git -C {shlex.quote(str(checkout))} apply --3way {shlex.quote(str(state.patch))}",
+    ]
+    return "\n".join(lines)
+
+
+def hunks(patch: Path) -> list[str]:
+    """The hunks of a patch, from their @@ lines on, without its header."""
+    text = patch.read_text(encoding="utf-8")
+    return re.split(r"^(?=@@ )", text, maxsplit=1, flags=re.MULTILINE)[1].splitlines()
