@@ -109,6 +109,21 @@ def test_the_three_way_help_merges_a_fork_that_moved_on_from_a_known_file(checko
     assert "enable()" in script.read_text() and "a fork's own line" in script.read_text()
 
 
+def test_what_was_merged_by_hand_counts_as_applied_and_is_not_taken_out(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["patch", "--apply", str(checkout)]) == 0
+    script = checkout / "pretrain_gpt.py"
+    script.write_text(script.read_text().replace("_MAIN_ENTRY_TIME = time.time()", "_ENTERED = clock()"))
+    merged = tree(checkout)
+    assert main(["patch", "--apply", str(checkout)]) == 0
+    assert main(["patch", "--check", str(checkout)]) == 0
+    assert "merged by hand" in capsys.readouterr().out
+    assert main(["patch", "--revert", str(checkout)]) == 2
+    assert "--3way --reverse" in capsys.readouterr().err
+    assert tree(checkout) == merged
+
+
 def test_a_half_patched_fork_gets_the_rest(checkout: Path) -> None:
     first, second = patches_of(checkout_version(checkout))
     git_apply(checkout, [second])

@@ -22,10 +22,15 @@ VERSION_FILE = Path("megatron/core/package_info.py")
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A patch and what the checkout makes of it; differs: git's words where it neither applies nor is applied."""
+    """A patch and what the checkout makes of it.
+
+    merged: its lines are there, but between others (merged by hand), so that git cannot take them out.
+    differs: git's words where it neither applies nor is applied.
+    """
 
     patch: Path
     applied: bool
+    merged: bool = False
     differs: tuple[str, ...] = ()
 
 
@@ -47,7 +52,7 @@ def run_patch(args: argparse.Namespace) -> None:
     """Print what was done, a line a patch. WlbError, with nothing changed, where the fork differs."""
     version = checkout_version(args.path)
     found = [state_of(args.path, patch) for patch in patches_of(version)]
-    differing = [state for state in found if state.differs]
+    differing = [state for state in found if state.differs or (state.merged and args.revert)]
     if differing:
         raise WlbError("\n".join(_explain(args.path, version, state) for state in differing))
     todo = [state.patch for state in found if state.applied == args.revert]
@@ -55,7 +60,7 @@ def run_patch(args: argparse.Namespace) -> None:
         git_apply(args.path, todo, reverse=args.revert)
     for state in found:
         if args.check:
-            told = "applied" if state.applied else "can be applied"
+            told = ("merged by hand" if state.merged else "applied") if state.applied else "can be applied"
         elif state.patch in todo:
             told = "reverted" if args.revert else "applied"
         else:
@@ -109,8 +114,24 @@ def state_of(checkout: Path, patch: Path) -> State:
         return State(patch, applied=False)
     if _git(checkout, ["apply", "--check", "--reverse", str(patch)]).returncode == 0:
         return State(patch, applied=True)
-    said = tuple(line for line in forward.stderr.splitlines() if line.startswith("error: "))
-    return State(patch, applied=False, differs=said or (f"error: {forward.stderr.strip()}",))
+    if _holds(checkout, patch):
+        return State(patch, applied=True, merged=True)
+    errors = [
+        line.removeprefix("error: ") for line in forward.stderr.splitlines() if line.startswith("error: ")
+    ]
+    said = tuple(line for line in errors if not line.startswith("while searching"))
+    return State(patch, applied=False, differs=said or (forward.stderr.strip(),))
+
+
+def _holds(checkout: Path, patch: Path) -> bool:
+    """Whether the file has the patch's added lines, one after another, and no conflict left."""
+    (name,) = re.findall(r"^\+\+\+ b/(.+)$", patch.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    added = "\n".join(line[1:] for line in hunks(patch) if line.startswith("+"))
+    try:
+        text = (checkout / name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return added in text and "\n<<<<<<< " not in text
 
 
 def git_apply(checkout: Path, patches: list[Path], *, reverse: bool = False) -> None:
@@ -139,12 +160,18 @@ def _git(checkout: Path, arguments: list[str]) -> subprocess.CompletedProcess[st
 
 def _explain(checkout: Path, version: str, state: State) -> str:
     """Which hunk does not fit, with its lines, and how to merge it by hand."""
+    here, patch = shlex.quote(str(checkout)), shlex.quote(str(state.patch))
+    if state.merged:
+        return (
+            f"{state.patch.name} was merged by hand, so its lines are to be taken out by hand as well; nothing was "
+            f"changed. Or try: git -C {here} apply --3way --reverse {patch}"
+        )
     lines = [f"{state.patch.name} does not fit this fork of megatron-core {version}; nothing was changed."]
-    lines += [f"  {said.removeprefix('error: ')}" for said in state.differs]
+    lines += [f"  {said}" for said in state.differs]
     lines += [f"  | {line}" for line in hunks(state.patch)]
     lines += [
         "  Merge it three-way (conflicts are marked in the file), then run this again:",
-        f"    git -C {shlex.quote(str(checkout))} apply --3way {shlex.quote(str(state.patch))}",
+        f"    git -C {here} apply --3way {patch}",
     ]
     return "\n".join(lines)
 
