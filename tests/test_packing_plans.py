@@ -197,6 +197,24 @@ def test_a_state_of_other_settings_is_refused_and_says_what_changed() -> None:
         saved.load_state(saved.state() | {"version": 7})
 
 
+def test_an_lmax_set_by_no_flag_comes_with_the_state_where_it_fits() -> None:
+    def packer(alignment: int, fits: int) -> Any:
+        return make_packer(
+            WlbConfig(), COST, window=40, micro_batches=4, alignment=alignment, adopt_max_tokens=fits
+        )
+
+    state = json.loads(json.dumps(packer(4, 1000).state()))
+    assert state["settings"]["max_tokens"] == 60
+    other = packer(8, 64)
+    assert other.max_tokens == 56  # 60 is no multiple of 8
+    other.load_state(state)
+    assert other.max_tokens == 60 and other.state() == state  # with end padding it has 64 tokens at most
+    with pytest.raises(ValueError, match=r"up to 60 tokens, but 56 fit the memory.*--wlb-max-tokens 60"):
+        packer(8, 63).load_state(state)
+    with pytest.raises(ValueError, match="max_tokens was 60, is 56"):
+        packer(8, 0).load_state(state)
+
+
 def test_thresholds_found_on_a_sample_come_with_the_state() -> None:
     def packer(sample: list[int] | None) -> Any:
         return make_packer(WlbConfig(), COST, window=WINDOW, micro_batches=4, sample=sample)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -64,6 +65,7 @@ class Run:
             pp=layout.pp,
             alignment=layout.alignment,
             sample=sample,
+            adopt_max_tokens=sys.maxsize if self.config.max_tokens is None else 0,
         )
         schedule = BatchSchedule(self.steps)
         tokens = self.bins * self.rules.window
@@ -143,7 +145,7 @@ def draw_lengths(rng: np.random.Generator, window: int) -> np.ndarray:
 def draw_layout(rng: np.random.Generator, run: Run) -> Layout:
     common = math.gcd(*(size for _, size in run.steps))
     dp = int(rng.choice([d for d in range(1, common + 1) if common % d == 0]))
-    return Layout(dp, pp=int(rng.integers(1, 5)), alignment=int(rng.choice([1, 2, 4])))
+    return Layout(dp, pp=int(rng.integers(1, 5)), alignment=int(rng.choice([1, 2, 4, 8])))
 
 
 def plans_of(planner: Planner, limit: int) -> Iterator[IterationPlan]:

@@ -11,7 +11,7 @@ import torch
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin.limits import fit_to_memory, model_and_layout
+from wlb_megatron.plugin.limits import adoptable_tokens, fit_to_memory, model_and_layout
 from wlb_megatron.workload.memory import GIB, memory_needed
 
 
@@ -60,6 +60,14 @@ def test_a_flag_overrides_it_and_cpus_and_experts_are_not_measured(memory: Any) 
     assert fit_to_memory(arguments(), WlbConfig(max_tokens=60000), 1).max_tokens == 60000
     assert fit_to_memory(arguments(distributed_backend="gloo"), WlbConfig(), 1).max_tokens == 49152
     assert fit_to_memory(arguments(num_experts=8), WlbConfig(), 1).max_tokens == 49152
+
+
+def test_a_saved_lmax_may_come_along_up_to_what_fits_unless_a_flag_sets_it(memory: Any) -> None:
+    memory(31)
+    fits = adoptable_tokens(arguments(wlb_max_tokens=None), 8)
+    assert fits == fit_to_memory(arguments(), WlbConfig(), 8).max_tokens
+    assert adoptable_tokens(arguments(wlb_max_tokens=49152), 8) == 0
+    assert adoptable_tokens(arguments(wlb_max_tokens=None, distributed_backend="gloo"), 8) > 1 << 40
 
 
 @pytest.mark.parametrize(("context", "measured_mb"), [(1, 30084), (2, 17570)])

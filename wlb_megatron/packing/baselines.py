@@ -96,6 +96,7 @@ class OriginalPacker:
         self._cost = cost
         self._max_documents = config.max_documents
         self._window = window
+        self.max_tokens = window
         self.bins = bins
         self._ranks = ranks
         self._waiting: list[Waiting] = []
@@ -146,6 +147,7 @@ class FixedGreedyPacker:
         self._cost = cost
         self._max_documents = config.max_documents
         self._window = window
+        self.max_tokens = window
         self.bins = bins
         self._ranks = ranks
         self._remainder: list[Waiting] = []

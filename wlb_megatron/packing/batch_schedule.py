@@ -46,6 +46,10 @@ class BatchSchedule:
         change = min((at for at, _ in self.steps if at > samples), default=None)
         return most if change is None else min(most, -(-(change - samples) // size))
 
+    def from_now(self, samples: int) -> list[int]:
+        """The next iteration's size and all later ones."""
+        return [self.size(samples), *(size for at, size in self.steps if at > samples)]
+
     def before(self, samples: int) -> tuple[tuple[int, int], ...]:
         """The steps that iterations up to `samples` can have used."""
         return tuple(step for step in self.steps if step[0] < max(samples, 1))

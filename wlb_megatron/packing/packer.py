@@ -58,6 +58,10 @@ class Packer(Protocol):
     bins: int
     """Micro-batches of a global batch; of the largest one if batches grow."""
 
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a micro-batch, without end padding."""
+
     intake_batches: int
     """Global batches taken in at once at most; in the other iterations nothing arrives."""
 
@@ -91,12 +95,14 @@ def make_packer(
     vpp: int = 1,
     alignment: int = 1,
     sample: Sequence[int] | None = None,
+    adopt_max_tokens: int = 0,
 ) -> Packer:
     """The packer that `config.packing` names.
 
     window: tokens of --seq-length. micro_batches: of one data-parallel rank, in the largest global batch. vpp: model
     chunks of a stage. alignment: a micro-batch's tokens are padded up to a multiple of it. sample: document lengths
     (tokens, at most the window) on which `thresholds=auto` is found; without one a rule of thumb serves.
+    adopt_max_tokens: a loaded state brings its own Lmax if that, padded, is at most so many tokens.
     Raises ValueError on settings that cannot work.
     """
     from wlb_megatron.packing.baselines import FixedGreedyPacker, OriginalPacker
@@ -120,7 +126,7 @@ def make_packer(
         raise WlbError(f"max_documents must be at least 1, got {config.max_documents}")
     ranks = Ranks(dp, pp, vpp)
     if config.packing == "varlen":
-        return _make_varlen(config, cost, window, micro_batches, alignment, sample, ranks)
+        return _make_varlen(config, cost, window, micro_batches, alignment, sample, ranks, adopt_max_tokens)
     fixed: dict[str, type[OriginalPacker | FixedGreedyPacker]] = {
         "original": OriginalPacker,
         "fixed-greedy": FixedGreedyPacker,
@@ -139,6 +145,7 @@ def _make_varlen(
     alignment: int,
     sample: Sequence[int] | None,
     ranks: Ranks,
+    adopt_max_tokens: int,
 ) -> Packer:
     from wlb_megatron.packing.delay_bound import Limits
     from wlb_megatron.packing.thresholds import find_thresholds, read_thresholds, rule_of_thumb
@@ -160,7 +167,14 @@ def _make_varlen(
             find_thresholds(sample, cost, limits).thresholds if sample is not None else rule_of_thumb(window)
         )
     return VarlenPacker(
-        cost, limits, thresholds, ranks, by_balance=config.release == "balance", adopt_thresholds=found
+        cost,
+        limits,
+        thresholds,
+        ranks,
+        by_balance=config.release == "balance",
+        adopt_thresholds=found,
+        # Lmax need be no multiple of the alignment: what it is padded to must fit.
+        adopt_capacity=adopt_max_tokens // alignment * alignment,
     )
 
 

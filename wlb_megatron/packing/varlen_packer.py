@@ -68,18 +68,25 @@ class VarlenPacker:
         *,
         by_balance: bool = True,
         adopt_thresholds: bool = False,
+        adopt_capacity: int = 0,
     ) -> None:
-        """thresholds: of the outlier queues (tokens), rising. adopt_thresholds: a loaded state brings its own."""
+        """thresholds: of the outlier queues (tokens), rising. adopt_thresholds: a loaded state brings its own.
+        adopt_capacity: it brings its own Lmax, too, up to so many tokens."""
         self._cost = cost
         self.bins = limits.bins
         self._limits = limits
         self._ranks = ranks
         self._by_balance = by_balance
         self._adopt_thresholds = adopt_thresholds
+        self._adopt_capacity = adopt_capacity
         self._queues = OutlierQueues(thresholds)
         self._left: list[Item] = []
         self._price = DelayPrice()
         self._serial = 0
+
+    @property
+    def max_tokens(self) -> int:
+        return self._limits.capacity
 
     @property
     def waiting(self) -> tuple[Piece, ...]:
@@ -203,8 +210,16 @@ class VarlenPacker:
 
     def load_state(self, state: dict[str, Any]) -> None:
         saved = {"release": "balance"} | state["settings"]  # the first states had no other
-        thresholds = saved["thresholds"] if self._adopt_thresholds else self._queues.thresholds
-        check_settings(saved, self._settings() | {"thresholds": list(thresholds)})
+        thresholds = saved.get("thresholds", []) if self._adopt_thresholds else self._queues.thresholds
+        capacity = saved.get("max_tokens", 0) if self._adopt_capacity else self._limits.capacity
+        if capacity > max(self._limits.capacity, self._adopt_capacity):
+            raise WlbError(
+                f"the saved run's micro-batches hold up to {capacity} tokens, but {self._adopt_capacity} fit the "
+                "memory of this layout: raise --context-parallel-size or use --recompute-granularity full; if they "
+                f"do fit, set --wlb-max-tokens {capacity}"
+            )
+        check_settings(saved, self._settings() | {"thresholds": list(thresholds), "max_tokens": capacity})
+        self._limits = replace(self._limits, capacity=capacity)
         self._queues = OutlierQueues(thresholds)
         self._left = self._sort_in(self._make_items(decode(state["waiting"])))
         self._price.load_state(state["price"])

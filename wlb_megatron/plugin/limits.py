@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -18,18 +19,30 @@ LARGE_VOCABULARY = 131072
 def fit_to_memory(args: Any, config: WlbConfig, alignment: int) -> WlbConfig:
     """The settings with Lmax filled in: 1.5 windows, or what fits the GPU's memory if that is less.
 
-    A value given by flag stays. Without a GPU, or with experts (how many tokens one gets is not known ahead),
-    memory is not looked at. WlbError if not even 1.25 windows fit. The same on every rank of like GPUs, and
-    independent of the layout wherever memory suffices, so that a resumed run packs as before.
+    A value given by flag stays. WlbError if not even 1.25 windows fit. The same on every rank of like GPUs, and
+    independent of the layout wherever memory suffices.
     """
     if config.max_tokens is not None:
         return config
-    usual = 3 * args.seq_length // 2
+    usual, fitting = 3 * args.seq_length // 2, fitting_tokens(args, alignment)
+    return replace(config, max_tokens=usual if fitting is None else min(usual, fitting))
+
+
+def fitting_tokens(args: Any, alignment: int) -> int | None:
+    """The longest micro-batch that fits the GPU's memory. None where memory is not looked at: without a GPU, or with
+    experts (how many tokens one gets is not known ahead)."""
     if args.distributed_backend != "nccl" or args.num_experts:
-        return replace(config, max_tokens=usual)
+        return None
     memory = torch.cuda.get_device_properties(args.local_rank).total_memory
-    fitting = fit_max_tokens(*model_and_layout(args), memory, window=args.seq_length, alignment=alignment)
-    return replace(config, max_tokens=min(usual, fitting))
+    return fit_max_tokens(*model_and_layout(args), memory, window=args.seq_length, alignment=alignment)
+
+
+def adoptable_tokens(args: Any, alignment: int) -> int:
+    """Up to which a saved run's Lmax may serve this one: 0 where a flag sets it, else what fits."""
+    if args.wlb_max_tokens is not None:
+        return 0
+    fitting = fitting_tokens(args, alignment)
+    return sys.maxsize if fitting is None else fitting
 
 
 def model_and_layout(args: Any) -> tuple[ModelShape, ParallelLayout]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -32,8 +33,9 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
         train = sources["train"]
         restore(train, args)
         print_rank_0(
-            f"> wlb_megatron: {train.corpus.first_ids[-1]:,} documents, packing {train.config.packing} in "
-            f"at most {train.planner.packer.max_tokens:,} tokens, sharding {train.config.sharding}, attention equals the rest at {train.config.quadratic_at:.0f} tokens"
+            f"> wlb_megatron: {train.corpus.first_ids[-1]:,} documents, packing {train.config.packing}, micro-batches "
+            f"of at most {train.planner.packer.max_tokens:,} tokens, sharding {train.config.sharding}, "
+            f"attention equals the rest at {train.config.quadratic_at:.0f} tokens"
         )
         return (
             _training(train, args),
@@ -51,8 +53,10 @@ def _training(source: Source, args: Any) -> MicroBatchIterator:
     settings, layout = _settings(source, args), _layout(args)
     make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
     if source.config.cp_mode == "dynamic":
-        make = training_plans(source.planner, source.config, args, settings, lambda: ahead.ready)
+        make = training_plans(source.planner, source.config, args, settings, lambda: ahead)
     ahead = PlanAhead(make, PLANS_AHEAD)
+    if source.config.cp_mode == "dynamic":
+        atexit.register(ahead.close)
     sampler = MicroBatchSampler(ahead)
 
     def trained(batches: list[dict[str, Any]]) -> None:

@@ -16,10 +16,19 @@ def remember(source: Source, args: Any, planner_state: dict[str, Any]) -> None:
 
 def restore(source: Source, args: Any) -> None:
     """Bring the planner to where the loaded checkpoint was saved. SystemExit with one line if it cannot continue."""
-    state = checkpoint.loaded_state()
-    if args.iteration == 0:
-        return  # a new run, or --finetune
-    planner = source.planner
+    if args.iteration:  # else a new run, or --finetune
+        _continue(source, args)
+    dp, planner = args.data_parallel_size, source.planner
+    for size in planner.schedule.from_now(planner.samples):
+        if size % dp:
+            raise Refused(
+                f"wlb_megatron: a global batch of {size}, which this run comes to, is not a multiple of the "
+                f"data-parallel size {dp}: change one of them"
+            )
+
+
+def _continue(source: Source, args: Any) -> None:
+    state, planner = checkpoint.loaded_state(), source.planner
     if state is not None:
         _check_settings(state["settings"], _settings_of(source))
         try:

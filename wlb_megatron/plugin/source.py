@@ -17,6 +17,7 @@ from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.batch_sizes import batch_schedule
 from wlb_megatron.plugin.data_paths import documents
+from wlb_megatron.plugin.limits import adoptable_tokens
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.workload.cost_model import CostModel, document_cost, layer_parameters, quadratic_at
 from wlb_megatron.workload.kernel_table import h100
@@ -80,8 +81,10 @@ def open_part(args: Any, config: WlbConfig, part: str, batches: BatchSchedule) -
         micro_batches=batches.largest // dp,
         dp=dp,
         pp=args.pipeline_model_parallel_size,
+        vpp=args.virtual_pipeline_model_parallel_size or 1,
         alignment=token_alignment(args),
         sample=sample,
+        adopt_max_tokens=adoptable_tokens(args, token_alignment(args)),
     )
     stream = DocumentStream(corpora, rules)
     planner = Planner(stream, packer, global_tokens=batches.largest * window, schedule=batches)
