@@ -102,7 +102,12 @@ def corpus(folder: Path, lengths: Path | None) -> Path:
 
 
 def run(
-    name: str, gpus: int, flags: list[str], prefix: Path, options: argparse.Namespace
+    name: str,
+    gpus: int,
+    flags: list[str],
+    prefix: Path,
+    options: argparse.Namespace,
+    extra_environment: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Per-iteration ms, loss, gradient norm, tokens (with the plugin) and peak memory (MB) of one run."""
     figures, log = options.out / f"{name}.jsonl", options.out / f"{name}.log"
@@ -122,6 +127,7 @@ def run(
         *flags,
     ]
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
+    environment |= extra_environment or {}
     started = time.perf_counter()
     with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)

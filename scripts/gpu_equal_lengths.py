@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""What the plugin costs where it cannot gain: documents all as long as the window, against stock Megatron-LM.
+
+python scripts/gpu_equal_lengths.py --script ../Megatron-LM/pretrain_gpt.py --out out/equal
+
+Pairs of runs, stock then plugin and plugin then stock in turn, each in fresh processes. At CP=1 a pair runs side by
+side, a run a GPU, and swaps GPUs each time. A run's figure is the median of its step times (ms per token) after
+--warm-up; a pair's is their ratio. Of n pairs the least and the greatest ratio hold the median with probability
+1 - 2 / 2**n (five: 94 %). Stock needs no document mask here: its windows are the documents, to within a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from gpu_train import ROOT, STOCK, WLB, corpus, run
+
+FLAGS = {"stock": STOCK, "wlb": WLB}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--script", type=Path, required=True, help="Megatron-LM's pretrain_gpt.py")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "equal", help="folder of results")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument(
+        "--degrees", type=int, nargs="+", default=[1, 2], help="context-parallel sizes, each on as many GPUs"
+    )
+    parser.add_argument("--iterations", type=int, default=16)
+    parser.add_argument("--warm-up", type=int, default=6, help="iterations left out of the times")
+    parser.add_argument("--seq-length", type=int, default=32768, help="window, and every document (tokens)")
+    parser.add_argument("--global-batch-size", type=int, default=4, help="windows a step")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--extra", default="", help="further flags for every run")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    lengths = options.out / "lengths.npy"
+    np.save(lengths, np.full(4096, options.seq_length))
+    prefix = corpus(options.out / "corpus", lengths)
+    rows: list[dict[str, Any]] = []
+    for degree in options.degrees:
+        for pair in range(options.pairs):
+            rows.append({"cp": degree, "pair": pair} | one_pair(degree, pair, prefix, options))
+            told = rows[-1]
+            print(
+                f"CP={degree}, pair {pair}: stock {told['stock_ms']:.1f} ms, plugin {told['wlb_ms']:.1f} ms a "
+                f"step, ratio per token {told['ratio']:.4f}",
+                flush=True,
+            )
+            write(options.out / "pairs.csv", rows)
+    for degree in options.degrees:
+        report(degree, [row for row in rows if row["cp"] == degree])
+
+
+def one_pair(degree: int, pair: int, prefix: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Step times, tokens a step and peak memory of both, and their ratio (plugin over stock, ms per token)."""
+    order = ("stock", "wlb") if pair % 2 == 0 else ("wlb", "stock")
+
+    def one(which: str, gpu: int | None) -> list[dict[str, Any]]:
+        flags = [*FLAGS[which], "--context-parallel-size", str(degree)]
+        seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        return run(f"{which}-cp{degree}-{pair}", degree, flags, prefix, options, seen)
+
+    if degree == 1 and len(os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")) > 1:
+        with ThreadPoolExecutor(2) as pool:
+            done = dict(zip(order, pool.map(one, order, (0, 1)), strict=True))
+    else:
+        done = {which: one(which, None) for which in order}
+    told: dict[str, Any] = {}
+    for which, steps in done.items():
+        timed = steps[options.warm_up :]
+        if not timed:
+            raise SystemExit(f"{which} at CP={degree} gave no step times: see its log in {options.out}")
+        told[f"{which}_ms"] = median(step["ms"] for step in timed)
+        told[f"{which}_ns_a_token"] = median(1e6 * step["ms"] / step["tokens"] for step in timed)
+        told[f"{which}_peak_mb"] = timed[-1]["peak_mb"]
+    return told | {"ratio": told["wlb_ns_a_token"] / told["stock_ns_a_token"]}
+
+
+def report(degree: int, rows: list[dict[str, Any]]) -> None:
+    ratios = sorted(row["ratio"] for row in rows)
+    sure = 1 - 2 / 2 ** len(ratios)
+    print(
+        f"CP={degree}: plugin / stock, {len(ratios)} pairs: median {median(ratios):.4f}, between {ratios[0]:.4f} and "
+        f"{ratios[-1]:.4f} ({sure:.0%}); peak MB {rows[0]['stock_peak_mb']:.0f} stock, {rows[0]['wlb_peak_mb']:.0f} plugin"
+    )
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
