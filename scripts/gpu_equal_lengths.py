@@ -91,7 +91,8 @@ def report(degree: int, rows: list[dict[str, Any]]) -> None:
     sure = 1 - 2 / 2 ** len(ratios)
     print(
         f"CP={degree}: plugin / stock, {len(ratios)} pairs: median {median(ratios):.4f}, between {ratios[0]:.4f} and "
-        f"{ratios[-1]:.4f} ({sure:.0%}); peak MB {rows[0]['stock_peak_mb']:.0f} stock, {rows[0]['wlb_peak_mb']:.0f} plugin"
+        f"{ratios[-1]:.4f} ({sure:.0%}); "
+        f"peak MB {rows[0]['stock_peak_mb']:.0f} stock, {rows[0]['wlb_peak_mb']:.0f} plugin"
     )
 
 
