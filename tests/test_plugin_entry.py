@@ -29,12 +29,14 @@ def test_the_list_of_flags_is_frozen() -> None:
         "--wlb-document-cost",
         "--wlb-fresh-order",
         "--wlb-log",
+        "--wlb-log-plans",
         "--wlb-max-delay",
         "--wlb-max-documents",
         "--wlb-max-tokens",
         "--wlb-off",
         "--wlb-overlong",
         "--wlb-packing",
+        "--wlb-profile",
         "--wlb-quadratic-at",
         "--wlb-regather-keys",
         "--wlb-rehearsal",
@@ -42,6 +44,8 @@ def test_the_list_of_flags_is_frozen() -> None:
         "--wlb-sharding",
         "--wlb-solver-seconds",
         "--wlb-thresholds",
+        "--wlb-trace",
+        "--wlb-trace-iteration",
     ]
 
 

@@ -98,4 +98,16 @@ class WlbConfig:
         False, "begin the document order anew from a checkpoint that holds no packing state"
     )
     log: str | None = _setting(None, "append one JSON line per trained iteration to this file (path)")
+    log_plans: bool = _setting(
+        False, "add the document lengths of every micro-batch to the lines of --wlb-log (1 KB for 200 documents)"
+    )
+    profile: str | None = _setting(
+        None,
+        "plan, choose shardings and predict iterations by this profile, which wlb-megatron profile made of this "
+        "model on this GPU (path; default: the model's shape and built-in H100 figures)",
+    )
+    trace: str | None = _setting(
+        None, "write one iteration's forwards and backwards on every rank there, for ui.perfetto.dev (path)"
+    )
+    trace_iteration: int = _setting(10, "the iteration that --wlb-trace shows, 2 or later (iteration)", type=int)
     off: bool = _setting(False, "leave Megatron untouched: the launcher then only runs the script")

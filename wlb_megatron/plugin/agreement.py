@@ -15,7 +15,7 @@ class PlanAgreement:
     """Compares the plans' digests over a gloo group; the answer is looked at one comparison later or when it is in."""
 
     def __init__(self) -> None:
-        self._group: Any = dist.new_group(backend="gloo")
+        self.group: Any = dist.new_group(backend="gloo")
         self._pending: tuple[int, torch.Tensor, Any] | None = None
         self.started = False
 
@@ -26,7 +26,7 @@ class PlanAgreement:
         # Smallest and largest at once: the maximum of x and of -x. 62 bits, so that -x exists.
         value = int.from_bytes(digest, "little") >> 2
         both = torch.tensor([value, -value], dtype=torch.int64, device="cpu")
-        work = dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        work = dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
         self._pending = (iteration, both, work)
         self.check(wait=wait)
 

@@ -6,6 +6,7 @@ it holds; a middle pipeline stage reads none. Workers only read tokens, planning
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -127,12 +128,19 @@ class MicroBatchIterator:
         self._iterator = iter(loader)
         self._trained = trained
         self._rehearsal = rehearsal
+        self._began: float | None = None
 
     def __iter__(self) -> MicroBatchIterator:
         return self
 
     def __next__(self) -> dict[str, Any]:
+        self._began = self._began or time.perf_counter()
         return next(self._iterator)
+
+    def take_began(self) -> float:
+        """When the first micro-batch of the step was asked for (time.perf_counter)."""
+        began, self._began = self._began, None
+        return began or time.perf_counter()
 
     def take_rehearsal(self) -> dict[str, Any] | None:
         """The micro-batch to rehearse, the first time it is asked for."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from wlb_megatron.plugin import checkpoint, entry, pipeline_shapes, spec
+from wlb_megatron.plugin import checkpoint, entry, pipeline_shapes, spec, trace
 from wlb_megatron.plugin.versions import megatron_version
 from wlb_megatron.refusals import Refused
 
@@ -41,6 +41,12 @@ def _wrap_flops(original: Callable[..., Any]) -> Callable[..., Any]:
     from wlb_megatron.plugin import flops  # imports megatron.training
 
     return flops.wrap_num_floating_point_operations(original)
+
+
+def _wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
+    from wlb_megatron.plugin import metrics  # imports torch's data loader
+
+    return metrics.wrap_training_log(original)
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -79,6 +85,24 @@ HOOKS: tuple[Hook, ...] = (
         ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
         "answers with the shapes known from the plan: no exchange, no device synchronisation",
         pipeline_shapes.wrap_communicate_shapes,
+    ),
+    Hook(
+        "megatron.training.training:training_log",
+        (),
+        "reports the plugin's figures after each iteration that Megatron logs",
+        _wrap_training_log,
+    ),
+    Hook(
+        "megatron.core.pipeline_parallel.schedules:forward_step",
+        (),
+        "marks a micro-batch's forward in the iteration of --wlb-trace",
+        trace.wrap_forward_step,
+    ),
+    Hook(
+        "megatron.core.pipeline_parallel.schedules:backward_step",
+        (),
+        "marks a micro-batch's backward in the iteration of --wlb-trace",
+        trace.wrap_backward_step,
     ),
     Hook(
         "megatron.training.checkpointing:_load_base_checkpoint",

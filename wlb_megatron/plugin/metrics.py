@@ -1,37 +1,73 @@
-"""What each trained iteration's plan did, in Megatron's log, its TensorBoard / W&B writers, and a JSON-lines file."""
+"""What each trained iteration's plan did, in Megatron's log, its TensorBoard / W&B writers, and a JSON-lines file.
+
+Figures are made when a step's forwards and backwards are launched, and reported after Megatron has logged the
+iteration: the time from the step's start to then is what the iteration took, since Megatron waits for the gradients'
+norm in between.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from wlb_megatron.plugin.planning import PlannedMicroBatch
+from wlb_megatron.plan import IterationPlan
+from wlb_megatron.plugin.drift import Drift
+from wlb_megatron.plugin.planning import PlannedIteration, PlannedMicroBatch
 from wlb_megatron.sharding.segments import ShardPlan
 
+_pending: tuple[dict[str, Any], float] | None = None
+"""Figures of the iteration that is not yet logged, and when it began (perf_counter)."""
+_drift = Drift()
 
-def report(batches: Sequence[dict[str, Any]], *, plan_wait_ms: float, put_back: int) -> None:
-    """Report the iteration whose micro-batches just trained. Only the last rank writes, as Megatron does."""
-    from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
+
+def stepped(
+    batches: Sequence[dict[str, Any]], planned: PlannedIteration, *, began: float, plan_wait_ms: float
+) -> None:
+    """Note the iteration whose micro-batches were just launched. Only the last rank does, as Megatron logs there."""
+    global _pending
+    from megatron.training import get_args
     from megatron.training.utils import is_last_rank
 
     if not is_last_rank():
         return
     args = get_args()
     figures = step_figures(batches, args.wlb_quadratic_at)
-    figures |= {"plan_wait_ms": plan_wait_ms, "put_back": put_back}
-    iteration = args.curr_iteration + 1
+    figures |= {"plan_wait_ms": plan_wait_ms, "put_back": planned.put_back, "predicted_ms": planned.predicted_ms}
+    if args.wlb_log_plans and planned.plan is not None:
+        figures["lengths"] = plan_lengths(planned.plan)
+    _pending = ({**figures, "iteration": args.curr_iteration + 1}, began)
+
+
+def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
+    """training_log, after which the plugin's own figures of the iteration follow."""
+
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        global _pending
+        result = original(*args, **kwargs)
+        if _pending is not None:
+            (figures, began), _pending = _pending, None
+            _report({**figures, "measured_ms": (time.perf_counter() - began) * 1e3})
+        return result
+
+    return training_log
+
+
+def _report(figures: dict[str, Any]) -> None:
+    from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
+
+    args, iteration = get_args(), figures["iteration"]
+    warning = None
+    if figures["predicted_ms"] is not None:
+        warning = _drift.add(figures["predicted_ms"], figures["measured_ms"])
     if iteration % args.log_interval == 0:
-        print(
-            f" [wlb] iteration {iteration} | imbalance (max/mean work): micro-batches {figures['imbalance']:.3f}, "
-            f"CP ranks {figures['cp_imbalance']:.3f} | tokens: {figures['tokens']} | "
-            f"delayed documents: {figures['delayed']} | mean token delay: {figures['token_delay']:.3f} | "
-            f"plan ms: {figures['plan_ms']:.2f} (waited {figures['plan_wait_ms']:.2f})",
-            flush=True,
-        )
+        print(log_line(figures, _drift.scale), flush=True)
+    if warning is not None:
+        print(f"WARNING: wlb_megatron: {warning}", flush=True)
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
-    shown = {f"wlb/{name}": value for name, value in figures.items() if name != "iteration"}
+    shown = {f"wlb/{name}": value for name, value in figures.items() if name not in ("iteration", "lengths")}
     if writer and iteration % args.tensorboard_log_interval == 0:
         for name, value in shown.items():
             if isinstance(value, int | float):
@@ -40,7 +76,26 @@ def report(batches: Sequence[dict[str, Any]], *, plan_wait_ms: float, put_back: 
         wandb.log(shown, iteration)
     if args.wlb_log:
         with open(args.wlb_log, "a", encoding="utf-8") as lines:
-            lines.write(json.dumps({**figures, "iteration": iteration}) + "\n")
+            lines.write(json.dumps(figures) + "\n")
+
+
+def log_line(figures: dict[str, Any], scale: float | None) -> str:
+    """One line of an iteration. scale: measured over predicted time, as the run's first iterations tell it."""
+    line = (
+        f" [wlb] iteration {figures['iteration']} | imbalance (max/mean work): micro-batches "
+        f"{figures['imbalance']:.3f}, CP ranks {figures['cp_imbalance']:.3f} | tokens: {figures['tokens']} | "
+        f"delayed documents: {figures['delayed']} | mean token delay: {figures['token_delay']:.3f} | "
+        f"plan ms: {figures['plan_ms']:.2f} (waited {figures['plan_wait_ms']:.2f})"
+    )
+    if figures["predicted_ms"] is None:
+        return line
+    line += f" | ms: {figures['measured_ms']:.1f}, predicted {figures['predicted_ms']:.1f}"
+    return line if scale is None else line + f" (x {scale:.3f} so far)"
+
+
+def plan_lengths(plan: IterationPlan) -> list[list[list[int]]]:
+    """Tokens of each piece, [micro-batch][data-parallel rank][piece], without padding."""
+    return [[[piece.tokens for piece in one.pieces] for one in row] for row in plan.micro_batches]
 
 
 def step_figures(batches: Sequence[dict[str, Any]], quadratic_at: float) -> dict[str, Any]:

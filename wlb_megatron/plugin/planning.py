@@ -10,7 +10,7 @@ import hashlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,28 +61,34 @@ class PlannedIteration:
     """One data-parallel rank's micro-batches, the planner's state after them, and a digest of all plans so far.
 
     put_back: pieces so far that arrived an iteration later, as their bound on delay could not be promised.
+    predicted_ms: of the whole iteration. plan: of all data-parallel ranks. Both None where they are not known.
     """
 
     micro_batches: tuple[PlannedMicroBatch, ...]
     state: dict[str, Any]
     digest: bytes
     put_back: int = 0
+    predicted_ms: float | None = None
+    plan: IterationPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSettings:
-    """How a data-parallel rank's micro-batches are padded and cut."""
+    """How a data-parallel rank's micro-batches are padded and cut. predict: milliseconds of an iteration from its plan and shard
+    plans, where this process reports them."""
 
     dp_rank: int
     cp_size: int
     alignment: int
     sharding: str
     table: KernelTable
+    predict: Callable[[IterationPlan, Sequence[ShardPlan]], float] | None = None
 
 
 def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[PlannedIteration]:
     """Planned iterations one after another, until the planner's stream ends."""
-    summariser, digest = Summariser(), hashlib.blake2b(digest_size=8)
+    # Ranks whose kernel tables differ would cut alike micro-batches differently.
+    summariser, digest = Summariser(), hashlib.blake2b(settings.table.to_json().encode(), digest_size=8)
     while True:
         start = time.perf_counter()
         plan = planner.next_iteration()
@@ -98,7 +104,8 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
             PlannedMicroBatch(plan.iteration, index, pieces, shard_plan, summary, seconds)
             for index, (pieces, shard_plan) in enumerate(zip(padded, shards, strict=True))
         )
-        yield PlannedIteration(micro_batches, planner.state(), digest.digest(), planner.put_back)
+        told = None if settings.predict is None else settings.predict(plan, shards)
+        yield PlannedIteration(micro_batches, planner.state(), digest.digest(), planner.put_back, told, plan)
 
 
 def pad(pieces: tuple[Piece, ...], alignment: int) -> tuple[Piece, ...]:

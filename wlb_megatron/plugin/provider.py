@@ -5,14 +5,17 @@ from __future__ import annotations
 import atexit
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from wlb_megatron.plugin import metrics
+from wlb_megatron.plugin import metrics, trace
 from wlb_megatron.plugin.agreement import EVERY, PlanAgreement
 from wlb_megatron.plugin.data import Layout, MicroBatchIterator, MicroBatchSampler, make_loader
 from wlb_megatron.plugin.dynamic import training_plans
 from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, ShardSettings, plan_iterations
+from wlb_megatron.plugin.prediction import predictor
+from wlb_megatron.plugin.profile import profile_of
 from wlb_megatron.plugin.rehearsal import longest_micro_batch
 from wlb_megatron.plugin.resume import remember, restore
 from wlb_megatron.plugin.source import Source, attention_shape, token_alignment
@@ -50,7 +53,7 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
 def _training(source: Source, args: Any) -> MicroBatchIterator:
     agreement = PlanAgreement()
     remember(source, args, source.planner.state())
-    settings, layout = _settings(source, args), _layout(args)
+    settings, layout = _reporting(_settings(source, args), args), _layout(args)
     make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
     if source.config.cp_mode == "dynamic":
         make = training_plans(source.planner, source.config, args, settings, lambda: ahead)
@@ -76,7 +79,10 @@ def _training(source: Source, args: Any) -> MicroBatchIterator:
         for passed in [number for number in sampler.passed if number < iteration]:
             del sampler.passed[passed]
         remember(source, args, planned.state)
-        metrics.report(batches, plan_wait_ms=ahead.take_waited() * 1e3, put_back=planned.put_back)
+        metrics.stepped(
+            batches, planned, began=iterator.take_began(), plan_wait_ms=ahead.take_waited() * 1e3
+        )
+        trace.after_iteration(args.curr_iteration + 1, args, len(batches), agreement.group)
 
     wanted = {"auto": args.distributed_backend == "nccl", "always": True, "never": False}[
         source.config.rehearsal
@@ -84,7 +90,8 @@ def _training(source: Source, args: Any) -> MicroBatchIterator:
     most = source.planner.packer.max_tokens
     most += padding(most, settings.alignment)
     longest = longest_micro_batch(most, args.seq_length, settings, layout) if wanted else None
-    return MicroBatchIterator(_loader(source, sampler, layout, args), trained, longest)
+    iterator = MicroBatchIterator(_loader(source, sampler, layout, args), trained, longest)
+    return iterator
 
 
 def _evaluation(source: Source | None, args: Any) -> MicroBatchIterator | None:
@@ -106,17 +113,29 @@ class _Again(Iterable[PlannedIteration]):
         return itertools.cycle(self._planned)
 
 
+def _reporting(settings: ShardSettings, args: Any) -> ShardSettings:
+    """On the rank that logs: with the prediction of each iteration's time."""
+    from megatron.training.utils import is_last_rank
+
+    if not is_last_rank():
+        return settings
+    profile = profile_of(args)
+    costs = None if profile is None else profile.costs
+    return replace(settings, predict=predictor(args, costs, settings.dp_rank, settings.alignment))
+
+
 def _settings(source: Source, args: Any) -> ShardSettings:
     from megatron.core import parallel_state
 
     heads, groups, channels = attention_shape(args)
-    tp = args.tensor_model_parallel_size
+    tp, profile = args.tensor_model_parallel_size, profile_of(args)
+    table = h100() if profile is None else profile.costs.table
     return ShardSettings(
         dp_rank=parallel_state.get_data_parallel_rank(),
         cp_size=args.context_parallel_size,
         alignment=token_alignment(args),
         sharding=source.config.sharding,
-        table=h100().scaled(heads=heads // tp, kv_heads=max(1, groups // tp), head_dim=channels),
+        table=table.scaled(heads=heads // tp, kv_heads=max(1, groups // tp), head_dim=channels),
     )
 
 

@@ -18,6 +18,7 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.batch_sizes import batch_schedule
 from wlb_megatron.plugin.data_paths import documents
 from wlb_megatron.plugin.limits import adoptable_tokens
+from wlb_megatron.plugin.profile import profile_of
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.workload.cost_model import CostModel, document_cost, layer_parameters, quadratic_at
 from wlb_megatron.workload.kernel_table import h100
@@ -105,6 +106,10 @@ def complete(args: Any, config: WlbConfig) -> WlbConfig:
         args.hidden_size, heads * channels, groups * channels, ffn, gated=args.swiglu
     )
     balanced, document = config.quadratic_at, config.document_cost
+    profile = profile_of(args)
+    if profile is not None:
+        balanced = profile.costs.quadratic_at if balanced is None else balanced
+        document = profile.costs.per_document if document is None else document
     if balanced is None:
         balanced = quadratic_at(heads * channels, parameters)
     if document is None:

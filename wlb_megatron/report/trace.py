@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from wlb_megatron.simulator.schedule import Event
 
 
 def chrome_trace(
-    groups: Sequence[Sequence[Event]], *, to_us: float = 1e-3, name: str = "simulated"
+    groups: Sequence[Sequence[Event]],
+    *,
+    to_us: float = 1e-3,
+    name: str = "simulated",
+    thread: Callable[[int], str] = "stage {}".format,
 ) -> dict[str, Any]:
     """Trace Event Format, JSON-able. groups: each data-parallel rank's events, a process each; stages are threads.
 
-    to_us: microseconds of a unit of the events' times (from nanoseconds: 0.001).
+    to_us: microseconds of a unit of the events' times (from nanoseconds: 0.001). thread: name of a stage's row.
     """
     events: list[dict[str, Any]] = []
     for rank, group in enumerate(groups):
         events.append(_named("process_name", rank, 0, f"data-parallel rank {rank} ({name})"))
         for stage in sorted({event.stage for event in group}):
-            events.append(_named("thread_name", rank, stage, f"stage {stage}"))
+            events.append(_named("thread_name", rank, stage, thread(stage)))
         events += [
             {
                 "name": f"{'B' if event.backward else 'F'}{event.micro_batch}"

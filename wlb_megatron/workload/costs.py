@@ -62,6 +62,7 @@ class Costs:
     forward, backward: attention, one layer's. layer: all else of a layer, without communication. embedding, loss: of
     the first and last stage. optimizer: nanoseconds for each parameter that a GPU owns. host: nanoseconds to launch a
     layer's forward and its backward, which take at least so long. links: of the collectives that were measured.
+    quadratic_at, per_document: tokens, the same as the cost model that packing balances by (see cost_model.py).
     """
 
     forward: KernelTable
@@ -70,6 +71,8 @@ class Costs:
     embedding: Curve
     loss: Curve
     optimizer: float
+    quadratic_at: float
+    per_document: float
     host: tuple[float, float] = (0.0, 0.0)
     links: dict[str, Link] | None = None
 
@@ -100,7 +103,9 @@ class Costs:
         parts |= {name: Curve(**frozen(told[name])) for name in ("layer", "embedding", "loss")}
         links = {name: Link(**link) for name, link in (told["links"] or {}).items()}
         forward, backward = told["host"]
-        return Costs(**parts, optimizer=told["optimizer"], host=(forward, backward), links=links)
+        for name in ("optimizer", "quadratic_at", "per_document"):
+            parts[name] = float(told[name])
+        return Costs(**parts, host=(forward, backward), links=links)
 
 
 def frozen(told: Any) -> Any:

@@ -37,6 +37,7 @@ def fit(model: ProfiledModel, samples: Sequence[Sample], device: str) -> Costs:
     layer, ends = _curve(samples, "layer"), [_curve(samples, part) for part in ("embedding", "loss")]
     (optimizer,) = _of(samples, "optimizer")[:1] or _missing("the optimizer")
     each = (optimizer["forward"][0] + optimizer["backward"][0]) / optimizer["sizes"]["parameters"]
+    balanced, document = _work([tables[way] for way in WAYS], layer)
     return Costs(
         forward=tables["forward"],
         backward=tables["backward"],
@@ -44,6 +45,8 @@ def fit(model: ProfiledModel, samples: Sequence[Sample], device: str) -> Costs:
         embedding=ends[0],
         loss=ends[1],
         optimizer=each,
+        quadratic_at=balanced,
+        per_document=document,
         host=_host(samples),
         links=links,
     )
@@ -119,6 +122,17 @@ def _attention(
         exchange=exchange.latency if exchange else UNMEASURED_LATENCY,
         exchange_row=row * per_byte,
     )
+
+
+def _work(tables: Sequence[KernelTable], layer: Curve) -> tuple[float, float]:
+    """quadratic_at and per_document: a whole document's layer and attention, d + d*d / quadratic_at + per_document."""
+    sizes = np.array([2**n for n in range(7, 18) if 2**n <= tables[0].queries[-1]], dtype=np.int64)
+    times = sum(layer.slope()) * sizes + np.sum([table.diagonal_ns(sizes) for table in tables], axis=0)
+    columns = np.stack([sizes, sizes.astype(np.float64) ** 2, np.ones(len(sizes))], axis=1)
+    token, pair, document = _least_squares(columns / times[:, None], np.ones(len(sizes)))
+    if not (token > 0 and pair > 0):
+        raise WlbError("the profile's times do not grow as documents do: profile again on an idle GPU")
+    return float(token / pair), float(document / token)
 
 
 def _grid(model: ProfiledModel, samples: Sequence[Sample], device: str, way: Way, call: float) -> KernelTable:

@@ -1,0 +1,87 @@
+"""Predicted time of a training iteration: from its plan, Megatron's arguments (model and layout), and a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.plan import IterationPlan
+from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.simulator.iteration import run_steps
+from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape, Times
+from wlb_megatron.workload.costs import Costs
+
+Predict = Callable[[IterationPlan, Sequence[ShardPlan]], float]
+"""Milliseconds of an iteration from its plan and the shard plans of this data-parallel rank's micro-batches."""
+
+
+def predictor(args: Any, costs: Costs | None, dp_rank: int, alignment: int) -> Predict:
+    """The prediction of this job. costs: of a profile; None: built-in H100 attention, all else assumed."""
+    model = layer_model(args, costs)
+
+    def predict(plan: IterationPlan, shards: Sequence[ShardPlan]) -> float:
+        tokens, attention = _loads(plan, shards, model, dp_rank, alignment)
+        return float(run_steps(tokens, attention, model, blocking=True).steps[0]) / 1e6
+
+    return predict
+
+
+def layer_model(args: Any, costs: Costs | None) -> LayerModel:
+    """Megatron's validated arguments as the simulator's model. Experts count as what they activate for a token."""
+    from wlb_megatron.plugin.source import attention_shape
+
+    heads, groups, channels = attention_shape(args)
+    ffn = args.ffn_hidden_size
+    if args.num_experts:
+        ffn = (args.moe_ffn_hidden_size or ffn) * args.moe_router_topk
+    shape = ModelShape(
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        heads=heads,
+        kv_heads=groups,
+        ffn=ffn,
+        vocab=args.padded_vocab_size or args.vocab_size,
+        channels=channels,
+        gated=args.swiglu,
+    )
+    layout = Layout(
+        tp=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        dp=args.data_parallel_size,
+        chunks=args.virtual_pipeline_model_parallel_size or 1,
+    )
+    overlapped = getattr(args, "overlap_grad_reduce", False)
+    return LayerModel(
+        shape=shape,
+        layout=layout,
+        assumptions=Assumptions(dp_exposed=0.0 if overlapped else 1.0),
+        costs=costs,
+    )
+
+
+def _loads(
+    plan: IterationPlan, shards: Sequence[ShardPlan], model: LayerModel, dp_rank: int, alignment: int
+) -> tuple[npt.NDArray[np.int64], Times]:
+    """Tokens int[1, m, dp] and attention float[1, m, dp, 1] (the slowest context rank's) of all micro-batches.
+
+    Only this rank's are sharded; the others' attention is taken to be proportional to what their work has beyond
+    their tokens.
+    """
+    grid = plan.micro_batches
+    tokens = np.array([[one.tokens for one in row] for row in grid], dtype=np.int64)
+    tokens = -(-tokens // alignment) * alignment
+    lengths = [[np.array([p.end - p.start for p in one.pieces]) for one in row] for row in grid]
+    pairs = np.array([[float((x.astype(np.float64) ** 2).sum()) for x in row] for row in lengths])
+    own = pairs[:, dp_rank].sum()
+    ways = []
+    for times in model.attention(shards):
+        slowest = times.max(axis=1)
+        whole = pairs * (slowest.sum() / own if own else 0.0)
+        whole[:, dp_rank] = slowest
+        ways.append(whole[None, :, :, None])
+    return tokens[None], Times(*ways)
