@@ -6,6 +6,7 @@ weights are a function of a parameter's global name alone, so that every layout 
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import zlib
@@ -128,6 +129,23 @@ def watch() -> None:
     training.finalize_model_grads = finalize_and_save
 
 
+def plan_at_random(seed: int) -> None:
+    """Dynamic groups by chance: what trains must not depend on the plan."""
+    from random_groups import random_plan
+
+    from wlb_megatron.dynamic.planner import GREEDY, Outcome
+    from wlb_megatron.plugin import dynamic
+
+    iterations = itertools.count(seed)
+
+    def plan_step(tokens: Any, stage: Any, cost: Any, **_: Any) -> Outcome:
+        return Outcome(random_plan(tokens, stage, next(iterations)), GREEDY, 1, 1, 1, 1)
+
+    dynamic.plan_step = plan_step
+
+
 if __name__ == "__main__":
     watch()
+    if "WORKER_RANDOM_GROUPS" in os.environ:
+        plan_at_random(int(os.environ["WORKER_RANDOM_GROUPS"]))
     pretrain_gpt.main()

@@ -27,6 +27,7 @@ from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.plugin.groups import make_groups
 from wlb_megatron.plugin.planning import (
+    PlanAhead,
     PlannedIteration,
     PlannedMicroBatch,
     RankGroup,
@@ -44,23 +45,25 @@ SPARE_PLANS = 2
 @dataclass(frozen=True)
 class DynamicSettings:
     """stage_rank: of this process among the stage's data x context parallel ranks. seconds: for the solver, used
-    where `spare` says that training is not about to ask for the plan. sender: plans and sends, on `group` (gloo)."""
+    where `spare` says that training is not about to ask for the plan. sender: plans and sends, on `group` (gloo),
+    until it is `closing`."""
 
     stage: Stage
     cost: GroupCost
     stage_rank: int
     seconds: float
     spare: Callable[[], bool]
+    closing: Callable[[], bool]
     group: Any
     sender: int = 0
 
 
 def training_plans(
-    planner: Planner, config: WlbConfig, args: Any, shards: ShardSettings, ready: Callable[[], int]
+    planner: Planner, config: WlbConfig, args: Any, shards: ShardSettings, ahead: Callable[[], PlanAhead]
 ) -> Callable[[], Iterator[PlannedIteration]]:
     """Make the process groups (on all ranks at once) and return what makes the plans, to be run in a thread.
 
-    ready: plans made and not asked for. config: complete. Costs are those of the model's shape on H100s.
+    ahead: what runs the thread. config: complete. Costs are those of the model's shape on H100s.
     """
     make_groups()
     stage_ranks = dist.get_process_group_ranks(
@@ -80,7 +83,8 @@ def training_plans(
         ),
         stage_rank=stage_ranks.index(dist.get_rank()),
         seconds=config.solver_seconds,
-        spare=lambda: ready() >= SPARE_PLANS,
+        spare=lambda: ahead().ready >= SPARE_PLANS,
+        closing=lambda: ahead().closing,
         group=dist.new_group(backend="gloo"),
     )
     return lambda: plan_groups(planner, shards, dynamic)
@@ -99,7 +103,9 @@ def plan_groups(
             return
         summary = summariser.summarise(plan)
         pieces = [piece for row in plan.micro_batches for one in row for piece in one.pieces]
-        told = _agree([piece.tokens for piece in pieces], fixed_groups(plan, shards.cp_size), shards, dynamic)
+        told = agree([piece.tokens for piece in pieces], fixed_groups(plan, shards.cp_size), shards, dynamic)
+        if told is None:
+            return
         steps, source, gain = told
         update_digest(digest, plan)
         digest.update(steps.encode().tobytes())
@@ -138,12 +144,13 @@ def padded_group(group: Group, pieces: Sequence[Piece], shards: ShardSettings) -
     return pad(tuple(pieces[document] for document in group.documents), alignment)
 
 
-def _agree(
+def agree(
     tokens: Sequence[int], fixed: StepPlan, shards: ShardSettings, dynamic: DynamicSettings
-) -> tuple[StepPlan, str, float]:
-    """The sender's plan, whose it is, and its predicted gain over fixed groups; the same on every rank."""
+) -> tuple[StepPlan, str, float] | None:
+    """The sender's plan, whose it is, and its predicted gain over fixed groups; the same on every rank. None when
+    the sender is closing: no rank is then left waiting."""
     message: Any = None
-    if dist.get_rank() == dynamic.sender:
+    if dist.get_rank() == dynamic.sender and not dynamic.closing():
         seconds = dynamic.seconds if dynamic.spare() else 0.0
         made = plan_step(
             tokens, dynamic.stage, dynamic.cost, fixed=fixed, seconds=seconds, sharding=shards.sharding
@@ -151,6 +158,8 @@ def _agree(
         message = _encode(made)
     size = torch.tensor([0 if message is None else len(message)], dtype=torch.int64, device="cpu")
     dist.broadcast(size, dynamic.sender, group=dynamic.group)
+    if not int(size):
+        return None
     if message is None:
         message = torch.empty(int(size), dtype=torch.int64, device="cpu")
     dist.broadcast(message, dynamic.sender, group=dynamic.group)

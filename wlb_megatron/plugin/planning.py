@@ -6,6 +6,7 @@ planner's state after it, so that a checkpoint saves the state of what was train
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import queue
 import threading
@@ -130,6 +131,8 @@ class PlanAhead:
         self._make = make
         self._waited = 0.0
         self._made: queue.Queue[PlannedIteration | BaseException | None] = queue.Queue(depth)
+        self._thread: threading.Thread | None = None
+        self.closing = False
 
     def _run(self) -> None:
         try:
@@ -141,7 +144,8 @@ class PlanAhead:
 
     def __iter__(self) -> Iterator[PlannedIteration]:
         # Started here, at the first item asked for: by then the loader has forked its workers.
-        threading.Thread(target=self._run, name="wlb-planning", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="wlb-planning", daemon=True)
+        self._thread.start()
         while (planned := self._get()) is not None:
             if isinstance(planned, BaseException):
                 raise planned
@@ -152,6 +156,15 @@ class PlanAhead:
         planned = self._made.get()
         self._waited += time.perf_counter() - start
         return planned
+
+    def close(self, seconds: float = 60.0) -> None:
+        """End the thread, where the iterator looks at `closing`: one that waits in a collective must not outlive
+        the interpreter. What it still makes is dropped."""
+        self.closing = True
+        patience = time.monotonic() + seconds
+        while self._thread is not None and self._thread.is_alive() and time.monotonic() < patience:
+            with contextlib.suppress(queue.Empty):
+                self._made.get(timeout=0.02)
 
     @property
     def ready(self) -> int:

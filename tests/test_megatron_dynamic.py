@@ -1,0 +1,68 @@
+"""Dynamic groups through Megatron's own loop: whoever computes what, the single process's losses and gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_runs import flags, train, whole_gradients
+
+pytestmark = pytest.mark.megatron
+
+RUN = ["--global-batch-size", "6", "--train-iters", "3"]
+
+
+@pytest.fixture(scope="module")
+def single(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return train([*flags(), *RUN, "--data-path", str(corpus)], 1, tmp_path_factory.mktemp("single"))
+
+
+def losses(ranks: list[dict[str, Any]]) -> dict[int, tuple[float, int]]:
+    """Of each iteration, the loss per predicted token over all ranks, and how many tokens predicted."""
+    sums: dict[int, list[float]] = {}
+    for rank in ranks:
+        if rank["place"]["tp"]:
+            continue
+        for (loss, count), (iteration, *_) in zip(rank["losses"], rank["documents"], strict=True):
+            both = sums.setdefault(iteration, [0.0, 0])
+            both[0] += loss
+            both[1] += count
+    return {iteration: (loss / count, int(count)) for iteration, (loss, count) in sums.items()}
+
+
+@pytest.mark.parametrize(
+    ("processes", "parallel", "seed", "more"),
+    [
+        (4, {"context": 2}, 5, []),
+        (6, {"context": 2}, 11, ["--wlb-regather-keys"]),
+        (4, {"tensor": 2}, 23, ["--sequence-parallel"]),
+    ],
+    ids=["DP2xCP2", "DP3xCP2", "TP2xDP2"],
+)
+def test_random_mixes_of_groups_train_as_the_single_process_does(
+    processes: int,
+    parallel: dict[str, int],
+    seed: int,
+    more: list[str],
+    corpus: Path,
+    single: list[dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    arguments = [*flags(**parallel), *RUN, *more, "--data-path", str(corpus), "--wlb-cp-mode", "dynamic"]
+    ranks = train(arguments, processes, tmp_path, WORKER_RANDOM_GROUPS=str(seed))
+    expected, found = losses(single), losses(ranks)
+    assert expected.keys() == found.keys()
+    for iteration, (loss, count) in expected.items():
+        assert found[iteration] == (pytest.approx(loss, rel=1e-6), count)
+    gradients = whole_gradients(ranks)
+    for name, gradient in whole_gradients(single).items():
+        error = torch.linalg.norm(gradients[name] - gradient) / torch.linalg.norm(gradient)
+        assert error <= 1e-5, f"{name}: {error:.2e}"
+    # The plans were mixed: ranks idle in some micro-steps, all run equally many, documents shared by some only.
+    steps = [[entry[:2] for entry in rank["documents"]] for rank in ranks]
+    assert all(own == steps[0] for own in steps)
+    idle = [all(piece[1] < 0 for piece in entry[2]) for rank in ranks for entry in rank["documents"]]
+    assert any(idle) and not all(idle)
+    assert len({len(entry[2]) for rank in ranks for entry in rank["documents"]}) > 1
