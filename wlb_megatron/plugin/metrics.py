@@ -35,7 +35,11 @@ def stepped(
         return
     args = get_args()
     figures = step_figures(batches, args.wlb_quadratic_at)
-    figures |= {"plan_wait_ms": plan_wait_ms, "put_back": planned.put_back, "predicted_ms": planned.predicted_ms}
+    figures |= {
+        "plan_wait_ms": plan_wait_ms,
+        "put_back": planned.put_back,
+        "predicted_ms": planned.predicted_ms,
+    }
     if args.wlb_log_plans and planned.plan is not None:
         figures["lengths"] = plan_lengths(planned.plan)
     _pending = ({**figures, "iteration": args.curr_iteration + 1}, began)

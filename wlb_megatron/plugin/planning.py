@@ -75,8 +75,10 @@ class PlannedIteration:
 
 @dataclass(frozen=True, slots=True)
 class ShardSettings:
-    """How a data-parallel rank's micro-batches are padded and cut. predict: milliseconds of an iteration from its plan and shard
-    plans, where this process reports them."""
+    """How a data-parallel rank's micro-batches are padded and cut.
+
+    predict: milliseconds of an iteration from its plan and shard plans, where this process reports them.
+    """
 
     dp_rank: int
     cp_size: int

@@ -79,9 +79,7 @@ def _training(source: Source, args: Any) -> MicroBatchIterator:
         for passed in [number for number in sampler.passed if number < iteration]:
             del sampler.passed[passed]
         remember(source, args, planned.state)
-        metrics.stepped(
-            batches, planned, began=iterator.take_began(), plan_wait_ms=ahead.take_waited() * 1e3
-        )
+        metrics.stepped(batches, planned, began=iterator.take_began(), plan_wait_ms=ahead.take_waited() * 1e3)
         trace.after_iteration(args.curr_iteration + 1, args, len(batches), agreement.group)
 
     wanted = {"auto": args.distributed_backend == "nccl", "always": True, "never": False}[
