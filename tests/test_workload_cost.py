@@ -9,8 +9,10 @@ from wlb_megatron.workload.cost_model import (
     UNITS_PER_TOKEN,
     CostModel,
     document_cost,
+    latent_parameters,
     layer_parameters,
     quadratic_at,
+    with_windows,
 )
 
 SEVEN_BILLION = layer_parameters(4096, 4096, 4096, 11008, gated=True)
@@ -48,3 +50,18 @@ def test_work_beyond_32_bits_is_exact_enough_and_positive() -> None:
 def test_costs_that_make_no_sense_are_refused(at: float, document: float) -> None:
     with pytest.raises(ValueError, match="must"):
         CostModel(at, document)
+
+
+def test_weights_of_multi_latent_attention_are_those_of_deepseek_v3() -> None:
+    assert latent_parameters(7168, 128, 1536, 512, (128, 64, 128)) == pytest.approx(187e6, rel=0.01)
+    # Queries not compressed: 16 heads of 192 from 2048, keys from rank 512.
+    plain = latent_parameters(2048, 16, 0, 512, (128, 64, 128))
+    assert plain == 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 16 * 128 * 2048
+
+
+def test_windowed_layers_make_work_linear() -> None:
+    assert with_windows(24_000, 0, 1.0) == 24_000
+    assert with_windows(24_000, 1_000, 0.5) == 50_000
+    only_windows = CostModel(with_windows(24_000, 1_000, 0.0))
+    long, short = only_windows.work([131_072, 1_024])
+    assert long == pytest.approx(128 * short, rel=1e-4)

@@ -20,7 +20,14 @@ from wlb_megatron.plugin.data_paths import documents
 from wlb_megatron.plugin.limits import adoptable_tokens
 from wlb_megatron.plugin.profile import profile_of
 from wlb_megatron.sharding.alignment import multiple
-from wlb_megatron.workload.cost_model import CostModel, document_cost, layer_parameters, quadratic_at
+from wlb_megatron.workload.cost_model import (
+    CostModel,
+    document_cost,
+    latent_parameters,
+    layer_parameters,
+    quadratic_at,
+    with_windows,
+)
 from wlb_megatron.workload.kernel_table import h100
 
 
@@ -102,9 +109,13 @@ def complete(args: Any, config: WlbConfig) -> WlbConfig:
     ffn = args.ffn_hidden_size
     if args.num_experts:
         ffn = (args.moe_ffn_hidden_size or ffn) * args.moe_router_topk
-    parameters = layer_parameters(
-        args.hidden_size, heads * channels, groups * channels, ffn, gated=args.swiglu
-    )
+    latent = getattr(args, "multi_latent_attention", False)
+    query, key = (0, 0) if latent else (heads * channels, groups * channels)
+    parameters = layer_parameters(args.hidden_size, query, key, ffn, gated=args.swiglu)
+    if latent:
+        dims = args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim
+        ranks = args.q_lora_rank or 0, args.kv_lora_rank
+        parameters += latent_parameters(args.hidden_size, heads, *ranks, dims)
     balanced, document = config.quadratic_at, config.document_cost
     profile = profile_of(args)
     if profile is not None:
@@ -112,6 +123,7 @@ def complete(args: Any, config: WlbConfig) -> WlbConfig:
         document = profile.costs.per_document if document is None else document
     if balanced is None:
         balanced = quadratic_at(heads * channels, parameters)
+        balanced = with_windows(balanced, *_windows(args))
     if document is None:
         table = h100().scaled(heads=heads, kv_heads=groups, head_dim=channels)
         document = document_cost(table.segment, parameters) if args.distributed_backend == "nccl" else 0.0
@@ -121,8 +133,23 @@ def complete(args: Any, config: WlbConfig) -> WlbConfig:
 def attention_shape(args: Any) -> tuple[int, int, int]:
     """Query heads, key/value heads and channels of a head of the whole model."""
     heads = args.num_attention_heads
+    if getattr(args, "multi_latent_attention", False):
+        return heads, heads, args.qk_head_dim + args.qk_pos_emb_head_dim
     groups = args.num_query_groups if args.group_query_attention else heads
     return heads, groups, args.kv_channels or args.hidden_size // heads
+
+
+def _windows(args: Any) -> tuple[int, float]:
+    """Window (tokens) of the windowed layers, and the share of layers that see whole documents."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    from wlb_megatron.attention.core_attention import window_of
+
+    size, skip = window_of(args), getattr(args, "window_attn_skip_freq", None)
+    if size is None:
+        return 0, 1.0
+    near = [is_layer_window_attention(args.window_size, skip, n + 1) for n in range(args.num_layers)]
+    return size, 1 - sum(near) / len(near)
 
 
 def token_alignment(args: Any) -> int:

@@ -60,6 +60,29 @@ def quadratic_at(query: int, parameters: int) -> float:
     return 3 * parameters * ATTENTION_RATE / (3.5 * query)
 
 
+def latent_parameters(
+    hidden: int, heads: int, query_rank: int, key_rank: int, dims: tuple[int, int, int]
+) -> int:
+    """Weights of a layer of multi-latent attention, as layer_parameters' without its feed-forward part.
+
+    query_rank: 0 where queries are not compressed; key_rank: of keys and values. dims: channels of a head without
+    positions, with positions, of values. 7168, 128 heads, ranks 1536 and 512, dims 128 64 128: 187M.
+    """
+    plain, turned, value = dims
+    query = heads * (plain + turned)
+    query = hidden * query_rank + query_rank * query if query_rank else hidden * query
+    return query + hidden * (key_rank + turned) + key_rank * heads * (plain + value) + heads * value * hidden
+
+
+def with_windows(at: float, window: int, full_share: float) -> float:
+    """quadratic_at of a model in which only a share of the layers sees whole documents, the others a window.
+
+    at: of layers that see all. A windowed layer's attention takes 2 * window / at of a token's linear work, whatever
+    the length: with half of the layers full, at 24K and a window of 1K, work is quadratic from (24K + 1K) / 0.5 on.
+    """
+    return (at + 2 * window * (1 - full_share)) / max(full_share, 1e-6)
+
+
 def document_cost(segment_ns: float, parameters: int) -> float:
     """What one more document costs, in tokens of linear work: two segments of a kernel call.
 
