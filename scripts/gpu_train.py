@@ -16,6 +16,7 @@ import csv
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -129,13 +130,11 @@ def run(
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
     environment |= extra_environment or {}
     started = time.perf_counter()
-    with log.open("w", encoding="utf-8") as output:
-        done = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
+    status = finish(command, environment, log, getattr(options, "limit", None))
     text = log.read_text(encoding="utf-8")
-    if done.returncode:
+    if status:
         print(
-            text[-4000:],
-            f"\n{name} failed with status {done.returncode} after {time.perf_counter() - started:.0f} s",
+            text[-4000:], f"\n{name} failed with status {status} after {time.perf_counter() - started:.0f} s"
         )
         return []
     tokens = {}
@@ -158,6 +157,19 @@ def run(
         }
         for step in STEP.finditer(text)
     ]
+
+
+def finish(command: list[str], environment: dict[str, str], log: Path, limit: float | None) -> int:
+    """The command's exit status, its output in `log`. After `limit` seconds it and all that it started are killed."""
+    with log.open("w", encoding="utf-8") as output:
+        started = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            return started.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)
+            return started.wait()
 
 
 def report(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> None:
