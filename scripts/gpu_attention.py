@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 2 scripts/gpu_attention.py real --mixes mixes.json --out DIR
     python3 scripts/gpu_attention.py breadth --out DIR   # errors: head dims, windows, sinks, MLA, deterministic
     python3 scripts/gpu_attention.py warm --mixes mixes.json --out DIR      # kernel graphs: 200 random micro-batches
+    python3 scripts/gpu_attention.py choice --mixes mixes.json --cp 2 4 8 --out DIR   # regret of adaptive, predictions
     python3 scripts/gpu_attention.py memory --mixes mixes.json --out DIR    # exchanged keys kept, or exchanged again
     torchrun --nproc-per-node 2 scripts/gpu_attention.py profile --mixes mixes.json --only NAMES --out DIR
 
@@ -36,6 +37,7 @@ from attention_bench import (
     timing,
 )
 from attention_breadth import breadth
+from attention_choice import choice
 from attention_memory import memory
 from attention_profile import profile as trace
 from attention_real import real
@@ -115,7 +117,14 @@ def profile_shares(mixes: Mixes, args: argparse.Namespace) -> None:
             profile(f"{name}, CP={cp}, {kind}, rank 1", share(plan, 1, x, kv)[0])
 
 
-OTHERS = {"real": real, "breadth": breadth, "warm": warm, "memory": memory, "profile": trace}
+OTHERS = {
+    "real": real,
+    "choice": choice,
+    "breadth": breadth,
+    "warm": warm,
+    "memory": memory,
+    "profile": trace,
+}
 
 
 def main() -> None:
@@ -123,11 +132,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("mode", choices=("share", *OTHERS))
-    parser.add_argument("--mixes", type=Path)
+    parser.add_argument("--mixes", type=Path, nargs="+")
     parser.add_argument("--only", help="comma list of mixes")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cp", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--kinds", nargs="+", default=["per-sequence", "per-document", "hybrid"])
+    parser.add_argument("--windows", type=int, nargs="+", default=[32768, 65536, 131072], help="of `choice`")
+    parser.add_argument("--table", type=Path, help="of `choice`: a measured kernel table (default: built in)")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument(
         "--check", nargs="+", help="in `real`, the mixes whose errors are measured (default all)"
@@ -136,7 +147,9 @@ def main() -> None:
         "--profile", default="", help="comma list of mixes whose shares at the last CP are profiled"
     )
     args = parser.parse_args()
-    mixes = json.loads(args.mixes.read_text()) if args.mixes else {}
+    mixes: Mixes = {}
+    for path in args.mixes or ():
+        mixes |= json.loads(path.read_text())
     if not mixes and args.mode in ("share", "real"):
         parser.error(f"{args.mode} needs --mixes")
     if args.only:
