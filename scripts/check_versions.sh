@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Trains three steps of a small GPT (CPU, CP=2) on each megatron-core that the plugin takes, by each way in, and compares
+# the losses, which must be the same everywhere: the wheels of PyPI by `-m wlb_megatron.pretrain_gpt`, and with a clone of
+# Megatron-LM its branches by the launcher and patched. Prints a table; fails if one way in differs.
+# usage: scripts/check_versions.sh [CLONE]
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python="$root/.venv/bin/python"
+clone=${1:-}
+wheels=(0.19.2 0.18.2 0.17.1)
+branches=(core_r0.19.0 core_r0.18.0 core_r0.17.0 core_r0.16.0 main)
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore CUDA_DEVICE_MAX_CONNECTIONS=1 TORCHDYNAMO_DISABLE=1
+export PYTHONPATH="$root/scripts/cpu:$root"
+
+flags=$("$python" -c 'import megatron_job as job; print(job.MODEL, job.MACHINE, job.TRAINING)' | tr '\n' ' ')
+"$python" -c 'import sys, pathlib, megatron_job as job; job.build_python_corpus(pathlib.Path(sys.argv[1]))' \
+    "$scratch/corpus" >/dev/null
+# What older releases import without asking for it.
+"$python" -m pip install --quiet --target "$scratch/needs" pyyaml six regex pydantic 2>"$scratch/pip.log" ||
+    { cat "$scratch/pip.log"; exit 1; }
+
+reference=""
+failed=0
+train() { # train NAME MEGATRON ENTRY..: a row of the table
+    local name=$1 megatron=$2 losses
+    shift 2
+    # shellcheck disable=SC2086  # the flags are words
+    PYTHONPATH="$PYTHONPATH:$megatron:$scratch/needs" "$python" -m torch.distributed.run --nproc-per-node 2 \
+        --master-addr 127.0.0.1 --master-port $((20000 + RANDOM % 20000)) "$@" $flags \
+        --context-parallel-size 2 --seq-length 1024 --max-position-embeddings 2048 --global-batch-size 2 \
+        --train-iters 3 --data-path "$scratch/corpus" --wlb-overlong drop >"$scratch/log" 2>&1 || true
+    losses=$(grep -oE 'lm loss: [0-9.E+-]+' "$scratch/log" | cut -d' ' -f3 | tr '\n' ' ' || true)
+    reference=${reference:-$losses}
+    if [ -n "$losses" ] && [ "$losses" = "$reference" ]; then
+        printf '%-44s works    %s\n' "$name" "$losses"
+    else
+        printf '%-44s FAILED   %s\n' "$name" "${losses:-$(grep -E 'Error|wlb_megatron|needs' "$scratch/log" | head -1)}"
+        failed=1
+    fi
+}
+
+for version in "${wheels[@]}"; do
+    "$python" -m pip install --quiet --no-deps --target "$scratch/$version" "megatron-core==$version" \
+        2>"$scratch/pip.log" || { cat "$scratch/pip.log"; exit 1; }
+    train "$version -m wlb_megatron.pretrain_gpt" "$scratch/$version" -m wlb_megatron.pretrain_gpt
+done
+[ -n "$clone" ] || exit "$failed"
+for branch in "${branches[@]}"; do
+    tree="$scratch/$branch"
+    mkdir "$tree"
+    name=$(git -C "$clone" rev-parse --quiet --verify "$branch" >/dev/null && echo "$branch" || echo "origin/$branch")
+    git -C "$clone" archive "$name" megatron pretrain_gpt.py gpt_builders.py model_provider.py | tar -x -C "$tree"
+    cp "$scratch"/0.19.2/megatron/core/datasets/helpers_cpp*.so "$tree/megatron/core/datasets/" # else make builds them
+    commit=$(git -C "$clone" rev-parse --short "$name")
+    train "$branch $commit launcher" "" -m wlb_megatron.launch "$tree/pretrain_gpt.py"
+    "$python" -m wlb_megatron.cli patch --apply "$tree" >/dev/null
+    train "$branch $commit patched" "" "$tree/pretrain_gpt.py"
+done
+exit "$failed"
