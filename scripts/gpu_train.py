@@ -4,8 +4,8 @@
 python scripts/gpu_train.py --gpus 2 --script ../Megatron-LM/pretrain_gpt.py --out out/gpu
 
 cp1 / cpN: same documents on 1 and on N GPUs, through the launcher; cpN-module: -m wlb_megatron.pretrain_gpt;
-*-plain: arrival order, per-sequence sharding, right document mask; stock-*: Megatron without the plugin, without
-a document mask (its windows hold as many tokens, its loss is of another task). Losses are compared with cp1's,
+dynN: dynamic groups over all N; *-plain: arrival order, per-sequence sharding, right document mask; stock-*: Megatron without the plugin, without
+a document mask (its windows hold as many tokens, its loss is of another task). Losses are compared with cp1's (or the first run's),
 times are medians of Megatron's own per-iteration times after --warm-up. Logs, CSV and table go to --out.
 """
 
@@ -57,6 +57,7 @@ def runs(gpus: int) -> dict[str, tuple[int, list[str]]]:
         "ppN-plain": (gpus, PLAIN + pp),
         "dpN": (gpus, WLB),
         "dpN-plain": (gpus, PLAIN),
+        "dynN": (gpus, [*WLB, *cp, "--wlb-cp-mode", "dynamic"]),
         "stock-cp1": (1, STOCK),
         "stock-cpN": (gpus, STOCK + cp),
     }
@@ -183,13 +184,14 @@ def report(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace
         writer = csv.DictWriter(file, rows[0].keys())
         writer.writeheader()
         writer.writerows(rows)
-    first = {row["iteration"]: row for row in results.get("cp1") or []}
+    named = "cp1" if "cp1" in results else next(iter(results))
+    first = {row["iteration"]: row for row in results[named]}
     gpu = torch.cuda.get_device_name(0)
     print(
         f"\n{gpu} x {options.gpus}, torch {torch.__version__}, {options.layers} layers of 2048, window "
         f"{options.seq_length}, global batch {options.global_batch_size}, {options.iterations} iterations"
     )
-    print("run            ms/step   tokens/s   imb. CP imb.  peak MB     loss                 vs cp1")
+    print(f"run            ms/step   tokens/s   imb. CP imb.  peak MB     loss {'vs ' + named:>22}")
     for name, run_rows in results.items():
         timed = run_rows[options.warm_up :]
         if not timed:

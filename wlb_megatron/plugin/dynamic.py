@@ -69,9 +69,8 @@ def training_plans(
     stage_ranks = dist.get_process_group_ranks(
         parallel_state.get_data_parallel_group(with_context_parallel=True)
     )
-    longest = config.max_tokens if config.packing == "varlen" else args.seq_length
-    assert longest is not None and config.quadratic_at is not None
-    longest = longest // shards.alignment * shards.alignment
+    longest = planner.packer.max_tokens // shards.alignment * shards.alignment
+    assert config.quadratic_at is not None
     stage = Stage.of(shards.cp_size, len(stage_ranks) // shards.cp_size, longest)
     dynamic = DynamicSettings(
         stage=stage,
@@ -120,7 +119,9 @@ def plan_groups(
             micro_batches.append(
                 PlannedMicroBatch(plan.iteration, index, held, cut, summary, seconds, shared)
             )
-        yield PlannedIteration(tuple(micro_batches), planner.state(), digest.digest(), planner.put_back)
+        yield PlannedIteration(
+            tuple(micro_batches), planner.state(), digest.digest(), planner.put_back, plan=plan
+        )
 
 
 def fixed_groups(plan: IterationPlan, context: int) -> StepPlan:
