@@ -62,6 +62,15 @@ def test_multi_grouped_and_single_key_heads_are_exact(heads, kv_heads):
     assert_exact(shard(padded([16, 7, 1, 40], 4), 4, "per-document"), heads=heads, kv_heads=kv_heads)
 
 
+@pytest.mark.parametrize("kind", SHARDINGS)
+def test_lengths_that_do_not_divide_need_no_padding_of_their_own(kind):
+    """Documents of 4, 8, 6 and 10 tokens at CP=2, which other systems pad to 4 8 8 12 (and take 7 for 6)."""
+    plan = shard([4, 8, 6, 10], 2, kind)
+    assert plan.tokens_per_rank == (14, 14)
+    assert_exact(plan)
+    assert_exact(shard([7, 1], 2, kind))
+
+
 @pytest.mark.parametrize("cp", [2, 4])
 def test_gradients_are_right_and_not_only_outputs(cp):
     x = random_tensors(64)

@@ -1,0 +1,192 @@
+"""What Transformer Engine's kernels are asked for; its masks and windows are computed here as it documents them."""
+
+import importlib
+import math
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from attention_oracle import (
+    SCALE,
+    Member,
+    ThreadGroup,
+    largest_error,
+    one_document_at_a_time,
+    padded,
+    random_tensors,
+)
+from megatron.core.transformer.enums import AttnMaskType
+
+from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.attention.sharded_attention import sharded_attention
+from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.sharding.select import shard
+
+
+def seen(mask, window, queries, keys, bottom_right):
+    """True where query i sees key j, by fused_attn_fwd's docstring: keys in [i + d - left, i + d + right]."""
+    left, right = (math.inf if size < 0 else size for size in window)
+    shift = keys - queries if bottom_right else 0
+    far = torch.arange(queries)[:, None] + shift - torch.arange(keys)
+    inside = (far <= left) & (far >= -right)
+    return inside & (far >= 0) if "causal" in mask else inside
+
+
+class Asked:
+    """Stands for transformer_engine's fused_attn module; keeps what it was asked."""
+
+    def __init__(self):
+        self.calls = []
+
+    def _each(self, told, cu_q, cu_kv, q, kv):
+        self.calls.append(told)
+        starts_q, starts_kv = told["cu_seqlens_q_padded"].tolist(), told["cu_seqlens_kv_padded"].tolist()
+        sizes_q, sizes_kv = cu_q.diff().tolist(), cu_kv.diff().tolist()
+        mask = told["attn_mask_type"]
+        for at, (n, m) in enumerate(zip(sizes_q, sizes_kv, strict=True)):
+            rows, keys = slice(starts_q[at], starts_q[at] + n), slice(starts_kv[at], starts_kv[at] + m)
+            shown = seen(mask, told["window_size"], n, m, mask.endswith("bottom_right"))
+            repeat = q.shape[1] // kv[0].shape[1]
+            k, v = (x[keys].repeat_interleave(repeat, dim=1) for x in kv)
+            scores = torch.einsum("qhd,khd->hqk", q[rows], k) * told["attn_scale"]
+            yield rows, keys, k, v, scores.masked_fill(~shown, -math.inf), repeat
+
+    def forward(self, training, max_q, max_kv, cu_q, cu_kv, q, k, v, dtype, backend, **told):
+        assert training and told["qkv_layout"] == "thd_t2hd" and told["o_format"] == "thd"
+        assert k.data_ptr() + k[0].numel() * k.element_size() == v.data_ptr(), "keys and values side by side"
+        out, stats = torch.empty_like(q), torch.empty(*q.shape[:2], 1, dtype=q.dtype)
+        for rows, _, _, values, scores, _ in self._each(told, cu_q, cu_kv, q, (k, v)):
+            stats[rows] = scores.logsumexp(-1).T[..., None]
+            out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        return out, [stats, torch.zeros(2, dtype=torch.int64)]
+
+    def backward(self, max_q, max_kv, cu_q, cu_kv, q, k, v, out, dout, dtype, context, backend, **told):
+        stats, rng = context
+        assert stats.shape == (*q.shape[:2], 1) and rng.shape == (2,)
+        dq, dkv = torch.empty_like(q), torch.empty(len(k), 2, *k.shape[1:], dtype=k.dtype)
+        delta = (out * dout).sum(-1)
+        for rows, keys, one, values, scores, repeat in self._each(told, cu_q, cu_kv, q, (k, v)):
+            probs = torch.exp(scores - stats[rows, :, 0].T[..., None])
+            dscores = torch.einsum("qhd,khd->hqk", dout[rows], values) - delta[rows].T[..., None]
+            dscores = dscores * probs * told["attn_scale"]
+            dq[rows] = torch.einsum("hqk,khd->qhd", dscores, one)
+            for half, grad in enumerate(
+                (
+                    torch.einsum("hqk,qhd->khd", dscores, q[rows]),
+                    torch.einsum("hqk,qhd->khd", probs, dout[rows]),
+                )
+            ):
+                dkv[keys, half] = grad.unflatten(1, (-1, repeat)).sum(2)
+        return dq, dkv[:, 0], dkv[:, 1]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The backend imported over a stand-in for Transformer Engine."""
+    stand_in = Asked()
+    module = ModuleType("transformer_engine.pytorch.cpp_extensions.fused_attn")
+    module.FusedAttnBackend = {"F16_arbitrary_seqlen": 1}
+    module.fused_attn_fwd, module.fused_attn_bwd = stand_in.forward, stand_in.backward
+    parts = module.__name__.split(".")
+    for depth in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, "wlb_megatron.attention.te_backend", raising=False)
+    stand_in.backend = importlib.import_module("wlb_megatron.attention.te_backend")
+    yield stand_in
+    sys.modules.pop("wlb_megatron.attention.te_backend", None)
+
+
+def alone(asked, lengths, window=None, deterministic=False):
+    plan = shard(lengths, 1, "per-document")
+    x = random_tensors(plan.tokens)
+    layout = device_layout(attention_layout(plan, 0, window), "cpu")
+    inputs = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
+    kernels = asked.backend.TransformerEngineKernels(deterministic)
+    out = sharded_attention(
+        *inputs, layout, Member(ThreadGroup(1), 0), kernels, SCALE, windowed=window is not None
+    )
+    got = [out.detach(), *torch.autograd.grad(out, inputs, x.dout)]
+    assert largest_error(got, one_document_at_a_time(lengths, x, window=window)) < 1e-10
+    return asked.calls
+
+
+@pytest.mark.parametrize("window", [None, 0, 3, 100])
+def test_its_masks_and_windows_are_those_of_the_oracle(asked, window):
+    forward, backward = alone(asked, padded([9, 1, 20, 2], 1), window)
+    assert forward["attn_mask_type"] == backward["attn_mask_type"]
+    assert forward["window_size"] == backward["window_size"] == (-1 if window is None else window, 0)
+
+
+def test_lengths_without_padding_are_told_by_one_tensor_twice(asked):
+    """Transformer Engine takes padding for granted unless both are the same object, and then it is slower."""
+    plan = shard(padded([16, 7, 9], 2), 2, "per-document")
+    for rank in range(2):
+        layout = device_layout(attention_layout(plan, rank), "cpu")
+        kernels, x = asked.backend.TransformerEngineKernels(), random_tensors(layout.tokens)
+        for call in (layout.diagonals, layout.rectangles):
+            rows, keys = int(call.cu_seqlens_q[-1]), int(call.cu_seqlens_kv[-1])
+            kernels.forward(call, random_tensors(rows).q, torch.zeros(keys, 2, 2, 4, dtype=x.q.dtype), SCALE)
+            told = asked.calls[-1]
+            assert told["cu_seqlens_q_padded"] is call.cu_seqlens_q
+            assert told["cu_seqlens_kv_padded"] is call.cu_seqlens_kv
+
+
+def test_rectangles_have_no_mask_and_diagonals_the_fast_causal_one(asked):
+    plan = shard([64], 2, "per-document")
+    masks = {}
+    for rank in range(2):
+        layout = device_layout(attention_layout(plan, rank), "cpu")
+        kernels = asked.backend.TransformerEngineKernels()
+        for name, call in (("diagonal", layout.diagonals), ("rectangle", layout.rectangles)):
+            rows, keys = int(call.cu_seqlens_q[-1]), int(call.cu_seqlens_kv[-1])
+            kernels.forward(
+                call, random_tensors(rows).q, torch.zeros(keys, 2, 2, 4, dtype=torch.float64), SCALE
+            )
+            masks.setdefault(name, set()).add(
+                (asked.calls[-1]["attn_mask_type"], asked.calls[-1]["window_size"])
+            )
+    assert masks == {"diagonal": {("padding_causal", (-1, 0))}, "rectangle": {("padding", (-1, -1))}}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_mode_reaches_the_backward_kernel(asked, deterministic):
+    _, backward = alone(asked, padded([9, 4], 1), deterministic=deterministic)
+    assert backward["deterministic"] is deterministic
+
+
+@pytest.mark.parametrize(
+    ("mode", "variable", "expected"),
+    [(False, None, False), (True, None, True), (False, "0", True), (False, "1", False)],
+)
+def test_the_flag_and_the_environment_variable_ask_for_it(asked, monkeypatch, mode, variable, expected):
+    """--deterministic-mode, or NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, as for Transformer Engine's own attention."""
+    from test_attention_module import build
+
+    base = type(
+        "Engine", (torch.nn.Module,), {"__module__": "transformer_engine.pytorch", "__init__": _as_module}
+    )
+    if variable is None:
+        monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
+    else:
+        monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", variable)
+    module = build(base, mask=AttnMaskType.causal, deterministic_mode=mode)
+    assert module._kernels.deterministic is expected
+
+
+def _as_module(self, **_):
+    torch.nn.Module.__init__(self)
+
+
+def test_a_plan_with_only_whole_documents_makes_one_call_each_way(asked):
+    import numpy as np
+
+    plan = ShardPlan(np.array([8, 8]), (np.array([[0, 0, 8]]), np.array([[1, 0, 8]])))
+    layout = device_layout(attention_layout(plan, 0), "cpu")
+    x = random_tensors(8)
+    q, k, v = (t.requires_grad_() for t in (x.q, x.k, x.v))
+    kernels = asked.backend.TransformerEngineKernels()
+    sharded_attention(q, k, v, layout, None, kernels, SCALE).backward(x.dout)
+    assert len(asked.calls) == 2
