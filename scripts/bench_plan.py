@@ -12,7 +12,6 @@ import argparse
 import os
 import platform
 import time
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -21,29 +20,10 @@ import numpy as np
 from wlb_megatron.config import PACKINGS, SHARDINGS, WlbConfig
 from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.plan import Piece
+from wlb_megatron.packing.thresholds import Repeated
 from wlb_megatron.sharding.alignment import multiple, padded_lengths
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.workload.cost_model import CostModel
-
-
-class Lengths:
-    """A stream of documents of these lengths, over and over."""
-
-    def __init__(self, lengths: np.ndarray) -> None:
-        self.lengths = lengths.tolist()
-        self.taken = 0
-
-    def next(self) -> Piece:
-        epoch, document = divmod(self.taken, len(self.lengths))
-        self.taken += 1
-        return Piece(epoch, document, 0, self.lengths[document])
-
-    def state(self) -> dict[str, Any]:
-        return {"taken": self.taken}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.taken = state["taken"]
 
 
 def long_tailed(count: int, mean: float, longest: int, seed: int) -> np.ndarray:
@@ -96,7 +76,7 @@ def measure(args: argparse.Namespace, packing: str, kind: str, lengths: np.ndarr
         alignment=align,
         sample=lengths[:10000].tolist(),
     )
-    planner = Planner(Lengths(lengths), packer, global_tokens=args.window * args.micro_batches)
+    planner = Planner(Repeated(lengths), packer, global_tokens=args.window * args.micro_batches)
     steps: dict[str, list[float]] = {"packing": [], "sharding": []}
     for _ in range(args.iterations + 5):
         begin = time.perf_counter()

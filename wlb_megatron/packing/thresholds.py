@@ -89,7 +89,7 @@ def _rank(trial: Trial) -> tuple[bool, int]:
 
 def _try(lengths: np.ndarray, cost: CostModel, limits: Limits, thresholds: tuple[int, ...]) -> Trial:
     packer = VarlenPacker(cost, limits, thresholds)
-    planner = Planner(_Repeated(lengths), packer, global_tokens=limits.bins * limits.window)
+    planner = Planner(Repeated(lengths), packer, global_tokens=limits.bins * limits.window)
     largest = total = delayed = 0
     for _ in range(ITERATIONS):
         plan = planner.next_iteration()
@@ -101,8 +101,8 @@ def _try(lengths: np.ndarray, cost: CostModel, limits: Limits, thresholds: tuple
     return Trial(thresholds, largest / total, delayed / planner.taken)
 
 
-class _Repeated:
-    """An endless stream of documents of these lengths."""
+class Repeated:
+    """An endless stream of documents of these lengths, in their order, over and over."""
 
     def __init__(self, lengths: np.ndarray) -> None:
         self._lengths = lengths.tolist()
