@@ -148,7 +148,10 @@ def test_a_ramp_trains_through_megatrons_loop_and_resumes_at_another_layout(
     corpus: Path, tmp_path: Path
 ) -> None:
     """2, 2, 4, 4 micro-batches; Megatron counts 2, 4, 8, 12 samples. Resumed in the middle with DP=2."""
-    ramp = ["--rampup-batch-size", "2", "2", "4", "--global-batch-size", "4", "--data-path", str(corpus)]
+    parts = tmp_path / "parts.json"
+    parts.write_text(json.dumps({"train": [str(corpus)], "valid": [], "test": []}))
+    ramp = ["--rampup-batch-size", "2", "2", "4", "--global-batch-size", "4"]
+    ramp += ["--per-split-data-args-path", str(parts)]
     ramp += ["--train-iters", "4", "--save", str(tmp_path / "checkpoints"), "--save-interval", "3"]
     whole = train([*flags(), *ramp], 1, tmp_path / "whole")
     assert [entry[0] for entry in whole[0]["documents"]] == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]

@@ -1,0 +1,107 @@
+"""Which corpora a part draws from, by each of Megatron's data flags, against Megatron's own reading of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_runs import write_corpus
+
+from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin.data_paths import documents
+
+PARTS = ("train", "valid", "test")
+
+
+@pytest.fixture(scope="module")
+def prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Three corpora of 10, 20 and 30 documents."""
+    folder = tmp_path_factory.mktemp("corpora")
+    for name, count in (("a", 10), ("b", 20), ("c", 30)):
+        write_corpus(folder / name, [5 + at % 3 for at in range(count)])
+    return [str(folder / name) for name in "abc"]
+
+
+def arguments(**given: Any) -> argparse.Namespace:
+    """Megatron's data flags as it leaves them when they are not given."""
+    flags = ("data_path", "data_args_path", "per_split_data_args_path", "split")
+    none: dict[str, Any] = dict.fromkeys((*flags, *(f"{part}_data_path" for part in PARTS)))
+    return argparse.Namespace(**none | given)
+
+
+def megatrons(args: argparse.Namespace, part: str) -> tuple[list[str], list[float] | None]:
+    """Prefixes and weights of a part as Megatron's GPT dataset gets them."""
+    from megatron.training.utils.common_utils import get_blend_and_blend_per_split
+
+    common, per_split = get_blend_and_blend_per_split(args)
+    return common if per_split is None else per_split[PARTS.index(part)]
+
+
+def check(args: argparse.Namespace, part: str) -> None:
+    found = documents(args, part)
+    assert found is not None
+    paths, weights = megatrons(args, part)
+    assert (found[0].paths, found[0].weights) == (paths, weights)
+
+
+def test_data_path_and_the_same_text_in_a_file_are_one_blend_cut_by_split(
+    prefixes: list[str], tmp_path: Path
+) -> None:
+    text = f"0.3 {prefixes[0]}\n0.7 {prefixes[1]}\n"
+    (tmp_path / "blend.txt").write_text(text)
+    for args in (
+        arguments(data_path=text.split(), split="80,10,10"),
+        arguments(data_args_path=str(tmp_path / "blend.txt"), split="80,10,10"),
+    ):
+        for part, counts in zip(PARTS, ([8, 16], [1, 2], [1, 2]), strict=True):
+            check(args, part)
+            found = documents(args, part)
+            assert found is not None and [len(corpus.lengths) for corpus in found[1]] == counts
+
+
+def test_parts_with_paths_of_their_own_are_taken_whole(prefixes: list[str], tmp_path: Path) -> None:
+    a, b, c = prefixes
+    parts = {"train": ["1", a, "3", b], "valid": [c], "test": [b]}
+    (tmp_path / "lists.json").write_text(json.dumps(parts))
+    (tmp_path / "texts.json").write_text(json.dumps({part: " ".join(parts[part]) for part in PARTS}))
+    for args in (
+        arguments(**{f"{part}_data_path": parts[part] for part in PARTS}),
+        arguments(per_split_data_args_path=str(tmp_path / "lists.json")),
+        arguments(per_split_data_args_path=str(tmp_path / "texts.json"), split="969,30,1"),
+    ):
+        for part, counts in zip(PARTS, ([10, 20], [30], [20]), strict=True):
+            check(args, part)
+            found = documents(args, part)
+            assert found is not None and [len(corpus.lengths) for corpus in found[1]] == counts
+
+
+def test_a_part_without_documents_is_none(prefixes: list[str], tmp_path: Path) -> None:
+    (tmp_path / "parts.json").write_text(json.dumps({"train": [prefixes[0]], "valid": None}))
+    only_train = arguments(per_split_data_args_path=str(tmp_path / "parts.json"))
+    assert documents(only_train, "train") and not documents(only_train, "valid")
+    assert documents(arguments(train_data_path=[prefixes[0]]), "test") is None
+    assert documents(arguments(data_path=[prefixes[0]]), "valid") is None
+    assert documents(arguments(data_path=[prefixes[0]], split="1,0,0"), "valid") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot read --per-split-data-args-path .*: No such file"),
+        ("{", "is no JSON"),
+        ('{"valid": ["x"]}', "names no training corpus"),
+        ('["x"]', "names no training corpus"),
+        ('{"train": ["nowhere"]}', "cannot read index"),
+    ],
+)
+def test_a_file_of_parts_that_cannot_be_used_is_one_line(
+    text: str | None, words: str, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / "parts.json").write_text(text)
+    with pytest.raises(WlbError, match=words) as error:
+        documents(arguments(per_split_data_args_path=str(tmp_path / "parts.json")), "train")
+    assert "\n" not in str(error.value)
