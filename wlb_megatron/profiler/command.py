@@ -98,6 +98,7 @@ def run_profile(args: argparse.Namespace) -> None:
 
 def _fit_and_write(path: Path, told: dict[str, Any]) -> None:
     """Fit, write, and show what was fitted and how well it predicts what it has not seen."""
+    write_profile(path, told)  # what was measured is kept, whatever the fit says of it
     model, device = ProfiledModel(**told["settings"]["model"]), told["settings"]["gpu"]
     costs = fit(model, told["samples"], device)
     checks = leave_out(model, told["samples"], device)

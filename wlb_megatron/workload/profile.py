@@ -106,6 +106,8 @@ def read_profile(path: str | Path) -> Profile:
         raise WlbError(f"profile {path} is not JSON; {again}") from None
     if not isinstance(told, dict) or told.get("format") != FORMAT:
         raise WlbError(f"profile {path} is not of format {FORMAT}; {again}")
+    if "fit" not in told:
+        raise WlbError(f"profile {path} was measured but not fitted: run wlb-megatron profile --refit {path}")
     try:
         settings = told["settings"]
         if told["fingerprint"] != fingerprint(told):
