@@ -36,7 +36,7 @@ train() { # train NAME MEGATRON ENTRY..: a row of the table
     if [ -n "$losses" ] && [ "$losses" = "$reference" ]; then
         printf '%-44s works    %s\n' "$name" "$losses"
     else
-        printf '%-44s FAILED   %s\n' "$name" "${losses:-$(grep -E 'Error|wlb_megatron|needs' "$scratch/log" | head -1)}"
+        printf '%-44s FAILED   %s\n' "$name" "${losses:-$(grep -E 'Error|^wlb_megatron|needs' "$scratch/log" | head -1)}"
         failed=1
     fi
 }

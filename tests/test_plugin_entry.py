@@ -102,7 +102,6 @@ REFUSED = {
     "use_megatron_fsdp": True,
     "perform_rl_step": True,
     "phase_transition_iterations": [5],
-    "yaml_cfg": "x.yaml",
     "full_validation": True,
 }
 """One argument a row of the table (two rows need two, below)."""

@@ -171,7 +171,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--phase-transition-iterations",
         "the document stream has one phase; drop it",
     ),
-    Refusal(lambda a, c: _get(a, "yaml_cfg") is not None, "--yaml-cfg", "give the settings as flags"),
     Refusal(
         lambda a, c: _get(a, "full_validation") or _get(a, "multiple_validation_sets"),
         "--full-validation / --multiple-validation-sets",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -28,9 +29,27 @@ def wrap_parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
         def provider(parser: Any) -> Any:
             return add_arguments(extra_args_provider(parser) if extra_args_provider else parser)
 
-        return original(provider, ignore_unknown_args)
+        args = original(provider, ignore_unknown_args)
+        if not hasattr(args, "wlb_off"):
+            _only_if_off(args)
+        return args
 
     return parse_args
+
+
+def _only_if_off(args: Any) -> None:
+    """Arguments without the plugin's are those of a --yaml-cfg, which stands for all flags and has its own checks."""
+    global _validated
+    args.wlb_off = "--wlb-off" in sys.argv
+    if not args.wlb_off:
+        _one_line_on_rank_zero(
+            partial(
+                _refuse,
+                "wlb_megatron refuses --yaml-cfg: Megatron then ignores every flag, --wlb-* too, and checks settings "
+                "elsewhere; give the settings as flags.",
+            )
+        )
+    _validated = True
 
 
 def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,27 +112,33 @@ class _DatasetProvider:
         return _sources is not None or getattr(self._theirs, "is_distributed", False)
 
     def __call__(self, train_valid_test_num_samples: Any, vp_stage: int | None = None) -> Any:
-        from wlb_megatron.plugin.provider import make_provider
+        provider = self._theirs
+        if _sources is not None:
+            from wlb_megatron.plugin.provider import make_provider
 
-        provider = self._theirs if _sources is None else make_provider(_sources)
+            provider = make_provider(_sources)
         stage = {} if vp_stage is None else {"vp_stage": vp_stage}
         return provider(train_valid_test_num_samples, **stage)
 
 
 def _choose_forward_step(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if _sources is None:
+            return theirs(data_iterator, model, *args, **kwargs)
         from wlb_megatron.plugin import forward_step as ours
 
-        return (ours.forward_step if _sources is not None else theirs)(data_iterator, model, *args, **kwargs)
+        return ours.forward_step(data_iterator, model, *args, **kwargs)
 
     return forward_step
 
 
 def _choose_model_provider(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def model_provider(*args: Any, **kwargs: Any) -> Any:
+        if _sources is None:
+            return theirs(*args, **kwargs)
         from wlb_megatron.plugin.spec import with_plan_attention
 
-        return (with_plan_attention(theirs) if _sources is not None else theirs)(*args, **kwargs)
+        return with_plan_attention(theirs)(*args, **kwargs)
 
     return model_provider
 

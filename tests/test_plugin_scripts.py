@@ -1,0 +1,157 @@
+"""The launcher over users' own scripts, and what it says about the Megatron it finds."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from megatron_runs import ROOT, cpu_environment, flags, free_port, logged_losses
+
+from wlb_megatron.plugin import entry
+from wlb_megatron.refusals import Refused
+
+USERS_SCRIPT = '''
+"""A training script of a user's own: takes pretrain by name, has flags, data and a step that must not be asked."""
+from megatron.training import pretrain, print_rank_0
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.core.enums import ModelType
+
+def never(*_, **__):
+    raise SystemExit("the plugin did not replace this")
+
+def own_flags(parser):
+    parser.add_argument("--team", default="nobody")
+    return parser
+
+if __name__ == "__main__":
+    args = parse_and_validate_args(extra_args_provider=own_flags)
+    print(f"trained by {args.team}", flush=True)
+    settings = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(settings, never, ModelType.encoder_or_decoder, never)
+'''
+WRAPPER = '''
+"""What site wrappers do: look at the environment, import what the script needs, then run it."""
+import pathlib, runpy
+import megatron.training  # before the script, and after the plugin
+runpy.run_path(str(pathlib.Path(__file__).with_name("users_script.py")), run_name="__main__")
+'''
+PATCHED = '''
+"""As patches/ make it: no launcher, the plugin is asked for by a flag when megatron.training has been imported."""
+import pathlib, runpy
+import megatron.training
+from wlb_megatron.plugin.launch import enable_when_asked
+enable_when_asked()
+runpy.run_path(str(pathlib.Path(__file__).with_name("users_script.py")), run_name="__main__")
+'''
+
+
+def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    return subprocess.run(
+        [sys.executable, *command],
+        env={**cpu_environment(), **alone, "MASTER_PORT": str(free_port()), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("start", ["-m wlb_megatron.launch wrapper.py", "patched.py"])
+def test_a_wrapped_script_of_ones_own_trains_with_its_flags(start: str, corpus: Path, tmp_path: Path) -> None:
+    for name, text in (("users_script", USERS_SCRIPT), ("wrapper", WRAPPER), ("patched", PATCHED)):
+        (tmp_path / f"{name}.py").write_text(text)
+    *entry_words, script = start.split()
+    done = run(
+        [
+            *(*entry_words, str(tmp_path / script), *flags(), "--team", "us", "--wlb-packing", "varlen"),
+            *("--global-batch-size", "2", "--train-iters", "2", "--data-path", str(corpus)),
+        ]
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "trained by us" in done.stdout
+    assert "[wlb] iteration 2" in done.stdout
+    assert len(logged_losses(done.stdout)) == 2
+
+
+@pytest.mark.megatron
+def test_a_release_that_moved_a_parameter_or_lacks_a_package_is_told_by_name() -> None:
+    """Signatures are checked before anything is replaced: never half installed."""
+    script = """
+import dataclasses, sys
+import megatron.training.arguments as arguments
+from wlb_megatron.plugin import hooks
+from wlb_megatron.refusals import Refused
+
+def moved(place, takes):
+    hooks.HOOKS = (*kept, dataclasses.replace(kept[0], place=place, takes=takes))
+    try:
+        hooks.install()
+    except (ImportError, Refused) as error:
+        return str(error)
+    raise SystemExit("installed")
+
+kept, before = hooks.HOOKS, arguments.parse_args
+said = moved("megatron.training.arguments:parse_args", ("extra_args_provider", "argv"))
+assert "0.19.2" in said and "parse_args takes (extra_args_provider, ignore_unknown_args), not argv" in said, said
+sys.modules["a_package"] = None
+said = moved("a_package:symbol", ())
+assert "needs the package a_package" in said and "pip install a_package" in said, said
+assert arguments.parse_args is before
+"""
+    done = run(["-c", script])
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_yaml_file_that_replaces_all_flags_is_refused_where_flags_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Megatron's load_yaml returns other arguments than the parser's, and validates them elsewhere."""
+    parse_args = entry.wrap_parse_args(lambda provider, unknown: argparse.Namespace(yaml_cfg="run.yaml"))
+    monkeypatch.setattr(entry, "_validated", False)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "run.yaml"])
+    with pytest.raises(Refused, match="--yaml-cfg: Megatron then ignores every flag"):
+        parse_args()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--wlb-off"])
+    assert parse_args().wlb_off
+
+
+def test_with_the_plugin_off_pretrain_gets_what_the_script_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[object] = []
+
+    def original(
+        train_valid_test_dataset_provider: object, model_provider: object, forward_step_func: object
+    ) -> None:
+        got.extend([train_valid_test_dataset_provider, model_provider, forward_step_func])
+
+    monkeypatch.setattr(entry, "_validated", True)
+    monkeypatch.setattr(entry, "_sources", None)
+    given = [object(), object(), object()]
+    entry.wrap_pretrain(original)(*given)
+    assert all(one is other for one, other in zip(got, given, strict=True))
+
+
+def test_before_the_flags_are_read_pretrain_gets_what_decides_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core before 0.18 parses inside pretrain(): the script's own parts are used if the plugin is then off."""
+    told: list[str] = []
+
+    def original(train_valid_test_dataset_provider, model_provider, model_type, forward_step_func):  # type: ignore[no-untyped-def]
+        told.append(str(train_valid_test_dataset_provider.is_distributed))
+        told.append(train_valid_test_dataset_provider([1, 1, 1]))
+        told.append(model_provider(pre_process=True))
+        told.append(forward_step_func("iterator", "model"))
+
+    monkeypatch.setattr(entry, "_validated", False)
+    monkeypatch.setattr(entry, "_sources", None)
+    entry.wrap_pretrain(original)(
+        lambda samples: f"data of {samples}",
+        lambda pre_process: f"model {pre_process}",
+        "gpt",
+        lambda i, m: f"step {i} {m}",
+    )
+    assert told == ["False", "data of [1, 1, 1]", "model True", "step iterator model"]
