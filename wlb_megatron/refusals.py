@@ -164,6 +164,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "not tried yet with micro-batches of unequal token counts; use --use-distributed-optimizer",
     ),
     Refusal(
+        lambda a, c: c.trace is not None and c.trace_iteration < 2,
+        "--wlb-trace-iteration below 2",
+        "the first iteration builds kernels and is not traced; set it to 2 or later",
+    ),
+    Refusal(
+        lambda a, c: c.log_plans and c.log is None,
+        "--wlb-log-plans without --wlb-log",
+        "it adds to that file's lines; give --wlb-log PATH",
+    ),
+    Refusal(
         lambda a, c: _get(a, "perform_rl_step"), "--perform-rl-step", "only pre-training is handled; drop it"
     ),
     Refusal(

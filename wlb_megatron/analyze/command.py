@@ -19,6 +19,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import QUADRATIC_AT
 from wlb_megatron.workload.cost_model import layer_parameters, quadratic_at
+from wlb_megatron.workload.profile import read_profile
 
 
 def add_analyze(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,7 @@ def add_analyze(parser: argparse.ArgumentParser) -> None:
     )
     add("--json", metavar="PATH", help="write JSON there, - for stdout, instead of a table")
     add("--out", metavar="DIR", help="write lengths.png, work.png, delay.png and timeline.png there")
+    add("--profile", metavar="PATH", help="a profile, whose --quadratic-at and --document-cost are taken")
     model = parser.add_argument_group(
         "model shape", "gives --quadratic-at where that is not set"
     ).add_argument
@@ -68,6 +70,11 @@ def run_analyze(args: argparse.Namespace, lengths: npt.NDArray[np.int64], config
     """Analyse as the flags say, with progress on stderr, and draw the pictures if asked for."""
     if args.out is not None:
         need_matplotlib()
+    if args.profile is not None:
+        costs = read_profile(args.profile).costs
+        given = {"quadratic_at": config.quadratic_at, "document_cost": config.document_cost}
+        found = {"quadratic_at": costs.quadratic_at, "document_cost": costs.per_document}
+        config = replace(config, **{name: found[name] for name, value in given.items() if value is None})
     if config.quadratic_at is None:
         config = replace(config, quadratic_at=model_quadratic_at(args))
     layout = Layout(args.window, args.dp, args.cp, args.tp, args.pp)

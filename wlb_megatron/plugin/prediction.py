@@ -15,17 +15,26 @@ from wlb_megatron.simulator.iteration import run_steps
 from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape, Times
 from wlb_megatron.workload.costs import Costs
 
-Predict = Callable[[IterationPlan, Sequence[ShardPlan]], float]
+Predict = Callable[[IterationPlan, Sequence[ShardPlan]], float | None]
 """Milliseconds of an iteration from its plan and the shard plans of this data-parallel rank's micro-batches."""
 
 
 def predictor(args: Any, costs: Costs | None, dp_rank: int, alignment: int) -> Predict:
-    """The prediction of this job. costs: of a profile; None: built-in H100 attention, all else assumed."""
-    model = layer_model(args, costs)
+    """The prediction of this job. costs: of a profile; None: built-in H100 attention, all else assumed.
 
-    def predict(plan: IterationPlan, shards: Sequence[ShardPlan]) -> float:
+    None for a job that the simulator does not take (a schedule of another kind): it trains all the same.
+    """
+    try:
+        model = layer_model(args, costs)
+    except ValueError:
+        return lambda plan, shards: None
+
+    def predict(plan: IterationPlan, shards: Sequence[ShardPlan]) -> float | None:
         tokens, attention = _loads(plan, shards, model, dp_rank, alignment)
-        return float(run_steps(tokens, attention, model, blocking=True).steps[0]) / 1e6
+        try:
+            return float(run_steps(tokens, attention, model, blocking=True).steps[0]) / 1e6
+        except ValueError:
+            return None
 
     return predict
 

@@ -15,7 +15,7 @@ from wlb_megatron.plugin.data import Layout, MicroBatchIterator, MicroBatchSampl
 from wlb_megatron.plugin.dynamic import training_plans
 from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, ShardSettings, plan_iterations
 from wlb_megatron.plugin.prediction import predictor
-from wlb_megatron.plugin.profile import profile_of
+from wlb_megatron.plugin.profile import profile_of, told
 from wlb_megatron.plugin.rehearsal import longest_micro_batch
 from wlb_megatron.plugin.resume import remember, restore
 from wlb_megatron.plugin.source import Source, attention_shape, token_alignment
@@ -40,6 +40,9 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
             f"of at most {train.planner.packer.max_tokens:,} tokens, sharding {train.config.sharding}, "
             f"attention equals the rest at {train.config.quadratic_at:.0f} tokens"
         )
+        profile = profile_of(args)
+        if profile is not None:
+            print_rank_0(f"> wlb_megatron: {told(profile, args)}")
         return (
             _training(train, args),
             _evaluation(sources.get("valid"), args),
@@ -118,6 +121,8 @@ def _reporting(settings: ShardSettings, args: Any) -> ShardSettings:
     if not is_last_rank():
         return settings
     profile = profile_of(args)
+    if profile is None and args.distributed_backend != "nccl":
+        return settings  # the built-in figures are a GPU's
     costs = None if profile is None else profile.costs
     return replace(settings, predict=predictor(args, costs, settings.dp_rank, settings.alignment))
 

@@ -19,10 +19,12 @@ from wlb_megatron.packing.lengths import read_lengths
 from wlb_megatron.report.files import as_csv, whole_folder
 from wlb_megatron.report.table import print_table
 from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.simulator.calibration import calibrated
 from wlb_megatron.simulator.paper import K
 from wlb_megatron.simulator.reproduce import parts, reproduce
 from wlb_megatron.simulator.run import Inputs
 from wlb_megatron.workload.kernel_table import KernelTable, h100
+from wlb_megatron.workload.profile import Profile, read_profile
 
 REPRODUCED = Assumptions(tp_exposed=0.0)
 """With tensor parallelism's communication hidden, the imbalance of 7B-128K's micro-batches is about the paper's."""
@@ -42,12 +44,23 @@ def add_assumptions(parser: argparse.ArgumentParser, defaults: Assumptions) -> N
     parser.add_argument(
         "--kernel-table", metavar="PATH", help="JSON of measured attention (default: an H100's)"
     )
+    parser.add_argument(
+        "--profile",
+        metavar="PATH",
+        help="what wlb-megatron profile measured: its attention, its layer's rate and its links stand for the defaults",
+    )
 
 
-def read_assumptions(args: argparse.Namespace) -> tuple[Assumptions, KernelTable]:
+def read_assumptions(args: argparse.Namespace) -> tuple[Assumptions, KernelTable, Profile | None]:
+    """Figures as the flags say, attention of a kernel table, and the profile whose figures they are, if one is given."""
     with explain_bad_values():
         given = Assumptions(**{one.name: getattr(args, one.name) for one in fields(Assumptions)})
-        return given, h100() if args.kernel_table is None else KernelTable.from_json(args.kernel_table)
+        if args.profile is not None:
+            if args.kernel_table is not None:
+                raise WlbError("--profile brings its own kernel table: drop --kernel-table")
+            profile = read_profile(args.profile)
+            return calibrated(given, profile), profile.costs.table, profile
+        return given, h100() if args.kernel_table is None else KernelTable.from_json(args.kernel_table), None
 
 
 def add_reproduce(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +102,7 @@ def run_reproduce(args: argparse.Namespace) -> None:
         return
     if args.iterations < 1:
         raise WlbError(f"--iterations must be at least 1, got {args.iterations}")
-    assumptions, measured = read_assumptions(args)
+    assumptions, measured, profile = read_assumptions(args)
     inputs = Inputs(
         lengths=None if args.lengths is None else read_lengths(args.lengths),
         lengths_of=args.lengths_of,
@@ -103,6 +116,7 @@ def run_reproduce(args: argparse.Namespace) -> None:
     with whole_folder(Path(args.out)) as folder:
         with progress(parts(large)) as tick, explain_bad_values():
             report = reproduce(inputs, tick, large=large)
+        report["profile"] = None if profile is None else profile.told()
         report["versions"] = {
             "wlb_megatron": __version__,
             "python": platform.python_version(),

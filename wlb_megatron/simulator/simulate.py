@@ -20,11 +20,13 @@ from wlb_megatron.report.files import whole_file
 from wlb_megatron.report.table import print_table
 from wlb_megatron.report.trace import chrome_trace
 from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.simulator.calibration import profiled_shape
 from wlb_megatron.simulator.command import add_assumptions, progress, read_assumptions
 from wlb_megatron.simulator.iteration import Shards, group_events, simulate
 from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape
 from wlb_megatron.simulator.paper import SHAPES
 from wlb_megatron.simulator.schemes import perfectly_balanced, run_packer, shard_run
+from wlb_megatron.workload.profile import Profile
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
@@ -67,10 +69,19 @@ def run_simulate(
     """Simulate as the flags say, with progress on stderr; write the trace if asked for. JSON-able figures."""
     if args.iterations < 1 or args.warm_up < 0:
         raise WlbError("--iterations must be at least 1 and --warm-up not negative; correct them")
-    assumptions, measured = read_assumptions(args)
+    assumptions, measured, profile = read_assumptions(args)
     with explain_bad_values():
         layout = Layout(tp=args.tp, cp=args.cp, pp=args.pp, dp=args.dp, chunks=args.vpp)
-        model = LayerModel(shape=_shape(args), layout=layout, assumptions=assumptions, measured=measured)
+        shape = _shape(args, profile)
+        if profile is not None:
+            _refuse_other(profile, shape, layout)
+        model = LayerModel(
+            shape=shape,
+            layout=layout,
+            assumptions=assumptions,
+            measured=measured,
+            costs=None if profile is None else profile.costs,
+        )
     cost = model.cost()
     if config.quadratic_at is not None:
         cost = replace(cost, quadratic_at=config.quadratic_at)
@@ -124,6 +135,7 @@ def run_simulate(
         "model": asdict(model.shape),
         "quadratic_at": cost.quadratic_at,
         "kernel_table": measured.device,
+        "profile": None if profile is None else profile.told(),
         "assumptions": asdict(assumptions),
         "iterations": args.iterations,
         "schemes": rows,
@@ -143,12 +155,22 @@ def print_simulation(told: dict[str, Any]) -> None:
     ]
     print_table(f"{told['gpus']} GPUs, {told['iterations']} iterations, simulated", header, rows)
     print(
-        f"speed-up {told['speedup']:.3f}; of a perfectly balanced plan {told['bound']:.3f}. Kernel times of "
-        f"{told['kernel_table']}; rates and network are assumed: see --help or --json -"
+        f"speed-up {told['speedup']:.3f}; of a perfectly balanced plan {told['bound']:.3f}. "
+        + (
+            f"Times of {told['profile']}; what it has not measured is assumed: see --json -"
+            if told["profile"]
+            else f"Kernel times of {told['kernel_table']}; rates and network are assumed: see --help or --json -"
+        )
     )
 
 
-def _shape(args: argparse.Namespace) -> ModelShape:
+def _refuse_other(profile: Profile, shape: ModelShape, layout: Layout) -> None:
+    names = ("hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated")
+    profile.refuse_other({**{name: getattr(shape, name) for name in names}, "tp": layout.tp})
+
+
+def _shape(args: argparse.Namespace, profile: Profile | None) -> ModelShape:
+    """The profiled model, else a known one; flags change parts of it."""
     flags = {
         "layers": args.num_layers,
         "hidden": args.hidden_size,
@@ -158,7 +180,8 @@ def _shape(args: argparse.Namespace) -> ModelShape:
         "vocab": args.vocab_size,
     }
     given = {name: value for name, value in flags.items() if value is not None}
-    return replace(SHAPES[args.model], **given)
+    known = SHAPES[args.model]
+    return replace(known if profile is None else profiled_shape(profile, known.layers), **given)
 
 
 def _write_trace(path: Path, shards: Shards, model: LayerModel) -> None:

@@ -1,0 +1,46 @@
+"""Assumptions replaced by what a profile measured, for models of other shapes than the profiled one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.simulator.model import ModelShape
+from wlb_megatron.workload.profile import Profile
+
+DEFAULTS = Assumptions()
+
+
+def calibrated(given: Assumptions, profile: Profile) -> Assumptions:
+    """The rate of matrix products with which the model's arithmetic gives the profiled layer's time for a token,
+    element-wise kernels at their assumed rate; NVLink's rate and latency as its all-gather showed them.
+
+    A figure that is not the default, as the user gave it, stays.
+    """
+    model, costs = profile.model, profile.costs
+    widths = given.activation_passes * model.hidden + given.ffn_passes * model.ffn
+    elements = 3 * 2 * widths / model.tp / given.memory_rate * 1e9
+    products = sum(costs.layer.slope()) - elements
+    found: dict[str, float] = {}
+    if products > 0:
+        found["matmul_rate"] = 3 * 2 * model.layer_parameters / products * 1e9
+    if costs.links and "all_gather" in costs.links:
+        link = costs.links["all_gather"]
+        found["nvlink_rate"], found["nvlink_latency"] = 1e9 / link.per_byte, link.latency / 1e9
+    kept = {name: value for name, value in found.items() if getattr(given, name) == getattr(DEFAULTS, name)}
+    return replace(given, **kept)
+
+
+def profiled_shape(profile: Profile, layers: int) -> ModelShape:
+    """The profiled model with this many layers."""
+    model = profile.model
+    return ModelShape(
+        layers=layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        ffn=model.ffn,
+        vocab=model.vocab,
+        channels=model.head_dim,
+        gated=model.gated,
+    )
