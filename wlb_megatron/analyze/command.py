@@ -72,9 +72,10 @@ def run_analyze(args: argparse.Namespace, lengths: npt.NDArray[np.int64], config
         need_matplotlib()
     if args.profile is not None:
         costs = read_profile(args.profile).costs
-        given = {"quadratic_at": config.quadratic_at, "document_cost": config.document_cost}
-        found = {"quadratic_at": costs.quadratic_at, "document_cost": costs.per_document}
-        config = replace(config, **{name: found[name] for name, value in given.items() if value is None})
+        if config.quadratic_at is None:
+            config = replace(config, quadratic_at=costs.quadratic_at)
+        if config.document_cost is None:
+            config = replace(config, document_cost=costs.per_document)
     if config.quadratic_at is None:
         config = replace(config, quadratic_at=model_quadratic_at(args))
     layout = Layout(args.window, args.dp, args.cp, args.tp, args.pp)

@@ -85,7 +85,7 @@ class ShardSettings:
     alignment: int
     sharding: str
     table: KernelTable
-    predict: Callable[[IterationPlan, Sequence[ShardPlan]], float] | None = None
+    predict: Callable[[IterationPlan, Sequence[ShardPlan]], float | None] | None = None
 
 
 def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[PlannedIteration]:

@@ -27,9 +27,9 @@ def reproduction_page(report: dict[str, Any], pictures: Iterable[Path]) -> str:
     """The page of a reproduction. pictures: PNGs to put at its head, by name."""
     share = [row["schemes"]["ours"]["of_bound"] for row in report["configurations"]]
     means = report["means"]
+    told_of = report.get("profile") or f"a table of {report['kernel_table']}"
     summary = (
-        f"Simulated, not measured: kernel times from {report.get('profile') or 'a table of ' + report['kernel_table']}, "
-        "network and other rates as below. "
+        f"Simulated, not measured: kernel times from {told_of}, network and other rates as below. "
         f"Mean speed-up over plain 4D: WLB-LLM as its paper describes it {means['WLB-LLM']['all']:.3f} "
         f"(the paper: {report['paper']['mean']['all']:.2f}), ours {means['ours']['all']:.3f}, "
         f"at least {100 * min(share):.1f} % of a perfectly balanced plan's."

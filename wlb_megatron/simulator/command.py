@@ -52,7 +52,7 @@ def add_assumptions(parser: argparse.ArgumentParser, defaults: Assumptions) -> N
 
 
 def read_assumptions(args: argparse.Namespace) -> tuple[Assumptions, KernelTable, Profile | None]:
-    """Figures as the flags say, attention of a kernel table, and the profile whose figures they are, if one is given."""
+    """Figures as the flags say, attention of a kernel table, and the profile that they are of, if one is given."""
     with explain_bad_values():
         given = Assumptions(**{one.name: getattr(args, one.name) for one in fields(Assumptions)})
         if args.profile is not None:
