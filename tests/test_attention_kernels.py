@@ -20,6 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.sharded_attention import sharded_attention
+from wlb_megatron.errors import WlbError
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
@@ -172,8 +173,23 @@ def test_the_flag_and_the_environment_variable_ask_for_it(asked, monkeypatch, mo
         monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
     else:
         monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", variable)
-    module = build(base, mask=AttnMaskType.causal, deterministic_mode=mode)
+    module = build(base, mask=AttnMaskType.causal, deterministic_mode=mode, kv_channels=8)
     assert module._kernels.deterministic is expected
+
+
+@pytest.mark.parametrize(
+    ("dim", "capability", "says"),
+    [
+        (260, (9, 0), "multiples of 8 up to 256"),
+        (100, None, "multiples of 8"),
+        (128, (8, 0), "needs Hopper or newer"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused_when_built(asked, dim, capability, says):
+    with pytest.raises(WlbError, match=says):
+        asked.backend.refuse_unfit(dim, capability)
+    asked.backend.refuse_unfit(256, (9, 0))
+    asked.backend.refuse_unfit(64, (10, 0))
 
 
 def _as_module(self, **_):

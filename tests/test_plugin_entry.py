@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import types
 from dataclasses import fields
 from pathlib import Path
 
@@ -71,6 +72,7 @@ class Megatron(argparse.Namespace):
             "position_embedding_type": "rope",
             "attention_dropout": 0.0,
             "apply_rope_fusion": True,
+            "distributed_backend": "nccl",
         }
         super().__init__(**{**accepted, **changed})
 
@@ -95,6 +97,8 @@ REFUSED = {
     "dataloader_type": "cyclic",
     "iterations_to_skip": [7],
     "attention_dropout": 0.1,
+    "attention_backend": types.SimpleNamespace(name="flash"),
+    "transformer_impl": "local",
     "qk_clip": True,
     "position_embedding_type": "learned_absolute",
     "fused_single_qkv_rope": True,

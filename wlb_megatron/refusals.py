@@ -139,6 +139,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "random masks would differ between shardings; set --attention-dropout 0",
     ),
     Refusal(
+        lambda a, c: getattr(_get(a, "attention_backend"), "name", "auto") in ("flash", "unfused"),
+        "--attention-backend flash / unfused",
+        "attention runs on cuDNN's kernels for packed documents; use auto or fused",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "transformer_impl") == "local" and _get(a, "distributed_backend") == "nccl",
+        "--transformer-impl local on GPUs",
+        "attention would run one document at a time in plain torch; use transformer_engine",
+    ),
+    Refusal(
         lambda a, c: _get(a, "qk_clip") or _get(a, "log_max_attention_logit"),
         "--qk-clip / --log-max-attention-logit",
         "the maximum logit is not collected; drop it",

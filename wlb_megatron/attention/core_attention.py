@@ -22,8 +22,10 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceLayout, device_layout
+from wlb_megatron.attention.graph_buckets import Warmable
 from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
 from wlb_megatron.attention.torch_backend import TorchKernels
+from wlb_megatron.attention.warm_up import warm_up
 from wlb_megatron.errors import WlbError
 from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
@@ -109,10 +111,11 @@ class WlbCoreAttention:
         self._cp_group = getattr(pg_collection, "cp", None)
         # Query-key layer scaling divides here and multiplies again in the softmax: nothing, in fp32.
         self._scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self._dim = kwargs.get("k_channels") or config.kv_channels
         self._windowed = window_of(config) is not None and is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
-        self._kernels = _kernels(type(self), bool(config.deterministic_mode))
+        self._kernels = _kernels(type(self), bool(config.deterministic_mode), self._dim)
 
     def forward(
         self,
@@ -158,6 +161,27 @@ class WlbCoreAttention:
         )
         return out.flatten(1).unsqueeze(1)
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What a kernel graph is kept by beside its sizes; layers of one kind share graphs. (Torch keeps none.)"""
+        graphs = not isinstance(self._kernels, TorchKernels)
+        return graphs, self._windowed, self._dim, self._scale
+
+    def warm_up(self, graphs: list[Warmable]) -> None:
+        """Build these kernel graphs for this layer's heads, scale and recomputation."""
+        config, tp = self.config, self.config.tensor_model_parallel_size
+        warm_up(
+            self._kernels,
+            graphs,
+            heads=config.num_attention_heads // tp,
+            kv_heads=max(1, (config.num_query_groups or config.num_attention_heads) // tp),
+            dim=self._dim,
+            scale=self._scale,
+            dtype=config.params_dtype,
+            device="cuda",
+            recompute=config.recompute_granularity is not None,
+        )
+
     def _group(self) -> Any:
         if self._cp_group is None:
             self._cp_group = parallel_state.get_context_parallel_group(check_initialized=False)
@@ -180,11 +204,12 @@ def wlb_core_attention(base: Any) -> type:
     return found if issubclass(found, WlbCoreAttention) else _subclass(found)
 
 
-def _kernels(cls: type, deterministic: bool) -> Kernels:
+def _kernels(cls: type, deterministic: bool, dim: int) -> Kernels:
     if not any(base.__module__.startswith("transformer_engine.") for base in cls.__mro__):
         return TorchKernels()
-    from wlb_megatron.attention.te_backend import TransformerEngineKernels
+    from wlb_megatron.attention.te_backend import TransformerEngineKernels, refuse_unfit
 
+    refuse_unfit(dim, torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
     # As Transformer Engine's own attention decides it.
     asked = os.getenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
     return TransformerEngineKernels(deterministic or asked or torch.are_deterministic_algorithms_enabled())

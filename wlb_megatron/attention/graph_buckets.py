@@ -43,3 +43,43 @@ def levels(most: int) -> list[int]:
     while found[-1] < most:
         found.append(min(rows(found[-1] + 1), most))
     return found
+
+
+Warmable = tuple[bool, int | None, Bucket]
+"""Causal or not, window, sizes: what a graph is kept by, beside the shape of the heads."""
+
+
+def foreseen(
+    tokens: int, cp_size: int, sequences: int, window: int | None, full: bool = True
+) -> list[Warmable]:
+    """Every graph that micro-batches of up to `tokens` tokens can need on a rank.
+
+    sequences: segments that a rank's call can have. window: of the model's windowed layers. full: whether any layer
+    sees whole documents. A rank holds an even share of the tokens; its rectangles' queries come at most twice (a
+    document cut in causal pairs has two segments on a rank), their keys are those of the micro-batch at most.
+    """
+    share = -(-tokens // cp_size)
+    counts = _counts(sequences)
+    found: list[Warmable] = []
+    if full:
+        found += [(True, None, Bucket(b, t, t)) for b in counts for t in levels(share)]
+        if cp_size > 1:
+            queries, keys = levels(2 * share), levels(tokens)
+            found += [(False, None, Bucket(b, q, k)) for b in counts for q in queries for k in keys]
+    if window is not None:
+        # A segment sees its own keys and at most a window more, all its own where nothing is cut.
+        found += [
+            (True, window, Bucket(b, t, k))
+            for b in counts
+            for t in levels(share)
+            for k in levels(min(tokens, share + sequences * window))
+            if k >= t and (cp_size > 1 or rows(k) == rows(t))
+        ]
+    return found
+
+
+def _counts(most: int) -> list[int]:
+    found = [32]
+    while found[-1] < most:
+        found.append(_sequences(found[-1] + 1))
+    return found

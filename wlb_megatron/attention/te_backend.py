@@ -15,10 +15,24 @@ from transformer_engine.pytorch.cpp_extensions.fused_attn import (
 )
 
 from wlb_megatron.attention.device_layout import DeviceCall
+from wlb_megatron.errors import WlbError
 
 _BACKEND = FusedAttnBackend["F16_arbitrary_seqlen"]
 # Keys and values of a token lie side by side: [t, 2, kv heads, dim].
 _LAYOUT = "thd_t2hd"
+
+
+def refuse_unfit(dim: int, capability: tuple[int, int] | None) -> None:
+    """Raise WlbError for what these kernels cannot do: head dims, or a GPU's compute capability (None: no GPU)."""
+    if dim % 8 or dim > 256:
+        raise WlbError(
+            f"cuDNN's attention takes head dims that are multiples of 8 up to 256, not {dim}: change --kv-channels"
+        )
+    if capability is not None and capability < (9, 0):
+        raise WlbError(
+            f"cuDNN's attention over packed documents needs Hopper or newer (compute capability 9.0), this GPU has "
+            f"{capability[0]}.{capability[1]}: train without wlb_megatron there"
+        )
 
 
 class TransformerEngineKernels:

@@ -54,3 +54,23 @@ def rehearse(step: Callable[[], Any], model: Any) -> None:
     tracker.set_states(states)
     torch.set_rng_state(cpu)
     torch.cuda.set_rng_state(gpu)
+
+
+def warm_up_kernels(model: Any, tokens: int, cp_size: int, sequences: int) -> int:
+    """Build every kernel graph that the model's layers can need; returns how many. See graph_buckets.foreseen."""
+    from wlb_megatron.attention.core_attention import WlbCoreAttention, window_of
+    from wlb_megatron.attention.graph_buckets import foreseen
+
+    kinds: dict[tuple[Any, ...], WlbCoreAttention] = {}
+    for chunk in model if isinstance(model, list) else [model]:
+        for module in chunk.modules():
+            if isinstance(module, WlbCoreAttention):
+                kinds.setdefault(module.kind, module)
+    built = 0
+    for (keeps_graphs, windowed, *_), module in kinds.items():
+        if keeps_graphs:
+            window = window_of(module.config) if windowed else None
+            graphs = foreseen(tokens, cp_size, sequences, window, full=not windowed)
+            module.warm_up(graphs)
+            built += len(graphs)
+    return built
