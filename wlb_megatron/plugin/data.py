@@ -7,6 +7,7 @@ it holds; a middle pipeline stage reads none. Workers only read tokens, planning
 from __future__ import annotations
 
 import time
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -181,8 +182,13 @@ def make_loader(
     workers: int,
     micro_batches: int,
     pin_memory: bool,
+    ignored_signal: int | None = None,
 ) -> DataLoader[dict[str, Any]]:
-    """Loader over the plan; workers read about two iterations ahead of the one that trains."""
+    """Loader over the plan; workers read about two iterations ahead of the one that trains.
+
+    ignored_signal: what a scheduler sends to all processes of a job before its end (--exit-signal-handler). The
+    trainer saves and exits then; workers that died of it would take the trainer with them first.
+    """
     return DataLoader(
         PackedDocuments(corpus, layout),
         batch_sampler=sampler,
@@ -191,7 +197,12 @@ def make_loader(
         collate_fn=_only,
         pin_memory=pin_memory,
         persistent_workers=bool(workers),
+        worker_init_fn=None if ignored_signal is None else partial(_ignore, ignored_signal),
     )
+
+
+def _ignore(number: int, worker: int) -> None:
+    signal.signal(number, signal.SIG_IGN)
 
 
 def _only(items: list[dict[str, Any]]) -> dict[str, Any]:

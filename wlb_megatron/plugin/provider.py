@@ -167,4 +167,5 @@ def _loader(source: Source, sampler: MicroBatchSampler, layout: Layout, args: An
         workers=args.num_workers,
         micro_batches=source.micro_batches,
         pin_memory=args.distributed_backend == "nccl",
+        ignored_signal=int(args.exit_signal) if args.exit_signal_handler else None,
     )
