@@ -7,8 +7,6 @@ documents are dealt out, and the answer is dropped if not.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from wlb_megatron.dynamic.buckets import Buckets
 from wlb_megatron.dynamic.placement import Placement, Problem
 
@@ -19,17 +17,9 @@ _UNIT = 1000
 """Nanoseconds of the solver's unit."""
 
 
-class Solved(NamedTuple):
-    """A placement, what no placement in as many micro-steps goes below (nanoseconds), and whether it is the best."""
-
-    placement: Placement
-    bound: int
-    proved: bool
-
-
 def place_exactly(
     problem: Problem, buckets: Buckets, most: int, hint: Placement | None, seconds: float
-) -> Solved | None:
+) -> Placement | None:
     """The best placement found in at most `most` micro-steps and about `seconds` (deterministic time of one worker:
     the same answer everywhere); None if none was found, or ortools is not installed."""
     try:
@@ -37,14 +27,14 @@ def place_exactly(
     except ImportError:
         return None
     stage, counts = problem.stage, [len(members) for members in buckets.members]
-    first = [members[0] for members in buckets.members]
+    longest = [problem.tokens[members[0]] for members in buckets.members]
     model = cp_model.CpModel()
     held: list[list[dict[int, cp_model.IntVar]]] = []
     steps: list[list[cp_model.IntVar]] = []
     given = _counts(hint, buckets) if hint is not None else None
     for level, size in enumerate(stage.sizes):
         blocks = range(stage.ranks // size)
-        fitting = [k for k, top in enumerate(buckets.tokens.tolist()) if top <= stage.tokens[level]]
+        fitting = [k for k, most_tokens in enumerate(longest) if most_tokens <= stage.tokens[level]]
         held.append([{k: model.new_int_var(0, counts[k], "") for k in fitting} for _ in blocks])
         steps.append([model.new_int_var(0, most, "") for _ in blocks])
         for block in blocks:
@@ -60,7 +50,10 @@ def place_exactly(
                     model.add_hint(variable, given[level][block].get(k, 0))
     for k, count in enumerate(counts):
         model.add(sum(row[k] for blocks in held for row in blocks if k in row) == count)
-    unit = [[-(-prices[d] // _UNIT) for d in first] for prices in problem.prices]
+    unit = [
+        [sum(prices[d] for d in members) // len(members) // _UNIT for members in buckets.members]
+        for prices in problem.prices
+    ]
     most_load = model.new_int_var(0, sum(c * u for c, u in zip(counts, unit[0], strict=True)) + 10**6, "")
     for rank in range(stage.ranks):
         path = [(level, rank // size) for level, size in enumerate(stage.sizes)]
@@ -80,11 +73,7 @@ def place_exactly(
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     found = [[{k: solver.value(v) for k, v in row.items()} for row in blocks] for blocks in held]
-    placement = _deal(problem, buckets, most, found)
-    if placement is None:
-        return None
-    bound = int(solver.best_objective_bound) * _UNIT + problem.step_ns
-    return Solved(placement, bound, status == cp_model.OPTIMAL)
+    return _deal(problem, buckets, most, found)
 
 
 def _counts(placement: Placement, buckets: Buckets) -> list[list[dict[int, int]]]:

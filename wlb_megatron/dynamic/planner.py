@@ -124,7 +124,7 @@ def _place_by_solver(
         solved = list(
             pool.map(lambda most: place_exactly(problem, buckets, most, greedy.get(most), each), counts)
         )
-    placements = [one.placement for one in solved if one is not None]
+    placements = [one for one in solved if one is not None]
     for placement in placements:
         improve(placement)
     return min(placements, key=Placement.time, default=None)

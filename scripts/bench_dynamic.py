@@ -1,0 +1,226 @@
+#!/usr/bin/env python3
+"""Dynamic groups (--wlb-cp-mode dynamic): how good and how fast plans are, and what they gain. Times are simulated.
+
+python scripts/bench_dynamic.py --sections plans,gains [--wikipedia LENGTHS.npy] [--out out/dynamic]
+
+plans: seconds to plan on this machine, and predicted time over a bound that no plan goes below. gains: a layer's
+time of an iteration on 64 GPUs, over --iterations global batches of about 786K tokens, every scheme within the same
+memory: a model of 7B with 8 KV heads on H100s, eight to a node, by the simulator's assumptions. What all schemes share
+(gradients, optimizer) is left out. --wikipedia: int array of document lengths, else seeded web-like ones stand in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+from dynamic_baselines import WITHOUT_HYBRID, megatron_ns, planned_ns, static_plan  # noqa: E402
+
+from wlb_megatron.config import WlbConfig  # noqa: E402
+from wlb_megatron.dynamic.blocks import Stage  # noqa: E402
+from wlb_megatron.dynamic.cost import GroupCost, group_cost  # noqa: E402
+from wlb_megatron.dynamic.plan import Group, StepPlan, validate  # noqa: E402
+from wlb_megatron.dynamic.planner import FIXED, plan_step  # noqa: E402
+from wlb_megatron.packing.corpus import Rules  # noqa: E402
+from wlb_megatron.packing.packer import make_packer  # noqa: E402
+from wlb_megatron.packing.synthetic import code_like, cut_overlong, web_like  # noqa: E402
+from wlb_megatron.simulator.model import LayerModel, Layout  # noqa: E402
+from wlb_megatron.simulator.paper import SHAPES  # noqa: E402
+from wlb_megatron.simulator.schemes import run_packer  # noqa: E402
+from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN  # noqa: E402
+
+K = 1024
+WINDOWS = (192 * K, 384 * K)
+RANK_TOKENS = 9216
+"""Tokens that fit a GPU, in every scheme: 1.5 windows of 192K over 32 GPUs, of 384K over 64."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sections", default="plans,gains", help="comma list of plans, gains")
+    parser.add_argument("--wikipedia", type=Path, help=".npy of document lengths (tokens)")
+    parser.add_argument("--iterations", type=int, default=20, help="global batches of each case of gains")
+    parser.add_argument("--seconds", type=float, default=2.0, help="the solver's time for one plan")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "dynamic", help="folder of the CSVs")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    corpora = {
+        "wikipedia": web_like(100_000, seed=7) if options.wikipedia is None else np.load(options.wikipedia),
+        "code-like": code_like(100_000),
+        "web-like": web_like(100_000),
+    }
+    sections: dict[str, Callable[..., list[dict[str, Any]]]] = {"plans": plans, "gains": gains}
+    for name in options.sections.split(","):
+        rows = sections[name](corpora, options)
+        with (options.out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def costs(stage: Stage) -> GroupCost:
+    """Of the model's layer on H100s."""
+    model = LayerModel(shape=SHAPES["7B"], layout=Layout())
+    line = model.linear(np.array([0.0, 65536.0]))
+    return group_cost(model.table, float((line.forward + line.backward) @ [-1, 1]) / 65536, stage.sizes)
+
+
+def plans(corpora: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Seconds and quality by size of the job."""
+    rows = []
+    print("GPUs  documents corpus      tokens  steps  s (greedy)  over bound  s (solver)  over bound  whose")
+    for ranks, documents in ((64, 512), (128, 1024), (256, 4096), (1024, 16384)):
+        stage = Stage.of(32, ranks // 32, RANK_TOKENS * 32)
+        cost = costs(stage)
+        for name, lengths in corpora.items():
+            drawn = np.random.default_rng(ranks).choice(cut_overlong(lengths, 192 * K), documents).tolist()
+            began = time.perf_counter()
+            fast = plan_step(drawn, stage, cost)
+            middle = time.perf_counter()
+            best = plan_step(drawn, stage, cost, seconds=options.seconds)
+            ended = time.perf_counter()
+            validate(best.plan, drawn, stage)
+            row = {
+                "gpus": ranks,
+                "documents": documents,
+                "corpus": name,
+                "tokens": sum(drawn),
+                "micro_steps": len(best.plan.micro_steps),
+                "greedy_seconds": round(middle - began, 3),
+                "greedy_over_bound": round(fast.priced / fast.bound, 4),
+                "solver_seconds": round(ended - middle, 3),
+                "solver_over_bound": round(best.priced / best.bound, 4),
+                "plan_of": best.source,
+            }
+            rows.append(row)
+            print(
+                f"{ranks:4} {documents:10} {name:10} {sum(drawn):8} {row['micro_steps']:6} "
+                f"{row['greedy_seconds']:11.2f} {row['greedy_over_bound']:11.3f} {row['solver_seconds']:11.2f} "
+                f"{row['solver_over_bound']:11.3f}  {best.source}",
+                flush=True,
+            )
+    return rows
+
+
+def gains(corpora: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time of an iteration's layer by scheme, per unit of work, over the best static degree's."""
+    rows = []
+    for window in WINDOWS:
+        for name, lengths in corpora.items():
+            rows += case(name, cut_overlong(lengths, window), window, options.iterations)
+    schemes = list(dict.fromkeys(row["scheme"] for row in rows))
+    print("\nspeed-up over the best static degree (simulated, 64 GPUs), mean and range over the cases")
+    for scheme in schemes:
+        found = [row["speedup"] for row in rows if row["scheme"] == scheme]
+        print(f"{scheme:36} {np.exp(np.mean(np.log(found))):6.3f}   {min(found):.3f} to {max(found):.3f}")
+    return rows
+
+
+def case(name: str, lengths: Any, window: int, iterations: int) -> list[dict[str, Any]]:
+    """One corpus and window: nanoseconds per unit of work of every scheme. Work is d + d * d / X tokens of a document
+    of d: where documents are delayed, an iteration trains others, and tokens of long ones cost more."""
+    context, data = window * 3 // 2 // RANK_TOKENS, 64 * RANK_TOKENS * 2 // 3 // window
+    stage = Stage.of(context, data, RANK_TOKENS * context)
+    cost, model_cost = costs(stage), LayerModel(shape=SHAPES["7B"], layout=Layout()).cost()
+    per_rank = 4 * 192 * K // window // data
+    rules, batch = Rules(window, "split", 1, endless=True), per_rank * data * window
+    kept, tokens = 0, []
+    spent: dict[str, float] = {}
+    trained: dict[str, int] = {}
+    done: dict[str, float] = {}
+
+    def add(scheme: str, ns: float) -> None:
+        spent[scheme] = spent.get(scheme, 0.0) + ns
+        trained[scheme] = trained.get(scheme, 0) + sum(tokens)
+        done[scheme] = done.get(scheme, 0.0) + float(model_cost.work(tokens).sum()) / UNITS_PER_TOKEN
+
+    for packing in ("original", "varlen"):
+        delay = 0 if packing == "original" else WlbConfig().max_delay
+        packer = make_packer(
+            WlbConfig(packing="varlen", max_delay=delay, thresholds="none" if not delay else "auto"),
+            model_cost,
+            window=window,
+            micro_batches=per_rank,
+            dp=data,
+            alignment=context,
+            sample=lengths[:65536].tolist(),
+        )
+        # Whole documents in arrival order, none delayed; or as WLB-LLM's packing orders them.
+        for plan in run_packer(packer, lengths, rules, batch, iterations=iterations, warm_up=16):
+            tokens = [p.tokens for row in plan.micro_batches for one in row for p in one.pieces]
+            fixed = fixed_plan(plan, context)
+            if delay:
+                add("WLB-LLM", planned_ns(fixed, tokens, cost, WITHOUT_HYBRID))
+                add(
+                    "fixed groups, hybrid sharding",
+                    planned_ns(fixed, tokens, cost, ("adaptive",)),
+                    sum(tokens),
+                )
+                made = plan_step(tokens, stage, cost, fixed=fixed)
+                add("dynamic, documents delayed", made.predicted)
+                kept += made.source == FIXED
+                continue
+            degrees = []
+            for level, size in enumerate(stage.sizes):
+                static = static_plan(tokens, stage, cost, level)
+                if static is None:
+                    continue
+                ns = planned_ns(static, tokens, cost, WITHOUT_HYBRID)
+                degrees.append(ns)
+                if stage.tokens[level] >= window:
+                    add(f"static {size}", ns)
+            add("best degree per batch", min(degrees))
+            add("Megatron's rule", megatron_ns(tokens, stage, cost, packed=False))
+            add("Megatron's rule, packed", megatron_ns(tokens, stage, cost, packed=True))
+            add("dynamic", plan_step(tokens, stage, cost).predicted)
+    rates = {scheme: spent[scheme] / work for scheme, work in done.items()}
+    best = min((scheme for scheme in rates if scheme.startswith("static")), key=lambda s: rates[s])
+    rates = {"best static degree": rates[best], **{s: r for s, r in rates.items() if "static" not in s}}
+    print(
+        f"\n{name}, window {window // K}K, CP={context}; best static degree {best.split()[1]}; fixed kept {kept}x"
+    )
+    rows = []
+    for scheme, rate in rates.items():
+        speedup = rates["best static degree"] / rate
+        print(f"  {scheme:36} {rate:8.2f} ns a unit of work and layer   {speedup:.3f}", flush=True)
+        rows.append(
+            {
+                "corpus": name,
+                "window": window,
+                "gpus": 64,
+                "iterations": iterations,
+                "best_static_degree": best.split()[1],
+                "scheme": scheme,
+                "tokens": trained[best if scheme == "best static degree" else scheme],
+                "simulated_ns_per_work_and_layer": round(rate, 3),
+                "speedup": round(speedup, 4),
+            }
+        )
+    return rows
+
+
+def fixed_plan(plan: Any, context: int) -> StepPlan:
+    """The packer's micro-batches on Megatron's groups."""
+    at, rows = 0, []
+    for row in plan.micro_batches:
+        groups = []
+        for rank, one in enumerate(row):
+            groups.append(Group(rank * context, context, tuple(range(at, at + len(one.pieces)))))
+            at += len(one.pieces)
+        rows.append(tuple(groups))
+    return StepPlan(len(plan.micro_batches[0]) * context, tuple(rows))
+
+
+if __name__ == "__main__":
+    main()

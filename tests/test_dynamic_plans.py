@@ -1,0 +1,202 @@
+"""Plans of dynamic groups: valid for any documents, near the best there is, the same every time."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb_megatron.dynamic.blocks import Stage, block_sizes, blocks_of
+from wlb_megatron.dynamic.buckets import bucket
+from wlb_megatron.dynamic.cost import GroupCost, group_cost
+from wlb_megatron.dynamic.placement import Problem, problem_of
+from wlb_megatron.dynamic.plan import Group, StepPlan, finish_times, validate
+from wlb_megatron.dynamic.planner import FIXED, plan_step
+from wlb_megatron.packing.synthetic import code_like, cut_overlong, paper_like, web_like
+from wlb_megatron.workload.kernel_table import h100
+
+STAGES = st.sampled_from([(1, 1), (1, 4), (2, 2), (4, 1), (2, 3), (3, 2), (4, 4), (2, 5)])
+LENGTHS = st.lists(st.integers(1, 9000), min_size=1, max_size=40)
+
+
+def cost_of(stage: Stage) -> GroupCost:
+    return group_cost(h100(), 300.0, stage.sizes)
+
+
+def problem(tokens: list[int], stage: Stage, step_ns: int = 300_000) -> Problem:
+    cost = cost_of(stage)
+    return problem_of(tokens, cost.prices(tokens), cost.opening(), step_ns, stage)
+
+
+@settings(deadline=None, max_examples=60)
+@given(LENGTHS, STAGES)
+def test_every_plan_is_valid_and_runs_equally_many_micro_steps_on_every_rank(
+    tokens: list[int], shape: tuple[int, int]
+) -> None:
+    stage = Stage.of(*shape, longest=9000 // shape[0] * shape[0])
+    made = plan_step([min(n, stage.tokens[-1]) for n in tokens], stage, cost_of(stage))
+    validate(made.plan, [min(n, stage.tokens[-1]) for n in tokens], stage)
+    assert made.priced >= made.bound
+    for rank in range(stage.ranks):
+        groups = made.plan.of_rank(rank)
+        assert len(groups) == len(made.plan.micro_steps)
+        assert all(group.start <= rank < group.start + group.size for group in groups)
+        # From the largest group to the smallest, so that no rank waits; padding last.
+        busy = [group.size for group in groups if group.documents]
+        assert busy == sorted(busy, reverse=True)
+        assert not any(group.documents for group in groups[len(busy) :])
+    assert StepPlan.decode(made.plan.encode()) == made.plan
+
+
+@settings(deadline=None, max_examples=30)
+@given(LENGTHS, STAGES)
+def test_fixed_groups_are_kept_unless_others_are_predicted_faster(
+    tokens: list[int], shape: tuple[int, int]
+) -> None:
+    context, data = shape
+    stage = Stage.of(context, data, longest=9000 // context * context)
+    tokens = [min(n, stage.tokens[-1]) for n in tokens]
+    every = StepPlan(
+        stage.ranks, tuple((Group(i % data * context, context, (i,)),) for i in range(len(tokens)))
+    )
+    made = plan_step(tokens, stage, cost_of(stage), fixed=every)
+    assert made.predicted <= made.fixed
+    assert (made.source == FIXED) == (made.plan == every and made.predicted == made.fixed)
+    assert plan_step(tokens, stage, cost_of(stage), fixed=every) == made
+
+
+def best_by_brute_force(given: Problem) -> int:
+    """The least time over all ways to give each document a block and a micro-step of it."""
+    stage, tokens = given.stage, given.tokens
+    blocks = [(start, size) for size in stage.sizes for start in range(0, stage.ranks, size)]
+    best = None
+    for chosen in product(blocks, repeat=len(tokens)):
+        load, steps = [0] * stage.ranks, [0] * stage.ranks
+        for start, size in dict.fromkeys(chosen):
+            level = stage.sizes.index(size)
+            own = [d for d in range(len(tokens)) if chosen[d] == (start, size)]
+            bins = fewest_bins([tokens[d] for d in own], stage.tokens[level])
+            if bins is None:
+                break
+            for rank in range(start, start + size):
+                load[rank] += sum(given.prices[level][d] for d in own) + bins * given.opening[level]
+                steps[rank] += bins
+        else:
+            time = max(load) + given.step_ns * max(steps)
+            best = time if best is None else min(best, time)
+    assert best is not None
+    return best
+
+
+def fewest_bins(sizes: list[int], capacity: int) -> int | None:
+    if max(sizes) > capacity:
+        return None
+    return min(
+        len(set(where))
+        for where in product(range(len(sizes)), repeat=len(sizes))
+        if all(sum(s for s, w in zip(sizes, where, strict=True) if w == b) <= capacity for b in set(where))
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_small_plans_are_within_three_percent_of_the_best_there_is(seed: int) -> None:
+    dice = np.random.default_rng(seed)
+    shape = [(2, 1), (2, 2), (1, 2), (3, 1)][seed % 4]
+    stage = Stage.of(*shape, longest=24_000)
+    count = 5 if stage.ranks == 2 else 4
+    tokens = np.clip(dice.lognormal(8, 1.2, count), 1, 12_000).astype(int).tolist()
+    best = best_by_brute_force(problem(tokens, stage))
+    made = plan_step(tokens, stage, cost_of(stage), seconds=1.0)
+    assert made.bound <= best <= made.priced <= 1.03 * best
+
+
+@pytest.mark.parametrize("kind", [code_like, web_like, paper_like])
+def test_large_plans_are_within_four_percent_of_what_no_plan_goes_below(kind: object) -> None:
+    stage = Stage.of(16, 2, 16 * 9216)
+    lengths = cut_overlong(kind(20_000), 16 * 6144)  # type: ignore[operator]
+    tokens = np.random.default_rng(3).choice(lengths, 400).tolist()
+    made = plan_step(tokens, stage, cost_of(stage))
+    assert made.bound <= made.priced <= 1.04 * made.bound
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=200), st.integers(1, 20))
+def test_buckets_hold_every_document_once_and_their_tokens_are_right_in_sum(
+    lengths: list[int], count: int
+) -> None:
+    made = bucket(lengths, count)
+    assert sorted(d for members in made.members for d in members) == list(range(len(lengths)))
+    assert len(made.tokens) <= count
+    ranges = [(min(lengths[d] for d in held), max(lengths[d] for d in held)) for held in made.members]
+    assert all(low <= n <= high for (low, high), n in zip(ranges, made.tokens.tolist(), strict=True))
+    assert all(before[1] < after[0] for before, after in pairwise(ranges))
+    counted = sum(n * len(held) for n, held in zip(made.tokens.tolist(), made.members, strict=True))
+    assert made.error == pytest.approx(counted / sum(lengths) - 1)
+    assert 0 <= counted - sum(lengths) < len(lengths)
+
+
+def test_buckets_are_the_best_there_are() -> None:
+    lengths = [20, 1, 9, 2, 11, 10, 3, 40]
+    values = sorted(lengths)
+
+    def error(part: list[int]) -> float:
+        mean = sum(part) / len(part)
+        return sum((n - mean) ** 2 / n for n in part)
+
+    def cut(bounds: tuple[int, ...]) -> list[list[int]]:
+        return [values[a:b] for a, b in pairwise((0, *bounds, len(values)))]
+
+    best = min(
+        (cut(bounds) for bounds in combinations(range(1, len(values)), 3)), key=lambda p: sum(map(error, p))
+    )
+    made = bucket(lengths, 4)
+    assert [sorted(lengths[d] for d in held) for held in made.members] == best
+
+
+@pytest.mark.parametrize("kind", [code_like, web_like, paper_like])
+def test_sixteen_buckets_count_at_most_two_and_a_half_percent_too_many_tokens(kind: object) -> None:
+    for seed in range(3):
+        lengths = cut_overlong(kind(512, seed), 192 * 1024)  # type: ignore[operator]
+        made = bucket(lengths)
+        assert made.error <= 0.025 and made.spread <= 0.1
+
+
+def test_blocks_are_nested_and_a_rank_is_in_at_most_log2_of_them() -> None:
+    for context, data in product(range(1, 9), range(1, 9)):
+        sizes = block_sizes(context, data)
+        assert context in sizes and sizes[-1] == context * data
+        assert all(large % small == 0 for small, large in pairwise(sizes))
+        assert len(sizes) <= int(np.log2(context * data)) + 1
+        for rank in range(context * data):
+            own = [size for start, size in blocks_of(sizes) if start <= rank < start + size]
+            assert own == list(sizes[1:])
+
+
+def test_a_group_starts_when_its_last_rank_is_free() -> None:
+    """Ranks 0 1 take 5 together while 2 takes 9 alone; then all three take 1; rank 3 pads 2 and 2."""
+    plan = StepPlan(4, ((Group(0, 2, (0,)), Group(2, 1, (1,))), (Group(0, 3, (2,)),)))
+    assert finish_times(plan, [[5, 9], [1]], step_ns=2).tolist() == [10, 10, 10, 4]
+
+
+@pytest.mark.parametrize(
+    ("micro_steps", "told"),
+    [
+        (((Group(0, 2, (0,)),),), "1 documents are placed"),
+        (((Group(0, 2, (0, 1)),),), "11 tokens on 2 ranks"),
+        (((Group(1, 2, (0,)),), (Group(0, 4, (1,)),)), "no block"),
+        (((Group(0, 2, (0,)), Group(1, 1, (1,))),), "two groups"),
+    ],
+)
+def test_a_wrong_plan_is_told_apart(micro_steps: tuple[tuple[Group, ...], ...], told: str) -> None:
+    stage = Stage.of(2, 2, 10)
+    with pytest.raises(ValueError, match=told):
+        validate(StepPlan(4, micro_steps), [6, 5], stage)
+
+
+def test_a_document_that_fits_no_group_is_refused_by_name() -> None:
+    stage = Stage.of(2, 2, 100)
+    with pytest.raises(ValueError, match="101 tokens exceeds Lmax of 100"):
+        plan_step([101], stage, cost_of(stage))
