@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -175,3 +177,23 @@ def test_a_stage_that_needs_no_tokens_reads_none(tmp_path: Path) -> None:
     batch = PackedDocuments(corpus, Layout(0, 1, 8, False))[planned([Piece(0, 0, 0, 2)], 1, "per-document")]
     assert set(batch) == {"planned", "layout", "attention", "bounds"}
     assert batch["bounds"].tolist() == [0, 2] and not torch.is_tensor(batch["planned"])
+
+
+def test_workers_outlive_the_signal_that_tells_the_trainer_to_save_and_exit(tmp_path: Path) -> None:
+    """A scheduler signals every process of a job; a worker that dies of it fails the trainer's next read."""
+    corpus = corpus_of(tmp_path, [[d] * 4 for d in range(8)])
+    items = [[planned([Piece(0, d, 0, 4)], 1, "per-document")] for d in range(8)]
+    loader = make_loader(
+        corpus,
+        items,  # type: ignore[arg-type]
+        Layout(0, 1, 8, True),
+        workers=1,
+        micro_batches=1,
+        pin_memory=False,
+        ignored_signal=signal.SIGTERM,
+    )
+    batches = iter(loader)
+    assert next(batches)["tokens"][0, 0] == 0
+    (worker,) = batches._workers  # type: ignore[attr-defined]
+    os.kill(worker.pid, signal.SIGTERM)
+    assert [int(batch["tokens"][0, 0]) for batch in batches] == list(range(1, 8))

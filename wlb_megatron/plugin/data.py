@@ -6,10 +6,11 @@ it holds; a middle pipeline stage reads none. Workers only read tokens, planning
 
 from __future__ import annotations
 
-import time
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
