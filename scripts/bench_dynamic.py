@@ -162,11 +162,7 @@ def case(name: str, lengths: Any, window: int, iterations: int) -> list[dict[str
             fixed = fixed_plan(plan, context)
             if delay:
                 add("WLB-LLM", planned_ns(fixed, tokens, cost, WITHOUT_HYBRID))
-                add(
-                    "fixed groups, hybrid sharding",
-                    planned_ns(fixed, tokens, cost, ("adaptive",)),
-                    sum(tokens),
-                )
+                add("fixed groups, hybrid sharding", planned_ns(fixed, tokens, cost, ("adaptive",)))
                 made = plan_step(tokens, stage, cost, fixed=fixed)
                 add("dynamic, documents delayed", made.predicted)
                 kept += made.source == FIXED

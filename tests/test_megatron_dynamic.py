@@ -37,9 +37,8 @@ def losses(ranks: list[dict[str, Any]]) -> dict[int, tuple[float, int]]:
     [
         (4, {"context": 2}, 5, []),
         (6, {"context": 2}, 11, ["--wlb-regather-keys"]),
-        (4, {"tensor": 2}, 23, ["--sequence-parallel"]),
     ],
-    ids=["DP2xCP2", "DP3xCP2", "TP2xDP2"],
+    ids=["DP2xCP2", "DP3xCP2"],
 )
 def test_random_mixes_of_groups_train_as_the_single_process_does(
     processes: int,

@@ -1,0 +1,143 @@
+"""Dynamic groups across real processes: attention in mixed groups, and one rank's plans reaching all others."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from attention_oracle import SCALE, one_document_at_a_time, padded, random_tensors
+from megatron_runs import free_port
+from random_groups import random_plan
+
+from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.attention.sharded_attention import sharded_attention
+from wlb_megatron.attention.torch_backend import TorchKernels
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.dynamic.blocks import Stage, blocks_of
+from wlb_megatron.dynamic.cost import group_cost
+from wlb_megatron.dynamic.plan import validate
+from wlb_megatron.packing.corpus import Rules
+from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.planner import Planner
+from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.select import shard
+from wlb_megatron.workload.cost_model import CostModel
+from wlb_megatron.workload.kernel_table import h100
+
+STAGE = Stage.of(2, 3, 64)
+LENGTHS = [1, 37, 2, 15, 60, 3, 3, 9, 22, 41, 5, 8]
+
+
+def join(rank: int, world: int, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+
+
+def attend_in_groups(rank: int, world: int, port: int) -> None:
+    """Random plans, micro-step by micro-step: each group's documents as if computed one at a time, in fp64."""
+    join(rank, world, port)
+    groups = {
+        (start, size): dist.new_group(range(start, start + size)) for start, size in blocks_of(STAGE.sizes)
+    }
+    mixed = set()
+    for seed in range(3):
+        plan = random_plan(LENGTHS, STAGE, seed)
+        validate(plan, LENGTHS, STAGE)
+        for step, group in enumerate(plan.of_rank(rank)):
+            lengths = padded([LENGTHS[d] for d in group.documents] or [1], group.size)
+            x = random_tensors(int(lengths.sum()), seed=100 * seed + step)
+            expected = one_document_at_a_time(lengths, x)
+            cut = shard(lengths, group.size, "hybrid")
+            own = rank - group.start
+            index = torch.from_numpy(cut.packed_index(own))
+            q, k, v = (t[index].requires_grad_() for t in (x.q, x.k, x.v))
+            layout = device_layout(attention_layout(cut, own), "cpu")
+            out = sharded_attention(
+                q, k, v, layout, groups.get((group.start, group.size)), TorchKernels(), SCALE
+            )
+            got = out, *torch.autograd.grad(out, (q, k, v), x.dout[index])
+            for a, b in zip(got, expected, strict=True):
+                assert (a - b[index]).norm() <= 1e-12 * b.norm(), (seed, step, group)
+            mixed.add(group.size)
+    assert len(mixed) > 1
+    dist.destroy_process_group()
+
+
+def test_attention_in_mixed_groups_is_that_of_one_document_at_a_time_on_six_ranks() -> None:
+    mp.spawn(attend_in_groups, (6, free_port()), nprocs=6)
+
+
+def small_planner() -> Planner:
+    lengths = np.random.default_rng(0).integers(1, 16_000, 500)
+    stream = DocumentStream.of_lengths(lengths, Rules(16_000, "split", 1, endless=True), name="lengths")
+    packer = make_packer(WlbConfig(), CostModel(20_000.0), window=16_000, micro_batches=2, dp=2)
+    return Planner(stream, packer, global_tokens=4 * 16_000)
+
+
+def agree_on_plans(rank: int, world: int, port: int) -> None:
+    """Four iterations, then the sender closes: same digests everywhere, documents and state of fixed groups."""
+    join(rank, world, port)
+    from wlb_megatron.plugin.dynamic import DynamicSettings, plan_groups
+    from wlb_megatron.plugin.planning import ShardSettings, plan_iterations
+
+    asked = itertools.count()
+    shards = ShardSettings(dp_rank=rank, cp_size=1, alignment=1, sharding="adaptive", table=h100())
+    stage = Stage.of(1, 2, 24_000)
+    dynamic = DynamicSettings(
+        stage=stage,
+        cost=group_cost(h100(), 300.0, stage.sizes),
+        stage_rank=rank,
+        seconds=0.1,
+        spare=lambda: rank == 0,
+        closing=lambda: next(asked) >= 4,
+        group=dist.new_group(backend="gloo"),
+    )
+    planned = list(plan_groups(small_planner(), shards, dynamic))
+    assert len(planned) == 4  # on every rank, though only the sender was told to close
+    fixed = [one for one, _ in zip(plan_iterations(small_planner(), shards), range(4), strict=False)]
+    for mine, theirs in zip(planned, fixed, strict=True):
+        assert mine.state == theirs.state and mine.plan == theirs.plan
+        group = mine.micro_batches[0].group
+        assert group is not None and group.steps == len(mine.micro_batches)
+        assert all(one.shard.cp_size == one.group.size for one in mine.micro_batches if one.group)
+        digests: list[bytes | None] = [None] * world
+        dist.all_gather_object(digests, mine.digest)
+        assert len(set(digests)) == 1
+        held: list[list[tuple[int, ...]] | None] = [None] * world
+        pieces = [
+            tuple(piece)
+            for one in mine.micro_batches
+            for piece in one.pieces
+            if one.group and one.group.start == rank and piece.document >= 0
+        ]
+        dist.all_gather_object(held, pieces)
+        trained = sorted(piece for part in held for piece in part or [])
+        grid = theirs.plan.micro_batches if theirs.plan else ()
+        assert trained == sorted(tuple(piece) for row in grid for one in row for piece in one.pieces)
+    dist.destroy_process_group()
+
+
+def test_one_rank_plans_and_all_train_the_documents_of_fixed_groups() -> None:
+    mp.spawn(agree_on_plans, (2, free_port()), nprocs=2)
+
+
+def test_a_group_s_documents_are_counted_once_for_the_flops() -> None:
+    """Megatron sums over all ranks and divides by the context-parallel size, 2: group of 4, told twice by one."""
+    from wlb_megatron.packing.summary import PlanSummary
+    from wlb_megatron.plan import Piece
+    from wlb_megatron.plugin.data import Layout, with_plan
+    from wlb_megatron.plugin.planning import PlannedMicroBatch, RankGroup
+
+    summary = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 0, 0.0, 0, 0)
+    pieces = (Piece(0, 0, 0, 5), Piece(0, 1, 0, 9), Piece(0, -1, 0, 2))
+    planned = PlannedMicroBatch(
+        0, 0, pieces, shard([5, 9, 2], 4, "per-document"), summary, 0.0, RankGroup(0, 4, 1, "greedy", 1.0)
+    )
+    told = [
+        with_plan(planned, Layout(0, 1, 8, True, stage_rank=rank, cp_size=2))["bounds"] for rank in range(4)
+    ]
+    assert told[0].tolist() == [0, 5, 14, 19, 28]
+    assert all(np.diff(bounds.numpy()).tolist() == [0] for bounds in told[1:])
