@@ -245,6 +245,7 @@ def check_resume(run: Run, rng: np.random.Generator, sample: list[int] | None = 
 
     resumed = run.planner(after, None)
     resumed.load_state(state)
+    assert json.loads(json.dumps(resumed.state())) == state, "what is saved right after loading differs"
     rest = list(plans_of(resumed, limit - stop))
     assert [content(plan) for plan in rest] == [content(plan) for plan in plans[stop:]]
     assert all(len(plan.micro_batches[0]) == after.dp for plan in rest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_runs import rewrite_corpus
 
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.blend import Blend
+from wlb_megatron.packing.corpus import Rules
+from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.data import (
@@ -25,6 +31,7 @@ from wlb_megatron.plugin.data import (
 )
 from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, PlannedMicroBatch, pad
 from wlb_megatron.sharding.select import shard
+from wlb_megatron.workload.cost_model import CostModel
 
 SUMMARY = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 0, 0.0, 0, 0)
 SHARDINGS = ["per-sequence", "per-document", "hybrid"]
@@ -197,3 +204,48 @@ def test_workers_outlive_the_signal_that_tells_the_trainer_to_save_and_exit(tmp_
     (worker,) = batches._workers  # type: ignore[attr-defined]
     os.kill(worker.pid, signal.SIGTERM)
     assert [int(batch["tokens"][0, 0]) for batch in batches] == list(range(1, 8))
+
+
+def test_reading_a_long_micro_batch_takes_memory_for_its_tokens_and_no_mask_of_their_square(
+    tmp_path: Path,
+) -> None:
+    """128K tokens: token, label and position of 8 bytes, a mask of 4; S x S of one bit would be 2 GiB."""
+    tokens = 131072
+    corpus = corpus_of(tmp_path, [[7] * (tokens // 2), [8] * (tokens // 4), [9] * (tokens // 4)])
+    pieces = [Piece(0, document, 0, corpus.length(document)) for document in range(3)]
+    dataset = PackedDocuments(corpus, Layout(0, 1, 8, True))
+    micro_batch = planned(pieces, 1, "per-document")
+    tracemalloc.start()
+    batch = dataset[micro_batch]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert batch["tokens"].numel() == tokens
+    assert peak < 100 * tokens
+
+
+def test_flops_are_told_by_document_and_without_padding(tmp_path: Path) -> None:
+    """What Megatron sums squares of: 8 documents of 512 are an eighth of one of 4,096; 3 tokens of padding none."""
+    corpus = corpus_of(tmp_path, [[1] * 4096, *([2] * 512 for _ in range(8)), [3] * 5])
+    layout = Layout(0, 1, 8, False)
+
+    def squares(pieces: list[Piece]) -> int:
+        bounds = PackedDocuments(corpus, layout)[planned(pieces, 4, "per-document")]["bounds"]
+        return int((bounds.diff() ** 2).sum())
+
+    one = squares([Piece(0, 0, 0, 4096)])
+    assert one == 8 * squares([Piece(0, d, 0, 512) for d in range(1, 9)]) == 4096**2
+    assert squares([Piece(0, 9, 0, 5)]) == 25
+
+
+def test_documents_without_a_token_in_the_files_are_passed_over_and_counted(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, [[], [1, 2, 3], [], [4], []])
+    stream = DocumentStream(corpus.corpora(), Rules(window=8))
+    planner = Planner(
+        stream, make_packer(WlbConfig(), CostModel(8), window=8, micro_batches=1), global_tokens=8
+    )
+    plan = planner.next_iteration()
+    assert plan is not None and planner.next_iteration() is None
+    (micro_batch,) = (one for row in plan.micro_batches for one in row)
+    batch = read(corpus, planned(list(micro_batch.pieces), 1, "hybrid"), 0)
+    assert sorted(batch["tokens"]) == [1, 2, 3, 4]
+    assert stream.counts().empty == 3
