@@ -11,7 +11,7 @@ from typing import Any
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.report.table import print_table
 from wlb_megatron.workload.costs import Costs
-from wlb_megatron.workload.fit import fit, leave_out
+from wlb_megatron.workload.fit import Device, fit, leave_out
 from wlb_megatron.workload.profile import ProfiledModel, read_samples, write_profile
 
 
@@ -99,7 +99,8 @@ def run_profile(args: argparse.Namespace) -> None:
 def _fit_and_write(path: Path, told: dict[str, Any]) -> None:
     """Fit, write, and show what was fitted and how well it predicts what it has not seen."""
     write_profile(path, told)  # what was measured is kept, whatever the fit says of it
-    model, device = ProfiledModel(**told["settings"]["model"]), told["settings"]["gpu"]
+    settings = told["settings"]
+    model, device = ProfiledModel(**settings["model"]), Device(settings["gpu"], settings["processors"])
     costs = fit(model, told["samples"], device)
     checks = leave_out(model, told["samples"], device)
     errors = {

@@ -165,6 +165,9 @@ def _settings(model: ProfiledModel, grid: str, backend: str, device: torch.devic
         "grid": grid,
         "backend": backend,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + " CPU",
+        "processors": torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1,
         "versions": _versions(backend),
     }
 

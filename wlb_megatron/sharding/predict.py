@@ -58,10 +58,10 @@ def _rectangles(
     before = np.concatenate(([0], np.cumsum(size)))
     queries = before[tails] - before[:-1]
     busy = _per_rank(rank, table.rectangle_ns(queries, keys), ranks)
-    # A call's forward, about 1 / 3.5 of it, takes at least its longest tile.
+    # A call's forward takes at least its longest tile.
     longest = np.zeros(ranks)
     np.maximum.at(longest, rank, keys)
-    waits = np.maximum(table.tile_key * longest - busy / 3.5, 0.0)
+    waits = np.maximum(table.tile_key * longest - busy * table.forward_share, 0.0)
     return np.where(longest > 0, busy + waits + table.call, 0.0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.simulator.model import ModelShape
@@ -21,14 +21,16 @@ def calibrated(given: Assumptions, profile: Profile) -> Assumptions:
     widths = given.activation_passes * model.hidden + given.ffn_passes * model.ffn
     elements = 3 * 2 * widths / model.tp / given.memory_rate * 1e9
     products = sum(costs.layer.slope()) - elements
-    found: dict[str, float] = {}
+    found = given
     if products > 0:
-        found["matmul_rate"] = 3 * 2 * model.layer_parameters / products * 1e9
+        found = replace(found, matmul_rate=3 * 2 * model.layer_parameters / products * 1e9)
     if costs.links and "all_gather" in costs.links:
         link = costs.links["all_gather"]
-        found["nvlink_rate"], found["nvlink_latency"] = 1e9 / link.per_byte, link.latency / 1e9
-    kept = {name: value for name, value in found.items() if getattr(given, name) == getattr(DEFAULTS, name)}
-    return replace(given, **kept)
+        found = replace(found, nvlink_rate=1e9 / link.per_byte, nvlink_latency=link.latency / 1e9)
+    users = {f.name: getattr(given, f.name) for f in fields(given)}
+    return replace(
+        found, **{name: value for name, value in users.items() if value != getattr(DEFAULTS, name)}
+    )
 
 
 def profiled_shape(profile: Profile, layers: int) -> ModelShape:

@@ -84,8 +84,10 @@ class Costs:
             name: getattr(a, name) + getattr(b, name)
             for name in ("call", "segment", "query_row", "key_row", "exchange", "exchange_row")
         }
+        largest = a.rectangle[-1][-1], b.rectangle[-1][-1]
         return replace(
             a,
+            forward_share=largest[0] / sum(largest),
             rectangle=_add(a.rectangle, b.rectangle),
             bottom_right=_add(a.bottom_right, b.bottom_right),
             diagonal=tuple(x + y for x, y in zip(a.diagonal, b.diagonal, strict=True)),

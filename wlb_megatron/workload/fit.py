@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,15 @@ from wlb_megatron.workload.kernel_table import TILE, KernelTable
 from wlb_megatron.workload.profile import ProfiledModel
 
 FloatArray = npt.NDArray[np.float64]
+
+
+class Device(NamedTuple):
+    """Its name, and how many tiles it computes at once (multiprocessors)."""
+
+    name: str
+    processors: int = 1
+
+
 Sample = dict[str, Any]
 Way = Literal["forward", "backward"]
 WAYS: tuple[Way, Way] = ("forward", "backward")
@@ -30,7 +39,7 @@ UNMEASURED_LATENCY, UNMEASURED_RATE = 50_000.0, 370e9
 """Nanoseconds of an exchange each way, and bytes a second of NVLink, where one GPU alone was profiled."""
 
 
-def fit(model: ProfiledModel, samples: Sequence[Sample], device: str) -> Costs:
+def fit(model: ProfiledModel, samples: Sequence[Sample], device: Device) -> Costs:
     """Costs of what was measured. WlbError where too little was."""
     links = {name: link for name in LINKS if (link := _link(samples, name)) is not None}
     tables = {way: _attention(model, samples, device, way, links.get("all_to_all")) for way in WAYS}
@@ -68,7 +77,7 @@ class Check:
         return float(np.percentile(np.abs(self.errors), 95))
 
 
-def leave_out(model: ProfiledModel, samples: Sequence[Sample], device: str, folds: int = 8) -> list[Check]:
+def leave_out(model: ProfiledModel, samples: Sequence[Sample], device: Device, folds: int = 8) -> list[Check]:
     """Every attention sample predicted (forward + backward) by a fit that has not seen it, nor the others of its fold.
 
     Samples of one fold lie apart in the grid, so that each is predicted from its neighbours.
@@ -99,7 +108,7 @@ def predicted(sample: Sample, table: KernelTable) -> float:
 
 
 def _attention(
-    model: ProfiledModel, samples: Sequence[Sample], device: str, way: Way, exchange: Link | None
+    model: ProfiledModel, samples: Sequence[Sample], device: Device, way: Way, exchange: Link | None
 ) -> KernelTable:
     (tiny,) = _of(samples, "call")[:1] or _missing("an attention call")
     table = _grid(model, samples, device, way, float(tiny[way][0]))
@@ -136,13 +145,22 @@ def _work(tables: Sequence[KernelTable], layer: Curve) -> tuple[float, float]:
     return float(token / pair), float(document / token)
 
 
-def _grid(model: ProfiledModel, samples: Sequence[Sample], device: str, way: Way, call: float) -> KernelTable:
-    """Times of segments from calls of one shape. Ratios that were not measured take the nearest rate of their row."""
+def _grid(
+    model: ProfiledModel, samples: Sequence[Sample], device: Device, way: Way, call: float
+) -> KernelTable:
+    """Times of segments among as many as fill the device, from calls of one shape; a call whose tiles do not fill it
+    counts with the share that they fill. Ratios that were not measured take the nearest rate of their row."""
     found: dict[int, dict[int, float]] = {}
+    tile = 0.0
     for sample in _of(samples, "rectangle"):
         ((queries, keys, copies),) = sample["sizes"]["rectangles"]
-        rate = max(sample[way][0] - call, 0.05 * sample[way][0]) / copies / queries / keys
-        found.setdefault(queries, {})[keys] = rate
+        own = max(sample[way][0] - call, 0.05 * sample[way][0])
+        # A forward goes over tiles of queries at once, a backward over tiles of keys.
+        tiles = -(-(queries if way == "forward" else keys) // TILE) * copies * model.rank_heads
+        full = min(1.0, tiles / device.processors)
+        if way == "forward" and full < 1:
+            tile = max(tile, own / keys)
+        found.setdefault(queries, {})[keys] = own * full / copies / queries / keys
     if len(found) < 2:
         _missing("rectangles of two query counts")
     sizes, times = [], []
@@ -158,7 +176,7 @@ def _grid(model: ProfiledModel, samples: Sequence[Sample], device: str, way: Way
     rows = _fill(found, queries, ratios)
     diagonal = np.interp(np.log(queries), np.log(sizes), times)
     return KernelTable(
-        device=device,
+        device=device.name,
         heads=model.rank_heads,
         kv_heads=model.rank_kv_heads,
         head_dim=model.head_dim,
@@ -171,7 +189,8 @@ def _grid(model: ProfiledModel, samples: Sequence[Sample], device: str, way: Way
         segment=0.0,
         query_row=0.0,
         key_row=0.0,
-        tile_key=0.0,
+        tile_key=tile,
+        forward_share=1.0 if way == "forward" else 0.0,
         exchange=0.0,
         exchange_row=0.0,
     )

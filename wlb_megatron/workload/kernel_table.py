@@ -28,7 +28,7 @@ TILE = 128
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTable:
-    """Times in nanoseconds, forward + backward, of one layer's attention on one device.
+    """Times in nanoseconds of one layer's attention on one device: forward + backward, or one of them.
 
     heads, kv_heads, head_dim: of one tensor-parallel rank, the shape that was measured.
     queries: a ascending query counts, multiples of TILE. ratios: b ascending keys per query.
@@ -37,6 +37,7 @@ class KernelTable:
     is done once for each row of queries and each row of keys of a segment (fills, conversions, head reductions).
     tile_key: forward time of one tile of query rows, per key: a call takes at least its longest tile.
     exchange: latency of moving keys there and gradients back. exchange_row: for each key row from another rank.
+    forward_share: of a call's time, its forward's; 1 in a table of forwards.
     """
 
     device: str
@@ -55,6 +56,7 @@ class KernelTable:
     tile_key: float
     exchange: float
     exchange_row: float
+    forward_share: float = 1 / 3.5
 
     def __post_init__(self) -> None:
         a, b = len(self.queries), len(self.ratios)

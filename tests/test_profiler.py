@@ -1,0 +1,237 @@
+"""The profiler on a CPU with plain torch: real timings of a small grid, kept while it measures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.cli import main
+from wlb_megatron.profiler.attention import AttentionBench, _alone
+from wlb_megatron.profiler.clock import Clock
+from wlb_megatron.profiler.layer import layer_step, torch_layer
+from wlb_megatron.profiler.points import GRIDS, MOST_ROWS, attention_points
+from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.workload.profile import ProfiledModel, read_profile
+
+_TOLD = """--grid tiny --backend torch --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4
+--num-query-groups 2 --vocab-size 128 --swiglu"""
+FLAGS = _TOLD.split()
+MODEL = ProfiledModel(hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, vocab=128)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("profile") / "profile.json"
+    assert main(["profile", "--out", str(out), *FLAGS]) == 0
+    return out
+
+
+def test_a_profile_says_what_it_is_of_and_how_sure_it_is(made: Path) -> None:
+    told = json.loads(made.read_text())
+    assert (
+        told["settings"]["model"]["hidden"] == 32
+        and told["settings"]["versions"]["torch"] == torch.__version__
+    )
+    assert "CPU" in told["settings"]["gpu"] and len(told["fingerprint"]) == 16
+    parts = {sample["part"] for sample in told["samples"]}
+    assert parts >= {
+        "layer",
+        "embedding",
+        "loss",
+        "optimizer",
+        "call",
+        "rectangle",
+        "diagonal",
+        "documents",
+        "share",
+    }
+    for sample in told["samples"]:
+        for way in ("forward", "backward"):
+            middle, low, high = sample[way]
+            assert 0 < low <= middle <= high, sample
+        assert sample["repeats"] >= 3
+    assert set(told["leave_out"]) >= {"documents", "share"}
+    assert read_profile(made).costs.quadratic_at > 0
+    assert [path.name for path in made.parent.iterdir()] == ["profile.json"]
+
+
+def test_timings_are_real_a_longer_layer_takes_longer(made: Path) -> None:
+    layer = [s for s in json.loads(made.read_text())["samples"] if s["part"] == "layer"]
+    times = {s["sizes"]["tokens"]: s["forward"][0] for s in layer}
+    assert times[512] > times[16]
+
+
+def test_an_interrupted_profile_goes_on_where_it_was(
+    tmp_path: Path, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, partial = tmp_path / "p.json", tmp_path / "p.json.partial"
+    told = json.loads(made.read_text())
+    told["samples"][0]["forward"] = [123456789, 123456789, 123456789]
+    kept = {"settings": told["settings"], "samples": told["samples"][:3]}
+    partial.write_text(json.dumps(kept))
+    assert main(["profile", "--out", str(out), *FLAGS]) == 0
+    assert "3 points are done" in capsys.readouterr().err
+    samples = json.loads(out.read_text())["samples"]
+    assert samples[0]["forward"][0] == 123456789 and len(samples) == len(told["samples"])
+    assert not partial.exists()
+
+
+@pytest.mark.parametrize("other", ["another model", "{"])
+def test_what_another_model_left_is_not_taken(
+    tmp_path: Path, made: Path, capsys: pytest.CaptureFixture[str], other: str
+) -> None:
+    told = json.loads(made.read_text())
+    told["settings"]["model"]["hidden"] = 64
+    text = other if other == "{" else json.dumps({"settings": told["settings"], "samples": told["samples"]})
+    (tmp_path / "p.json.partial").write_text(text)
+    assert main(["profile", "--out", str(tmp_path / "p.json"), *FLAGS, "--budget", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "measuring anew" in said and "points were left out" in said and "the profile lacks" in said
+
+
+def test_a_budget_ends_measuring_but_keeps_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "p.json"
+    assert main(["profile", "--out", str(out), *FLAGS, "--budget", "0"]) == 2
+    capsys.readouterr()
+    assert json.loads(out.read_text())["samples"] == []
+    assert main(["profile", "--refit", str(out)]) == 2
+    assert "lacks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "give --out"),
+        (["--out", "/nowhere/at/all/p.json"], "there is no folder"),
+        (["--out", "p.json", "--backend", "te"], "needs a GPU"),
+        (
+            [
+                "--out",
+                "p.json",
+                "--backend",
+                "torch",
+                "--num-attention-heads",
+                "3",
+                "--num-query-groups",
+                "2",
+            ],
+            "divide",
+        ),
+        (["--refit", "none.json"], "cannot read"),
+    ],
+)
+def test_wrong_flags_end_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", *flags]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_processes_measure_the_network(tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = subprocess.run(
+        [*command, "-m", "wlb_megatron.profiler", "--out", str(out), *FLAGS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**__import__("os").environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    links = read_profile(out).costs.links
+    assert links is not None and set(links) == {"all_gather", "reduce_scatter", "all_to_all", "p2p"}
+
+
+def test_a_clock_measures_forward_and_backward_apart() -> None:
+    import time
+
+    clock = Clock(torch.device("cpu"), seconds=0.02)
+    timing = clock.measure(lambda: time.sleep(0.002), lambda _: time.sleep(0.006))
+    assert 2e6 <= timing.forward[0] < 6e6 <= timing.backward[0]
+    assert timing.repeats >= 3 and timing.host_forward == 0
+
+
+def test_the_full_grid_covers_long_and_tiny_segments_and_fills_the_device() -> None:
+    model = ProfiledModel(hidden=4096, ffn=11008, heads=32, kv_heads=8, head_dim=128, vocab=128256, tp=4)
+    points = list(attention_points(GRIDS["full"], model))
+    assert len({point.key for point in points}) == len(points)
+    for point in points:
+        if point.part == "rectangle":
+            ((queries, keys, copies),) = point.sizes["rectangles"]
+            tiles = copies * -(-min(queries, keys) // 128) * 8
+            assert tiles >= 528 or (copies + 1) * max(queries, keys) > MOST_ROWS
+    assert sum(point.part == "share" for point in points) >= 50
+    assert points == list(attention_points(GRIDS["full"], model))  # seeded
+
+
+def test_a_share_alone_attends_to_as_many_keys_as_in_its_group() -> None:
+    bench = AttentionBench(MODEL, _Counting(), torch.device("cpu"), torch.float32)
+    for point in attention_points(GRIDS["tiny"], MODEL):
+        if point.plan is None:
+            continue
+        bench.kernels.seen.clear()  # type: ignore[attr-defined]
+        forward, backward = bench.step(point)
+        backward(forward())
+        rows = point.plan.ranks[point.rank]
+        pairs = sum((e * (e + 1) - s * (s + 1)) // 2 for _, s, e in rows.tolist())
+        assert bench.kernels.seen[0] == pairs  # type: ignore[attr-defined]
+        layout = _alone(attention_layout(point.plan, point.rank))
+        assert device_layout(layout, "cpu").tokens == int((rows[:, 2] - rows[:, 1]).sum())
+
+
+class _Counting:
+    """torch's kernels, which note the query-key pairs of each forward; of all of a step's, the sum comes first."""
+
+    def __init__(self) -> None:
+        from wlb_megatron.attention.torch_backend import TorchKernels
+
+        self.inner = TorchKernels()
+        self.seen: dict[int, int] = {}
+
+    def forward(self, call: Any, q: Any, kv: Any, scale: float) -> Any:
+        pairs = sum(a * (b + 1) // 2 if call.causal else a * b for a, b in call.sizes)
+        self.seen[0] = self.seen.get(0, 0) + pairs
+        return self.inner.forward(call, q, kv, scale)
+
+    def backward(self, *args: Any) -> Any:
+        return self.inner.backward(*args)
+
+
+def test_a_layer_keeps_its_gradients_in_fp32_and_gives_the_inputs() -> None:
+    layer = torch_layer(MODEL, torch.device("cpu"), torch.float32)
+    forward, backward = layer_step(layer, MODEL, 8, torch.empty(0))
+    out = forward()
+    assert out.shape == (8, 1, 32)
+    backward(out)
+    for parameter in layer.parameters():
+        held: Any = parameter
+        assert held.grad is None and float(held.main_grad.abs().sum()) > 0
+
+
+def test_points_are_named_by_what_they_measure() -> None:
+    keys = [point.key for point in attention_points(GRIDS["tiny"], MODEL)]
+    assert len(set(keys)) == len(keys)
+    assert np.unique(keys).size == len(keys)
