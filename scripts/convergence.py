@@ -165,6 +165,8 @@ def train(
     flags = arguments(
         [*common, *ARMS[arm].split(), "--seed", str(seed), "--wlb-log", str(figures)], options.iterations
     )
+    if options.device == "cuda":  # Megatron would leave such a model on the CPU
+        flags.remove("--use-cpu-initialization")
     if kept.exists():
         result = json.loads(kept.read_text(encoding="utf-8"))
         if result["flags"] == flags:
