@@ -22,7 +22,17 @@ from typing import Any
 
 from gpu_train import ROOT, STOCK, corpus, run
 
-SHOWN = ("ms_a_step", "tokens_per_s_gpu", "against_plain", "imbalance", "cp_imbalance", "peak_mb", "loss")
+SHOWN = (
+    "ms_a_step",
+    "tokens_per_s_gpu",
+    "against_plain",
+    "predicted_ms",
+    "error",
+    "imbalance",
+    "cp_imbalance",
+    "peak_mb",
+    "loss",
+)
 """Columns of the printed table."""
 
 LAYOUTS = {
@@ -80,7 +90,10 @@ def main() -> None:
         default="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         help="further flags for every run (default: full recompute)",
     )
+    parser.add_argument("--profile", type=Path, help="made by wlb-megatron profile: predictions are of it")
     options = parser.parse_args()
+    if options.profile:
+        options.extra += f" --wlb-profile {options.profile}"
     layouts = options.layouts or LAYOUTS.get(options.gpus)
     if not layouts:
         parser.error(f"no layouts are known for {options.gpus} GPUs: give --layouts")
@@ -143,11 +156,14 @@ def summary(result: dict[str, Any], warm_up: int) -> dict[str, Any] | None:
     if not timed:
         return None
     total_ms = sum(row["ms"] for row in timed)
+    predicted = [row["predicted_ms"] for row in timed if row["predicted_ms"] is not None]
     return {
         **{name: result[name] for name in ("layout", "scheme", "gpus", "batch", "window")},
         "steps": len(timed),
         "ms_a_step": median(row["ms"] for row in timed),
         "tokens_per_s_gpu": sum(row["tokens"] for row in timed) / total_ms * 1e3 / result["gpus"],
+        "predicted_ms": median(predicted) if predicted else None,
+        "error": sum(predicted) / total_ms - 1 if len(predicted) == len(timed) else None,
         "imbalance": sum(row["imbalance"] for row in timed) / len(timed),
         "cp_imbalance": sum(row["cp_imbalance"] for row in timed) / len(timed),
         "peak_mb": timed[-1]["peak_mb"],

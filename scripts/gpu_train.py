@@ -155,6 +155,7 @@ def run(
             "tokens": tokens.get(int(step[1]), {}).get("tokens", window),
             "imbalance": tokens.get(int(step[1]), {}).get("imbalance", float("nan")),
             "cp_imbalance": tokens.get(int(step[1]), {}).get("cp_imbalance", float("nan")),
+            "predicted_ms": tokens.get(int(step[1]), {}).get("predicted_ms"),
             "peak_mb": memory,
         }
         for step in STEP.finditer(text)
