@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +27,18 @@ TRAINING = """--micro-batch-size 1 --seq-length 64 --max-position-embeddings 128
 --eval-iters 0 --seed 1234 --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 64
 --num-workers 0 --clip-grad 1.0"""
 
+
+GPU_MODEL = """--num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --group-query-attention
+--num-query-groups 2 --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
+--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"""
+GPU_MACHINE = "--distributed-backend nccl --bf16 --no-gradient-accumulation-fusion --wlb-rehearsal never"
+GPU_TRAINING = TRAINING.replace("--seq-length 64 --max-position-embeddings 128", "") + (
+    " --seq-length 1024 --max-position-embeddings 2048"
+)
+
+
+EXPERT = ".experts."
+"""In the names of experts' parameters."""
 
 LENGTHS = [64, 5, 17, 1, 40, 33, 2, 64, 9, 28, 13, 61, 3, 50, 7, 22, 31, 64, 11, 4, 1, 26, 38, 45, 19, 6]
 """Documents (tokens) of the small test corpus; the window is 64."""
@@ -62,10 +76,31 @@ def rewrite_corpus(prefix: Path, documents: list[np.ndarray], builder_class: Any
     return documents
 
 
+def gpu_environment() -> dict[str, str]:
+    """This process's environment with the package on PYTHONPATH; one queue a GPU, as Megatron asks for."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "4",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+
+
 def launch(
-    arguments: list[str], processes: int, *, out: Path | None = None, timeout: int = 300, **environment: str
+    arguments: list[str],
+    processes: int,
+    *,
+    out: Path | None = None,
+    timeout: int = 300,
+    gpu: bool = False,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the plugin's own entry (or the test worker, when `out` is given) over torch.distributed.run."""
+    """Run the plugin's own entry (or the test worker, when `out` is given) over torch.distributed.run.
+
+    After `timeout` seconds all of its processes are killed; TimeoutExpired.
+    """
     target = (
         ["-m", "wlb_megatron.pretrain_gpt"] if out is None else [str(ROOT / "tests" / "megatron_worker.py")]
     )
@@ -78,19 +113,34 @@ def launch(
         *target,
         *arguments,
     ]
-    return subprocess.run(
+    own = gpu_environment() if gpu else cpu_environment()
+    with subprocess.Popen(
         command,
-        env={**cpu_environment(), **environment},
-        capture_output=True,
+        env={**own, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
-        check=False,
-    )
+        start_new_session=True,
+    ) as job:
+        try:
+            output, errors = job.communicate(timeout=timeout)
+        except BaseException:
+            os.killpg(job.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, job.returncode, output, errors)
 
 
-def train(arguments: list[str], processes: int, out: Path, **environment: str) -> list[dict[str, Any]]:
+def train(
+    arguments: list[str],
+    processes: int,
+    out: Path,
+    *,
+    timeout: int = 300,
+    gpu: bool = False,
+    **environment: str,
+) -> list[dict[str, Any]]:
     """Run the worker; what each rank saw, in rank order."""
-    done = launch(arguments, processes, out=out, **environment)
+    done = launch(arguments, processes, out=out, timeout=timeout, gpu=gpu, **environment)
     assert done.returncode == 0, failure(done)
     return [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(processes)]
 
@@ -106,14 +156,49 @@ def logged_losses(output: str) -> list[float]:
     return [float(value) for value in re.findall(r"lm loss: ([0-9.Ee+-]+)", output)]
 
 
+def mean_losses(ranks: list[dict[str, Any]], iterations: int, micro_batches: int = 4) -> list[float]:
+    """Loss per predicted token of each iteration, over all ranks of the last pipeline stage (first TP rank)."""
+    last = max(rank["place"]["pp"] for rank in ranks)
+    scoring = [rank["losses"] for rank in ranks if rank["place"]["pp"] == last and rank["place"]["tp"] == 0]
+    losses = []
+    for iteration in range(iterations):
+        chosen = [entry for entries in scoring for entry in _iteration(entries, iteration, iterations)]
+        losses.append(sum(loss for loss, _ in chosen) / sum(count for _, count in chosen))
+    return losses
+
+
+def _iteration(entries: list[tuple[float, int]], iteration: int, iterations: int) -> list[tuple[float, int]]:
+    size = len(entries) // iterations
+    return entries[iteration * size : (iteration + 1) * size]
+
+
+def differences(
+    single: list[dict[str, Any]], ranks: list[dict[str, Any]], iterations: int
+) -> tuple[float, float, str]:
+    """Largest relative difference of an iteration's loss, of a gradient (norms), and that gradient's parameter.
+
+    KeyError where a parameter of the single process is on no rank.
+    """
+    losses = zip(mean_losses(single, iterations), mean_losses(ranks, iterations), strict=True)
+    loss = max(abs(found - expected) / abs(expected) for expected, found in losses)
+    wanted, found = whole_gradients(single), whole_gradients(ranks)
+    errors = {
+        name: float(torch.linalg.norm(found[name] - gradient) / torch.linalg.norm(gradient))
+        for name, gradient in wanted.items()
+    }
+    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+    return loss, errors[worst], worst
+
+
 def whole_gradients(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Every parameter's gradient, tensor-parallel parts joined, pipeline stages together."""
     parts: dict[str, dict[int, tuple[torch.Tensor, int | None]]] = {}
     for rank in ranks:
-        if rank["place"]["cp"] or rank["place"]["dp"]:
-            continue
+        place = rank["place"]
         for name, (gradient, dim) in rank["gradients"].items():
-            parts.setdefault(name, {})[rank["place"]["tp"]] = (gradient, dim)
+            expert = EXPERT in name  # experts are spread over data- and context-parallel ranks
+            if expert or not (place["cp"] or place["dp"]):
+                parts.setdefault(name, {})[place["etp" if expert else "tp"]] = (gradient, dim)
     return {name: _join(name, [by_rank[r] for r in sorted(by_rank)]) for name, by_rank in parts.items()}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.training import training
+from megatron.training import get_args, training
 
 from wlb_megatron.plugin import forward_step as steps
 from wlb_megatron.plugin import pretrain_gpt, spec
@@ -38,8 +38,22 @@ def global_names(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
             if name.startswith(prefix + "."):
                 name = re.sub(r"layers\.\d+", f"layers.{number}", prefix) + name[len(prefix) :]
                 break
-        named[name.removeprefix("module.")] = parameter
+        named[_global_expert(re.sub(r"^(module\.)+", "", name))] = parameter
     return named
+
+
+def _global_expert(name: str) -> str:
+    """An expert's number among all of the layer's: local_experts.N., or weightN of grouped matrix products."""
+    if ".experts." not in name:
+        return name
+    rank, ranks = (
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    )
+    first = rank * get_args().num_experts // ranks
+    return re.sub(
+        r"(local_experts\.|weight|bias)(\d+)", lambda found: f"{found[1]}{first + int(found[2])}", name
+    )
 
 
 def tensor_parallel_dim(parameter: torch.nn.Parameter) -> int | None:
@@ -48,19 +62,26 @@ def tensor_parallel_dim(parameter: torch.nn.Parameter) -> int | None:
 
 
 def with_known_weights(chunks: list[Any]) -> list[Any]:
-    size, rank = (
+    dense = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_rank(),
     )
+    expert = (
+        parallel_state.get_expert_tensor_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_rank(),
+    )
+    tied = not get_args().untie_embeddings_and_output_weights
     for chunk in chunks:
         for name, parameter in global_names(chunk).items():
+            if tied and name == "output_layer.weight":  # the last pipeline stage's copy
+                name = "embedding.word_embeddings.weight"
             dim = tensor_parallel_dim(parameter)
+            size, rank = expert if ".experts." in name else dense
             shape = list(parameter.shape)
             if dim is not None:
                 shape[dim] *= size
-            full = (
-                torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * 0.2
-            )
+            full = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+            full *= 0.2 if shape[-1] <= 64 else 1.6 / shape[-1] ** 0.5
             if "norm" in name:
                 full = 1 + 0.1 * full
             if dim is not None:
@@ -70,6 +91,18 @@ def with_known_weights(chunks: list[Any]) -> list[Any]:
                     full = full.chunk(size, dim)[rank]
             parameter.data.copy_(full)
     return chunks
+
+
+def gather_gradients(chunks: list[Any]) -> None:
+    """With the distributed optimizer each rank holds its share of the reduced gradients: bring the others' here."""
+    if not get_args().use_distributed_optimizer:
+        return
+    for chunk in chunks:
+        for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+            ranks = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                share = bucket.grad_data.view(ranks.size(), -1)[ranks.rank()].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, share, group=ranks)
 
 
 def watch() -> None:
@@ -109,8 +142,9 @@ def watch() -> None:
     def finalize_and_save(model: Any, *args: Any, **kwargs: Any) -> Any:
         result = finalize(model, *args, **kwargs)
         if "gradients" not in seen:
+            gather_gradients(model)
             seen["gradients"] = {
-                name: (parameter.main_grad.detach().clone(), tensor_parallel_dim(parameter))
+                name: (parameter.main_grad.detach().cpu().clone(), tensor_parallel_dim(parameter))
                 for chunk in model
                 for name, parameter in global_names(chunk).items()
             }
@@ -119,6 +153,7 @@ def watch() -> None:
                 "cp": parallel_state.get_context_parallel_rank(),
                 "dp": parallel_state.get_data_parallel_rank(),
                 "pp": parallel_state.get_pipeline_model_parallel_rank(),
+                "etp": parallel_state.get_expert_tensor_parallel_rank(),
             }
         torch.save(seen, OUT / f"rank{torch.distributed.get_rank()}.pt")
         return result
@@ -138,10 +173,14 @@ def plan_at_random(seed: int) -> None:
 
     iterations = itertools.count(seed)
 
-    def plan_step(tokens: Any, stage: Any, cost: Any, **_: Any) -> Outcome:
-        return Outcome(random_plan(tokens, stage, next(iterations)), GREEDY, 1, 1, 1, 1)
+    class RandomPlans:
+        def __init__(self, stage: Any, *_: Any) -> None:
+            self.stage = stage
 
-    dynamic.plan_step = plan_step
+        def plan(self, tokens: Any, *_: Any) -> Outcome:
+            return Outcome(random_plan(tokens, self.stage, next(iterations)), GREEDY, 1, 1, 1, 1)
+
+    dynamic.PlanProcess = RandomPlans
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_runs import flags, train, whole_gradients
-from test_megatron_layouts import RUN, mean_losses
+from megatron_runs import flags, mean_losses, train, whole_gradients
+from test_megatron_layouts import RUN
 
 pytestmark = pytest.mark.megatron
 

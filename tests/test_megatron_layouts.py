@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_runs import flags, train, whole_gradients
+from megatron_runs import flags, mean_losses, train, whole_gradients
 
 pytestmark = pytest.mark.megatron
 
@@ -24,22 +24,6 @@ RUN = ["--global-batch-size", "4", "--train-iters", "2"]
 @pytest.fixture(scope="module")
 def single(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return train([*flags(), *RUN, "--data-path", str(corpus)], 1, tmp_path_factory.mktemp("single"))
-
-
-def mean_losses(ranks: list[dict[str, Any]], iterations: int, micro_batches: int = 4) -> list[float]:
-    """Loss per predicted token of each iteration, over all ranks of the last pipeline stage (first TP rank)."""
-    last = max(rank["place"]["pp"] for rank in ranks)
-    scoring = [rank["losses"] for rank in ranks if rank["place"]["pp"] == last and rank["place"]["tp"] == 0]
-    losses = []
-    for iteration in range(iterations):
-        chosen = [entry for entries in scoring for entry in _iteration(entries, iteration, iterations)]
-        losses.append(sum(loss for loss, _ in chosen) / sum(count for _, count in chosen))
-    return losses
-
-
-def _iteration(entries: list[tuple[float, int]], iteration: int, iterations: int) -> list[tuple[float, int]]:
-    size = len(entries) // iterations
-    return entries[iteration * size : (iteration + 1) * size]
 
 
 def test_micro_batches_differ_in_length_and_hold_several_documents(single: list[dict[str, Any]]) -> None:
