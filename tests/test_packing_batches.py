@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_runs import failure, flags, launch, train
+from megatron_runs import failure, flags, launch
 from packing_oracle import ListStream, make_planner, run
 from test_megatron_layouts import trained
 
@@ -143,6 +145,10 @@ def test_a_state_of_version_1_is_read() -> None:
     assert run(again, most=3) == whole[3:]
 
 
+def seen_by(folder: Path, ranks: int) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"rank{at}.pt", weights_only=False) for at in range(ranks)]
+
+
 @pytest.mark.megatron
 def test_a_ramp_trains_through_megatrons_loop_and_resumes_at_another_layout(
     corpus: Path, tmp_path: Path
@@ -153,12 +159,16 @@ def test_a_ramp_trains_through_megatrons_loop_and_resumes_at_another_layout(
     ramp = ["--rampup-batch-size", "2", "2", "4", "--global-batch-size", "4"]
     ramp += ["--per-split-data-args-path", str(parts)]
     ramp += ["--train-iters", "4", "--save", str(tmp_path / "checkpoints"), "--save-interval", "3"]
-    whole = train([*flags(), *ramp], 1, tmp_path / "whole")
+    done = launch([*flags(), *ramp], 1, out=tmp_path / "whole")
+    assert done.returncode == 0, failure(done)
+    logged = re.findall(r"consumed samples: +(\d+) .*? learning rate: (\S+) ", done.stdout)
+    # Samples are counted by global batches when they have trained; the rate falls by 1e-3 / (4 x 4) a sample.
+    assert [int(samples) for samples, _ in logged] == [2, 4, 8, 12]
+    assert [float(rate) for _, rate in logged] == [1e-3 * (1 - samples / 16) for samples in (2, 4, 8, 12)]
+    whole = seen_by(tmp_path / "whole", 1)
     assert [entry[0] for entry in whole[0]["documents"]] == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3")
     done = launch([*flags(), *ramp, "--load", str(tmp_path / "checkpoints")], 2, out=tmp_path / "resumed")
     assert done.returncode == 0, failure(done)
     assert "sets --step-batch-size-schedule 0:2 256:4" in done.stdout
-    assert done.stdout.count("consumed samples:           12 ") == 1
-    ranks = [torch.load(tmp_path / "resumed" / f"rank{at}.pt", weights_only=False) for at in (0, 1)]
-    assert trained(ranks) == [entry for entry in trained(whole) if entry[0] == 3]
+    assert trained(seen_by(tmp_path / "resumed", 2)) == [entry for entry in trained(whole) if entry[0] == 3]
