@@ -81,14 +81,17 @@ def agree_on_plans(rank: int, world: int, port: int) -> None:
     """Four iterations, then the sender closes: same digests everywhere, documents and state of fixed groups."""
     join(rank, world, port)
     from wlb_megatron.plugin.dynamic import DynamicSettings, plan_groups
+    from wlb_megatron.plugin.plan_process import PlanProcess
     from wlb_megatron.plugin.planning import ShardSettings, plan_iterations
 
     asked = itertools.count()
     shards = ShardSettings(dp_rank=rank, cp_size=1, alignment=1, sharding="adaptive", table=h100())
     stage = Stage.of(1, 2, 24_000)
+    cost = group_cost(h100(), 300.0, stage.sizes)
     dynamic = DynamicSettings(
-        stage=stage,
-        cost=group_cost(h100(), 300.0, stage.sizes),
+        sizes=cost.sizes,
+        tables=cost.tables,
+        plan=PlanProcess(stage, cost, "adaptive").plan,
         stage_rank=rank,
         seconds=0.1,
         spare=lambda: rank == 0,

@@ -16,6 +16,7 @@ from wlb_megatron.dynamic.placement import Problem, problem_of
 from wlb_megatron.dynamic.plan import Group, StepPlan, finish_times, validate
 from wlb_megatron.dynamic.planner import FIXED, plan_step
 from wlb_megatron.packing.synthetic import code_like, cut_overlong, paper_like, web_like
+from wlb_megatron.plugin.plan_process import PlanProcess
 from wlb_megatron.workload.kernel_table import h100
 
 STAGES = st.sampled_from([(1, 1), (1, 4), (2, 2), (4, 1), (2, 3), (3, 2), (4, 4), (2, 5)])
@@ -200,3 +201,21 @@ def test_a_document_that_fits_no_group_is_refused_by_name() -> None:
     stage = Stage.of(2, 2, 100)
     with pytest.raises(ValueError, match="101 tokens exceeds Lmax of 100"):
         plan_step([101], stage, cost_of(stage))
+
+
+def test_the_planning_process_answers_as_the_planner_does_and_is_not_missed_when_it_dies(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = Stage.of(2, 2, 8000)
+    tokens = np.random.default_rng(1).integers(1, 4000, 30).tolist()
+    fixed = StepPlan(4, tuple((Group(at % 2 * 2, 2, (at,)),) for at in range(30)))
+    process = PlanProcess(stage, cost_of(stage), "adaptive")
+    expected = plan_step(tokens, stage, cost_of(stage), fixed=fixed)
+    assert process.plan(tokens, fixed, 0.0) == expected
+    assert process._child is not None
+    process._child.kill()
+    process._child.wait()
+    assert process.plan(tokens, fixed, 0.0) == expected
+    assert "WARNING" in capsys.readouterr().out
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    assert PlanProcess(stage, cost_of(stage), "adaptive").plan(tokens, fixed, 0.0) == expected

@@ -11,7 +11,7 @@ from megatron_runs import flags, train, whole_gradients
 
 pytestmark = pytest.mark.megatron
 
-RUN = ["--global-batch-size", "6", "--train-iters", "3"]
+RUN = ["--global-batch-size", "12", "--train-iters", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,9 @@ def losses(ranks: list[dict[str, Any]]) -> dict[int, tuple[float, int]]:
     [
         (4, {"context": 2}, 5, []),
         (6, {"context": 2}, 11, ["--wlb-regather-keys"]),
+        (4, {}, 2, []),
     ],
-    ids=["DP2xCP2", "DP3xCP2"],
+    ids=["DP2xCP2", "DP3xCP2", "DP4"],
 )
 def test_random_mixes_of_groups_train_as_the_single_process_does(
     processes: int,

@@ -19,13 +19,14 @@ from megatron.core import parallel_state
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.dynamic.blocks import Stage
-from wlb_megatron.dynamic.cost import GroupCost, group_cost, token_ns
+from wlb_megatron.dynamic.cost import group_cost, token_ns
 from wlb_megatron.dynamic.plan import Group, StepPlan
-from wlb_megatron.dynamic.planner import FIXED, GREEDY, SOLVER, Outcome, plan_step
+from wlb_megatron.dynamic.planner import FIXED, GREEDY, SOLVER, Outcome
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.plugin.groups import make_groups
+from wlb_megatron.plugin.plan_process import PlanProcess
 from wlb_megatron.plugin.planning import (
     PlanAhead,
     PlannedIteration,
@@ -36,6 +37,7 @@ from wlb_megatron.plugin.planning import (
     update_digest,
 )
 from wlb_megatron.sharding.select import shard_all
+from wlb_megatron.workload.kernel_table import KernelTable
 
 SOURCES = (GREEDY, SOLVER, FIXED)
 SPARE_PLANS = 2
@@ -44,12 +46,14 @@ SPARE_PLANS = 2
 
 @dataclass(frozen=True)
 class DynamicSettings:
-    """stage_rank: of this process among the stage's data x context parallel ranks. seconds: for the solver, used
-    where `spare` says that training is not about to ask for the plan. sender: plans and sends, on `group` (gloo),
-    until it is `closing`."""
+    """sizes, tables: of groups and their kernels. stage_rank: of this process among the stage's data x context
+    parallel ranks. seconds: for the solver, used where `spare` says that training is not about to ask for the plan.
+    sender: makes plans by `plan` (of tokens, fixed groups and seconds) and sends them on `group` (gloo), until it is
+    `closing`."""
 
-    stage: Stage
-    cost: GroupCost
+    sizes: tuple[int, ...]
+    tables: tuple[KernelTable, ...]
+    plan: Callable[[list[int], StepPlan, float], Outcome]
     stage_rank: int
     seconds: float
     spare: Callable[[], bool]
@@ -72,14 +76,12 @@ def training_plans(
     longest = planner.packer.max_tokens // shards.alignment * shards.alignment
     assert config.quadratic_at is not None
     stage = Stage.of(shards.cp_size, len(stage_ranks) // shards.cp_size, longest)
+    tensor = args.tensor_model_parallel_size
+    cost = group_cost(shards.table, token_ns(shards.table, config.quadratic_at), stage.sizes, tensor=tensor)
     dynamic = DynamicSettings(
-        stage=stage,
-        cost=group_cost(
-            shards.table,
-            token_ns(shards.table, config.quadratic_at),
-            stage.sizes,
-            tensor=args.tensor_model_parallel_size,
-        ),
+        sizes=cost.sizes,
+        tables=cost.tables,
+        plan=PlanProcess(stage, cost, shards.sharding).plan,
         stage_rank=stage_ranks.index(dist.get_rank()),
         seconds=config.solver_seconds,
         spare=lambda: ahead().ready >= SPARE_PLANS,
@@ -102,7 +104,7 @@ def plan_groups(
             return
         summary = summariser.summarise(plan)
         pieces = [piece for row in plan.micro_batches for one in row for piece in one.pieces]
-        told = agree([piece.tokens for piece in pieces], fixed_groups(plan, shards.cp_size), shards, dynamic)
+        told = agree([piece.tokens for piece in pieces], fixed_groups(plan, shards.cp_size), dynamic)
         if told is None:
             return
         steps, source, gain = told
@@ -111,7 +113,7 @@ def plan_groups(
         micro_batches = []
         for index, group in enumerate(steps.of_rank(dynamic.stage_rank)):
             held = padded_group(group, pieces, shards)
-            table = dynamic.cost.tables[dynamic.cost.sizes.index(group.size)]
+            table = dynamic.tables[dynamic.sizes.index(group.size)]
             lengths = np.array([piece.tokens for piece in held], dtype=np.int64)
             (cut,) = shard_all([lengths], group.size, shards.sharding, table)
             shared = RankGroup(group.start, group.size, len(steps.micro_steps), source, gain)
@@ -145,17 +147,13 @@ def padded_group(group: Group, pieces: Sequence[Piece], shards: ShardSettings) -
     return pad(tuple(pieces[document] for document in group.documents), alignment)
 
 
-def agree(
-    tokens: Sequence[int], fixed: StepPlan, shards: ShardSettings, dynamic: DynamicSettings
-) -> tuple[StepPlan, str, float] | None:
+def agree(tokens: list[int], fixed: StepPlan, dynamic: DynamicSettings) -> tuple[StepPlan, str, float] | None:
     """The sender's plan, whose it is, and its predicted gain over fixed groups; the same on every rank. None when
     the sender is closing: no rank is then left waiting."""
     message: Any = None
     if dist.get_rank() == dynamic.sender and not dynamic.closing():
         seconds = dynamic.seconds if dynamic.spare() else 0.0
-        made = plan_step(
-            tokens, dynamic.stage, dynamic.cost, fixed=fixed, seconds=seconds, sharding=shards.sharding
-        )
+        made = dynamic.plan(tokens, fixed, seconds)
         message = _encode(made)
     size = torch.tensor([0 if message is None else len(message)], dtype=torch.int64, device="cpu")
     dist.broadcast(size, dynamic.sender, group=dynamic.group)

@@ -1,0 +1,53 @@
+"""The sender's planner: a child process, or this one if the child is gone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from wlb_megatron.dynamic.__main__ import read_outcome, tell_iteration, tell_settings
+from wlb_megatron.dynamic.blocks import Stage
+from wlb_megatron.dynamic.cost import GroupCost
+from wlb_megatron.dynamic.plan import StepPlan
+from wlb_megatron.dynamic.planner import Outcome, plan_step
+
+
+class PlanProcess:
+    """Plans iterations in a child that lives as long as its input is open, which is as long as this process."""
+
+    def __init__(self, stage: Stage, cost: GroupCost, sharding: str) -> None:
+        self._stage, self._cost, self._sharding = stage, cost, sharding
+        self._child: subprocess.Popen[str] | None = None
+        self._broken = False
+
+    def plan(self, tokens: list[int], fixed: StepPlan, seconds: float) -> Outcome:
+        """See dynamic.planner.plan_step. Planned here, greedily, where the child does not answer."""
+        if not self._broken:
+            try:
+                return read_outcome(self._ask(tell_iteration(tokens, fixed, seconds)))
+            except (OSError, ValueError) as error:
+                self._broken = True
+                print(
+                    f"WARNING: wlb_megatron: the planning process does not answer ({error}); groups are planned "
+                    "without a solver, by the training process",
+                    flush=True,
+                )
+        return plan_step(tokens, self._stage, self._cost, fixed=fixed, sharding=self._sharding)
+
+    def _ask(self, line: str) -> str:
+        if self._child is None:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "wlb_megatron.dynamic"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self._write(tell_settings(self._stage, self._cost, self._sharding))
+        self._write(line)
+        assert self._child.stdout is not None
+        return self._child.stdout.readline()
+
+    def _write(self, line: str) -> None:
+        assert self._child is not None and self._child.stdin is not None
+        self._child.stdin.write(line + "\n")
+        self._child.stdin.flush()
