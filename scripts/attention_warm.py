@@ -13,7 +13,7 @@ from attention_bench import DIM, HEADS, KV_HEADS, machine, tables, tensors
 from attention_steps import Mixes, share
 
 from wlb_megatron.attention.device_layout import DeviceCall
-from wlb_megatron.attention.graph_buckets import Bucket, bucket, levels
+from wlb_megatron.attention.graph_buckets import Bucket, bucket, foreseen, padded_keys, padded_queries
 from wlb_megatron.attention.te_backend import TransformerEngineKernels
 from wlb_megatron.attention.warm_up import warm_up
 from wlb_megatron.sharding.alignment import padding
@@ -21,7 +21,7 @@ from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
 
-CP, WINDOW, STEPS = 4, 131072, 200
+CP, WINDOW, STEPS, SEQUENCES = 4, 131072, 200, 64
 
 
 def warm(mixes: Mixes, args: argparse.Namespace) -> None:
@@ -32,7 +32,7 @@ def warm(mixes: Mixes, args: argparse.Namespace) -> None:
     begin = time.perf_counter()
     count = warm_up(
         TransformerEngineKernels(),
-        foreseen(int(1.5 * WINDOW)),
+        foreseen(int(1.5 * WINDOW), CP, SEQUENCES, None),
         heads=HEADS + 2,  # other graphs than the steps' so far
         kv_heads=KV_HEADS,
         dim=DIM,
@@ -45,24 +45,11 @@ def warm(mixes: Mixes, args: argparse.Namespace) -> None:
     print(
         f"\nwarm-up of {count} buckets: {took:.2f} s, {took / count * 1e3:.0f} ms each; 200 steps met {len(met)}"
     )
-    missing = met - {(causal, bucket(*sizes)) for causal, _, sizes in foreseen(int(1.5 * WINDOW))}
+    missing = met - {
+        (causal, bucket(*sizes)) for causal, _, sizes in foreseen(int(1.5 * WINDOW), CP, SEQUENCES, None)
+    }
     print(f"met but not foreseen: {len(missing)} {sorted(missing)[:4]}")
     say_steps("after it", run_steps(plans, heads=HEADS + 2), args)
-
-
-def foreseen(most: int) -> list[tuple[bool, int | None, Bucket]]:
-    """Every bucket of a rank's diagonals and rectangles, most: Lmax."""
-    share_of = -(-most // CP)
-    counts = (32, 64, 128, 256, 512)
-    diagonals = [(True, None, Bucket(b, t, t)) for b in counts for t in levels(share_of)]
-    rectangles = [
-        (False, None, Bucket(b, q, k))
-        for b in counts[:2]
-        for q in levels(2 * share_of)
-        for k in levels(most)
-        if q <= 8 * k
-    ]
-    return diagonals + rectangles
 
 
 def micro_batches(mixes: Mixes, count: int) -> list[tuple[ShardPlan, int]]:
@@ -85,8 +72,8 @@ def keys_of(plan: ShardPlan, rank: int) -> list[tuple[bool, Bucket]]:
     t = layout.tokens
     found = [(True, bucket(len(layout.diagonals.cu_seqlens_q) - 1, t, t))]
     if (call := layout.rectangles) is not None:
-        sizes = len(call.cu_seqlens_q) - 1, int(call.cu_seqlens_q[-1]), int(call.cu_seqlens_kv[-1])
-        found.append((False, bucket(*sizes)))
+        rows, keys = padded_queries(int(call.cu_seqlens_q[-1])), padded_keys(int(call.cu_seqlens_kv[-1]))
+        found.append((False, bucket(len(call.cu_seqlens_q) - 1, rows, keys)))
     return found
 
 
@@ -151,7 +138,7 @@ def padded_buckets(args: argparse.Namespace) -> None:
             q, kv = x.q[:q_rows], torch.stack((x.k, x.v), dim=1)[:k_rows]
             ends = torch.arange(17, dtype=torch.int32) * 1024
             bounds = torch.cat((ends, ends[-1:].expand(b - 16))).cuda()
-            call = DeviceCall(causal, None, bounds, bounds, 1024, 1024, ())
+            call = DeviceCall(causal, None, bounds, bounds, 1024, 1024, q_rows, k_rows, ())
             dout = x.dout[:q_rows]
 
             def step(k: Any = kernels, c: Any = call, q: Any = q, kv: Any = kv, d: Any = dout) -> None:

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_megatron.attention.graph_buckets import Bucket, bucket, foreseen, levels
+from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.attention.graph_buckets import Bucket, bucket, foreseen, levels, padded_keys, padded_queries
 from wlb_megatron.attention.torch_backend import TorchKernels
 from wlb_megatron.attention.warm_up import warm_up
 from wlb_megatron.config import SHARDINGS
@@ -49,9 +50,18 @@ def test_levels_stand_for_every_count_up_to_the_most(most, at):
         assert engines_rows(at) in {engines_rows(level) for level in found}
 
 
-def sizes(call, window=None):
-    counts = len(call.cu_seqlens_q) - 1, int(call.cu_seqlens_q[-1]), int(call.cu_seqlens_kv[-1])
-    return bucket(*counts)
+def graph(call):
+    return call.causal, call.window, bucket(len(call.cu_seqlens_q) - 1, call.q_rows, call.kv_rows)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 3_000_000))
+def test_buffers_have_room_and_keys_little_to_spare(count):
+    assert padded_queries(count) >= count <= padded_keys(count)
+    assert padded_keys(count) <= max(16384, 2 * count)
+    if count > 32768:
+        assert padded_keys(count) < count + max(32768, count / 4)
+        assert padded_keys(count) % 32768 == 0
 
 
 @pytest.mark.parametrize("kind", SHARDINGS)
@@ -75,12 +85,10 @@ def test_every_graph_that_a_micro_batch_needs_is_foreseen(kind, data):
         for causal, near, size in foreseen(most, cp, 2 * len(plan.lengths), window)
     }
     for rank in range(cp):
-        layout = attention_layout(plan, rank, window)
-        assert (True, None, sizes(layout.diagonals)) in known
-        if layout.rectangles is not None:
-            assert (False, None, sizes(layout.rectangles)) in known
-        if layout.window is not None:
-            assert (True, window, sizes(layout.window.call)) in known
+        layout = device_layout(attention_layout(plan, rank, window), "cpu")
+        assert graph(layout.diagonals) in known
+        assert layout.rectangles is None or graph(layout.rectangles) in known
+        assert layout.window is None or graph(layout.window.call) in known
 
 
 def test_a_warm_up_calls_each_graph_forward_and_backward_and_again_where_recomputed():

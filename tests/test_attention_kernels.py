@@ -128,8 +128,8 @@ def test_lengths_without_padding_are_told_by_one_tensor_twice(asked):
         layout = device_layout(attention_layout(plan, rank), "cpu")
         kernels, x = asked.backend.TransformerEngineKernels(), random_tensors(layout.tokens)
         for call in (layout.diagonals, layout.rectangles):
-            rows, keys = int(call.cu_seqlens_q[-1]), int(call.cu_seqlens_kv[-1])
-            kernels.forward(call, random_tensors(rows).q, torch.zeros(keys, 2, 2, 4, dtype=x.q.dtype), SCALE)
+            keys = torch.zeros(call.kv_rows, 2, 2, 4, dtype=x.q.dtype)
+            kernels.forward(call, random_tensors(call.q_rows).q, keys, SCALE)
             told = asked.calls[-1]
             assert told["cu_seqlens_q_padded"] is call.cu_seqlens_q
             assert told["cu_seqlens_kv_padded"] is call.cu_seqlens_kv
@@ -142,10 +142,8 @@ def test_rectangles_have_no_mask_and_diagonals_the_fast_causal_one(asked):
         layout = device_layout(attention_layout(plan, rank), "cpu")
         kernels = asked.backend.TransformerEngineKernels()
         for name, call in (("diagonal", layout.diagonals), ("rectangle", layout.rectangles)):
-            rows, keys = int(call.cu_seqlens_q[-1]), int(call.cu_seqlens_kv[-1])
-            kernels.forward(
-                call, random_tensors(rows).q, torch.zeros(keys, 2, 2, 4, dtype=torch.float64), SCALE
-            )
+            keys = torch.zeros(call.kv_rows, 2, 2, 4, dtype=torch.float64)
+            kernels.forward(call, random_tensors(call.q_rows).q, keys, SCALE)
             masks.setdefault(name, set()).add(
                 (asked.calls[-1]["attn_mask_type"], asked.calls[-1]["window_size"])
             )

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from wlb_megatron.attention.graph_buckets import padded_keys, padded_queries
 from wlb_megatron.sharding.attention_calls import AttentionLayout
 from wlb_megatron.sharding.exchange import ExchangePlan
 from wlb_megatron.sharding.varlen_call import AttentionCall
@@ -20,7 +21,9 @@ class DeviceCall:
     """sharding.varlen_call.AttentionCall with int32 tensors, and its mask.
 
     causal: queries are the last of their sequence's keys, and none sees a later one. window: keys before itself that
-    a query sees, None for all. sizes: (queries, keys) of each sequence, on the host, for backends that go one by one.
+    a query sees, None for all. q_rows, kv_rows: of the buffers that the call is given; what lies beyond the sequences
+    in them is never read (graph_buckets.py). sizes: (queries, keys) of each sequence, on the host, for backends that
+    go one by one. Queries and keys are one and the same where cu_seqlens_q is cu_seqlens_kv.
     """
 
     causal: bool
@@ -29,6 +32,8 @@ class DeviceCall:
     cu_seqlens_kv: Tensor
     max_q: int
     max_kv: int
+    q_rows: int
+    kv_rows: int
     sizes: tuple[tuple[int, int], ...]
 
 
@@ -99,28 +104,44 @@ def device_layout(layout: AttentionLayout, device: torch.device | str) -> Device
     if needed:
         arrays += _moves(exchange, layout.tokens)
     if window:
-        arrays += [window.call.cu_seqlens_q, window.call.cu_seqlens_kv]
         # Where nothing is remote all pieces lie whole on a rank: their keys are the rank's own, in order.
-        arrays += _moves(window.exchange, layout.tokens) if window.exchange.remote else []
+        arrays.append(window.call.cu_seqlens_q)
+        if window.exchange.remote:
+            arrays += [window.call.cu_seqlens_kv, *_moves(window.exchange, layout.tokens)]
     shipped = _ship(arrays, torch.device(device))
 
     positions, own = next(shipped), next(shipped)
-    diagonals, others, queries, near = _call(layout.diagonals, own, own, True), None, None, None
+    diagonals, others, queries, near = _call(layout.diagonals, (own, own)), None, None, None
     if rectangles:
-        others = _call(rectangles, next(shipped), next(shipped), False)
+        others = _call(rectangles, (next(shipped), next(shipped)), causal=False)
         queries = _take_bags(shipped)
     moves = _take_moves(exchange, shipped) if needed else None
     if window:
-        call = _call(window.call, next(shipped), next(shipped), True, window.size)
-        near = DeviceWindow(call, _take_moves(window.exchange, shipped) if window.exchange.remote else None)
+        bounds = next(shipped)
+        if window.exchange.remote:
+            call = _call(window.call, (bounds, next(shipped)), window.size)
+            near = DeviceWindow(call, _take_moves(window.exchange, shipped))
+        else:
+            near = DeviceWindow(_call(window.call, (bounds, bounds), window.size), None)
     return DeviceLayout(layout.tokens, positions, diagonals, others, queries, moves, layout.hide_return, near)
 
 
 def _call(
-    call: AttentionCall, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, causal: bool, window: int | None = None
+    call: AttentionCall, cu_seqlens: tuple[Tensor, Tensor], window: int | None = None, causal: bool = True
 ) -> DeviceCall:
+    """Rectangles' queries and exchanged keys are copied, and so can be given rows to spare; a rank's own are not."""
+    rows, keys = int(call.cu_seqlens_q[-1]), int(call.cu_seqlens_kv[-1])
     sizes = zip(np.diff(call.cu_seqlens_q).tolist(), np.diff(call.cu_seqlens_kv).tolist(), strict=True)
-    return DeviceCall(causal, window, cu_seqlens_q, cu_seqlens_kv, call.max_q, call.max_kv, tuple(sizes))
+    return DeviceCall(
+        causal,
+        window,
+        *cu_seqlens,
+        call.max_q,
+        call.max_kv,
+        rows if causal else padded_queries(rows),
+        keys if cu_seqlens[0] is cu_seqlens[1] else padded_keys(keys),
+        tuple(sizes),
+    )
 
 
 def _moves(exchange: ExchangePlan, rows: int) -> list[np.ndarray]:

@@ -8,6 +8,7 @@ thread, backward in autograd's, and recomputed forwards there, too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -29,20 +30,28 @@ def rows(tokens: int) -> int:
     return max(1024, _power(tokens)) if tokens <= 32768 else -(-tokens // 32768) * 32768
 
 
-def _sequences(count: int) -> int:
-    return max(32, _power(count)) if count <= 512 else -(-count // 512) * 512
+def padded_queries(count: int) -> int:
+    """Rows of the buffer that a rectangle's queries are copied to, so that few graphs serve all: a power of two.
+
+    Costs 20 us for 16K rows of 8 heads (H100); the buffer is not kept.
+    """
+    return max(4096, _power(count))
 
 
-def _power(count: int) -> int:
-    return 1 << max(count - 1, 0).bit_length()
+def padded_keys(count: int) -> int:
+    """Rows of the buffer of exchanged keys, which is kept for backward: 16K at least, then at most a quarter more.
+
+    Powers of two to 32K, multiples of 32K to 256K (graphs are kept by these anyway), eighths of an octave beyond.
+    """
+    if count <= 32768:
+        return max(16384, _power(count))
+    step = max(32768, _power(count) // 8)
+    return -(-count // step) * step
 
 
 def levels(most: int) -> list[int]:
     """Row counts that stand for every bucket of 1 to `most` rows, ascending: of 5,000 are 1024 2048 4096 5000."""
-    found = [min(1024, most)]
-    while found[-1] < most:
-        found.append(min(rows(found[-1] + 1), most))
-    return found
+    return _ladder(min(1024, most), most, rows)
 
 
 Warmable = tuple[bool, int | None, Bucket]
@@ -59,27 +68,36 @@ def foreseen(
     document cut in causal pairs has two segments on a rank), their keys are those of the micro-batch at most.
     """
     share = -(-tokens // cp_size)
-    counts = _counts(sequences)
+    counts = _ladder(32, _sequences(sequences), _sequences)
     found: list[Warmable] = []
     if full:
         found += [(True, None, Bucket(b, t, t)) for b in counts for t in levels(share)]
         if cp_size > 1:
-            queries, keys = levels(2 * share), levels(tokens)
+            queries = _ladder(4096, padded_queries(2 * share), padded_queries)
+            keys = _ladder(16384, padded_keys(tokens), padded_keys)
             found += [(False, None, Bucket(b, q, k)) for b in counts for q in queries for k in keys]
     if window is not None:
-        # A segment sees its own keys and at most a window more, all its own where nothing is cut.
-        found += [
-            (True, window, Bucket(b, t, k))
-            for b in counts
-            for t in levels(share)
-            for k in levels(min(tokens, share + sequences * window))
-            if k >= t and (cp_size > 1 or rows(k) == rows(t))
-        ]
+        # A segment sees its own keys and at most a window more; where nothing is cut, its own alone.
+        found += [(True, window, Bucket(b, t, t)) for b in counts for t in levels(share)]
+        if cp_size > 1:
+            keys = _ladder(16384, padded_keys(min(tokens, share + sequences * window)), padded_keys)
+            found += [
+                (True, window, Bucket(b, t, k)) for b in counts for t in levels(share) for k in keys if k >= t
+            ]
     return found
 
 
-def _counts(most: int) -> list[int]:
-    found = [32]
+def _ladder(first: int, most: int, above: Callable[[int], int]) -> list[int]:
+    """first, and each next rounding up, to `most`."""
+    found = [first]
     while found[-1] < most:
-        found.append(_sequences(found[-1] + 1))
+        found.append(min(above(found[-1] + 1), most))
     return found
+
+
+def _sequences(count: int) -> int:
+    return max(32, _power(count)) if count <= 512 else -(-count // 512) * 512
+
+
+def _power(count: int) -> int:
+    return 1 << max(count - 1, 0).bit_length()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,25 +18,33 @@ from wlb_megatron.attention.device_layout import DeviceExchange
 from wlb_megatron.attention.row_sums import add_rows
 
 
-def start_gather(exchange: DeviceExchange, kv: Tensor, group: Any) -> Callable[[], Tensor]:
+def start_gather(exchange: DeviceExchange, kv: Tensor, group: Any) -> Callable[[int], Tensor]:
     """Begin fetching the keys this rank needs. kv: [t, 2, heads, dim], the rank's own.
 
-    Returns a function that waits and gives [n, 2, heads, dim], in the order of the plan's key buffer.
+    Returns a function that waits and gives [rows, 2, heads, dim] for the rows it is asked for: n in the order of the
+    plan's key buffer, and others that nothing reads.
     """
     sent = kv.index_select(0, exchange.send_rows)
     if not exchange.remote:
-        return lambda: sent.index_select(0, exchange.place)
+        return lambda rows: spread_rows(sent, exchange.place, rows)
     arrived, work = _all_to_all(sent, exchange.send_counts, exchange.recv_counts, group)
 
-    def finish() -> Tensor:
+    def finish(rows: int) -> Tensor:
         work.wait()
-        return arrived.index_select(0, exchange.place)
+        return spread_rows(arrived, exchange.place, rows)
 
     return finish
 
 
+def spread_rows(source: Tensor, index: Tensor, rows: int) -> Tensor:
+    """source[index] at the beginning of a new buffer of `rows` rows."""
+    buffer = source.new_empty((rows, *source.shape[1:]))
+    torch.index_select(source, 0, index, out=buffer[: len(index)])
+    return buffer
+
+
 def start_return(exchange: DeviceExchange, grad: Tensor, group: Any) -> Callable[[Tensor], None]:
-    """Begin returning gradients to the owners of the keys. grad: [n, 2, heads, dim], as start_gather gave them.
+    """Begin returning gradients to the owners of the keys. grad: [rows, 2, heads, dim], as start_gather gave them.
 
     Returns a function that waits and adds what came back to the gradients of the rank's own keys,
     [t, 2, heads, dim]: in fp32 at least, in rank order, rounded once.

@@ -1,6 +1,6 @@
 """Adds, or merges as attention, the rows of a source that belong to each row of a target, in place.
 
-On a GPU one kernel each, which reads and writes every row once (row_sums_triton.py).
+A source may have more rows than have owners. On a GPU one kernel each, which reads and writes every row once (row_sums_triton.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ def add_rows(target: Tensor, source: Tensor, bags: Bags) -> None:
 
         row_sums_triton.add_rows(target, source, bags)
         return
+    source = source[: len(bags.owner)]
     wide = torch.promote_types(target.dtype, torch.float32)
     target.copy_(target.to(wide).index_add(0, bags.owner, source.to(wide)))
 
@@ -34,6 +35,7 @@ def merge_rows(out: Tensor, lse: Tensor, parts: Tensor, parts_lse: Tensor, bags:
         row_sums_triton.merge_rows(out, lse, parts, parts_lse, bags)
         return
     owner = bags.owner.long()
+    parts, parts_lse = parts[: len(owner)], parts_lse[: len(owner)]
     top = lse.scatter_reduce(0, owner[:, None].expand_as(parts_lse), parts_lse, "amax")
     mine, theirs = torch.exp(lse - top), torch.exp(parts_lse - top[owner])
     total = mine.index_add(0, owner, theirs)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall, DeviceLayout
-from wlb_megatron.attention.kv_exchange import start_gather, start_return
+from wlb_megatron.attention.kv_exchange import spread_rows, start_gather, start_return
 from wlb_megatron.attention.row_sums import add_rows, merge_rows
 from wlb_megatron.attention.sinks import apply_sink, sink_gradient
 
@@ -115,10 +115,10 @@ class _ShardedAttention(_Attention):
         layout, kernels, scale = ctx.layout, ctx.kernels, ctx.scale
         finish = start_gather(layout.exchange, kv, ctx.group) if layout.exchange else None
         out, lse = kernels.forward(layout.diagonals, q, kv, scale)
-        earlier = finish() if finish else None
-        if layout.rectangles:
-            rows = layout.queries.owner
-            part, part_lse = kernels.forward(layout.rectangles, q.index_select(0, rows), earlier, scale)
+        earlier = finish(_key_rows(layout)) if finish else None
+        if call := layout.rectangles:
+            queries = spread_rows(q, layout.queries.owner, call.q_rows)
+            part, part_lse = kernels.forward(call, queries, earlier, scale)
             merge_rows(out, lse, part, part_lse, layout.queries)
         return out, lse, earlier
 
@@ -136,14 +136,12 @@ class _ShardedAttention(_Attention):
         if earlier is None:  # keys travel again, under the diagonals
             finish = start_gather(layout.exchange, kv, group)
             own = diagonals()
-            earlier = finish()
+            earlier = finish(_key_rows(layout))
         dq_part, dearlier = None, earlier
-        if layout.rectangles:
+        if call := layout.rectangles:
             rows = layout.queries.owner
-            picked = (x.index_select(0, rows) for x in (out, lse, dout))
-            dq_part, dearlier = kernels.backward(
-                layout.rectangles, q.index_select(0, rows), earlier, *picked, scale
-            )
+            queries, *picked = (spread_rows(x, rows, call.q_rows) for x in (q, out, lse, dout))
+            dq_part, dearlier = kernels.backward(call, queries, earlier, *picked, scale)
         if own is None and not layout.hide_return:
             own = diagonals()
         give_back = start_return(layout.exchange, dearlier, group)
@@ -154,13 +152,18 @@ class _ShardedAttention(_Attention):
         return dq, dkv
 
 
+def _key_rows(layout: DeviceLayout) -> int:
+    """Rows of the buffer of earlier keys; none on a rank that only gives some to others."""
+    return layout.rectangles.kv_rows if layout.rectangles else 0
+
+
 class _WindowedAttention(_Attention):
     """One call on a buffer of each segment's keys, its own included, so that all of dkv comes back by exchange."""
 
     @classmethod
     def attend(cls, ctx: Any, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         near = ctx.layout.window
-        keys = start_gather(near.exchange, kv, ctx.group)() if near.exchange else None
+        keys = start_gather(near.exchange, kv, ctx.group)(near.call.kv_rows) if near.exchange else None
         out, lse = ctx.kernels.forward(near.call, q, kv if keys is None else keys, ctx.scale)
         return out, lse, keys
 
@@ -171,7 +174,7 @@ class _WindowedAttention(_Attention):
         if near.exchange is None:
             return ctx.kernels.backward(near.call, q, kv, out, lse, dout, ctx.scale)
         if keys is None:
-            keys = start_gather(near.exchange, kv, ctx.group)()
+            keys = start_gather(near.exchange, kv, ctx.group)(near.call.kv_rows)
         dq, dkeys = ctx.kernels.backward(near.call, q, keys, out, lse, dout, ctx.scale)
         dkv = torch.zeros_like(kv)
         start_return(near.exchange, dkeys, ctx.group)(dkv)
