@@ -13,7 +13,7 @@ import pytest
 from wlb_megatron.errors import WlbError
 from wlb_megatron.profiler.points import GRIDS, attention_points
 from wlb_megatron.workload.costs import Costs, Curve
-from wlb_megatron.workload.fit import Device, fit, leave_out, predicted
+from wlb_megatron.workload.fit import Device, Extras, fit, leave_out, predicted
 from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.profile import (
     FORMAT,
@@ -31,8 +31,11 @@ LAYER = (20.0, 45.0)
 SHARES = {"forward": 1 / 3.5, "backward": 2.5 / 3.5}
 
 
-def truth(way: str) -> Any:
-    """A table with each cost of its own: 7 us a call, 0.4 us a segment, 3 ns a query, 2 ns a key."""
+EXTRAS = Extras(call=7_000.0, segment=400.0, query=1.0, key=2.0, moved_query=3.0, moved_key=1.5)
+
+
+def truth(way: str, *, executor: bool = True) -> Any:
+    """A table of the pairs, with EXTRAS as the executor's shares have them, if wanted."""
     share = SHARES[way]
     table = h100()
 
@@ -43,10 +46,10 @@ def truth(way: str) -> Any:
         table,
         rectangle=part(table.rectangle),
         diagonal=tuple(ns * share for ns in table.diagonal),
-        call=7_000.0,
-        segment=400.0,
-        query_row=3.0,
-        key_row=2.0,
+        call=EXTRAS.call * executor,
+        segment=EXTRAS.segment * executor,
+        query_row=(EXTRAS.query + EXTRAS.moved_query) * executor,
+        key_row=(EXTRAS.key + EXTRAS.moved_key) * executor,
         tile_key=0.0,
     )
 
@@ -62,7 +65,7 @@ def made_samples(noise: float = 0.0) -> list[dict[str, Any]]:
     for point in attention_points(GRIDS["full"], MODEL):
         sample: dict[str, Any] = {"part": point.part, "sizes": point.sizes}
         for way in SHARES:
-            sample[way] = spread(predicted(sample, truth(way)))
+            sample[way] = spread(predicted(sample, truth(way, executor=False), EXTRAS))
         samples.append(sample)
     for tokens in (64, 1024, 8192, 32768):
         samples.append({"part": "layer", "sizes": {"tokens": tokens}})
@@ -99,9 +102,10 @@ def told(samples: list[dict[str, Any]], costs: Costs) -> dict[str, Any]:
 def test_a_fit_finds_the_costs_that_the_times_were_made_of(costs: Costs) -> None:
     for way, table in (("forward", costs.forward), ("backward", costs.backward)):
         real = truth(way)
+        assert table.call == pytest.approx(real.call, rel=0.1)
         assert table.segment == pytest.approx(real.segment, rel=0.25)
-        assert table.query_row == pytest.approx(real.query_row, rel=0.1)
-        assert table.key_row == pytest.approx(real.key_row, rel=0.1)
+        assert table.query_row == pytest.approx(real.query_row, rel=0.2)
+        assert table.key_row == pytest.approx(real.key_row, rel=0.2)
         sizes = np.array([128, 1000, 5000, 20000, 65536])
         assert table.diagonal_ns(sizes) == pytest.approx(real.diagonal_ns(sizes), rel=0.05)
         keys = np.array([128, 4096, 30000, 100000, 65536])
@@ -123,7 +127,7 @@ def test_forward_and_backward_sum_to_the_table_that_shardings_are_chosen_by(cost
 def test_the_cost_model_of_a_profile_is_that_of_its_times(costs: Costs) -> None:
     """A 64K document's attention over the rest of its layer is 64K / quadratic_at; rows moved are linear: the rest."""
     size = np.array([65536])
-    rows = 2 * (3 + 2) * 65536
+    rows = 2 * (4 + 3.5) * 65536
     attention = sum(int(truth(way).diagonal_ns(size)[0]) for way in SHARES) - rows
     rest = sum(LAYER) * 65536 + rows
     assert 65536 / costs.quadratic_at == pytest.approx(attention / rest, rel=0.1)
@@ -133,8 +137,8 @@ def test_the_cost_model_of_a_profile_is_that_of_its_times(costs: Costs) -> None:
 def test_samples_left_out_are_predicted_within_the_noise(samples: list[dict[str, Any]]) -> None:
     for check in leave_out(MODEL, samples, GPU):
         assert check.mean < 0.02 and check.p95 < 0.06, check
-    noisy = leave_out(MODEL, made_samples(noise=0.02), GPU)
-    assert all(0.003 < check.mean < 0.05 for check in noisy), noisy
+    noisy = {check.part: check.mean for check in leave_out(MODEL, made_samples(noise=0.02), GPU)}
+    assert 0.003 < noisy["share"] < 0.05 and 0.003 < noisy["held_out"] < 0.05
 
 
 def test_an_error_left_out_of_the_fit_is_seen(samples: list[dict[str, Any]]) -> None:

@@ -36,14 +36,22 @@ class AttentionBench:
             sizes = np.array([(q, q) for q, n in point.sizes["diagonals"] for _ in range(n)])
         else:
             sizes = np.array([(q, k) for q, k, n in point.sizes["rectangles"] for _ in range(n)])
-        bounds = [
+        queries, keyed = (
             torch.from_numpy(np.concatenate(([0], np.cumsum(side))).astype(np.int32)).to(self.device)
             for side in sizes.T
-        ]
-        longest = sizes.max(axis=0)
-        spans = tuple((int(q), int(k)) for q, k in sizes)
-        call = DeviceCall(causal, None, bounds[0], bounds[1], int(longest[0]), int(longest[1]), spans)
+        )
         rows, keys = (int(n) for n in sizes.sum(axis=0))
+        call = DeviceCall(
+            causal=causal,
+            window=None,
+            cu_seqlens_q=queries,
+            cu_seqlens_kv=queries if causal else keyed,
+            max_q=int(sizes[:, 0].max()),
+            max_kv=int(sizes[:, 1].max()),
+            q_rows=rows,
+            kv_rows=keys,
+            sizes=tuple((int(q), int(k)) for q, k in sizes),
+        )
         q, dout = self._random(2, rows, self.model.rank_heads)
         (kv,) = self._random(1, keys, 2, self.model.rank_kv_heads)
 

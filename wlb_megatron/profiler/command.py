@@ -92,7 +92,7 @@ def run_profile(args: argparse.Namespace) -> None:
         _fit_and_write(out, told)
         partial.unlink(missing_ok=True)
         print(f"{out}: {len(told['samples'])} points of {told['settings']['gpu']} in {told['seconds']} s")
-    if world > 1:
+    if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 

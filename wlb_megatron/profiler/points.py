@@ -17,7 +17,7 @@ from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.workload.kernel_table import TILE
 from wlb_megatron.workload.profile import ProfiledModel
 
-MOST_ROWS = 1 << 18
+MOST_ROWS = 1 << 19
 """Queries, and keys, of a call at most."""
 
 
@@ -27,8 +27,9 @@ class Grid:
 
     windows: tokens of micro-batches that are cut over `cps` ranks as each of `kinds`, `samples` times, of which one
     share each is measured. tokens, loss_tokens: of a layer and of the model's ends. bytes: of collectives. most_flops:
-    of a call, forward + backward. tiles: of a call, that fill a device (528: four for each of an H100's 132
-    multiprocessors). seconds: for each point.
+    of a call, forward + backward. tiles: of a call, that fill a device (2112: 16 for each of an H100's 132
+    multiprocessors, so that its last ones weigh little). held_out: shapes beside the grid that no fit sees. seconds:
+    for each point.
     """
 
     queries: tuple[int, ...]
@@ -44,14 +45,15 @@ class Grid:
     most_flops: float
     seconds: float
     samples: int = 1
-    tiles: int = 528
+    held_out: int = 0
+    tiles: int = 2112
 
 
 _K = 1024
 GRIDS = {
     "full": Grid(
-        queries=(128, 512, 2 * _K, 8 * _K, 32 * _K),
-        keys=(128, 512, 2 * _K, 8 * _K, 32 * _K, 128 * _K),
+        queries=tuple(128 * 2**n for n in range(9)),
+        keys=tuple(128 * 2**n for n in range(11)),
         diagonals=(128, 256, 512, _K, 2 * _K, 4 * _K, 8 * _K, 16 * _K, 32 * _K, 64 * _K),
         documents=(
             ((16, 256),),
@@ -70,12 +72,13 @@ GRIDS = {
         most_flops=8e13,
         seconds=0.12,
         samples=2,
+        held_out=24,
     ),
     "reduced": Grid(
-        queries=(128, _K, 8 * _K),
-        keys=(128, _K, 8 * _K, 32 * _K),
-        diagonals=(128, 512, 2 * _K, 8 * _K, 32 * _K),
-        documents=(((16, 1024),), ((16 * _K, 1), (20, 256))),
+        queries=(128, 512, 2 * _K, 8 * _K, 32 * _K),
+        keys=(128, 512, 2 * _K, 8 * _K, 32 * _K),
+        diagonals=(128, 256, 512, _K, 2 * _K, 4 * _K, 8 * _K, 16 * _K, 32 * _K),
+        documents=(((16, 1024),), ((200, 512),), ((16 * _K, 1), (20, 256))),
         windows=(32 * _K, 48 * _K),
         cps=(1, 2),
         kinds=("per-sequence", "per-document", "hybrid"),
@@ -84,6 +87,8 @@ GRIDS = {
         bytes=tuple(4**n * 64 * _K for n in range(7)),
         most_flops=8e13,
         seconds=0.08,
+        samples=2,
+        held_out=8,
     ),
     "tiny": Grid(
         queries=(128, 256),
@@ -99,6 +104,7 @@ GRIDS = {
         most_flops=1e10,
         seconds=0.02,
         tiles=8,
+        held_out=2,
     ),
 }
 
@@ -133,9 +139,25 @@ def attention_points(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
         copies = _copies(size, size, grid, model)
         if _flops(size * size * copies / 2, model) <= grid.most_flops:
             yield _segments("diagonal", diagonals=[(size, copies)])
+    yield from _held_out(grid, model)
     for documents in grid.documents:
         yield _segments("documents", diagonals=documents)
     yield from _shares(grid, model)
+
+
+def _held_out(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
+    """Rectangles and diagonals of seeded sizes between those of the grid, on a logarithmic scale."""
+    rng = np.random.default_rng(13)
+    for at in range(grid.held_out):
+        queries, keys = (
+            int(np.exp(rng.uniform(np.log(side[0]), np.log(side[-1])))) for side in (grid.queries, grid.keys)
+        )
+        copies = _copies(min(queries, keys), max(queries, keys), grid, model)
+        if at % 3 == 0:
+            copies = _copies(queries, queries, grid, model)
+            yield _segments("held_out", diagonals=[(queries, copies)])
+        elif _flops(queries * keys * copies, model) <= grid.most_flops:
+            yield _segments("held_out", rectangles=[(queries, keys, copies)])
 
 
 def _segments(part: str, diagonals: Any = (), rectangles: Any = ()) -> Point:

@@ -1,13 +1,13 @@
 """Costs from a profile's samples, and how far they are from samples that the fit has not seen.
 
 Attention of each way (forward, backward): the time per query-key pair of a segment comes from calls of one shape that
-fill the device; what a call, a segment and a row of queries or keys cost beside that is fitted to whole shares of
-micro-batches and to calls of many small documents, by least squares of relative errors, none negative.
+fill the device; what a call, a segment and a row of queries or keys cost beside their pairs is fitted to whole shares
+of micro-batches and to calls of many small documents, by least squares of relative errors, none negative.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Literal, NamedTuple
@@ -63,7 +63,7 @@ def fit(model: ProfiledModel, samples: Sequence[Sample], device: Device) -> Cost
 
 @dataclass(frozen=True)
 class Check:
-    """Relative errors of predicted attention times of samples left out of the fit, by part."""
+    """Relative errors of predicted attention times (forward + backward) of samples that the fit has not seen."""
 
     part: str
     errors: tuple[float, ...]
@@ -78,58 +78,142 @@ class Check:
 
 
 def leave_out(model: ProfiledModel, samples: Sequence[Sample], device: Device, folds: int = 8) -> list[Check]:
-    """Every attention sample predicted (forward + backward) by a fit that has not seen it, nor the others of its fold.
-
-    Samples of one fold lie apart in the grid, so that each is predicted from its neighbours.
-    """
+    """Shares and documents, each predicted by a fit to those of other folds; and shapes that no fit is made to."""
     errors: dict[str, list[float]] = {}
-    parts = ("rectangle", "diagonal", *FITTED)
-    tested = [sample for sample in samples if sample["part"] in parts]
-    corners = _corners(tested)
+    fitted = [sample for sample in samples if sample["part"] in FITTED]
     for fold in range(folds):
-        held = [s for at, s in enumerate(tested) if at % folds == fold and id(s) not in corners]
-        chosen = {id(s) for s in held}
-        seen = [s for s in samples if id(s) not in chosen]
-        tables = [_attention(model, seen, device, way, None) for way in WAYS]
-        for sample in held:
-            told = sum(predicted(sample, table) for table in tables)
-            measured = sample["forward"][0] + sample["backward"][0]
-            errors.setdefault(sample["part"], []).append(told / measured - 1)
+        held = {id(s) for at, s in enumerate(fitted) if at % folds == fold}
+        seen = [s for s in samples if id(s) not in held]
+        tested = [s for s in samples if id(s) in held or (fold == 0 and s["part"] == "held_out")]
+        if not tested:
+            continue
+        ways = [_fit_way(model, seen, device, way) for way in WAYS]
+        for sample in tested:
+            told = sum(predicted(sample, *way) for way in ways)
+            errors.setdefault(sample["part"], []).append(
+                told / (sample["forward"][0] + sample["backward"][0]) - 1
+            )
     return [Check(part, tuple(found)) for part, found in sorted(errors.items())]
 
 
-def predicted(sample: Sample, table: KernelTable) -> float:
-    """Nanoseconds of an attention sample by a table of one way, or of both."""
-    fixed, rows = _features(sample)
-    kernel = _pairs_ns(sample, table)
-    theta = (table.call, table.segment, table.query_row, table.key_row)
-    # Kernels alone: rows are part of what was measured with them.
-    return kernel + float(np.dot((*fixed, *rows), theta))
+class Extras(NamedTuple):
+    """What attention costs beside its pairs, in nanoseconds: a call, a segment, a row of its queries and keys in the
+    kernels; and such rows once more where the executor moves them."""
+
+    call: float
+    segment: float
+    query: float
+    key: float
+    moved_query: float
+    moved_key: float
+
+
+def predicted(sample: Sample, table: KernelTable, extras: Extras) -> float:
+    """Nanoseconds of an attention sample, one way. table: of the pairs alone."""
+    return _pairs_ns(sample, table) + float(np.dot(_counts(sample), extras))
 
 
 def _attention(
     model: ProfiledModel, samples: Sequence[Sample], device: Device, way: Way, exchange: Link | None
 ) -> KernelTable:
-    (tiny,) = _of(samples, "call")[:1] or _missing("an attention call")
-    table = _grid(model, samples, device, way, float(tiny[way][0]))
-    fitted = [s for s in samples if s["part"] in FITTED]
-    if fitted:
-        measured = np.array([s[way][0] for s in fitted], dtype=np.float64)
-        kernel = np.array([_pairs_ns(s, table) for s in fitted])
-        columns = np.array([(*f, *r) for f, r in map(_features, fitted)])
-        theta = _least_squares(columns / measured[:, None], (measured - kernel) / measured)
-    else:
-        theta = np.array([float(tiny[way][0]), 0.0, 0.0, 0.0])
+    """What a share of a micro-batch costs: rows count in the kernels and in the executor."""
+    table, extras = _fit_way(model, samples, device, way)
     row = 2 * 2 * model.rank_kv_heads * model.head_dim  # K and V, or their gradients, in 2 bytes
     per_byte = exchange.per_byte if exchange else 1e9 / UNMEASURED_RATE
     return replace(
         table,
-        call=float(theta[0]),
-        segment=float(theta[1]),
-        query_row=float(theta[2]),
-        key_row=float(theta[3]),
+        call=extras.call,
+        segment=extras.segment,
+        query_row=extras.query + extras.moved_query,
+        key_row=extras.key + extras.moved_key,
         exchange=exchange.latency if exchange else UNMEASURED_LATENCY,
         exchange_row=row * per_byte,
+    )
+
+
+def _fit_way(
+    model: ProfiledModel, samples: Sequence[Sample], device: Device, way: Way
+) -> tuple[KernelTable, Extras]:
+    """The extras that explain shares and documents, and the table of what calls of one shape take without them.
+
+    A prediction is linear in the extras: each adds its own count to a sample, and takes from the table what it adds
+    to the calls that the table is made of.
+    """
+    grid = [s for s in samples if s["part"] in ("rectangle", "diagonal")]
+    fitted = [s for s in samples if s["part"] in FITTED]
+    (tiny,) = _of(samples, "call")[:1] or _missing("an attention call")
+    extras = np.array([float(tiny[way][0]), 0.0, 0.0, 0.0, 0.0, 0.0])
+    if fitted:
+        measured = np.array([s[way][0] for s in fitted], dtype=np.float64)
+        whole = _pairs_table(model, grid, device, way, [float(s[way][0]) for s in grid])
+        kernel = np.array([_pairs_ns(s, whole) for s in fitted])
+        columns = np.array([_counts(s) for s in fitted])
+        for at in range(4):
+            inside = [_counts(s)[at] * _FINE for s in grid]
+            part = _pairs_table(model, grid, device, way, inside)
+            columns[:, at] -= [_pairs_ns(s, part) / _FINE for s in fitted]
+        extras = _least_squares(columns / measured[:, None], (measured - kernel) / measured)
+    bare = [s[way][0] - float(np.dot(_counts(s), extras)) for s in grid]
+    # Some of a call's time is its pairs', whatever the extras say of it.
+    kept = [max(ns, 0.05 * s[way][0]) for ns, s in zip(bare, grid, strict=True)]
+    return _pairs_table(model, grid, device, way, kept), Extras(*extras.tolist())
+
+
+_FINE = 1e6
+"""Tables hold whole nanoseconds: counts are scaled, so that they are not rounded away."""
+
+
+def _pairs_table(
+    model: ProfiledModel, grid: Sequence[Sample], device: Device, way: Way, times: Sequence[float]
+) -> KernelTable:
+    """A table of segments among as many as fill the device, from calls of one shape and what is counted of each.
+
+    A call whose tiles do not fill the device counts with the share that they fill. Sizes between those measured take
+    a rate between, on straight lines over logarithms; beyond them, the nearest.
+    """
+    rectangles: dict[int, dict[int, float]] = {}
+    diagonals: dict[int, float] = {}
+    tile = 0.0
+    for sample, ns in zip(grid, times, strict=True):
+        if sample["part"] == "diagonal":
+            ((size, copies),) = sample["sizes"]["diagonals"]
+            diagonals[size] = ns / copies / (size * (size + TILE))
+            continue
+        ((queries, keys, copies),) = sample["sizes"]["rectangles"]
+        # A forward goes over tiles of queries at once, a backward over tiles of keys.
+        tiles = -(-(queries if way == "forward" else keys) // TILE) * copies * model.rank_heads
+        full = min(1.0, tiles / device.processors)
+        if way == "forward" and full < 1:
+            tile = max(tile, ns / keys)
+        rectangles.setdefault(queries, {})[keys] = ns * full / copies / queries / keys
+    if len(rectangles) < 2:
+        _missing("rectangles of two query counts")
+    if len(diagonals) < 2:
+        _missing("diagonals of two sizes")
+    queries = sorted({*rectangles, *diagonals})
+    most = max(max(row) for row in rectangles.values())
+    ratios = [2.0**n for n in range(-10, 12) if TILE / queries[-1] <= 2.0**n <= most / queries[0]]
+    rows = _fill(rectangles, queries, ratios)
+    sizes = sorted(diagonals)
+    rates = np.interp(np.log(queries), np.log(sizes), [diagonals[size] for size in sizes])
+    return KernelTable(
+        device=device.name,
+        heads=model.rank_heads,
+        kv_heads=model.rank_kv_heads,
+        head_dim=model.head_dim,
+        queries=tuple(float(q) for q in queries),
+        ratios=tuple(ratios),
+        rectangle=rows,
+        bottom_right=_bottom_right(rows, ratios),
+        diagonal=tuple(float(rate * q * (q + TILE)) for rate, q in zip(rates, queries, strict=True)),
+        call=0.0,
+        segment=0.0,
+        query_row=0.0,
+        key_row=0.0,
+        tile_key=tile,
+        exchange=0.0,
+        exchange_row=0.0,
+        forward_share=1.0 if way == "forward" else 0.0,
     )
 
 
@@ -143,57 +227,6 @@ def _work(tables: Sequence[KernelTable], layer: Curve) -> tuple[float, float]:
         whole = float(np.sum([table.diagonal_ns(sizes[-1:]) for table in tables]))
         token, pair, document = max(sum(layer.slope()), 1e-3), whole / float(sizes[-1]) ** 2, 0.0
     return float(token / pair), float(document / token)
-
-
-def _grid(
-    model: ProfiledModel, samples: Sequence[Sample], device: Device, way: Way, call: float
-) -> KernelTable:
-    """Times of segments among as many as fill the device, from calls of one shape; a call whose tiles do not fill it
-    counts with the share that they fill. Ratios that were not measured take the nearest rate of their row."""
-    found: dict[int, dict[int, float]] = {}
-    tile = 0.0
-    for sample in _of(samples, "rectangle"):
-        ((queries, keys, copies),) = sample["sizes"]["rectangles"]
-        own = max(sample[way][0] - call, 0.05 * sample[way][0])
-        # A forward goes over tiles of queries at once, a backward over tiles of keys.
-        tiles = -(-(queries if way == "forward" else keys) // TILE) * copies * model.rank_heads
-        full = min(1.0, tiles / device.processors)
-        if way == "forward" and full < 1:
-            tile = max(tile, own / keys)
-        found.setdefault(queries, {})[keys] = own * full / copies / queries / keys
-    if len(found) < 2:
-        _missing("rectangles of two query counts")
-    sizes, times = [], []
-    for sample in _of(samples, "diagonal"):
-        ((size, copies),) = sample["sizes"]["diagonals"]
-        sizes.append(size)
-        times.append(max(sample[way][0] - call, 0.05 * sample[way][0]) / copies / (size * (size + TILE)))
-    if len(sizes) < 2:
-        _missing("diagonals of two sizes")
-    queries = sorted({*found, *sizes})
-    most = max(max(row) for row in found.values())
-    ratios = [2.0**n for n in range(-10, 12) if TILE / queries[-1] <= 2.0**n <= most / queries[0]]
-    rows = _fill(found, queries, ratios)
-    diagonal = np.interp(np.log(queries), np.log(sizes), times)
-    return KernelTable(
-        device=device.name,
-        heads=model.rank_heads,
-        kv_heads=model.rank_kv_heads,
-        head_dim=model.head_dim,
-        queries=tuple(float(q) for q in queries),
-        ratios=tuple(ratios),
-        rectangle=rows,
-        bottom_right=_bottom_right(rows, queries, ratios),
-        diagonal=tuple(float(rate * q * (q + TILE)) for rate, q in zip(diagonal, queries, strict=True)),
-        call=call,
-        segment=0.0,
-        query_row=0.0,
-        key_row=0.0,
-        tile_key=tile,
-        forward_share=1.0 if way == "forward" else 0.0,
-        exchange=0.0,
-        exchange_row=0.0,
-    )
 
 
 def _fill(
@@ -217,36 +250,30 @@ def _fill(
 
 
 def _bottom_right(
-    rows: tuple[tuple[float, ...], ...], queries: Sequence[int], ratios: Sequence[float]
+    rows: tuple[tuple[float, ...], ...], ratios: Sequence[float]
 ) -> tuple[tuple[float, ...], ...]:
     """A bottom-right causal call computes its masked half in backward, and in forward only the diagonal's tiles."""
-    return tuple(
-        tuple(t * (1 - min(0.5 / (3.5 * max(r, 1)), 0.5)) for t, r in zip(row, ratios, strict=True))
-        for row, _ in zip(rows, queries, strict=True)
-    )
+    shares = [1 - min(0.5 / (3.5 * max(r, 1)), 0.5) for r in ratios]
+    return tuple(tuple(t * share for t, share in zip(row, shares, strict=True)) for row in rows)
 
 
 def _pairs_ns(sample: Sample, table: KernelTable) -> float:
-    bare = replace(table, segment=0.0, query_row=0.0, key_row=0.0)
     diagonals = np.array(sample["sizes"]["diagonals"], dtype=np.int64).reshape(-1, 2)
     rectangles = np.array(sample["sizes"]["rectangles"], dtype=np.int64).reshape(-1, 3)
-    total = float((bare.diagonal_ns(diagonals[:, 0]) * diagonals[:, 1]).sum())
-    return total + float((bare.rectangle_ns(rectangles[:, 0], rectangles[:, 1]) * rectangles[:, 2]).sum())
+    total = float((table.diagonal_ns(diagonals[:, 0]) * diagonals[:, 1]).sum())
+    return total + float((table.rectangle_ns(rectangles[:, 0], rectangles[:, 1]) * rectangles[:, 2]).sum())
 
 
-def _features(sample: Sample) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Calls and segments; rows of queries and of keys, which only a share's executor moves."""
+def _counts(sample: Sample) -> FloatArray:
+    """float[6]: what of Extras a sample has. Only a share goes through the executor, which moves its rows."""
     diagonals, rectangles = sample["sizes"]["diagonals"], sample["sizes"]["rectangles"]
-    calls = bool(diagonals) + bool(rectangles)
-    segments = sum(n for *_, n in diagonals) + sum(n for *_, n in rectangles)
-    if sample["part"] in ("rectangle", "diagonal"):
-        return (calls, 0.0), (0.0, 0.0)
-    if sample["part"] != "share":
-        return (calls, segments), (0.0, 0.0)
     own = sum(q * n for q, n in diagonals)
     queries = own + sum(q * n for q, _, n in rectangles)
     keys = own + sum(k * n for _, k, n in rectangles)
-    return (calls, segments), (queries, keys)
+    segments = sum(n for *_, n in diagonals) + sum(n for *_, n in rectangles)
+    moved = sample["part"] == "share"
+    calls = bool(diagonals) + bool(rectangles)
+    return np.array([calls, segments, queries, keys, moved * queries, moved * keys], dtype=np.float64)
 
 
 def _least_squares(columns: FloatArray, values: FloatArray) -> FloatArray:
@@ -265,22 +292,6 @@ def _least_squares(columns: FloatArray, values: FloatArray) -> FloatArray:
                 best[list(chosen)] = solved
                 least = float(rest @ rest)
     return best
-
-
-def _corners(tested: Iterable[Sample]) -> set[int]:
-    """Ends of the grid: without them others would be predicted by extrapolation."""
-    found: set[int] = set()
-    tested = list(tested)
-    for part, name, at in (
-        ("diagonal", "diagonals", 0),
-        ("rectangle", "rectangles", 0),
-        ("rectangle", "rectangles", 1),
-    ):
-        group = [s for s in tested if s["part"] == part]
-        if group:
-            values = [s["sizes"][name][0][at] for s in group]
-            found |= {id(s) for s, v in zip(group, values, strict=True) if v in (min(values), max(values))}
-    return found
 
 
 def _curve(samples: Sequence[Sample], part: str) -> Curve:
