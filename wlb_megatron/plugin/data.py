@@ -6,6 +6,7 @@ it holds; a middle pipeline stage reads none. Workers only read tokens, planning
 
 from __future__ import annotations
 
+import atexit
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -127,10 +128,16 @@ class MicroBatchIterator:
         rehearsal: dict[str, Any] | None = None,
     ) -> None:
         """trained: called with the micro-batches of a step when it is done. rehearsal: see rehearsal.py."""
-        self._iterator = iter(loader)
+        self._iterator: Iterator[dict[str, Any]] = iter(loader)
         self._trained = trained
         self._rehearsal = rehearsal
         self._began: float | None = None
+        # Workers that ignore a signal are not ended by it when Python exits: end them before it tries.
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the workers, by leaving the loader's iterator to its destructor."""
+        self._iterator = iter(())
 
     def __iter__(self) -> MicroBatchIterator:
         return self

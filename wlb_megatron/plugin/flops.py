@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from megatron.training import training
 
-_here = [0, 0]
-"""Tokens and squared lengths of this rank's micro-batches since the last step's count."""
+_here: list[int] | None = None
+"""Tokens and squared lengths of this rank's micro-batches since the last step's count; None outside of a step."""
 _counted: tuple[float, float] | None = None
 
 
@@ -23,19 +23,19 @@ def count_segments(bounds: torch.Tensor) -> None:
     if hasattr(training, "update_seqlen_stats_from_cu_seqlens"):
         training.update_seqlen_stats_from_cu_seqlens(bounds.cuda(non_blocking=True))
         return
+    global _here
     lengths = bounds.diff()
-    _here[0] += int(lengths.sum())
-    _here[1] += int((lengths * lengths).sum())
+    tokens, squares = _here or (0, 0)
+    _here = [tokens + int(lengths.sum()), squares + int((lengths * lengths).sum())]
 
 
 def wrap_num_floating_point_operations(original: Callable[..., Any]) -> Callable[..., Any]:
     """num_floating_point_operations(args, batch_size) of the step just trained, on every rank once before the log."""
 
     def num_floating_point_operations(args: Any, batch_size: int) -> float:
-        global _counted
-        if _here[0]:  # the training loop's call after a step; the log's then finds the same numbers
-            _counted = _over_data_parallel()
-            _here[:] = 0, 0
+        global _counted, _here
+        if _here is not None:  # the training loop's call after a step; the log's then finds the same numbers
+            _counted, _here = _over_all_ranks(_here), None
         if _counted is None:
             return float(original(args, batch_size))
         one, two = copy.copy(args), copy.copy(args)
@@ -48,10 +48,12 @@ def wrap_num_floating_point_operations(original: Callable[..., Any]) -> Callable
     return num_floating_point_operations
 
 
-def _over_data_parallel() -> tuple[float, float]:
+def _over_all_ranks(here: list[int]) -> tuple[float, float]:
+    """The sums, where tensor-, context- and pipeline-parallel ranks told the same."""
     from megatron.core import parallel_state
 
-    sums = torch.tensor(_here, dtype=torch.float64, device="cuda")
-    torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-    tokens, squares = sums.tolist()
+    sums = torch.tensor(here, dtype=torch.float64, device="cuda")
+    torch.distributed.all_reduce(sums)
+    alike = torch.distributed.get_world_size() // parallel_state.get_data_parallel_world_size()
+    tokens, squares = (sums / alike).tolist()
     return tokens, squares

@@ -1,0 +1,126 @@
+"""A real Slurm of one node in a temporary folder: munged, slurmctld and slurmd of this user, on free ports."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatron_runs import free_port
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
+# A job requeued starts again after cred_expire (seconds), so that no old credential of it is left.
+CONFIGURATION = """ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+CredType=cred/munge
+SlurmctldPort={controller}
+SlurmdPort={node}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=2,bf_interval=2
+ReturnToService=2
+KillWait=2
+MpiDefault=none
+NodeName={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=1000
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str | None:
+    """Why no Slurm can be started here, or None."""
+    absent = [program for program in PROGRAMS if shutil.which(program, path=_path()) is None]
+    if absent:
+        return f"no {', '.join(absent)} here (Debian: apt-get install slurm-wlm munge)"
+    if os.getuid() != 0:
+        return "slurmd wants to be root"
+    return None
+
+
+def _path() -> str:
+    return os.environ["PATH"] + os.pathsep + "/usr/sbin"
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[dict[str, str]]:
+    """The environment in which sbatch and its like talk to a cluster that lives as long as the block."""
+    for name in ("munge", "state", "spool"):
+        (folder / name).mkdir(mode=0o755)
+    key = folder / "munge.key"
+    key.write_bytes(secrets.token_bytes(1024))
+    key.chmod(0o400)
+    configuration = folder / "slurm.conf"
+    configuration.write_text(
+        CONFIGURATION.format(
+            host=socket.gethostname().split(".")[0],
+            user="root",
+            folder=folder,
+            controller=free_port(),
+            node=free_port(),
+        )
+    )
+    environment = {**os.environ, "PATH": _path(), "SLURM_CONF": str(configuration)}
+    munge = [f"--{name}-file={folder / 'munge' / name}" for name in ("pid", "log", "seed")]
+    daemons = [
+        [
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            f"--socket={folder / 'munge' / 'socket'}",
+            *munge,
+        ],
+        ["slurmctld", "-D", "-f", str(configuration)],
+        ["slurmd", "-D", "-f", str(configuration)],
+    ]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for daemon in daemons:
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            started.append(subprocess.Popen(daemon, env=environment, **quiet))  # type: ignore[call-overload]
+            time.sleep(0.5)
+        wait_for(lambda: "idle" in ask(["sinfo", "-h", "-o", "%t"], environment), 60)
+        yield environment
+    finally:
+        with suppress(subprocess.TimeoutExpired, TimeoutError):
+            ask(["scancel", "--user=root"], environment)
+            wait_for(lambda: not ask(["squeue", "-h"], environment).strip(), 30)
+        for process in reversed(started):
+            process.terminate()
+        for process in started:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
+
+
+def ask(command: list[str], environment: dict[str, str]) -> str:
+    """What a Slurm command printed, errors included."""
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout + done.stderr
+
+
+def wait_for(happened: object, seconds: float) -> None:
+    """Until `happened()` is true; TimeoutError after that many seconds."""
+    end = time.monotonic() + seconds
+    while not happened():  # type: ignore[operator]
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {seconds} s")
+        time.sleep(0.3)
