@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--sections", default="plans,gains", help="comma list of plans, gains")
     parser.add_argument("--wikipedia", type=Path, help=".npy of document lengths (tokens)")
     parser.add_argument("--iterations", type=int, default=20, help="global batches of each case of gains")
-    parser.add_argument("--seconds", type=float, default=2.0, help="the solver's time for one plan")
+    parser.add_argument("--seconds", type=float, default=1.0, help="the solver's time for one plan")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "dynamic", help="folder of the CSVs")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,12 @@ BUCKETS = 16
 CLOSE = 1.01
 """A plan this near to the bound is not improved any further."""
 
+NEAR = 1.03
+"""A greedy plan this near to the bound is not worth a solver's time."""
+
+FEW = 64
+"""So few documents are worth improving every placement that was tried, not the best alone."""
+
 GREEDY, SOLVER, FIXED = "greedy", "solver", "fixed"
 
 
@@ -74,7 +80,7 @@ def _place(problem: Problem, seconds: float, threads: int) -> tuple[Placement, s
     best = min(greedy.values(), key=Placement.time)
     if best.time() > CLOSE * problem.bound:
         improve(best)
-    if seconds <= 0 or best.time() <= CLOSE * problem.bound:
+    if seconds <= 0 or best.time() <= NEAR * problem.bound:
         return best, GREEDY
     solved = _place_by_solver(problem, greedy, seconds, threads)
     if solved is not None and solved.time() < best.time():
@@ -92,6 +98,8 @@ def place_all_greedily(problem: Problem) -> dict[int, Placement]:
         for share in shares:
             placement = place_greedily(problem, most, share)
             if placement is not None:
+                if len(problem.tokens) <= FEW:
+                    improve(placement)
                 fitting.append((placement.time(), share, placement))
                 if placement.time() <= CLOSE * problem.bound:
                     break
