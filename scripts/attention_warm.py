@@ -32,7 +32,7 @@ def warm(mixes: Mixes, args: argparse.Namespace) -> None:
     begin = time.perf_counter()
     count = warm_up(
         TransformerEngineKernels(),
-        foreseen(int(1.5 * WINDOW), CP, SEQUENCES, None),
+        foreseen(int(1.5 * WINDOW), CP, SEQUENCES, SEQUENCES, None),
         heads=HEADS + 2,  # other graphs than the steps' so far
         kv_heads=KV_HEADS,
         dim=DIM,
@@ -46,7 +46,8 @@ def warm(mixes: Mixes, args: argparse.Namespace) -> None:
         f"\nwarm-up of {count} buckets: {took:.2f} s, {took / count * 1e3:.0f} ms each; 200 steps met {len(met)}"
     )
     missing = met - {
-        (causal, bucket(*sizes)) for causal, _, sizes in foreseen(int(1.5 * WINDOW), CP, SEQUENCES, None)
+        (causal, bucket(*sizes))
+        for causal, _, sizes in foreseen(int(1.5 * WINDOW), CP, SEQUENCES, SEQUENCES, None)
     }
     print(f"met but not foreseen: {len(missing)} {sorted(missing)[:4]}")
     say_steps("after it", run_steps(plans, heads=HEADS + 2), args)

@@ -82,7 +82,7 @@ def test_every_graph_that_a_micro_batch_needs_is_foreseen(kind, data):
     plan = shard(np.array(chosen + [pad] * (pad > 0)), cp, kind)
     known = {
         (causal, near, bucket(*size))
-        for causal, near, size in foreseen(most, cp, 2 * len(plan.lengths), window)
+        for causal, near, size in foreseen(most, cp, 2 * len(plan.lengths), 2 * len(plan.lengths), window)
     }
     for rank in range(cp):
         layout = device_layout(attention_layout(plan, rank, window), "cpu")
@@ -122,6 +122,8 @@ def test_a_warm_up_calls_each_graph_forward_and_backward_and_again_where_recompu
 
 
 def test_a_model_of_windowed_layers_only_builds_no_graph_of_others():
-    assert all(window == 64 for _, window, _ in foreseen(8192, 2, 32, 64, full=False))
-    assert not any(window for _, window, _ in foreseen(8192, 2, 32, None))
-    assert not any(not causal for causal, _, _ in foreseen(8192, 1, 32, None)), "one rank has no rectangles"
+    assert all(window == 64 for _, window, _ in foreseen(8192, 2, 32, 32, 64, full=False))
+    assert not any(window for _, window, _ in foreseen(8192, 2, 32, 32, None))
+    assert not any(not causal for causal, _, _ in foreseen(8192, 1, 32, 32, None)), (
+        "one rank has no rectangles"
+    )

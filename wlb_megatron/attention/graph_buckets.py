@@ -59,23 +59,24 @@ Warmable = tuple[bool, int | None, Bucket]
 
 
 def foreseen(
-    tokens: int, cp_size: int, sequences: int, window: int | None, full: bool = True
+    tokens: int, cp_size: int, sequences: int, cut: int, window: int | None, full: bool = True
 ) -> list[Warmable]:
     """Every graph that micro-batches of up to `tokens` tokens can need on a rank.
 
-    sequences: segments that a rank's call can have. window: of the model's windowed layers. full: whether any layer
-    sees whole documents. A rank holds an even share of the tokens; its rectangles' queries come at most twice (a
-    document cut in causal pairs has two segments on a rank), their keys are those of the micro-batch at most.
+    sequences: segments that a rank can have; cut: those of them that see earlier keys. window: of the model's
+    windowed layers. full: whether any layer sees whole documents. A rank holds an even share of the tokens; its
+    rectangles' queries come at most twice (a document cut in causal pairs has two segments on a rank), their keys
+    are those of the micro-batch at most.
     """
     share = -(-tokens // cp_size)
-    counts = _ladder(32, _sequences(sequences), _sequences)
+    counts, few = (_ladder(32, _sequences(most), _sequences) for most in (sequences, cut))
     found: list[Warmable] = []
     if full:
         found += [(True, None, Bucket(b, t, t)) for b in counts for t in levels(share)]
         if cp_size > 1:
             queries = _ladder(4096, padded_queries(2 * share), padded_queries)
             keys = _ladder(16384, padded_keys(tokens), padded_keys)
-            found += [(False, None, Bucket(b, q, k)) for b in counts for q in queries for k in keys]
+            found += [(False, None, Bucket(b, q, k)) for b in few for q in queries for k in keys]
     if window is not None:
         # A segment sees its own keys and at most a window more; where nothing is cut, its own alone.
         found += [(True, window, Bucket(b, t, t)) for b in counts for t in levels(share)]

@@ -1,6 +1,7 @@
 """Adds, or merges as attention, the rows of a source that belong to each row of a target, in place.
 
-A source may have more rows than have owners. On a GPU one kernel each, which reads and writes every row once (row_sums_triton.py).
+A source may have more rows than have owners. On a GPU one kernel each, which reads and writes every row once
+(row_sums_triton.py).
 """
 
 from __future__ import annotations

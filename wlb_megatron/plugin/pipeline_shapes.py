@@ -90,7 +90,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         training = not kwargs.get("forward_only")
         longest = source.take_rehearsal() if training else None
         if longest is not None:
-            rehearse(lambda: step([longest] * num_microbatches), kwargs["model"])
+            rehearse(lambda: step([longest] * num_microbatches), kwargs["model"], longest)
         batches = data.draw_step(data_iterator, num_microbatches)
         result = step(batches)
         if training:

@@ -90,7 +90,8 @@ def _training(source: Source, args: Any) -> MicroBatchIterator:
     ]
     most = source.planner.packer.max_tokens
     most += padding(most, settings.alignment)
-    longest = longest_micro_batch(most, args.seq_length, settings, layout) if wanted else None
+    documents = min(source.config.max_documents, 1 + int(1.5 * most / source.mean_length))
+    longest = longest_micro_batch(most, args.seq_length, settings, layout, documents) if wanted else None
     iterator = MicroBatchIterator(_loader(source, sampler, layout, args), trained, longest)
     return iterator
 

@@ -33,12 +33,16 @@ from wlb_megatron.workload.kernel_table import h100
 
 @dataclass(frozen=True)
 class Source:
-    """One part (train, valid or test) of the corpus and the planner over it; micro_batches: of one DP rank, at most."""
+    """One part (train, valid or test) of the corpus and the planner over it.
+
+    micro_batches: of one DP rank, at most. mean_length: of a sample of the pieces (tokens).
+    """
 
     corpus: Blend
     planner: Planner
     config: WlbConfig
     micro_batches: int
+    mean_length: float
 
 
 def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
@@ -96,7 +100,7 @@ def open_part(args: Any, config: WlbConfig, part: str, batches: BatchSchedule) -
     )
     stream = DocumentStream(corpora, rules)
     planner = Planner(stream, packer, global_tokens=batches.largest * window, schedule=batches)
-    return Source(blend, planner, config, batches.largest // dp)
+    return Source(blend, planner, config, batches.largest // dp, sum(sample) / len(sample))
 
 
 _SAMPLE = 65536
