@@ -1,0 +1,191 @@
+"""What a run shows of itself while it trains: predicted beside measured time, drift, a real iteration's trace."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_runs import failure, flags, launch
+from test_profile_fit import GPU, made_samples
+
+from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
+from wlb_megatron.plugin import metrics, trace
+from wlb_megatron.plugin.drift import CALIBRATION, WINDOW, Drift
+from wlb_megatron.plugin.prediction import layer_model, predictor
+from wlb_megatron.sharding.select import shard
+from wlb_megatron.simulator.iteration import simulate
+from wlb_megatron.workload.fit import fit
+from wlb_megatron.workload.profile import FORMAT, ProfiledModel, write_profile
+
+SETTLED = CALIBRATION[0] + CALIBRATION[1]
+
+
+def fed(drift: Drift, ratios: list[float]) -> list[str]:
+    said = [drift.add(100.0, 100.0 * ratio) for ratio in ratios]
+    return [text for text in said if text]
+
+
+def test_a_run_that_keeps_its_pace_is_not_warned_of_whatever_its_scale() -> None:
+    drift = Drift()
+    assert not fed(drift, [9.0] * CALIBRATION[0] + [1.7, 1.75, 1.65] * 40)
+    assert drift.scale == pytest.approx(1.7)
+
+
+@pytest.mark.parametrize(("factor", "word"), [(1.3, "30% longer"), (0.7, "30% shorter")])
+def test_a_run_that_changes_its_pace_is_warned_of_once(factor: float, word: str) -> None:
+    drift = Drift()
+    assert not fed(drift, [2.0] * SETTLED)
+    (said,) = fed(drift, [2.0 * factor] * 5 * WINDOW)
+    assert word in said and "\n" not in said
+
+
+def test_a_few_slow_iterations_are_no_drift() -> None:
+    drift = Drift()
+    assert not fed(drift, [1.0] * SETTLED + ([5.0] * (WINDOW // 3) + [1.0] * WINDOW) * 5)
+
+
+def test_iterations_without_a_time_are_left_out() -> None:
+    drift = Drift()
+    assert drift.add(0.0, 5.0) is None and drift.add(5.0, float("nan")) is None
+    assert drift.scale is None
+
+
+def told(**changes: Any) -> dict[str, Any]:
+    figures = {"iteration": 7, "imbalance": 1.01, "cp_imbalance": 1.0, "tokens": 100, "delayed": 2}
+    figures |= {"token_delay": 0.5, "plan_ms": 1.0, "plan_wait_ms": 0.0, "measured_ms": 812.3}
+    return figures | {"predicted_ms": 790.14} | changes
+
+
+def test_the_log_line_puts_the_predicted_beside_the_measured_time() -> None:
+    assert metrics.log_line(told(), None).endswith("| ms: 812.3, predicted 790.1")
+    assert metrics.log_line(told(), 1.0278).endswith("predicted 790.1 (x 1.028 so far)")
+    assert "predicted" not in metrics.log_line(told(predicted_ms=None), 1.0)
+
+
+def plan_of(grid: list[list[list[int]]]) -> IterationPlan:
+    rows = tuple(
+        tuple(MicroBatch(tuple(Piece(0, at, 0, n) for at, n in enumerate(one)), sum(one)) for one in row)
+        for row in grid
+    )
+    return IterationPlan(0, (), rows, ())
+
+
+def arguments(**changes: Any) -> Namespace:
+    given = {
+        "num_layers": 4,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 11008,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "group_query_attention": True,
+        "kv_channels": 128,
+        "num_experts": None,
+        "padded_vocab_size": 128256,
+        "vocab_size": None,
+        "swiglu": True,
+        "tensor_model_parallel_size": 4,
+        "context_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": None,
+        "data_parallel_size": 2,
+    }
+    return Namespace(**given | changes)
+
+
+def test_the_live_prediction_is_the_simulators_where_all_ranks_have_like_documents() -> None:
+    """It shards its own rank's micro-batches alone, and takes the others' attention from their pairs."""
+    costs = fit(ProfiledModel(**MODEL), made_samples(), GPU)
+    args = arguments()
+    lengths = [[4096, 8192], [10000, 2000, 288]]
+    plan = plan_of([[one, one] for one in lengths])
+    shards = [shard(one, 2, "adaptive", costs.table) for one in lengths]
+    live = predictor(args, costs, 0, 8)(plan, shards)
+    whole = simulate([[[s, s] for s in shards]], layer_model(args, costs)).steps[0] / 1e6
+    assert live == pytest.approx(whole, rel=1e-6)
+
+
+def test_another_ranks_heavier_micro_batch_is_what_an_iteration_waits_for() -> None:
+    costs = fit(ProfiledModel(**MODEL), made_samples(), GPU)
+    shards = [shard([8192], 2, "adaptive", costs.table)]
+    args = arguments(pipeline_model_parallel_size=1)
+    even = predictor(args, costs, 0, 8)(plan_of([[[8192], [8192]]]), shards)
+    heavy = predictor(args, costs, 0, 8)(plan_of([[[8192], [65536]]]), shards)
+    assert even is not None and heavy is not None and heavy > 5 * even
+
+
+def test_a_job_that_the_simulator_does_not_take_has_no_prediction() -> None:
+    odd = arguments(virtual_pipeline_model_parallel_size=2)
+    plan = plan_of([[[64], [64]]] * 3)  # three micro-batches are no multiple of two stages
+    assert predictor(odd, None, 0, 8)(plan, [shard([64], 2, "hybrid")] * 3) is None
+    assert predictor(arguments(num_layers=1), None, 0, 8)(plan, []) is None
+
+
+MODEL = {"hidden": 4096, "ffn": 11008, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocab": 128256, "tp": 4}
+
+
+def test_a_recorder_notes_calls_in_order_and_gives_their_results() -> None:
+    recorder = trace.Recorder(on_gpu=False)
+    assert recorder.run(False, lambda: 5) == 5 and recorder.run(True, lambda: None) is None
+    (first, second) = recorder.spans()
+    assert (first[0], second[0]) == (False, True)
+    assert first[1] <= first[2] <= second[1] <= second[2]
+    assert trace.Recorder(on_gpu=False).spans() == []
+
+
+def test_steps_outside_the_traced_iteration_are_called_as_they_are() -> None:
+    step = trace.wrap_forward_step(lambda *args, **kwargs: (args, kwargs))
+    assert step(1, two=2) == ((1,), {"two": 2})
+
+
+@pytest.mark.megatron
+def test_a_run_reports_predicted_and_measured_times_and_traces_an_iteration(
+    corpus: Path, tmp_path: Path
+) -> None:
+    model = ProfiledModel(hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, vocab=128)
+    samples = made_samples()
+    settings = {"model": asdict(model), "gpu": "a GPU", "processors": 1, "versions": {"torch": "2"}}
+    profile, log, traced = (tmp_path / name for name in ("profile.json", "log.jsonl", "trace.json"))
+    write_profile(
+        profile,
+        {"format": FORMAT, "settings": settings, "samples": samples, "fit": fit(model, samples, GPU).told()},
+    )
+    done = launch(
+        [
+            *flags(pipeline=2),
+            *(
+                "--data-path",
+                str(corpus),
+                "--global-batch-size",
+                "4",
+                "--train-iters",
+                "4",
+                "--split",
+                "1,0,0",
+            ),
+            *("--wlb-log", str(log), "--wlb-log-plans", "--wlb-profile", str(profile)),
+            *("--wlb-trace", str(traced), "--wlb-trace-iteration", "3"),
+        ],
+        2,
+    )
+    assert done.returncode == 0, failure(done)
+    assert "planning and predicting by a GPU, torch 2" in done.stdout
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert row["predicted_ms"] > 0 and row["measured_ms"] > 0
+        assert f"ms: {row['measured_ms']:.1f}, predicted {row['predicted_ms']:.1f}" in done.stdout
+        assert [len(ranks) for ranks in row["lengths"]] == [1] * 4
+        assert sum(n for micro_batch in row["lengths"] for n in micro_batch[0]) == row["tokens"]
+    events = [event for event in json.loads(traced.read_text())["traceEvents"] if event["ph"] == "X"]
+    # Two stages, four micro-batches, forward and backward of each; stage 1 cannot begin before stage 0 has ended.
+    assert sorted((e["tid"], e["name"]) for e in events) == sorted(
+        (stage, f"{way}{m}") for stage in (0, 1) for way in "FB" for m in range(4)
+    )
+    at = {(e["tid"], e["name"]): e for e in events}
+    for m in range(4):
+        assert at[1, f"F{m}"]["ts"] + at[1, f"F{m}"]["dur"] >= at[0, f"F{m}"]["ts"] + at[0, f"F{m}"]["dur"]
+        assert at[0, f"B{m}"]["ts"] + at[0, f"B{m}"]["dur"] >= at[1, f"B{m}"]["ts"]
