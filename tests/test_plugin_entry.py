@@ -134,8 +134,28 @@ def test_mixtures_of_experts_that_assume_fixed_lengths_are_refused(setting: dict
         refuse_unsupported(args, WlbConfig())
 
 
+SETTINGS_REFUSED = [
+    ({}, {"trace": "trace.json", "trace_iteration": 1}),
+    ({}, {"log_plans": True}),
+    ({"pipeline_model_parallel_size": 2}, {"cp_mode": "dynamic"}),
+    ({"num_experts": 8, "moe_token_dispatcher_type": "alltoall"}, {"cp_mode": "dynamic"}),
+]
+"""Arguments and settings of the rows that refuse the plugin's own settings."""
+
+
+@pytest.mark.parametrize(("arguments", "settings"), SETTINGS_REFUSED)
+def test_settings_that_do_not_fit_are_refused_with_a_cure(
+    arguments: dict[str, object], settings: dict[str, object]
+) -> None:
+    refuse_unsupported(Megatron(**arguments), WlbConfig())
+    with pytest.raises(Refused) as refused:
+        refuse_unsupported(Megatron(**arguments), WlbConfig(**settings))  # type: ignore[arg-type]
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith("wlb_megatron refuses --wlb-") and ": " in line
+
+
 def test_every_refusal_has_a_test() -> None:
-    assert len(REFUSALS) == len(REFUSED) + 2
+    assert len(REFUSALS) == len(REFUSED) + 2 + len(SETTINGS_REFUSED)
 
 
 def test_a_megatron_of_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
