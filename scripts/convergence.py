@@ -4,7 +4,8 @@
 Each run trains through Megatron's own loop in one process. Held-out documents are evaluated whole, and cut to windows
 in arrival order as plain packing trains them, whatever the arm. An arm's loss minus plain's of the same seed (same
 weights, same document stream) is set against seed noise, the standard deviation of plain over seeds. The corpus is
-Python sources, byte by byte, one document a file; those longer than a window are left out.
+Python sources, byte by byte: joined and cut to lengths whose tail is as long as in WLB-LLM's figure 3, for the window
+(a token is given once); or with --documents files one document a file, those longer than a window left out.
 
     python scripts/convergence.py --seeds 12 --workers 2                      a small model on the CPU
     python scripts/convergence.py --device cuda --size large --seeds 4        8 layers of 512 on a GPU, fp32
@@ -30,6 +31,8 @@ from typing import Any
 import numpy as np
 from convergence_report import report, write
 
+from wlb_megatron.packing.synthetic import KINDS
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts" / "cpu"))
 from environment import cpu_environment, free_port  # noqa: E402
@@ -51,6 +54,7 @@ SIZES = {
     --num-query-groups 2 --kv-channels 64 --lr 1e-3 --min-lr 1e-5 --lr-warmup-iters 16 --adam-beta2 0.95""",
 }
 DEVICES = {"cpu": "", "cuda": "--distributed-backend nccl --wlb-rehearsal never"}
+CPU_ALONE = "--use-cpu-initialization"
 Result = dict[str, Any]
 
 
@@ -81,7 +85,8 @@ def main() -> None:
     parser.add_argument("--eval-interval", type=int, default=48, help="iterations between evaluations")
     parser.add_argument("--seq-length", type=int, default=1024, help="window (tokens)")
     parser.add_argument("--global-batch-size", type=int, default=4, help="windows a step")
-    parser.add_argument("--held-out", type=int, default=20, help="percent of the files, the last ones")
+    parser.add_argument("--held-out", type=int, default=5, help="percent of the documents, the last ones")
+    parser.add_argument("--documents", choices=("long-tailed", "files"), default="long-tailed")
     parser.add_argument(
         "--text",
         type=Path,
@@ -110,12 +115,21 @@ def main() -> None:
 
 
 def corpus(options: argparse.Namespace) -> Path:
-    """Prefix of the .bin/.idx pair of files of at most a window, made if it is not there."""
-    prefix = Path(options.out / "corpus" / f"at_most_{options.seq_length}")
+    """Prefix of the .bin/.idx pair, made if it is not there."""
+    prefix = Path(options.out / "corpus" / f"{options.documents}_{options.seq_length}_{options.iterations}")
     if not prefix.with_suffix(".idx").exists():
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        cut = ["--longest", str(options.seq_length)]
+        if options.documents == "long-tailed":
+            needed = options.iterations * options.global_batch_size * options.seq_length
+            lengths = KINDS["paper-like"](needed // 16, 0) * options.seq_length // 131072 + 1
+            lengths = lengths[
+                : np.searchsorted(np.cumsum(lengths), 1.1 * needed * 100 / (100 - options.held_out))
+            ]
+            np.save(prefix.with_suffix(".npy"), lengths)
+            cut = ["--lengths", str(prefix.with_suffix(".npy"))]
         script = ROOT / "scripts" / "build_corpus.py"
-        files = ["--files", str(options.text), "--longest", str(options.seq_length)]
-        command = [sys.executable, str(script), str(prefix), *files]
+        command = [sys.executable, str(script), str(prefix), "--files", str(options.text), *cut]
         subprocess.run(command, env=cpu_environment(), check=True)
     return prefix
 
@@ -165,6 +179,8 @@ def train(
     flags = arguments(
         [*common, *ARMS[arm].split(), "--seed", str(seed), "--wlb-log", str(figures)], options.iterations
     )
+    if options.device != "cpu":
+        flags.remove(CPU_ALONE)
     if options.device == "cuda":  # Megatron would leave such a model on the CPU
         flags.remove("--use-cpu-initialization")
     if kept.exists():
