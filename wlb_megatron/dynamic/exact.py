@@ -68,7 +68,7 @@ def place_exactly(
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.max_deterministic_time = seconds
-    solver.parameters.max_time_in_seconds = 3 * seconds + 1
+    solver.parameters.max_time_in_seconds = seconds  # should the machine be busy: one rank plans for all
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
