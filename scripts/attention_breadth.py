@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from attention_bench import errors, machine, tables, te_attention, tensors
+from attention_bench import errors, machine, measure, tables, te_attention, tensors
 from attention_steps import Mixes, Way, padded_to, sharded_by_turns, share
 from torch import Tensor
 
@@ -19,6 +19,9 @@ from wlb_megatron.attention.torch_backend import TorchKernels
 from wlb_megatron.sharding.select import shard
 
 LENGTHS = [3001, 1, 700, 2, 15, 129, 1500, 64, 257, 16, 400]
+
+
+WITH_NANS = ("head dim 128", "window 127", "MLA 192 / 128", "sink learnable")
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,8 @@ def breadth(_: Mixes, args: argparse.Namespace) -> None:
             rows.append({"case": case.name, "sharding": kind, "cp": cp, "worst_over_te": worst} | machine())
         if case.deterministic:
             wrong += not repeats(lengths, x, way)
+        if case.name in WITH_NANS:
+            wrong += not unread(lengths, x, way)
     tables(args.out / "breadth.csv", rows)
     print(f"{len(CASES)} cases, {wrong} wrong")
     if wrong:
@@ -123,6 +128,48 @@ def _te_errors(
     except Exception as error:
         print(f"  (Transformer Engine's own module refuses: {str(error).splitlines()[0][:90]})")
         return []
+
+
+def unread(lengths: np.ndarray, x: SimpleNamespace, way: Way) -> bool:
+    """Whether rows to spare are never read: with new memory full of NaN, all results are as they were."""
+    plan = shard(lengths, 4, "per-document")
+    expected = sharded_by_turns(plan, x, way)
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        assert torch.empty(3, device="cuda").isnan().all()
+        got = sharded_by_turns(plan, x, way)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    error = max(
+        float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, expected, strict=True)
+    )
+    good = error < 1e-3
+    print(f"  with NaN in all memory that is not written: difference {error:.1e}{'' if good else '  FAIL'}")
+    return good
+
+
+def windows(mixes: Mixes, args: argparse.Namespace) -> None:
+    """Time of a windowed layer beside a full one: each rank's share in turn, and Transformer Engine's own unsharded."""
+    rows = []
+    print(f"{'mix':16}{'cp':>3}{'window':>8}{'TE / CP':>10}{'slowest rank, ms':>18}{'of full':>9}")
+    for name, given in mixes.items():
+        lengths = padded_to(given, 16)
+        x = tensors(int(lengths.sum()))
+        kv = torch.stack((x.k, x.v), dim=1)
+        for cp in args.cp:
+            plan, full = shard(lengths, cp, args.kinds[-1]), 0.0
+            for window in (None, 8192, 1024, 128):
+                options = {} if window is None else {"window_size": (window, 0)}
+                whole = measure(te_attention(lengths, x, **options), most=5)[1]
+                times = [measure(share(plan, r, x, kv, Way(window=window))[0], most=5)[1] for r in range(cp)]
+                full = full or max(times)
+                print(
+                    f"{name:16}{cp:3}{window or 'all':>8}{whole / cp:10.3f}{max(times):18.3f}{max(times) / full:9.2f}",
+                    flush=True,
+                )
+                row = {"mix": name, "cp": cp, "window": window or 0, "te_over_cp_ms": whole / cp}
+                rows.append(row | {"ms": max(times)} | machine())
+    tables(args.out / "windows.csv", rows)
 
 
 def repeats(lengths: np.ndarray, x: SimpleNamespace, way: Way) -> bool:

@@ -4,6 +4,7 @@
     python3 scripts/gpu_attention.py share --mixes mixes.json --out DIR          # each rank's share on one GPU
     torchrun --nproc-per-node 2 scripts/gpu_attention.py real --mixes mixes.json --out DIR
     python3 scripts/gpu_attention.py breadth --out DIR   # errors: head dims, windows, sinks, MLA, deterministic
+    python3 scripts/gpu_attention.py windows --mixes mixes.json --out DIR   # time of windowed layers beside full ones
     python3 scripts/gpu_attention.py warm --mixes mixes.json --out DIR      # kernel graphs: 200 random micro-batches
     python3 scripts/gpu_attention.py choice --mixes mixes.json --cp 2 4 8 --out DIR   # regret of adaptive, predictions
     python3 scripts/gpu_attention.py memory --mixes mixes.json --out DIR    # exchanged keys kept, or exchanged again
@@ -36,7 +37,7 @@ from attention_bench import (
     tensors,
     timing,
 )
-from attention_breadth import breadth
+from attention_breadth import breadth, windows
 from attention_choice import choice
 from attention_memory import memory
 from attention_profile import profile as trace
@@ -121,6 +122,7 @@ OTHERS = {
     "real": real,
     "choice": choice,
     "breadth": breadth,
+    "windows": windows,
     "warm": warm,
     "memory": memory,
     "profile": trace,
