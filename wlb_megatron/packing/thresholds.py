@@ -69,7 +69,8 @@ def find_thresholds(sample: Sequence[int], cost: CostModel, limits: Limits) -> T
     largest micro-batch. Of choices within 0.1 % the first counts, which is also what a run without a sample gets.
     While training, thresholds stay, and a checkpoint brings its own. Lengths that drift are met by the price of waiting
     (delay_price.py, in the state): levels are geometric in the window, so what one corpus taught serves another within
-    0.4 % of the steps' time, and learning anew from recent arrivals won or lost as little (docs/results/packing_drift.csv).
+    0.4 % of the steps' time, and learning anew from recent arrivals changes as little, either way
+    (docs/results/packing_drift.csv).
     """
     lengths = np.random.default_rng(0).permutation(np.asarray(sample, dtype=np.int64))
     limits = replace(limits, bins=min(limits.bins, MOST_BINS))
