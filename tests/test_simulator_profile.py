@@ -1,0 +1,135 @@
+"""The simulator fed by a profile: its times are the profile's own, for its own model alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_profile_fit import EXTRAS, GPU, LAYER, MODEL, made_samples, truth
+
+from wlb_megatron.cli import main
+from wlb_megatron.sharding.predict import predict_all
+from wlb_megatron.sharding.select import shard
+from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.simulator.calibration import calibrated, profiled_shape
+from wlb_megatron.simulator.iteration import simulate
+from wlb_megatron.simulator.model import LayerModel, Layout
+from wlb_megatron.workload.costs import Costs
+from wlb_megatron.workload.fit import fit
+from wlb_megatron.workload.profile import FORMAT, Profile, read_profile, write_profile
+
+NOTHING_ELSE = Assumptions(tp_exposed=0.0, nvlink_latency=0.0, network_latency=0.0, nvlink_rate=1e30)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    samples = made_samples()
+    settings = {"model": asdict(MODEL), "gpu": "a GPU", "processors": 1, "versions": {"torch": "2"}}
+    told = {"format": FORMAT, "settings": settings, "samples": samples}
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    write_profile(path, {**told, "fit": fit(MODEL, samples, GPU).told()})
+    return path
+
+
+@pytest.fixture(scope="module")
+def profile(path: Path) -> Profile:
+    return read_profile(path)
+
+
+def modelled(profile: Profile, **layout: int) -> LayerModel:
+    return LayerModel(
+        shape=profiled_shape(profile, 4),
+        layout=Layout(tp=4, **layout),
+        assumptions=NOTHING_ELSE,
+        costs=profile.costs,
+    )
+
+
+def test_a_layer_takes_what_the_profile_measured(profile: Profile) -> None:
+    forward, backward = modelled(profile).linear([64, 8192, 65536])
+    for times, ns in ((forward, LAYER[0]), (backward, LAYER[1])):
+        assert times == pytest.approx(50_000 + ns * np.array([64, 8192, 65536]), rel=0.01)
+
+
+def test_attention_goes_each_way_by_its_own_table(profile: Profile) -> None:
+    plans = [shard([40000, 300, 25236], 2, kind) for kind in ("per-sequence", "per-document")]
+    for times, way in zip(modelled(profile, cp=2).attention(plans), ("forward", "backward"), strict=True):
+        expected = predict_all(plans, replace(truth(way), exchange=0.0, exchange_row=0.0))
+        assert times == pytest.approx(expected, rel=0.06)
+
+
+def test_one_iteration_on_one_gpu_is_the_sum_of_its_parts(profile: Profile) -> None:
+    model = modelled(profile)
+    plan = shard([8192], 1, "adaptive")
+    step = simulate([[[plan]]], model).steps[0]
+    attention, layer = model.attention([plan]), model.linear(8192)
+    ends = [model.embedding(8192), model.loss(8192)]
+    parts = 4 * (sum(float(a[0, 0]) for a in attention) + sum(float(t) for t in layer))
+    parts += sum(float(t) for end in ends for t in end)
+    assert step == pytest.approx(parts + model.optimizer_ns(0), rel=1e-6)
+
+
+def test_a_short_layer_takes_as_long_as_the_host_to_launch_it(profile: Profile) -> None:
+    slow = replace(profile.costs, host=(5e6, 7e6))
+    model = replace(modelled(profile), costs=slow)
+    step = simulate([[[shard([64], 1, "adaptive")]]], model).steps[0]
+    assert step >= 4 * 12e6
+    long = simulate([[[shard([65536], 1, "adaptive")]]], model).steps[0]
+    assert long == pytest.approx(simulate([[[shard([65536], 1, "adaptive")]]], modelled(profile)).steps[0])
+
+
+def test_pipeline_transfers_take_the_measured_link(profile: Profile) -> None:
+    model = modelled(profile, pp=2)
+    assert model.transfer_ns(1024) == pytest.approx(20_000 + 1024 * 4096 * 2 / 4 / 200, rel=0.01)
+    across = modelled(profile, pp=2, dp=2)  # stages lie a node apart: the assumed network
+    assert across.transfer_ns(1024) != pytest.approx(model.transfer_ns(1024))
+
+
+def test_assumptions_calibrated_by_a_profile_give_its_layers_time(profile: Profile) -> None:
+    given = calibrated(Assumptions(tp_exposed=0.0), profile)
+    assumed = LayerModel(shape=profiled_shape(profile, 4), layout=Layout(tp=4), assumptions=given)
+    both = sum(float(t) for t in assumed.linear(10000))
+    assert both == pytest.approx(sum(LAYER) * 10000, rel=0.01)
+    assert given.nvlink_rate == pytest.approx(200e9, rel=0.01)
+    assert calibrated(Assumptions(matmul_rate=1e14), profile).matmul_rate == 1e14  # as the user gave it
+
+
+@pytest.mark.parametrize("command", ["simulate", "analyze"])
+def test_commands_take_a_profile(path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    flags = ["--lengths", "3000,9000,100,16384,700", "--window", "16384", "--iterations", "2", "--json", "-"]
+    if command == "simulate":
+        flags += ["--tp", "4", "--cp", "2", "--profile", str(path), "--num-layers", "4", "--tp-exposed", "0"]
+    else:
+        flags += ["--profile", str(path)]
+    assert main([command, *flags]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert told["quadratic_at"] == pytest.approx(read_profile(path).costs.quadratic_at, rel=0.15)
+    if command == "simulate":
+        assert told["profile"].startswith("a GPU, torch 2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tp", "2"], "tp 4 there, 2 here"),
+        (["--tp", "4", "--hidden-size", "5120"], "hidden 4096 there, 5120 here"),
+        (["--tp", "4", "--kernel-table", "t.json"], "drop --kernel-table"),
+    ],
+)
+def test_a_profile_of_another_layout_or_shape_is_refused_in_one_line(
+    path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    given = ["--lengths", "300", "--window", "512", "--profile", str(path), *flags]
+    assert main(["simulate", *given]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_the_extras_of_a_share_are_in_the_table_that_plans_by_it(profile: Profile) -> None:
+    """Rows that the executor moves cost sharding what they cost the kernels and it together."""
+    costs: Costs = profile.costs
+    assert costs.table.query_row == pytest.approx(2 * (EXTRAS.query + EXTRAS.moved_query), rel=0.2)
