@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from attention_bench import machine, padded_to, tables, te_attention, tensors
+from attention_bench import DIM, HEADS, KV_HEADS, machine, padded_to, tables, te_attention, tensors
 from attention_steps import Mixes, share
 
 from wlb_megatron.sharding.attention_calls import attention_layout
@@ -21,6 +21,7 @@ from wlb_megatron.sharding.predict import predict
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.workload.kernel_table import KernelTable, h100
+from wlb_megatron.workload.profile import read_profile
 
 FIXED = ("per-sequence", "per-document", "hybrid")
 IDEAL_FLOPS = 510e12
@@ -28,7 +29,10 @@ IDEAL_FLOPS = 510e12
 
 
 def choice(mixes: Mixes, args: argparse.Namespace) -> None:
-    table = KernelTable.from_json(args.table) if args.table else h100()
+    table = h100()
+    if args.profile_of:
+        table = read_profile(args.profile_of).costs.table
+        table = table.scaled(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM)
     rows: list[dict[str, Any]] = []
     errors: list[dict[str, Any]] = []
     whole_window = max(sum(lengths) for lengths in mixes.values())

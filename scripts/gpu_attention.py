@@ -140,7 +140,11 @@ def main() -> None:
     parser.add_argument("--cp", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--kinds", nargs="+", default=["per-sequence", "per-document", "hybrid"])
     parser.add_argument("--windows", type=int, nargs="+", default=[32768, 65536, 131072], help="of `choice`")
-    parser.add_argument("--table", type=Path, help="of `choice`: a measured kernel table (default: built in)")
+    parser.add_argument(
+        "--profile-of",
+        type=Path,
+        help="of `choice`: predict by a wlb-megatron profile (default: the built-in table)",
+    )
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument(
         "--check", nargs="+", help="in `real`, the mixes whose errors are measured (default all)"
@@ -152,7 +156,7 @@ def main() -> None:
     mixes: Mixes = {}
     for path in args.mixes or ():
         mixes |= json.loads(path.read_text())
-    if not mixes and args.mode in ("share", "real"):
+    if not mixes and args.mode != "breadth":
         parser.error(f"{args.mode} needs --mixes")
     if args.only:
         mixes = {name: mixes[name] for name in args.only.split(",")}
