@@ -6,6 +6,7 @@ import csv
 import os
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,7 +173,7 @@ def machine() -> dict[str, str]:
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "te": te.__version__ if hasattr(te, "__version__") else "",
+        "te": version("transformer_engine"),
         "cudnn": str(torch.backends.cudnn.version()),
         "date": time.strftime("%Y-%m-%d"),
     }
