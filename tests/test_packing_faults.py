@@ -65,6 +65,8 @@ def test_running_totals_go_on_beyond_2_to_the_31(packing: str) -> None:
     state = json.loads(json.dumps(planner.state()))
     shift = (2**31 + 5) // 64 + 1
     state["iteration"] += shift
+    state["supplied"] += shift
+    state["samples"] += shift * 4
     state["taken"] += shift * 64
     for rows in (state["packer"]["waiting"], *state["packer"].get("planned", [])):
         for row in rows:
