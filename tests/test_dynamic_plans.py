@@ -15,6 +15,7 @@ from wlb_megatron.dynamic.cost import GroupCost, group_cost
 from wlb_megatron.dynamic.placement import Problem, problem_of
 from wlb_megatron.dynamic.plan import Group, StepPlan, finish_times, validate
 from wlb_megatron.dynamic.planner import FIXED, plan_step
+from wlb_megatron.dynamic.predict import predicted_time
 from wlb_megatron.packing.synthetic import code_like, cut_overlong, paper_like, web_like
 from wlb_megatron.plugin.plan_process import PlanProcess
 from wlb_megatron.workload.kernel_table import h100
@@ -219,3 +220,13 @@ def test_the_planning_process_answers_as_the_planner_does_and_is_not_missed_when
     assert "WARNING" in capsys.readouterr().out
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     assert PlanProcess(stage, cost_of(stage), "adaptive").plan(tokens, fixed, 0.0) == expected
+
+
+def test_with_pipeline_stages_micro_steps_are_smaller_where_that_fills_the_pipeline_sooner() -> None:
+    stage, cost = Stage.of(4, 2, 96_000), cost_of(Stage.of(4, 2, 96_000))
+    tokens = [4000] * 48
+    alone = plan_step(tokens, stage, cost)
+    piped = plan_step(tokens, stage, cost, pipeline=8)
+    validate(piped.plan, tokens, stage)
+    assert len(piped.plan.micro_steps) > len(alone.plan.micro_steps)
+    assert piped.predicted <= predicted_time(alone.plan, tokens, cost, pipeline=8)

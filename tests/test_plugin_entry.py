@@ -137,7 +137,7 @@ def test_mixtures_of_experts_that_assume_fixed_lengths_are_refused(setting: dict
 SETTINGS_REFUSED = [
     ({}, {"trace": "trace.json", "trace_iteration": 1}),
     ({}, {"log_plans": True}),
-    ({"pipeline_model_parallel_size": 2}, {"cp_mode": "dynamic"}),
+    ({"virtual_pipeline_model_parallel_size": 2}, {"cp_mode": "dynamic"}),
     ({"num_experts": 8, "moe_token_dispatcher_type": "alltoall"}, {"cp_mode": "dynamic"}),
 ]
 """Arguments and settings of the rows that refuse the plugin's own settings."""
@@ -147,11 +147,18 @@ SETTINGS_REFUSED = [
 def test_settings_that_do_not_fit_are_refused_with_a_cure(
     arguments: dict[str, object], settings: dict[str, object]
 ) -> None:
-    refuse_unsupported(Megatron(**arguments), WlbConfig())
-    with pytest.raises(Refused) as refused:
-        refuse_unsupported(Megatron(**arguments), WlbConfig(**settings))  # type: ignore[arg-type]
-    (line,) = str(refused.value).splitlines()
+    without = refusals_of(Megatron(**arguments), WlbConfig())
+    found = refusals_of(Megatron(**arguments), WlbConfig(**settings))  # type: ignore[arg-type]
+    (line,) = [line for line in found if line not in without]
     assert line.startswith("wlb_megatron refuses --wlb-") and ": " in line
+
+
+def refusals_of(args: argparse.Namespace, config: WlbConfig) -> list[str]:
+    try:
+        refuse_unsupported(args, config)
+    except Refused as refused:
+        return str(refused).splitlines()
+    return []
 
 
 def test_every_refusal_has_a_test() -> None:

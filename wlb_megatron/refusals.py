@@ -32,10 +32,10 @@ def _get(args: Any, name: str) -> Any:
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        lambda a, c: c.cp_mode == "dynamic" and (_get(a, "pipeline_model_parallel_size") or 1) > 1,
-        "--wlb-cp-mode dynamic with --pipeline-model-parallel-size above 1",
-        "pipeline stages hand on activations between equal ranks in lockstep, groups of different size have no "
-        "such order yet; set it to 1, or --wlb-cp-mode fixed",
+        lambda a, c: c.cp_mode == "dynamic" and (_get(a, "virtual_pipeline_model_parallel_size") or 1) > 1,
+        "--wlb-cp-mode dynamic with virtual pipeline stages",
+        "the interleaved schedule takes micro-batches in multiples of the stages, groups make any number of them; "
+        "use plain 1F1B, or --wlb-cp-mode fixed",
     ),
     Refusal(
         lambda a, c: c.cp_mode == "dynamic" and _get(a, "num_experts"),

@@ -19,9 +19,11 @@ from wlb_megatron.dynamic.planner import Outcome, plan_step
 from wlb_megatron.workload.kernel_table import KernelTable
 
 
-def tell_settings(stage: Stage, cost: GroupCost, sharding: str) -> str:
+def tell_settings(stage: Stage, cost: GroupCost, sharding: str, pipeline: int) -> str:
     """The first line."""
-    return json.dumps({"stage": asdict(stage), "cost": asdict(cost), "sharding": sharding})
+    return json.dumps(
+        {"stage": asdict(stage), "cost": asdict(cost), "sharding": sharding, "pipeline": pipeline}
+    )
 
 
 def tell_iteration(tokens: list[int], fixed: StepPlan, seconds: float) -> str:
@@ -49,6 +51,7 @@ def serve(lines: TextIO, answers: TextIO) -> None:
             fixed=StepPlan.decode(asked["fixed"]),
             seconds=asked["seconds"],
             sharding=told["sharding"],
+            pipeline=told["pipeline"],
         )
         told_plan = made.plan.encode().tolist()
         fields = {name: getattr(made, name) for name in ("source", "priced", "bound", "predicted", "fixed")}

@@ -39,6 +39,11 @@ class Stage:
     def ranks(self) -> int:
         return self.sizes[-1]
 
+    def divided(self, parts: int) -> Stage:
+        """The same with micro-steps of so many times fewer tokens; all ranks together keep theirs, so that every
+        document fits somewhere."""
+        return Stage(self.sizes, (*(max(n // parts, 1) for n in self.tokens[:-1]), self.tokens[-1]))
+
     @staticmethod
     def of(context: int, data: int, longest: int) -> Stage:
         """longest: tokens of a micro-batch of `context` ranks, Lmax. A rank holds at most longest // context of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -59,20 +59,31 @@ def plan_step(
     seconds: float = 0.0,
     threads: int = 2,
     sharding: str = "adaptive",
+    pipeline: int = 1,
 ) -> Outcome:
     """Plan one iteration's documents (tokens of each).
 
     fixed: groups of the fixed context-parallel size, which are kept where they are predicted to be as fast.
-    seconds: for the solver, in all; 0 leaves it out. Raises ValueError where a document fits no group.
+    seconds: for the solver, in all; 0 leaves it out. pipeline: stages, which all use the same groups; micro-steps of
+    a half and a quarter of the tokens are then tried as well. Raises ValueError where a document fits no group.
     """
-    problem = problem_of(tokens, cost.prices(tokens), cost.opening(), cost.step_ns, stage)
-    placement, source = _place(problem, seconds, threads)
-    plan = placement.plan()
-    predicted = predicted_time(plan, tokens, cost, sharding)
-    kept = predicted_time(fixed, tokens, cost, sharding) if fixed is not None else 0
-    if fixed is not None and kept <= predicted:
-        return Outcome(fixed, FIXED, placement.time(), problem.bound, kept, kept)
-    return Outcome(plan, source, placement.time(), problem.bound, predicted, kept)
+    prices, opening = cost.prices(tokens), cost.opening()
+    bound = problem_of(tokens, prices, opening, cost.step_ns, stage).bound
+    stages = [stage] if pipeline == 1 else [stage.divided(parts) for parts in (1, 2, 4)]
+    made = []
+    for one in stages:
+        problem = problem_of(tokens, prices, opening, cost.step_ns, one)
+        placement, source = _place(problem, seconds / len(stages), threads)
+        plan = placement.plan()
+        predicted = predicted_time(plan, tokens, cost, sharding, pipeline)
+        made.append(Outcome(plan, source, placement.time(), bound, predicted, 0))
+    best = min(made, key=lambda outcome: outcome.predicted)
+    if fixed is None:
+        return best
+    kept = predicted_time(fixed, tokens, cost, sharding, pipeline)
+    if kept <= best.predicted:
+        return replace(best, plan=fixed, source=FIXED, predicted=kept, fixed=kept)
+    return replace(best, fixed=kept)
 
 
 def _place(problem: Problem, seconds: float, threads: int) -> tuple[Placement, str]:

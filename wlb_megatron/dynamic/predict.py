@@ -16,13 +16,15 @@ from wlb_megatron.sharding.select import shard_all
 IntArray = npt.NDArray[np.int64]
 
 
-def predicted_time(plan: StepPlan, tokens: Sequence[int], cost: GroupCost, sharding: str = "adaptive") -> int:
-    """Nanoseconds of a layer until the last rank is done. tokens: of each document."""
+def predicted_time(
+    plan: StepPlan, tokens: Sequence[int], cost: GroupCost, sharding: str = "adaptive", pipeline: int = 1
+) -> int:
+    """Nanoseconds of a layer until the last rank is done. tokens: of each document. pipeline: stages, which fill and
+    drain at the pace of the largest micro-step."""
     times = group_times([group for groups in plan.micro_steps for group in groups], tokens, cost, sharding)
     flat = iter(times)
-    return int(
-        finish_times(plan, [[next(flat) for _ in groups] for groups in plan.micro_steps], cost.step_ns).max()
-    )
+    by_step = [[next(flat) for _ in groups] for groups in plan.micro_steps]
+    return int(finish_times(plan, by_step, cost.step_ns).max()) + (pipeline - 1) * max(times, default=0)
 
 
 def group_times(

@@ -81,7 +81,7 @@ def training_plans(
     dynamic = DynamicSettings(
         sizes=cost.sizes,
         tables=cost.tables,
-        plan=PlanProcess(stage, cost, shards.sharding).plan,
+        plan=PlanProcess(stage, cost, shards.sharding, args.pipeline_model_parallel_size).plan,
         stage_rank=stage_ranks.index(dist.get_rank()),
         seconds=config.solver_seconds,
         spare=lambda: ahead().ready >= SPARE_PLANS,

@@ -15,8 +15,8 @@ from wlb_megatron.dynamic.planner import Outcome, plan_step
 class PlanProcess:
     """Plans iterations in a child that lives as long as its input is open, which is as long as this process."""
 
-    def __init__(self, stage: Stage, cost: GroupCost, sharding: str) -> None:
-        self._stage, self._cost, self._sharding = stage, cost, sharding
+    def __init__(self, stage: Stage, cost: GroupCost, sharding: str, pipeline: int = 1) -> None:
+        self._stage, self._cost, self._sharding, self._pipeline = stage, cost, sharding, pipeline
         self._child: subprocess.Popen[str] | None = None
         self._broken = False
 
@@ -32,7 +32,9 @@ class PlanProcess:
                     "without a solver, by the training process",
                     flush=True,
                 )
-        return plan_step(tokens, self._stage, self._cost, fixed=fixed, sharding=self._sharding)
+        return plan_step(
+            tokens, self._stage, self._cost, fixed=fixed, sharding=self._sharding, pipeline=self._pipeline
+        )
 
     def _ask(self, line: str) -> str:
         if self._child is None:
@@ -42,7 +44,7 @@ class PlanProcess:
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            self._write(tell_settings(self._stage, self._cost, self._sharding))
+            self._write(tell_settings(self._stage, self._cost, self._sharding, self._pipeline))
         self._write(line)
         assert self._child.stdout is not None
         return self._child.stdout.readline()
