@@ -4,11 +4,12 @@
 Each run trains through Megatron's own loop in one process. Held-out documents are evaluated whole, and cut to windows
 in arrival order as plain packing trains them, whatever the arm. An arm's loss minus plain's of the same seed (same
 weights, same document stream) is set against seed noise, the standard deviation of plain over seeds. The corpus is
-Python sources, byte by byte: joined and cut to lengths whose tail is as long as in WLB-LLM's figure 3, for the window
-(a token is given once); or with --documents files one document a file, those longer than a window left out.
+Python sources, byte by byte: one document a file, those longer than a window left out; or, joined and cut anew, as
+long-tailed for the window as WLB-LLM's figure 3, each token given once.
 
     python scripts/convergence.py --seeds 12 --workers 2                      a small model on the CPU
-    python scripts/convergence.py --device cuda --size large --seeds 4        8 layers of 512 on a GPU, fp32
+    python scripts/convergence.py --device cuda --size large --documents long-tailed --seq-length 4096 --held-out 4
+                                                                              8 layers of 512 on a GPU, fp32
 
 Each run's figures are kept under --out and not made again: start it anew to go on, or with more --seeds to add some.
 Writes a table (also convergence.txt), convergence.csv (every evaluation), convergence.json and convergence.png.
@@ -85,8 +86,8 @@ def main() -> None:
     parser.add_argument("--eval-interval", type=int, default=48, help="iterations between evaluations")
     parser.add_argument("--seq-length", type=int, default=1024, help="window (tokens)")
     parser.add_argument("--global-batch-size", type=int, default=4, help="windows a step")
-    parser.add_argument("--held-out", type=int, default=5, help="percent of the documents, the last ones")
-    parser.add_argument("--documents", choices=("long-tailed", "files"), default="long-tailed")
+    parser.add_argument("--held-out", type=int, default=20, help="percent of the documents, the last ones")
+    parser.add_argument("--documents", choices=("files", "long-tailed"), default="files")
     parser.add_argument(
         "--text",
         type=Path,
