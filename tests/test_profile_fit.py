@@ -14,9 +14,10 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.profiler.points import GRIDS, attention_points
 from wlb_megatron.workload.costs import Costs, Curve
 from wlb_megatron.workload.fit import fit
-from wlb_megatron.workload.fit_attention import Device, Extras, predicted
+from wlb_megatron.workload.fit_attention import Extras, predicted
 from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.leave_out import leave_out
+from wlb_megatron.workload.pairs_table import Device
 from wlb_megatron.workload.profile import (
     FORMAT,
     Profile,

@@ -12,8 +12,8 @@ from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.report.table import print_table
 from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.fit import fit
-from wlb_megatron.workload.fit_attention import Device
 from wlb_megatron.workload.leave_out import leave_out
+from wlb_megatron.workload.pairs_table import Device
 from wlb_megatron.workload.profile import ProfiledModel, read_samples, write_profile
 
 

@@ -7,16 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from wlb_megatron.workload.costs import Costs, Curve, Link
-from wlb_megatron.workload.fit_attention import (
-    WAYS,
-    Device,
-    Sample,
-    fit_attention,
-    least_squares,
-    missing,
-    samples_of,
-)
+from wlb_megatron.workload.fit_attention import fit_attention, least_squares
 from wlb_megatron.workload.kernel_table import KernelTable
+from wlb_megatron.workload.pairs_table import WAYS, Device, Sample, missing, samples_of
 from wlb_megatron.workload.profile import ProfiledModel
 
 LINKS = ("all_gather", "reduce_scatter", "all_to_all", "p2p")

@@ -10,30 +10,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from wlb_megatron.errors import WlbError
 from wlb_megatron.workload.costs import Link
 from wlb_megatron.workload.kernel_table import TILE, KernelTable
+from wlb_megatron.workload.pairs_table import (
+    Device,
+    FloatArray,
+    Sample,
+    Way,
+    filled,
+    missing,
+    pairs_table,
+    samples_of,
+)
 from wlb_megatron.workload.profile import ProfiledModel
 
-FloatArray = npt.NDArray[np.float64]
-Sample = dict[str, Any]
-Way = Literal["forward", "backward"]
-WAYS: tuple[Way, Way] = ("forward", "backward")
 FITTED = ("documents", "share")
 UNMEASURED_LATENCY, UNMEASURED_RATE = 50_000.0, 370e9
 """Nanoseconds of an exchange each way, and bytes a second of NVLink, where one GPU alone was profiled."""
-
-
-class Device(NamedTuple):
-    """Its name, and how many tiles it computes at once (multiprocessors)."""
-
-    name: str
-    processors: int = 1
 
 
 class Extras(NamedTuple):
@@ -74,115 +71,47 @@ def fit_attention(
 def fit_way(
     model: ProfiledModel, samples: Sequence[Sample], device: Device, way: Way
 ) -> tuple[KernelTable, Extras]:
-    """The extras that explain shares and documents, and the table of what calls of one shape take without them.
-
-    A prediction is linear in the extras: each adds its own count to a sample, and takes from the table what it adds
-    to the calls that the table is made of.
-    """
+    """First, what a call, a segment and rows cost inside the kernels, by calls of all shapes at one rate of pairs; then
+    the pairs' own times at each shape, without that; last, what the executor adds to whole shares."""
     grid = [s for s in samples if s["part"] in ("rectangle", "diagonal")]
-    fitted = [s for s in samples if s["part"] in FITTED]
-    (tiny,) = samples_of(samples, "call")[:1] or missing("an attention call")
-    extras = np.array([float(tiny[way][0]), 0.0, 0.0, 0.0, 0.0, 0.0])
-    if fitted:
-        measured = np.array([s[way][0] for s in fitted], dtype=np.float64)
-        whole = _pairs_table(model, grid, device, way, [float(s[way][0]) for s in grid])
-        kernel = np.array([_pairs_ns(s, whole) for s in fitted])
-        columns = np.array([_counts(s) for s in fitted])
-        for at in range(4):
-            inside = [_counts(s)[at] * _FINE for s in grid]
-            part = _pairs_table(model, grid, device, way, inside)
-            columns[:, at] -= [_pairs_ns(s, part) / _FINE for s in fitted]
-        extras = least_squares(columns / measured[:, None], (measured - kernel) / measured)
-    bare = [s[way][0] - float(np.dot(_counts(s), extras)) for s in grid]
+    inside = _inside(model, samples, device, way)
     # Some of a call's time is its pairs', whatever the extras say of it.
-    kept = [max(ns, 0.05 * s[way][0]) for ns, s in zip(bare, grid, strict=True)]
-    return _pairs_table(model, grid, device, way, kept), Extras(*extras.tolist())
+    bare = [max(s[way][0] - float(_counts(s) @ inside), PAIRS_SHARE * s[way][0]) for s in grid]
+    table = pairs_table(model, grid, device, way, bare)
+    shares = [s for s in samples if s["part"] == "share"]
+    if shares:
+        measured = np.array([s[way][0] for s in shares], dtype=np.float64)
+        rest = 1 - np.array([predicted(s, table, Extras(*inside)) for s in shares]) / measured
+        columns = np.array([_counts(s)[_AROUND] for s in shares]) / measured[:, None]
+        inside[_AROUND] += least_squares(columns, rest)
+    return table, Extras(*inside.tolist())
 
 
-_FINE = 1e6
-"""Tables hold whole nanoseconds: counts are scaled, so that they are not rounded away."""
+PAIRS_SHARE = 0.1
+_AROUND = [0, 4, 5]
+"""Of Extras, what the executor adds to: calls, and rows of queries and keys that it moves."""
 
 
-def _pairs_table(
-    model: ProfiledModel, grid: Sequence[Sample], device: Device, way: Way, times: Sequence[float]
-) -> KernelTable:
-    """A table of segments among as many as fill the device, from calls of one shape and what is counted of each.
-
-    A call whose tiles do not fill the device counts with the share that they fill. Sizes between those measured take
-    a rate between, on straight lines over logarithms; beyond them, the nearest.
-    """
-    rectangles: dict[int, dict[int, float]] = {}
-    diagonals: dict[int, float] = {}
-    tile = 0.0
-    for sample, ns in zip(grid, times, strict=True):
-        if sample["part"] == "diagonal":
-            ((size, copies),) = sample["sizes"]["diagonals"]
-            diagonals[size] = ns / copies / (size * (size + TILE))
-            continue
-        ((queries, keys, copies),) = sample["sizes"]["rectangles"]
-        # A forward goes over tiles of queries at once, a backward over tiles of keys.
-        tiles = -(-(queries if way == "forward" else keys) // TILE) * copies * model.rank_heads
-        full = min(1.0, tiles / device.processors)
-        if way == "forward" and full < 1:
-            tile = max(tile, ns / keys)
-        rectangles.setdefault(queries, {})[keys] = ns * full / copies / queries / keys
-    if len(rectangles) < 2:
-        missing("rectangles of two query counts")
-    if len(diagonals) < 2:
-        missing("diagonals of two sizes")
-    queries = sorted({*rectangles, *diagonals})
-    most = max(max(row) for row in rectangles.values())
-    ratios = [2.0**n for n in range(-10, 12) if TILE / queries[-1] <= 2.0**n <= most / queries[0]]
-    rows = _fill(rectangles, queries, ratios)
-    sizes = sorted(diagonals)
-    rates = np.interp(np.log(queries), np.log(sizes), [diagonals[size] for size in sizes])
-    return KernelTable(
-        device=device.name,
-        heads=model.rank_heads,
-        kv_heads=model.rank_kv_heads,
-        head_dim=model.head_dim,
-        queries=tuple(float(q) for q in queries),
-        ratios=tuple(ratios),
-        rectangle=rows,
-        bottom_right=_bottom_right(rows, ratios),
-        diagonal=tuple(float(rate * q * (q + TILE)) for rate, q in zip(rates, queries, strict=True)),
-        call=0.0,
-        segment=0.0,
-        query_row=0.0,
-        key_row=0.0,
-        tile_key=tile,
-        exchange=0.0,
-        exchange_row=0.0,
-        forward_share=1.0 if way == "forward" else 0.0,
-    )
+def _inside(model: ProfiledModel, samples: Sequence[Sample], device: Device, way: Way) -> FloatArray:
+    """float[6]: Extras inside the kernels, from calls that fill the device."""
+    kernels = [
+        s
+        for s in samples
+        if s["part"] in ("call", "diagonal", "documents")
+        or (s["part"] == "rectangle" and filled(model, s, device, way) == 1)
+    ]
+    if not samples_of(kernels, "call"):
+        missing("an attention call")
+    measured = np.array([s[way][0] for s in kernels], dtype=np.float64)
+    columns = np.array([(*_counts(s)[:4], *_pairs(s)) for s in kernels]) / measured[:, None]
+    return np.append(least_squares(columns, np.ones(len(kernels)))[:4], (0.0, 0.0))
 
 
-def _fill(
-    found: dict[int, dict[int, float]], queries: Sequence[int], ratios: Sequence[float]
-) -> tuple[tuple[float, ...], ...]:
-    """[a][b] times; the rate per pair between measured sizes on straight lines over logarithms of both."""
-    known = sorted(found)
-    keys = sorted({k for row in found.values() for k in row})
-    rates = np.array(
-        [
-            np.interp(np.log(keys), np.log(sorted(found[q])), [found[q][k] for k in sorted(found[q])])
-            for q in known
-        ]
-    )
-    rows = []
-    for q in queries:
-        by_keys = [float(np.interp(np.log(q), np.log(known), rates[:, j])) for j in range(len(keys))]
-        rate = np.interp(np.log([q * r for r in ratios]), np.log(keys), by_keys)
-        rows.append(tuple(float(x * q * q * r) for x, r in zip(rate, ratios, strict=True)))
-    return tuple(rows)
-
-
-def _bottom_right(
-    rows: tuple[tuple[float, ...], ...], ratios: Sequence[float]
-) -> tuple[tuple[float, ...], ...]:
-    """A bottom-right causal call computes its masked half in backward, and in forward only the diagonal's tiles."""
-    shares = [1 - min(0.5 / (3.5 * max(r, 1)), 0.5) for r in ratios]
-    return tuple(tuple(t * share for t, share in zip(row, shares, strict=True)) for row in rows)
+def _pairs(sample: Sample) -> tuple[float, float]:
+    """Query-key pairs of diagonals and of rectangles, whole tiles of queries."""
+    diagonals = ((-(-q // TILE) * TILE, n) for q, n in sample["sizes"]["diagonals"])
+    rectangles = ((-(-q // TILE) * TILE, k, n) for q, k, n in sample["sizes"]["rectangles"])
+    return sum(n * q * (q + TILE) / 2 for q, n in diagonals), sum(n * q * k for q, k, n in rectangles)
 
 
 def _pairs_ns(sample: Sample, table: KernelTable) -> float:
@@ -220,11 +149,3 @@ def least_squares(columns: FloatArray, values: FloatArray) -> FloatArray:
                 best[list(chosen)] = solved
                 least = float(rest @ rest)
     return best
-
-
-def samples_of(samples: Sequence[Sample], part: str) -> list[Sample]:
-    return [sample for sample in samples if sample["part"] == part]
-
-
-def missing(what: str) -> Any:
-    raise WlbError(f"the profile lacks {what}: profile again with a larger --budget")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wlb_megatron.workload.fit_attention import FITTED, WAYS, Device, Sample, fit_way, predicted
+from wlb_megatron.workload.fit_attention import FITTED, fit_way, predicted
+from wlb_megatron.workload.pairs_table import WAYS, Device, Sample
 from wlb_megatron.workload.profile import ProfiledModel
 
 
