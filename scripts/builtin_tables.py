@@ -48,9 +48,9 @@ def main() -> None:
         name, _, path = given.partition("=")
         profile = read_profile(path)
         parts += [f"    # {line}\n" for line in wrap(profile.told(), 110)] + [f"    {name!r}: {{\n"]
-        parts += [
-            f"        {key!r}: {_text(value)},\n" for key, value in asdict(_table(profile, links)).items()
-        ]
+        for key, value in asdict(_table(profile, links)).items():
+            exact = key in ("queries", "ratios")
+            parts.append(f"        {key!r}: {_text(value, exact)},\n")
         parts.append("    },\n")
     OUT.write_text("".join([*parts, "}\n# fmt: on\n"]), encoding="utf-8")
     print(f"written: {OUT}")
