@@ -100,7 +100,8 @@ def pipeline_rows(lengths: np.ndarray) -> Iterator[dict[str, Any]]:
 
 
 def time_rows() -> Iterator[dict[str, Any]]:
-    """Milliseconds of packing alone, per iteration; the documents are lognormal, 1,024 tokens on average."""
+    """Milliseconds of packing alone, per iteration: log-normal documents, and ones of which no two fit together in a
+    window and none leaves room for another (the worst case of first-fit packers)."""
     sizes = [(4, 131072, 132), (4, 131072, 1024), (512, 32768, 8192)]
     sizes += [(1 << k, 32768, 1 << (k + 4)) for k in (6, 8, 10, 12, 14, 16)]
     for bins, window, documents in sizes:
@@ -108,20 +109,31 @@ def time_rows() -> Iterator[dict[str, Any]]:
         iterations = max(6, min(200, 200_000 // documents))
         lengths = lognormal(documents * (iterations + 1), seed=1, mean=mean, sigma=1.2, longest=window)
         for packing in ("fixed-greedy", "varlen"):
-            timed = Timed(make_packer(WlbConfig(packing=packing), COST, window=window, micro_batches=bins))
-            planner = Planner(Repeated(lengths), timed, global_tokens=bins * window)
-            arrived = []
-            for _ in range(iterations):
-                plan = planner.next_iteration()
-                assert plan is not None
-                arrived.append(len(plan.arrived))
-            seconds, each = timed.seconds[1:], float(np.mean(arrived))
-            yield {
-                "section": "time",
-                "packing": packing,
-                "micro-batches": bins,
-                "documents": round(each),
-                "p50 ms": f"{1e3 * float(np.median(seconds)):.2f}",
-                "largest ms": f"{1e3 * max(seconds):.2f}",
-                "ns / (n log2 n)": f"{1e9 * float(np.median(seconds)) / (each * np.log2(each)):.0f}",
-            }
+            yield _time(packing, "log-normal", lengths, bins, window, iterations)
+    for bins in (1 << 14, 1 << 20):
+        rng = np.random.default_rng(1)
+        lengths = rng.integers(3 * 32768 // 4 + 1, 32768 + 1, 5 * bins)
+        yield _time("varlen", "above half of Lmax", lengths, bins, 32768, 3)
+
+
+def _time(
+    packing: str, kind: str, lengths: np.ndarray, bins: int, window: int, iterations: int
+) -> dict[str, Any]:
+    timed = Timed(make_packer(WlbConfig(packing=packing), COST, window=window, micro_batches=bins))
+    planner = Planner(Repeated(lengths), timed, global_tokens=bins * window)
+    arrived = []
+    for _ in range(iterations):
+        plan = planner.next_iteration()
+        assert plan is not None
+        arrived.append(len(plan.arrived))
+    seconds, each = timed.seconds[1:], float(np.mean(arrived))
+    return {
+        "section": "time",
+        "packing": packing,
+        "lengths": kind,
+        "micro-batches": bins,
+        "documents": round(each),
+        "p50 ms": f"{1e3 * float(np.median(seconds)):.2f}",
+        "largest ms": f"{1e3 * max(seconds):.2f}",
+        "ns / (n log2 n)": f"{1e9 * float(np.median(seconds)) / (each * np.log2(each)):.0f}",
+    }
