@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +167,6 @@ def test_several_processes_measure_the_network(tmp_path: Path) -> None:
 
 
 def test_a_clock_measures_forward_and_backward_apart() -> None:
-    import time
-
     clock = Clock(torch.device("cpu"), seconds=0.02)
     timing = clock.measure(lambda: time.sleep(0.002), lambda _: time.sleep(0.006))
     assert 2e6 <= timing.forward[0] < 6e6 <= timing.backward[0]
@@ -235,3 +234,39 @@ def test_points_are_named_by_what_they_measure() -> None:
     keys = [point.key for point in attention_points(GRIDS["tiny"], MODEL)]
     assert len(set(keys)) == len(keys)
     assert np.unique(keys).size == len(keys)
+
+
+class _Event:
+    """A CUDA event of a device that works at once."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later: _Event) -> float:
+        return (later.at - self.at) * 1e3
+
+
+def test_a_gpus_clock_heats_the_device_and_tells_launches_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", asleep.append)
+    ran: list[str] = []
+
+    def forward() -> str:
+        ran.append("forward")
+        time.sleep(0.002)
+        return "made"
+
+    def backward(made: str) -> None:
+        ran.append(made)
+        time.sleep(0.004)
+
+    timing = Clock(torch.device("cuda"), seconds=0.05).measure(forward, backward)
+    assert 2e6 <= timing.forward[0] < 4e6 <= timing.backward[0]
+    assert timing.host_forward >= 2e6 and timing.host_backward >= 4e6
+    assert ran[::2] == ["forward"] * (len(ran) // 2) and ran[1::2] == ["made"] * (len(ran) // 2)
+    assert all(cycles > 0 for cycles in asleep)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+FloatArray = npt.NDArray[np.float64]
 SECONDS = 0.12
 """Device time that a point is measured for, beside its warm-up."""
 
-LEAST, MOST = 3, 15
+LEAST, MOST = 3, 11
+HEAT = 0.25
+"""Device time for which work runs before it is measured, so that power and clocks have settled (seconds)."""
 SLEEP_CYCLES_PER_NS = 2.0
 """Cycles of torch.cuda._sleep for a nanosecond, with some to spare (an H100 runs at up to 1.98 GHz)."""
 
@@ -30,16 +34,19 @@ class Timing:
     repeats: int
 
 
-def _spread(times: npt.NDArray[np.float64]) -> tuple[int, int, int]:
+def _spread(times: FloatArray) -> tuple[int, int, int]:
     middle, low, high = np.percentile(times, (50, 20, 80))
     return int(middle), int(low), int(high)
 
 
 class Clock:
-    """CUDA events on a GPU; on a CPU, where work is done when a call returns, the host's clock."""
+    """CUDA events on a GPU; on a CPU, where work is done when a call returns, the host's clock.
+
+    On a GPU work is repeated without a pause, as in training: after one, clocks are higher than they stay. What the
+    host launches slower than the device runs waits behind a sleep until all of it is launched.
+    """
 
     def __init__(self, device: torch.device, seconds: float = SECONDS) -> None:
-        self.device = device
         self.on_gpu = device.type == "cuda"
         self.seconds = seconds
 
@@ -47,44 +54,50 @@ class Clock:
         """forward's result is given to backward. Both launch work only: they must not wait for the device."""
         for _ in range(2):
             backward(forward())
-        begin = self._now()
-        marks = self._run(forward, backward, 0)
-        whole = self._now() - begin
-        host = int(marks[2] - marks[0]) if self.on_gpu else 0
-        repeats = int(np.clip(self.seconds * 1e9 / max(whole, 1), LEAST, MOST))
-        rows = [self._run(forward, backward, host) for _ in range(repeats)]
-        times = np.array(rows, dtype=np.float64)
-        device = times[:, 3:] if self.on_gpu else np.diff(times[:, :3], axis=1)
-        # On a CPU there is nothing to launch: the host is the device.
-        launched = np.median(np.diff(times[:, :3], axis=1), axis=0) * self.on_gpu
-        there, back = (_spread(device[:, i]) for i in (0, 1))
+        return self._on_gpu(forward, backward) if self.on_gpu else self._on_cpu(forward, backward)
+
+    def _on_cpu(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Timing:
+        rows: list[tuple[int, int]] = []
+        ended = time.perf_counter_ns() + int(self.seconds * 1e9)
+        while len(rows) < LEAST or (len(rows) < MOST and time.perf_counter_ns() < ended):
+            begin = time.perf_counter_ns()
+            made = forward()
+            middle = time.perf_counter_ns()
+            backward(made)
+            rows.append((middle - begin, time.perf_counter_ns() - middle))
+        there, back = (_spread(np.array(side, dtype=np.float64)) for side in zip(*rows, strict=True))
+        return Timing(there, back, 0, 0, len(rows))
+
+    def _on_gpu(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Timing:
+        device, host = self._train(forward, backward, 1, 30_000_000)
+        taken, launch = float(device.sum()), float(host.sum())
+        repeats = int(np.clip(self.seconds * 1e9 / max(taken, launch), LEAST, MOST))
+        warm = int(HEAT * 1e9 / taken) + 1 if taken > launch else 0
+        ahead = (launch - taken) * repeats * 1.3 if launch > taken else 0.0
+        device, host = self._train(forward, backward, warm + repeats, min(int(ahead) + 100_000, 150_000_000))
+        there, back = (_spread(side) for side in device[warm:].T)
+        # A full queue makes the host wait: the quicker launches are what it takes.
+        launched = np.percentile(host, 20, axis=0)
         return Timing(there, back, int(launched[0]), int(launched[1]), repeats)
 
-    def _now(self) -> int:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter_ns()
-
-    def _run(self, forward: Callable[[], Any], backward: Callable[[Any], Any], host: int) -> list[float]:
-        """Host's clock before, between and after; then, on a GPU, the device's nanoseconds of both."""
-        if not self.on_gpu:
-            marks = [time.perf_counter_ns()]
-            made = forward()
-            marks.append(time.perf_counter_ns())
-            backward(made)
-            return [*map(float, marks), float(time.perf_counter_ns())]
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+    def _train(
+        self, forward: Callable[[], Any], backward: Callable[[Any], Any], count: int, asleep: int
+    ) -> tuple[FloatArray, FloatArray]:
+        """float[count, 2]: the device's nanoseconds of each forward and backward, and the host's to launch them."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * count + 1)]
+        host = []
         torch.cuda.synchronize()
-        # The device sleeps until the host has launched all of it: what is measured is the device alone.
-        torch.cuda._sleep(int(min(host * 1.3 + 50_000, 30_000_000) * SLEEP_CYCLES_PER_NS))
-        marks = [time.perf_counter_ns()]
+        torch.cuda._sleep(int(asleep * SLEEP_CYCLES_PER_NS))
         events[0].record()
-        made = forward()
-        events[1].record()
-        marks.append(time.perf_counter_ns())
-        backward(made)
-        events[2].record()
-        marks.append(time.perf_counter_ns())
+        for at in range(count):
+            begin = time.perf_counter_ns()
+            made = forward()
+            events[2 * at + 1].record()
+            middle = time.perf_counter_ns()
+            backward(made)
+            del made
+            events[2 * at + 2].record()
+            host.append((middle - begin, time.perf_counter_ns() - middle))
         torch.cuda.synchronize()
-        spans = [events[i].elapsed_time(events[i + 1]) * 1e6 for i in (0, 1)]
-        return [*map(float, marks), *spans]
+        spans = [a.elapsed_time(b) * 1e6 for a, b in pairwise(events)]
+        return np.array(spans).reshape(count, 2), np.array(host, dtype=np.float64)
