@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from wlb_megatron.analyze.command import add_analyze, run_analyze
 from wlb_megatron.analyze.told import as_json, print_analysis
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.doctor import add_doctor
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.packing.lengths import read_lengths
@@ -36,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="wlb-megatron", description="Workload-balanced packing for Megatron-LM, without a GPU."
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="inspect | analyze | simulate | reproduce | profile | patch"
+        dest="command",
+        required=True,
+        metavar="inspect | analyze | simulate | reproduce | profile | patch | doctor",
     )
     _add_inspect(commands.add_parser("inspect", help="show the plans of documents of given lengths"))
     _add_analyze(commands.add_parser("analyze", help="predict what balancing would bring, with pictures"))
@@ -44,12 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_reproduce(commands.add_parser("reproduce", help="simulate the WLB-LLM paper's tables"))
     add_profile(commands.add_parser("profile", help="measure a model's costs on this GPU"))
     add_patch(commands.add_parser("patch", help="put the plugin's calls into a fork of Megatron-LM"))
+    add_doctor(
+        commands.add_parser("doctor", help="look at what is installed here, try it, and say what to fix")
+    )
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         args = parser.parse_args(given)
         args.run(args)
     except WlbError as error:
-        told = str(error) if given[:1] == ["patch"] else _rename(str(error))
+        told = str(error) if given[:1] in (["patch"], ["doctor"]) else _rename(str(error))
         print(f"wlb-megatron: {told}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `| head` has read enough

@@ -1,0 +1,118 @@
+"""`wlb-megatron doctor`: what it tells, what it makes of a broken machine, and that its self-test can fail."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_runs import cpu_environment
+
+from wlb_megatron import doctor, selftest
+from wlb_megatron.attention import torch_backend
+from wlb_megatron.cli import main
+from wlb_megatron.errors import WlbError
+
+
+def run(*arguments: str, first_on_path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = cpu_environment()
+    paths = environment["PYTHONPATH"].split(":")[1:]  # without the shim that answers for a GPU
+    environment["PYTHONPATH"] = ":".join([str(first_on_path)] * (first_on_path is not None) + paths)
+    return subprocess.run(
+        [sys.executable, "-m", "wlb_megatron.cli", "doctor", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.megatron
+def test_a_machine_that_can_train_is_told_so_after_a_self_test() -> None:
+    done = run()
+    assert done.returncode == 0, done.stdout + done.stderr
+    for told in (
+        "torch: ",
+        "CUDA: ",
+        "Transformer Engine: ",
+        "apex: ",
+        "megatron-core: 0.19.2 in",
+        "symbols",
+        "attention",
+    ):
+        assert told in done.stdout, told
+    assert "self-test on CPU, CP=2: attention and its gradients equal one document" in done.stdout
+    assert done.stdout.splitlines()[-1] == "training can start here"
+
+
+@pytest.mark.megatron
+def test_pypis_apex_and_an_unknown_megatron_are_named_and_the_exit_code_is_not_zero(tmp_path: Path) -> None:
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "__init__.py").touch()
+    (tmp_path / "megatron" / "core" / "package_info.py").write_text("__shortversion__ = '0.12.0'")
+    done = run("--no-self-test", first_on_path=tmp_path)
+    assert done.returncode == 2
+    assert "FIX   apex: the installed `apex` is not NVIDIA's (PyPI's apex is another package)" in done.stdout
+    (tmp_path / "apex" / "__init__.py").unlink()
+    (tmp_path / "apex").rmdir()
+    checkout = run("--no-self-test", "--checkout", str(tmp_path))
+    assert checkout.returncode == 2
+    assert "not tried with megatron-core 0.12.0" in checkout.stdout
+    assert "to fix: megatron" in checkout.stderr
+
+
+def test_without_torch_the_rest_is_still_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else known(name))
+    assert main(["doctor"]) == 2
+    told = capsys.readouterr()
+    assert (
+        'FIX   torch: missing\n      plans work without; to train: pip install "wlb-megatron[gpu]"'
+        in told.out
+    )
+    assert "megatron-core: " in told.out and "self-test" not in told.out
+    assert "to fix: torch" in told.err
+
+
+def test_a_check_that_breaks_is_a_finding_and_not_the_end() -> None:
+    def broken_part():  # type: ignore[no-untyped-def]
+        yield doctor.Finding("first", "fine")
+        raise RuntimeError("no\n such  library")
+
+    first, second = doctor.examine(broken_part)
+    assert first.verdict == doctor.OK
+    assert second == doctor.Finding("broken part", "no such library", doctor.FIX)
+
+
+def test_a_checkout_that_is_none_is_refused() -> None:
+    with pytest.raises(WlbError, match="has no folder megatron"):
+        doctor.run_doctor(argparse.Namespace(checkout="/nowhere", no_self_test=True))
+
+
+def test_the_self_test_sees_a_key_too_many(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One rank in this process, right and then with a mask that lets each query see its next key."""
+    threads = torch.get_num_threads()
+    assert selftest.rank_error("cpu", 1, str(tmp_path / "one"), 0) < 1e-12
+    right = torch_backend._scores
+
+    def leaking(call, q, k, scale):  # type: ignore[no-untyped-def]
+        scores = right(call, q, k, scale)
+        return scores.nan_to_num(neginf=-3.0) if call.causal else scores
+
+    monkeypatch.setattr(torch_backend, "_scores", leaking)
+    assert selftest.rank_error("cpu", 1, str(tmp_path / "two"), 0) > 1e-3
+    torch.set_num_threads(threads)
+
+
+def test_a_rank_that_fails_is_told_by_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest.sys, "executable", shutil.which("false"))
+    with pytest.raises(WlbError, match="self-test failed on cpu"):
+        selftest.run(2, gpu=False)

@@ -1,0 +1,232 @@
+"""`wlb-megatron doctor`: what is installed here, what the plugin will use of it, a self-test, and what to fix.
+
+Every check is a function that gives findings; one that raises becomes a finding of its own, so that the rest is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from wlb_megatron.errors import WlbError
+
+OK, NOTE, FIX = "ok", "note", "FIX"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`found` of `what`, how it is judged, and what to do where that is not OK."""
+
+    what: str
+    found: str
+    verdict: str = OK
+    cure: str = ""
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Flags of `wlb-megatron doctor`."""
+    parser.description = (
+        "Tells versions, which attention runs, and what to fix; then tries a small plan's attention on the CPU, and on "
+        "the GPU where there is one. Exit code 0 if training can start here, else 2."
+    )
+    parser.add_argument("--checkout", metavar="PATH", help="look at this Megatron-LM checkout, not at pip's")
+    parser.add_argument("--no-self-test", action="store_true", help="versions alone (about 10 seconds less)")
+    parser.set_defaults(run=run_doctor)
+
+
+def run_doctor(args: argparse.Namespace) -> None:
+    """Print the findings. WlbError with what to fix, if there is anything."""
+    if args.checkout is not None:
+        if not os.path.isdir(os.path.join(args.checkout, "megatron")):
+            raise WlbError(f"--checkout {args.checkout} has no folder megatron; give a Megatron-LM checkout")
+        sys.path.insert(0, os.path.abspath(args.checkout))
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        python,
+        torch_and_gpus,
+        transformer_engine,
+        apex,
+        megatron,
+    ]
+    if not args.no_self_test:
+        checks.append(self_test)
+    findings = []
+    for check in checks:
+        for finding in examine(check):
+            findings.append(finding)
+            cure = f"\n      {finding.cure}" if finding.cure else ""
+            print(f"{finding.verdict:4}  {finding.what}: {finding.found}{cure}", flush=True)
+    wrong = [finding.what for finding in findings if finding.verdict == FIX]
+    if wrong:
+        raise WlbError(f"training cannot start here yet; to fix: {', '.join(wrong)}")
+    print("training can start here")
+
+
+def examine(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """A check's findings, and its failure as one."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield from check()
+    except (Exception, SystemExit) as error:
+        yield Finding(check.__name__.replace("_", " "), _line(error), FIX)
+
+
+def python() -> Iterator[Finding]:
+    """The interpreter and numpy."""
+    known = sys.version_info >= (3, 10)
+    yield Finding(
+        "Python", platform.python_version(), OK if known else FIX, "" if known else "use 3.10 or newer"
+    )
+    yield Finding("numpy", _version("numpy") or "missing")
+    yield Finding("wlb-megatron", _version("wlb-megatron") or "from a checkout, not installed")
+
+
+def torch_and_gpus() -> Iterator[Finding]:
+    """torch with its CUDA, cuDNN and NCCL, and the GPUs it sees."""
+    if _version("torch") is None:
+        yield Finding(
+            "torch", "missing", FIX, 'plans work without; to train: pip install "wlb-megatron[gpu]"'
+        )
+        return
+    import torch
+
+    yield Finding("torch", torch.__version__)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    built = torch.version.cuda
+    if built is None:
+        yield Finding(
+            "CUDA", "this torch is built for CPUs", NOTE, "to train on GPUs install torch's CUDA build"
+        )
+    else:
+        yield Finding("CUDA", built)
+        yield Finding("cuDNN", _dotted(torch.backends.cudnn.version()))
+        nccl = torch.cuda.nccl.version() if gpus else _version(f"nvidia-nccl-cu{built.split('.')[0]}")
+        yield Finding("NCCL", nccl if isinstance(nccl, str) else ".".join(map(str, nccl or ("unknown",))))
+    if not gpus:
+        yield Finding("GPUs", "none", NOTE, "CPU runs are for trying things: --transformer-impl local, gloo")
+    for index in range(gpus):
+        about = torch.cuda.get_device_properties(index)
+        able = (about.major, about.minor) >= (9, 0)
+        yield Finding(
+            f"GPU {index}",
+            f"{about.name}, {about.total_memory / 2**30:.0f} GiB, compute capability {about.major}.{about.minor}",
+            OK if able else FIX,
+            "" if able else "attention over packed documents by cuDNN needs Hopper or newer (9.0)",
+        )
+
+
+def transformer_engine() -> Iterator[Finding]:
+    """Transformer Engine, and with it which attention will run."""
+    from wlb_megatron.plugin.versions import check_transformer_engine
+
+    gpus = _gpus()
+    found = _version("transformer-engine")
+    if found is None and importlib.util.find_spec("transformer_engine") is not None:
+        found = "here, of unknown version"
+    if found is None:
+        cure = 'pip install "transformer-engine[pytorch]"' if gpus else "needed on GPUs only"
+        yield Finding("Transformer Engine", "missing", FIX if gpus else NOTE, cure)
+    else:
+        check_transformer_engine("transformer_engine")
+        yield Finding("Transformer Engine", found)
+    fused = found is not None and gpus
+    yield Finding(
+        "attention with --transformer-impl transformer_engine",
+        "cuDNN's fused kernels through Transformer Engine, bf16 and fp16 (FlashAttention is not used, NVTE_* not read)"
+        if fused
+        else "cannot run here",
+        OK if fused or not gpus else FIX,
+    )
+    yield Finding(
+        "attention with --transformer-impl local", "torch, one document at a time: any device, slow"
+    )
+
+
+def apex() -> Iterator[Finding]:
+    """NVIDIA's apex, which is not PyPI's package of that name."""
+    from wlb_megatron.plugin.versions import check_apex
+
+    check_apex()  # raises with the cure
+    here = importlib.util.find_spec("apex") is not None
+    yield Finding(
+        "apex", "NVIDIA's" if here else "none: Megatron runs without (PyPI's apex is another package)"
+    )
+
+
+def megatron() -> Iterator[Finding]:
+    """Megatron, and whether every symbol that the plugin replaces is there."""
+    from wlb_megatron.plugin.versions import check_megatron
+
+    version = check_megatron()
+    where = importlib.util.find_spec("megatron.core")
+    places = list(where.submodule_search_locations or ()) if where else []
+    yield Finding("megatron-core", f"{version} in {places[0] if places else 'unknown'}")
+    if _version("torch") is None:
+        return
+    from wlb_megatron.plugin import hooks
+
+    count = len([hooks.locate(hook) for hook in hooks.hooks()])
+    yield Finding("Megatron's symbols that the plugin replaces", f"all {count} found")
+    helpers = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
+    yield Finding(
+        "Megatron's dataset helpers",
+        "built" if helpers else "not built: Megatron runs make at the first start",
+        OK if helpers else NOTE,
+        "" if helpers else "that needs make, a C++ compiler and pybind11",
+    )
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        yield Finding(
+            "CUDA_DEVICE_MAX_CONNECTIONS",
+            os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set"),
+            NOTE,
+            "tensor and sequence parallelism want 1 in the job's environment (the batch scripts set it)",
+        )
+
+
+def self_test() -> Iterator[Finding]:
+    """Sharded attention against one document at a time, on each kind of device."""
+    if _version("torch") is None:
+        return
+    from wlb_megatron import selftest
+
+    gpus = _gpus()
+    for size, gpu in [(2, False)] + ([(min(2, gpus), True)] if gpus else []):
+        start = time.perf_counter()
+        worst = selftest.run(size, gpu=gpu)
+        yield Finding(
+            f"self-test on {'GPU' if gpu else 'CPU'}, CP={size}",
+            f"attention and its gradients equal one document at a time within {worst:.0e} "
+            f"({time.perf_counter() - start:.1f} s)",
+        )
+
+
+def _gpus() -> int:
+    if _version("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _dotted(number: int | None) -> str:
+    """cuDNN's 91900 as 9.19.0."""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else "missing"
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,137 @@
+"""A plan and its attention on this machine: forward and gradients against one document at a time.
+
+`run(size, gpu)` starts `size` context-parallel ranks as processes that exchange keys as training does (gloo or NCCL)
+and gives the largest error. A few seconds, most of them torch's import.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from wlb_megatron.errors import WlbError
+
+LENGTHS = [9, 1, 190, 24, 3, 77, 16, 64]
+"""Documents (tokens) of the micro-batch: short ones, one of one token, and one that is cut over all ranks."""
+HEADS, KV_HEADS, DIM, SCALE = 4, 2, 64, 0.125
+SECONDS = 120
+TOLERATED = {"cpu": 1e-9, "cuda": 3e-2}
+"""Largest error relative to the largest entry: fp64 on CPUs; bf16 on GPUs, whose unit roundoff is 2^-8."""
+
+
+def run(size: int, *, gpu: bool) -> float:
+    """Largest relative error of outputs and gradients over the ranks. WlbError if a rank fails or errs too much."""
+    device = "cuda" if gpu else "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = str(Path(folder) / "meeting")
+        command = [sys.executable, "-m", "wlb_megatron.selftest", device, str(size), meeting]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        try:
+            told = [rank.communicate(timeout=SECONDS) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            raise WlbError(
+                f"the self-test's ranks did not finish within {SECONDS} s: processes on this machine cannot reach each "
+                "other (NCCL_DEBUG=INFO says more)"
+                if gpu
+                else "the self-test did not finish; is the machine busy?"
+            ) from None
+        finally:
+            for rank in ranks:
+                rank.kill()
+    for rank, (_, errors) in zip(ranks, told, strict=True):
+        if rank.returncode:
+            lines = errors.strip().splitlines() or ["no output"]
+            raise WlbError(f"the self-test failed on {device}: {lines[-1]}")
+    worst = max(float(out.split()[-1]) for out, _ in told)
+    if not worst <= TOLERATED[device]:
+        raise WlbError(
+            f"the self-test's attention on {device} is off by {worst:.1e}, tolerated {TOLERATED[device]:.0e}"
+        )
+    return worst
+
+
+def rank_error(device: str, size: int, meeting: str, rank: int) -> float:
+    """One rank's largest relative error, over hybrid and per-document sharding."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    from wlb_megatron.attention.device_layout import device_layout
+    from wlb_megatron.attention.sharded_attention import sharded_attention
+    from wlb_megatron.sharding.alignment import padding
+    from wlb_megatron.sharding.attention_calls import attention_layout
+    from wlb_megatron.sharding.select import shard
+
+    torch.set_num_threads(1)
+    kernels: Any
+    if device == "cuda":
+        from wlb_megatron.attention.te_backend import TransformerEngineKernels, refuse_unfit
+
+        torch.cuda.set_device(rank)
+        refuse_unfit(DIM, torch.cuda.get_device_capability())
+        kernels, dtype = TransformerEngineKernels(), torch.bfloat16
+    else:
+        from wlb_megatron.attention.torch_backend import TorchKernels
+
+        kernels, dtype = TorchKernels(), torch.float64
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{meeting}", world_size=size, rank=rank)
+    missing = padding(sum(LENGTHS), size)
+    lengths = LENGTHS + [missing] * (missing > 0)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(lengths), heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    q, k, v, dout = (torch.randn(shape, generator=generator).to(dtype).double() for shape in shapes)
+    exact = _one_document_at_a_time(lengths, q, k, v, dout)
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    worst = 0.0
+    for sharding in ("hybrid", "per-document"):
+        plan = shard(np.array(lengths, dtype=np.int64), size, sharding)
+        rows = [
+            at
+            for index, start, end in plan.ranks[rank].tolist()
+            for at in range(starts[index] + start, starts[index] + end)
+        ]
+        mine = [x[rows].to(device, dtype).requires_grad_() for x in (q, k, v)]
+        layout = device_layout(attention_layout(plan, rank), device)
+        query, key, value = mine
+        out = sharded_attention(query, key, value, layout, None, kernels, SCALE)
+        found = (out, *torch.autograd.grad(out, mine, dout[rows].to(device, dtype)))
+        for got, right in zip(found, exact, strict=True):
+            error = (got.detach().cpu().double() - right[rows]).abs().max() / right.abs().max()
+            worst = max(worst, float(error))
+    dist.destroy_process_group()
+    return worst
+
+
+def _one_document_at_a_time(lengths, q, k, v, dout):  # type: ignore[no-untyped-def]
+    """fp64 output, dq, dk, dv by torch's own attention and autograd."""
+    import torch
+
+    x = [t.clone().requires_grad_() for t in (q, k, v)]
+    outs = []
+    for parts in zip(*(t.split(lengths) for t in x), strict=True):
+        query, key, value = (part.transpose(0, 1) for part in parts)
+        key, value = (t.repeat_interleave(HEADS // KV_HEADS, 0) for t in (key, value))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        outs.append(attend(query, key, value, is_causal=True, scale=SCALE).transpose(0, 1))
+    out = torch.cat(outs)
+    return (out.detach(), *torch.autograd.grad(out, x, dout))
+
+
+if __name__ == "__main__":
+    device, size, meeting, rank = sys.argv[1:]
+    print(rank_error(device, int(size), meeting, int(rank)))
