@@ -1,0 +1,39 @@
+"""A model in which some layer would not isolate documents is refused when it is built, never trained."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import megatron.training
+import pytest
+import torch
+from megatron.core.transformer.attention import Attention
+
+from wlb_megatron.plugin.spec import prepare_model, with_wlb_attention
+from wlb_megatron.refusals import Refused
+
+
+class Foreign(Attention):
+    """An attention whose core knows no documents."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.core_attention = torch.nn.Identity()
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_an_attention_that_came_in_after_the_plugins_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = argparse.Namespace(wlb_regather_keys=False)
+    monkeypatch.setattr(megatron.training, "get_args", lambda: args)
+    with pytest.raises(Refused, match="0.attention was built with Identity"):
+        prepare_model([torch.nn.ModuleDict({"0": torch.nn.ModuleDict({"attention": Foreign()})})])
+
+
+def test_a_layer_without_core_attention_is_refused() -> None:
+    spec = SimpleNamespace(module="StateSpaceLayer", submodules=SimpleNamespace())
+    with pytest.raises(Refused, match="no core_attention in the layer spec StateSpaceLayer"):
+        with_wlb_attention(spec)
