@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from attention_bench import errors, machine, measure, tables, te_attention, tensors
-from attention_steps import Mixes, Way, padded_to, sharded_by_turns, share
+from attention_steps import Mixes, Way, keys_of, padded_to, sharded_by_turns, share
 from torch import Tensor
 
 from wlb_megatron.attention.sinks import apply_sink, sink_gradient
@@ -175,7 +175,7 @@ def windows(mixes: Mixes, args: argparse.Namespace) -> None:
 def repeats(lengths: np.ndarray, x: SimpleNamespace, way: Way) -> bool:
     """Whether five runs of a rank's share are bitwise the same; beside it, how often the default kernels are."""
     plan = shard(lengths, 4, "per-document")
-    kv = torch.stack((x.k, x.v), dim=1)
+    kv = keys_of(x, way)
     same = []
     for kernels in (way.kernels, TransformerEngineKernels()):
         step = share(plan, 1, x, kv, Way(kernels, way.window, way.sink))[0]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from wlb_megatron.attention import kv_exchange
 from wlb_megatron.attention.device_layout import DeviceExchange, DeviceLayout, device_layout
+from wlb_megatron.attention.pairs import apart, side_by_side
 from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
 from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.exchange import ExchangePlan
@@ -117,22 +118,30 @@ def sharded_step(
     return layers_of(attend, inputs, dout), index
 
 
+def keys_of(x: SimpleNamespace, way: Way = PLAIN) -> Tensor:
+    """All tokens' keys and values as they travel."""
+    narrow = x.k.shape[-1] - x.v.shape[-1]
+    padded = narrow and not way.kernels.takes(x.k.shape[-1], x.v.shape[-1])
+    return side_by_side(x.k, torch.nn.functional.pad(x.v, (0, narrow)) if padded else x.v)
+
+
 def sharded_by_turns(plan: ShardPlan, x: SimpleNamespace, way: Way = PLAIN) -> list[Tensor]:
     """All ranks' shares one after the other; output and gradients (and dsink) in packed order."""
-    wide = x.v.shape[-1]
-    kv = torch.stack((x.k, torch.nn.functional.pad(x.v, (0, x.k.shape[-1] - wide))), dim=1)
+    kv = keys_of(x, way)
     out, dq, dkv = torch.empty_like(x.dout), torch.empty_like(x.q), torch.zeros_like(kv, dtype=torch.float32)
+    dk_all, dv_all = apart(dkv, x.k.shape[-1])
+    dv_all = dv_all[..., : x.v.shape[-1]]
     dsink = None if way.sink is None else torch.zeros_like(way.sink)
     for rank in range(plan.cp_size):
         step, group, index, arriving = share(plan, rank, x, kv, way)
         out[index], dq[index], dk, dv, *rest = step()
-        dkv[index, 0] += dk
-        dkv[index, 1, :, :wide] += dv
+        dk_all[index] += dk
+        dv_all[index] += dv
         if dsink is not None:
             dsink += rest[0]
         if group.returned is not None:
             dkv.index_add_(0, arriving, group.returned.float())
-    return [out, dq, dkv[:, 0], dkv[:, 1, :, :wide]] + ([] if dsink is None else [dsink])
+    return [out, dq, dk_all, dv_all] + ([] if dsink is None else [dsink])
 
 
 class ErrorTable:

@@ -36,6 +36,7 @@ def warm(mixes: Mixes, args: argparse.Namespace) -> None:
         heads=HEADS + 2,  # other graphs than the steps' so far
         kv_heads=KV_HEADS,
         dim=DIM,
+        v_dim=DIM,
         scale=DIM**-0.5,
         dtype=torch.bfloat16,
         device="cuda",

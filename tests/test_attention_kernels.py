@@ -55,9 +55,15 @@ class Asked:
             yield rows, keys, k, v, scores.masked_fill(~shown, -math.inf), repeat
 
     def forward(self, training, max_q, max_kv, cu_q, cu_kv, q, k, v, dtype, backend, **told):
-        assert training and told["qkv_layout"] == "thd_t2hd" and told["o_format"] == "thd"
-        assert k.data_ptr() + k[0].numel() * k.element_size() == v.data_ptr(), "keys and values side by side"
-        out, stats = torch.empty_like(q), torch.empty(*q.shape[:2], 1, dtype=q.dtype)
+        assert training and told["o_format"] == "thd"
+        if told["qkv_layout"] == "thd_t2hd":
+            assert k.data_ptr() + k[0].numel() * k.element_size() == v.data_ptr(), (
+                "keys and values side by side"
+            )
+        else:
+            assert told["qkv_layout"] == "thd_thd_thd" and k.is_contiguous() and v.is_contiguous()
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
+        stats = torch.empty(*q.shape[:2], 1, dtype=q.dtype)
         for rows, _, _, values, scores, _ in self._each(told, cu_q, cu_kv, q, (k, v)):
             stats[rows] = scores.logsumexp(-1).T[..., None]
             out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
@@ -66,21 +72,19 @@ class Asked:
     def backward(self, max_q, max_kv, cu_q, cu_kv, q, k, v, out, dout, dtype, context, backend, **told):
         stats, rng = context
         assert stats.shape == (*q.shape[:2], 1) and rng.shape == (2,)
-        dq, dkv = torch.empty_like(q), torch.empty(len(k), 2, *k.shape[1:], dtype=k.dtype)
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         delta = (out * dout).sum(-1)
         for rows, keys, one, values, scores, repeat in self._each(told, cu_q, cu_kv, q, (k, v)):
             probs = torch.exp(scores - stats[rows, :, 0].T[..., None])
             dscores = torch.einsum("qhd,khd->hqk", dout[rows], values) - delta[rows].T[..., None]
             dscores = dscores * probs * told["attn_scale"]
             dq[rows] = torch.einsum("hqk,khd->qhd", dscores, one)
-            for half, grad in enumerate(
-                (
-                    torch.einsum("hqk,qhd->khd", dscores, q[rows]),
-                    torch.einsum("hqk,qhd->khd", probs, dout[rows]),
-                )
+            for whole, grad in (
+                (dk, torch.einsum("hqk,qhd->khd", dscores, q[rows])),
+                (dv, torch.einsum("hqk,qhd->khd", probs, dout[rows])),
             ):
-                dkv[keys, half] = grad.unflatten(1, (-1, repeat)).sum(2)
-        return dq, dkv[:, 0], dkv[:, 1]
+                whole[keys] = grad.unflatten(1, (-1, repeat)).sum(2)
+        return dq, dk, dv
 
 
 @pytest.fixture
@@ -100,9 +104,9 @@ def asked(monkeypatch):
     sys.modules.pop("wlb_megatron.attention.te_backend", None)
 
 
-def alone(asked, lengths, window=None, deterministic=False):
+def alone(asked, lengths, window=None, deterministic=False, **shape):
     plan = shard(lengths, 1, "per-document")
-    x = random_tensors(plan.tokens)
+    x = random_tensors(plan.tokens, **shape)
     layout = device_layout(attention_layout(plan, 0, window), "cpu")
     inputs = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
     kernels = asked.backend.TransformerEngineKernels(deterministic)
@@ -148,6 +152,14 @@ def test_rectangles_have_no_mask_and_diagonals_the_fast_causal_one(asked):
                 (asked.calls[-1]["attn_mask_type"], asked.calls[-1]["window_size"])
             )
     assert masks == {"diagonal": {("padding_causal", (-1, 0))}, "rectangle": {("padding", (-1, -1))}}
+
+
+@pytest.mark.parametrize(
+    ("dim", "v_dim", "layout"), [(24, 16, "thd_thd_thd"), (24, 24, "thd_t2hd"), (24, 4, "thd_t2hd")]
+)
+def test_narrow_values_are_given_apart_where_the_kernels_take_them_and_else_padded(asked, dim, v_dim, layout):
+    forward, backward = alone(asked, padded([9, 1, 20], 1), dim=dim, v_dim=v_dim)
+    assert forward["qkv_layout"] == backward["qkv_layout"] == backward["dqkv_layout"] == layout
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -112,6 +112,7 @@ class WlbCoreAttention:
         # Query-key layer scaling divides here and multiplies again in the softmax: nothing, in fp32.
         self._scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self._dim = kwargs.get("k_channels") or config.kv_channels
+        self._v_dim = kwargs.get("v_channels") or self._dim
         self._windowed = window_of(config) is not None and is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
@@ -165,7 +166,7 @@ class WlbCoreAttention:
     def kind(self) -> tuple[Any, ...]:
         """What a kernel graph is kept by beside its sizes; layers of one kind share graphs. (Torch keeps none.)"""
         graphs = not isinstance(self._kernels, TorchKernels)
-        return graphs, self._windowed, self._dim, self._scale
+        return graphs, self._windowed, self._dim, self._v_dim, self._scale
 
     def warm_up(self, graphs: list[Warmable]) -> None:
         """Build these kernel graphs for this layer's heads, scale and recomputation."""
@@ -176,6 +177,7 @@ class WlbCoreAttention:
             heads=config.num_attention_heads // tp,
             kv_heads=max(1, (config.num_query_groups or config.num_attention_heads) // tp),
             dim=self._dim,
+            v_dim=self._v_dim,
             scale=self._scale,
             dtype=config.params_dtype,
             device="cuda",

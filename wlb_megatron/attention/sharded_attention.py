@@ -15,6 +15,7 @@ from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall, DeviceLayout
 from wlb_megatron.attention.kv_exchange import spread_rows, start_gather, start_return
+from wlb_megatron.attention.pairs import apart, side_by_side
 from wlb_megatron.attention.row_sums import add_rows, merge_rows
 from wlb_megatron.attention.sinks import apply_sink, sink_gradient
 
@@ -22,9 +23,12 @@ from wlb_megatron.attention.sinks import apply_sink, sink_gradient
 class Kernels(Protocol):
     """What a backend provides: plain variable-length attention, all rows covered.
 
-    q, out, dout: [rows, heads, dim]; kv: [keys, 2, kv heads, dim]; lse: [rows, heads], log of the softmax
-    denominator. All contiguous.
+    q: [rows, heads, dim]; out, dout: [rows, heads, v dim]; lse: [rows, heads], log of the softmax denominator. kv: a
+    row a key, as pairs.side_by_side makes them. All contiguous.
     """
+
+    def takes(self, dim: int, v_dim: int) -> bool:
+        """Whether values may be narrower than keys in this way; else they are padded with zeros."""
 
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp."""
@@ -60,6 +64,7 @@ def sharded_attention(
             f"this rank {layout.tokens} tokens: plan and data do not belong together"
         )
     dim, v_dim = q.shape[-1], v.shape[-1]
+    pad = v_dim != dim and not kernels.takes(dim, v_dim)
     if k.shape[:-1] != v.shape[:-1] or k.shape[-1] != dim or v_dim > dim:
         raise ValueError(
             f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} must have one head dim, "
@@ -69,11 +74,11 @@ def sharded_attention(
         raise ValueError(
             "a windowed layer needs a layout with a window: make it with the model's window size"
         )
-    # Keys and values travel side by side and cuDNN wants one head dim of such a pair: values are padded with zeros.
-    padded = v if v_dim == dim else torch.nn.functional.pad(v, (0, dim - v_dim))
+    if pad:
+        v = torch.nn.functional.pad(v, (0, dim - v_dim))
     function: Any = _WindowedAttention if windowed else _ShardedAttention
-    out = function.apply(q, k, padded, sink, layout, group, kernels, scale, keep_keys)
-    return out if v_dim == dim else out[..., :v_dim]
+    out = function.apply(q, k, v, sink, layout, group, kernels, scale, keep_keys)
+    return out[..., :v_dim] if pad else out
 
 
 class _Attention(torch.autograd.Function):
@@ -83,7 +88,7 @@ class _Attention(torch.autograd.Function):
     def forward(cls, ctx: Any, *given: Any) -> Tensor:
         q, k, v, sink, ctx.layout, ctx.group, ctx.kernels, ctx.scale, keep_keys = given
         q = q.contiguous()
-        kv = torch.stack((k, v), dim=1)  # one copy, whatever the strides: rows then travel as they are
+        kv = side_by_side(k, v)
         out, lse, keys = cls.attend(ctx, q, kv)
         if sink is not None:
             out, lse = apply_sink(out, lse, sink)
@@ -96,7 +101,7 @@ class _Attention(torch.autograd.Function):
         dout = dout.contiguous()
         dq, dkv = cls.pull(ctx, q, kv, keys, out, lse, dout)
         dsink = None if sink is None else sink_gradient(out, lse, dout, sink)
-        return dq, dkv[:, 0], dkv[:, 1], dsink, None, None, None, None, None
+        return dq, *apart(dkv, q.shape[-1]), dsink, None, None, None, None, None
 
     @classmethod
     def attend(cls, ctx: Any, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

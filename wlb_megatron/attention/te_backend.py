@@ -15,11 +15,12 @@ from transformer_engine.pytorch.cpp_extensions.fused_attn import (
 )
 
 from wlb_megatron.attention.device_layout import DeviceCall
+from wlb_megatron.attention.pairs import apart, side_by_side
 from wlb_megatron.errors import WlbError
 
 _BACKEND = FusedAttnBackend["F16_arbitrary_seqlen"]
-# Keys and values of a token lie side by side: [t, 2, kv heads, dim].
-_LAYOUT = "thd_t2hd"
+# Keys and values of a token side by side, [t, 2, kv heads, dim]; it takes no such pair of two head dims.
+_PAIRED, _SINGLE = "thd_t2hd", "thd_thd_thd"
 
 
 def refuse_unfit(dim: int, capability: tuple[int, int] | None) -> None:
@@ -42,8 +43,13 @@ class TransformerEngineKernels:
         self.deterministic = deterministic
         self._rng: Tensor | None = None
 
+    def takes(self, dim: int, v_dim: int) -> bool:
+        """cuDNN 9.19 on Hopper: any up to 128, and DeepSeek's 192 / 128."""
+        return v_dim % 8 == 0 and (dim <= 128 or (dim, v_dim) == (192, 128))
+
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         mask, window = _mask(call)
+        k, v, layout = _keys_and_values(kv, q.shape[-1])
         out, (stats, self._rng, *_) = fused_attn_fwd(
             True,
             call.max_q,
@@ -51,14 +57,14 @@ class TransformerEngineKernels:
             call.cu_seqlens_q,
             call.cu_seqlens_kv,
             q,
-            kv[:, 0],
-            kv[:, 1],
+            k,
+            v,
             q.dtype,
             _BACKEND,
             cu_seqlens_q_padded=call.cu_seqlens_q,
             cu_seqlens_kv_padded=call.cu_seqlens_kv,
             attn_scale=scale,
-            qkv_layout=_LAYOUT,
+            qkv_layout=layout,
             o_format="thd",
             attn_mask_type=mask,
             window_size=window,
@@ -69,14 +75,15 @@ class TransformerEngineKernels:
         self, call: DeviceCall, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         mask, window = _mask(call)
+        k, v, layout = _keys_and_values(kv, q.shape[-1])
         dq, dk, dv, *_ = fused_attn_bwd(
             call.max_q,
             call.max_kv,
             call.cu_seqlens_q,
             call.cu_seqlens_kv,
             q,
-            kv[:, 0],
-            kv[:, 1],
+            k,
+            v,
             out,
             dout,
             q.dtype,
@@ -85,21 +92,22 @@ class TransformerEngineKernels:
             cu_seqlens_q_padded=call.cu_seqlens_q,
             cu_seqlens_kv_padded=call.cu_seqlens_kv,
             attn_scale=scale,
-            qkv_layout=_LAYOUT,
+            qkv_layout=layout,
             o_format="thd",
             do_format="thd",
-            dqkv_layout=_LAYOUT,
+            dqkv_layout=layout,
             attn_mask_type=mask,
             window_size=window,
             deterministic=self.deterministic,
         )
-        # dk and dv are the two halves of one [t, 2, kv heads, dim] buffer, by the layout asked for.
+        # By the layout asked for, dk and dv of one dim are the two halves of one [t, 2, kv heads, dim] buffer.
         _, heads, dim = dk.shape
         if (
-            dv.data_ptr() - dk.data_ptr() != heads * dim * dk.element_size()
+            layout != _PAIRED
+            or dv.data_ptr() - dk.data_ptr() != heads * dim * dk.element_size()
             or dk.stride(0) != 2 * heads * dim
         ):
-            return dq, torch.stack((dk, dv), dim=1)
+            return dq, side_by_side(dk, dv)
         shape, stride = (len(dk), 2, heads, dim), (2 * heads * dim, heads * dim, dim, 1)
         return dq, dk.as_strided(shape, stride, dk.storage_offset())
 
@@ -108,6 +116,11 @@ class TransformerEngineKernels:
         if self._rng is None:
             self._rng = torch.zeros(2, dtype=torch.int64, device=device)
         return self._rng
+
+
+def _keys_and_values(kv: Tensor, dim: int) -> tuple[Tensor, Tensor, str]:
+    k, v = apart(kv, dim)
+    return (k, v, _PAIRED) if kv.dim() == 4 else (k.contiguous(), v.contiguous(), _SINGLE)
 
 
 def _mask(call: DeviceCall) -> tuple[str, tuple[int, int]]:

@@ -8,18 +8,23 @@ import torch
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall
+from wlb_megatron.attention.pairs import apart
 
 
 class TorchKernels:
     """sharded_attention.Kernels with explicit softmax. Makes the scores of one sequence at a time."""
 
+    def takes(self, dim: int, v_dim: int) -> bool:
+        return True
+
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        out = torch.empty_like(q)
+        k, v = apart(kv, q.shape[-1])
+        out = q.new_empty((*q.shape[:2], v.shape[-1]))
         lse = q.new_empty(q.shape[:2], dtype=_wide(q))
         for rows, keys in _sequences(call):
-            scores = _scores(call, q[rows], kv[keys, 0], scale)
+            scores = _scores(call, q[rows], k[keys], scale)
             lse[rows] = torch.logsumexp(scores, -1).flatten(0, 1).T
-            values = kv[keys, 1].to(scores.dtype)
+            values = v[keys].to(scores.dtype)
             out[rows] = _flat(torch.einsum("ghqk,kgd->qghd", torch.softmax(scores, -1), values)).to(q.dtype)
         return out, lse
 
@@ -27,20 +32,21 @@ class TorchKernels:
         self, call: DeviceCall, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         dq, dkv = torch.empty_like(q), torch.empty_like(kv)
-        groups = kv.shape[2]
+        (k, v), (dk, dv) = apart(kv, q.shape[-1]), apart(dkv, q.shape[-1])
+        groups = k.shape[1]
         # D of FlashAttention-2 (arXiv 2307.08691, algorithm 2): what softmax's gradient subtracts from dP.
         delta = (out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1)
         for rows, seen in _sequences(call):
-            scores = _scores(call, q[rows], kv[seen, 0], scale)
+            scores = _scores(call, q[rows], k[seen], scale)
             grouped_lse, grouped_delta = (_group(x[rows], groups).permute(1, 2, 0) for x in (lse, delta))
             probs = torch.exp(scores - grouped_lse.unsqueeze(-1))
-            keys, values = (x.to(scores.dtype) for x in kv[seen].unbind(1))
+            keys, values = (x[seen].to(scores.dtype) for x in (k, v))
             queries, grads = (_group(x[rows].to(scores.dtype), groups) for x in (q, dout))
             dscores = torch.einsum("qghd,kgd->ghqk", grads, values) - grouped_delta.unsqueeze(-1)
             dscores = dscores * probs * scale
             dq[rows] = _flat(torch.einsum("ghqk,kgd->qghd", dscores, keys)).to(q.dtype)
-            dkv[seen, 0] = torch.einsum("ghqk,qghd->kgd", dscores, queries).to(kv.dtype)
-            dkv[seen, 1] = torch.einsum("ghqk,qghd->kgd", probs, grads).to(kv.dtype)
+            dk[seen] = torch.einsum("ghqk,qghd->kgd", dscores, queries).to(kv.dtype)
+            dv[seen] = torch.einsum("ghqk,qghd->kgd", probs, grads).to(kv.dtype)
         return dq, dkv
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall
 from wlb_megatron.attention.graph_buckets import Bucket
+from wlb_megatron.attention.pairs import side_by_side
 from wlb_megatron.attention.sharded_attention import Kernels
 
 
@@ -24,6 +25,7 @@ def warm_up(
     heads: int,
     kv_heads: int,
     dim: int,
+    v_dim: int,
     scale: float,
     dtype: torch.dtype,
     device: torch.device | str,
@@ -31,9 +33,11 @@ def warm_up(
 ) -> int:
     """Run one call of each bucket (causal, window, sizes), one token in it; recompute: forward in backward, too.
 
-    heads, kv_heads, dim, scale: of the layers on this device, by which graphs are kept as well. Returns how many.
+    heads, kv_heads, dim, v_dim, scale: of the layers on this device, by which graphs are kept, too. Returns how many.
     """
     done = 0
+    if not kernels.takes(dim, v_dim):
+        v_dim = dim
     for causal, window, size in buckets:
         bounds = torch.ones(size.sequences + 1, dtype=torch.int32, device=device)
         bounds[0] = 0
@@ -42,7 +46,8 @@ def warm_up(
         others = bounds if size.queries == size.keys else bounds.clone()
         call = DeviceCall(causal, window, bounds, others, 1, 1, size.queries, size.keys, one)
         q = torch.zeros(size.queries, heads, dim, dtype=dtype, device=device, requires_grad=True)
-        kv = torch.zeros(size.keys, 2, kv_heads, dim, dtype=dtype, device=device)
+        k, v = (torch.zeros(size.keys, kv_heads, d, dtype=dtype, device=device) for d in (dim, v_dim))
+        kv = side_by_side(k, v)
         out = _Once.apply(q, kv, call, kernels, scale, recompute)
         torch.autograd.grad(out, q, torch.zeros_like(out))
         done += 1
