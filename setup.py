@@ -13,7 +13,7 @@ PROGRESS = ["rich>=13.0,<16"]
 PICTURES = ["matplotlib>=3.8,<4"]
 SOLVER = ["ortools>=9.10,<10"]
 TORCH = ["torch>=2.6,<2.15"]
-MEGATRON = ["megatron-core>=0.17.1,<=0.19.2", *TORCH, "psutil>=5.9,<8"]
+MEGATRON = ["megatron-core>=0.17.1,<=0.19.2", *TORCH, "psutil>=5.9,<8", "pyyaml>=6,<7"]
 TRANSFORMER_ENGINE = ["transformer-engine[pytorch]>=2.18,<2.21"]
 
 
