@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from gpu_train import PLAIN, WLB, finish, run
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.simulator.calibration import calibrated
 from wlb_megatron.simulator.iteration import Shards, Simulated, simulate
 from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape
@@ -113,7 +115,8 @@ def train(options: argparse.Namespace, profile: Path) -> None:
         given = argparse.Namespace(
             out=options.out,
             script=None,
-            extra="--wlb-log-plans" + (f" --wlb-profile {profile}" if profile.exists() else ""),
+            extra=f"--wlb-log-plans --wlb-trace {options.out / name}.trace.json --wlb-trace-iteration "
+            f"{options.iterations - 1}" + (f" --wlb-profile {profile}" if profile.exists() else ""),
             layers=options.layers,
             seq_length=WINDOW,
             global_batch_size=options.global_batch_size,
@@ -166,9 +169,11 @@ def build_corpus(options: argparse.Namespace, mix: str) -> Path:
 
 def compare(options: argparse.Namespace, profile: Profile) -> None:
     """Simulate every run that left a log, print and write what was measured and what was predicted."""
+    every = jobs(argparse.Namespace(**{**vars(options), "rounds": len(ROUNDS)}))
+    overhead = step_overhead(options, profile, every)
     rows = []
-    for name, layout, scheme, mix in jobs(argparse.Namespace(**{**vars(options), "rounds": len(ROUNDS)})):
-        rows += run_rows(options, profile, name, layout, scheme, mix)
+    for name, layout, scheme, mix in every:
+        rows += run_rows(options, profile, overhead, name, layout, scheme, mix)
     if not rows:
         raise SystemExit("no run has left iterations: see the logs")
     write(options.out / "iterations.csv", rows)
@@ -195,8 +200,44 @@ def compare(options: argparse.Namespace, profile: Profile) -> None:
     scatter(options.out / "scatter.png", rows, profile)
 
 
+def step_overhead(
+    options: argparse.Namespace, profile: Profile, every: Sequence[tuple[str, str, str, str]]
+) -> float:
+    """Seconds of an iteration that are neither forward and backward nor what is predicted to follow them.
+
+    The median over the runs' traced iterations: the iteration's time less the span of its forwards and backwards, less
+    the predicted gradient reduction and optimizer. Data, logging and first launches are in it, which no profile sees.
+    """
+    found = []
+    for name, layout, _, _ in every:
+        log, traced = options.out / f"{name}.log", options.out / f"{name}.trace.json"
+        if not log.exists() or not traced.exists():
+            continue
+        steps = {int(s[1]): float(s[2]) for s in gpu_train.STEP.finditer(log.read_text(encoding="utf-8"))}
+        events = [e for e in json.loads(traced.read_text(encoding="utf-8"))["traceEvents"] if e["ph"] == "X"]
+        if options.iterations - 1 not in steps or not events:
+            continue
+        span = (max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)) / 1e3
+        model = model_of(layout, profile, options.layers, 0.0)
+        follows = max(
+            sum(model.gradient_sync_ns(stage)) + model.optimizer_ns(stage) for stage in range(model.layout.pp)
+        )
+        outside = steps[options.iterations - 1] - span
+        found.append(outside - follows / 1e6)
+        print(f"{name}: {outside:.1f} ms outside forward and backward, {follows / 1e6:.1f} of them predicted")
+    overhead = float(np.median(found)) if found else 0.0
+    print(f"taken for all runs: {overhead:.1f} ms an iteration beside what is predicted")
+    return max(overhead, 0.0) / 1e3
+
+
 def run_rows(
-    options: argparse.Namespace, profile: Profile, name: str, layout: str, scheme: str, mix: str
+    options: argparse.Namespace,
+    profile: Profile,
+    overhead: float,
+    name: str,
+    layout: str,
+    scheme: str,
+    mix: str,
 ) -> list[dict[str, Any]]:
     """An iteration's measured and predicted milliseconds, for each after the warm-up."""
     log, lines = options.out / f"{name}.log", options.out / f"{name}.jsonl"
@@ -204,10 +245,12 @@ def run_rows(
         return []
     measured = {int(s[1]): float(s[2]) for s in gpu_train.STEP.finditer(log.read_text(encoding="utf-8"))}
     told = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-    told = [one for one in told if one["iteration"] > options.warm_up and one["iteration"] in measured]
+    timed = set(measured) - {*range(options.warm_up + 1), options.iterations - 1}  # that one was traced
+    told = [one for one in told if one["iteration"] in timed]
     if not told:
         return []
-    simulated = simulated_plans([one["lengths"] for one in told], layout, scheme, profile, options.layers)
+    model = model_of(layout, profile, options.layers, overhead)
+    simulated = simulated_plans([one["lengths"] for one in told], model, scheme, profile)
     return [
         {
             "run": name,
@@ -226,16 +269,19 @@ def run_rows(
     ]
 
 
-def simulated_plans(
-    iterations: Sequence[list[list[list[int]]]], layout: str, scheme: str, profile: Profile, layers: int
-) -> Simulated:
-    """The plans of document lengths [iteration][micro-batch][data-parallel rank] as the simulator runs them."""
-    model = LayerModel(
-        shape=ModelShape(**{**{f: getattr(SHAPE, f) for f in SHAPE.__dataclass_fields__}, "layers": layers}),
+def model_of(layout: str, profile: Profile, layers: int, overhead: float) -> LayerModel:
+    return LayerModel(
+        shape=replace(SHAPE, layers=layers),
         layout=LAYOUTS[layout],
-        assumptions=Assumptions(dp_exposed=1.0),
+        assumptions=calibrated(Assumptions(dp_exposed=1.0, step_overhead=overhead), profile),
         costs=profile.costs,
     )
+
+
+def simulated_plans(
+    iterations: Sequence[list[list[list[int]]]], model: LayerModel, scheme: str, profile: Profile
+) -> Simulated:
+    """The plans of document lengths [iteration][micro-batch][data-parallel rank] as the simulator runs them."""
     cp = model.layout.cp
     flat = [
         np.array(lengths + [pad] * (pad > 0), dtype=np.int64)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.simulator.calibration import with_links
 from wlb_megatron.simulator.iteration import run_steps
 from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape, Times
 from wlb_megatron.workload.costs import Costs
@@ -68,7 +69,7 @@ def layer_model(args: Any, costs: Costs | None) -> LayerModel:
     return LayerModel(
         shape=shape,
         layout=layout,
-        assumptions=Assumptions(dp_exposed=0.0 if overlapped else 1.0),
+        assumptions=with_links(Assumptions(dp_exposed=0.0 if overlapped else 1.0), costs),
         costs=costs,
     )
 

@@ -17,6 +17,7 @@ class Assumptions:
     tp_exposed: share of tensor parallelism's all-gathers and reduce-scatters that is not hidden by matrix products.
     dp_exposed: share of the gradient reduction and parameter gather that could be hidden by the last micro-batch's
         backward and the first one's forward but is not; 1: not overlapped at all.
+    step_overhead: of an iteration, outside all of that: data, logging, the first launches.
     gradient_bytes, parameter_bytes: of a parameter, as reduced and as gathered. optimizer_bytes: that the optimizer
         reads and writes for a parameter that a GPU owns.
     """
@@ -32,6 +33,7 @@ class Assumptions:
     ffn_passes: float = 3
     tp_exposed: float = 0.3
     dp_exposed: float = 0.0
+    step_overhead: float = 0.0
     gradient_bytes: float = 4
     parameter_bytes: float = 2
     optimizer_bytes: float = 40

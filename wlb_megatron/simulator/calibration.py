@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.simulator.model import ModelShape
+from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.profile import Profile
 
 DEFAULTS = Assumptions()
@@ -24,13 +25,19 @@ def calibrated(given: Assumptions, profile: Profile) -> Assumptions:
     found = given
     if products > 0:
         found = replace(found, matmul_rate=3 * 2 * model.layer_parameters / products * 1e9)
-    if costs.links and "all_gather" in costs.links:
-        link = costs.links["all_gather"]
-        found = replace(found, nvlink_rate=1e9 / link.per_byte, nvlink_latency=link.latency / 1e9)
+    found = with_links(found, costs)
     users = {f.name: getattr(given, f.name) for f in fields(given)}
     return replace(
         found, **{name: value for name, value in users.items() if value != getattr(DEFAULTS, name)}
     )
+
+
+def with_links(given: Assumptions, costs: Costs | None) -> Assumptions:
+    """NVLink's rate and latency as the profile's all-gather showed them, where it has one."""
+    link = ((costs and costs.links) or {}).get("all_gather")
+    if link is None:
+        return given
+    return replace(given, nvlink_rate=1e9 / link.per_byte, nvlink_latency=link.latency / 1e9)
 
 
 def profiled_shape(profile: Profile, layers: int) -> ModelShape:

@@ -121,7 +121,7 @@ def run_steps(
         busy[:, :, 0] += times[0].sum(axis=1)[..., None]
         busy[:, :, -1] += times[1].sum(axis=1)[..., None]
     return Simulated(
-        (done + _after(forward, backward, model, n)).max(axis=1),
+        (done + _after(forward, backward, model, n)).max(axis=1) + 1e9 * model.assumptions.step_overhead,
         (slowest[0] + slowest[1]) * int(layers.max()),
         busy,
         tokens.sum(axis=(1, 2)),
