@@ -13,8 +13,14 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from wlb_megatron.attention.core_attention import WlbCoreAttention, packed_seq_params, wlb_core_attention
+from wlb_megatron.attention.core_attention import (
+    WlbCoreAttention,
+    packed_seq_params,
+    window_of,
+    wlb_core_attention,
+)
 from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin.source import token_alignment
 from wlb_megatron.sharding.select import shard
 
 HEADS, KV_HEADS, DIM = 4, 2, 4
@@ -140,3 +146,21 @@ def test_a_machine_without_transformer_engine_or_megatron_imports_the_executor()
         "assert 'triton' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "recipe", "multiple"),
+    [(None, None, 4), ("hybrid", "tensorwise", 64), ("e4m3", "blockwise", 64), ("hybrid", "mxfp8", 128)],
+)
+def test_each_ranks_tokens_fit_the_rows_that_fp8_products_want(fp8, recipe, multiple):
+    """CP=2, TP=2 with sequence parallelism: a rank's GEMMs see a quarter of a micro-batch's tokens."""
+    args = SimpleNamespace(context_parallel_size=2, tensor_model_parallel_size=2, fp8=fp8, fp8_recipe=recipe)
+    assert token_alignment(args) == multiple
+
+
+def test_windows_as_megatron_gives_them():
+    assert window_of(SimpleNamespace(window_size=None)) is None
+    assert window_of(SimpleNamespace(window_size=(-1, 0))) is None
+    assert window_of(SimpleNamespace(window_size=(128, 0))) == 128
+    built = [build(window_size=(8, 0), window_attn_skip_freq=2, given={"layer_number": n}) for n in (1, 2)]
+    assert [module._windowed for module in built] == [True, False]
