@@ -92,6 +92,7 @@ def arguments(**changes: Any) -> Namespace:
         "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": None,
         "data_parallel_size": 2,
+        "recompute_granularity": None,
     }
     return Namespace(**given | changes)
 

@@ -62,6 +62,19 @@ def test_attention_goes_each_way_by_its_own_table(profile: Profile) -> None:
         assert times == pytest.approx(expected, rel=0.06)
 
 
+def test_what_is_recomputed_runs_its_forward_again_in_backward(profile: Profile) -> None:
+    plans = [shard([8192], 1, "adaptive")]
+    none = modelled(profile)
+    full, selective = (replace(none, recompute=how) for how in ("full", "selective"))
+    for part in (lambda m: m.linear(8192), lambda m: m.attention(plans)):
+        assert part(full).backward == pytest.approx(part(none).backward + part(none).forward)
+        assert part(full).forward == pytest.approx(part(none).forward)
+    assert selective.linear(8192) == none.linear(8192)
+    assert selective.attention(plans).backward == pytest.approx(full.attention(plans).backward)
+    with pytest.raises(ValueError, match="unknown recompute"):
+        replace(none, recompute="some")
+
+
 def test_one_iteration_on_one_gpu_is_the_sum_of_its_parts(profile: Profile) -> None:
     model = modelled(profile)
     plan = shard([8192], 1, "adaptive")

@@ -20,6 +20,7 @@ from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.kernel_table import KernelTable, h100
+from wlb_megatron.workload.memory import RECOMPUTE
 
 FloatArray = npt.NDArray[np.float64]
 FORWARD_SHARE = 1 / 3.5
@@ -86,7 +87,8 @@ class LayerModel:
     """A model on a layout. measured: attention of any shape of heads, rescaled to this one's.
 
     costs: of a profile of this very shape and tensor-parallel size; they stand for `measured` and for the rates, and
-    their links for the network within a node. Raises ValueError where heads or layers do not divide.
+    their links for the network within a node. recompute: of every layer in its backward, "full"; of its attention
+    alone, "selective"; "none". Raises ValueError where heads or layers do not divide.
     """
 
     shape: ModelShape
@@ -94,9 +96,12 @@ class LayerModel:
     assumptions: Assumptions = field(default_factory=Assumptions)
     measured: KernelTable = field(default_factory=h100)
     costs: Costs | None = None
+    recompute: str = "none"
 
     def __post_init__(self) -> None:
         shape, layout = self.shape, self.layout
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f"unknown recompute {self.recompute!r}; choose {', '.join(RECOMPUTE)}")
         if shape.heads % layout.tp:
             raise ValueError(
                 f"{shape.heads} attention heads cannot be divided over tensor-parallel {layout.tp}"
@@ -142,9 +147,11 @@ class LayerModel:
     def attention(self, plans: Sequence[ShardPlan]) -> Times:
         """float64[plans, cp]: a layer's attention and exposed exchange on each context-parallel rank."""
         if self._ways is not None:
-            return Times(*(predict_all(plans, way).astype(np.float64) for way in self._ways))
-        both = predict_all(plans, self.table).astype(np.float64)
-        return Times(both * FORWARD_SHARE, both * (1 - FORWARD_SHARE))
+            forward, backward = (predict_all(plans, way).astype(np.float64) for way in self._ways)
+        else:
+            both = predict_all(plans, self.table).astype(np.float64)
+            forward, backward = both * FORWARD_SHARE, both * (1 - FORWARD_SHARE)
+        return Times(forward, backward if self.recompute == "none" else backward + forward)
 
     @property
     def host(self) -> Times:
@@ -153,6 +160,10 @@ class LayerModel:
 
     def linear(self, tokens: npt.ArrayLike) -> Times:
         """Of a layer, all but attention. tokens: of one context-parallel rank."""
+        forward, backward = self._linear(tokens)
+        return Times(forward, backward + forward if self.recompute == "full" else backward)
+
+    def _linear(self, tokens: npt.ArrayLike) -> Times:
         shape, tp, given = self.shape, self.layout.tp, self.assumptions
         t = np.asarray(tokens, dtype=np.float64)
         # Sequence parallelism: two all-gathers and two reduce-scatters of the hidden rows each way.

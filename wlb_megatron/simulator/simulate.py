@@ -26,6 +26,7 @@ from wlb_megatron.simulator.iteration import Shards, group_events, simulate
 from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape
 from wlb_megatron.simulator.paper import SHAPES
 from wlb_megatron.simulator.schemes import perfectly_balanced, run_packer, shard_run
+from wlb_megatron.workload.memory import RECOMPUTE
 from wlb_megatron.workload.profile import Profile
 
 
@@ -34,6 +35,12 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--pp", default=1, type=int, help="pipeline-parallel size (default: 1)")
     add("--vpp", default=1, type=int, help="model chunks of a stage, interleaved (default: 1)")
+    add(
+        "--recompute",
+        choices=RECOMPUTE,
+        default="none",
+        help="activations made again in backward (default: none)",
+    )
     add("--iterations", default=100, type=int, help="to simulate (default: 100)")
     add("--warm-up", default=16, type=int, help="planned before them, so that queues fill (default: 16)")
     add(
@@ -81,6 +88,7 @@ def run_simulate(
             assumptions=assumptions,
             measured=measured,
             costs=None if profile is None else profile.costs,
+            recompute=args.recompute,
         )
     cost = model.cost()
     if config.quadratic_at is not None:
