@@ -49,5 +49,5 @@ def make_groups() -> None:
             made = stage
         else:
             made = dist.new_group(ranks[start : start + size], use_local_synchronization=True)
-        dist.all_reduce(torch.zeros(1, device="cuda"), group=made)
+        dist.all_reduce(torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu"), group=made)
         _groups[size] = made
