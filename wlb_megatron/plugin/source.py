@@ -57,7 +57,7 @@ def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
     if args.eval_iters:
         plain = dataclasses.replace(config, packing="varlen", max_delay=0, thresholds="none")
         for part in ("valid", "test"):
-            source = open_part(args, plain, part, BatchSchedule.constant(args.eval_global_batch_size))
+            source = open_part(args, plain, part, BatchSchedule.constant(_evaluated(args)))
             if source is not None:
                 sources[part] = source
         if "valid" not in sources:
@@ -168,3 +168,8 @@ def token_alignment(args: Any) -> int:
 def _known(value: float | None) -> float:
     assert value is not None
     return value
+
+
+def _evaluated(args: Any) -> int:
+    """Windows of an evaluation iteration; before 0.18 Megatron evaluates in training's batches."""
+    return int(getattr(args, "eval_global_batch_size", None) or args.global_batch_size)
