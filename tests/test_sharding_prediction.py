@@ -114,7 +114,8 @@ def test_thousands_of_short_documents_cost_more_than_their_attention():
 
 def test_a_row_costs_a_tile():
     table = h100()
-    rows = [segment_ns(table, "rectangle", q, 4096) - table.query_row * q for q in (1, 128, 129)]
+    beside = replace(table, segment=0.0, query_row=0.0, key_row=0.0)
+    rows = [segment_ns(beside, "rectangle", q, 4096) for q in (1, 128, 129)]
     assert abs(rows[0] - rows[1]) <= 1
     assert rows[2] > 1.4 * rows[1]
 
@@ -153,9 +154,12 @@ def test_a_table_is_written_and_read_back_whole(tmp_path):
             "lacks, or should not have: call; measure",
         ),
         (lambda told: told | {"colour": 1}, "lacks, or should not have: colour; measure"),
-        (lambda told: told | {"diagonal": [1.0]}, "diagonal must have 11 times"),
+        (lambda told: told | {"diagonal": [1.0]}, r"diagonal must have \d+ times"),
         (lambda told: told | {"queries": [100.0, 200.0]}, "positive multiples of 128"),
-        (lambda told: told | {"rectangle": [[-1.0] * 17] * 11}, "must be positive nanoseconds"),
+        (
+            lambda told: told | {"rectangle": [[-1.0] * len(r) for r in told["rectangle"]]},
+            "must be positive nanoseconds",
+        ),
         (lambda told: told | {"rectangle": 3}, "measure the device again"),
     ],
 )

@@ -148,7 +148,8 @@ def test_cost_for_packing_weighs_attention_against_all_else():
     model = _model()
     token = 2 * 3 * SMALL.layer_parameters / 650e12 * 1e9
     rows = model.table.query_row + model.table.key_row
-    pair = 4 * 8 * 128 * 3.5 / 2 / 538.8e3
+    longest = replace(model.table, segment=0, query_row=0, key_row=0).diagonal_ns(np.array([65536]))
+    pair = float(longest[0]) / 65536**2
     assert model.cost().quadratic_at == pytest.approx((token + rows) / pair, rel=0.01)
     assert _model(tp=4).cost().quadratic_at == pytest.approx(model.cost().quadratic_at, rel=0.05)
 

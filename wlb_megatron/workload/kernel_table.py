@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.workload.builtin_tables import TABLES
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
@@ -166,39 +168,11 @@ class KernelTable:
 
 @cache
 def h100() -> KernelTable:
-    """Measured on one H100, cuDNN 9.19, bf16, 8 query heads, 2 KV heads, d=128; exchange over NVLink.
+    """Measured on one H100 (builtin_tables.py says with what), bf16, 8 query heads, 2 KV heads, d=128.
 
-    A fit to 35 timed shapes (28 ranks' shares of 128K-token micro-batches cut per sequence and per document
-    over 4 and 8 ranks, and 7 single segments of 256 to 32K queries on 32K to 128K keys), whose mean error is
-    2.6 % and largest 8.5 %: 539 TFLOP/s over all computed pairs. Forward computes the masked half of a causal
-    segment's diagonal tiles only, backward of a bottom-right mask computes it all.
+    An H200 has the same multiprocessors: this table stands for it, too, where no profile is given.
     """
-    # ns per query-key pair: 4 x 8 heads x 128 dims FLOPs forward, 2.5 times that backward, at 538.8 TFLOP/s
-    pair = 4 * 8 * 128 / 538.8e3
-    queries = [TILE * 2.0**n for n in range(11)]
-    ratios = [2.0**n for n in range(-6, 11)]
-    return KernelTable(
-        device="NVIDIA H100 80GB HBM3",
-        heads=8,
-        kv_heads=2,
-        head_dim=128,
-        queries=tuple(queries),
-        ratios=tuple(ratios),
-        rectangle=tuple(tuple(pair * 3.5 * q * q * r for r in ratios) for q in queries),
-        # A bottom-right segment has at least as many keys as queries; smaller ratios only complete the grid.
-        bottom_right=tuple(
-            tuple(pair * (3.5 * q * q * max(r, 1) - q * (q - TILE) / 2) * min(r, 1) for r in ratios)
-            for q in queries
-        ),
-        diagonal=tuple(pair * 3.5 * q * (q + TILE) / 2 for q in queries),
-        call=200_000,
-        segment=950,
-        query_row=13.5,
-        key_row=4.1,
-        tile_key=132 * 4 * 128 * TILE / 538.8e3,
-        exchange=100_000,
-        exchange_row=18.0,
-    )
+    return KernelTable(**TABLES["h100"])
 
 
 def _tiled(queries: IntArray) -> IntArray:
