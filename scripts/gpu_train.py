@@ -3,11 +3,11 @@
 
 python scripts/gpu_train.py --gpus 2 --script ../Megatron-LM/pretrain_gpt.py --out out/gpu
 
-cp1 / cpN: same documents on 1 and on N GPUs, through the launcher; cpN-module: -m wlb_megatron.pretrain_gpt; dynN and dynN-cp:
-dynamic groups over all N (with CP=1 or N); *-plain: arrival order, per-sequence sharding, right document mask; stock-*: Megatron
-without the plugin, without a document mask (its windows hold as many tokens, its loss is of another task). Losses are
-compared with cp1's, or the first run's; times are medians of Megatron's own per-iteration times after --warm-up.
-Logs, CSV and table go to --out.
+cp1 / cpN: same documents on 1 and on N GPUs, through the launcher; cpN-module: -m wlb_megatron.pretrain_gpt; dynN and
+dynN-cp: dynamic groups over all N, with CP=1 or N; *-plain: arrival order, per-sequence sharding, right document mask;
+stock-*: Megatron without the plugin, without a document mask (its windows hold as many tokens, its loss is of another
+task). Losses are compared with cp1's, or the first run's; times are medians of Megatron's own per-iteration times
+after --warm-up. Logs, CSV and table go to --out.
 """
 
 from __future__ import annotations
