@@ -177,6 +177,9 @@ def plan_at_random(seed: int) -> None:
         def __init__(self, stage: Any, *_: Any) -> None:
             self.stage = stage
 
+        def start(self) -> None:
+            pass
+
         def plan(self, tokens: Any, *_: Any) -> Outcome:
             return Outcome(random_plan(tokens, self.stage, next(iterations)), GREEDY, 1, 1, 1, 1)
 

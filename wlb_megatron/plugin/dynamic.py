@@ -40,6 +40,9 @@ from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.workload.kernel_table import KernelTable
 
 SOURCES = (GREEDY, SOLVER, FIXED)
+SENDER = 0
+"""The rank that plans for all."""
+
 SPARE_PLANS = 2
 """Plans made and not asked for from which on the sender takes the time for a solver."""
 
@@ -59,7 +62,7 @@ class DynamicSettings:
     spare: Callable[[], bool]
     closing: Callable[[], bool]
     group: Any
-    sender: int = 0
+    sender: int = SENDER
 
 
 def training_plans(
@@ -78,10 +81,13 @@ def training_plans(
     stage = Stage.of(shards.cp_size, len(stage_ranks) // shards.cp_size, longest)
     tensor = args.tensor_model_parallel_size
     cost = group_cost(shards.table, token_ns(shards.table, config.quadratic_at), stage.sizes, tensor=tensor)
+    process = PlanProcess(stage, cost, shards.sharding, args.pipeline_model_parallel_size)
+    if dist.get_rank() == SENDER:
+        process.start()
     dynamic = DynamicSettings(
         sizes=cost.sizes,
         tables=cost.tables,
-        plan=PlanProcess(stage, cost, shards.sharding, args.pipeline_model_parallel_size).plan,
+        plan=process.plan,
         stage_rank=stage_ranks.index(dist.get_rank()),
         seconds=config.solver_seconds,
         spare=lambda: ahead().ready >= SPARE_PLANS,

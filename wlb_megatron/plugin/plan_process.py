@@ -20,24 +20,9 @@ class PlanProcess:
         self._child: subprocess.Popen[str] | None = None
         self._broken = False
 
-    def plan(self, tokens: list[int], fixed: StepPlan, seconds: float) -> Outcome:
-        """See dynamic.planner.plan_step. Planned here, greedily, where the child does not answer."""
-        if not self._broken:
-            try:
-                return read_outcome(self._ask(tell_iteration(tokens, fixed, seconds)))
-            except (OSError, ValueError) as error:
-                self._broken = True
-                print(
-                    f"WARNING: wlb_megatron: the planning process does not answer ({error}); groups are planned "
-                    "without a solver, by the training process",
-                    flush=True,
-                )
-        return plan_step(
-            tokens, self._stage, self._cost, fixed=fixed, sharding=self._sharding, pipeline=self._pipeline
-        )
-
-    def _ask(self, line: str) -> str:
-        if self._child is None:
+    def start(self) -> None:
+        """Start the child, ahead of the first plan. Says so where it cannot."""
+        try:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "wlb_megatron.dynamic"],
                 stdin=subprocess.PIPE,
@@ -45,11 +30,36 @@ class PlanProcess:
                 text=True,
             )
             self._write(tell_settings(self._stage, self._cost, self._sharding, self._pipeline))
+        except OSError as error:
+            self._give_up(error)
+
+    def plan(self, tokens: list[int], fixed: StepPlan, seconds: float) -> Outcome:
+        """See dynamic.planner.plan_step. Planned here, greedily, where the child does not answer."""
+        if self._child is None and not self._broken:
+            self.start()
+        if not self._broken:
+            try:
+                return read_outcome(self._ask(tell_iteration(tokens, fixed, seconds)))
+            except (OSError, ValueError) as error:
+                self._give_up(error)
+        return plan_step(
+            tokens, self._stage, self._cost, fixed=fixed, sharding=self._sharding, pipeline=self._pipeline
+        )
+
+    def _ask(self, line: str) -> str:
         self._write(line)
-        assert self._child.stdout is not None
+        assert self._child is not None and self._child.stdout is not None
         return self._child.stdout.readline()
 
     def _write(self, line: str) -> None:
         assert self._child is not None and self._child.stdin is not None
         self._child.stdin.write(line + "\n")
         self._child.stdin.flush()
+
+    def _give_up(self, error: Exception) -> None:
+        self._broken = True
+        print(
+            f"WARNING: wlb_megatron: the planning process does not answer ({error}); groups are planned without a "
+            "solver, by the training process",
+            flush=True,
+        )
