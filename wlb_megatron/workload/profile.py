@@ -144,11 +144,14 @@ def fingerprint(told: dict[str, Any]) -> str:
 
 
 def write_profile(path: Path, told: dict[str, Any]) -> None:
-    """Write a profile, whole or not at all."""
+    """Write a profile, whole or not at all; a line for each sample."""
     scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    parts = {**told, "fingerprint": fingerprint(told)}
+    samples = ",\n  ".join(map(json.dumps, parts.pop("samples")))
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in parts.items()]
     try:
         scratch.write_text(
-            json.dumps({**told, "fingerprint": fingerprint(told)}, indent=1) + "\n", encoding="utf-8"
+            "{\n" + ",\n".join([*lines, f' "samples": [\n  {samples}\n ]']) + "\n}\n", encoding="utf-8"
         )
         scratch.replace(path)
     except OSError as error:
