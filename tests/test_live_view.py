@@ -64,6 +64,18 @@ def test_the_log_line_puts_the_predicted_beside_the_measured_time() -> None:
     assert metrics.log_line(told(), None).endswith("| ms: 812.3, predicted 790.1")
     assert metrics.log_line(told(), 1.0278).endswith("predicted 790.1 (x 1.028 so far)")
     assert "predicted" not in metrics.log_line(told(predicted_ms=None), 1.0)
+    assert "| sharding: 3 hybrid, 1 per-document | ms" in metrics.log_line(
+        told(shardings={"hybrid": 3, "per-document": 1}), None
+    )
+
+
+def test_a_chosen_sharding_is_named_in_its_plan() -> None:
+    plans = [shard(lengths, 2, "adaptive") for lengths in ([4096] * 4, [65536])]
+    assert {plan.kind for plan in plans} <= {"hybrid", "per-document", "per-sequence"}
+    for plan in plans:
+        same = shard(plan.lengths, 2, plan.kind)
+        assert all((a == b).all() for a, b in zip(plan.ranks, same.ranks, strict=True))
+    assert shard([64], 2, "per-document").kind == ""
 
 
 def plan_of(grid: list[list[list[int]]]) -> IterationPlan:

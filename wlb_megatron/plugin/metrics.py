@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -76,6 +77,8 @@ def _report(figures: dict[str, Any]) -> None:
         for name, value in shown.items():
             if isinstance(value, int | float):
                 writer.add_scalar(name, value, iteration)
+        for kind, count in figures["shardings"].items():
+            writer.add_scalar(f"wlb/sharding-{kind}", count, iteration)
     if wandb:
         wandb.log(shown, iteration)
     if args.wlb_log:
@@ -91,6 +94,8 @@ def log_line(figures: dict[str, Any], scale: float | None) -> str:
         f"delayed documents: {figures['delayed']} | mean token delay: {figures['token_delay']:.3f} | "
         f"plan ms: {figures['plan_ms']:.2f} (waited {figures['plan_wait_ms']:.2f})"
     )
+    if figures.get("shardings"):
+        line += " | sharding: " + ", ".join(f"{n} {kind}" for kind, n in figures["shardings"].items())
     if figures["predicted_ms"] is None:
         return line
     line += f" | ms: {figures['measured_ms']:.1f}, predicted {figures['predicted_ms']:.1f}"
@@ -116,6 +121,7 @@ def step_figures(batches: Sequence[dict[str, Any]], quadratic_at: float) -> dict
         "plan_ms": planned[0].plan_seconds * 1e3,
         "micro_batch_tokens": [item.shard.tokens for item in planned],
         "micro_batch_work": [sum(share) for share in shares],
+        "shardings": dict(Counter(item.shard.kind for item in planned if item.shard.kind)),
         **_groups(planned),
     }
 

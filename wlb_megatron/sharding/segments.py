@@ -6,7 +6,7 @@ with a causal mask. Any way of cutting is a way of making segments, and one exec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -22,10 +22,12 @@ class ShardPlan:
     lengths: int64[n], tokens of each piece in packed order, the padding piece (if any) last.
     ranks: one int64[k, 3] per CP rank, rows (piece index, start, end), in the order in which the rank
         holds its tokens. No two rows of a rank touch (see `merge_touching`).
+    kind: how it was cut, where that was chosen for this micro-batch; for reports alone.
     """
 
     lengths: IntArray
     ranks: tuple[IntArray, ...]
+    kind: str = field(default="", compare=False)
 
     @property
     def cp_size(self) -> int:

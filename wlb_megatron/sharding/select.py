@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy.typing as npt
 
@@ -44,8 +45,10 @@ def shard_all(
     table = table or h100()
     by_sequence = deal(pieces, sequence_cuts(pieces, cp_size))
     mixed = [mix(plan.lengths, cp_size, table) for plan in by_document]
-    choices = [mixed, by_document, by_sequence] if kind == "hybrid" else [by_sequence, by_document, mixed]
-    times = predict_all([plan for plans in choices for plan in plans], table).max(axis=1)
+    choices = [("hybrid", mixed), ("per-document", by_document), ("per-sequence", by_sequence)]
+    if kind == "adaptive":
+        choices.reverse()
+    times = predict_all([plan for _, plans in choices for plan in plans], table).max(axis=1)
     # argmin takes the first of equals
     chosen = times.reshape(len(choices), -1).argmin(axis=0).tolist()
-    return [choices[choice][at] for at, choice in enumerate(chosen)]
+    return [replace(choices[choice][1][at], kind=choices[choice][0]) for at, choice in enumerate(chosen)]
