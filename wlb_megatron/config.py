@@ -99,7 +99,8 @@ class WlbConfig:
     )
     log: str | None = _setting(None, "append one JSON line per trained iteration to this file (path)")
     log_plans: bool = _setting(
-        False, "add the document lengths of every micro-batch to the lines of --wlb-log (1 KB for 200 documents)"
+        False,
+        "add the document lengths of every micro-batch to the lines of --wlb-log (1 KB for 200 documents)",
     )
     profile: str | None = _setting(
         None,
@@ -109,5 +110,7 @@ class WlbConfig:
     trace: str | None = _setting(
         None, "write one iteration's forwards and backwards on every rank there, for ui.perfetto.dev (path)"
     )
-    trace_iteration: int = _setting(10, "the iteration that --wlb-trace shows, 2 or later (iteration)", type=int)
+    trace_iteration: int = _setting(
+        10, "the iteration that --wlb-trace shows, 2 or later (iteration)", type=int
+    )
     off: bool = _setting(False, "leave Megatron untouched: the launcher then only runs the script")
