@@ -139,10 +139,10 @@ def attention_points(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
         copies = _copies(size, size, grid, model)
         if _flops(size * size * copies / 2, model) <= grid.most_flops:
             yield _segments("diagonal", diagonals=[(size, copies)])
-    yield from _held_out(grid, model)
     for documents in grid.documents:
         yield _segments("documents", diagonals=documents)
     yield from _shares(grid, model)
+    yield from _held_out(grid, model)
 
 
 def _held_out(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
