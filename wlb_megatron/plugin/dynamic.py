@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,8 @@ def training_plans(
         seconds=config.solver_seconds,
         spare=lambda: ahead().ready >= SPARE_PLANS,
         closing=lambda: ahead().closing,
-        group=dist.new_group(backend="gloo"),
+        # A rank may wait here as long as the sender saves a checkpoint or evaluates.
+        group=dist.new_group(backend="gloo", timeout=timedelta(days=2)),
     )
     return lambda: plan_groups(planner, shards, dynamic)
 
