@@ -66,7 +66,9 @@ def comparison_page(first: dict[str, Any], second: dict[str, Any], names: tuple[
     if not told:
         raise ValueError(f"{names[0]} and {names[1]} have no setting in common: compare runs of one command")
     assumed = [
-        r["assumptions"] | {k: r[k] for k in ("kernel_table", "lengths", "iterations", "seed")}
+        r["assumptions"]
+        | {k: r[k] for k in ("kernel_table", "lengths", "iterations", "seed")}
+        | {"profile": r.get("profile")}
         for r in (first, second)
     ]
     differ = [[k, str(v), str(assumed[1].get(k))] for k, v in assumed[0].items() if v != assumed[1].get(k)]
