@@ -158,7 +158,7 @@ def test_steps_outside_the_traced_iteration_are_called_as_they_are() -> None:
 def test_a_run_reports_predicted_and_measured_times_and_traces_an_iteration(
     corpus: Path, tmp_path: Path
 ) -> None:
-    model = ProfiledModel(hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, vocab=128)
+    model = ProfiledModel(hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, vocab=100)
     samples = made_samples()
     settings = {"model": asdict(model), "gpu": "a GPU", "processors": 1, "versions": {"torch": "2"}}
     profile, log, traced = (tmp_path / name for name in ("profile.json", "log.jsonl", "trace.json"))
@@ -186,6 +186,7 @@ def test_a_run_reports_predicted_and_measured_times_and_traces_an_iteration(
     )
     assert done.returncode == 0, failure(done)
     assert "planning and predicting by a GPU, torch 2" in done.stdout
+    assert "its vocabulary is 100, not 128" in done.stdout
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
     for row in rows:

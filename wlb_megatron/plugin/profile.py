@@ -36,12 +36,15 @@ def profile_of(args: Any) -> Profile | None:
 
 
 def told(profile: Profile, args: Any) -> str:
-    """What the job's log says of its profile: what it is of, and another GPU if this one is another."""
+    """What the job's log says of its profile: what it is of, and what of this job is unlike it."""
     line = f"planning and predicting by {profile.told()}"
     if args.distributed_backend == "nccl":
         here = torch.cuda.get_device_name(args.local_rank)
         if here != profile.device:
             line += f"; this GPU is another ({here}): its times are taken to be in proportion"
+    vocabulary = args.padded_vocab_size
+    if vocabulary and vocabulary != profile.model.vocab:
+        line += f"; its vocabulary is {profile.model.vocab:,}, not {vocabulary:,}: output and loss are predicted wrong"
     return line
 
 
