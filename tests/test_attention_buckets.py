@@ -111,7 +111,15 @@ def test_a_warm_up_calls_each_graph_forward_and_backward_and_again_where_recompu
         (False, None, Bucket(64, 2048, 5000)),
         (True, 9, Bucket(32, 7, 9)),
     ]
-    heads = {"heads": 2, "kv_heads": 1, "dim": 8, "v_dim": 8, "scale": 1.0, "dtype": torch.float32, "device": "cpu"}
+    heads = {
+        "heads": 2,
+        "kv_heads": 1,
+        "dim": 8,
+        "v_dim": 8,
+        "scale": 1.0,
+        "dtype": torch.float32,
+        "device": "cpu",
+    }
     for recompute in (False, True):
         kernels = Watched()
         assert warm_up(kernels, graphs, **heads, recompute=recompute) == 3
