@@ -63,11 +63,62 @@ GPU: tuple[Combination, ...] = (
 )
 """For two GPUs (NCCL, Transformer Engine, bf16)."""
 
+FOUR = "--num-layers 4"
+EIGHT = "--num-layers 8"
+RECOMPUTE = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+EP = "--expert-model-parallel-size 2"
+
 CPU: tuple[Combination, ...] = (
     Combination("TP2", 2, f"{TP} 2"),
-    Combination("CP2", 2, f"{CP} 2"),
+    Combination("TP2+SP", 2, f"{TP} 2 --sequence-parallel"),
     Combination("PP2", 2, f"{PP} 2"),
-    Combination("DP2 sharded", 2, OVERLAPS),
-    Combination("EP2", 2, "--expert-model-parallel-size 2", MOE),
+    Combination("PP4", 4, f"{PP} 4", FOUR),
+    Combination("CP2", 2, f"{CP} 2"),
+    Combination("CP4, hybrid sharding", 4, f"{CP} 4 --wlb-sharding hybrid"),
+    Combination("DP2", 2),
+    Combination("DP4", 4),
+    Combination("TP2xCP2+SP", 4, f"{TP} 2 {CP} 2 --sequence-parallel"),
+    Combination("TP2xPP2", 4, f"{TP} 2 {PP} 2 --sequence-parallel"),
+    Combination("CP2xPP2", 4, f"{CP} 2 {PP} 2"),
+    Combination("DP2xPP2, distributed optimizer", 4, f"{PP} 2 {OVERLAPS}"),
+    Combination("DP2xCP2, distributed optimizer", 4, f"{CP} 2 {OVERLAPS}"),
+    Combination("uneven PP2 (1 and 3 layers)", 2, f"{PP} 2 --decoder-first-pipeline-num-layers 1", FOUR),
+    Combination("tied embeddings, PP2", 2, f"{PP} 2", without="--untie-embeddings-and-output-weights"),
+    Combination("VPP2 on PP2", 2, VPP, FOUR),
+    Combination("VPP2 on PP2, no p2p overlap", 2, f"{VPP} --no-overlap-p2p-communication", FOUR),
+    Combination(
+        "VPP2 on PP2, overlap in warm-up and flush",
+        2,
+        f"{VPP} --overlap-p2p-communication-warmup-flush",
+        FOUR,
+    ),
+    Combination(
+        "VPP2 on PP2, groups of 4", 2, f"{VPP} --microbatch-group-size-per-virtual-pipeline-stage 4", FOUR
+    ),
+    Combination("VPP2 on PP4 = micro-batches", 4, VPP.replace(" 2 ", " 4 ", 1), EIGHT),
+    Combination("VPP2 on PP2, CP2", 4, f"{VPP} {CP} 2", FOUR),
+    Combination("VPP2 on PP2, DP2, distributed optimizer", 4, f"{VPP} {OVERLAPS}", FOUR),
+    Combination("distributed optimizer, DP2, overlaps", 2, OVERLAPS),
+    Combination("distributed optimizer, context of 1", 1, OVERLAPS),
+    Combination("full recompute uniform, CP2", 2, f"{CP} 2 {RECOMPUTE} uniform"),
+    Combination("full recompute block, PP2", 2, f"{PP} 2 {RECOMPUTE} block", FOUR),
+    Combination("selective recompute, TP2", 2, f"{TP} 2 --recompute-granularity selective"),
+    Combination("EP2", 2, EP, MOE),
+    Combination("EP2, shared experts", 2, EP, f"{MOE} --moe-shared-expert-intermediate-size 64"),
+    Combination("EP2xTP2+SP", 4, f"{EP} {TP} 2 --sequence-parallel", MOE),
+    Combination("MoE, CP2", 2, f"{CP} 2", MOE),
+    Combination("EP2xPP2, distributed optimizer", 4, f"{EP} {PP} 2 {OVERLAPS}", MOE),
+    Combination("qk-norm, LayerNorm, CP2", 2, f"{CP} 2", "--qk-layernorm --normalization LayerNorm"),
+    Combination(
+        "MHA, GELU, biases, TP2",
+        2,
+        f"{TP} 2",
+        without="--group-query-attention --swiglu --disable-bias-linear",
+    ),
+    Combination("MQA, CP2", 2, f"{CP} 2", "--num-query-groups 1"),
+    Combination("half rotary, base 1000, CP2", 2, f"{CP} 2", "--rotary-percent 0.5 --rotary-base 1000"),
+    Combination("interleaved rotary, CP2", 2, f"{CP} 2", "--rotary-interleaved"),
+    Combination("evaluation inside, PP2", 2, f"{PP} 2 --eval-iters 1 --eval-interval 1"),
+    Combination("evaluation inside, VPP2 on PP2", 2, f"{VPP} --eval-iters 1 --eval-interval 1", FOUR),
 )
 """For CPUs (gloo, fp32)."""

@@ -83,9 +83,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "token counts are not aligned to FP4's scaling blocks; train in FP8 or bf16",
     ),
     Refusal(
-        lambda a, c: (_get(a, "virtual_pipeline_model_parallel_size") or 1) > 1,
-        "--num-layers-per-virtual-pipeline-stage / --num-virtual-stages-per-pipeline-rank",
-        "the interleaved schedule's shape order is not replayed yet; use plain 1F1B",
+        lambda a, c: _get(a, "overlap_moe_expert_parallel_comm"),
+        "--overlap-moe-expert-parallel-comm",
+        "its schedule splits the forward into parts that the plugin does not hand out; drop it",
     ),
     Refusal(
         lambda a, c: _get(a, "hybrid_context_parallel") or _get(a, "dynamic_context_parallel"),

@@ -106,6 +106,7 @@ class _DatasetProvider:
 
     def __init__(self, theirs: Callable[..., Any]) -> None:
         self._theirs = theirs
+        self._ours: Callable[..., Any] | None = None  # one for all model chunks of a virtual pipeline
 
     @property
     def is_distributed(self) -> bool:
@@ -116,7 +117,7 @@ class _DatasetProvider:
         if _sources is not None:
             from wlb_megatron.plugin.provider import make_provider
 
-            provider = make_provider(_sources)
+            provider = self._ours = self._ours or make_provider(_sources)
         stage = {} if vp_stage is None else {"vp_stage": vp_stage}
         return provider(train_valid_test_num_samples, **stage)
 

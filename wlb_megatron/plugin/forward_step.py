@@ -34,8 +34,8 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         )
         group = process_group(planned.group)
         params = packed_seq_params(batch["attention"], batch["layout"].cp_rank, group=group)
-        # Evaluation and rehearsal are not part of a training step's FLOPs.
-        if torch.is_grad_enabled() and planned.iteration != REHEARSAL:
+        # Evaluation and rehearsal are not part of a training step's FLOPs; a stage's chunks count once.
+        if torch.is_grad_enabled() and planned.iteration != REHEARSAL and not _chunk(model):
             count_segments(batch["bounds"])
     timers("batch-generator").stop()
     with stimer:
@@ -43,6 +43,13 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
             tokens, position_ids, None, labels=labels, loss_mask=loss_mask, packed_seq_params=params
         )
     return output, partial(sum_of_losses if planned.iteration == REHEARSAL else loss_per_token, loss_mask)
+
+
+def _chunk(model: Any) -> int:
+    """Which of its pipeline stage's model chunks this is; 0 without a virtual pipeline."""
+    while hasattr(model, "module"):  # DDP and mixed precision wrap it
+        model = model.module
+    return getattr(model, "vp_stage", None) or 0
 
 
 def sum_of_losses(

@@ -1,9 +1,10 @@
 """Activation shapes of a pipeline step, known on every stage from the plan.
 
 Megatron's `variable_seq_lengths` exchanges the shape before each transfer and then synchronises the device.
-Every stage draws the same micro-batches here, so it knows all shapes before the step: 1F1B receives forward
-activations of micro-batches 0, 1, .. in order, and gradients in the same order. The queues are made anew at
-every forward_backward call (train, rerun) and never carried over.
+Every stage draws the same micro-batches here, so it knows all shapes before the step. Transfers of one direction
+between two stages arrive in the order in which they are sent, whatever overlaps with what; so a stage's queue to
+receive is its neighbour's queue to send. The queues are made anew at every forward_backward call (train, evaluation,
+rerun) and never carried over.
 """
 
 from __future__ import annotations
@@ -14,21 +15,48 @@ from typing import Any
 Shape = tuple[int, int, int]
 
 
-class ShapeQueue:
-    """Shapes of one step by direction; each counter walks the micro-batches in schedule order."""
+def transfer_orders(
+    micro_batches: int, stage: int, stages: int, chunks: int = 1, group: int = 1
+) -> dict[str, list[int]]:
+    """The micro-batch of each transfer of a step, by direction, on one pipeline stage (1F1B or interleaved).
 
-    def __init__(self, shapes: Sequence[Shape]) -> None:
-        self._shapes = tuple(shapes)
-        self._next = {"receive forward": 0, "receive backward": 0, "send forward": 0, "send backward": 0}
+    chunks: model chunks a stage. group: consecutive micro-batches that pass one chunk before the next chunk's turn
+    (--microbatch-group-size-per-virtual-pipeline-stage). The last stage hands activations of all but its last chunk
+    on to the first stage. 2 stages of 2 chunks, group 2, 3 micro-batches: every stage's forwards are of micro-batches
+    0 1 | 0 1 | 2 | 2, by turns of chunk 0 and 1; the last stage sends 0 1 2, after its chunk 0, the first sends all.
+    Backwards go the same way, through the chunks in reverse order. (Megatron's get_schedule_table.)
+    """
+    table = [
+        (index, chunk)
+        for first in range(0, micro_batches, group)
+        for chunk in range(chunks)
+        for index in range(first, min(first + group, micro_batches))
+    ]
+    through = [index for index, _ in table]
+    wrapped = [index for index, chunk in table if chunk < chunks - 1]
+    is_first, is_last = stage == 0, stage == stages - 1
+    return {
+        "send forward": wrapped if is_last else through,
+        "receive forward": wrapped if is_first else through,
+        "send backward": wrapped if is_first else through,
+        "receive backward": wrapped if is_last else through,
+    }
+
+
+class ShapeQueue:
+    """Shapes of one step by direction, in the schedule's order."""
+
+    def __init__(self, shapes: Sequence[Shape], orders: dict[str, list[int]]) -> None:
+        self._shapes = {way: [shapes[index] for index in order] for way, order in orders.items()}
+        self._next = dict.fromkeys(orders, 0)
 
     def take(self, direction: str) -> Shape:
         index = self._next[direction]
-        if index >= len(self._shapes):
-            raise RuntimeError(
-                f"pipeline transfer {index} ({direction}), but the step has {len(self._shapes)} micro-batches"
-            )
+        shapes = self._shapes[direction]
+        if index >= len(shapes):
+            raise RuntimeError(f"pipeline transfer {index} ({direction}), but the step has {len(shapes)}")
         self._next[direction] = index + 1
-        return self._shapes[index]
+        return shapes[index]
 
     def check(self, direction: str, tensor: Any) -> None:
         """Raise unless a tensor to be sent has the planned shape (compared on the host)."""
@@ -68,21 +96,39 @@ def wrap_get_forward_backward_func(original: Callable[..., Any]) -> Callable[...
     return get_forward_backward_func
 
 
+def _orders(micro_batches: int, model: Any, chunks: int) -> dict[str, list[int]]:
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_model_config
+
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    if chunks == 1:
+        return transfer_orders(micro_batches, stage, stages)
+    group = get_model_config(model[0]).microbatch_group_size_per_vp_stage
+    return transfer_orders(micro_batches, stage, stages, chunks, group)
+
+
 def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*, data_iterator: Any, num_microbatches: int, **kwargs: Any) -> Any:
         from wlb_megatron.plugin import data
         from wlb_megatron.plugin.rehearsal import rehearse
 
-        source = data.planned_iterator(data_iterator)
+        # Model chunks of a stage have an iterator each, all the plugin's same one.
+        first = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+        source = data.planned_iterator(first)
         if source is None:
             return forward_backward(data_iterator=data_iterator, num_microbatches=num_microbatches, **kwargs)
 
         def step(batches: Sequence[Any]) -> Any:
             global _current
-            _current = ShapeQueue([data.activation_shape(batch) for batch in batches])
+            model = kwargs["model"]
+            chunks = len(model) if isinstance(model, list) else 1
+            shapes = [data.activation_shape(batch) for batch in batches]
+            _current = ShapeQueue(shapes, _orders(len(batches), model, chunks))
+            drawn = [_drawn(batches) for _ in range(chunks)]
             try:
                 return forward_backward(
-                    data_iterator=_drawn(batches), num_microbatches=len(batches), **kwargs
+                    data_iterator=drawn if chunks > 1 else drawn[0], num_microbatches=len(batches), **kwargs
                 )
             finally:
                 _current = None
@@ -91,7 +137,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         longest = source.take_rehearsal() if training else None
         if longest is not None:
             rehearse(lambda: step([longest] * num_microbatches), kwargs["model"], longest)
-        batches = data.draw_step(data_iterator, num_microbatches)
+        batches = data.draw_step(first, num_microbatches)
         result = step(batches)
         if training:
             source.after_step(batches)

@@ -27,11 +27,17 @@ PLANS_AHEAD = 4
 
 
 def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, Any]]:
-    """train_valid_test_datasets_provider over the sources' plans."""
+    """train_valid_test_datasets_provider over the sources' plans.
+
+    Asked for each model chunk of a virtual pipeline, it gives the same iterators: micro-batches are drawn once a step.
+    """
+    made: list[tuple[Any, Any, Any]] = []
 
     def provider(train_valid_test_num_samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         from megatron.training import get_args, print_rank_0
 
+        if vp_stage:
+            return made[0]
         args = get_args()
         train = sources["train"]
         restore(train, args)
@@ -43,11 +49,14 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
         profile = profile_of(args)
         if profile is not None:
             print_rank_0(f"> wlb_megatron: {told(profile, args)}")
-        return (
-            _training(train, args),
-            _evaluation(sources.get("valid"), args),
-            _evaluation(sources.get("test"), args),
-        )
+        made[:] = [
+            (
+                _training(train, args),
+                _evaluation(sources.get("valid"), args),
+                _evaluation(sources.get("test"), args),
+            )
+        ]
+        return made[0]
 
     provider.is_distributed = True  # type: ignore[attr-defined]
     return provider
