@@ -39,7 +39,6 @@ GPU: tuple[Combination, ...] = (
     Combination("PP2", 2, f"{PP} 2"),
     Combination("PP2, tied embeddings", 2, f"{PP} 2", without="--untie-embeddings-and-output-weights"),
     Combination("VPP2 on PP2", 2, VPP),
-    Combination("VPP2 on PP2, no p2p overlap", 2, f"{VPP} --no-overlap-p2p-communication"),
     Combination("DP2, distributed optimizer, overlaps", 2, OVERLAPS),
     Combination("CP2, distributed optimizer, overlaps", 2, f"{CP} 2 {OVERLAPS}"),
     Combination("EP2, MoE alltoall", 2, "--expert-model-parallel-size 2", MOE),
@@ -85,7 +84,12 @@ CPU: tuple[Combination, ...] = (
     Combination("uneven PP2 (1 and 3 layers)", 2, f"{PP} 2 --decoder-first-pipeline-num-layers 1", FOUR),
     Combination("tied embeddings, PP2", 2, f"{PP} 2", without="--untie-embeddings-and-output-weights"),
     Combination("VPP2 on PP2", 2, VPP, FOUR),
-    Combination("VPP2 on PP2, no p2p overlap", 2, f"{VPP} --no-overlap-p2p-communication", FOUR),
+    Combination(
+        "VPP2 on PP4, no p2p overlap",
+        4,
+        VPP.replace(" 2 ", " 4 ", 1) + " --no-overlap-p2p-communication",
+        EIGHT,
+    ),
     Combination(
         "VPP2 on PP2, overlap in warm-up and flush",
         2,

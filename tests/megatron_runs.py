@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -125,6 +126,9 @@ def launch(
         try:
             output, errors = job.communicate(timeout=timeout)
         except BaseException:
+            job.terminate()  # torch.distributed.run then ends its workers, which are not of its process group
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.communicate(timeout=40)
             os.killpg(job.pid, signal.SIGKILL)
             raise
     return subprocess.CompletedProcess(command, job.returncode, output, errors)

@@ -7,6 +7,7 @@ weights are a function of a parameter's global name alone, so that every layout 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import zlib
@@ -93,6 +94,16 @@ def with_known_weights(chunks: list[Any]) -> list[Any]:
     return chunks
 
 
+def journal(path: Path) -> None:
+    """Append the iteration's documents and losses, to the last bit, as one line that a kill cannot split unseen."""
+    iteration = seen["documents"][-1][0]
+    micro_batches = [pieces for number, _, pieces, _ in seen["documents"] if number == iteration]
+    losses = [[loss.hex(), count] for loss, count in seen["losses"][-len(micro_batches) :]]
+    line = json.dumps({"iteration": iteration, "documents": micro_batches, "losses": losses})
+    with open(f"{path}.{torch.distributed.get_rank()}", "a", encoding="utf-8") as lines:
+        lines.write(line + "\n")
+
+
 def gather_gradients(chunks: list[Any]) -> None:
     """With the distributed optimizer each rank holds its share of the reduced gradients: bring the others' here."""
     if not get_args().use_distributed_optimizer:
@@ -156,6 +167,8 @@ def watch() -> None:
                 "etp": parallel_state.get_expert_tensor_parallel_rank(),
             }
         torch.save(seen, OUT / f"rank{torch.distributed.get_rank()}.pt")
+        if "WORKER_JOURNAL" in os.environ:
+            journal(Path(os.environ["WORKER_JOURNAL"]))
         return result
 
     spec.prepare_model = prepare_with_known_weights

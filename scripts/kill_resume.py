@@ -1,0 +1,205 @@
+#!/usr/bin/env python3
+"""Kill a real CPU run with SIGKILL at random moments, resume it each time, and compare with the uninterrupted run.
+
+python scripts/kill_resume.py 50 [--seed 0] [--processes 1] [--flags "--async-save"]
+
+Every rank notes the documents and losses (to the last bit) of each iteration it trains, also of those that a kill
+makes it train again. All notes of an iteration must be equal, and equal to the uninterrupted run's. Moments: while
+it starts, between iterations, in a save. Exits 1 at the first difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+import megatron_runs as runs  # noqa: E402
+
+ITERATIONS = 40
+FLAGS = [
+    "--global-batch-size",
+    "4",
+    "--train-iters",
+    str(ITERATIONS),
+    "--save-interval",
+    "2",
+    "--wlb-rehearsal",
+    "never",
+]
+
+
+class Job:
+    """A run in `folder`: started, killed, resumed from its own checkpoints."""
+
+    def __init__(self, folder: Path, corpus: Path, processes: int, flags: list[str]) -> None:
+        self.folder, self._corpus, self._processes, self._flags = folder, corpus, processes, flags
+        folder.mkdir(parents=True)
+        self.journal = folder / "journal"
+
+    def start(self) -> list[subprocess.Popen[bytes]]:
+        """All ranks, each with the processes that it starts in a process group of its own, without a launcher."""
+        checkpoints, port = str(self.folder / "checkpoints"), str(runs.free_port())
+        command = [
+            *(sys.executable, str(ROOT / "tests" / "megatron_worker.py"), *runs.flags(), *FLAGS),
+            *("--data-path", str(self._corpus), "--save", checkpoints, "--load", checkpoints, *self._flags),
+        ]
+        environment = {
+            **runs.cpu_environment(),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "WORLD_SIZE": str(self._processes),
+            "WORKER_OUT": str(self.folder),
+            "WORKER_JOURNAL": str(self.journal),
+            "NCCL_ALGO": "Ring",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        }
+        with (self.folder / "log").open("ab") as log:
+            return [
+                subprocess.Popen(
+                    command,
+                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                for rank in range(self._processes)
+            ]
+
+    def failed(self) -> SystemExit:
+        text = (self.folder / "log").read_text(encoding="utf-8", errors="replace")
+        return SystemExit(f"{text[-3000:]}\nthe run failed")
+
+    def trained(self) -> int:
+        """Iterations noted so far by the first rank, those trained again included."""
+        path = Path(f"{self.journal}.0")
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def notes(self) -> dict[tuple[int, int], list[Any]]:
+        """By rank and iteration, every note made of it. A line cut by the kill is left out."""
+        found: dict[tuple[int, int], list[Any]] = {}
+        for rank in range(self._processes):
+            for line in Path(f"{self.journal}.{rank}").read_text(encoding="utf-8").splitlines():
+                try:
+                    note = json.loads(line)
+                except ValueError:
+                    continue
+                found.setdefault((rank, note.pop("iteration")), []).append(note)
+        return found
+
+
+def kill(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """SIGKILL to every rank and what it started."""
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
+    for rank in ranks:
+        rank.wait()
+
+
+def finish(job: Job, seconds: float = 200) -> None:
+    """Run the job to its end."""
+    ranks = job.start()
+    deadline = time.monotonic() + seconds
+    try:
+        statuses = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
+    finally:
+        kill(ranks)
+    if any(statuses):
+        raise job.failed()
+
+
+def kill_once(job: Job, moment: random.Random) -> str:
+    """Start or resume the job and kill it; says when."""
+    before = job.trained()
+    ranks = job.start()
+    if moment.random() < 0.2:  # while it starts
+        patience, more = moment.uniform(0, 8), 10**9
+    else:
+        patience, more = 60.0, moment.randint(1, 6)
+    deadline = time.monotonic() + patience
+    while (
+        time.monotonic() < deadline
+        and job.trained() < before + more
+        and all(rank.poll() is None for rank in ranks)
+    ):
+        time.sleep(0.002)
+    if more < 10**9:
+        time.sleep(moment.uniform(0, 0.3))
+    statuses = [rank.poll() for rank in ranks]
+    kill(ranks)
+    if any(statuses):
+        raise job.failed()
+    told = f"after {job.trained() - before} iterations"
+    return told + (" (it was done)" if 0 in statuses else "")
+
+
+def compare(job: Job, expected: dict[tuple[int, int], list[Any]]) -> str:
+    """Compares every note with the uninterrupted run's. SystemExit if one differs."""
+    notes, again = job.notes(), 0
+    for place, found in sorted(notes.items()):
+        again += len(found) - 1
+        for note in found:
+            if note != expected[place][0]:
+                raise SystemExit(
+                    f"rank {place[0]}, iteration {place[1]} differs:\n{note}\n{expected[place][0]}"
+                )
+    total = sum(len(found) for found in notes.values())
+    return f"{total} notes equal, {again} of them of iterations trained again"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kills", type=int, nargs="?", default=50)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--flags", default="", help="further flags of the run")
+    options = parser.parse_args()
+    moment, flags = random.Random(options.seed), options.flags.split()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        runs.write_corpus(folder / "corpus", runs.LENGTHS * 3)
+        whole = Job(folder / "whole", folder / "corpus", options.processes, flags)
+        finish(whole)
+        expected = whole.notes()
+        if len(expected) != ITERATIONS * options.processes:
+            raise SystemExit(f"the uninterrupted run noted {len(expected)} iterations")
+        job, killed = Job(folder / "killed", folder / "corpus", options.processes, flags), 0
+        while killed < options.kills:
+            told = kill_once(job, moment)
+            killed += "done" not in told
+            print(f"kill {killed}: {told}", flush=True)
+            if "done" in told:
+                print(
+                    compare(job, expected),
+                    flush=True,
+                )
+                shutil.rmtree(job.folder)
+                job = Job(folder / "killed", folder / "corpus", options.processes, flags)
+        finish(job)
+        notes = job.notes()
+        missing = sorted(expected.keys() - notes.keys())
+        if missing:
+            raise SystemExit(f"never trained (rank, iteration): {missing}")
+        print(compare(job, expected))
+        print(
+            f"{options.kills} kills, each resumed: documents and losses equal the uninterrupted run's, bit for bit"
+        )
+
+
+if __name__ == "__main__":
+    main()
