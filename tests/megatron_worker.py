@@ -6,6 +6,7 @@ weights are a function of a parameter's global name alone, so that every layout 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -177,6 +178,24 @@ def watch() -> None:
     training.finalize_model_grads = finalize_and_save
 
 
+def norms_for_sequence_parallelism() -> None:
+    """Megatron's norms without Transformer Engine refuse sequence parallelism, for want of one mark: their weights'
+    gradients are of a rank's tokens, to be summed over tensor-parallel ranks."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    make = WrappedTorchNorm.__new__
+
+    def marked(cls: Any, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = make(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = marked
+
+
 def plan_at_random(seed: int) -> None:
     """Dynamic groups by chance: what trains must not depend on the plan."""
     from random_groups import random_plan
@@ -201,6 +220,7 @@ def plan_at_random(seed: int) -> None:
 
 if __name__ == "__main__":
     watch()
+    norms_for_sequence_parallelism()
     if "WORKER_RANDOM_GROUPS" in os.environ:
         plan_at_random(int(os.environ["WORKER_RANDOM_GROUPS"]))
     pretrain_gpt.main()

@@ -86,7 +86,7 @@ REFUSED = {
     "hybrid_layer_pattern": "M*",
     "fp8_dot_product_attention": True,
     "fp4": "e2m1",
-    "virtual_pipeline_model_parallel_size": 2,
+    "overlap_moe_expert_parallel_comm": True,
     "hybrid_context_parallel": True,
     "dataloader_inter_document_masking": True,
     "reset_position_ids": True,

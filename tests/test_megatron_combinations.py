@@ -1,0 +1,92 @@
+"""Pipelines of several chunks a stage, experts and sharded optimizers equal the single process; shapes in their order.
+
+A few rows of the table in megatron_combinations.py; scripts/check_combinations.py runs all of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_combinations import CPU
+from megatron_runs import MACHINE, MODEL, TRAINING, differences, train
+
+from wlb_megatron.plugin.pipeline_shapes import ShapeQueue, transfer_orders
+
+ROWS = {row.name: row for row in CPU}
+ITERATIONS = 2
+
+
+def run(name: str, corpus: Path, out: Path, *, alone: bool) -> list[dict[str, Any]]:
+    row = ROWS[name]
+    base = [flag for part in (MODEL, MACHINE, TRAINING) for flag in part.split()]
+    arguments = [*base, *row.model.split(), "--data-path", str(corpus), "--global-batch-size", "4"]
+    arguments += ["--train-iters", str(ITERATIONS)]
+    return train(arguments + ([] if alone else row.flags.split()), 1 if alone else row.processes, out)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("name", ["VPP2 on PP2, DP2, distributed optimizer", "EP2xTP2+SP"])
+def test_a_row_of_the_table_equals_the_single_process(name: str, corpus: Path, tmp_path: Path) -> None:
+    single = run(name, corpus, tmp_path / "single", alone=True)
+    loss, gradient, parameter = differences(
+        single, run(name, corpus, tmp_path / "ranks", alone=False), ITERATIONS
+    )
+    assert loss <= 1e-6
+    assert gradient <= 1e-5, parameter
+
+
+@pytest.mark.megatron
+def test_a_virtual_pipeline_of_as_many_micro_batches_as_stages_does_not_hang(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """Four stages of two chunks: every micro-batch is in the warm-up, activations wrap from the last to the first."""
+    name = "VPP2 on PP4 = micro-batches"
+    single = run(name, corpus, tmp_path / "single", alone=True)
+    loss, gradient, parameter = differences(
+        single, run(name, corpus, tmp_path / "ranks", alone=False), ITERATIONS
+    )
+    assert loss <= 1e-6
+    assert gradient <= 1e-5, parameter
+
+
+@pytest.mark.parametrize("micro_batches", [4, 6, 8])
+@pytest.mark.parametrize(("stages", "chunks", "group"), [(2, 1, 1), (2, 2, 2), (4, 2, 4), (2, 3, 4)])
+def test_the_order_is_that_of_megatrons_schedule_table(
+    micro_batches: int, stages: int, chunks: int, group: int
+) -> None:
+    """Every stage runs Megatron's table; walking it as a pipeline gives what passes between neighbours."""
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+    table = (
+        get_schedule_table(micro_batches, chunks, group)
+        if chunks > 1
+        else [(i, 0) for i in range(micro_batches)]
+    )
+    forward = defaultdict(deque)
+    for stage in range(stages):
+        for index, chunk in table:
+            if (stage, chunk) != (stages - 1, chunks - 1):
+                forward[(stage + 1) % stages].append(index)
+    for stage in range(stages):
+        orders = transfer_orders(micro_batches, stage, stages, chunks, group)
+        following = transfer_orders(micro_batches, (stage + 1) % stages, stages, chunks, group)
+        assert orders["send forward"] == following["receive forward"]
+        assert orders["receive backward"] == following["send backward"]
+        assert orders["receive forward"] == list(forward[stage])
+
+
+def test_a_tensor_of_another_shape_than_planned_is_an_error_on_the_host() -> None:
+    """E3: 2 stages of 2 chunks, the last stage sends its first chunk's outputs back to the first stage."""
+
+    class Tensor:
+        shape = (24, 1, 8)
+
+    queue = ShapeQueue([(24, 1, 8), (40, 1, 8)], transfer_orders(2, stage=1, stages=2, chunks=2, group=2))
+    queue.check("send forward", Tensor())
+    with pytest.raises(RuntimeError, match="planned"):
+        queue.check("send forward", Tensor())
+    with pytest.raises(RuntimeError, match="but the step has 2"):
+        queue.check("send forward", Tensor())
