@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -86,20 +87,20 @@ def test_a_changed_cost_of_work_is_refused_with_the_flag(corpus: Path, stopped: 
     assert "--wlb-quadratic-at was" in done.stderr
 
 
-def test_evaluation_twice_sees_the_same_documents_and_does_not_advancetrained(
+def test_evaluation_twice_sees_the_same_documents_and_does_not_advance_training(
     corpus: Path, whole: Any, tmp_path: Path
 ) -> None:
-    """E9: --eval-iters 0 trains the same documents in the same order, and equal weights evaluate equally."""
+    """E9: --eval-iters 0 trains the same documents in the same order, and equal weights evaluate equally; F2: at
+    CP=2 as at CP=1."""
     plain = [flag for flag in RUN if flag not in ("--eval-iters", "2", "--eval-interval")]
     ranks = train([*flags(context=2), *plain, "--data-path", str(corpus)], 2, tmp_path / "out")
     assert trained(ranks) == trained(whole)
-    frozen = [*flags(context=2), *RUN, "--data-path", str(corpus), "--lr", "0", "--min-lr", "0"]
-    done = launch(frozen, 2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    values = [
-        line.split("lm loss value:")[1].split()[0]
-        for line in done.stdout.splitlines()
-        if "lm loss value" in line
-    ]
-    assert len(values) >= 2 and len(set(values[:2])) == 1
-    assert len(logged_losses(done.stdout)) == 4
+    values = []
+    for context in (2, 1):
+        frozen = [*flags(context=context), *RUN, "--data-path", str(corpus), "--lr", "0", "--min-lr", "0"]
+        done = launch(frozen, context, out=tmp_path / f"cp{context}")  # known weights
+        assert done.returncode == 0, done.stderr[-3000:]
+        values.append(re.findall(r"lm loss value: (\S+)", done.stdout))
+        assert len(values[-1]) >= 2 and len(set(values[-1][:2])) == 1
+        assert len(logged_losses(done.stdout)) == 4
+    assert float(values[0][0]) == pytest.approx(float(values[1][0]), rel=1e-6)
