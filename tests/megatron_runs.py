@@ -203,14 +203,18 @@ def whole_gradients(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
             expert = EXPERT in name  # experts are spread over data- and context-parallel ranks
             if expert or not (place["cp"] or place["dp"]):
                 parts.setdefault(name, {})[place["etp" if expert else "tp"]] = (gradient, dim)
-    return {name: _join(name, [by_rank[r] for r in sorted(by_rank)]) for name, by_rank in parts.items()}
+    gated = ranks[0]["place"]["gated"]
+    return {
+        name: _join([by_rank[r] for r in sorted(by_rank)], gated and "linear_fc1" in name)
+        for name, by_rank in parts.items()
+    }
 
 
-def _join(name: str, parts: list[tuple[torch.Tensor, int | None]]) -> torch.Tensor:
+def _join(parts: list[tuple[torch.Tensor, int | None]], gated: bool) -> torch.Tensor:
     dim = parts[0][1]
     tensors = [tensor for tensor, _ in parts]
     if dim is None:
         return tensors[0]
-    if "linear_fc1" in name:
+    if gated:
         return torch.cat([torch.cat([t.chunk(2, dim)[half] for t in tensors], dim) for half in (0, 1)], dim)
     return torch.cat(tensors, dim)

@@ -87,7 +87,7 @@ def with_known_weights(chunks: list[Any]) -> list[Any]:
             if "norm" in name:
                 full = 1 + 0.1 * full
             if dim is not None:
-                if "linear_fc1" in name:  # gate and up are cut each: [gate_r; up_r]
+                if "linear_fc1" in name and get_args().swiglu:  # gate and up are cut each: [gate_r; up_r]
                     full = torch.cat([half.chunk(size, dim)[rank] for half in full.chunk(2, dim)], dim)
                 else:
                     full = full.chunk(size, dim)[rank]
@@ -165,6 +165,7 @@ def watch() -> None:
                 "cp": parallel_state.get_context_parallel_rank(),
                 "dp": parallel_state.get_data_parallel_rank(),
                 "pp": parallel_state.get_pipeline_model_parallel_rank(),
+                "gated": get_args().swiglu,
                 "etp": parallel_state.get_expert_tensor_parallel_rank(),
             }
         torch.save(seen, OUT / f"rank{torch.distributed.get_rank()}.pt")

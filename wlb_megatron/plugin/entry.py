@@ -8,10 +8,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from wlb_megatron.arguments import add_arguments, config_from_args
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin import source as sources
 from wlb_megatron.plugin import versions
 from wlb_megatron.plugin.batch_sizes import ramp_as_steps
@@ -157,9 +159,9 @@ def wrap_compile_helpers(original: Callable[..., Any]) -> Callable[..., Any]:
 def _take_over(args: Any) -> None:
     global _sources
     versions.check_transformer_engine(args.transformer_impl)
-    config = sources.complete(args, config_from_args(args))
-    refuse_unsupported(args, config)
     try:
+        config = sources.complete(args, config_from_args(args))
+        refuse_unsupported(args, config)
         if (steps := ramp_as_steps(args)) is not None:
             _set(
                 args,
@@ -170,7 +172,7 @@ def _take_over(args: Any) -> None:
         config = fit_to_memory(args, config, sources.token_alignment(args))
         _sources = sources.open_sources(args, config)
     except ValueError as error:  # WlbErrors, and settings that do not fit together
-        raise Refused(f"wlb_megatron: {error}") from None
+        raise Refused(f"wlb_megatron: {_naming_the_flag(str(error))}") from None
     args.wlb_quadratic_at = config.quadratic_at
     _set(
         args,
@@ -187,6 +189,15 @@ def _take_over(args: Any) -> None:
         args.moe_token_dispatcher_type = (
             "alltoall"  # asked of every model with variable lengths; no experts here
         )
+
+
+def _naming_the_flag(message: str) -> str:
+    """A message that begins with a setting's name, with the flag instead."""
+    name, *rest = message.split(" ", 1)
+    name = {"per_document": "document_cost"}.get(name, name)
+    if name not in {setting.name for setting in fields(WlbConfig)}:
+        return message
+    return " ".join(["--wlb-" + name.replace("_", "-"), *rest])
 
 
 def _refuse(line: str) -> None:

@@ -1,0 +1,45 @@
+"""What a user reads for each of the command lines on stdin (JSON: a list of lists of flags); JSON on stdout.
+
+Megatron's own parser and validation with the plugin's hooks, in one process, without starting a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import traceback
+
+from wlb_megatron.plugin import hooks
+
+
+def told(arguments: list[str], world: int) -> str:
+    """What the command says at its end (of a parser's usage the last line), or "accepted"."""
+    from megatron.training import arguments as megatron
+
+    os.environ |= {"WORLD_SIZE": str(world), "RANK": "0", "LOCAL_RANK": "0"}
+    sys.argv = ["pretrain_gpt.py", *arguments]
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+            megatron.validate_args(megatron.parse_args(None, False), {})
+    except SystemExit as refused:
+        if isinstance(refused.code, str):
+            return refused.code
+        return (
+            errors.getvalue().strip().splitlines()[-1]
+            if errors.getvalue().strip()
+            else f"exit {refused.code}"
+        )
+    except Exception:
+        return "Traceback: " + traceback.format_exc().strip().splitlines()[-1]
+    return "accepted"
+
+
+if __name__ == "__main__":
+    hooks.install()
+    cases = json.load(sys.stdin)
+    lines = [told(case["flags"], case["world"]) for case in cases]
+    json.dump(lines, sys.stdout)

@@ -1,0 +1,134 @@
+"""Wrong flags and broken inputs through Megatron's own parser: each gets its line, none a stack, none a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron_runs import ROOT, cpu_environment, flags, rewrite_corpus
+
+MOE = "--num-experts 4 --moe-router-topk 2"
+WRONG: dict[str, str] = {
+    # Flags that the plugin refuses, with the cure.
+    "--micro-batch-size 2": "set --micro-batch-size 1",
+    "--eval-micro-batch-size 2": "a micro-batch is one packed sequence",
+    "--reset-position-ids": "drop them",
+    "--reset-attention-mask": "drop them",
+    "--eod-mask-loss": "already predicts nothing",
+    "--attention-dropout 0.1": "set --attention-dropout 0",
+    "--attention-backend flash": "use auto or fused",
+    "--attention-backend unfused": "use auto or fused",
+    "--mtp-num-layers 1": "train without it",
+    "--position-embedding-type learned_absolute": "use --position-embedding-type rope",
+    "--full-validation --eval-iters 1": "--full-validation",
+    "--iterations-to-skip 3 4": "--iterations-to-skip",
+    "--dataloader-type cyclic": "--dataloader-type cyclic",
+    "--mock-data": "--data-path",
+    "--sft": "only pre-training documents",
+    "--fim-data": "fill-in-the-middle",
+    "--qk-clip": "--qk-clip",
+    "--use-megatron-fsdp --ckpt-format fsdp_dtensor --use-distributed-optimizer": "CUDA_DEVICE_MAX_CONNECTIONS",
+    "--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dist": "CUDA_DEVICE_MAX_CONNECTIONS",
+    "--transformer-impl local --distributed-backend nccl": "use transformer_engine",
+    f"{MOE} --moe-token-dispatcher-type allgather": "set --moe-token-dispatcher-type alltoall",
+    f"{MOE} --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type seq_aux_loss": "use aux_loss",
+    "--hybrid-context-parallel --calculate-per-token-loss": "drop it",
+    "--experimental-attention-variant dsa": "replaces core attention",
+    "--cuda-graph-impl local": "leave graphs off",
+    "--perform-rl-step": "only pre-training",
+    "--phase-transition-iterations 2": "one phase",
+    "--dataloader-inter-document-masking": "masks between documents already",
+    "--fp8-dot-product-attention": "unrecognized arguments",
+    "--wlb-log-plans": "give --wlb-log PATH",
+    "--wlb-trace t.json --wlb-trace-iteration 1": "set it to 2 or later",
+    f"--wlb-cp-mode dynamic {MOE} --moe-token-dispatcher-type alltoall": "use --wlb-cp-mode fixed",
+    # The plugin's own settings.
+    "--wlb-packing best": "invalid choice",
+    "--wlb-sharding best": "invalid choice",
+    "--wlb-release never": "invalid choice",
+    "--wlb-overlong keep": "invalid choice",
+    "--wlb-cp-mode some": "invalid choice",
+    "--wlb-rehearsal maybe": "invalid choice",
+    "--wlb-max-tokens many": "invalid int value",
+    "--wlb-max-tokens 70": "1.25",
+    "--wlb-max-tokens 0": "--wlb-max-tokens",
+    "--wlb-max-delay -1": "max-delay",
+    "--wlb-max-delay soon": "invalid int value",
+    "--wlb-max-documents 0": "max-documents",
+    "--wlb-balance-batches 0 --wlb-packing fixed-greedy": "balance-batches",
+    "--wlb-solver-seconds 0 --wlb-packing fixed-solver": "solver-seconds",
+    "--wlb-quadratic-at 0": "quadratic-at",
+    "--wlb-quadratic-at -5": "quadratic-at",
+    "--wlb-document-cost -1": "document-cost",
+    "--wlb-thresholds high": "thresholds",
+    "--wlb-thresholds 50,20": "thresholds",
+    "--wlb-profile nothing.json": "nothing.json",
+    "--wlb-no-such-flag": "unrecognized arguments",
+    # Megatron's settings that do not fit together or the machine.
+    "--context-parallel-size 3": "divisible",
+    "--tensor-model-parallel-size 2": "divisible",
+    "--global-batch-size 0": "global_batch_size > 0",
+    "--seq-length 0": "window must be at least 1 token",
+    "--split 1,2,3,4": "split",
+    "--split 0,1,0": "give at least one",
+    "--eval-iters 2 --split 1,0,0": "no document is left for validation",
+    # Corpora; CORPUS stands for a good one, FOLDER for where the broken ones are.
+    "--data-path": "at least one",
+    "--data-path FOLDER/missing": "cannot read index",
+    "--data-path FOLDER/cut": "is truncated",
+    "--data-path FOLDER/short": "is truncated",
+    "--data-path FOLDER/empty": "no token",
+    "--data-path FOLDER/noise": "not a Megatron index",
+    "--data-path -1 CORPUS 2 CORPUS": "not be negative",
+    "--data-path 0 CORPUS 0 CORPUS": "not be negative nor all 0",
+    "--data-path 1 CORPUS CORPUS": "cannot read index 1.idx",
+}
+"""Flags after a good command line: words of the line to expect."""
+
+
+@pytest.fixture(scope="module")
+def lines(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("broken")
+    index, tokens = corpus.with_suffix(".idx").read_bytes(), corpus.with_suffix(".bin").read_bytes()
+    for name, idx, data in (
+        ("cut", index, tokens[:-10]),
+        ("short", index[:-8], tokens),
+        ("noise", b"x" * 99, b""),
+    ):
+        (folder / f"{name}.idx").write_bytes(idx)
+        (folder / f"{name}.bin").write_bytes(data)
+    rewrite_corpus(folder / "empty", [np.empty(0, dtype=np.int32)] * 3)
+    good = [*flags(), "--global-batch-size", "4", "--train-iters", "2", "--split", "90,10,0"]
+    cases = [{"flags": [*good, "--data-path", str(corpus)], "world": 1}]
+    for wrong in WRONG:
+        given = wrong.replace("CORPUS", str(corpus)).replace("FOLDER", str(folder)).split()
+        before = [] if "--data-path" in given or "--mock-data" in given else ["--data-path", str(corpus)]
+        cases.append({"flags": [*good, *before, *given], "world": 1})
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "refused_flags.py")],
+        input=json.dumps(cases),
+        env=cpu_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(["", *WRONG], json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def test_a_right_command_line_is_accepted(lines: dict[str, str]) -> None:
+    assert lines[""] == "accepted"
+    assert len(WRONG) >= 60
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_command_line_gets_its_line(wrong: str, lines: dict[str, str]) -> None:
+    line = lines[wrong]
+    assert line != "accepted"
+    assert not line.startswith(("Traceback", "exit"))
+    assert WRONG[wrong] in line
