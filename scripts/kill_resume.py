@@ -91,7 +91,10 @@ class Job:
         """By rank and iteration, every note made of it. A line cut by the kill is left out."""
         found: dict[tuple[int, int], list[Any]] = {}
         for rank in range(self._processes):
-            for line in Path(f"{self.journal}.{rank}").read_text(encoding="utf-8").splitlines():
+            path = Path(f"{self.journal}.{rank}")
+            if not path.exists():
+                continue
+            for line in path.read_text(encoding="utf-8").splitlines():
                 try:
                     note = json.loads(line)
                 except ValueError:
@@ -182,12 +185,8 @@ def main() -> None:
         while killed < options.kills:
             told = kill_once(job, moment)
             killed += "done" not in told
-            print(f"kill {killed}: {told}", flush=True)
+            print(f"kill {killed}: {told}; {compare(job, expected)}", flush=True)
             if "done" in told:
-                print(
-                    compare(job, expected),
-                    flush=True,
-                )
                 shutil.rmtree(job.folder)
                 job = Job(folder / "killed", folder / "corpus", options.processes, flags)
         finish(job)
