@@ -196,6 +196,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path, told: dict[str, Any
         (lambda t: {**t, "samples": t["samples"][1:]}, "fingerprint"),
         (lambda t: {k: v for k, v in t.items() if k != "fit"}, "--refit"),
         (lambda t: {**t, "fit": {**t["fit"], "layer": {}}}, "damaged"),
+        (lambda t: {**t, "fit": {**t["fit"], "per_document": float("nan")}}, "NaN is no number"),
         (lambda t: [1], "not of format"),
     ],
 )

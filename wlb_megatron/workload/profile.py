@@ -97,13 +97,13 @@ def read_profile(path: str | Path) -> Profile:
     """Read a profile. WlbError, naming the file, if it is missing, damaged or of another format."""
     again = "make it again with wlb-megatron profile"
     try:
-        told = json.loads(Path(path).read_text(encoding="utf-8"))
+        told = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
     except OSError as error:
         raise WlbError(
             f"cannot read profile {path}: {error.strerror}; give the file that wlb-megatron profile wrote"
         ) from None
-    except ValueError:
-        raise WlbError(f"profile {path} is not JSON; {again}") from None
+    except ValueError as error:
+        raise WlbError(f"profile {path} is not JSON ({error}); {again}") from None
     if not isinstance(told, dict) or told.get("format") != FORMAT:
         raise WlbError(f"profile {path} is not of format {FORMAT}; {again}")
     if "fit" not in told:
@@ -122,6 +122,10 @@ def read_profile(path: str | Path) -> Profile:
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise WlbError(f"profile {path} is damaged ({error}); {again}") from None
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number")  # compares as false with any limit, and rounds to -2**63
 
 
 def read_samples(path: str | Path) -> dict[str, Any]:
