@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -26,7 +28,7 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.workload.cost_model import CostModel
-from wlb_megatron.workload.kernel_table import h100
+from wlb_megatron.workload.kernel_table import KernelTable, h100
 
 WORLD = 6
 STAGE = Stage.of(2, 3, 64)
@@ -135,6 +137,32 @@ def agree_on_plans(rank: int, world: int) -> None:
 
 def test_six_processes_attend_in_mixed_groups_as_one_document_at_a_time_and_train_by_one_s_plans() -> None:
     mp.spawn(both, (free_port(),), nprocs=WORLD)
+
+
+def test_ranks_whose_kernel_tables_differ_have_other_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would cut one micro-batch differently, and wait for keys that the others do not send."""
+    from wlb_megatron.plugin import dynamic as module
+    from wlb_megatron.plugin.planning import ShardSettings
+
+    monkeypatch.setattr(module, "agree", lambda tokens, fixed, dynamic: (fixed, "fixed", 1.0))
+    shards = ShardSettings(dp_rank=0, cp_size=1, alignment=1, sharding="adaptive", table=h100())
+    stage = Stage.of(1, WORLD, 24_000)
+
+    def digest(table: KernelTable) -> bytes:
+        cost = group_cost(table, 300.0, stage.sizes)
+        dynamic = module.DynamicSettings(
+            sizes=cost.sizes,
+            tables=cost.tables,
+            plan=lambda *_: pytest.fail("agree is replaced"),
+            stage_rank=0,
+            seconds=0.0,
+            spare=lambda: False,
+            closing=lambda: False,
+            group=None,
+        )
+        return next(module.plan_groups(small_planner(), shards, dynamic)).digest
+
+    assert digest(h100()) == digest(h100()) != digest(replace(h100(), call=h100().call + 1))
 
 
 def test_a_group_s_documents_are_counted_once_for_the_flops() -> None:

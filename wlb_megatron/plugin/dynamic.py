@@ -104,7 +104,10 @@ def plan_groups(
 ) -> Iterator[PlannedIteration]:
     """Planned iterations one after another, until the planner's stream ends; every rank has equally many
     micro-batches in each."""
+    # Ranks whose kernel tables differ would cut a group's micro-batch differently.
     summariser, digest = Summariser(), hashlib.blake2b(digest_size=8)
+    for size, table in zip(dynamic.sizes, dynamic.tables, strict=True):
+        digest.update(f"{size} {table.to_json()}".encode())
     while True:
         start = time.perf_counter()
         plan = planner.next_iteration()
