@@ -124,11 +124,14 @@ class DocumentStream:
 
     def _places(self) -> list[IntArray]:
         """Where each corpus stands after the pieces taken: the row of its last one in the block, if any."""
-        places = []
-        for position, settled in enumerate(self._settled):
-            mine = np.flatnonzero(self._owner[: self._taken] == position)
-            places.append(self._rows[mine[-1]] if len(mine) else settled)
-        return places
+        last = np.full(len(self._settled), -1)
+        np.maximum.at(
+            last, self._owner[: self._taken], np.arange(self._taken)
+        )  # once over all, not once a corpus
+        return [
+            settled if at < 0 else self._rows[at]
+            for at, settled in zip(last.tolist(), self._settled, strict=True)
+        ]
 
     def _fill(self) -> None:
         """The next block of pieces, empty if there is none.
