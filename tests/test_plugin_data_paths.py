@@ -62,6 +62,15 @@ def test_data_path_and_the_same_text_in_a_file_are_one_blend_cut_by_split(
             assert found is not None and [len(corpus.lengths) for corpus in found[1]] == counts
 
 
+def test_parts_of_the_same_files_share_what_was_read_of_them(prefixes: list[str]) -> None:
+    opened: dict[Any, Any] = {}
+    args = arguments(data_path=prefixes, split="80,10,10")
+    found = [documents(args, part, opened) for part in PARTS]
+    assert all(one is not None and one[0] is opened[tuple(prefixes)] for one in found)
+    apart = arguments(train_data_path=prefixes[:1], valid_data_path=prefixes[1:])
+    assert [documents(apart, part, opened)[0].paths for part in PARTS[:2]] == [prefixes[:1], prefixes[1:]]  # type: ignore[index]
+
+
 def test_parts_with_paths_of_their_own_are_taken_whole(prefixes: list[str], tmp_path: Path) -> None:
     a, b, c = prefixes
     parts = {"train": ["1", a, "3", b], "valid": [c], "test": [b]}

@@ -11,14 +11,22 @@ from wlb_megatron.packing.blend import SPLITS, Blend, parse_blend
 from wlb_megatron.packing.corpus import Corpus
 
 
-def documents(args: Any, part: str) -> tuple[Blend, list[Corpus]] | None:
-    """A part's corpora (train, valid or test); None if it has no document. WlbError if a file cannot be read."""
+def documents(
+    args: Any, part: str, opened: dict[tuple[str, ...], Blend] | None = None
+) -> tuple[Blend, list[Corpus]] | None:
+    """A part's corpora (train, valid or test); None if it has no document. WlbError if a file cannot be read.
+
+    opened: blends that other parts have read, which this one shares: an index takes 16 bytes a document.
+    """
     by_part = _values_by_part(args)
     values = _common_values(args) if by_part is None else by_part[part]
     split = args.split if by_part is None else None
     if part != "train" and (not values or (split is None and by_part is None)):
         return None  # without a split, all documents train
-    blend = Blend(*parse_blend(values or []))
+    opened, key = {} if opened is None else opened, tuple(values or ())
+    if key not in opened:
+        opened[key] = Blend(*parse_blend(key))
+    blend = opened[key]
     corpora = blend.corpora(split, part)
     return (blend, corpora) if corpora or part == "train" else None
 

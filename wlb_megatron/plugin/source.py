@@ -51,13 +51,14 @@ def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
     WlbError (or ValueError) with one line for whatever is wrong with the data or the settings.
     Validation and test are packed whole and without delay, whatever packs the training, so that runs compare.
     """
-    train = open_part(args, config, "train", batch_schedule(args))
+    opened: dict[tuple[str, ...], Blend] = {}
+    train = open_part(args, config, "train", batch_schedule(args), opened)
     assert train is not None  # without documents it has raised
     sources = {"train": train}
     if args.eval_iters:
         plain = dataclasses.replace(config, packing="varlen", max_delay=0, thresholds="none")
         for part in ("valid", "test"):
-            source = open_part(args, plain, part, BatchSchedule.constant(_evaluated(args)))
+            source = open_part(args, plain, part, BatchSchedule.constant(_evaluated(args)), opened)
             if source is not None:
                 sources[part] = source
         if "valid" not in sources:
@@ -68,18 +69,27 @@ def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
     return sources
 
 
-def open_part(args: Any, config: WlbConfig, part: str, batches: BatchSchedule) -> Source | None:
-    """The source of train, valid or test; None if it has no document. batches: micro-batches of all ranks."""
+def open_part(
+    args: Any,
+    config: WlbConfig,
+    part: str,
+    batches: BatchSchedule,
+    opened: dict[tuple[str, ...], Blend] | None = None,
+) -> Source | None:
+    """The source of train, valid or test; None if it has no document. batches: micro-batches of all ranks.
+
+    opened: what other parts have read, see data_paths.documents.
+    """
     window, dp = args.seq_length, args.data_parallel_size
     if batches.largest % dp:
         raise WlbError(
             f"the global batch of {batches.largest} is not a multiple of the data-parallel size {dp}; "
             "change one of them"
         )
-    opened = documents(args, part)
-    if opened is None:
+    found = documents(args, part, opened)
+    if found is None:
         return None
-    blend, corpora = opened
+    blend, corpora = found
     rules = Rules(window=window, overlong=config.overlong, seed=args.seed, endless=part == "train")
     sample = [
         length
