@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from itertools import combinations, pairwise, product
 
 import numpy as np
@@ -17,6 +18,7 @@ from wlb_megatron.dynamic.plan import Group, StepPlan, finish_times, validate
 from wlb_megatron.dynamic.planner import FIXED, plan_step
 from wlb_megatron.dynamic.predict import predicted_time
 from wlb_megatron.packing.synthetic import code_like, cut_overlong, paper_like, web_like
+from wlb_megatron.plugin import plan_process
 from wlb_megatron.plugin.plan_process import PlanProcess
 from wlb_megatron.workload.kernel_table import h100
 
@@ -220,6 +222,20 @@ def test_the_planning_process_answers_as_the_planner_does_and_is_not_missed_when
     assert "WARNING" in capsys.readouterr().out
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     assert PlanProcess(stage, cost_of(stage), "adaptive").plan(tokens, fixed, 0.0) == expected
+
+
+def test_a_planning_process_that_stands_still_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan_process, "PATIENCE", 0.5)
+    stage, fixed = Stage.of(2, 2, 8000), StepPlan(4, ((Group(0, 2, (0,)), Group(2, 2, (1,))),))
+    process = PlanProcess(stage, cost_of(stage), "adaptive")
+    process.start()
+    assert process._child is not None
+    process._child.send_signal(signal.SIGSTOP)
+    assert process.plan([5, 9], fixed, 0.0) == plan_step([5, 9], stage, cost_of(stage), fixed=fixed)
+    assert "no plan in 0.5 s" in capsys.readouterr().out
+    assert process._child.wait(10) == -signal.SIGKILL
 
 
 def test_with_pipeline_stages_micro_steps_are_smaller_where_that_fills_the_pipeline_sooner() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
 
@@ -10,6 +11,9 @@ from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.plan import StepPlan
 from wlb_megatron.dynamic.planner import Outcome, plan_step
+
+PATIENCE = 300
+"""Seconds after which a child that neither answers nor ends (stopped, starved) is given up: all ranks wait for it."""
 
 
 class PlanProcess:
@@ -49,6 +53,10 @@ class PlanProcess:
     def _ask(self, line: str) -> str:
         self._write(line)
         assert self._child is not None and self._child.stdout is not None
+        answer = select.poll()  # select.select takes no file above 1,023, and sockets to all ranks are open
+        answer.register(self._child.stdout, select.POLLIN)
+        if not answer.poll(PATIENCE * 1000):
+            raise TimeoutError(f"no plan in {PATIENCE} s")
         return self._child.stdout.readline()
 
     def _write(self, line: str) -> None:
@@ -58,6 +66,8 @@ class PlanProcess:
 
     def _give_up(self, error: Exception) -> None:
         self._broken = True
+        if self._child is not None:
+            self._child.kill()
         print(
             f"WARNING: wlb_megatron: the planning process does not answer ({error}); groups are planned without a "
             "solver, by the training process",
