@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import resource
 
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from megatron_runs import free_port
 
-from wlb_megatron.plugin.agreement import PlanAgreement
+from wlb_megatron.plugin.agreement import PlanAgreement, allow_open_files
 
 
 def digest(text: str) -> bytes:
@@ -33,3 +34,20 @@ def rank_of_three(rank: int, port: int) -> None:
 
 def test_equal_digests_pass_and_one_different_rank_is_named_on_all() -> None:
     multiprocessing.spawn(rank_of_three, (free_port(),), nprocs=3, join=True)
+
+
+def limits_of_many_ranks() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 8192))
+    allow_open_files(100)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1224, 8192)
+    allow_open_files(4096)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (8192, 8192)
+    with pytest.raises(RuntimeError, match=r"16384 ranks .* may open 8192 files"):
+        allow_open_files(16384)
+
+
+def test_a_process_is_let_open_a_connection_to_every_rank_or_the_limit_is_named() -> None:
+    process = multiprocessing.get_context("spawn").Process(target=limits_of_many_ranks)
+    process.start()
+    process.join()
+    assert process.exitcode == 0

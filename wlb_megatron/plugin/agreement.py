@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ class PlanAgreement:
     """Compares the plans' digests over a gloo group; the answer is looked at one comparison later or when it is in."""
 
     def __init__(self) -> None:
+        allow_open_files(dist.get_world_size())
         self.group: Any = dist.new_group(backend="gloo")
         self._pending: tuple[int, torch.Tensor, Any] | None = None
         self.started = False
@@ -45,3 +47,18 @@ class PlanAgreement:
                 f"wlb_megatron: ranks have planned iteration {iteration} differently: the corpus, its index or the "
                 "--wlb flags differ between nodes; make them the same everywhere"
             )
+
+
+def allow_open_files(ranks: int) -> None:
+    """Let this process open a connection to each rank in two gloo groups, beside what training opens: a process is
+    often allowed 1,024 files until it asks for more. RuntimeError where the machine does not allow one group."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < ranks + 256:
+        raise RuntimeError(
+            f"wlb_megatron: gloo connects each of {ranks} ranks with all others, but a process may open {most} files "
+            "here: raise the hard limit (ulimit -Hn, Slurm's PropagateResourceLimits, the container's --ulimit nofile)"
+        )
+    wanted = 2 * ranks + 1024
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
+        within = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (within, most))
