@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -249,3 +251,21 @@ def test_documents_without_a_token_in_the_files_are_passed_over_and_counted(tmp_
     batch = read(corpus, planned(list(micro_batch.pieces), 1, "hybrid"), 0)
     assert sorted(batch["tokens"]) == [1, 2, 3, 4]
     assert stream.counts().empty == 3
+
+
+FAILS = """
+import atexit, threading
+from wlb_megatron.plugin.planning import PlanAhead
+def plans():
+    yield 1
+    threading.Event().wait()  # for a sender that waits for this rank
+ahead = PlanAhead(plans, 1)
+atexit.register(ahead.close)
+next(iter(ahead))
+raise RuntimeError("of this rank")
+"""
+
+
+def test_a_rank_that_fails_ends_though_its_planning_waits_for_others() -> None:
+    ended = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 1 and "of this rank" in ended.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -161,8 +162,10 @@ class PlanAhead:
 
     def close(self, seconds: float = 60.0) -> None:
         """End the thread, where the iterator looks at `closing`: one that waits in a collective must not outlive
-        the interpreter. What it still makes is dropped."""
+        the interpreter. What it still makes is dropped. After an exception the sender may never send: the job should
+        hear of it soon."""
         self.closing = True
+        seconds = min(seconds, 2.0) if hasattr(sys, "last_value") else seconds
         patience = time.monotonic() + seconds
         while self._thread is not None and self._thread.is_alive() and time.monotonic() < patience:
             with contextlib.suppress(queue.Empty):
