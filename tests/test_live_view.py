@@ -203,3 +203,11 @@ def test_a_run_reports_predicted_and_measured_times_and_traces_an_iteration(
     for m in range(4):
         assert at[1, f"F{m}"]["ts"] + at[1, f"F{m}"]["dur"] >= at[0, f"F{m}"]["ts"] + at[0, f"F{m}"]["dur"]
         assert at[0, f"B{m}"]["ts"] + at[0, f"B{m}"]["dur"] >= at[1, f"B{m}"]["ts"]
+
+
+def test_a_log_that_cannot_be_written_is_told_once_and_training_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        metrics.append_line(str(tmp_path / "no such folder" / "log"), "{}")
+    assert capsys.readouterr().out.count("cannot be written") == 1

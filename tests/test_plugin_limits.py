@@ -70,6 +70,15 @@ def test_a_saved_lmax_may_come_along_up_to_what_fits_unless_a_flag_sets_it(memor
     assert adoptable_tokens(arguments(wlb_max_tokens=None, distributed_backend="gloo"), 8) > 1 << 40
 
 
+def test_cards_of_which_drivers_keep_different_shares_give_one_lmax(memory: Any) -> None:
+    memory(32.9)
+    one = fit_to_memory(arguments(), WlbConfig(), 8)
+    memory(32.1)
+    assert fit_to_memory(arguments(), WlbConfig(), 8) == one
+    memory(31.9)
+    assert fit_to_memory(arguments(), WlbConfig(), 8) != one
+
+
 @pytest.mark.parametrize(("context", "measured_mb"), [(1, 30084), (2, 17570)])
 def test_the_estimate_holds_what_was_measured_on_h100s(context: int, measured_mb: int) -> None:
     """docs/results/2x_h100/train_cp.csv: peak memory of runs whose longest micro-batch had 48,652 tokens."""

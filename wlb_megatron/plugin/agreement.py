@@ -44,8 +44,9 @@ class PlanAgreement:
         largest, smallest = int(both[0]), -int(both[1])
         if largest != smallest:
             raise RuntimeError(
-                f"wlb_megatron: ranks have planned iteration {iteration} differently: the corpus, its index or the "
-                "--wlb flags differ between nodes; make them the same everywhere"
+                f"wlb_megatron: ranks have planned iteration {iteration} differently: the corpus, its index, the "
+                "--wlb flags, a profile or the GPUs' memory (it decides Lmax: set --wlb-max-tokens) "
+                "differ between nodes; make them the same everywhere"
             )
 
 

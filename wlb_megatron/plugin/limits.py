@@ -33,8 +33,14 @@ def fitting_tokens(args: Any, alignment: int) -> int | None:
     experts (how many tokens one gets is not known ahead)."""
     if args.distributed_backend != "nccl" or args.num_experts:
         return None
-    memory = torch.cuda.get_device_properties(args.local_rank).total_memory
+    memory = whole_gib(torch.cuda.get_device_properties(args.local_rank).total_memory)
     return fit_max_tokens(*model_and_layout(args), memory, window=args.seq_length, alignment=alignment)
+
+
+def whole_gib(total: int) -> int:
+    """Bytes rounded down to a GiB: drivers differ by some MiB in what they keep of a like card, and one Lmax must come
+    out on every rank. 84,929,413,120 and 64 MiB less are both 79 GiB."""
+    return total >> 30 << 30
 
 
 def adoptable_tokens(args: Any, alignment: int) -> int:

@@ -22,6 +22,7 @@ from wlb_megatron.sharding.segments import ShardPlan
 _pending: tuple[dict[str, Any], float] | None = None
 """Figures of the iteration that is not yet logged, and when it began (perf_counter)."""
 _drift = Drift()
+_log_failed = False
 
 
 def stepped(
@@ -82,8 +83,19 @@ def _report(figures: dict[str, Any]) -> None:
     if wandb:
         wandb.log(shown, iteration)
     if args.wlb_log:
-        with open(args.wlb_log, "a", encoding="utf-8") as lines:
-            lines.write(json.dumps(figures) + "\n")
+        append_line(args.wlb_log, json.dumps(figures))
+
+
+def append_line(path: str, line: str) -> None:
+    """A log that cannot be written (a full disk) is told once, and training goes on."""
+    global _log_failed
+    try:
+        with open(path, "a", encoding="utf-8") as lines:
+            lines.write(line + "\n")
+    except OSError as error:
+        if not _log_failed:
+            print(f"WARNING: wlb_megatron: --wlb-log {path} cannot be written: {error}", flush=True)
+        _log_failed = True
 
 
 def log_line(figures: dict[str, Any], scale: float | None) -> str:

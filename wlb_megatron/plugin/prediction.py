@@ -30,11 +30,20 @@ def predictor(args: Any, costs: Costs | None, dp_rank: int, alignment: int) -> P
     except ValueError:
         return lambda plan, shards: None
 
+    failed = False
+
     def predict(plan: IterationPlan, shards: Sequence[ShardPlan]) -> float | None:
-        tokens, attention = _loads(plan, shards, model, dp_rank, alignment)
+        nonlocal failed
+        if failed:
+            return None
         try:
+            tokens, attention = _loads(plan, shards, model, dp_rank, alignment)
             return float(run_steps(tokens, attention, model, blocking=True).steps[0]) / 1e6
-        except ValueError:
+        except Exception as error:  # a figure of the log must not end training
+            failed = True
+            print(
+                f"WARNING: wlb_megatron: no more predicted times, the simulator failed: {error!r}", flush=True
+            )
             return None
 
     return predict

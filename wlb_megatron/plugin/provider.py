@@ -49,13 +49,9 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
         profile = profile_of(args)
         if profile is not None:
             print_rank_0(f"> wlb_megatron: {told(profile, args)}")
-        made[:] = [
-            (
-                _training(train, args),
-                _evaluation(sources.get("valid"), args),
-                _evaluation(sources.get("test"), args),
-            )
-        ]
+        # Training last: its planning thread must not hold a lock while evaluation's workers are forked.
+        valid, test = (_evaluation(sources.get(part), args) for part in ("valid", "test"))
+        made[:] = [(_training(train, args), valid, test)]
         return made[0]
 
     provider.is_distributed = True  # type: ignore[attr-defined]
