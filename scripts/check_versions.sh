@@ -7,6 +7,11 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python="$root/.venv/bin/python"
 clone=${1:-}
+if [ $# -gt 1 ] || { [ -n "$clone" ] && [ ! -e "$clone/.git" ]; } || [ ! -x "$python" ]; then
+    sed -n 's/^# usage: /usage: /p' "${BASH_SOURCE[0]}" >&2
+    echo "CLONE is a git clone of Megatron-LM; scripts/setup.sh makes .venv" >&2
+    exit 2
+fi
 wheels=(0.19.2 0.18.2 0.17.1)
 branches=(core_r0.19.0 core_r0.18.0 core_r0.17.0 core_r0.16.0 main)
 scratch=$(mktemp -d)

@@ -25,6 +25,13 @@ import time
 from pathlib import Path
 
 import torch
+
+try:
+    import transformer_engine  # noqa: F401
+except ImportError:
+    raise SystemExit(
+        f"{__doc__}\nThis needs Transformer Engine and a GPU; here is no transformer_engine."
+    ) from None
 from attention_bench import (
     errors,
     machine,

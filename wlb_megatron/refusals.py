@@ -1,7 +1,7 @@
 """What cannot be done right yet is refused at start, here, before a GPU allocates anything.
 
-Each row: when it applies, the flag at fault, what to change. The README's support matrix is this table read
-aloud; a feature that gets built loses its row.
+Each row: when it applies, the flag at fault, what to change. The README's support matrix tells the rows
+that a user is likely to meet; a feature that gets built loses its row here and its word there.
 """
 
 from __future__ import annotations

@@ -13,8 +13,11 @@ USAGE = """usage: torchrun ... -m wlb_megatron.launch pretrain_gpt.py <its flags
 def main() -> None:
     """Install the hooks, then run the script as __main__ with its own arguments."""
     arguments = sys.argv[1:]
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments:
         raise SystemExit(USAGE)
+    if arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return
     script, describe = arguments[0], arguments[0] == "--describe"
     if not describe:
         if not os.path.isfile(script):
