@@ -155,3 +155,16 @@ def test_before_the_flags_are_read_pretrain_gets_what_decides_later(monkeypatch:
         lambda i, m: f"step {i} {m}",
     )
     assert told == ["False", "data of [1, 1, 1]", "model True", "step iterator model"]
+
+
+def test_the_launcher_told_to_help_says_its_usage_and_succeeds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from wlb_megatron.plugin import launch as launcher
+
+    monkeypatch.setattr("sys.argv", ["launch", "--help"])
+    launcher.main()
+    assert "--describe" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["launch"])
+    with pytest.raises(SystemExit, match="usage: torchrun"):
+        launcher.main()
