@@ -9,7 +9,7 @@ long-tailed for the window as WLB-LLM's figure 3, each token given once.
 
     python scripts/convergence.py --seeds 12 --workers 2                      a small model on the CPU
     python scripts/convergence.py --device cuda --size large --documents long-tailed --seq-length 4096 --held-out 4
-                                                                              8 layers of 512 on a GPU, fp32
+                                                                              8 layers of 512 on a GPU, bf16
 
 Each run's figures are kept under --out and not made again: start it anew to go on, or with more --seeds to add some.
 Writes a table (also convergence.txt), convergence.csv (every evaluation), convergence.json and convergence.png.
@@ -54,7 +54,10 @@ SIZES = {
     "large": """--num-layers 8 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8
     --num-query-groups 2 --kv-channels 64 --lr 1e-3 --min-lr 1e-5 --lr-warmup-iters 16 --adam-beta2 0.95""",
 }
-DEVICES = {"cpu": "", "cuda": "--distributed-backend nccl --wlb-rehearsal never"}
+DEVICES = {
+    "cpu": "",
+    "cuda": "--distributed-backend nccl --wlb-rehearsal never --transformer-impl transformer_engine --bf16",
+}
 CPU_ALONE = "--use-cpu-initialization"
 Result = dict[str, Any]
 
@@ -180,10 +183,8 @@ def train(
     flags = arguments(
         [*common, *ARMS[arm].split(), "--seed", str(seed), "--wlb-log", str(figures)], options.iterations
     )
-    if options.device != "cpu":
+    if options.device != "cpu":  # Megatron would leave such a model on the CPU
         flags.remove(CPU_ALONE)
-    if options.device == "cuda":  # Megatron would leave such a model on the CPU
-        flags.remove("--use-cpu-initialization")
     if kept.exists():
         result = json.loads(kept.read_text(encoding="utf-8"))
         if result["flags"] == flags:
