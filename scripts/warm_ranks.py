@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+"""Rank processes that run one training job after another without starting anew.
+
+Imports, CUDA contexts and kernel graphs are made once, so that a job of a dozen steps costs little more than its steps.
+Between jobs what Megatron and the plugin keep in modules is put back. A job that fails or hangs ends the processes; the
+next one gets new ones. For benchmarks: a job that must be trusted has fresh processes.
+
+    ranks = WarmRanks(2, dict(os.environ))
+    status = ranks.run("train", ["--num-layers", "8", ...], Path("job.log"), limit=60)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "cpu"))
+from environment import ROOT, free_port
+
+
+class WarmRanks:
+    """`count` rank processes of this machine."""
+
+    def __init__(self, count: int, environment: dict[str, str]) -> None:
+        self._count = count
+        path = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH", ""))))
+        self._environment = {**environment, "PYTHONPATH": path, "WORLD_SIZE": str(count)}
+        self._ranks: list[subprocess.Popen[str]] = []
+
+    @property
+    def warm(self) -> bool:
+        """Whether there are processes that have run a job."""
+        return bool(self._ranks)
+
+    def run(
+        self, kind: str, arguments: list[str], log: Path, limit: float, spans: tuple[Path, int] | None = None
+    ) -> int:
+        """0 if every rank ran the job (kind: `train` or `profile`) to its end, else 1; their output is in `log`.
+
+        limit: seconds, after which all are killed. spans: a path, and the iteration (from 1) from which on each rank
+        writes when its forwards and backwards ran to PATH.<rank> (see Spans).
+        """
+        if not self._ranks:
+            self._start()
+        log.unlink(missing_ok=True)
+        job = {"kind": kind, "arguments": arguments, "log": str(log), "port": free_port()}
+        if spans is not None:
+            job |= {"spans": str(spans[0]), "from": spans[1]}
+        try:
+            for rank in self._ranks:
+                assert rank.stdin is not None
+                rank.stdin.write(json.dumps(job) + "\n")
+                rank.stdin.flush()
+        except OSError:  # one has died since
+            self.close()
+            return 1
+        done = self._replies(limit)
+        if not done:
+            self.close()
+        return 0 if done else 1
+
+    def close(self) -> None:
+        """End the processes and all that they started."""
+        for rank in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.wait()
+        self._ranks = []
+
+    def _start(self) -> None:
+        for rank in range(self._count):
+            self._ranks.append(
+                subprocess.Popen(
+                    [sys.executable, str(Path(__file__).resolve())],
+                    env={**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
+                )
+            )
+
+    def _replies(self, limit: float) -> bool:
+        """Whether all ranks say "done" within the limit; the first that fails ends the wait."""
+        until = time.monotonic() + limit
+        with selectors.DefaultSelector() as waiting:
+            for rank in self._ranks:
+                assert rank.stdout is not None
+                waiting.register(rank.stdout, selectors.EVENT_READ)
+            while waiting.get_map():
+                ready = waiting.select(max(0.0, until - time.monotonic()))
+                if not ready:
+                    return False
+                for key, _ in ready:
+                    if key.fileobj.readline() != "done\n":  # type: ignore[union-attr]
+                        return False
+                    waiting.unregister(key.fileobj)
+        return True
+
+
+class Spans:
+    """When each forward and backward of each iteration ran on this rank, by marks on the device.
+
+    A line of JSON for each iteration: its number, and [backward, begin, end] of each call, in nanoseconds of this host.
+    """
+
+    def __init__(self, path: str, first: int) -> None:
+        self._path, self._first = f"{path}.{os.environ['RANK']}", first
+        self._ends: list[tuple[int, int]] = []
+        self._recorder: Any = None
+
+    def after_iteration(self, iteration: int, args: Any, micro_batches: int, group: Any) -> None:
+        """Stands for trace.after_iteration: called after each iteration's launches, on every rank."""
+        from wlb_megatron.plugin import trace
+
+        if iteration + 1 == self._first:
+            self._recorder = trace._recorder = trace.Recorder(args.distributed_backend == "nccl")
+        elif self._recorder is not None:
+            self._ends.append((iteration, len(self._recorder._calls)))
+
+    def write(self) -> None:
+        if self._recorder is None:
+            return
+        calls, begin = self._recorder.spans(), 0
+        with open(self._path, "w", encoding="utf-8") as file:
+            for iteration, end in self._ends:
+                file.write(json.dumps({"iteration": iteration, "calls": calls[begin:end]}) + "\n")
+                begin = end
+
+
+def _serve() -> None:
+    """Run the jobs that stdin brings, a line each; say done or failed on what was stdout."""
+    reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    for line in sys.stdin:
+        job = json.loads(line)
+        log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"])}
+        try:
+            _train(job) if job["kind"] == "train" else _profile(job["arguments"])
+            _forget()
+        except BaseException as error:
+            if not isinstance(error, SystemExit) or error.code not in (None, 0):
+                traceback.print_exc()
+                print("failed", file=reply, flush=True)
+                os._exit(1)
+        sys.stdout.flush()
+        print("done", file=reply, flush=True)
+    os._exit(0)
+
+
+def _train(job: dict[str, Any]) -> None:
+    from wlb_megatron.plugin import pretrain_gpt, trace
+
+    spans = Spans(job["spans"], job["from"]) if "spans" in job else None
+    usual = trace.after_iteration
+    if spans is not None:
+        trace.after_iteration = spans.after_iteration
+    sys.argv = ["pretrain_gpt", *job["arguments"]]
+    try:
+        pretrain_gpt.main()
+    finally:
+        trace.after_iteration = usual
+    if spans is not None:
+        spans.write()
+
+
+def _profile(arguments: list[str]) -> None:
+    import argparse
+
+    from wlb_megatron.profiler.command import add_profile
+
+    parser = argparse.ArgumentParser()
+    add_profile(parser)
+    given = parser.parse_args(arguments)
+    given.run(given)
+
+
+def _forget() -> None:
+    """Put back what modules of Megatron and of the plugin keep of a job."""
+    import torch
+    from megatron.training import training
+
+    from wlb_megatron.plugin import checkpoint, data, drift, entry, groups, metrics, trace
+
+    for loader in [found for found in gc.get_objects() if type(found) is data.MicroBatchIterator]:
+        loader.close()
+    training.destroy_global_state()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    entry._sources, entry._validated = None, False
+    metrics._pending, metrics._drift, metrics._log_failed = None, drift.Drift(), False
+    checkpoint._loaded = trace._recorder = None
+    groups._groups.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    _serve()
