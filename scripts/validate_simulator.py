@@ -96,6 +96,7 @@ def train(options: argparse.Namespace, profile: Path, scratch: Path) -> None:
     began = time.perf_counter()
     corpora = {mix: build_corpus(options, mix, scratch) for mix in MIXES}
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
+    environment.setdefault("OMP_NUM_THREADS", "1")
     ranks = WarmRanks(2, environment)
     try:
         if not profile.exists():
