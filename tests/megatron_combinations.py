@@ -12,8 +12,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Combination:
     """`flags`: of this run alone. `model`: flags that the single process takes, too. `without`: flags of the small
-    test model that both leave out. `bounds`: instead of the device's own. "padding": routers' balancing losses
-    count the padding at a micro-batch's end, fewer than CP x TP tokens, and so differ a little between layouts."""
+    test model that both leave out. `bounds`: instead of the device's own."""
 
     name: str
     processes: int
@@ -110,14 +109,15 @@ CPU: tuple[Combination, ...] = (
     Combination("selective recompute, TP2", 2, f"{TP} 2 --recompute-granularity selective"),
     Combination("EP2", 2, EP, MOE),
     Combination("EP2, shared experts", 2, EP, f"{MOE} --moe-shared-expert-intermediate-size 64"),
+    Combination("EP2xTP2+SP", 4, f"{EP} {TP} 2 --expert-tensor-parallel-size 1 --sequence-parallel", MOE),
+    Combination("MoE, CP2", 2, f"{CP} 2", MOE),
     Combination(
-        "EP2xTP2+SP",
+        "MoE with z-loss and experts' biases, TP2+SP, PP2",
         4,
-        f"{EP} {TP} 2 --expert-tensor-parallel-size 1 --sequence-parallel",
-        MOE,
-        bounds="padding",
+        f"{TP} 2 {PP} 2 --sequence-parallel",
+        f"{MOE} --moe-z-loss-coeff 0.01 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
     ),
-    Combination("MoE, CP2", 2, f"{CP} 2", MOE, bounds="padding"),
+    Combination("MoE, full recompute, CP2xPP2", 4, f"{CP} 2 {PP} 2 {RECOMPUTE} uniform", MOE),
     Combination("MoE without aux loss, CP2", 2, f"{CP} 2", MOE.replace("0.01", "0")),
     Combination("EP2xPP2, distributed optimizer", 4, f"{EP} {PP} 2 {OVERLAPS}", MOE),
     Combination("qk-norm, LayerNorm, CP2", 2, f"{CP} 2", "--qk-layernorm --normalization LayerNorm"),

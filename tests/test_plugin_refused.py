@@ -36,6 +36,7 @@ WRONG: dict[str, str] = {
     "--transformer-impl local --distributed-backend nccl": "use transformer_engine",
     f"{MOE} --moe-token-dispatcher-type allgather": "set --moe-token-dispatcher-type alltoall",
     f"{MOE} --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type seq_aux_loss": "use aux_loss",
+    f"{MOE} --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type sinkhorn": "routes would differ",
     "--hybrid-context-parallel --calculate-per-token-loss": "drop it",
     "--experimental-attention-variant dsa": "replaces core attention",
     "--cuda-graph-impl local": "leave graphs off",

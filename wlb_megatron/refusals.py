@@ -134,6 +134,18 @@ REFUSALS: tuple[Refusal, ...] = (
         "it takes a packed sequence for one document; use aux_loss",
     ),
     Refusal(
+        lambda a, c: (
+            _get(a, "num_experts")
+            and any(
+                kind in str(_get(a, "moe_router_load_balancing_type"))
+                for kind in ("sinkhorn", "quantile_balancing")
+            )
+        ),
+        "--moe-router-load-balancing-type sinkhorn / quantile_balancing",
+        "it routes a rank's tokens by each other, padding too, so that routes would differ between layouts; "
+        "use aux_loss, global_aux_loss or none",
+    ),
+    Refusal(
         lambda a, c: _get(a, "attention_dropout"),
         "--attention-dropout above 0",
         "random masks would differ between shardings; set --attention-dropout 0",

@@ -30,6 +30,7 @@ class Layout:
 
     window: earlier keys that a query of the model's windowed layers sees, None where it has no such layers.
     stage_rank, cp_size: among the stage's data x context parallel ranks, and of Megatron's groups of them.
+    routes: the model has experts, whose routers must not count padding.
     """
 
     cp_rank: int
@@ -39,6 +40,7 @@ class Layout:
     window: int | None = None
     stage_rank: int = 0
     cp_size: int = 1
+    routes: bool = False
 
     def within(self, group: RankGroup | None) -> Layout:
         """The same where another group than Megatron's context-parallel one shares the micro-batch."""
@@ -64,7 +66,8 @@ class PackedDocuments(Dataset[dict[str, Any]]):
 
     Keys: tokens, labels, position_ids (int64[1, t]), loss_mask (float32[1, t]), or none of them where no
     tokens are needed; `planned` is the plan itself, `attention` this rank's attention calls of it, `bounds` the
-    real documents' cumulative lengths (int64[n + 1]). All of it is made here, in a worker, not in a step.
+    real documents' cumulative lengths (int64[n + 1]), `padding_mask` (bool[1, t]) is there for routers alone. All of
+    it is made here, in a worker, not in a step.
     """
 
     def __init__(self, corpus: Blend, layout: Layout) -> None:
@@ -110,12 +113,22 @@ def with_plan(planned: PlannedMicroBatch, layout: Layout) -> dict[str, Any]:
     if planned.group is not None:
         # Megatron sums over all ranks and divides by the context-parallel size: told by one rank, so many times.
         real = np.tile(real, layout.cp_size) if layout.cp_rank == 0 and len(real) else np.zeros(1, np.int64)
-    return {
+    batch = {
         "planned": planned,
         "layout": layout,
         "attention": attention_layout(planned.shard, layout.cp_rank, layout.window),
         "bounds": torch.from_numpy(np.concatenate(([0], np.cumsum(real))).astype(np.int64)),
     }
+    if layout.routes:
+        batch["padding_mask"] = torch.from_numpy(padding_mask(planned, layout.cp_rank))[None]
+    return batch
+
+
+def padding_mask(planned: PlannedMicroBatch, rank: int) -> np.ndarray:
+    """bool[t]: which of the tokens that the rank holds are padding, in the order it holds them."""
+    last = planned.pieces[-1].document == PADDING
+    rows = planned.shard.ranks[rank]
+    return np.repeat(last & (rows[:, 0] == len(planned.pieces) - 1), rows[:, 2] - rows[:, 1])
 
 
 class MicroBatchIterator:

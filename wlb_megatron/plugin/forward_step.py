@@ -14,6 +14,7 @@ from wlb_megatron.attention.core_attention import packed_seq_params
 from wlb_megatron.plugin.flops import count_segments
 from wlb_megatron.plugin.groups import process_group
 from wlb_megatron.plugin.rehearsal import REHEARSAL
+from wlb_megatron.plugin.routing import stage_padding_mask
 
 stimer = StragglerDetector()
 SPIKY_LOSS_FACTOR = 10
@@ -28,10 +29,13 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     with stimer(bdata=True):
         batch = next(data_iterator)
         planned = batch["planned"]
-        tokens, labels, loss_mask, position_ids = (
+        tokens, labels, loss_mask, position_ids, padding = (
             batch[key].cuda(non_blocking=True) if key in batch else None
-            for key in ("tokens", "labels", "loss_mask", "position_ids")
+            for key in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
         )
+        routed = {}
+        if padding is not None:
+            routed["padding_mask"] = stage_padding_mask(padding, model, get_args().sequence_parallel)
         group = process_group(planned.group)
         params = packed_seq_params(batch["attention"], batch["layout"].cp_rank, group=group)
         # Evaluation and rehearsal are not part of a training step's FLOPs; a stage's chunks count once.
@@ -40,7 +44,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     timers("batch-generator").stop()
     with stimer:
         output = model(
-            tokens, position_ids, None, labels=labels, loss_mask=loss_mask, packed_seq_params=params
+            tokens, position_ids, None, labels=labels, loss_mask=loss_mask, packed_seq_params=params, **routed
         )
     return output, partial(sum_of_losses if planned.iteration == REHEARSAL else loss_per_token, loss_mask)
 

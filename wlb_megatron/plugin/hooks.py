@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from wlb_megatron.plugin import checkpoint, entry, pipeline_shapes, spec, trace
+from wlb_megatron.plugin import checkpoint, entry, pipeline_shapes, routing, spec, trace
 from wlb_megatron.plugin.versions import megatron_version
 from wlb_megatron.refusals import Refused
 
@@ -115,6 +115,18 @@ HOOKS: tuple[Hook, ...] = (
         (),
         "PyPI's wheel brings the dataset helpers built, but no Makefile: make is then not needed",
         entry.wrap_compile_helpers,
+    ),
+    Hook(
+        "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
+        ("routing_map", "reduce_group", "topk", "with_padding_mask"),
+        "experts' balancing losses weigh all ranks alike where one holds the padding",
+        routing.wrap_token_counts,
+    ),
+    Hook(
+        "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
+        ("routing_map", "padding_mask"),
+        "experts' biases leave out padding, on which Megatron up to 0.19 fails",
+        routing.wrap_apply_expert_bias,
     ),
     Hook(
         "megatron.training.training:num_floating_point_operations",

@@ -2,8 +2,8 @@
 
 It takes the memory that any later step can need, so that the order of micro-batches is free after that and a run
 that does not fit ends now, not at a step that happens to draw long ones. Before it, the kernel graphs of all sizes
-that micro-batches can have are built (0.13 s each on an H100). Gradients are cleared and random states put back:
-training goes on as if nothing had been.
+that micro-batches can have are built (0.13 s each on an H100). Gradients are cleared, random states and buffers (such
+as routers' counts of tokens) put back: training goes on as if nothing had been.
 """
 
 from __future__ import annotations
@@ -60,12 +60,15 @@ def rehearse(step: Callable[[], Any], model: Any, batch: dict[str, Any]) -> None
     chunks = model if isinstance(model, list) else [model]
     tracker = get_cuda_rng_tracker()
     states, cpu, gpu = tracker.get_states(), torch.get_rng_state(), torch.cuda.get_rng_state()
+    buffers = [(buffer, buffer.clone()) for chunk in chunks for buffer in chunk.buffers()]
     began = time.perf_counter()
     if built := warm_up_kernels(chunks, *batch["graphs"]):
         print_rank_0(f"> wlb_megatron: {built} attention graphs built in {time.perf_counter() - began:.1f} s")
     step()
     for chunk in chunks:
         chunk.zero_grad_buffer()
+    for buffer, before in buffers:
+        buffer.copy_(before)
     tracker.set_states(states)
     torch.set_rng_state(cpu)
     torch.cuda.set_rng_state(gpu)

@@ -1,0 +1,65 @@
+"""Experts' routers that count documents' tokens alone, not the padding at a micro-batch's end.
+
+Megatron's routers take a padding mask (True where nothing is to be counted) for their balancing losses and their
+experts' biases; the plugin's forward_step gives it. What remains is here: the mask of a pipeline stage under sequence
+parallelism, and two places where Megatron's routers do not expect that ranks hold unequally much padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def stage_padding_mask(mask: torch.Tensor, model: Any, sequence_parallel: bool) -> torch.Tensor:
+    """bool[1, t]: the mask as this model chunk takes it.
+
+    The chunk that embeds cuts it over tensor-parallel ranks itself, as it does the tokens; later chunks get hidden
+    states that are cut already, and here their part of the mask.
+    """
+    from megatron.core import parallel_state
+
+    while hasattr(model, "module"):  # DDP and mixed precision wrap it
+        model = model.module
+    if not sequence_parallel or model.pre_process:
+        return mask
+    size, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    return mask.chunk(size, dim=1)[rank]
+
+
+def wrap_token_counts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """get_tokens_per_expert_and_token_count whose count of a rank is the mean over its ranks.
+
+    A rank's part of the balancing loss is weighted by its count times the ranks, to undo the division by all tokens.
+    Where ranks hold 30 and 28 tokens (and 2 of padding), weights 60 and 56 would count the first rank's part for more:
+    both get 58.
+    """
+
+    def get_tokens_per_expert_and_token_count(
+        routing_map: Any, reduce_group: Any, topk: Any = None, with_padding_mask: bool = False
+    ) -> Any:
+        experts, local, total = original(
+            routing_map, reduce_group, topk=topk, with_padding_mask=with_padding_mask
+        )
+        return experts, total / reduce_group.size() if with_padding_mask else local, total
+
+    return get_tokens_per_expert_and_token_count
+
+
+def wrap_apply_expert_bias(original: Callable[..., Any]) -> Callable[..., Any]:
+    """TopKRouter._apply_expert_bias given the routes that count; up to 0.19 it fails on a mask of tokens.
+
+    It takes `map[tokens, experts] & mask[tokens]`, which does not broadcast.
+    """
+
+    def _apply_expert_bias(self: Any, routing_map: Any, padding_mask: Any = None) -> Any:
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask.view(-1, 1)
+        return original(self, routing_map)
+
+    return _apply_expert_bias
