@@ -124,12 +124,13 @@ def parts(plan: ShardPlan, lengths: np.ndarray, table: KernelTable) -> dict[str,
 
 
 def timed(step: Any, most: int = 5, seconds: float = 0.12) -> tuple[float, float, float]:
-    """p20, p50, p80 of GPU ms, of 3 to `most` steps after one.
+    """p20, p50, p80 of GPU ms, of 3 to `most` steps after two; the first one may build a kernel's graph.
 
     Short steps are queued behind a pause, so that the device never waits for the host: in a model other work would
     fill that time.
     """
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    step()
     torch.cuda.synchronize()
     marks[0].record()
     step()
