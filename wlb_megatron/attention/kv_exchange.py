@@ -18,6 +18,10 @@ from wlb_megatron.attention.device_layout import DeviceExchange
 from wlb_megatron.attention.row_sums import add_rows
 
 
+on_wait: Callable[[Callable[[], Any]], None] | None = None
+"""Where set: given each wait for what travels, to be called, by whoever times them."""
+
+
 def start_gather(exchange: DeviceExchange, kv: Tensor, group: Any) -> Callable[[int], Tensor]:
     """Begin fetching the keys this rank needs. kv: [t, 2, heads, dim], the rank's own.
 
@@ -30,7 +34,7 @@ def start_gather(exchange: DeviceExchange, kv: Tensor, group: Any) -> Callable[[
     arrived, work = _all_to_all(sent, exchange.send_counts, exchange.recv_counts, group)
 
     def finish(rows: int) -> Tensor:
-        work.wait()
+        _wait(work)
         return spread_rows(arrived, exchange.place, rows)
 
     return finish
@@ -56,10 +60,17 @@ def start_return(exchange: DeviceExchange, grad: Tensor, group: Any) -> Callable
 
     def finish(own: Tensor) -> None:
         if work is not None:
-            work.wait()
+            _wait(work)
         add_rows(own.flatten(1), back.flatten(1), exchange.returns)
 
     return finish
+
+
+def _wait(work: Any) -> None:
+    if on_wait is None:
+        work.wait()
+    else:
+        on_wait(work.wait)
 
 
 def _all_to_all(

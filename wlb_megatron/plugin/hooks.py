@@ -44,9 +44,9 @@ def _wrap_flops(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    from wlb_megatron.plugin import metrics  # imports torch's data loader
+    from wlb_megatron.plugin import metrics, timers  # import torch's data loader
 
-    return metrics.wrap_training_log(original)
+    return metrics.wrap_training_log(timers.wrap_training_log(original))
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -89,7 +89,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "megatron.training.training:training_log",
         (),
-        "reports the plugin's figures after each iteration that Megatron logs",
+        "reports the plugin's figures after each iteration that Megatron logs, and its timers among Megatron's",
         _wrap_training_log,
     ),
     Hook(

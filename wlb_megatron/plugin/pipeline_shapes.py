@@ -9,6 +9,7 @@ rerun) and never carried over.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -110,7 +111,7 @@ def _orders(micro_batches: int, model: Any, chunks: int) -> dict[str, list[int]]
 
 def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*, data_iterator: Any, num_microbatches: int, **kwargs: Any) -> Any:
-        from wlb_megatron.plugin import data
+        from wlb_megatron.plugin import data, timers
         from wlb_megatron.plugin.rehearsal import rehearse
 
         # Model chunks of a stage have an iterator each, all the plugin's same one.
@@ -137,7 +138,10 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         longest = source.take_rehearsal() if training else None
         if longest is not None:
             rehearse(lambda: step([longest] * num_microbatches), kwargs["model"], longest)
+        began = time.perf_counter()
         batches = data.draw_step(first, num_microbatches)
+        if training:
+            timers.add("wlb-draw", time.perf_counter() - began)
         result = step(batches)
         if training:
             source.after_step(batches)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from wlb_megatron.plugin import metrics, trace
+from wlb_megatron.plugin import metrics, timers, trace
 from wlb_megatron.plugin.agreement import EVERY, PlanAgreement
 from wlb_megatron.plugin.data import Layout, MicroBatchIterator, MicroBatchSampler, make_loader
 from wlb_megatron.plugin.dynamic import training_plans
@@ -87,7 +87,11 @@ def _training(source: Source, args: Any) -> MicroBatchIterator:
         for passed in [number for number in sampler.passed if number < iteration]:
             del sampler.passed[passed]
         remember(source, args, planned.state)
-        metrics.stepped(batches, planned, began=iterator.take_began(), plan_wait_ms=ahead.take_waited() * 1e3)
+        waited = ahead.take_waited()
+        timers.add("wlb-plan-wait", waited)
+        timers.add("wlb-planning", planned.micro_batches[0].plan_seconds)
+        timers.add("wlb-predicted", (planned.predicted_ms or 0.0) / 1e3)
+        metrics.stepped(batches, planned, began=iterator.take_began(), plan_wait_ms=waited * 1e3)
         trace.after_iteration(args.curr_iteration + 1, args, len(batches), agreement.group)
 
     wanted = {"auto": args.distributed_backend == "nccl", "always": True, "never": False}[
