@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from megatron_runs import failure, flags, launch
 from test_profile_fit import GPU, made_samples
 
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
-from wlb_megatron.plugin import metrics, trace
+from wlb_megatron.plugin import metrics, timers, trace
 from wlb_megatron.plugin.drift import CALIBRATION, WINDOW, Drift
 from wlb_megatron.plugin.prediction import layer_model, predictor
 from wlb_megatron.sharding.select import shard
@@ -211,3 +213,53 @@ def test_a_log_that_cannot_be_written_is_told_once_and_training_goes_on(
     for _ in range(2):
         metrics.append_line(str(tmp_path / "no such folder" / "log"), "{}")
     assert capsys.readouterr().out.count("cannot be written") == 1
+
+
+class Clock:
+    """Events on a device whose time passes by the wait that is marked."""
+
+    now = 0.0
+
+    def __init__(self, **_: Any) -> None:
+        self.at = -1.0
+
+    def record(self) -> None:
+        self.at = Clock.now
+
+    def synchronize(self) -> None:
+        assert self.at >= 0
+
+    def elapsed_time(self, other: Clock) -> float:
+        return other.at - self.at
+
+
+def test_waits_for_exchanged_keys_are_summed_by_marks_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(milliseconds: float) -> Callable[[], None]:
+        return lambda: setattr(Clock, "now", Clock.now + milliseconds)
+
+    monkeypatch.setattr(timers.torch.cuda, "Event", Clock)
+    for milliseconds in (3.0, 4.5):
+        timers._on_gpu(wait(milliseconds))
+    assert timers._read_waits() == pytest.approx(0.0075)
+    assert timers._read_waits() == 0.0
+
+
+def test_megatrons_lists_of_timers_are_continued_and_other_lists_stay() -> None:
+    seen: list[list[str]] = []
+    log = timers._continued(lambda names, **_: seen.append(names), ["wlb-draw"])
+    log(["forward-backward", "optimizer"], normalizer=1)
+    log(["model-and-optimizer-setup"])
+    assert seen == [["forward-backward", "optimizer", "wlb-draw"], ["model-and-optimizer-setup"]]
+
+
+@pytest.mark.megatron
+def test_the_plugins_timers_stand_among_megatrons(corpus: Path) -> None:
+    step = ["--global-batch-size", "2", "--train-iters", "3", "--split", "1,0,0", "--timing-log-level", "2"]
+    done = launch([*flags(context=2), "--data-path", str(corpus), *step], 2)
+    assert done.returncode == 0, failure(done)
+    shown = re.findall(r"^ +([a-z-]+) \.+: \(([0-9.]+), ([0-9.]+)\)", done.stdout, re.MULTILINE)
+    assert {"forward-backward", "wlb-draw", "wlb-planning", "wlb-key-exchange"} <= {
+        name for name, *_ in shown
+    }
+    at_most = {name: max(float(most) for n, _, most in shown if n == name) for name, *_ in shown}
+    assert at_most["wlb-key-exchange"] < at_most["forward-backward"]
