@@ -28,7 +28,7 @@ from dynamic_baselines import WITHOUT_HYBRID, megatron_ns, planned_ns, static_pl
 from wlb_megatron.config import WlbConfig  # noqa: E402
 from wlb_megatron.dynamic.blocks import Stage  # noqa: E402
 from wlb_megatron.dynamic.cost import GroupCost, group_cost  # noqa: E402
-from wlb_megatron.dynamic.plan import Group, StepPlan, validate  # noqa: E402
+from wlb_megatron.dynamic.plan import fixed_groups, validate  # noqa: E402
 from wlb_megatron.dynamic.planner import FIXED, plan_step  # noqa: E402
 from wlb_megatron.packing.corpus import Rules  # noqa: E402
 from wlb_megatron.packing.packer import make_packer  # noqa: E402
@@ -159,7 +159,7 @@ def case(name: str, lengths: Any, window: int, iterations: int) -> list[dict[str
         # Whole documents in arrival order, none delayed; or as WLB-LLM's packing orders them.
         for plan in run_packer(packer, lengths, rules, batch, iterations=iterations, warm_up=16):
             tokens = [p.tokens for row in plan.micro_batches for one in row for p in one.pieces]
-            fixed = fixed_plan(plan, context)
+            fixed = fixed_groups(plan, context)
             if delay:
                 add("WLB-LLM", planned_ns(fixed, tokens, cost, WITHOUT_HYBRID))
                 add("fixed groups, hybrid sharding", planned_ns(fixed, tokens, cost, ("adaptive",)))
@@ -204,18 +204,6 @@ def case(name: str, lengths: Any, window: int, iterations: int) -> list[dict[str
             }
         )
     return rows
-
-
-def fixed_plan(plan: Any, context: int) -> StepPlan:
-    """The packer's micro-batches on Megatron's groups."""
-    at, rows = 0, []
-    for row in plan.micro_batches:
-        groups = []
-        for rank, one in enumerate(row):
-            groups.append(Group(rank * context, context, tuple(range(at, at + len(one.pieces)))))
-            at += len(one.pieces)
-        rows.append(tuple(groups))
-    return StepPlan(len(plan.micro_batches[0]) * context, tuple(rows))
 
 
 if __name__ == "__main__":

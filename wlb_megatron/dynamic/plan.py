@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.dynamic.blocks import Stage
+from wlb_megatron.plan import IterationPlan
 
 IntArray = npt.NDArray[np.int64]
 
@@ -56,6 +57,21 @@ class StepPlan:
             micro_steps[step].append(Group(start, size, tuple(rest[at + 4 : at + 4 + count])))
             at += 4 + count
         return StepPlan(ranks, tuple(map(tuple, micro_steps)))
+
+
+def fixed_groups(plan: IterationPlan, context: int) -> StepPlan:
+    """An iteration with Megatron's groups: micro-batch m of data-parallel rank d on ranks d * context and on.
+
+    Documents are numbered in the order of the grid, row by row.
+    """
+    rows, at = [], 0
+    for row in plan.micro_batches:
+        groups = []
+        for rank, one in enumerate(row):
+            groups.append(Group(rank * context, context, tuple(range(at, at + len(one.pieces)))))
+            at += len(one.pieces)
+        rows.append(tuple(groups))
+    return StepPlan(len(plan.micro_batches[0]) * context, tuple(rows))
 
 
 def finish_times(plan: StepPlan, times: Sequence[Sequence[int]], step_ns: int = 0) -> IntArray:

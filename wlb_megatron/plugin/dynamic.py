@@ -21,11 +21,11 @@ from megatron.core import parallel_state
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import group_cost, token_ns
-from wlb_megatron.dynamic.plan import Group, StepPlan
+from wlb_megatron.dynamic.plan import Group, StepPlan, fixed_groups
 from wlb_megatron.dynamic.planner import FIXED, GREEDY, SOLVER, Outcome
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import Summariser
-from wlb_megatron.plan import IterationPlan, Piece
+from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.groups import make_groups
 from wlb_megatron.plugin.plan_process import PlanProcess
 from wlb_megatron.plugin.planning import (
@@ -135,21 +135,6 @@ def plan_groups(
         yield PlannedIteration(
             tuple(micro_batches), planner.state(), digest.digest(), planner.put_back, plan=plan
         )
-
-
-def fixed_groups(plan: IterationPlan, context: int) -> StepPlan:
-    """The same iteration with Megatron's groups: micro-batch m of data-parallel rank d on ranks d * context and on.
-
-    Documents are numbered in the order of the grid, row by row.
-    """
-    rows, at = [], 0
-    for row in plan.micro_batches:
-        groups = []
-        for rank, one in enumerate(row):
-            groups.append(Group(rank * context, context, tuple(range(at, at + len(one.pieces)))))
-            at += len(one.pieces)
-        rows.append(tuple(groups))
-    return StepPlan(len(plan.micro_batches[0]) * context, tuple(rows))
 
 
 def padded_group(group: Group, pieces: Sequence[Piece], shards: ShardSettings) -> tuple[Piece, ...]:
