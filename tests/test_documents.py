@@ -374,10 +374,10 @@ def test_a_corpus_may_move_to_another_folder() -> None:
     DocumentStream.of_lengths([3, 4], Rules(8), name="there").load_state(state)
 
 
-@pytest.mark.parametrize("damage", [{"version": 2}, {"corpora": []}, {"corpora": [{}]}, {"fingerprint": 3}])
+@pytest.mark.parametrize("damage", [{"version": 3}, {"corpora": []}, {"corpora": [{}]}, {"fingerprint": 3}])
 def test_a_state_of_another_version_or_a_damaged_one_is_refused(damage: dict[str, Any]) -> None:
     stream = DocumentStream.of_lengths([3, 4], Rules(8))
-    with pytest.raises(WlbError, match=r"version 2|damaged"):
+    with pytest.raises(WlbError, match=r"version 3|damaged"):
         stream.load_state(stream.state() | damage)
 
 

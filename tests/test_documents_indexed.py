@@ -5,12 +5,14 @@ from __future__ import annotations
 import pickle
 import shutil
 import struct
+import tracemalloc
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from wlb_megatron.errors import WlbError
@@ -172,10 +174,12 @@ def test_a_corpus_without_tokens_is_refused(tmp_path: Path, documents: list[list
         IndexedCorpus(tmp_path / "corpus")
 
 
-def write_index(path: Path, lengths: list[int], offsets: list[int], bounds: list[int], code: int = 8) -> None:
+def write_index(
+    path: Path, lengths: npt.ArrayLike, offsets: npt.ArrayLike, bounds: npt.ArrayLike, code: int = 8
+) -> None:
     path.write_bytes(
         b"MMIDIDX\0\0"
-        + struct.pack("<QBQQ", 1, code, len(lengths), len(bounds))
+        + struct.pack("<QBQQ", 1, code, np.size(lengths), np.size(bounds))
         + np.array(lengths, "<i4").tobytes()
         + np.array(offsets, "<i8").tobytes()
         + np.array(bounds, "<i8").tobytes()
@@ -244,3 +248,24 @@ def test_offsets_beyond_two_gigabytes_are_kept(tmp_path: Path) -> None:
     reader = IndexedCorpus(tmp_path / "corpus")
     assert reader.index.lengths.sum() == 3 * big
     assert reader.read(2, 0, 3).tolist() == [7, 8, 0]
+
+
+def test_an_index_of_one_sequence_a_document_is_mapped_and_not_copied(tmp_path: Path) -> None:
+    """3 million documents: the index is 60 MB in the file, and no array of theirs is in memory."""
+    count = 3_000_000
+    write_index(tmp_path / "corpus.idx", np.ones(count), 2 * np.arange(count), np.arange(count + 1))
+    tracemalloc.start()
+    index = read_index(tmp_path / "corpus")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 60e6, "blocks of a million entries alone"
+    assert index.bin_bytes == 2 * count and len(index.lengths) == count
+    assert not index.lengths.flags.owndata and not index.offsets.flags.owndata
+
+
+def test_a_document_far_behind_is_checked_too(tmp_path: Path) -> None:
+    offsets = 2 * np.arange(1_500_000)
+    offsets[1_400_000] = -1
+    write_index(tmp_path / "corpus.idx", np.ones(1_500_000), offsets, np.arange(1_500_001))
+    with pytest.raises(WlbError, match="sequence 1400000 has a byte offset out of range"):
+        read_index(tmp_path / "corpus")

@@ -6,11 +6,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError, explain_bad_values
+from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.lengths import sample_lengths
@@ -27,7 +25,7 @@ QUADRATIC_AT = 24576.0
 
 
 def inspect_plans(
-    lengths: npt.NDArray[np.int64],
+    lengths: Lengths,
     config: WlbConfig,
     *,
     window: int,
@@ -39,7 +37,7 @@ def inspect_plans(
 ) -> dict[str, Any]:
     """Plans of one pass over the documents, without a shuffle; at most `iterations` of them.
 
-    lengths: int64[n] tokens of each document; ids are positions in it. micro_batches: of one data-parallel rank.
+    lengths: integers[n], tokens of each document; ids are positions in it. micro_batches: of one data-parallel rank.
     Returns {"iterations": [{"arrived", "micro_batches", "waiting"}, ...]} where
     every piece and segment is [id, start, end) within its document; padding is [-1, 0, tokens].
     WlbError on settings that cannot work.

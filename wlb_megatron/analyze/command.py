@@ -9,15 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from wlb_megatron.analyze.comparison import Analysis, analyze
 from wlb_megatron.analyze.measure import Layout
 from wlb_megatron.analyze.pictures import draw_all, need_matplotlib
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import QUADRATIC_AT
+from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.workload.cost_model import layer_parameters, quadratic_at
 from wlb_megatron.workload.profile import read_profile
 
@@ -66,7 +64,7 @@ def model_quadratic_at(args: argparse.Namespace) -> float:
     return quadratic_at(heads * channels, parameters)
 
 
-def run_analyze(args: argparse.Namespace, lengths: npt.NDArray[np.int64], config: WlbConfig) -> Analysis:
+def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -> Analysis:
     """Analyse as the flags say, with progress on stderr, and draw the pictures if asked for."""
     if args.out is not None:
         need_matplotlib()

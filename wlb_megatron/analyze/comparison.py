@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 
-import numpy as np
-import numpy.typing as npt
-
 from wlb_megatron.analyze.measure import Layout, Measured, measure
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError, explain_bad_values
+from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.lengths import sample_lengths
@@ -26,7 +24,7 @@ from wlb_megatron.workload.cost_model import CostModel
 class Analysis:
     """Before (arrival order, per-sequence sharding) and after (the given settings), with what was settled on."""
 
-    lengths: npt.NDArray[np.int64]
+    lengths: Lengths
     config: WlbConfig
     layout: Layout
     micro_batches: int
@@ -64,7 +62,7 @@ class Analysis:
 
 
 def analyze(
-    lengths: npt.NDArray[np.int64],
+    lengths: Lengths,
     config: WlbConfig,
     layout: Layout,
     *,
@@ -75,7 +73,7 @@ def analyze(
 ) -> Analysis:
     """Plan `iterations` global batches both ways over the same endless stream.
 
-    lengths: int64[n], tokens of each document. micro_batches: of one data-parallel rank. seed: of the shuffle,
+    lengths: integers[n], tokens of each document. micro_batches: of one data-parallel rank. seed: of the shuffle,
     None for the given order. progress: called after each planned iteration. WlbError on settings that cannot work.
     """
     sizes = asdict(layout) | {"micro-batches": micro_batches, "iterations": iterations}

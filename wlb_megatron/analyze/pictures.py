@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from wlb_megatron.analyze.measure import Layout, Measured
 from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.blocks import Lengths, blocks
 from wlb_megatron.report.timeline import draw_timelines
 
 _MOST_EVENTS = 512
@@ -29,14 +29,14 @@ def need_matplotlib() -> None:
 
 def draw_all(
     folder: Path,
-    lengths: npt.NDArray[np.int64],
+    lengths: Lengths,
     measured: Sequence[tuple[str, Measured]],
     layout: Layout,
     capacity: int,
 ) -> list[Path]:
     """Draw lengths.png, work.png, delay.png and timeline.png; each appears whole or not at all.
 
-    lengths: int64[n] tokens of each document. measured: (name, figures), the baseline first. capacity: Lmax.
+    lengths: integers[n], tokens of each document. measured: (name, figures), the baseline first. capacity: Lmax.
     """
     pictures = {
         "lengths": lambda axes: _draw_lengths(axes, lengths, layout.window, capacity),
@@ -63,11 +63,13 @@ def _save(path: Path, draw: Callable[[Any], None]) -> Path:
     return path
 
 
-def _draw_lengths(axes: Any, lengths: npt.NDArray[np.int64], window: int, capacity: int) -> None:
-    present = lengths[lengths > 0]
-    edges = np.geomspace(1, max(int(present.max()), window, capacity) + 1, 60)
-    for weights, label, colour in ((None, "documents", "tab:gray"), (present, "tokens", "tab:blue")):
-        counts, _ = np.histogram(present, edges, weights=weights)
+def _draw_lengths(axes: Any, lengths: Lengths, window: int, capacity: int) -> None:
+    edges = np.geomspace(1, max(int(lengths.max()), window, capacity) + 1, 60)  # empty documents are below
+    documents, tokens = np.zeros((2, len(edges) - 1))
+    for block in blocks(lengths):
+        documents += np.histogram(block, edges)[0]
+        tokens += np.histogram(block, edges, weights=block)[0]
+    for counts, label, colour in ((documents, "documents", "tab:gray"), (tokens, "tokens", "tab:blue")):
         axes.stairs(
             100 * counts / counts.sum(),
             edges,
@@ -91,7 +93,9 @@ def _draw_lengths(axes: Any, lengths: npt.NDArray[np.int64], window: int, capaci
     axes.set_xscale("log", base=2)
     axes.set_xlabel("document length (tokens)")
     axes.set_ylabel("share of all (%)")
-    axes.set_title(f"{len(present):,} documents, {int(present.sum()):,} tokens", loc="left", fontsize=10)
+    axes.set_title(
+        f"{int(documents.sum()):,} documents, {int(tokens.sum()):,} tokens", loc="left", fontsize=10
+    )
     axes.legend(frameon=False)
 
 

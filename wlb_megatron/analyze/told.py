@@ -7,6 +7,7 @@ from typing import Any
 
 from wlb_megatron.analyze.comparison import Analysis
 from wlb_megatron.analyze.measure import Measured, spread
+from wlb_megatron.packing.blocks import blocks
 from wlb_megatron.report.table import print_table
 
 
@@ -15,8 +16,8 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
     return {
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
-        "empty_documents": int((lengths == 0).sum()),
-        "overlong_documents": int((lengths > layout.window).sum()),
+        "empty_documents": sum(int((block == 0).sum()) for block in blocks(lengths)),
+        "overlong_documents": sum(int((block > layout.window).sum()) for block in blocks(lengths)),
         "layout": asdict(layout) | {"micro_batches": analysis.micro_batches},
         "quadratic_at": analysis.config.quadratic_at,
         "max_tokens": analysis.capacity,

@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 from wlb_megatron.config import OVERLONG
 from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.blocks import Lengths, blocks
+from wlb_megatron.packing.epoch_order import epoch_order
 
 IntArray = npt.NDArray[np.int64]
 
@@ -33,12 +35,12 @@ _BLOCK = 4096
 class Corpus:
     """Documents of one entry of a blend.
 
-    name: for messages. lengths: int64[n], tokens of each document. first_id: id of the first one, ids run on.
-    weight: share of the blend's tokens, relative to the other entries.
+    name: for messages. lengths: integers[n], tokens of each document, kept as they come: an index maps them from its
+    file. first_id: id of the first one, ids run on. weight: share of the blend's tokens, relative to the other entries.
     """
 
     name: str
-    lengths: IntArray
+    lengths: Lengths
     first_id: int = 0
     weight: float = 1.0
 
@@ -57,7 +59,7 @@ class Corpus:
             raise WlbError(f"{self.name}: document {at} has a negative length ({int(lengths[at])})")
         if lengths.sum(dtype=np.float64) >= 2**62:
             raise WlbError(f"{self.name}: more tokens than 64-bit counts can hold; check the lengths")
-        object.__setattr__(self, "lengths", lengths.astype(np.int64, copy=False))
+        object.__setattr__(self, "lengths", lengths if len(lengths) else lengths.astype(np.int64))
 
 
 @dataclass(frozen=True)
@@ -97,18 +99,18 @@ class CorpusWalk:
     """Goes through a corpus by the rules, a block of pieces at a time. `position`: the corpus's in the blend."""
 
     def __init__(self, corpus: Corpus, rules: Rules, position: int) -> None:
-        if not rules.kept(corpus.lengths).any():
+        if not any(rules.kept(lengths).any() for lengths in blocks(corpus.lengths)):
             raise WlbError(
                 f"{corpus.name}: no token to train on in {len(corpus.lengths)} documents "
                 f"(window {rules.window}, over-long documents: {rules.overlong}); give another corpus or window"
             )
         self._corpus, self._rules, self._position = corpus, rules, position
-        self._shuffled: int | None = None  # epoch that the order is of
+        self._shuffled: tuple[int, bool] | None = None  # epoch that the order is of, and whether by version 1
         self.place(np.zeros(10, dtype=np.int64))
 
-    def place(self, row: IntArray) -> None:
-        """Go on after this row; only its STATE columns matter."""
-        self._row = row.copy()
+    def place(self, row: IntArray, *, stored: bool = False) -> None:
+        """Go on after this row; only its STATE columns matter. stored: see epoch_order."""
+        self._row, self._stored = row.copy(), stored
         self._shuffle(int(row[EPOCH]))
 
     @property
@@ -118,37 +120,35 @@ class CorpusWalk:
 
     @property
     def finished(self) -> bool:
-        return not self._rules.endless and int(self._row[CURSOR]) == len(self._order)
+        return not self._rules.endless and int(self._row[CURSOR]) == len(self._corpus.lengths)
 
     def advance(self) -> IntArray:
         """int64[k, 10]: the next pieces, k >= 1, or k = 0 after the last one of a single pass."""
         while not self.finished:
-            if self._row[CURSOR] == len(self._order):
+            if self._row[CURSOR] == len(self._corpus.lengths):
                 self._row[[EPOCH, CURSOR]] = self._row[EPOCH] + 1, 0
                 self._shuffle(int(self._row[EPOCH]))
-            rows = self._cut(self._order[self._row[CURSOR] :][:_BLOCK])
+            cursor = int(self._row[CURSOR])
+            rows = self._cut(self._order(cursor, cursor + _BLOCK))
             if len(rows):
                 return rows
         return np.empty((0, 10), dtype=np.int64)
 
     def _shuffle(self, epoch: int) -> None:
-        """Order of an epoch. From raw 64-bit draws, whose stream numpy keeps the same from version to version."""
-        if epoch == self._shuffled or (self._rules.seed is None and self._shuffled is not None):
+        if self._shuffled == (epoch, self._stored):
             return
-        count = len(self._corpus.lengths)
-        if self._rules.seed is None:
-            self._order = np.arange(count)
-        else:
-            seeds = np.random.SeedSequence([self._rules.seed, self._position, epoch])
-            self._order = np.argsort(np.random.PCG64(seeds).random_raw(count), kind="stable")
-        self._shuffled = epoch
+        seed = self._rules.seed
+        seeds = None if seed is None else [seed, self._position, epoch]
+        self._order = epoch_order(len(self._corpus.lengths), seeds, stored=self._stored)
+        self._shuffled = epoch, self._stored
 
     def _cut(self, documents: IntArray) -> IntArray:
         """Rows of these documents, the next ones; moves the walk behind them.
 
         Window 4, split, lengths [0, 10, 3]: pieces (1, 0, 4), (1, 4, 8), (1, 8, 10), (2, 0, 3).
         """
-        lengths, window, before = self._corpus.lengths[documents], self._rules.window, self._row
+        lengths = self._corpus.lengths[documents].astype(np.int64)
+        window, before = self._rules.window, self._row
         kept = self._rules.kept(lengths)
         pieces = -(-kept // window)
         which = np.repeat(np.arange(len(documents)), pieces)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.blocks import Lengths, blocks
 from wlb_megatron.packing.corpus import (
     DOCUMENT,
     END,
@@ -29,7 +30,8 @@ from wlb_megatron.packing.corpus import (
 from wlb_megatron.plan import Piece
 
 IntArray = npt.NDArray[np.int64]
-VERSION = 1
+VERSION = 2
+"""Of the state. 1: every epoch's order was stored and sorted, however large the corpus; such a run goes on so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class DocumentStream:
         self._names = [corpus.name for corpus in corpora]
         self._weights = [corpus.weight for corpus in corpora]
         self._walks = [CorpusWalk(corpus, rules, position) for position, corpus in enumerate(corpora)]
+        self._version = VERSION
         self._restart([walk.row.copy() for walk in self._walks])
 
     @classmethod
@@ -89,13 +92,14 @@ class DocumentStream:
     def state(self) -> dict[str, Any]:
         """JSON-able: after `load_state` of it, `next` gives what it would have given here."""
         corpora = [{name: int(row[column]) for name, column in STATE.items()} for row in self._places()]
-        return {"version": VERSION, "fingerprint": self.fingerprint, "corpora": corpora}
+        return {"version": self._version, "fingerprint": self.fingerprint, "corpora": corpora}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken. WlbError, and no change, unless corpora and rules are the same."""
-        if state.get("version") != VERSION:
+        version = state.get("version")
+        if version not in (1, VERSION):
             raise WlbError(
-                f"saved document stream has version {state.get('version')}, this one reads {VERSION}; "
+                f"saved document stream has version {version}, this one reads 1 to {VERSION}; "
                 "resume with the release that saved it"
             )
         try:
@@ -110,11 +114,12 @@ class DocumentStream:
             )
         if len(rows) != len(self._walks):
             raise WlbError("saved document stream is damaged; resume from another checkpoint")
+        self._version = version
         self._restart(rows)
 
     def _restart(self, rows: list[IntArray]) -> None:
         for walk, row in zip(self._walks, rows, strict=True):
-            walk.place(row)
+            walk.place(row, stored=self._version == 1)
         self._settled = rows
         self._ahead = [np.empty((0, 10), dtype=np.int64) for _ in rows]  # cut, not yet in a block
         self._block: list[Piece] = []
@@ -185,11 +190,19 @@ def _fingerprint(corpora: Sequence[Corpus], rules: Rules) -> dict[str, Any]:
                 "tokens": int(corpus.lengths.sum()),
                 "first_id": corpus.first_id,
                 "weight": corpus.weight,
-                "sha256 of lengths": hashlib.sha256(corpus.lengths.astype("<i8").tobytes()).hexdigest(),
+                "sha256 of lengths": _sha256(corpus.lengths),
             }
             for corpus in corpora
         ],
     }
+
+
+def _sha256(lengths: Lengths) -> str:
+    """Of the lengths as little-endian int64."""
+    found = hashlib.sha256()
+    for block in blocks(lengths):
+        found.update(block.astype("<i8", copy=False).data)
+    return found.hexdigest()
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:

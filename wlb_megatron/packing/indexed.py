@@ -4,6 +4,9 @@ The .idx (Megatron's IndexedDataset, version 1) is little-endian: b"MMIDIDX\\0\\
 uint8 token type, uint64 sequences, uint64 entries of the document index; then int32[sequences] lengths in
 tokens, int64[sequences] byte offsets into the .bin, int64[entries] document index. Document d is sequences
 [document_index[d], document_index[d + 1]): boundaries come from here, never from token ids.
+
+Where each document is one sequence (preprocess_data.py without --split-sentences), lengths and offsets stay in the
+file, mapped: the processes of a node share them in its page cache. Else each process holds 16 bytes a document.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.blocks import SIZE, Lengths, blocks
 
 IntArray = npt.NDArray[np.int64]
 
@@ -28,17 +32,16 @@ _REBUILD = "rebuild the corpus with Megatron's tools/preprocess_data.py"
 
 @dataclass(frozen=True)
 class Index:
-    """What an .idx says: int64[n] tokens and int64[n] byte offset of each document, and the token type."""
+    """What an .idx says: int32 or int64[n] tokens and int64[n] byte offset of each document, and the token type.
+
+    bin_bytes: what the .bin must hold at least.
+    """
 
     path: Path
-    lengths: IntArray
+    lengths: Lengths
     offsets: IntArray
     token_type: np.dtype[Any]
-
-    @property
-    def bin_bytes(self) -> int:
-        """Bytes that the .bin must hold at least."""
-        return int((self.offsets + self.lengths * self.token_type.itemsize).max())
+    bin_bytes: int
 
 
 def index_path(path: str | Path) -> Path:
@@ -73,29 +76,51 @@ def read_index(path: str | Path) -> Index:
 
     content = np.memmap(idx, mode="r", dtype=np.uint8)
     at = _HEADER.size
-    counts = np.frombuffer(content, "<i4", sequences, at).astype(np.int64)
-    pointers = np.frombuffer(content, "<i8", sequences, at + 4 * sequences).astype(np.int64)
-    bounds = np.frombuffer(content, "<i8", entries, at + 12 * sequences).astype(np.int64)
+    counts = np.frombuffer(content, "<i4", sequences, at)
+    pointers = np.frombuffer(content, "<i8", sequences, at + 4 * sequences)
+    bounds = np.frombuffer(content, "<i8", entries, at + 12 * sequences)
     token_type = np.dtype(_TOKEN_TYPES[code])
-    _check(idx, counts, pointers, bounds, token_type.itemsize)
-
-    # Sequences of 3, 0, 4, 2 tokens and bounds [0, 1, 1, 4]: before = [0, 3, 3, 7, 9], lengths [3, 0, 6].
-    before = np.concatenate(([0], np.cumsum(counts)))
-    lengths = np.diff(before[bounds])
+    _check_counts(idx, counts)
+    single = len(bounds) == sequences + 1 > 1 and all(
+        (block == np.arange(n * SIZE, n * SIZE + len(block))).all() for n, block in enumerate(blocks(bounds))
+    )
+    lengths, offsets = counts, pointers
+    if not single:
+        lengths, offsets = _documents(idx, counts, pointers, bounds, token_type.itemsize)
     if not lengths.any():
         raise WlbError(f"{idx} holds no tokens (documents: {len(lengths)}); {_REBUILD}")
-    # A document without sequences may start past the last one: any offset serves, nothing is read there.
-    offsets = np.append(pointers, 0)[bounds[:-1]]
-    return Index(idx, lengths, offsets, token_type)
+    ends = _check_pointers(idx, counts, pointers, token_type.itemsize)
+    return Index(idx, lengths, offsets, token_type, ends)
 
 
-def _check(idx: Path, counts: IntArray, pointers: IntArray, bounds: IntArray, item: int) -> None:
-    """WlbError unless lengths, offsets and document index agree with each other."""
-    if (counts < 0).any():
+def _check_counts(idx: Path, counts: npt.NDArray[np.int32]) -> None:
+    if len(counts) and counts.min() < 0:
         raise WlbError(
             f"{idx}: sequence {int((counts < 0).argmax())} has a negative length "
             "(above 2**31 - 1 tokens it overflows the index); split that document before preprocessing"
         )
+
+
+def _check_pointers(idx: Path, counts: npt.NDArray[np.int32], pointers: IntArray, item: int) -> int:
+    """Where the last byte of any sequence ends. WlbError if an offset is out of range."""
+    ends = 0
+    for n, (tokens, at) in enumerate(zip(blocks(counts), blocks(pointers), strict=True)):
+        wild = (at < 0) | (at > 2**62)
+        if wild.any():
+            raise WlbError(
+                f"{idx}: sequence {n * SIZE + int(wild.argmax())} has a byte offset out of range; {_REBUILD}"
+            )
+        ends = max(ends, int((at + tokens * item).max()))
+    return ends
+
+
+def _documents(
+    idx: Path, counts: npt.NDArray[np.int32], pointers: IntArray, bounds: IntArray, item: int
+) -> tuple[IntArray, IntArray]:
+    """Lengths and offsets of documents of any number of sequences. WlbError unless these follow each other.
+
+    Sequences of 3, 0, 4, 2 tokens and bounds [0, 1, 1, 4]: before = [0, 3, 3, 7, 9], lengths [3, 0, 6].
+    """
     if len(bounds) <= 1 and len(counts) > 0:
         raise WlbError(
             f"{idx} has sequences but no document boundaries; {_REBUILD} (end_document per document)"
@@ -106,15 +131,15 @@ def _check(idx: Path, counts: IntArray, pointers: IntArray, bounds: IntArray, it
         raise WlbError(
             f"{idx}: its document index does not run from 0 to {len(counts)} sequences; {_REBUILD}"
         )
-    wild = (pointers < 0) | (pointers > 2**62)
-    if wild.any():
-        raise WlbError(f"{idx}: sequence {int(wild.argmax())} has a byte offset out of range; {_REBUILD}")
-    touches = np.concatenate(([True], pointers[1:] == pointers[:-1] + counts[:-1] * item))
+    before = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+    touches = np.concatenate(([True], np.diff(pointers) == np.diff(before[:-1]) * item))
     touches[bounds[:-1][bounds[:-1] < len(counts)]] = True  # a new document may start anywhere
     if not touches.all():
         raise WlbError(
             f"{idx}: sequence {int((~touches).argmax())} does not follow its document's last one; {_REBUILD}"
         )
+    # A document without sequences may start past the last one: any offset serves, nothing is read there.
+    return np.diff(before[bounds]), np.append(pointers, 0)[bounds[:-1]]
 
 
 class IndexedCorpus:

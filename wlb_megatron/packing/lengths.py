@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.corpus import Corpus
 from wlb_megatron.packing.indexed import read_index
 
 
-def read_lengths(text: str) -> npt.NDArray[np.int64]:
-    """int64[n], tokens of each document: "4,12", a .npy of integers, or an .idx (or its prefix).
+def read_lengths(text: str) -> Lengths:
+    """Integers[n], tokens of each document: "4,12", a .npy of integers, or an .idx (or its prefix).
 
     WlbError if there is no such file, it is damaged, or a length is negative or no integer.
     """
@@ -27,12 +28,10 @@ def read_lengths(text: str) -> npt.NDArray[np.int64]:
     return Corpus(f"--lengths {text}" if len(text) < 60 else "--lengths", lengths).lengths
 
 
-def sample_lengths(
-    lengths: npt.NDArray[np.int64], window: int, overlong: str, most: int = 65536
-) -> list[int]:
+def sample_lengths(lengths: Lengths, window: int, overlong: str, most: int = 65536) -> list[int]:
     """Tokens of about `most` pieces, from documents evenly spaced over the corpus: what thresholds are fitted to."""
     step = -(-len(lengths) // most) if len(lengths) else 1
-    chosen = lengths[::step]
+    chosen = lengths[::step].astype(np.int64)
     long = chosen > window
     pieces = chosen[(chosen > 0) & ~long].tolist()
     if overlong == "split":

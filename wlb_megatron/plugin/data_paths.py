@@ -16,7 +16,7 @@ def documents(
 ) -> tuple[Blend, list[Corpus]] | None:
     """A part's corpora (train, valid or test); None if it has no document. WlbError if a file cannot be read.
 
-    opened: blends that other parts have read, which this one shares: an index takes 16 bytes a document.
+    opened: blends that other parts have read, which this one shares: an index is checked once.
     """
     by_part = _values_by_part(args)
     values = _common_values(args) if by_part is None else by_part[part]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.packing.blocks import Lengths
+
 WINDOW = 131072
 
 
@@ -21,6 +23,6 @@ def long_tailed(window: int, count: int = 100_000, seed: int = 1) -> npt.NDArray
     return np.maximum(lengths, 1).astype(np.int64)
 
 
-def rescale(lengths: npt.NDArray[np.int64], window: int, of: int = WINDOW) -> npt.NDArray[np.int64]:
+def rescale(lengths: Lengths, window: int, of: int = WINDOW) -> npt.NDArray[np.int64]:
     """Lengths of a corpus for a window of `of` tokens, stretched to another window: [8, 3] of 8 to 4 are [4, 2]."""
     return np.maximum(np.rint(lengths * (window / of)), 1).astype(np.int64)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.simulator import paper
 from wlb_megatron.simulator.assumptions import Assumptions
@@ -35,9 +36,9 @@ SCHEMES = {
 class Inputs:
     """What is simulated with. iterations: few ones compare different documents, as outliers are few: 100 and more.
 
-    lengths: int64[n] of documents for a window of lengths_of tokens; None: seeded ones."""
+    lengths: integers[n] of documents for a window of lengths_of tokens; None: seeded ones."""
 
-    lengths: IntArray | None = None
+    lengths: Lengths | None = None
     lengths_of: int = 128 * paper.K
     stretch: bool = True
     iterations: int = 300
@@ -46,7 +47,7 @@ class Inputs:
     assumptions: Assumptions = field(default_factory=Assumptions)
     measured: KernelTable = field(default_factory=h100)
 
-    def lengths_for(self, window: int) -> IntArray:
+    def lengths_for(self, window: int) -> Lengths:
         """Stretched to the window, or as they are (those above the window are split at it)."""
         if self.lengths is None:
             return long_tailed(window if self.stretch else self.lengths_of)

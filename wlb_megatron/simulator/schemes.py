@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.delay_bound import Limits
 from wlb_megatron.packing.documents import DocumentStream
@@ -37,7 +38,7 @@ UNBOUNDED = 1_000_000
 
 def plan_run(
     packing: str,
-    lengths: IntArray,
+    lengths: Lengths,
     setting: Setting,
     cost: CostModel,
     *,
@@ -57,7 +58,7 @@ def plan_run(
 
 
 def run_packer(
-    packer: Packer, lengths: IntArray, rules: Rules, global_tokens: int, *, iterations: int, warm_up: int
+    packer: Packer, lengths: Lengths, rules: Rules, global_tokens: int, *, iterations: int, warm_up: int
 ) -> list[IterationPlan]:
     """Plans of `iterations` global batches after `warm_up` ones."""
     stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError, explain_bad_values
+from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.lengths import sample_lengths
 from wlb_megatron.packing.packer import make_packer
@@ -70,9 +70,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     add_assumptions(parser, Assumptions())
 
 
-def run_simulate(
-    args: argparse.Namespace, lengths: npt.NDArray[np.int64], config: WlbConfig
-) -> dict[str, Any]:
+def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -> dict[str, Any]:
     """Simulate as the flags say, with progress on stderr; write the trace if asked for. JSON-able figures."""
     if args.iterations < 1 or args.warm_up < 0:
         raise WlbError("--iterations must be at least 1 and --warm-up not negative; correct them")
