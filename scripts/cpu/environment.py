@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 from pathlib import Path
 
@@ -30,7 +31,18 @@ def cpu_environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that was free a moment ago.
+
+    Below those the kernel hands out (32768 up, by default), so that no connection takes it before it is listened on,
+    and drawn at random, so that of many runs begun at once no two take the same.
+    """
+    draw = random.SystemRandom()
+    for _ in range(1000):
+        with socket.socket() as probe:
+            port = draw.randrange(10240, 32768)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("no free TCP port between 10240 and 32768")
