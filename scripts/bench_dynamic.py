@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Dynamic groups (--wlb-cp-mode dynamic): how good and how fast plans are, and what they gain. Times are simulated.
 
-python scripts/bench_dynamic.py --sections plans,gains [--wikipedia LENGTHS.npy] [--out out/dynamic]
+python scripts/bench_dynamic.py --sections buckets,plans,gains [--wikipedia LENGTHS.npy] [--out out/dynamic]
 
-plans: seconds to plan on this machine, and predicted time over a bound that no plan goes below. gains: a layer's
-time of an iteration on 64 GPUs, over --iterations global batches of about 786K tokens, every scheme within the same
-memory: a model of 7B with 8 KV heads on H100s, eight to a node, by the simulator's assumptions. What all schemes share
-(gradients, optimizer) is left out. --wikipedia: int array of document lengths, else seeded web-like ones stand in.
+buckets: tokens that the solver's 16 buckets count too many. plans: seconds to plan on this machine, and predicted
+time over a bound that no plan goes below. gains: a layer's time of an iteration on 64 GPUs, over --iterations global
+batches of about 786K tokens, every scheme within the same memory: a model of 7B with 8 KV heads on H100s, eight to a
+node, by the simulator's assumptions. What all schemes share (gradients, optimizer) is left out. --wikipedia: int
+array of document lengths, else seeded web-like ones stand in.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 from dynamic_baselines import WITHOUT_HYBRID, megatron_ns, planned_ns, static_plan  # noqa: E402
+from dynamic_buckets import bucket_errors  # noqa: E402
 
 from wlb_megatron.config import WlbConfig  # noqa: E402
 from wlb_megatron.dynamic.blocks import Stage  # noqa: E402
@@ -48,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sections", default="plans,gains", help="comma list of plans, gains")
+    parser.add_argument("--sections", default="buckets,plans,gains", help="comma list of these three")
     parser.add_argument("--wikipedia", type=Path, help=".npy of document lengths (tokens)")
     parser.add_argument("--iterations", type=int, default=20, help="global batches of each case of gains")
     parser.add_argument("--seconds", type=float, default=1.0, help="the solver's time for one plan")
@@ -60,7 +62,11 @@ def main() -> None:
         "code-like": code_like(100_000),
         "web-like": web_like(100_000),
     }
-    sections: dict[str, Callable[..., list[dict[str, Any]]]] = {"plans": plans, "gains": gains}
+    sections: dict[str, Callable[..., list[dict[str, Any]]]] = {
+        "buckets": buckets,
+        "plans": plans,
+        "gains": gains,
+    }
     for name in options.sections.split(","):
         rows = sections[name](corpora, options)
         with (options.out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
@@ -74,6 +80,12 @@ def costs(stage: Stage) -> GroupCost:
     model = LayerModel(shape=SHAPES["7B"], layout=Layout())
     line = model.linear(np.array([0.0, 65536.0]))
     return group_cost(model.table, float((line.forward + line.backward) @ [-1, 1]) / 65536, stage.sizes)
+
+
+def buckets(corpora: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The error of 16 buckets over the corpora, cut to each window."""
+    cut = {f"{n}, {w // K}K": cut_overlong(found, w) for w in WINDOWS for n, found in corpora.items()}
+    return bucket_errors(cut)
 
 
 def plans(corpora: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
