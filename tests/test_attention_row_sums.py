@@ -71,6 +71,10 @@ for heads, dim in ((3, 64), (3, 96), (16, 128), (1, 256)):
     row_sums.add_rows(expected.flatten(1), parts.flatten(1), bags)
     row_sums_triton.add_rows(out.flatten(1), parts.flatten(1), bags)
     assert (out - expected).abs().max() < 1e-5
+    index = torch.tensor([3, 0, 36, 3], dtype=torch.int32)
+    sources = out, out.bfloat16()[..., :40].contiguous(), lse.double(), torch.randn(37, 1, 5)
+    for source, spread in zip(sources, row_sums_triton.spread_four(sources, index, 6), strict=True):
+        assert spread.shape == (6, *source.shape[1:]) and torch.equal(spread[:4], source[index])
 """
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

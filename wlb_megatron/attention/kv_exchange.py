@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceExchange
-from wlb_megatron.attention.row_sums import add_rows
-
+from wlb_megatron.attention.row_sums import add_rows, spread_rows
 
 on_wait: Callable[[Callable[[], Any]], None] | None = None
 """Where set: given each wait for what travels, to be called, by whoever times them."""
@@ -38,13 +36,6 @@ def start_gather(exchange: DeviceExchange, kv: Tensor, group: Any) -> Callable[[
         return spread_rows(arrived, exchange.place, rows)
 
     return finish
-
-
-def spread_rows(source: Tensor, index: Tensor, rows: int) -> Tensor:
-    """source[index] at the beginning of a new buffer of `rows` rows."""
-    buffer = source.new_empty((rows, *source.shape[1:]))
-    torch.index_select(source, 0, index, out=buffer[: len(index)])
-    return buffer
 
 
 def start_return(exchange: DeviceExchange, grad: Tensor, group: Any) -> Callable[[Tensor], None]:

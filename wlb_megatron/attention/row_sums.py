@@ -1,4 +1,4 @@
-"""Adds, or merges as attention, the rows of a source that belong to each row of a target, in place.
+"""Takes rows by index; adds or merges, as attention, the rows of a source that belong to each row of a target.
 
 A source may have more rows than have owners. On a GPU one kernel each, which reads and writes every row once
 (row_sums_triton.py).
@@ -10,6 +10,22 @@ import torch
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import Bags
+
+
+def spread_rows(source: Tensor, index: Tensor, rows: int) -> Tensor:
+    """source[index] at the beginning of a new buffer of `rows` rows, of which nothing reads the others."""
+    buffer = source.new_empty((rows, *source.shape[1:]))
+    torch.index_select(source, 0, index, out=buffer.narrow(0, 0, len(index)))
+    return buffer
+
+
+def spread_four(sources: tuple[Tensor, Tensor, Tensor, Tensor], index: Tensor, rows: int) -> list[Tensor]:
+    """spread_rows of each: one launch on a GPU instead of four."""
+    if sources[0].is_cuda:
+        from wlb_megatron.attention import row_sums_triton
+
+        return row_sums_triton.spread_four(sources, index, rows)
+    return [spread_rows(source, index, rows) for source in sources]
 
 
 def add_rows(target: Tensor, source: Tensor, bags: Bags) -> None:

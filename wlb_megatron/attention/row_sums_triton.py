@@ -1,6 +1,6 @@
-"""row_sums.py on a GPU: one program for each target row that owns anything.
+"""row_sums.py on a GPU: one program for each row taken, or for each target row that owns anything.
 
-One warp a program: with several, one could store a row's new log-sum-exp before another has loaded the old.
+One warp a program that sums: with several, one could store a row's new log-sum-exp before another has loaded the old.
 """
 
 from __future__ import annotations
@@ -10,6 +10,36 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import Bags
+
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@triton.jit
+def _copy(source, target, at, to, width, column):  # type: ignore[no-untyped-def]
+    inside = column < width
+    tl.store(target + to * width + column, tl.load(source + at * width + column, inside), inside)
+
+
+@triton.jit
+def _spread(  # type: ignore[no-untyped-def]
+    a, b, c, d, to_a, to_b, to_c, to_d, index, width_a, width_b, width_c, width_d, BLOCK: tl.constexpr
+):
+    to = tl.program_id(0).to(tl.int64)
+    at = tl.load(index + to).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    _copy(a, to_a, at, to, width_a, column)
+    _copy(b, to_b, at, to, width_b, column)
+    _copy(c, to_c, at, to, width_c, column)
+    _copy(d, to_d, at, to, width_d, column)
+
+
+def spread_four(sources: Four, index: Tensor, rows: int) -> list[Tensor]:
+    """See row_sums.spread_four. Tensors contiguous, of any types and widths."""
+    targets = [source.new_empty((rows, *source.shape[1:])) for source in sources]
+    widths = [source.numel() // len(source) for source in sources]
+    block = min(1024, triton.next_power_of_2(max(widths)))
+    _spread[len(index), triton.cdiv(max(widths), block)](*sources, *targets, index, *widths, block)
+    return targets
 
 
 @triton.jit

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall, DeviceLayout
-from wlb_megatron.attention.kv_exchange import spread_rows, start_gather, start_return
+from wlb_megatron.attention.kv_exchange import start_gather, start_return
 from wlb_megatron.attention.pairs import apart, side_by_side
-from wlb_megatron.attention.row_sums import add_rows, merge_rows
+from wlb_megatron.attention.row_sums import add_rows, merge_rows, spread_four, spread_rows
 from wlb_megatron.attention.sinks import apply_sink, sink_gradient
 
 
@@ -144,8 +144,7 @@ class _ShardedAttention(_Attention):
             earlier = finish(_key_rows(layout))
         dq_part, dearlier = None, earlier
         if call := layout.rectangles:
-            rows = layout.queries.owner
-            queries, *picked = (spread_rows(x, rows, call.q_rows) for x in (q, out, lse, dout))
+            queries, *picked = spread_four((q, out, lse, dout), layout.queries.owner, call.q_rows)
             dq_part, dearlier = kernels.backward(call, queries, earlier, *picked, scale)
         if own is None and not layout.hide_return:
             own = diagonals()
