@@ -12,14 +12,14 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Combination:
     """`flags`: of this run alone. `model`: flags that the single process takes, too. `without`: flags of the small
-    test model that both leave out. `bounds`: instead of the device's own."""
+    test model that both leave out. `stock`: in bf16, run these flags without the plugin, too, and compare with it."""
 
     name: str
     processes: int
     flags: str = ""
     model: str = ""
     without: str = ""
-    bounds: str = ""
+    stock: bool = False
 
 
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
@@ -31,45 +31,44 @@ SHARDED = "--use-distributed-optimizer"
 OVERLAPS = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 VPP = f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2"
 
+FP8 = "--fp8-format hybrid --fp8-recipe"
+EXPERTS = f"{MOE} --moe-grouped-gemm --moe-shared-expert-intermediate-size 256"
+MLA = (
+    "--multi-latent-attention --no-rope-fusion --q-lora-rank 128 --kv-lora-rank 64 --qk-head-dim 128 "
+    "--qk-pos-emb-head-dim 64 --v-head-dim 128"
+)
+WINDOWS = "--window-size 200,0 --window-attn-skip-freq 2 --softmax-type learnable"
+RECOMPUTE = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+
 GPU: tuple[Combination, ...] = (
-    Combination("TP2", 2, f"{TP} 2"),
-    Combination("TP2+SP", 2, f"{TP} 2 --sequence-parallel"),
-    Combination("TP2+SP, TP overlap flags", 2, f"{TP} 2 --sequence-parallel {OVERLAPS}"),
     Combination("CP2", 2, f"{CP} 2"),
+    Combination("TP2+SP", 2, f"{TP} 2 --sequence-parallel", stock=True),
     Combination("PP2", 2, f"{PP} 2"),
-    Combination("PP2, tied embeddings", 2, f"{PP} 2", without="--untie-embeddings-and-output-weights"),
     Combination("VPP2 on PP2", 2, VPP),
     Combination("DP2, distributed optimizer, overlaps", 2, OVERLAPS),
+    Combination(
+        "CP2, EP2, MoE, grouped, shared experts", 2, f"{CP} 2 --expert-model-parallel-size 2", EXPERTS
+    ),
+    Combination("CP2, full recompute", 2, f"{CP} 2 {RECOMPUTE} uniform"),
+    Combination("CP2, FP8 tensorwise", 2, f"{CP} 2", f"{FP8} tensorwise"),
+    Combination("CP2, MLA", 2, f"{CP} 2", MLA, without="--group-query-attention"),
+    Combination("CP2, windows, sinks", 2, f"{CP} 2", WINDOWS),
+    Combination("TP2", 2, f"{TP} 2", stock=True),
     Combination("CP2, distributed optimizer, overlaps", 2, f"{CP} 2 {OVERLAPS}"),
-    Combination("EP2, MoE alltoall", 2, "--expert-model-parallel-size 2", MOE),
-    Combination(
-        "EP2, grouped GEMM, shared experts",
-        2,
-        "--expert-model-parallel-size 2",
-        f"{MOE} --moe-grouped-gemm --moe-shared-expert-intermediate-size 256",
-    ),
-    Combination("CP2, MoE", 2, f"{CP} 2", MOE),
-    Combination("TP2+SP, MoE", 2, f"{TP} 2 --sequence-parallel", MOE),
-    Combination(
-        "CP2, full recompute",
-        2,
-        f"{CP} 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    ),
+    Combination("TP2+SP, EP2, MoE, overlaps", 2, f"{TP} 2 --sequence-parallel {OVERLAPS}", EXPERTS),
     Combination("CP2, selective recompute", 2, f"{CP} 2 --recompute-granularity selective"),
-    Combination(
-        "CP2, FP8 tensorwise", 2, f"{CP} 2", "--fp8-format hybrid --fp8-recipe tensorwise", bounds="fp8"
-    ),
+    Combination("PP2, tied embeddings", 2, f"{PP} 2", without="--untie-embeddings-and-output-weights"),
+    Combination("CP2, FP8 delayed", 2, f"{CP} 2", f"{FP8} delayed"),
 )
-"""For two GPUs (NCCL, Transformer Engine, bf16)."""
+"""For two GPUs (NCCL, Transformer Engine, bf16), the most telling first."""
 
 FOUR = "--num-layers 4"
 EIGHT = "--num-layers 8"
-RECOMPUTE = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 EP = "--expert-model-parallel-size 2"
 
 CPU: tuple[Combination, ...] = (
-    Combination("TP2", 2, f"{TP} 2"),
-    Combination("TP2+SP", 2, f"{TP} 2 --sequence-parallel"),
+    Combination("TP2", 2, f"{TP} 2", stock=True),
+    Combination("TP2+SP", 2, f"{TP} 2 --sequence-parallel", stock=True),
     Combination("PP2", 2, f"{PP} 2"),
     Combination("PP4", 4, f"{PP} 4", FOUR),
     Combination("CP2", 2, f"{CP} 2"),

@@ -94,17 +94,18 @@ def launch(
     processes: int,
     *,
     out: Path | None = None,
-    timeout: int = 300,
+    timeout: float = 300,
     gpu: bool = False,
+    stock: bool = False,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run the plugin's own entry (or the test worker, when `out` is given) over torch.distributed.run.
 
-    After `timeout` seconds all of its processes are killed; TimeoutExpired.
+    stock: the worker without the plugin, see megatron_stock.py. After `timeout` seconds all of its processes are
+    killed; TimeoutExpired.
     """
-    target = (
-        ["-m", "wlb_megatron.pretrain_gpt"] if out is None else [str(ROOT / "tests" / "megatron_worker.py")]
-    )
+    worker = ROOT / "tests" / ("megatron_stock.py" if stock else "megatron_worker.py")
+    target = ["-m", "wlb_megatron.pretrain_gpt"] if out is None else [str(worker)]
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         environment["WORKER_OUT"] = str(out)
@@ -139,12 +140,13 @@ def train(
     processes: int,
     out: Path,
     *,
-    timeout: int = 300,
+    timeout: float = 300,
     gpu: bool = False,
+    stock: bool = False,
     **environment: str,
 ) -> list[dict[str, Any]]:
     """Run the worker; what each rank saw, in rank order."""
-    done = launch(arguments, processes, out=out, timeout=timeout, gpu=gpu, **environment)
+    done = launch(arguments, processes, out=out, timeout=timeout, gpu=gpu, stock=stock, **environment)
     assert done.returncode == 0, failure(done)
     return [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(processes)]
 
@@ -192,6 +194,28 @@ def differences(
     }
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
     return loss, errors[worst], worst
+
+
+def errors_by_kind(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> dict[str, float]:
+    """Relative distance of gradients (norms), those of one parameter in all layers and experts taken together."""
+    wanted, given = whole_gradients(expected), whole_gradients(found)
+    squares: dict[str, tuple[float, float]] = {}
+    for name, gradient in wanted.items():
+        kind = re.sub(r"\d+", "*", name)
+        apart, size = squares.get(kind, (0.0, 0.0))
+        apart += float(torch.linalg.norm(given[name] - gradient)) ** 2
+        squares[kind] = apart, size + float(torch.linalg.norm(gradient)) ** 2
+    return {kind: (apart / size) ** 0.5 for kind, (apart, size) in squares.items()}
+
+
+def without_plugin(arguments: list[str]) -> list[str]:
+    """Flags of the same run for megatron_stock.py: without --wlb-*, whose values follow them; losses per token."""
+    kept = [
+        flag
+        for before, flag in zip(["", *arguments], arguments, strict=False)
+        if not (flag.startswith("--wlb-") or before.startswith("--wlb-"))
+    ]
+    return [*kept, *"--calculate-per-token-loss --dataloader-type single --eval-interval 1000".split()]
 
 
 def whole_gradients(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -20,10 +20,14 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import get_args, training
 
+from wlb_megatron.attention import core_attention
+from wlb_megatron.attention.torch_backend import TorchKernels
 from wlb_megatron.plugin import forward_step as steps
 from wlb_megatron.plugin import pretrain_gpt, spec
 
 OUT = Path(os.environ["WORKER_OUT"])
+EXACT = "WORKER_EXACT" in os.environ
+"""Attention in plain torch, for a run in fp32 on a GPU: cuDNN's kernels take 16 bits alone."""
 seen: dict[str, Any] = {"losses": [], "documents": [], "logits": [], "tokens": []}
 
 
@@ -86,6 +90,8 @@ def with_known_weights(chunks: list[Any]) -> list[Any]:
             full *= 0.2 if shape[-1] <= 64 else 1.6 / shape[-1] ** 0.5
             if "norm" in name:
                 full = 1 + 0.1 * full
+            if EXACT:  # the weights that a run in bf16 has
+                full = full.bfloat16().float()
             if dim is not None:
                 if "linear_fc1" in name and get_args().swiglu:  # gate and up are cut each: [gate_r; up_r]
                     full = torch.cat([half.chunk(size, dim)[rank] for half in full.chunk(2, dim)], dim)
@@ -119,8 +125,7 @@ def gather_gradients(chunks: list[Any]) -> None:
 
 def watch() -> None:
     """Record what this rank computes: losses and their documents, gradients after reduction, logits if asked."""
-    prepare, loss, finalize = spec.prepare_model, steps.loss_per_token, training.finalize_model_grads
-    make_step = steps.forward_step
+    prepare, loss, make_step = spec.prepare_model, steps.loss_per_token, steps.forward_step
 
     def prepare_with_known_weights(chunks: list[Any]) -> list[Any]:
         chunks = with_known_weights(prepare(chunks))
@@ -151,6 +156,16 @@ def watch() -> None:
 
         return make_step(recording() if torch.is_grad_enabled() else data_iterator, model, *rest)
 
+    spec.prepare_model = prepare_with_known_weights
+    steps.loss_per_token = loss_per_token
+    steps.forward_step = forward_step
+    save_when_reduced()
+
+
+def save_when_reduced() -> None:
+    """Write what this rank has seen after each iteration, the first iteration's gradients too."""
+    finalize = training.finalize_model_grads
+
     def finalize_and_save(model: Any, *args: Any, **kwargs: Any) -> Any:
         result = finalize(model, *args, **kwargs)
         if "gradients" not in seen:
@@ -173,9 +188,6 @@ def watch() -> None:
             journal(Path(os.environ["WORKER_JOURNAL"]))
         return result
 
-    spec.prepare_model = prepare_with_known_weights
-    steps.loss_per_token = loss_per_token
-    steps.forward_step = forward_step
     training.finalize_model_grads = finalize_and_save
 
 
@@ -221,6 +233,8 @@ def plan_at_random(seed: int) -> None:
 
 if __name__ == "__main__":
     watch()
+    if EXACT:
+        core_attention._kernels = lambda *_: TorchKernels()
     norms_for_sequence_parallelism()
     if "WORKER_RANDOM_GROUPS" in os.environ:
         plan_at_random(int(os.environ["WORKER_RANDOM_GROUPS"]))
