@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 import megatron_runs as runs  # noqa: E402
 from megatron_combinations import CPU, GPU, Combination  # noqa: E402
+from torch.cuda import device_count  # noqa: E402
 
 Run = list[dict[str, Any]] | str
 """What each rank saw, or why the run failed."""
@@ -183,7 +184,7 @@ class Jobs:
             return "not run: the budget is spent"
         gpu = self.options.device == "gpu"
         if gpu and processes == 1:  # by turns on each GPU
-            environment = {**environment, "CUDA_VISIBLE_DEVICES": str(next(self._device) % 2)}
+            environment = {**environment, "CUDA_VISIBLE_DEVICES": str(next(self._device) % device_count())}
         folder = self.options.out / "".join(letter if letter.isalnum() else "_" for letter in name)[:100]
         try:
             return runs.train(given, processes, folder, timeout=left, gpu=gpu, stock=stock, **environment)

@@ -55,7 +55,12 @@ GPU: tuple[Combination, ...] = (
     Combination("CP2, windows, sinks", 2, f"{CP} 2", WINDOWS),
     Combination("TP2", 2, f"{TP} 2", stock=True),
     Combination("CP2, distributed optimizer, overlaps", 2, f"{CP} 2 {OVERLAPS}"),
-    Combination("TP2+SP, EP2, MoE, overlaps", 2, f"{TP} 2 --sequence-parallel {OVERLAPS}", EXPERTS),
+    Combination(
+        "TP2+SP, EP2, MoE, overlaps",
+        2,
+        f"{TP} 2 --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {OVERLAPS}",
+        EXPERTS,
+    ),
     Combination("CP2, selective recompute", 2, f"{CP} 2 --recompute-granularity selective"),
     Combination("PP2, tied embeddings", 2, f"{PP} 2", without="--untie-embeddings-and-output-weights"),
     Combination("CP2, FP8 delayed", 2, f"{CP} 2", f"{FP8} delayed"),
