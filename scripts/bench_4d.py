@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gpu_train import ROOT, STOCK, corpus, run
+from gpu_train import ROOT, STOCK, add_warm_ranks, corpus, run
 
 SHOWN = (
     "ms_a_step",
@@ -90,6 +90,7 @@ def main() -> None:
         default="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         help="further flags for every run (default: full recompute)",
     )
+    add_warm_ranks(parser)
     parser.add_argument("--profile", type=Path, help="made by wlb-megatron profile: predictions are of it")
     options = parser.parse_args()
     if options.profile:

@@ -3,7 +3,8 @@
 
 python scripts/gpu_equal_lengths.py --script ../Megatron-LM/pretrain_gpt.py --out out/equal
 
-Pairs of runs, stock then plugin and plugin then stock in turn, each in fresh processes. At CP=1 a pair runs side by
+Pairs of runs, stock then plugin and plugin then stock in turn, each in fresh processes or, with --warm-ranks, one
+pair of processes for stock and one for the plugin, both on the GPUs all the time. At CP=1 a pair runs side by
 side, a run a GPU, and swaps GPUs each time. A run's figure is the median of its step times (ms per token) after
 --warm-up; a pair's is their ratio. Of n pairs the least and the greatest ratio hold the median with probability
 1 - 2 / 2**n (five: 94 %). Stock needs no document mask here: its windows are the documents, to within a token.
@@ -20,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from gpu_train import ROOT, STOCK, WLB, corpus, run
+from gpu_train import ROOT, STOCK, WLB, add_warm_ranks, corpus, run
 
 FLAGS = {"stock": STOCK, "wlb": WLB}
 
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--global-batch-size", type=int, default=4, help="windows a step")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--extra", default="", help="further flags for every run")
+    add_warm_ranks(parser)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     lengths = options.out / "lengths.npy"

@@ -13,6 +13,7 @@ after --warm-up. Logs, CSV and table go to --out.
 from __future__ import annotations
 
 import argparse
+import atexit
 import csv
 import json
 import os
@@ -21,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts" / "cpu"))
 from environment import free_port  # noqa: E402
+from warm_ranks import WarmRanks  # noqa: E402
 
 MODEL = """--hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 --group-query-attention
 --num-query-groups 4 --kv-channels 128 --normalization RMSNorm --swiglu --position-embedding-type rope
@@ -85,6 +88,7 @@ def main() -> None:
     parser.add_argument("--global-batch-size", type=int, default=4, help="windows a step")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--extra", default="", help="further flags for every run")
+    add_warm_ranks(parser)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     prefix = options.data or corpus(options.out / "corpus", options.lengths)
@@ -116,14 +120,8 @@ def run(
     """Per-iteration ms, loss, gradient norm, tokens (with the plugin) and peak memory (MB) of one run."""
     figures, log = options.out / f"{name}.jsonl", options.out / f"{name}.log"
     figures.unlink(missing_ok=True)
-    entry = (
-        ["wlb_megatron.pretrain_gpt"]
-        if name.endswith("module")
-        else ["wlb_megatron.launch", str(options.script)]
-    )
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus)),
-        *("--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", *entry),
+    module = name.endswith("module")
+    arguments = [
         *(MODEL.split() + TRAINING.split() + options.extra.split()),
         *("--num-layers", str(options.layers), "--data-path", str(prefix), "--wlb-log", str(figures)),
         *("--seq-length", str(options.seq_length), "--max-position-embeddings", str(2 * options.seq_length)),
@@ -133,7 +131,18 @@ def run(
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
     environment |= extra_environment or {}
     started = time.perf_counter()
-    status = finish(command, environment, log, getattr(options, "limit", None))
+    limit = getattr(options, "limit", None)
+    if getattr(options, "warm_ranks", False):
+        ranks = warm_ranks(gpus, environment, stock="--wlb-off" in flags)
+        script = [] if module else [str(options.script)]
+        status = ranks.run("train" if module else "launch", script + arguments, log, limit or 600.0)
+    else:
+        entry = ["wlb_megatron.pretrain_gpt"] if module else ["wlb_megatron.launch", str(options.script)]
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus)),
+            *("--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", *entry, *arguments),
+        ]
+        status = finish(command, environment, log, limit)
     text = log.read_text(encoding="utf-8")
     if status:
         print(
@@ -161,6 +170,27 @@ def run(
         }
         for step in STEP.finditer(text)
     ]
+
+
+def add_warm_ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--warm-ranks",
+        action="store_true",
+        help="train run after run in the same processes, stock Megatron and the plugin in their own: saves the start",
+    )
+
+
+@cache
+def _pool(gpus: int, seen: str | None, stock: bool) -> WarmRanks:
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
+    ranks = WarmRanks(gpus, environment | ({} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}))
+    atexit.register(ranks.close)
+    return ranks
+
+
+def warm_ranks(gpus: int, environment: dict[str, str], *, stock: bool) -> WarmRanks:
+    """The processes on these GPUs, stock Megatron's or the plugin's."""
+    return _pool(gpus, environment.get("CUDA_VISIBLE_DEVICES"), stock)
 
 
 def finish(command: list[str], environment: dict[str, str], log: Path, limit: float | None) -> int:

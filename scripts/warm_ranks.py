@@ -45,7 +45,10 @@ class WarmRanks:
     def run(
         self, kind: str, arguments: list[str], log: Path, limit: float, spans: tuple[Path, int] | None = None
     ) -> int:
-        """0 if every rank ran the job (kind: `train` or `profile`) to its end, else 1; their output is in `log`.
+        """0 if every rank ran the job to its end, else 1; their output is in `log`.
+
+        kind: `train` (wlb_megatron.pretrain_gpt), `launch` (a script through the launcher: its path comes first in
+        `arguments`; processes that run stock Megatron, --wlb-off, run nothing else) or `profile`.
 
         limit: seconds, after which all are killed. spans: a path, and the iteration (from 1) from which on each rank
         writes when its forwards and backwards ran to PATH.<rank> (see Spans).
@@ -149,7 +152,7 @@ def _serve() -> None:
         os.close(log)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"])}
         try:
-            _train(job) if job["kind"] == "train" else _profile(job["arguments"])
+            KINDS[job["kind"]](job)
             _forget()
         except BaseException as error:
             if not isinstance(error, SystemExit) or error.code not in (None, 0):
@@ -177,15 +180,25 @@ def _train(job: dict[str, Any]) -> None:
         spans.write()
 
 
-def _profile(arguments: list[str]) -> None:
+def _launch(job: dict[str, Any]) -> None:
+    from wlb_megatron import launch
+
+    sys.argv = ["launch", *job["arguments"]]
+    launch.main()
+
+
+def _profile(job: dict[str, Any]) -> None:
     import argparse
 
     from wlb_megatron.profiler.command import add_profile
 
     parser = argparse.ArgumentParser()
     add_profile(parser)
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(job["arguments"])
     given.run(given)
+
+
+KINDS = {"train": _train, "launch": _launch, "profile": _profile}
 
 
 def _forget() -> None:
@@ -206,6 +219,8 @@ def _forget() -> None:
     groups._groups.clear()
     gc.collect()
     torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
 
 
 if __name__ == "__main__":
