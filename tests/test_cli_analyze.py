@@ -88,6 +88,7 @@ def from_json(
         "largest delay": max(delays),
         "tokens": sum(sizes),
         "largest": max(sizes),
+        "largest iteration": max(map(sum, np.reshape(sizes, (len(shown), -1)).tolist())),
         "padding_share": pad / (sum(sizes) + pad),
     }
 
@@ -104,6 +105,7 @@ def test_every_figure_equals_what_the_printed_plans_give(packing: str, layout: L
     flat = {key: after[key]["mean"] for key in ("imbalance", "cp_imbalance", "step_work", "token_delay")}
     flat |= {"tokens": after["tokens"], "padding_share": after["padding_share"]}
     flat |= {"largest": after["micro_batch_tokens"]["max"], "largest delay": after["token_delay"]["max"]}
+    flat["largest iteration"] = after["iteration_tokens"]["max"]
     if (
         packing != "varlen"
     ):  # pieces cut twice in one micro-batch have one id: ranks can't be told from the print

@@ -54,7 +54,8 @@ class Measured:
 
     work: [iteration] float[micro-batch, dp], by the cost model (tokens of linear work). times: that of the
     slowest context-parallel rank. cp_imbalance: max/mean over a micro-batch's ranks. delays: tokens by iterations
-    of delay. lengths: tokens of each micro-batch without padding; documents: its pieces.
+    of delay. lengths: tokens of each micro-batch without padding; documents: its pieces. totals: tokens of each
+    iteration over all data-parallel ranks, without padding.
     """
 
     work: list[npt.NDArray[np.float64]] = field(default_factory=list)
@@ -62,6 +63,7 @@ class Measured:
     cp_imbalance: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     documents: list[int] = field(default_factory=list)
+    totals: list[int] = field(default_factory=list)
     padding: int = 0
     delays: Counter[int] = field(default_factory=Counter)
 
@@ -107,6 +109,7 @@ def _add(measured: Measured, plan: IterationPlan, sharding: str, cost: CostModel
     measured.times.append(shares.max(axis=1).reshape(-1, layout.dp))
     measured.cp_imbalance += (shares.max(axis=1) / shares.mean(axis=1)).tolist()
     measured.lengths += [micro_batch.tokens for micro_batch in grid]
+    measured.totals.append(sum(micro_batch.tokens for micro_batch in grid))
     measured.documents += [len(micro_batch.pieces) for micro_batch in grid]
     measured.padding += sum(map(sum, padded)) - sum(micro_batch.tokens for micro_batch in grid)
 

@@ -41,6 +41,7 @@ def figures(measured: Measured, pp: int) -> dict[str, Any]:
         "cp_imbalance": asdict(spread(measured.cp_imbalance)),
         "token_delay": asdict(measured.token_delay),
         "step_work": asdict(spread(measured.steps(pp))),
+        "iteration_tokens": asdict(spread(measured.totals)),
         "micro_batch_tokens": asdict(spread(measured.lengths)),
         "micro_batch_documents": asdict(spread(measured.documents)),
         "padding_share": measured.padding / (tokens + measured.padding),
@@ -56,6 +57,7 @@ def print_analysis(analysis: Analysis) -> None:
         ("cp_imbalance", "imbalance of CP ranks (max/mean work)", "{:.3f}"),
         ("step_work", "step (tokens of linear work, predicted)", "{:,.0f}"),
         ("token_delay", "token delay (iterations)", "{:.2f}"),
+        ("iteration_tokens", "tokens of an iteration (global batch)", "{:,.0f}"),
         ("micro_batch_tokens", "tokens of a micro-batch", "{:,.0f}"),
         ("micro_batch_documents", "documents of a micro-batch", "{:,.0f}"),
     ):
