@@ -9,6 +9,7 @@
     python3 scripts/gpu_attention.py choice --mixes mixes.json --cp 2 4 8 --out DIR   # regret of adaptive, predictions
     python3 scripts/gpu_attention.py memory --mixes mixes.json --out DIR    # exchanged keys kept, or exchanged again
     torchrun --nproc-per-node 2 scripts/gpu_attention.py profile --mixes mixes.json --only NAMES --out DIR
+    torchrun --nproc-per-node 2 scripts/gpu_attention.py host --mixes mixes.json --out DIR   # host time, by parts
 
 mixes.json: {"name": [document lengths], ...}. Writes DIR/<mode>.csv and prints tables. Errors are norms of the
 difference to an fp32 reference over its norm, beside those of Transformer Engine's own unsharded attention.
@@ -46,6 +47,7 @@ from attention_bench import (
 )
 from attention_breadth import breadth, windows
 from attention_choice import choice
+from attention_host import host
 from attention_memory import memory
 from attention_profile import profile as trace
 from attention_real import real
@@ -133,6 +135,7 @@ OTHERS = {
     "warm": warm,
     "memory": memory,
     "profile": trace,
+    "host": host,
 }
 
 
