@@ -8,14 +8,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wlb_megatron.attention.core_attention import WlbCoreAttention
 from wlb_megatron.attention.device_layout import device_layout
-from wlb_megatron.attention.graph_buckets import Bucket, bucket, foreseen, levels, padded_keys, padded_queries
+from wlb_megatron.attention.graph_buckets import (
+    Bucket,
+    bucket,
+    by_likelihood,
+    foreseen,
+    levels,
+    padded_keys,
+    padded_queries,
+)
 from wlb_megatron.attention.torch_backend import TorchKernels
 from wlb_megatron.attention.warm_up import warm_up
 from wlb_megatron.config import SHARDINGS
+from wlb_megatron.plugin import kernel_graphs
+from wlb_megatron.plugin.kernel_graphs import Met, build_graphs, likeliest_first
+from wlb_megatron.plugin.planning import ShardSettings
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.select import shard
+from wlb_megatron.workload.kernel_table import h100
 
 
 def engines_rows(tokens):
@@ -135,3 +148,79 @@ def test_a_model_of_windowed_layers_only_builds_no_graph_of_others():
     assert not any(not causal for causal, _, _ in foreseen(8192, 1, 32, 32, None)), (
         "one rank has no rectangles"
     )
+
+
+def a_rank(**changed):
+    met = {"tokens": 1_572_864, "cp_size": 16, "segments": 4000, "cut": 64, "usual_tokens": 65536}
+    return Met(**met | {"usual_segments": 100} | changed)
+
+
+class Clock:
+    """Time that passes as graphs are built."""
+
+    def __init__(self, monkeypatch, each):
+        self.now, self.each, self.built, self.lines = 0.0, each, [], []
+        monkeypatch.setattr(kernel_graphs.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(kernel_graphs, "likeliest_first", self.listed)
+        monkeypatch.setattr("megatron.training.print_rank_0", self.lines.append)
+
+    def listed(self, chunks, met):
+        found = [(True, None, Bucket(32, n, n)) for n in range(1, 11)]
+        return [(self, graph) for graph in found]
+
+    def warm_up(self, graphs):
+        self.built += graphs
+        self.now += self.each
+
+
+@pytest.mark.parametrize(("seconds", "built"), [(0, 0), (25, 3), (1000, 10)])
+def test_graphs_are_built_while_there_is_time_and_told(monkeypatch, seconds, built):
+    clock = Clock(monkeypatch, each=10.0)
+    assert build_graphs([], a_rank(), seconds) == len(clock.built) == built
+    assert f"{built} of 10 attention graphs built in {10.0 * built}" in clock.lines[-1]
+    assert ("--wlb-graph-seconds" in clock.lines[-1]) == (built < 10)
+    assert len(clock.lines) == 1 + (built - 1) // 2 if built else 1
+
+
+def test_graphs_of_usual_sizes_come_first():
+    usual = a_rank()
+    for window, full in ((None, True), (4096, False)):
+        found = foreseen(usual.tokens, usual.cp_size, usual.segments, usual.cut, window, full=full)
+        causal, rectangles = by_likelihood(found, usual.usual_tokens, usual.usual_segments)
+        assert sorted(causal + rectangles) == sorted(found)
+        assert causal[0] == (True, window, Bucket(128, 65536, 65536))
+        at = {size: place for place, (_, _, size) in enumerate(causal)}
+        for size in (Bucket(64, 65536, 65536), Bucket(256, 65536, 65536), Bucket(128, 32768, 32768)):
+            assert at[size] < len(causal) / 4 < at[Bucket(4096, 1024, 1024)]
+        assert not full or {size.queries for _, _, size in rectangles[:10]} == {65536}
+
+
+def test_kinds_of_graphs_are_built_by_turns():
+    class Layer(WlbCoreAttention, torch.nn.Module):
+        def __init__(self, windowed):
+            torch.nn.Module.__init__(self)
+            self._windowed, self.config = windowed, TransformerConfig()
+
+        @property
+        def kind(self):
+            return True, self._windowed
+
+    class TransformerConfig:
+        window_size = (4096, 0)
+
+    chunks = [torch.nn.ModuleList([Layer(False), Layer(True), Layer(False)])]
+    order = likeliest_first(chunks, a_rank())
+    assert len(order) == len({graph for _, graph in order})
+    for (_causal, window, _), (module, _) in zip([graph for _, graph in order[:30]], order, strict=False):
+        assert (window is None) == (module is chunks[0][0])
+    for share in ((True, None), (False, None), (True, 4096)):
+        assert sum(graph[:2] == share for _, graph in order[:30]) == 10
+
+
+@pytest.mark.parametrize(("cp", "sharding"), [(1, "adaptive"), (8, "adaptive"), (8, "per-document")])
+def test_what_a_rank_usually_holds_is_within_what_it_can_meet(cp, sharding):
+    settings = ShardSettings(0, cp, cp, sharding, h100())
+    met = Met.of(196_608, 131_072, settings, 300)
+    assert met.usual_tokens == 131_072 // cp and met.segments == 600
+    assert 32 <= met.usual_segments <= met.segments
+    assert met.usual_segments == {1: 200, 8: 32 if sharding == "adaptive" else 400}[cp]

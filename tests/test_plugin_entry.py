@@ -29,6 +29,7 @@ def test_the_list_of_flags_is_frozen() -> None:
         "--wlb-cp-mode",
         "--wlb-document-cost",
         "--wlb-fresh-order",
+        "--wlb-graph-seconds",
         "--wlb-log",
         "--wlb-log-plans",
         "--wlb-max-delay",

@@ -94,6 +94,12 @@ class WlbConfig:
         "need: auto (on GPUs), always, never",
         choices=("auto", "always", "never"),
     )
+    graph_seconds: float = _setting(
+        60.0,
+        "time for building attention's kernel graphs before step 1, likeliest sizes first; others are built in the "
+        "step that first needs them, about 0.13 s each (seconds)",
+        type=float,
+    )
     fresh_order: bool = _setting(
         False, "begin the document order anew from a checkpoint that holds no packing state"
     )

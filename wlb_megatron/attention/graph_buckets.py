@@ -8,6 +8,7 @@ thread, backward in autograd's, and recomputed forwards there, too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -78,14 +79,34 @@ def foreseen(
             keys = _ladder(16384, padded_keys(tokens), padded_keys)
             found += [(False, None, Bucket(b, q, k)) for b in few for q in queries for k in keys]
     if window is not None:
-        # A segment sees its own keys and at most a window more; where nothing is cut, its own alone.
+        # A segment sees its own keys and, where it is cut, at most a window more.
         found += [(True, window, Bucket(b, t, t)) for b in counts for t in levels(share)]
         if cp_size > 1:
-            keys = _ladder(16384, padded_keys(min(tokens, share + sequences * window)), padded_keys)
-            found += [
-                (True, window, Bucket(b, t, k)) for b in counts for t in levels(share) for k in keys if k >= t
-            ]
+            for b in counts:
+                for t in levels(share):
+                    most = padded_keys(min(tokens, t + min(b, cut) * window))
+                    keys = _ladder(16384, most, padded_keys)
+                    found += [(True, window, Bucket(b, t, k)) for k in keys if k > t]
     return found
+
+
+def by_likelihood(graphs: list[Warmable], rows: int, segments: int) -> list[list[Warmable]]:
+    """The causal ones and the rectangles, each by how unlike a usual micro-batch's their sizes are: by the doublings
+    that rows, sequences and keys are away.
+
+    rows, segments: tokens and segments that a rank usually holds. Of 8,192 rows and 64 segments, a diagonal of 4,096
+    rows and 128 sequences is 2 away. A rectangle has few sequences and any number of keys.
+    """
+
+    def away(graph: Warmable) -> float:
+        causal, _, size = graph
+        found = abs(math.log2(size.queries / rows)) + abs(
+            math.log2(size.sequences / (segments if causal else 32))
+        )
+        return found + (math.log2(size.keys / size.queries) if causal else 0.0)
+
+    kinds = [[graph for graph in graphs if graph[0] == causal] for causal in (True, False)]
+    return [sorted(kind, key=away) for kind in kinds]
 
 
 def _ladder(first: int, most: int, above: Callable[[int], int]) -> list[int]:

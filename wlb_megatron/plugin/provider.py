@@ -100,7 +100,10 @@ def _training(source: Source, args: Any) -> MicroBatchIterator:
     most = source.planner.packer.max_tokens
     most += padding(most, settings.alignment)
     documents = min(source.config.max_documents, 1 + int(1.5 * most / source.mean_length))
-    longest = longest_micro_batch(most, args.seq_length, settings, layout, documents) if wanted else None
+    longest = None
+    if wanted:
+        seconds = source.config.graph_seconds
+        longest = longest_micro_batch(most, args.seq_length, settings, layout, documents, seconds)
     iterator = MicroBatchIterator(_loader(source, sampler, layout, args), trained, longest)
     return iterator
 

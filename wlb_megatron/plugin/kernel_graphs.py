@@ -1,0 +1,95 @@
+"""Kernel graphs built before step 1, within a budget of time: the likeliest first, the others when a step needs them.
+
+A graph takes about 0.13 s (H100). A model of windows of 128K has some hundred, of 1M with sliding windows thousands,
+most of which no step will ever need; one that is not built here costs its time once, in the step that first meets it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from wlb_megatron.attention.graph_buckets import Warmable, by_likelihood, foreseen
+from wlb_megatron.plugin.planning import ShardSettings
+
+MOST_CUT = 64
+"""Segments with earlier keys that a rank is taken to have at most, where sharding cuts only what pays."""
+
+_TELL_EVERY = 15.0
+"""Seconds between lines of progress."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """What a rank can meet: a micro-batch's tokens over cp_size ranks in so many segments, `cut` of them with earlier
+    keys, and the tokens and segments that it usually holds."""
+
+    tokens: int
+    cp_size: int
+    segments: int
+    cut: int
+    usual_tokens: int
+    usual_segments: int
+
+    @classmethod
+    def of(cls, tokens: int, window: int, settings: ShardSettings, documents: int) -> Met:
+        """documents: of the longest micro-batch, which usually has a window's tokens; at most two segments of each."""
+        segments = 2 * documents
+        cut = segments if settings.sharding == "per-document" else min(segments, MOST_CUT)
+        # Per document, a rank holds two segments of each; otherwise most documents are whole, on one rank.
+        share = 2.0 if settings.sharding == "per-document" else 1.0 / settings.cp_size
+        usual = max(32, int(documents * min(1.0, window / tokens) * share))
+        return cls(
+            tokens, settings.cp_size, segments, cut, max(1, min(window, tokens) // settings.cp_size), usual
+        )
+
+
+def build_graphs(chunks: list[Any], met: Met, seconds: float) -> int:
+    """Build what the layers can meet, for at most `seconds` (one graph more, to be exact), and tell; returns how many.
+
+    Ranks may stop after different graphs: what is not built here is built later, by whoever needs it.
+    """
+    from megatron.training import print_rank_0
+
+    began = told = time.perf_counter()
+    graphs, built = likeliest_first(chunks, met), 0
+    for module, graph in graphs:
+        now = time.perf_counter()
+        if now - began >= seconds:
+            break
+        if now - told >= _TELL_EVERY:
+            print_rank_0(f"> wlb_megatron: {built} of {len(graphs)} attention graphs, {now - began:.0f} s ..")
+            told = now
+        module.warm_up([graph])
+        built += 1
+    if graphs:
+        took = time.perf_counter() - began
+        each = f", {took / built:.2f} s each" if built else ""
+        rest = (
+            "; others are built when a step needs them (--wlb-graph-seconds)" if built < len(graphs) else ""
+        )
+        print_rank_0(
+            f"> wlb_megatron: {built} of {len(graphs)} attention graphs built in {took:.1f} s{each}{rest}"
+        )
+    return built
+
+
+def likeliest_first(chunks: list[Any], met: Met) -> list[tuple[Any, Warmable]]:
+    """Every graph that the model's layers can meet, with a layer of its kind; diagonals, rectangles and windows by
+    turns, of each those nearest to usual sizes first."""
+    from wlb_megatron.attention.core_attention import WlbCoreAttention, window_of
+
+    kinds: dict[tuple[Any, ...], WlbCoreAttention] = {}
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, WlbCoreAttention):
+                kinds.setdefault(module.kind, module)
+    turns = []
+    for (keeps_graphs, windowed, *_), module in kinds.items():
+        if keeps_graphs:
+            window = window_of(module.config) if windowed else None
+            graphs = foreseen(met.tokens, met.cp_size, met.segments, met.cut, window, full=not windowed)
+            for kind in by_likelihood(graphs, met.usual_tokens, met.usual_segments):
+                turns += [(turn, module, graph) for turn, graph in enumerate(kind)]
+    return [(module, graph) for _, module, graph in sorted(turns, key=lambda one: one[0])]
