@@ -34,7 +34,9 @@ LAYER = (20.0, 45.0)
 SHARES = {"forward": 1 / 3.5, "backward": 2.5 / 3.5}
 
 
-EXTRAS = Extras(call=7_000.0, segment=400.0, query=1.0, key=2.0, moved_query=3.0, moved_key=1.5)
+EXTRAS = Extras(
+    call=7_000.0, segment=400.0, query=1.0, key=2.0, second_call=5_000.0, moved_query=3.0, moved_key=1.5
+)
 
 
 def truth(way: str, *, executor: bool = True) -> Any:
@@ -51,8 +53,11 @@ def truth(way: str, *, executor: bool = True) -> Any:
         diagonal=tuple(ns * share for ns in table.diagonal),
         call=EXTRAS.call * executor,
         segment=EXTRAS.segment * executor,
-        query_row=(EXTRAS.query + EXTRAS.moved_query) * executor,
-        key_row=(EXTRAS.key + EXTRAS.moved_key) * executor,
+        query_row=EXTRAS.query * executor,
+        key_row=EXTRAS.key * executor,
+        second_call=EXTRAS.second_call * executor,
+        moved_query=EXTRAS.moved_query * executor,
+        moved_key=EXTRAS.moved_key * executor,
         tile_key=0.0,
     )
 
@@ -106,9 +111,12 @@ def test_a_fit_finds_the_costs_that_the_times_were_made_of(costs: Costs) -> None
     for way, table in (("forward", costs.forward), ("backward", costs.backward)):
         real = truth(way)
         assert table.call == pytest.approx(real.call, rel=0.1)
-        assert table.segment == pytest.approx(real.segment, rel=0.5)
-        assert table.query_row == pytest.approx(real.query_row, rel=0.2)
-        assert table.key_row == pytest.approx(real.key_row, rel=0.2)
+        # Told apart from a tile's pairs by documents of a few rows alone; what they cost together is what counts.
+        assert table.segment == pytest.approx(real.segment, rel=0.4)
+        small = np.array([1, 16, 64, 128, 200])
+        assert table.diagonal_ns(small) == pytest.approx(real.diagonal_ns(small), rel=0.05)
+        for name in ("query_row", "key_row", "second_call", "moved_query", "moved_key"):
+            assert getattr(table, name) == pytest.approx(getattr(real, name), rel=0.2), name
         sizes = np.array([128, 1000, 5000, 20000, 65536])
         assert table.diagonal_ns(sizes) == pytest.approx(real.diagonal_ns(sizes), rel=0.05)
         keys = np.array([128, 4096, 30000, 100000, 65536])

@@ -63,7 +63,7 @@ def test_the_choice_is_never_predicted_slower_than_any_it_had(kind, mix_of):
 
 # The bound: all the work, spread evenly without cutting anything, in one kernel call. On documents of a few
 # thousand tokens the second and third call weigh most.
-@pytest.mark.parametrize(("cp", "near", "ahead"), [(2, 1.04, 0.99), (4, 1.09, 0.96), (8, 1.17, 0.92)])
+@pytest.mark.parametrize(("cp", "near", "ahead"), [(2, 1.04, 0.98), (4, 1.06, 0.94), (8, 1.12, 0.90)])
 def test_paper_like_micro_batches_come_near_the_bound_and_beat_both_fixed_ways(cp, near, ahead):
     table = h100()
     got = bound = fixed = 0.0

@@ -50,7 +50,7 @@ class GroupCost:
                 chunk = -(-tokens // (2 * size))
                 tiles = -(-chunk // TILE) * TILE / np.maximum(chunk, 1)
                 keys = (2 * size - 1) * tokens // (2 * size)
-                attention = whole / size * tiles + 2 * table.segment + table.key_row * keys
+                attention = whole / size * tiles + 2 * table.segment + table.earlier_key * keys
                 # Diagonals run while keys travel: 2 of the 2 x g chunks, each 1 / (2g)^2 of the pairs.
                 moved = table.exchange_row * tokens * (size - 1) / size
                 attention += np.maximum(moved - whole / (2 * size * size), 0.0)
@@ -60,7 +60,7 @@ class GroupCost:
     def opening(self) -> tuple[int, ...]:
         """Nanoseconds that a micro-step on a group of each size costs beyond step_ns: latency, one more call."""
         return tuple(
-            round(table.exchange + table.call) if size > 1 else 0
+            round(table.exchange + table.earlier_call) if size > 1 else 0
             for size, table in zip(self.sizes, self.tables, strict=True)
         )
 

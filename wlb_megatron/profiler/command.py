@@ -129,6 +129,8 @@ def fitted_rows(costs: Costs) -> list[list[str]]:
         ["an attention call (us)", *(f"{t.call / 1e3:.1f}" for t in both)],
         ["a segment (us)", *(f"{t.segment / 1e3:.2f}" for t in both)],
         ["a row of queries, of keys (ns)", *(f"{t.query_row:.2f}, {t.key_row:.2f}" for t in both)],
+        ["a call on earlier keys, in all (us)", *(f"{t.earlier_call / 1e3:.1f}" for t in both)],
+        ["a row moved for it: query, key (ns)", *(f"{t.moved_query:.2f}, {t.moved_key:.2f}" for t in both)],
         ["keys of a remote token (ns)", *(f"{t.exchange_row:.1f}" for t in both)],
         [f"the rest of a layer, a token of {tokens} (ns)", *(f"{ns:.1f}" for ns in costs.layer.slope())],
         ["attention equals the rest at (tokens)", f"{costs.quadratic_at:.0f}", ""],

@@ -81,9 +81,9 @@ def _ways(
         most = int(degree.max())
         both = (degree.tolist(), share_ns.tolist())
         calls = min(most - 1, 2)
-        ways.append(_Way(mean + table.call * calls, *both, prices_in_turn, fill_in_turn))
+        ways.append(_Way(mean + table.earlier_call * calls, *both, prices_in_turn, fill_in_turn))
         calls = 2 if cp_size > 2 else 1
-        ways.append(_Way(mean + table.call * calls, *both, prices_in_pairs, fill_in_pairs))
+        ways.append(_Way(mean + table.earlier_call * calls, *both, prices_in_pairs, fill_in_pairs))
     return ways
 
 
@@ -92,7 +92,7 @@ def _share_ns(lengths: IntArray, whole_ns: IntArray, degree: IntArray, table: Ke
     chunk = -(-lengths // (2 * degree))
     tiles = -(-chunk // TILE) * TILE / np.maximum(chunk, 1)
     keys = (2 * degree - 1) * lengths // (2 * degree)
-    cut_ns = whole_ns / degree * tiles + 2 * table.segment + table.key_row * keys
+    cut_ns = whole_ns / degree * tiles + 2 * table.segment + table.earlier_key * keys
     return np.where(degree > 1, np.rint(cut_ns), whole_ns).astype(np.int64)
 
 

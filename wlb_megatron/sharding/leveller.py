@@ -30,7 +30,7 @@ def fill_in_turn(ranks: Ranks) -> None:
     for rank, tokens in enumerate(ranks.room):
         if not tokens:
             continue
-        load[rank] += int(pair_ns * tokens * (start + tokens / 2) + ranks.table.key_row * start)
+        load[rank] += int(pair_ns * tokens * (start + tokens / 2) + ranks.table.earlier_key * start)
         ranks.calls[rank] = max(ranks.calls[rank], int(start > 0))
         chunks.append((rank, tokens))
         start += tokens
@@ -61,7 +61,7 @@ def fill_in_pairs(ranks: Ranks) -> None:
             early[at] = min(max(early[at] + move, 0), room[at])
     first, last, now = _loads([load[rank] for rank in filling], room, early, size, pair_ns)
     for at, rank in enumerate(filling):
-        load[rank] = int(now[at] + ranks.table.key_row * (first[at] + last[at]))
+        load[rank] = int(now[at] + ranks.table.earlier_key * (first[at] + last[at]))
         inner = 0 < at < len(filling) - 1
         both = 0 < early[at] < room[at]
         ranks.calls[rank] = max(ranks.calls[rank], 2 if inner and both else 1)

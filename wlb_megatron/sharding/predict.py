@@ -62,7 +62,7 @@ def _rectangles(
     longest = np.zeros(ranks)
     np.maximum.at(longest, rank, keys)
     waits = np.maximum(table.tile_key * longest - busy * table.forward_share, 0.0)
-    return np.where(longest > 0, busy + waits + table.call, 0.0)
+    return np.where(longest > 0, busy + waits + table.earlier_call, 0.0)
 
 
 def _exchange(

@@ -12,6 +12,11 @@ import numpy.typing as npt
 from wlb_megatron.workload.kernel_table import KernelTable
 
 FloatArray = npt.NDArray[np.float64]
+SUMMED = (
+    *("call", "segment", "query_row", "key_row", "second_call", "moved_query", "moved_key"),
+    *("exchange", "exchange_row"),
+)
+"""Of a kernel table, what forward and backward add up to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +85,7 @@ class Costs:
     def table(self) -> KernelTable:
         """Attention forward + backward: what sharding is chosen by."""
         a, b = self.forward, self.backward
-        summed: dict[str, Any] = {
-            name: getattr(a, name) + getattr(b, name)
-            for name in ("call", "segment", "query_row", "key_row", "exchange", "exchange_row")
-        }
+        summed: dict[str, Any] = {name: getattr(a, name) + getattr(b, name) for name in SUMMED}
         largest = a.rectangle[-1][-1], b.rectangle[-1][-1]
         return replace(
             a,

@@ -1,8 +1,9 @@
 """Attention's costs from a profile's samples.
 
 Of each way (forward, backward): the time per query-key pair of a segment comes from calls of one shape that fill the
-device; what a call, a segment and a row of queries or keys cost beside their pairs is fitted to whole shares of
-micro-batches and to calls of many small documents, by least squares of relative errors, none negative.
+device; what a call, a segment and a row of queries or keys cost beside their pairs is fitted to calls of all shapes,
+what the executor adds around a call on earlier keys to whole shares of micro-batches, both by least squares of
+relative errors, none negative.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ UNMEASURED_LATENCY, UNMEASURED_RATE = 50_000.0, 370e9
 
 class Extras(NamedTuple):
     """What attention costs beside its pairs, in nanoseconds: a call, a segment, a row of its queries and keys in the
-    kernels; and such rows once more where the executor moves them."""
+    kernels; around them, in the executor, a share's call on earlier keys and each row of its queries and keys."""
 
     call: float
     segment: float
     query: float
     key: float
+    second_call: float
     moved_query: float
     moved_key: float
 
@@ -53,7 +55,7 @@ def predicted(sample: Sample, table: KernelTable, extras: Extras) -> float:
 def fit_attention(
     model: ProfiledModel, samples: Sequence[Sample], device: Device, way: Way, exchange: Link | None
 ) -> KernelTable:
-    """What a share of a micro-batch costs: rows count in the kernels and in the executor."""
+    """What a share of a micro-batch costs."""
     table, extras = fit_way(model, samples, device, way)
     row = 2 * 2 * model.rank_kv_heads * model.head_dim  # K and V, or their gradients, in 2 bytes
     per_byte = exchange.per_byte if exchange else 1e9 / UNMEASURED_RATE
@@ -61,8 +63,11 @@ def fit_attention(
         table,
         call=extras.call,
         segment=extras.segment,
-        query_row=extras.query + extras.moved_query,
-        key_row=extras.key + extras.moved_key,
+        query_row=extras.query,
+        key_row=extras.key,
+        second_call=extras.second_call,
+        moved_query=extras.moved_query,
+        moved_key=extras.moved_key,
         exchange=exchange.latency if exchange else UNMEASURED_LATENCY,
         exchange_row=row * per_byte,
     )
@@ -88,12 +93,12 @@ def fit_way(
 
 
 PAIRS_SHARE = 0.1
-_AROUND = [0, 4, 5]
-"""Of Extras, what the executor adds to: calls, and rows of queries and keys that it moves."""
+_AROUND = [4, 5, 6]
+"""Of Extras, what the executor adds."""
 
 
 def _inside(model: ProfiledModel, samples: Sequence[Sample], device: Device, way: Way) -> FloatArray:
-    """float[6]: Extras inside the kernels, from calls that fill the device."""
+    """float[7]: Extras inside the kernels, from calls that fill the device."""
     kernels = [
         s
         for s in samples
@@ -104,7 +109,7 @@ def _inside(model: ProfiledModel, samples: Sequence[Sample], device: Device, way
         missing("an attention call")
     measured = np.array([s[way][0] for s in kernels], dtype=np.float64)
     columns = np.array([(*_counts(s)[:4], *_pairs(s)) for s in kernels]) / measured[:, None]
-    return np.append(least_squares(columns, np.ones(len(kernels)))[:4], (0.0, 0.0))
+    return np.append(least_squares(columns, np.ones(len(kernels)))[:4], (0.0, 0.0, 0.0))
 
 
 def _pairs(sample: Sample) -> tuple[float, float]:
@@ -122,15 +127,15 @@ def _pairs_ns(sample: Sample, table: KernelTable) -> float:
 
 
 def _counts(sample: Sample) -> FloatArray:
-    """float[6]: what of Extras a sample has. Only a share goes through the executor, which moves its rows."""
+    """float[7]: what of Extras a sample has. A share goes through the executor, which moves a second call's rows."""
     diagonals, rectangles = sample["sizes"]["diagonals"], sample["sizes"]["rectangles"]
     own = sum(q * n for q, n in diagonals)
-    queries = own + sum(q * n for q, _, n in rectangles)
-    keys = own + sum(k * n for _, k, n in rectangles)
+    second = np.array(
+        [bool(rectangles), sum(q * n for q, _, n in rectangles), sum(k * n for _, k, n in rectangles)]
+    )
     segments = sum(n for *_, n in diagonals) + sum(n for *_, n in rectangles)
-    moved = sample["part"] == "share"
-    calls = bool(diagonals) + bool(rectangles)
-    return np.array([calls, segments, queries, keys, moved * queries, moved * keys], dtype=np.float64)
+    inside = (bool(diagonals) + second[0], segments, own + second[1], own + second[2])
+    return np.array([*inside, *(second * (sample["part"] == "share"))], dtype=np.float64)
 
 
 def least_squares(columns: FloatArray, values: FloatArray) -> FloatArray:

@@ -37,6 +37,8 @@ class KernelTable:
     rectangle, bottom_right: [a][b] time of a segment of queries[i] x (queries[i] * ratios[j]) rows; diagonal: [a].
     call: launch and fixed kernels of a call. segment: of one more segment in a call. query_row, key_row: what
     is done once for each row of queries and each row of keys of a segment (fills, conversions, head reductions).
+    second_call, moved_query, moved_key: what the executor adds to a rank's call on earlier keys, and to each row of
+    its rectangles' queries and keys, which it copies there and merges or returns.
     tile_key: forward time of one tile of query rows, per key: a call takes at least its longest tile.
     exchange: latency of moving keys there and gradients back. exchange_row: for each key row from another rank.
     forward_share: of a call's time, its forward's; 1 in a table of forwards.
@@ -58,6 +60,9 @@ class KernelTable:
     tile_key: float
     exchange: float
     exchange_row: float
+    second_call: float = 0.0
+    moved_query: float = 0.0
+    moved_key: float = 0.0
     forward_share: float = 1 / 3.5
 
     def __post_init__(self) -> None:
@@ -94,13 +99,16 @@ class KernelTable:
             segment=self.segment * heads / self.heads,
             query_row=self.query_row * work,
             key_row=self.key_row * work,
+            moved_query=self.moved_query * work,
+            moved_key=self.moved_key * work,
             tile_key=self.tile_key * head_dim / self.head_dim,
             exchange_row=self.exchange_row * kv_heads * head_dim / (self.kv_heads * self.head_dim),
         )
 
     def rectangle_ns(self, queries: IntArray, keys: IntArray) -> IntArray:
-        """int64[n]: each segment's own time, all of its keys earlier than its queries."""
-        return self._between(self._rates[0], queries, keys)
+        """int64[n]: each segment's own time, all of its keys earlier than its queries, with the rows moved for it."""
+        moved = np.rint(self.moved_query * queries + self.moved_key * keys).astype(np.int64)
+        return self._between(self._rates[0], queries, keys) + moved
 
     def bottom_right_ns(self, queries: IntArray, keys: IntArray) -> IntArray:
         """int64[n]: each segment's own time, its queries being the last of its keys."""
@@ -113,6 +121,16 @@ class KernelTable:
         rate = self._rates[2]
         rate = rate[at] + weight * (rate[at + 1] - rate[at])
         return self._with_rows(rate * rows * (rows + TILE), queries, queries)
+
+    @property
+    def earlier_call(self) -> float:
+        """Of a rank's call on earlier keys, all that does not depend on its segments."""
+        return self.call + self.second_call
+
+    @property
+    def earlier_key(self) -> float:
+        """Of each row of keys in such a call."""
+        return self.key_row + self.moved_key
 
     @cached_property
     def _grid(self) -> tuple[FloatArray, FloatArray]:
