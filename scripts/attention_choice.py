@@ -110,7 +110,16 @@ def identity(plan: ShardPlan) -> bytes:
 def parts(plan: ShardPlan, lengths: np.ndarray, table: KernelTable) -> dict[str, float]:
     """Predicted ms: FLOPs at the ideal rate, and what tiles, launches, exposed exchange and imbalance add to it."""
     still = replace(table, exchange=0.0, exchange_row=0.0)
-    beside = ("call", "segment", "query_row", "key_row", "second_call", "moved_query", "moved_key", "tile_key")
+    beside = (
+        "call",
+        "segment",
+        "query_row",
+        "key_row",
+        "second_call",
+        "moved_query",
+        "moved_key",
+        "tile_key",
+    )
     bare = replace(still, **dict.fromkeys(beside, 0.0))
     every, alone, kernels = (predict(plan, t) / 1e6 for t in (table, still, bare))
     pairs = float((lengths.astype(np.float64) * (lengths + 1) / 2).sum())
