@@ -53,6 +53,7 @@ GPU: tuple[Combination, ...] = (
     Combination("CP2, FP8 tensorwise", 2, f"{CP} 2", f"{FP8} tensorwise"),
     Combination("CP2, MLA", 2, f"{CP} 2", MLA, without="--group-query-attention"),
     Combination("CP2, windows, sinks", 2, f"{CP} 2", WINDOWS),
+    Combination("CP2, MTP of 2", 2, f"{CP} 2", "--mtp-num-layers 2"),
     Combination("TP2", 2, f"{TP} 2", stock=True),
     Combination("CP2, distributed optimizer, overlaps", 2, f"{CP} 2 {OVERLAPS}"),
     Combination(
@@ -68,6 +69,7 @@ GPU: tuple[Combination, ...] = (
 """For two GPUs (NCCL, Transformer Engine, bf16), the most telling first."""
 
 FOUR = "--num-layers 4"
+MTP = "--mtp-num-layers"
 EIGHT = "--num-layers 8"
 EP = "--expert-model-parallel-size 2"
 
@@ -124,6 +126,9 @@ CPU: tuple[Combination, ...] = (
     Combination("MoE, full recompute, CP2xPP2", 4, f"{CP} 2 {PP} 2 {RECOMPUTE} uniform", MOE),
     Combination("MoE without aux loss, CP2", 2, f"{CP} 2", MOE.replace("0.01", "0")),
     Combination("EP2xPP2, distributed optimizer", 4, f"{EP} {PP} 2 {OVERLAPS}", MOE),
+    Combination("MTP of 2, CP2xPP2", 4, f"{CP} 2 {PP} 2", f"{MTP} 2 --wlb-sharding hybrid"),
+    Combination("MTP of 1, MoE, TP2+SP, CP2", 4, f"{TP} 2 {CP} 2 --sequence-parallel", f"{MTP} 1 {MOE}"),
+    Combination("MTP of 2 in one layer, VPP2 on PP2", 2, VPP, f"{FOUR} {MTP} 2 --mtp-use-repeated-layer"),
     Combination("qk-norm, LayerNorm, CP2", 2, f"{CP} 2", "--qk-layernorm --normalization LayerNorm"),
     Combination(
         "MHA, GELU, biases, TP2",

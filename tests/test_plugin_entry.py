@@ -82,7 +82,6 @@ REFUSED = {
     "micro_batch_size": 2,
     "eval_micro_batch_size": 4,
     "multi_latent_attention": True,
-    "mtp_num_layers": 1,
     "cuda_graph_impl": "local",
     "hybrid_layer_pattern": "M*",
     "fp8_dot_product_attention": True,
@@ -109,7 +108,7 @@ REFUSED = {
     "phase_transition_iterations": [5],
     "full_validation": True,
 }
-"""One argument a row of the table (two rows need two, below)."""
+"""One argument a row of the table."""
 
 
 def test_what_is_handled_is_not_refused() -> None:
@@ -125,14 +124,20 @@ def test_what_is_not_built_is_refused_with_the_flag_and_a_cure(name: str) -> Non
     assert ": " in line
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [{"moe_token_dispatcher_type": "allgather"}, {"moe_router_load_balancing_type": "seq_aux_loss"}],
-)
-def test_mixtures_of_experts_that_assume_fixed_lengths_are_refused(setting: dict[str, str]) -> None:
-    args = Megatron(num_experts=8, **{"moe_token_dispatcher_type": "alltoall", **setting})
-    with pytest.raises(Refused, match="moe"):
-        refuse_unsupported(args, WlbConfig())
+ALLTOALL = {"num_experts": 8, "moe_token_dispatcher_type": "alltoall"}
+TOGETHER: list[dict[str, object]] = [
+    {"num_experts": 8, "moe_token_dispatcher_type": "allgather"},
+    {**ALLTOALL, "moe_router_load_balancing_type": "seq_aux_loss"},
+    {**ALLTOALL, "moe_router_load_balancing_type": "sinkhorn"},
+    {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tm|L"},
+]
+"""Arguments of the rows that need several."""
+
+
+@pytest.mark.parametrize("arguments", TOGETHER)
+def test_arguments_that_are_refused_together_get_one_line_with_a_cure(arguments: dict[str, object]) -> None:
+    (line,) = refusals_of(Megatron(**arguments), WlbConfig())
+    assert line.startswith("wlb_megatron refuses --m") and ": " in line
 
 
 SETTINGS_REFUSED = [
@@ -163,7 +168,7 @@ def refusals_of(args: argparse.Namespace, config: WlbConfig) -> list[str]:
 
 
 def test_every_refusal_has_a_test() -> None:
-    assert len(REFUSALS) == len(REFUSED) + 2 + len(SETTINGS_REFUSED)
+    assert len(REFUSALS) == len(REFUSED) + len(TOGETHER) + len(SETTINGS_REFUSED)
 
 
 def test_a_megatron_of_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ WRONG: dict[str, str] = {
     "--attention-dropout 0.1": "set --attention-dropout 0",
     "--attention-backend flash": "use auto or fused",
     "--attention-backend unfused": "use auto or fused",
-    "--mtp-num-layers 1": "train without it",
+    "--mtp-num-layers 1 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|t|m|L": "the last stage",
     "--position-embedding-type learned_absolute": "use --position-embedding-type rope",
     "--full-validation --eval-iters 1": "--full-validation",
     "--iterations-to-skip 3 4": "--iterations-to-skip",
@@ -108,7 +108,7 @@ def lines(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     for wrong in WRONG:
         given = wrong.replace("CORPUS", str(corpus)).replace("FOLDER", str(folder)).split()
         before = [] if "--data-path" in given or "--mock-data" in given else ["--data-path", str(corpus)]
-        cases.append({"flags": [*good, *before, *given], "world": 1})
+        cases.append({"flags": [*good, *before, *given], "world": 4 if "-size 4" in wrong else 1})
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "refused_flags.py")],
         input=json.dumps(cases),

@@ -58,9 +58,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "the fused kernel takes positions from Megatron's own layout; add --no-rope-fusion",
     ),
     Refusal(
-        lambda a, c: _get(a, "mtp_num_layers"),
-        "--mtp-num-layers",
-        "multi-token prediction rolls labels by Megatron's own layout; train without it",
+        lambda a, c: (
+            _get(a, "mtp_num_layers")
+            and "m" not in str(_get(a, "pipeline_model_parallel_layout") or "m").split("|")[-1]
+        ),
+        "--mtp-num-layers on another stage than the last (--pipeline-model-parallel-layout)",
+        "hidden states of several depths would pass between the stages, in shapes that are not planned; "
+        "give the last stage the m",
     ),
     Refusal(
         lambda a, c: (_get(a, "cuda_graph_impl") or "none") != "none" or _get(a, "enable_cuda_graph"),

@@ -41,6 +41,8 @@ class WlbPackedSeqParams(PackedSeqParams):
 
     layout: DeviceLayout | None = None
     group: Any = None  # the ranks that share the micro-batch; None: Megatron's context-parallel group
+    following: Tensor | None = None  # int32[T] of sharding.following, for multi-token prediction
+    share: float = 1.0  # of what the micro-batch's tokens predict, how much this rank's do
 
 
 def packed_seq_params(

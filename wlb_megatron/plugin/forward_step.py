@@ -38,6 +38,9 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
             routed["padding_mask"] = stage_padding_mask(padding, model, get_args().sequence_parallel)
         group = process_group(planned.group)
         params = packed_seq_params(batch["attention"], batch["layout"].cp_rank, group=group)
+        if "following" in batch:
+            params.following = batch["following"].cuda(non_blocking=True)
+            params.share = batch.get("share", params.share)
         # Evaluation and rehearsal are not part of a training step's FLOPs; a stage's chunks count once.
         if torch.is_grad_enabled() and planned.iteration != REHEARSAL and not _chunk(model):
             count_segments(batch["bounds"])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from wlb_megatron.plugin import checkpoint, entry, pipeline_shapes, routing, spec, trace
+from wlb_megatron.plugin import checkpoint, entry, multi_token, pipeline_shapes, routing, spec, trace
 from wlb_megatron.plugin.versions import megatron_version
 from wlb_megatron.refusals import Refused
 
@@ -70,8 +70,8 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
-        ("config", "transformer_layer_spec"),
-        "gives the model that a script's model_provider builds the plugin's core attention (versions before 0.19)",
+        ("config", "transformer_layer_spec", "mtp_block_spec"),
+        "gives the plugin's core attention to what a script's model_provider builds, and to multi-token prediction",
         spec.wrap_gpt_model,
     ),
     Hook(
@@ -115,6 +115,12 @@ HOOKS: tuple[Hook, ...] = (
         (),
         "PyPI's wheel brings the dataset helpers built, but no Makefile: make is then not needed",
         entry.wrap_compile_helpers,
+    ),
+    Hook(
+        "megatron.core.transformer.multi_token_prediction:roll_tensor",
+        ("tensor", "shifts", "dims", "cp_group", "packed_seq_params"),
+        "takes the next token of a document by the plan, wherever it is held",
+        multi_token.wrap_roll_tensor,
     ),
     Hook(
         "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",

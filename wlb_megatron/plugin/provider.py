@@ -170,6 +170,7 @@ def _layout(args: Any) -> Layout:
         stage_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         cp_size=args.context_parallel_size,
         routes=bool(args.num_experts),
+        follows=bool(args.mtp_num_layers),
     )
 
 

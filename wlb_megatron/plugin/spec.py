@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,7 @@ def with_wlb_attention(spec: Any) -> Any:
     """
     layers = spec.layer_specs if hasattr(spec, "layer_specs") else [spec]
     for layer in layers:
-        attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
-        inner = getattr(attention, "submodules", None)
+        inner = _attention_submodules(layer)
         if inner is None or not hasattr(inner, "core_attention"):
             raise Refused(
                 f"wlb_megatron found no core_attention in the layer spec {getattr(layer, 'module', layer)}: "
@@ -26,6 +26,19 @@ def with_wlb_attention(spec: Any) -> Any:
             )
         inner.core_attention = wlb_core_attention(inner.core_attention)
     return spec
+
+
+def _has_wlb_attention(spec: Any) -> bool:
+    layers = spec.layer_specs if hasattr(spec, "layer_specs") else [spec]
+    submodules = [_attention_submodules(layer) for layer in layers]
+    found = [getattr(inner, "core_attention", None) for inner in submodules]
+    return bool(found) and all(isinstance(one, type) and issubclass(one, WlbCoreAttention) for one in found)
+
+
+def _attention_submodules(layer: Any) -> Any:
+    """What a layer spec's self-attention is made of; None where it has none."""
+    attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
+    return getattr(attention, "submodules", None)
 
 
 def install_spec(model_config: Any) -> None:
@@ -58,19 +71,28 @@ _building = False
 
 
 def wrap_gpt_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """GPTModel.__init__ that changes the layer spec while a model provider of `with_plan_attention` runs."""
+    """GPTModel.__init__ that changes the layer spec while a model provider of `with_plan_attention` runs.
 
-    def __init__(self: Any, config: Any, transformer_layer_spec: Any, *args: Any, **kwargs: Any) -> None:
+    Layers of multi-token prediction, whose specs Megatron makes anew, get the attention that the others have.
+    """
+    signature = inspect.signature(original)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs)
         if _building:
-            transformer_layer_spec = with_wlb_attention(transformer_layer_spec)
-        original(self, config, transformer_layer_spec, *args, **kwargs)
+            with_wlb_attention(given.arguments["transformer_layer_spec"])
+        further = given.arguments.get("mtp_block_spec")
+        if further is not None and _has_wlb_attention(given.arguments["transformer_layer_spec"]):
+            for layer in further.layer_specs:
+                if not hasattr(layer.submodules, "mtp_model_layer"):
+                    raise Refused("wlb_megatron handles --mtp-num-layers from megatron-core 0.17 on")
+                with_wlb_attention(layer.submodules.mtp_model_layer)
+        original(*given.args, **given.kwargs)
 
     return __init__
 
 
 def _resolve(given: Any, config: Any, vp_stage: int | None) -> Any:
-    import inspect
-
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.training.models.gpt import default_layer_spec
 
