@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from wlb_megatron.plugin import metrics, timers, trace
 from wlb_megatron.plugin.agreement import EVERY, PlanAgreement
 from wlb_megatron.plugin.data import Layout, MicroBatchIterator, MicroBatchSampler, make_loader
@@ -20,7 +22,7 @@ from wlb_megatron.plugin.rehearsal import longest_micro_batch
 from wlb_megatron.plugin.resume import remember, restore
 from wlb_megatron.plugin.source import Source, attention_shape, token_alignment
 from wlb_megatron.sharding.alignment import padding
-from wlb_megatron.workload.kernel_table import h100
+from wlb_megatron.workload.kernel_table import of_gpu
 
 PLANS_AHEAD = 4
 """Iterations planned before they are asked for."""
@@ -145,7 +147,8 @@ def _settings(source: Source, args: Any) -> ShardSettings:
 
     heads, groups, channels = attention_shape(args)
     tp, profile = args.tensor_model_parallel_size, profile_of(args)
-    table = h100() if profile is None else profile.costs.table
+    gpu = torch.cuda.get_device_name(args.local_rank) if args.distributed_backend == "nccl" else ""
+    table = of_gpu(gpu) if profile is None else profile.costs.table
     return ShardSettings(
         dp_rank=parallel_state.get_data_parallel_rank(),
         cp_size=args.context_parallel_size,

@@ -23,7 +23,8 @@ from wlb_megatron.simulator.calibration import calibrated
 from wlb_megatron.simulator.paper import K
 from wlb_megatron.simulator.reproduce import parts, reproduce
 from wlb_megatron.simulator.run import Inputs
-from wlb_megatron.workload.kernel_table import KernelTable, h100
+from wlb_megatron.workload.builtin_tables import TABLES
+from wlb_megatron.workload.kernel_table import KernelTable, builtin
 from wlb_megatron.workload.profile import Profile, read_profile
 
 REPRODUCED = Assumptions(tp_exposed=0.0)
@@ -42,7 +43,9 @@ def add_assumptions(parser: argparse.ArgumentParser, defaults: Assumptions) -> N
             f"--{one.name.replace('_', '-')}", type=kind, default=value, help=f"(default: {value:g})"
         )
     parser.add_argument(
-        "--kernel-table", metavar="PATH", help="JSON of measured attention (default: an H100's)"
+        "--kernel-table",
+        metavar="NAME|PATH",
+        help=f"attention of a GPU measured here ({', '.join(TABLES)}), or JSON of another's (default: h100)",
     )
     parser.add_argument(
         "--profile",
@@ -60,7 +63,8 @@ def read_assumptions(args: argparse.Namespace) -> tuple[Assumptions, KernelTable
                 raise WlbError("--profile brings its own kernel table: drop --kernel-table")
             profile = read_profile(args.profile)
             return calibrated(given, profile), profile.costs.table, profile
-        return given, h100() if args.kernel_table is None else KernelTable.from_json(args.kernel_table), None
+        named = args.kernel_table or "h100"
+        return given, builtin(named) if named in TABLES else KernelTable.from_json(named), None
 
 
 def add_reproduce(parser: argparse.ArgumentParser) -> None:

@@ -185,12 +185,19 @@ class KernelTable:
 
 
 @cache
-def h100() -> KernelTable:
-    """Measured on one H100 (builtin_tables.py says with what), bf16, 8 query heads, 2 KV heads, d=128.
+def builtin(name: str) -> KernelTable:
+    """A table of builtin_tables.py, which says with what it was measured: bf16, 8 query heads, 2 KV heads, d=128."""
+    return KernelTable(**TABLES[name])
 
-    An H200 has the same multiprocessors: this table stands for it, too, where no profile is given.
-    """
-    return KernelTable(**TABLES["h100"])
+
+def h100() -> KernelTable:
+    """Measured on one H100: what stands for any GPU, where nothing else is given."""
+    return builtin("h100")
+
+
+def of_gpu(name: str) -> KernelTable:
+    """The built-in table of a GPU, by its driver's name: an H200's own, else an H100's."""
+    return builtin("h200" if "H200" in name else "h100")
 
 
 def _tiled(queries: IntArray) -> IntArray:
