@@ -13,6 +13,7 @@ from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.simulator.iteration import group_events, simulate
 from wlb_megatron.simulator.lengths import long_tailed, rescale
 from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape
+from wlb_megatron.workload.kernel_table import h100, of_gpu
 
 SMALL = ModelShape(layers=8, hidden=1024, heads=8, kv_heads=2, ffn=2048, vocab=1000)
 FREE = Assumptions(
@@ -174,3 +175,9 @@ def test_seeded_lengths_are_alike_for_every_window_and_long_tailed():
     assert 0.1 < outliers.sum() / lengths.sum() < 0.25 and len(outliers) < 0.012 * len(lengths)
     assert np.median(long_tailed(65536, 50_000)) == pytest.approx(np.median(lengths) / 2, rel=0.01)
     assert rescale(np.array([8, 3, 1]), 4, of=8).tolist() == [4, 2, 1]
+
+
+def test_built_in_tables_are_chosen_by_the_gpus_name() -> None:
+    assert of_gpu("NVIDIA H200").device == "NVIDIA H200"
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100", ""):
+        assert of_gpu(name) is h100()
