@@ -28,7 +28,7 @@ from wlb_megatron.plugin import pretrain_gpt, spec
 OUT = Path(os.environ["WORKER_OUT"])
 EXACT = "WORKER_EXACT" in os.environ
 """Attention in plain torch, for a run in fp32 on a GPU: cuDNN's kernels take 16 bits alone."""
-seen: dict[str, Any] = {"losses": [], "documents": [], "logits": [], "tokens": []}
+seen: dict[str, Any] = {"losses": [], "documents": [], "logits": [], "tokens": [], "evaluated": []}
 
 
 def global_names(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -138,9 +138,13 @@ def watch() -> None:
         return chunks
 
     def loss_per_token(mask: Any, output: Any) -> Any:
+        training = torch.is_grad_enabled()
+        if training and os.environ.get("WORKER_NAN") == str(get_args().curr_iteration + 1):
+            output = output * float("nan")
         result = loss(mask, output)
-        if not torch.is_grad_enabled():
-            return result  # evaluation
+        if not training:
+            seen["evaluated"].append((seen["evaluated"].pop(), float(result[0]), int(result[1])))
+            return result
         seen["losses"].append((float(result[0].detach()), int(result[1])))
         return result
 
@@ -154,7 +158,12 @@ def watch() -> None:
                 seen["tokens"].append(None if "tokens" not in batch else batch["tokens"].clone())
                 yield batch
 
-        return make_step(recording() if torch.is_grad_enabled() else data_iterator, model, *rest)
+        def evaluating() -> Any:
+            for batch in data_iterator:
+                seen["evaluated"].append([tuple(piece) for piece in batch["planned"].pieces])
+                yield batch
+
+        return make_step(recording() if torch.is_grad_enabled() else evaluating(), model, *rest)
 
     spec.prepare_model = prepare_with_known_weights
     steps.loss_per_token = loss_per_token
@@ -239,3 +248,4 @@ if __name__ == "__main__":
     if "WORKER_RANDOM_GROUPS" in os.environ:
         plan_at_random(int(os.environ["WORKER_RANDOM_GROUPS"]))
     pretrain_gpt.main()
+    torch.save(seen, OUT / f"rank{os.environ['RANK']}.pt")

@@ -59,6 +59,7 @@ def test_iterations_without_a_time_are_left_out() -> None:
 def told(**changes: Any) -> dict[str, Any]:
     figures = {"iteration": 7, "imbalance": 1.01, "cp_imbalance": 1.0, "tokens": 100, "delayed": 2}
     figures |= {"token_delay": 0.5, "plan_ms": 1.0, "plan_wait_ms": 0.0, "measured_ms": 812.3}
+    figures |= {"consumed_tokens": 700, "tokens_per_second_per_gpu": 61.55}
     return figures | {"predicted_ms": 790.14} | changes
 
 

@@ -106,7 +106,7 @@ REFUSED = {
     "use_megatron_fsdp": True,
     "perform_rl_step": True,
     "phase_transition_iterations": [5],
-    "full_validation": True,
+    "multiple_validation_sets": True,
 }
 """One argument a row of the table."""
 
@@ -129,6 +129,7 @@ TOGETHER: list[dict[str, object]] = [
     {"num_experts": 8, "moe_token_dispatcher_type": "allgather"},
     {**ALLTOALL, "moe_router_load_balancing_type": "seq_aux_loss"},
     {**ALLTOALL, "moe_router_load_balancing_type": "sinkhorn"},
+    {"full_validation": True, "multiple_validation_sets": True, "virtual_pipeline_model_parallel_size": 2},
     {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tm|L"},
 ]
 """Arguments of the rows that need several."""

@@ -32,9 +32,9 @@ def test_documents_count_by_their_own_squares(counted) -> None:  # type: ignore[
     """F13: eight documents of 8 tokens are an eighth of the attention of one of 64, and all of the rest."""
     flops, count = counted
     args = argparse.Namespace(seq_length=WINDOW)
-    flops.count_segments(bounds(*[8] * 8))
+    flops.count_segments([bounds(*[8] * 8)])
     short = count(args, 1)
-    flops.count_segments(bounds(64))
+    flops.count_segments([bounds(64)])
     long = count(args, 1)
     assert short == pytest.approx(1000 * 64 + 3 * 8 * 64, rel=1e-12)
     assert long == pytest.approx(1000 * 64 + 3 * 64 * 64, rel=1e-12)
@@ -45,8 +45,7 @@ def test_the_log_finds_the_step_that_the_loop_counted_and_steps_do_not_add_up(co
     args = argparse.Namespace(seq_length=WINDOW)
     assert count(args, 2) == 2 * (1000 * 64 + 3 * 64**2)  # nothing trained yet: Megatron's own
     for lengths in ((5, 7), (40,)):
-        flops.count_segments(bounds(*lengths))
-        flops.count_segments(bounds(3))
+        flops.count_segments([bounds(*lengths), bounds(3)])
         tokens, squares = sum(lengths) + 3, sum(n * n for n in lengths) + 9
         assert count(args, 2) == count(args, 2) == pytest.approx(1000 * tokens + 3 * squares, rel=1e-12)
     assert args.seq_length == WINDOW

@@ -208,9 +208,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "the document stream has one phase; drop it",
     ),
     Refusal(
-        lambda a, c: _get(a, "full_validation") or _get(a, "multiple_validation_sets"),
-        "--full-validation / --multiple-validation-sets",
-        "evaluation runs over --eval-iters iterations of one validation set; drop it",
+        lambda a, c: _get(a, "multiple_validation_sets") and not _get(a, "full_validation"),
+        "--multiple-validation-sets without --full-validation",
+        "Megatron evaluates several sets only in full; add --full-validation",
+    ),
+    Refusal(
+        lambda a, c: (
+            _get(a, "multiple_validation_sets") and (_get(a, "virtual_pipeline_model_parallel_size") or 1) > 1
+        ),
+        "--multiple-validation-sets with virtual pipeline stages",
+        "Megatron takes the stages' iterators for the sets; evaluate one set, a blend",
     ),
 )
 

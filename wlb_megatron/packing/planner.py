@@ -51,6 +51,7 @@ class Planner:
         self.samples = 0  # of all iterations so far, as Megatron counts them
         self.taken = 0  # tokens; a Python integer, so it does not end at 2**31
         self.put_back = 0  # pieces, so far
+        self.trained = 0  # tokens of all iterations so far
         self._supplied = 0  # up to this iteration pieces were taken in
         self._put_back: deque[Piece] = deque()
         self._ended = False
@@ -58,6 +59,7 @@ class Planner:
     def begin_at(self, samples: int) -> None:
         """Begin the stream in a run that has trained so many samples of another: batches have the size due there."""
         self.samples, self.taken = samples, self._tokens(samples)
+        self.trained = self.taken
 
     def next_iteration(self) -> IterationPlan | None:
         """The next iteration's plan, or None when a finite stream has ended and nothing waits."""
@@ -74,6 +76,7 @@ class Planner:
         plan = IterationPlan(self.iteration, tuple(arrived), grid, self.packer.waiting)
         self.iteration += 1
         self.samples += batch.bins
+        self.trained += sum(micro_batch.tokens for row in grid for micro_batch in row)
         return plan
 
     def _next_batch(self) -> Batch:
@@ -105,6 +108,7 @@ class Planner:
             "samples": self.samples,
             "supplied": self._supplied,
             "taken": self.taken,
+            "trained": self.trained,
             "ended": self._ended,
             "put_back": [list(piece) for piece in self._put_back],
             "put_back_so_far": self.put_back,
@@ -144,6 +148,8 @@ class Planner:
         self.iteration = int(state["iteration"])
         self.samples = samples
         self.taken = int(state["taken"])
+        waiting = sum(piece.tokens for piece in self.packer.waiting)
+        self.trained = int(state.get("trained", self.taken - waiting))  # states of before it was counted
         self._supplied = int(state["supplied"])
         self._ended = bool(state["ended"])
         self.put_back = int(state["put_back_so_far"])

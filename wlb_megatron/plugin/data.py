@@ -186,6 +186,17 @@ class MicroBatchIterator:
             self._trained(batches)
 
 
+class EvaluationIterator(MicroBatchIterator):
+    """Over a whole set, again and again; its length is the number of iterations that cover the set once."""
+
+    def __init__(self, loader: DataLoader[dict[str, Any]], iterations: int) -> None:
+        super().__init__(loader)
+        self._iterations = iterations
+
+    def __len__(self) -> int:
+        return self._iterations
+
+
 def planned_iterator(data_iterator: Any) -> MicroBatchIterator | None:
     """The plugin's iterator inside Megatron's (replayable) one, or None if it is another's."""
     found = getattr(data_iterator, "iterable", data_iterator)

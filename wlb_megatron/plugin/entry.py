@@ -159,6 +159,10 @@ def wrap_compile_helpers(original: Callable[..., Any]) -> Callable[..., Any]:
 def _take_over(args: Any) -> None:
     global _sources
     versions.check_transformer_engine(args.transformer_impl)
+    args.wlb_full_validation = bool(getattr(args, "full_validation", False))
+    if args.wlb_full_validation:
+        args.eval_iters = args.eval_iters or 1  # Megatron evaluates where it is above 0; see evaluation.py
+        args.full_validation = args.multiple_validation_sets
     try:
         config = sources.complete(args, config_from_args(args))
         refuse_unsupported(args, config)

@@ -7,7 +7,7 @@ own formula at s and 2 * s; a step of documents l then counts L * sum(l) + A * s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,15 @@ _here: list[int] | None = None
 _counted: tuple[float, float] | None = None
 
 
-def count_segments(bounds: torch.Tensor) -> None:
-    """Add a trained micro-batch's documents; bounds: int64[n + 1] on the CPU, cumulative lengths, padding left out."""
+def count_segments(bounds: Sequence[torch.Tensor]) -> None:
+    """Add a trained step's documents; bounds: of each micro-batch, int64[n + 1] on the CPU, cumulative lengths, padding
+    left out. Once a step, however often Megatron runs it again, and not for evaluation."""
+    lengths = torch.cat([each.diff() for each in bounds])
     if hasattr(training, "update_seqlen_stats_from_cu_seqlens"):
-        training.update_seqlen_stats_from_cu_seqlens(bounds.cuda(non_blocking=True))
+        whole = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        training.update_seqlen_stats_from_cu_seqlens(whole.cuda(non_blocking=True))
         return
     global _here
-    lengths = bounds.diff()
     tokens, squares = _here or (0, 0)
     _here = [tokens + int(lengths.sum()), squares + int((lengths * lengths).sum())]
 

@@ -11,7 +11,6 @@ from megatron.core.utils import StragglerDetector
 from megatron.training import get_args, get_timers
 
 from wlb_megatron.attention.core_attention import packed_seq_params
-from wlb_megatron.plugin.flops import count_segments
 from wlb_megatron.plugin.groups import process_group
 from wlb_megatron.plugin.rehearsal import REHEARSAL
 from wlb_megatron.plugin.routing import stage_padding_mask
@@ -41,22 +40,12 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         if "following" in batch:
             params.following = batch["following"].cuda(non_blocking=True)
             params.share = batch.get("share", params.share)
-        # Evaluation and rehearsal are not part of a training step's FLOPs; a stage's chunks count once.
-        if torch.is_grad_enabled() and planned.iteration != REHEARSAL and not _chunk(model):
-            count_segments(batch["bounds"])
     timers("batch-generator").stop()
     with stimer:
         output = model(
             tokens, position_ids, None, labels=labels, loss_mask=loss_mask, packed_seq_params=params, **routed
         )
     return output, partial(sum_of_losses if planned.iteration == REHEARSAL else loss_per_token, loss_mask)
-
-
-def _chunk(model: Any) -> int:
-    """Which of its pipeline stage's model chunks this is; 0 without a virtual pipeline."""
-    while hasattr(model, "module"):  # DDP and mixed precision wrap it
-        model = model.module
-    return getattr(model, "vp_stage", None) or 0
 
 
 def sum_of_losses(

@@ -46,7 +46,19 @@ def _wrap_flops(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     from wlb_megatron.plugin import metrics, timers  # import torch's data loader
 
-    return metrics.wrap_training_log(timers.wrap_training_log(original))
+    return metrics.wrap_training_log(timers.wrap_training_log(checkpoint.wrap_training_log(original)))
+
+
+def _wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
+    from wlb_megatron.plugin import evaluation
+
+    return evaluation.wrap_evaluate(original)
+
+
+def _wrap_cyclic_iter(original: Callable[..., Any]) -> Callable[..., Any]:
+    from wlb_megatron.plugin import evaluation
+
+    return evaluation.wrap_cyclic_iter(original)
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -89,8 +101,21 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "megatron.training.training:training_log",
         (),
-        "reports the plugin's figures after each iteration that Megatron logs, and its timers among Megatron's",
+        "hands the packing state to the next checkpoint; reports the plugin's figures after each iteration, its "
+        "timers among Megatron's",
         _wrap_training_log,
+    ),
+    Hook(
+        "megatron.training.training:evaluate",
+        ("data_iterator", "eval_iters"),
+        "with --full-validation evaluates each set once, whatever --eval-iters is",
+        _wrap_evaluate,
+    ),
+    Hook(
+        "megatron.training.training:cyclic_iter",
+        ("iterable",),
+        "leaves the plugin's iterator over a validation set as it is: it begins again by itself",
+        _wrap_cyclic_iter,
     ),
     Hook(
         "megatron.core.pipeline_parallel.schedules:forward_step",

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.drift import Drift
 from wlb_megatron.plugin.planning import PlannedIteration, PlannedMicroBatch
@@ -40,6 +42,7 @@ def stepped(
     figures |= {
         "plan_wait_ms": plan_wait_ms,
         "put_back": planned.put_back,
+        "consumed_tokens": planned.state["trained"],
         "predicted_ms": planned.predicted_ms,
     }
     if args.wlb_log_plans and planned.plan is not None:
@@ -55,7 +58,9 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(*args, **kwargs)
         if _pending is not None:
             (figures, began), _pending = _pending, None
-            _report({**figures, "measured_ms": (time.perf_counter() - began) * 1e3})
+            seconds = time.perf_counter() - began
+            rate = figures["tokens"] / seconds / torch.distributed.get_world_size()
+            _report({**figures, "measured_ms": seconds * 1e3, "tokens_per_second_per_gpu": rate})
         return result
 
     return training_log
@@ -102,7 +107,8 @@ def log_line(figures: dict[str, Any], scale: float | None) -> str:
     """One line of an iteration. scale: measured over predicted time, as the run's first iterations tell it."""
     line = (
         f" [wlb] iteration {figures['iteration']} | imbalance (max/mean work): micro-batches "
-        f"{figures['imbalance']:.3f}, CP ranks {figures['cp_imbalance']:.3f} | tokens: {figures['tokens']} | "
+        f"{figures['imbalance']:.3f}, CP ranks {figures['cp_imbalance']:.3f} | tokens: {figures['tokens']}, "
+        f"{figures['consumed_tokens']} so far, {figures['tokens_per_second_per_gpu']:.0f}/s/GPU | "
         f"delayed documents: {figures['delayed']} | mean token delay: {figures['token_delay']:.3f} | "
         f"plan ms: {figures['plan_ms']:.2f} (waited {figures['plan_wait_ms']:.2f})"
     )

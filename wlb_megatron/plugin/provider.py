@@ -13,8 +13,15 @@ import torch
 
 from wlb_megatron.plugin import metrics, timers, trace
 from wlb_megatron.plugin.agreement import EVERY, PlanAgreement
-from wlb_megatron.plugin.data import Layout, MicroBatchIterator, MicroBatchSampler, make_loader
+from wlb_megatron.plugin.data import (
+    EvaluationIterator,
+    Layout,
+    MicroBatchIterator,
+    MicroBatchSampler,
+    make_loader,
+)
 from wlb_megatron.plugin.dynamic import training_plans
+from wlb_megatron.plugin.flops import count_segments
 from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, ShardSettings, plan_iterations
 from wlb_megatron.plugin.prediction import predictor
 from wlb_megatron.plugin.profile import profile_of, told
@@ -52,7 +59,10 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
         if profile is not None:
             print_rank_0(f"> wlb_megatron: {told(profile, args)}")
         # Training last: its planning thread must not hold a lock while evaluation's workers are forked.
-        valid, test = (_evaluation(sources.get(part), args) for part in ("valid", "test"))
+        valid: Any = [_evaluation(sources[part], args) for part in sources if part.startswith("valid")]
+        if not args.multiple_validation_sets:
+            valid = valid[0] if valid else None
+        test = _evaluation(sources["test"], args) if "test" in sources else None
         made[:] = [(_training(train, args), valid, test)]
         return made[0]
 
@@ -71,10 +81,14 @@ def _training(source: Source, args: Any) -> MicroBatchIterator:
     if source.config.cp_mode == "dynamic":
         atexit.register(ahead.close)
     sampler = MicroBatchSampler(ahead)
+    latest: int | None = None
 
     def trained(batches: list[dict[str, Any]]) -> None:
+        nonlocal latest
         iteration = batches[0]["planned"].iteration
-        planned = sampler.passed[iteration]
+        if iteration == latest or iteration not in sampler.passed:
+            return  # run again by Megatron, to tell a wrong result from a wrong GPU; or out of a checkpoint for that
+        latest, planned = iteration, sampler.passed[iteration]
         drawn = [(batch["planned"].iteration, batch["planned"].index) for batch in batches]
         if drawn != [(iteration, index) for index in range(len(planned.micro_batches))]:
             raise RuntimeError(
@@ -88,7 +102,8 @@ def _training(source: Source, args: Any) -> MicroBatchIterator:
             agreement.check()
         for passed in [number for number in sampler.passed if number < iteration]:
             del sampler.passed[passed]
-        remember(source, args, planned.state)
+        remember(source, args, planned.state, applied=False)
+        count_segments([batch["bounds"] for batch in batches])
         waited = ahead.take_waited()
         timers.add("wlb-plan-wait", waited)
         timers.add("wlb-planning", planned.micro_batches[0].plan_seconds)
@@ -110,13 +125,13 @@ def _training(source: Source, args: Any) -> MicroBatchIterator:
     return iterator
 
 
-def _evaluation(source: Source | None, args: Any) -> MicroBatchIterator | None:
-    """The same --eval-iters iterations at every evaluation: losses of two evaluations are of the same documents."""
-    if source is None:
-        return None
-    plans = itertools.islice(plan_iterations(source.planner, _settings(source, args)), args.eval_iters)
-    sampler = MicroBatchSampler(_Again(list(plans)))
-    return MicroBatchIterator(_loader(source, sampler, _layout(args), args))
+def _evaluation(source: Source, args: Any) -> MicroBatchIterator:
+    """The same iterations at every evaluation, so that the losses of two are of the same documents: --eval-iters,
+    or all that the set holds."""
+    planned = plan_iterations(source.planner, _settings(source, args))
+    plans = list(planned if args.wlb_full_validation else itertools.islice(planned, args.eval_iters))
+    loader = _loader(source, MicroBatchSampler(_Again(plans)), _layout(args), args)
+    return EvaluationIterator(loader, len(plans)) if args.wlb_full_validation else MicroBatchIterator(loader)
 
 
 class _Again(Iterable[PlannedIteration]):

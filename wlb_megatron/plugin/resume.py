@@ -9,9 +9,11 @@ from wlb_megatron.plugin.source import Source
 from wlb_megatron.refusals import Refused
 
 
-def remember(source: Source, args: Any, planner_state: dict[str, Any]) -> None:
-    """Make the state of the iteration that has just trained part of the next checkpoint."""
-    checkpoint.remember(args, {"settings": _settings_of(source), "planner": planner_state})
+def remember(source: Source, args: Any, planner_state: dict[str, Any], *, applied: bool = True) -> None:
+    """Make the planner's state after an iteration part of the next checkpoint. applied: else not before Megatron
+    has applied its gradients."""
+    keep = checkpoint.remember if applied else checkpoint.remember_if_applied
+    keep(args, {"settings": _settings_of(source), "planner": planner_state})
 
 
 def restore(source: Source, args: Any) -> None:

@@ -10,7 +10,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.batch_schedule import BatchSchedule
 from wlb_megatron.packing.blend import Blend
-from wlb_megatron.packing.corpus import Rules
+from wlb_megatron.packing.corpus import Corpus, Rules
 from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.lengths import sample_lengths
 from wlb_megatron.packing.packer import make_packer
@@ -46,7 +46,8 @@ class Source:
 
 
 def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
-    """Read the indices, make the packers, by part. Training is always there, the others where they evaluate.
+    """Read the indices, make the packers, by part. Training is always there, the others where they evaluate: "valid"
+    (or "valid 0", "valid 1" .. of several sets) and "test".
 
     WlbError (or ValueError) with one line for whatever is wrong with the data or the settings.
     Validation and test are packed whole and without delay, whatever packs the training, so that runs compare.
@@ -57,11 +58,15 @@ def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
     sources = {"train": train}
     if args.eval_iters:
         plain = dataclasses.replace(config, packing="varlen", max_delay=0, thresholds="none")
-        for part in ("valid", "test"):
-            source = open_part(args, plain, part, BatchSchedule.constant(_evaluated(args)), opened)
-            if source is not None:
-                sources[part] = source
-        if "valid" not in sources:
+        batches = BatchSchedule.constant(_evaluated(args))
+        if args.multiple_validation_sets:
+            sources |= _validation_sets(args, plain, batches, opened)
+        else:
+            for part in ("valid", "test"):
+                source = open_part(args, plain, part, batches, opened)
+                if source is not None:
+                    sources[part] = source
+        if not any(part.startswith("valid") for part in sources):
             raise WlbError(
                 "--eval-iters is above 0 but no document is left for validation: give --split such as 969,30,1, "
                 "or --valid-data-path, or set --eval-iters 0"
@@ -80,17 +85,50 @@ def open_part(
 
     opened: what other parts have read, see data_paths.documents.
     """
+    found = documents(args, part, opened)
+    return None if found is None else _source(args, config, batches, *found, endless=part == "train")
+
+
+def _validation_sets(
+    args: Any, config: WlbConfig, batches: BatchSchedule, opened: dict[tuple[str, ...], Blend]
+) -> dict[str, Source]:
+    """A source for each corpus of the validation part."""
+    found = documents(args, "valid", opened)
+    if found is None:
+        return {}
+    blend, corpora = found
+    names = getattr(args, "validation_set_names", None)
+    if len(corpora) < len(blend.paths):
+        raise WlbError(
+            "--multiple-validation-sets, but one of the corpora has no document (or weight) for validation: leave "
+            "it out"
+        )
+    if names and len(names) != len(corpora):
+        raise WlbError(
+            f"--validation-set-names gives {len(names)} names for {len(corpora)} corpora: give one name each"
+        )
+    return {
+        f"valid {at}": _source(args, config, batches, blend, [corpus], endless=False)
+        for at, corpus in enumerate(corpora)
+    }
+
+
+def _source(
+    args: Any,
+    config: WlbConfig,
+    batches: BatchSchedule,
+    blend: Blend,
+    corpora: list[Corpus],
+    *,
+    endless: bool,
+) -> Source:
     window, dp = args.seq_length, args.data_parallel_size
     if batches.largest % dp:
         raise WlbError(
             f"the global batch of {batches.largest} is not a multiple of the data-parallel size {dp}; "
             "change one of them"
         )
-    found = documents(args, part, opened)
-    if found is None:
-        return None
-    blend, corpora = found
-    rules = Rules(window=window, overlong=config.overlong, seed=args.seed, endless=part == "train")
+    rules = Rules(window=window, overlong=config.overlong, seed=args.seed, endless=endless)
     sample = [
         length
         for c in corpora

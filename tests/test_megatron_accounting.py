@@ -1,0 +1,149 @@
+"""What Megatron counts of a planned run: losses per token, learning rate, FLOPs, tokens, and iterations run again.
+
+One run on two data-parallel ranks, of which Megatron runs each iteration but the first twice: it is made to take a
+result for wrong (--error-injection-rate), runs the iteration again, and goes on as the difference is not fatal.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_runs import failure, flags, launch
+
+pytestmark = pytest.mark.megatron
+
+ITERATIONS, SAMPLES = 4, 4
+RUN = ["--global-batch-size", str(SAMPLES), "--save-interval", "10"]
+AGAIN = ["--no-check-for-nan-in-loss-and-grad", "--check-for-spiky-loss", "--error-injection-rate", "1"]
+RATE = ["--min-lr", "1e-4", "--lr-decay-style", "cosine", "--lr-warmup-samples", "6"]
+LOG = ["--log-throughput", "--log-params-norm", "--log-num-zeros-in-grad", "--timing-log-level", "2"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Its log, and of each rank [iteration][run of it][micro-batch]: documents (id, start, end), loss, predictions."""
+
+    log: str
+    out: Path
+    ranks: list[list[list[list[tuple[Any, float, int]]]]]
+
+    def last(self, iteration: int) -> list[tuple[Any, float, int]]:
+        """Micro-batches of all ranks in the run of the iteration that was kept."""
+        return [each for rank in self.ranks for each in rank[iteration][-1]]
+
+    def tokens(self, iteration: int) -> list[int]:
+        """Lengths of the documents that the iteration trained."""
+        return [end - start for pieces, _, _ in self.last(iteration) for _, start, end in pieces]
+
+    def logged(self, pattern: str) -> list[float]:
+        """What the iterations' lines say, in order."""
+        return [float(value) for value in re.findall(pattern, self.log)]
+
+
+def seen(path: Path, micro_batches: int) -> list[list[list[tuple[Any, float, int]]]]:
+    told = torch.load(path, weights_only=False)
+    iterations: list[list[list[tuple[Any, float, int]]]] = [[] for _ in range(ITERATIONS)]
+    for at, ((iteration, index, pieces, _), loss) in enumerate(
+        zip(told["documents"], told["losses"], strict=True)
+    ):
+        assert index == at % micro_batches
+        if index == 0:
+            iterations[iteration].append([])
+        real = [tuple(piece[1:]) for piece in pieces if piece[1] >= 0]
+        iterations[iteration][-1].append((real, *loss))
+    return iterations
+
+
+@pytest.fixture(scope="module")
+def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    out = tmp_path_factory.mktemp("accounts")
+    arguments = [*flags(), *RUN, *AGAIN, *RATE, *LOG, "--train-samples", str(ITERATIONS * SAMPLES)]
+    arguments += ["--data-path", str(corpus), "--save", str(out / "saved"), "--ckpt-format", "torch"]
+    done = launch(arguments, 2, out=out)
+    assert done.returncode == 0, failure(done)
+    return Run(done.stdout, out, [seen(out / f"rank{rank}.pt", SAMPLES // 2) for rank in range(2)])
+
+
+def test_an_iteration_that_is_run_again_gets_the_same_micro_batches(run: Run) -> None:
+    for rank in run.ranks:
+        assert [len(runs) for runs in rank] == [1, 2, 2, 2]
+        for runs in rank:
+            assert all(again == runs[0] for again in runs)  # documents and losses, to the last bit
+
+
+def test_the_logged_loss_is_the_mean_over_all_tokens_of_all_ranks(run: Run) -> None:
+    """F4: micro-batches differ in tokens, and a mean of their means would not be this."""
+    means = []
+    for iteration in range(ITERATIONS):
+        losses = run.last(iteration)
+        means.append(sum(loss for _, loss, _ in losses) / sum(count for _, _, count in losses))
+        assert len({count for _, _, count in losses}) > 1
+        assert sum(count for _, _, count in losses) == sum(n - 1 for n in run.tokens(iteration))
+    # Megatron does not reset its sums after the first iteration: it logs the mean of the first two as the second.
+    expected = [means[0], (means[0] + means[1]) / 2, *means[2:]]
+    assert run.logged(r"lm loss: (\S+)") == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_learning_rate_follows_the_samples_that_have_trained(run: Run) -> None:
+    """F5: a warm-up over 6 samples, then a cosine down to 1e-4 at 16; a sample is a window, run once or twice."""
+    assert run.logged(r"consumed samples: +(\d+)") == [4, 8, 12, 16]
+    expected = [
+        1e-3 * n / 6 if n < 6 else 1e-4 + 9e-4 * (1 + math.cos(math.pi * (n - 6) / 10)) / 2
+        for n in (4, 8, 12, 16)
+    ]
+    assert run.logged(r"learning rate: (\S+)") == pytest.approx(expected, rel=1e-6)
+
+
+def test_flops_are_those_of_the_documents_counted_by_hand(run: Run) -> None:
+    """F13: two layers of 32, 4 heads and 2 groups of 8, a gated ffn of 64, 128 logits; multiply and add are 2 FLOPs,
+    backward twice the forward; an attended pair costs 2 x 32 multiplications, a document of n tokens has n*n/2."""
+    saved = torch.load(
+        run.out / "saved" / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False
+    )
+    per_token = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64) + 32 * 128
+    lengths = [n for iteration in range(ITERATIONS) for n in run.tokens(iteration)]
+    pairs = 2 * 2 * 32 * sum(n * n for n in lengths) / 2
+    assert saved["num_floating_point_operations_so_far"] == 6 * (per_token * sum(lengths) + pairs)
+    assert len(run.logged(r"throughput per GPU \(TFLOP/s/GPU\): (\S+)")) == ITERATIONS
+
+
+def test_tokens_are_counted_as_they_are_trained(run: Run) -> None:
+    counts = [sum(run.tokens(iteration)) for iteration in range(ITERATIONS)]
+    assert run.logged(r"tokens: (\d+), \d+ so far") == counts
+    assert run.logged(r"tokens: \d+, (\d+) so far") == [sum(counts[: k + 1]) for k in range(ITERATIONS)]
+    times = run.logged(r"elapsed time per iteration \(ms\): (\S+)")
+    rates = run.logged(r"so far, (\d+)/s/GPU")
+    assert all(rate > 0 for rate in rates) and len(rates) == len(times)
+
+
+def test_megatrons_other_figures_are_logged(run: Run) -> None:
+    norms, zeros = run.logged(r"params norm: (\S+)"), run.logged(r"num zeros: (\S+)")
+    assert len(norms) == len(zeros) == ITERATIONS and all(norm > 0 for norm in norms)
+    assert all(count < 10_000 for count in zeros)  # embeddings of tokens that did not come
+    for timer in ("batch-generator", "forward-compute", "backward-compute", "optimizer"):
+        assert re.search(rf"^ +{timer}[ .]*: \([\d.]+, [\d.]+\)", run.log, re.MULTILINE), timer
+
+
+def test_a_result_that_is_not_a_number_leaves_a_checkpoint_from_before_it(
+    corpus: Path, run: Run, tmp_path: Path
+) -> None:
+    """It is not a number again: Megatron saves, exits with 16 to be tried on another GPU, and notes the rejection.
+    From that checkpoint, whose packing state has to be of iteration 2, the iteration is run again."""
+    saved, tracker = tmp_path / "saved", tmp_path / "rejected.txt"
+    arguments = [*flags(), *RUN, "--data-path", str(corpus), "--train-samples", str(ITERATIONS * SAMPLES)]
+    arguments += ["--save", str(saved), "--load", str(saved)]
+    arguments += ["--result-rejected-tracker-filename", str(tracker)]
+    for attempt in ("first", "from the checkpoint, on the same GPU"):
+        done = launch(arguments, 1, out=tmp_path / attempt, WORKER_NAN="3")
+        assert re.search(r"exitcode *: 16\b", done.stderr), failure(done)
+        assert (saved / "latest_checkpointed_iteration.txt").read_text() == "2"
+        assert "FIRST_RERUN_REPRODUCIBLE result=nan message='found NaN" in tracker.read_text()
+    replayed = torch.load(tmp_path / attempt / "rank0.pt", weights_only=False)["documents"]
+    pieces = [tuple(piece[1:]) for _, _, of, _ in replayed for piece in of if piece[1] >= 0]
+    assert sorted(pieces) == sorted(piece for of, _, _ in run.last(2) for piece in of)

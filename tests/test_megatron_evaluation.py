@@ -1,0 +1,83 @@
+"""Full validation through Megatron's loop: every document of every set once, however it is cut over ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_runs import LENGTHS, failure, flags, launch, write_corpus
+
+pytestmark = pytest.mark.megatron
+
+FROZEN = ["--global-batch-size", "4", "--train-iters", "1", "--lr", "0", "--min-lr", "0", "--full-validation"]
+SETS = {"short": [30, 9, 64, 2, 5, 70, 12, 33, 21, 1], "few": [11, 1, 8, 64, 40]}
+"""Documents (tokens) of two validation sets; one is longer than the window of 64, one has nothing to predict."""
+
+
+def evaluated(out: Path, processes: int) -> list[list[tuple[list[Any], float, int]]]:
+    """By rank, every micro-batch that was evaluated: its pieces, sum of losses, tokens that predict something."""
+    return [torch.load(out / f"rank{rank}.pt", weights_only=False)["evaluated"] for rank in range(processes)]
+
+
+def documents(micro_batches: Iterable[tuple[list[Any], float, int]]) -> list[tuple[int, int, int]]:
+    """(document, start, end) of all real pieces, sorted."""
+    return sorted(tuple(piece[1:]) for pieces, _, _ in micro_batches for piece in pieces if piece[1] >= 0)
+
+
+def printed(output: str, where: str) -> list[float]:
+    return [float(value) for value in re.findall(rf"{where} \| lm loss value: (\S+)", output)]
+
+
+def mean(micro_batches: Iterable[tuple[list[Any], float, int]]) -> float:
+    losses = list(micro_batches)
+    return sum(loss for _, loss, _ in losses) / sum(count for _, _, count in losses)
+
+
+def test_several_sets_are_each_evaluated_whole_over_two_data_parallel_ranks(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """E9: all ranks evaluate as often, the last micro-batches padding alone; twice the same; a loss per token."""
+    for seed, (name, lengths) in enumerate(SETS.items()):
+        write_corpus(tmp_path / name, lengths, seed=seed)
+    paths = ["--train-data-path", str(corpus), "--valid-data-path", *(str(tmp_path / name) for name in SETS)]
+    sets = ["--multiple-validation-sets", "--validation-set-names", *SETS, "--eval-interval", "1"]
+    done = launch([*flags(), *FROZEN, *paths, *sets], 2, out=tmp_path / "out")
+    assert done.returncode == 0, failure(done)
+    ranks = evaluated(tmp_path / "out", 2)
+    assert len(ranks[0]) == len(ranks[1])
+    half = len(ranks[0]) // 2  # after iteration 1, and after training
+    assert [each[:half] for each in ranks] == [each[half:] for each in ranks]
+    for name, ids in (("short", range(10)), ("few", range(10, 15))):  # ids run on over the sets
+        mine = [
+            [each for each in rank[:half] if all(piece[1] in ids for piece in each[0] if piece[1] >= 0)]
+            for rank in ranks
+        ]
+        whole = [
+            (number, start, min(start + 64, length))
+            for number, length in zip(ids, SETS[name], strict=True)
+            for start in range(0, length, 64)
+        ]
+        assert documents([*mine[0], *mine[1]]) == whole, name
+        losses = printed(done.stdout, f"validation-{name} loss at iteration 1")
+        with_documents = [each for rank in mine for each in rank if documents([each])]
+        assert losses == pytest.approx([mean(with_documents)], rel=1e-6), name
+        assert sum(count for _, _, count in with_documents) == sum(SETS[name]) - len(SETS[name])
+
+
+def test_all_validation_and_test_documents_without_training(corpus: Path, tmp_path: Path) -> None:
+    """--skip-train; the test set has its own number of iterations, fewer than the validation set's."""
+    skip = [*FROZEN, "--skip-train", "--split", "40,45,15", "--data-path", str(corpus)]
+    done = launch([*flags(), *skip], 1, out=tmp_path)
+    assert done.returncode == 0, failure(done)
+    (rank,) = evaluated(tmp_path, 1)
+    ends = [round(len(LENGTHS) * share) for share in (0.4, 0.85, 1)]
+    parts = [list(range(ends[0], ends[1])), list(range(ends[1], ends[2]))]
+    assert [document for document, _, _ in documents(rank)] == sorted([*parts[0], *parts[1]])
+    assert len(rank) % 4 == 0
+    for ids, where in zip(parts, ("validation", "test"), strict=True):
+        of_part = [each for each in rank if any(piece[1] in ids for piece in each[0])]
+        assert printed(done.stdout, f"{where} set") == pytest.approx([mean(of_part)], rel=1e-6)
