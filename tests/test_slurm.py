@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -46,6 +47,7 @@ def test_the_container_script_differs_in_the_container_alone() -> None:
         "MOUNTS",
         "PYTHON",
         "--container-image",
+        "--container-env",
     ]
     assert [line.split("=")[0] for line in removed] == ["PYTHON"]
 
@@ -73,6 +75,130 @@ DATA=() TRAINING=() WLB=(--wlb-log {folder}/steps.jsonl)
     script = folder / "pretrain.sbatch"
     script.write_text(EDIT.sub(lambda _: run, text))
     return script
+
+
+SRUN = """#!/usr/bin/env bash
+# Stands for srun: notes its own arguments, runs the task for ranks 0, 1 and 2 of 3, one on each node, ends with STATUS.
+printf '%s\\0' "$@" >"$TOLD/srun"
+while [ "${1:0:1}" = - ]; do shift; done
+for rank in 0 1 2; do SLURM_PROCID=$rank SLURM_LOCALID=0 SLURM_NTASKS=3 "$@"; done
+exit "$STATUS"
+"""
+TRAINER = """#!/usr/bin/env bash
+# Stands for the trainer: says what it was given, saves the checkpoint of iteration SAVED.
+echo "rank $RANK of $WORLD_SIZE on GPU $LOCAL_RANK, rendezvous $MASTER_ADDR:$MASTER_PORT"
+[ -z "$SAVED" ] || echo "$SAVED" >"$PWD/checkpoints/night/latest_checkpointed_iteration.txt"
+printf '%s\\n' "$@" >"$TOLD/trainer"
+"""
+
+
+def run_with_stubs(
+    script: Path, folder: Path, status: int, saved: str, *flags: str
+) -> tuple[int, str, list[str]]:
+    """A batch script run with a srun that starts three tasks here: exit code, log, and srun's arguments."""
+    (folder / "bin").mkdir()
+    hosts, asked = "printf 'node%s\\n' 7 8 9", 'echo "$*" >>"$TOLD/scontrol"'
+    for name, text in (
+        ("srun", SRUN),
+        ("python3", TRAINER),
+        ("scontrol", f'#!/usr/bin/env bash\nif [ "$1" = show ]; then {hosts}; else {asked}; fi\n'),
+    ):
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    environment = {
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "HOME": "/home/user",
+        "TOLD": str(folder),
+        "STATUS": str(status),
+        "SAVED": saved,
+        "SLURM_JOB_ID": "40123",
+        "SLURM_JOB_NAME": "night",
+        "SLURM_JOB_NODELIST": "node[7-9]",
+    }
+    done = subprocess.run(
+        ["bash", str(script), *flags],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
+    return done.returncode, done.stdout, (folder / "srun").read_text().split("\0")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for(
+    script: Path, tmp_path: Path
+) -> None:
+    code, log, asked = run_with_stubs(script, tmp_path, 0, "50000", "--lr", "1e-4")
+    assert code == 0, log
+    assert "start 0, from iteration 0, on node7 node8 node9" in log
+    assert "ended with status 0 at iteration 50000 of 50000" in log
+    # The first and the last rank write to the job's log, the others to their own.
+    where = "rendezvous node7:10123"
+    assert f"rank 0 of 3 on GPU 0, {where}" in log and f"rank 2 of 3 on GPU 0, {where}" in log
+    assert "rank 1 of 3" not in log
+    assert (
+        tmp_path / "logs" / "night-40123" / "rank-1.log"
+    ).read_text() == f"rank 1 of 3 on GPU 0, {where}\n"
+    options = asked[: asked.index("bash")]
+    assert options[:2] == ["--kill-on-bad-exit=1", "--mpi=none"]
+    container = dict(option.removeprefix("--").partition("=")[::2] for option in options[2:])
+    if script.stem == "pretrain":
+        assert not container
+    else:
+        assert container == {
+            "container-image": "/home/user/images/pytorch.sqsh",
+            "container-mounts": f"{tmp_path}:{tmp_path},/home/user:/home/user",
+            "container-workdir": str(tmp_path),
+            "no-container-mount-home": "",
+            "container-env": container["container-env"],
+        }
+        # An image's own values win over all others.
+        for name in container["container-env"].split(","):
+            assert re.search(rf"\b{name}=", script.read_text()), name
+    given = (tmp_path / "trainer").read_text().splitlines()
+    assert given[:3] == ["-m", "wlb_megatron.launch", "/home/user/Megatron-LM/pretrain_gpt.py"]
+    assert given[-2:] == ["--lr", "1e-4"], "what follows the script's name comes last"
+    assert "--exit-signal-handler" in given and "#" not in "".join(given)
+    assert given[given.index("--wlb-log") + 1] == f"{tmp_path}/logs/night-40123/steps.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("saved", "status", "queued", "said"),
+    [
+        (
+            "700",
+            1,
+            True,
+            r"failed with status 1 .*checkpoint at iteration 700 of 50000: the job queues itself",
+        ),
+        ("600", 1, False, "ended with status 1 at iteration 600 of 50000"),  # nothing new since its start
+        ("", 9, False, "ended with status 9 at iteration 600 of 50000"),
+        ("50000", 1, False, "ended with status 1 at iteration 50000 of 50000"),
+        ("700", 0, False, "ended with status 0 at iteration 700 of 50000"),  # --exit-interval and the like
+    ],
+)
+def test_a_run_that_fails_is_queued_again_only_where_it_had_come_further(
+    saved: str, status: int, queued: bool, said: str, tmp_path: Path
+) -> None:
+    checkpoints = tmp_path / "checkpoints" / "night"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("600")
+    code, log, _ = run_with_stubs(SCRIPTS[0], tmp_path, status, saved)
+    assert re.search(said, log), log
+    assert code == (0 if queued else status)
+    asked = tmp_path / "scontrol"
+    assert (asked.read_text() if asked.exists() else "") == ("requeue 40123\n" if queued else "")
+
+
+def test_a_release_checkpoint_counts_as_iteration_0(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints" / "night"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("release")
+    _, log, _ = run_with_stubs(SCRIPTS[0], tmp_path, 1, "")
+    assert "from iteration 0," in log and "ended with status 1 at iteration 0 of" in log
 
 
 @pytest.fixture()
