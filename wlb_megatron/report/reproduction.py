@@ -1,14 +1,11 @@
-"""The reproduction's tables (for a terminal, Markdown, CSV and HTML) and pictures, from its JSON."""
+"""The reproduction's tables (for a terminal, Markdown, CSV and HTML), from its JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-
-COLOURS = ("#9aa5b1", "#5b8db8", "#e0a030", "#2a7f5f")
 
 
 class Section(NamedTuple):
@@ -76,25 +73,37 @@ def _explained(report: dict[str, Any]) -> Section:
 
 def _speedups(title: str, rows: list[dict[str, Any]], report: dict[str, Any] | None) -> Section:
     schemes = list(rows[0]["schemes"])
-    header = ("setting", "TP x CP x PP x DP", *schemes, "bound", "ours of bound", "paper's WLB-LLM")
+    even = ("WLB-LLM", "ours")
+    header = (
+        *("setting", "TP x CP x PP x DP", *schemes, "bound", "ours of bound"),
+        *(*(f"{scheme}, equal work" for scheme in even), "paper's WLB-LLM"),
+    )
     table = []
     for row in rows:
         figures = [f"{row['schemes'][scheme]['speedup']:.3f}" for scheme in schemes]
         layout = " x ".join(map(str, row["layout"].values()))
         paper = _cell(row["paper_speedup"]) or "-"
         share = 100 * row["schemes"]["ours"]["of_bound"]
-        table.append([row["name"], layout, *figures, f"{row['bound']:.3f}", f"{share:.1f} %", paper])
+        work = [f"{row['schemes'][scheme]['equal_work_speedup']:.3f}" for scheme in even]
+        table.append([row["name"], layout, *figures, f"{row['bound']:.3f}", f"{share:.1f} %", *work, paper])
     if report is not None:
-        for part, mean in report["means"]["ours"].items():
+        for part in report["means"]["ours"]:
             chosen = [r for r in rows if part == "all" or r["name"].endswith(f"-{part}")]
             bound = float(np.mean([r["bound"] for r in chosen]))
             share = 100 * float(np.mean([r["schemes"]["ours"]["of_bound"] for r in chosen]))
             figures = [f"{report['means'][scheme][part]:.3f}" for scheme in schemes]
             paper = _cell(report["paper"]["mean"].get(part)) or "-"
-            table.append([f"mean, {part}", "", *figures, f"{bound:.3f}", f"{share:.1f} %", paper])
-            assert mean
+            work = [
+                f"{np.mean([r['schemes'][scheme]['equal_work_speedup'] for r in chosen]):.3f}"
+                for scheme in even
+            ]
+            table.append([f"mean, {part}", "", *figures, f"{bound:.3f}", f"{share:.1f} %", *work, paper])
     return Section(
-        title, header, table, "Bound: the same documents, whole, spread perfectly evenly over all GPUs."
+        title,
+        header,
+        table,
+        "By time per token. Bound: our documents, whole, spread perfectly evenly over all GPUs; plain and fixed "
+        "windows cut documents, which then need less attention. At equal work: per unit of work instead.",
     )
 
 
@@ -133,96 +142,3 @@ def speedup_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
         for row in report[key]
         for scheme, figures in row["schemes"].items()
     ]
-
-
-def draw(report: dict[str, Any], folder: Path) -> list[Path]:
-    """speedups.png, breakdown.png, sharding.png and, where the large job ran, heat.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    paths = [
-        _draw_speedups(report, folder / "speedups.png"),
-        _draw_bars(
-            report["breakdown"], "part", "simulated", "speed-up over plain 4D", folder / "breakdown.png"
-        ),
-        _draw_bars(
-            report["sharding"], "sharding", "ms", "ms of a layer's attention", folder / "sharding.png"
-        ),
-    ]
-    if report["large_job"]:
-        paths.append(_draw_heat(report["large_job"], folder / "heat.png"))
-    return paths
-
-
-def _draw_speedups(report: dict[str, Any], path: Path) -> Path:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(11, 4), layout="constrained")
-    rows = report["configurations"]
-    schemes = list(rows[0]["schemes"])
-    for nth, (scheme, colour) in enumerate(zip(schemes, COLOURS, strict=True)):
-        heights = [row["schemes"][scheme]["speedup"] for row in rows]
-        at = np.arange(len(rows)) + 0.2 * (nth - 1.5)
-        bars = axes.bar(at, heights, 0.19, label=scheme, color=colour)
-        axes.bar_label(bars, fmt="%.2f", fontsize=7)
-    places = np.arange(len(rows))
-    bounds = [row["bound"] for row in rows]
-    axes.hlines(
-        bounds, places - 0.4, places + 0.4, color="crimson", linestyle="--", label="perfectly balanced"
-    )
-    told = [(at, row["paper_speedup"]) for at, row in enumerate(rows) if row["paper_speedup"]]
-    axes.plot([at + 0.1 for at, _ in told], [s for _, s in told], "k*", label="the paper's WLB-LLM")
-    axes.set_xticks(range(len(rows)), [row["name"] for row in rows])
-    axes.set_ylim(0.8)
-    axes.set_ylabel("speed-up over plain 4D (simulated)")
-    figure.legend(fontsize=8, ncols=6, loc="outside upper center")
-    return _save(figure, path)
-
-
-def _draw_bars(rows: Sequence[dict[str, Any]], name: str, value: str, label: str, path: Path) -> Path:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 0.6 + 0.42 * len(rows)), layout="constrained")
-    names = [row[name] for row in rows]
-    bars = axes.barh(names, [row[value] for row in rows], color=COLOURS[3], height=0.6)
-    axes.bar_label(bars, fmt="%.3f", fontsize=8, padding=3)
-    for at, row in enumerate(rows):
-        if row.get("paper"):
-            axes.plot(
-                row["paper"], at, "k*", label="" if axes.get_legend_handles_labels()[0] else "the paper"
-            )
-    if any(row.get("paper") for row in rows):
-        axes.legend(fontsize=8)
-        axes.set_xlim(0.9)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"{label} (simulated)")
-    return _save(figure, path)
-
-
-def _draw_heat(jobs: Sequence[dict[str, Any]], path: Path) -> Path:
-    """One iteration: each GPU's computing time over its scheme's mean, context ranks across."""
-    from matplotlib import pyplot
-
-    heats = [np.array(job["heat_of_one"]) for job in jobs]
-    heats = [heat / heat.mean() for heat in heats]
-    least, most = min(h.min() for h in heats), max(h.max() for h in heats)
-    figure, axes = pyplot.subplots(
-        1, len(jobs), figsize=(11, 5), sharey=True, layout="constrained", squeeze=False
-    )
-    for job, heat, place in zip(jobs, heats, axes[0], strict=True):
-        image = place.imshow(heat, vmin=least, vmax=most, aspect="auto", cmap="magma_r")
-        place.set_title(f"{job['scheme']}: max/min {heat.max() / heat.min():.2f}", fontsize=10)
-        place.set_xlabel("context-parallel rank (8 tensor ranks each)")
-    axes[0, 0].set_ylabel("data-parallel rank x pipeline stage")
-    figure.colorbar(
-        image, ax=axes[0].tolist(), label="computing time of one iteration over the mean (simulated)"
-    )
-    return _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> Path:
-    from matplotlib import pyplot
-
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return path

@@ -133,7 +133,8 @@ def run_reproduce(args: argparse.Namespace) -> None:
 
 def _write(report: dict[str, Any], folder: Path) -> None:
     from wlb_megatron.report.html import reproduction_page
-    from wlb_megatron.report.reproduction import as_markdown, draw, sections, speedup_rows
+    from wlb_megatron.report.reproduction import as_markdown, sections, speedup_rows
+    from wlb_megatron.report.reproduction_pictures import draw
 
     pictures = draw(report, folder)
     texts = {
