@@ -29,6 +29,7 @@ MOE = (
 )
 SHARDED = "--use-distributed-optimizer"
 OVERLAPS = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
+FSDP2 = "--use-torch-fsdp2 --ckpt-format torch_dist"
 VPP = f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2"
 
 FP8 = "--fp8-format hybrid --fp8-recipe"
@@ -62,6 +63,7 @@ GPU: tuple[Combination, ...] = (
         f"{TP} 2 --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {OVERLAPS}",
         EXPERTS,
     ),
+    Combination("CP2, torch FSDP2", 2, f"{CP} 2 {FSDP2}"),
     Combination("CP2, selective recompute", 2, f"{CP} 2 --recompute-granularity selective"),
     Combination("PP2, tied embeddings", 2, f"{PP} 2", without="--untie-embeddings-and-output-weights"),
     Combination("CP2, FP8 delayed", 2, f"{CP} 2", f"{FP8} delayed"),
@@ -110,6 +112,8 @@ CPU: tuple[Combination, ...] = (
     Combination("VPP2 on PP2, DP2, distributed optimizer", 4, f"{VPP} {OVERLAPS}", FOUR),
     Combination("distributed optimizer, DP2, overlaps", 2, OVERLAPS),
     Combination("distributed optimizer, context of 1", 1, OVERLAPS),
+    Combination("torch FSDP2, DP2xCP2", 4, f"{CP} 2 {FSDP2}"),
+    Combination("torch FSDP2, TP2xDP2+SP", 4, f"{TP} 2 --sequence-parallel {FSDP2}", FOUR),
     Combination("full recompute uniform, CP2", 2, f"{CP} 2 {RECOMPUTE} uniform"),
     Combination("full recompute block, PP2", 2, f"{PP} 2 {RECOMPUTE} block", FOUR),
     Combination("selective recompute, TP2", 2, f"{TP} 2 --recompute-granularity selective"),

@@ -116,6 +116,8 @@ def launch(
         *arguments,
     ]
     own = gpu_environment() if gpu else cpu_environment()
+    if any("fsdp" in argument for argument in arguments):  # Megatron then refuses a single queue
+        own["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
     with subprocess.Popen(
         command,
         env={**own, **environment},

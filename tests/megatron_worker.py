@@ -123,6 +123,13 @@ def gather_gradients(chunks: list[Any]) -> None:
                 torch.distributed.all_gather_into_tensor(bucket.grad_data, share, group=ranks)
 
 
+def whole_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The reduced gradient in Megatron's buffer; with FSDP2 joined from all ranks' parts."""
+    if hasattr(parameter, "main_grad"):
+        return parameter.main_grad
+    return parameter.grad.full_tensor()
+
+
 def watch() -> None:
     """Record what this rank computes: losses and their documents, gradients after reduction, logits if asked."""
     prepare, loss, make_step = spec.prepare_model, steps.loss_per_token, steps.forward_step
@@ -180,7 +187,7 @@ def save_when_reduced() -> None:
         if "gradients" not in seen:
             gather_gradients(model)
             seen["gradients"] = {
-                name: (parameter.main_grad.detach().cpu().clone(), tensor_parallel_dim(parameter))
+                name: (whole_gradient(parameter).detach().cpu().clone(), tensor_parallel_dim(parameter))
                 for chunk in model
                 for name, parameter in global_names(chunk).items()
             }

@@ -185,8 +185,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "the plugin replaces core attention; drop it",
     ),
     Refusal(
-        lambda a, c: _get(a, "use_megatron_fsdp") or _get(a, "use_torch_fsdp2"),
-        "--use-megatron-fsdp / --use-torch-fsdp2",
+        lambda a, c: _get(a, "use_megatron_fsdp"),
+        "--use-megatron-fsdp",
         "not tried yet with micro-batches of unequal token counts; use --use-distributed-optimizer",
     ),
     Refusal(

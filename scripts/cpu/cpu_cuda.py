@@ -143,6 +143,12 @@ def _replace_distributed() -> None:
         ]
         return all_to_all(output, input, *splits, **kwargs)
 
+    meshed = dist.DeviceMesh.from_group
+
+    def mesh_of_cpus(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return meshed(group, "cpu", *args, **kwargs)
+
+    dist.DeviceMesh.from_group = staticmethod(mesh_of_cpus)
     dist.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
     dist.init_process_group = plain_init
     dist.all_to_all_single = plain_all_to_all

@@ -16,7 +16,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from wlb_megatron.plugin import checkpoint, entry, multi_token, pipeline_shapes, routing, spec, trace
+from wlb_megatron.plugin import (
+    checkpoint,
+    entry,
+    multi_token,
+    pipeline_shapes,
+    routing,
+    spec,
+    torch_fsdp,
+    trace,
+)
 from wlb_megatron.plugin.versions import megatron_version
 from wlb_megatron.refusals import Refused
 
@@ -140,6 +149,12 @@ HOOKS: tuple[Hook, ...] = (
         (),
         "PyPI's wheel brings the dataset helpers built, but no Makefile: make is then not needed",
         entry.wrap_compile_helpers,
+    ),
+    Hook(
+        "megatron.core.distributed.torch_fully_sharded_data_parallel:TorchFullyShardedDataParallel.scale_gradients",
+        ("scaling_factor",),
+        "divides FSDP2's gradients by tokens, where Megatron does nothing",
+        torch_fsdp.wrap_scale_gradients,
     ),
     Hook(
         "megatron.core.transformer.multi_token_prediction:roll_tensor",

@@ -64,6 +64,8 @@ def rehearse(step: Callable[[], Any], model: Any, batch: dict[str, Any]) -> None
     step()
     for chunk in chunks:
         chunk.zero_grad_buffer()
+        for parameter in chunk.parameters():
+            parameter.grad = None  # where FSDP2 keeps it
     for buffer, before in buffers:
         buffer.copy_(before)
     tracker.set_states(states)
