@@ -7,7 +7,8 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python="$root/.venv/bin/python"
 clone=${1:-}
-if [ $# -gt 1 ] || { [ -n "$clone" ] && [ ! -e "$clone/.git" ]; } || [ ! -x "$python" ]; then
+if [ $# -gt 1 ] || { [ -n "$clone" ] && ! git -C "$clone" rev-parse --git-dir >/dev/null 2>&1; } ||
+    [ ! -x "$python" ]; then
     sed -n 's/^# usage: /usage: /p' "${BASH_SOURCE[0]}" >&2
     echo "CLONE is a git clone of Megatron-LM; scripts/setup.sh makes .venv" >&2
     exit 2

@@ -14,7 +14,8 @@ from test_megatron_layouts import mean_losses, trained
 pytestmark = pytest.mark.megatron
 
 RUN = ["--global-batch-size", "4", "--train-iters", "4", "--split", "80,20,0", "--eval-iters", "2"]
-RUN += ["--eval-interval", "2"]
+RUN += ["--eval-interval", "2", "--num-layers", "4"]
+TWO_CHUNKS = ["--num-virtual-stages-per-pipeline-rank", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +27,11 @@ def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
 
 @pytest.fixture(scope="module")
 def stopped(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of a run that stopped after two of them, with prefetching workers."""
+    """The checkpoint of a run that stopped after two of them, with prefetching workers; saved beside training."""
     folder = tmp_path_factory.mktemp("stopped")
     arguments = [*flags(context=2), *RUN, "--data-path", str(corpus), "--save", str(folder / "checkpoints")]
-    train(
-        [*arguments, "--num-workers", "2", "--exit-interval", "2", "--save-interval", "2"], 2, folder / "out"
-    )
+    stops = ["--num-workers", "2", "--exit-interval", "2", "--save-interval", "2", "--async-save"]
+    train([*arguments, *stops], 2, folder / "out")
     return folder / "checkpoints"
 
 
@@ -45,23 +45,29 @@ def resume(
 
 
 @pytest.mark.parametrize(
-    ("layout", "processes", "parallel"),
-    [("the same layout", 2, {"context": 2}), ("DP2xCP2", 4, {"context": 2}), ("PP2", 2, {"pipeline": 2})],
+    ("layout", "processes", "parallel", "more"),
+    [
+        ("the same layout", 2, {"context": 2}, []),
+        ("DP2xCP2", 4, {"context": 2}, []),
+        ("TP2, two virtual stages on each of PP2", 4, {"tensor": 2, "pipeline": 2}, TWO_CHUNKS),
+    ],
 )
 def test_a_resumed_run_trains_what_the_uninterrupted_one_does(
     layout: str,
     processes: int,
     parallel: dict[str, int],
+    more: list[str],
     corpus: Path,
     whole: Any,
     stopped: Path,
     tmp_path: Path,
 ) -> None:
     """F7, F8, F9: training documents by id, and the losses on them, from the iteration after the checkpoint's."""
-    ranks = resume(stopped, corpus, tmp_path, parallel, processes)
+    ranks = resume(stopped, corpus, tmp_path, parallel, processes, *more)
     expected = [entry for entry in trained(whole) if entry[0] >= 2]
     assert {iteration for iteration, _ in expected} == {2, 3}
-    assert trained(ranks) == expected
+    chunks = 2 if more else 1  # the worker notes a micro-batch in each of a stage's
+    assert trained(ranks) == [entry for entry in expected for _ in range(chunks)]
     assert mean_losses(ranks, 2) == pytest.approx(mean_losses(whole, 4)[2:], rel=1e-6)
 
 
