@@ -94,11 +94,13 @@ def jobs(layouts: list[str], rounds: int) -> list[Job]:
 def train(options: argparse.Namespace, profile: Path, scratch: Path) -> None:
     """Profile and run what time allows; logs, plans and spans come to lie in `scratch`, and in --out's archive."""
     began = time.perf_counter()
-    corpora = {mix: build_corpus(options, mix, scratch) for mix in MIXES}
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
     environment.setdefault("OMP_NUM_THREADS", "1")
     ranks = WarmRanks(2, environment)
     try:
+        ranks.start()
+        corpora = build_corpora(options, scratch)
+        print(f"corpora: at {time.perf_counter() - began:.0f} s", flush=True)
         if not profile.exists():
             make_profile(options, profile, ranks, scratch)
             print(f"profile: at {time.perf_counter() - began:.0f} s", flush=True)
@@ -163,15 +165,19 @@ def archive(folder: Path, path: Path) -> None:
     partial.replace(path)
 
 
-def build_corpus(options: argparse.Namespace, mix: str, scratch: Path) -> Path:
-    """Python's sources cut to the mix's lengths, of enough documents for the run."""
-    prefix = scratch / "corpus" / mix
-    prefix.parent.mkdir(exist_ok=True)
-    lengths = prefix.with_suffix(".npy")
-    np.save(lengths, mix_lengths(mix, 2 * options.iterations * options.global_batch_size * WINDOW))
-    build = [sys.executable, str(Path(__file__).with_name("build_corpus.py")), str(prefix)]
-    subprocess.run([*build, "--lengths", str(lengths)], check=True)
-    return prefix
+def build_corpora(options: argparse.Namespace, scratch: Path) -> dict[str, Path]:
+    """Of each mix, Python's sources cut to its lengths, of enough documents for a run."""
+    folder = scratch / "corpus"
+    folder.mkdir()
+    builds = []
+    for mix in MIXES:
+        lengths = folder / f"{mix}.npy"
+        np.save(lengths, mix_lengths(mix, 2 * options.iterations * options.global_batch_size * WINDOW))
+        build = [sys.executable, str(Path(__file__).with_name("build_corpus.py")), str(folder / mix)]
+        builds.append(subprocess.Popen([*build, "--lengths", str(lengths)]))
+    if max(build.wait() for build in builds):
+        raise SystemExit("a corpus could not be built: see above")
+    return {mix: folder / mix for mix in MIXES}
 
 
 def mix_lengths(mix: str, tokens: int) -> np.ndarray:

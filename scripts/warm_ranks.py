@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import selectors
@@ -53,8 +54,7 @@ class WarmRanks:
         limit: seconds, after which all are killed. spans: a path, and the iteration (from 1) from which on each rank
         writes when its forwards and backwards ran to PATH.<rank> (see Spans).
         """
-        if not self._ranks:
-            self._start()
+        self.start()
         log.unlink(missing_ok=True)
         job = {"kind": kind, "arguments": arguments, "log": str(log), "port": free_port()}
         if spans is not None:
@@ -80,8 +80,9 @@ class WarmRanks:
             rank.wait()
         self._ranks = []
 
-    def _start(self) -> None:
-        for rank in range(self._count):
+    def start(self) -> None:
+        """Start the processes, where there are none: they import while other things are done."""
+        for rank in range(0 if self._ranks else self._count):
             self._ranks.append(
                 subprocess.Popen(
                     [sys.executable, str(Path(__file__).resolve())],
@@ -144,6 +145,8 @@ class Spans:
 def _serve() -> None:
     """Run the jobs that stdin brings, a line each; say done or failed on what was stdout."""
     reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    _import()
     for line in sys.stdin:
         job = json.loads(line)
         log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -162,6 +165,13 @@ def _serve() -> None:
         sys.stdout.flush()
         print("done", file=reply, flush=True)
     os._exit(0)
+
+
+def _import() -> None:
+    """What takes long to import, while the first job is awaited. Not Megatron: a script's checkout may bring it."""
+    for module in ("torch", "transformer_engine.pytorch"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
 
 
 def _train(job: dict[str, Any]) -> None:

@@ -1,0 +1,60 @@
+"""Benchmarks' rank processes that train job after job: one job must not be felt in the next."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from megatron_runs import ROOT, cpu_environment, flags, logged_losses
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from warm_ranks import WarmRanks
+
+
+@pytest.fixture
+def ranks() -> Iterator[WarmRanks]:
+    made = WarmRanks(2, cpu_environment())
+    yield made
+    made.close()
+
+
+def training(corpus: Path, **parallel: int) -> list[str]:
+    step = ["--global-batch-size", "4", "--train-iters", "3", "--split", "1,0,0", "--num-workers", "1"]
+    return [*flags(**parallel), *step, "--data-path", str(corpus)]
+
+
+@pytest.mark.megatron
+def test_a_job_trains_as_in_fresh_processes_whatever_ran_in_them_before(
+    ranks: WarmRanks, corpus: Path, tmp_path: Path
+) -> None:
+    losses = []
+    for name, parallel in (
+        ("first", {"context": 2}),
+        ("between", {"pipeline": 2}),
+        ("again", {"context": 2}),
+    ):
+        log = tmp_path / f"{name}.log"
+        job = training(corpus, **parallel)
+        assert ranks.run("train", job, log, 120, (tmp_path / f"{name}.spans", 2)) == 0, log.read_text()[
+            -2000:
+        ]
+        losses.append(logged_losses(log.read_text()))
+    first, between, again = losses
+    assert len(first) == 3 and again == first
+    assert between == pytest.approx(first, rel=1e-3)
+    for rank in (0, 1):
+        lines = [json.loads(line) for line in (tmp_path / f"between.spans.{rank}").read_text().splitlines()]
+        assert [line["iteration"] for line in lines] == [2, 3]
+        ways = [[bool(back) for back, *_ in line["calls"]] for line in lines]
+        # 1F1B of four micro-batches on two stages: the first stage is one forward ahead.
+        ahead = [False] * (2 - rank) + [True, False] * (3 - 1 + rank) + [True] * (2 - rank)
+        assert ways == [ahead, ahead]
+
+
+def test_a_job_that_fails_is_told_and_the_next_gets_new_processes(ranks: WarmRanks, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert ranks.run("no such kind", [], log, 60) == 1
+    assert not ranks.warm and "no such kind" in log.read_text()
