@@ -93,6 +93,7 @@ def small_planner() -> Planner:
 
 def agree_on_plans(rank: int, world: int) -> None:
     """Four iterations, then the sender closes: same digests everywhere, documents and state of fixed groups."""
+    from wlb_megatron.plugin.board import Board
     from wlb_megatron.plugin.dynamic import DynamicSettings, plan_groups
     from wlb_megatron.plugin.plan_process import PlanProcess
     from wlb_megatron.plugin.planning import ShardSettings, plan_iterations
@@ -108,8 +109,8 @@ def agree_on_plans(rank: int, world: int) -> None:
         stage_rank=rank,
         seconds=0.1,
         spare=lambda: rank == 0,
-        closing=lambda: next(asked) >= 4,
-        group=dist.new_group(backend="gloo"),
+        closing=lambda: rank == 0 and next(asked) >= 4,
+        board=Board(),
     )
     planned = list(plan_groups(small_planner(), shards, dynamic))
     assert len(planned) == 4  # on every rank, though only the sender was told to close
@@ -144,7 +145,7 @@ def test_ranks_whose_kernel_tables_differ_have_other_digests(monkeypatch: pytest
     from wlb_megatron.plugin import dynamic as module
     from wlb_megatron.plugin.planning import ShardSettings
 
-    monkeypatch.setattr(module, "agree", lambda tokens, fixed, dynamic: (fixed, "fixed", 1.0))
+    monkeypatch.setattr(module, "agree", lambda number, tokens, fixed, dynamic: (fixed, "fixed", 1.0))
     shards = ShardSettings(dp_rank=0, cp_size=1, alignment=1, sharding="adaptive", table=h100())
     stage = Stage.of(1, WORLD, 24_000)
 
@@ -158,7 +159,7 @@ def test_ranks_whose_kernel_tables_differ_have_other_digests(monkeypatch: pytest
             seconds=0.0,
             spare=lambda: False,
             closing=lambda: False,
-            group=None,
+            board=None,  # type: ignore[arg-type]
         )
         return next(module.plan_groups(small_planner(), shards, dynamic)).digest
 

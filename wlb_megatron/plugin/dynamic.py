@@ -7,14 +7,13 @@ inside the iteration. So the packing state is that of a run with fixed groups, a
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -26,6 +25,7 @@ from wlb_megatron.dynamic.planner import FIXED, GREEDY, SOLVER, Outcome
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.plan import Piece
+from wlb_megatron.plugin.board import Board
 from wlb_megatron.plugin.groups import make_groups
 from wlb_megatron.plugin.plan_process import PlanProcess
 from wlb_megatron.plugin.planning import (
@@ -41,9 +41,6 @@ from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.workload.kernel_table import KernelTable
 
 SOURCES = (GREEDY, SOLVER, FIXED)
-SENDER = 0
-"""The rank that plans for all."""
-
 SPARE_PLANS = 2
 """Plans made and not asked for from which on the sender takes the time for a solver."""
 
@@ -52,7 +49,7 @@ SPARE_PLANS = 2
 class DynamicSettings:
     """sizes, tables: of groups and their kernels. stage_rank: of this process among the stage's data x context
     parallel ranks. seconds: for the solver, used where `spare` says that training is not about to ask for the plan.
-    sender: makes plans by `plan` (of tokens, fixed groups and seconds) and sends them on `group` (gloo), until it is
+    plan: what rank 0 makes plans by, of tokens, fixed groups and seconds; it leaves them on the `board`, until it is
     `closing`."""
 
     sizes: tuple[int, ...]
@@ -62,8 +59,7 @@ class DynamicSettings:
     seconds: float
     spare: Callable[[], bool]
     closing: Callable[[], bool]
-    group: Any
-    sender: int = SENDER
+    board: Board
 
 
 def training_plans(
@@ -83,7 +79,7 @@ def training_plans(
     tensor = args.tensor_model_parallel_size
     cost = group_cost(shards.table, token_ns(shards.table, config.quadratic_at), stage.sizes, tensor=tensor)
     process = PlanProcess(stage, cost, shards.sharding, args.pipeline_model_parallel_size)
-    if dist.get_rank() == SENDER:
+    if dist.get_rank() == 0:
         process.start()
     dynamic = DynamicSettings(
         sizes=cost.sizes,
@@ -93,8 +89,7 @@ def training_plans(
         seconds=config.solver_seconds,
         spare=lambda: ahead().ready >= SPARE_PLANS,
         closing=lambda: ahead().closing,
-        # A rank may wait here as long as the sender saves a checkpoint or evaluates.
-        group=dist.new_group(backend="gloo", timeout=timedelta(days=2)),
+        board=Board(),
     )
     return lambda: plan_groups(planner, shards, dynamic)
 
@@ -108,14 +103,14 @@ def plan_groups(
     summariser, digest = Summariser(), hashlib.blake2b(digest_size=8)
     for size, table in zip(dynamic.sizes, dynamic.tables, strict=True):
         digest.update(f"{size} {table.to_json()}".encode())
-    while True:
+    for number in itertools.count():
         start = time.perf_counter()
         plan = planner.next_iteration()
         if plan is None:
             return
         summary = summariser.summarise(plan)
         pieces = [piece for row in plan.micro_batches for one in row for piece in one.pieces]
-        told = agree([piece.tokens for piece in pieces], fixed_groups(plan, shards.cp_size), dynamic)
+        told = agree(number, [piece.tokens for piece in pieces], fixed_groups(plan, shards.cp_size), dynamic)
         if told is None:
             return
         steps, source, gain = told
@@ -143,25 +138,24 @@ def padded_group(group: Group, pieces: Sequence[Piece], shards: ShardSettings) -
     return pad(tuple(pieces[document] for document in group.documents), alignment)
 
 
-def agree(tokens: list[int], fixed: StepPlan, dynamic: DynamicSettings) -> tuple[StepPlan, str, float] | None:
-    """The sender's plan, whose it is, and its predicted gain over fixed groups; the same on every rank. None when
-    the sender is closing: no rank is then left waiting."""
-    message: Any = None
-    if dist.get_rank() == dynamic.sender and not dynamic.closing():
+def agree(
+    number: int, tokens: list[int], fixed: StepPlan, dynamic: DynamicSettings
+) -> tuple[StepPlan, str, float] | None:
+    """Rank 0's plan, whose it is, and its predicted gain over fixed groups; the same on every rank. None when rank 0
+    or this one is closing: no rank is then left waiting. number: of the plan, from 0."""
+    if dist.get_rank() == 0:
+        closing = dynamic.closing()
         seconds = dynamic.seconds if dynamic.spare() else 0.0
-        made = dynamic.plan(tokens, fixed, seconds)
-        message = _encode(made)
-    size = torch.tensor([0 if message is None else len(message)], dtype=torch.int64, device="cpu")
-    dist.broadcast(size, dynamic.sender, group=dynamic.group)
-    if not int(size):
+        note = b"" if closing else _encode(dynamic.plan(tokens, fixed, seconds))
+        dynamic.board.put(number, note)
+    else:
+        note = dynamic.board.take(number, dynamic.closing) or b""
+    if not note:
         return None
-    if message is None:
-        message = torch.empty(int(size), dtype=torch.int64, device="cpu")
-    dist.broadcast(message, dynamic.sender, group=dynamic.group)
-    source, predicted, kept, *rows = message.tolist()
+    source, predicted, kept, *rows = np.frombuffer(note, dtype=np.int64).tolist()
     return StepPlan.decode(rows), SOURCES[source], kept / max(predicted, 1)
 
 
-def _encode(made: Outcome) -> torch.Tensor:
-    head = [SOURCES.index(made.source), made.predicted, made.fixed]
-    return torch.from_numpy(np.concatenate((np.array(head, dtype=np.int64), made.plan.encode())))
+def _encode(made: Outcome) -> bytes:
+    head = np.array([SOURCES.index(made.source), made.predicted, made.fixed], dtype=np.int64)
+    return np.concatenate((head, made.plan.encode())).tobytes()

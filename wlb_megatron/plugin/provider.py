@@ -13,6 +13,7 @@ import torch
 
 from wlb_megatron.plugin import metrics, timers, trace
 from wlb_megatron.plugin.agreement import EVERY, PlanAgreement
+from wlb_megatron.plugin.board import common_store
 from wlb_megatron.plugin.data import (
     EvaluationIterator,
     Layout,
@@ -71,7 +72,7 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
 
 
 def _training(source: Source, args: Any) -> MicroBatchIterator:
-    agreement = PlanAgreement()
+    agreement, spans = PlanAgreement(), common_store("trace")
     remember(source, args, source.planner.state())
     settings, layout = _reporting(_settings(source, args), args), _layout(args)
     make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
@@ -109,7 +110,7 @@ def _training(source: Source, args: Any) -> MicroBatchIterator:
         timers.add("wlb-planning", planned.micro_batches[0].plan_seconds)
         timers.add("wlb-predicted", (planned.predicted_ms or 0.0) / 1e3)
         metrics.stepped(batches, planned, began=iterator.take_began(), plan_wait_ms=waited * 1e3)
-        trace.after_iteration(args.curr_iteration + 1, args, len(batches), agreement.group)
+        trace.after_iteration(args.curr_iteration + 1, args, len(batches), spans)
 
     wanted = {"auto": args.distributed_backend == "nccl", "always": True, "never": False}[
         source.config.rehearsal

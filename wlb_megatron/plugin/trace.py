@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -20,6 +22,7 @@ from wlb_megatron.report.trace import chrome_trace
 from wlb_megatron.simulator.orders import pipeline_orders
 from wlb_megatron.simulator.schedule import Event
 
+IntArray = npt.NDArray[np.int64]
 Mark = Any
 """A CUDA event, or the host's nanoseconds where the CPU is the device."""
 
@@ -90,10 +93,10 @@ def _marked(original: Callable[..., Any], backward: bool) -> Callable[..., Any]:
     return step
 
 
-def after_iteration(iteration: int, args: Any, micro_batches: int, group: Any) -> None:
+def after_iteration(iteration: int, args: Any, micro_batches: int, store: Any) -> None:
     """To be called by every rank after each iteration (from 1): begins before the traced one, writes after it.
 
-    group: of all ranks, on gloo. The last rank writes --wlb-trace.
+    store: common to all ranks, over which they send their times to the last one, which writes --wlb-trace.
     """
     global _recorder
     if args.wlb_trace is None:
@@ -102,14 +105,15 @@ def after_iteration(iteration: int, args: Any, micro_batches: int, group: Any) -
         _recorder = Recorder(args.distributed_backend == "nccl")
     elif _recorder is not None:
         spans, _recorder = _recorder.spans(), None
-        ranks = _gather(spans, group)
-        if dist.get_rank() == dist.get_world_size() - 1:
+        ranks = _gather(spans, store)
+        if ranks is not None:
             chunks = args.virtual_pipeline_model_parallel_size or 1
             _write(Path(args.wlb_trace), ranks, args, micro_batches, chunks)
 
 
-def _gather(spans: list[tuple[bool, int, int]], group: Any) -> list[torch.Tensor]:
-    """int64[1 + calls, 4] of each rank: its data, pipeline, context and tensor rank, then its calls."""
+def _gather(spans: list[tuple[bool, int, int]], store: Any) -> list[IntArray] | None:
+    """On the last rank, int64[1 + calls, 4] of each rank: its data, pipeline, context and tensor rank, then its
+    calls. None on the others, which do not wait."""
     from megatron.core import parallel_state as state
 
     place = (
@@ -118,15 +122,15 @@ def _gather(spans: list[tuple[bool, int, int]], group: Any) -> list[torch.Tensor
         state.get_context_parallel_rank(),
         state.get_tensor_model_parallel_rank(),
     )
-    rows = torch.tensor(
-        [place, *((int(back), a, b, 0) for back, a, b in spans)], dtype=torch.int64, device="cpu"
-    )
-    found = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, rows, group=group)
-    return found
+    rows = np.array([place, *((int(back), a, b, 0) for back, a, b in spans)], dtype=np.int64)
+    store.set(str(dist.get_rank()), rows.tobytes())
+    if dist.get_rank() != dist.get_world_size() - 1:
+        return None
+    told = [store.get(str(rank)) for rank in range(dist.get_world_size())]
+    return [np.frombuffer(one, dtype=np.int64).reshape(-1, 4) for one in told]
 
 
-def _write(path: Path, ranks: list[torch.Tensor], args: Any, micro_batches: int, chunks: int) -> None:
+def _write(path: Path, ranks: list[IntArray], args: Any, micro_batches: int, chunks: int) -> None:
     orders = pipeline_orders(args.pipeline_model_parallel_size, micro_batches, chunks)
     cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
     zero = min(int(rows[1:, 1].min()) for rows in ranks)

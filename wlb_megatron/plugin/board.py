@@ -1,0 +1,76 @@
+"""What one rank tells all others beside training: notes on a board, a key-value store that rank 0 serves.
+
+A rank holds one connection, to rank 0, however many ranks there are. (A gloo group of all ranks is a connection to each
+of them: at 4,000 ranks, 4,000 on every rank and eight million in all.) A reader waits in the store, not in Python.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from wlb_megatron.plugin.open_files import allow_open_files
+
+KEPT = 64
+"""Notes that stay readable: more than iterations are planned ahead, which is how far a reader is behind."""
+
+_SLICE = timedelta(seconds=0.5)
+"""How long a reader waits before it asks whether it still should."""
+
+
+class Board:
+    """Numbered notes from rank 0 to all others. Made on all ranks at once, and used by one thread of each: a client
+    that waits holds its connection. (Which is why it is not torch's own store, over which NCCL sets up groups.)"""
+
+    def __init__(self) -> None:
+        common, rank = common_store("board"), dist.get_rank()
+        base = common
+        while hasattr(base, "underlying_store"):
+            base = base.underlying_store
+        host = getattr(base, "host", None) or os.environ.get("MASTER_ADDR", "localhost")
+        if rank == 0:
+            allow_open_files(dist.get_world_size())
+            self._store: Any = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            common.set("port", str(self._store.port))
+        else:
+            port = int(common.get("port"))
+            self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+    def put(self, number: int, note: bytes) -> None:
+        """Leave a note for all; that of KEPT before goes."""
+        self._store.set(str(number), zlib.compress(note, 1))
+        if number >= KEPT:
+            self._store.delete_key(str(number - KEPT))
+
+    def take(self, number: int, given_up: Callable[[], bool]) -> bytes | None:
+        """The note, waited for without a limit (rank 0 may be saving a checkpoint); None once `given_up`. Raises
+        DistNetworkError where rank 0 is gone."""
+        if not wait_for(self._store, str(number), given_up):
+            return None
+        return zlib.decompress(self._store.get(str(number)))
+
+
+def common_store(name: str) -> Any:
+    """torch's own store, over which init_process_group brought all ranks together, for one use by this name. Called
+    on all ranks alike; a second call of a name (a second training in these processes) gives other keys."""
+    store = distributed_c10d._get_default_store()
+    # Of four ranks the first call counts to 1 .. 4, the second to 5 .. 8.
+    before = (store.add(f"wlb_megatron/{name}", 1) - 1) // dist.get_world_size()
+    return dist.PrefixStore(f"wlb_megatron/{name}/{before}", store)
+
+
+def wait_for(store: Any, key: str, given_up: Callable[[], bool]) -> bool:
+    """Wait until a key is set, without a limit; False once `given_up`."""
+    while not given_up():
+        try:
+            store.wait([key], _SLICE)
+        except dist.DistStoreError:  # not yet
+            continue
+        return True
+    return False
