@@ -5,7 +5,8 @@
     python3 scripts/attention_host.py --mixes mixes.json --cp 2     # no GPU: operations a layer, Python's own time
 
 With GPUs: a layer's launches are timed by the host clock, several layers one after the other, each with keys of its
-own. "without" is the time undisturbed; then the parts are timed by clocks around them, each less what is inside it.
+own. Undisturbed first ("wall": until the GPU is done), then its parts, by clocks around them, each less what is inside
+it. Windows below that of the mixes shrink every document; "hybrid, one call" is a kind, too.
 Without: kernels, transfers and the package's Triton kernels are stand-ins that compute nothing, and tokens are few, so
 that what is left is Python and torch's dispatch; operations that launch something on a GPU are counted by name.
 """
@@ -20,6 +21,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +100,7 @@ def host(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
     """On GPUs, a process a rank under torchrun, else one. Writes DIR/host.csv."""
     import torch.distributed as dist
     from attention_bench import KERNELS, SCALE, machine, padded_to, tables, tensors
+    from attention_steps import planned
 
     from wlb_megatron.attention import row_sums_triton, te_backend
 
@@ -115,44 +119,40 @@ def host(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
         *((sharded_attention, name, "gathers") for name in ("start_gather", "start_return", "side_by_side")),
     ]
     parts = list(dict.fromkeys(part for *_, part in timers))
+    what = ("forward", "backward", "both", "wall", *parts, "rest")
     say(
-        f"\nCP={cp}, host us a layer, slowest rank's: without clocks, then each part with them, launches of rank 0"
+        f"\nCP={cp}, host us a layer, slowest rank's: without clocks, then each part with them; launches of rank 0"
     )
-    say(
-        f"{'mix':16}{'sharding':14}"
-        + "".join(f"{w:>13}" for w in ("forward", "backward", "both", *parts, "rest"))
-    )
+    say(f"{'window':>7} {'mix':16}{'sharding':20}" + "".join(f"{word:>12}" for word in what))
+    chosen = mixes if args.only else {n: mixes[n] for n in DEFAULT if n in mixes} or mixes
     rows: list[dict[str, Any]] = []
-    for name, given in (
-        mixes if args.only else {n: mixes[n] for n in DEFAULT if n in mixes} or mixes
-    ).items():
-        lengths = padded_to(given, 16)
+    for window, (name, given) in product(args.windows, chosen.items()):
+        lengths = padded_to([max(1, n * window // sum(given)) for n in given], 16)
         x = tensors(int(lengths.sum()))
         for kind in args.kinds:
-            plan = shard(lengths, cp, kind)
+            plan = planned(lengths, cp, kind)
             layout = device_layout(attention_layout(plan, rank), "cuda")
             index = torch.from_numpy(plan.packed_index(rank)).cuda()
             layers = Layers(x, index, layout, group, KERNELS, SCALE)
-            forward, backward = layers.per_layer()
+            forward, backward, wall = layers.per_layer()
             clock = Clock()
             with replaced(*((m, n, clock.wrap(part, getattr(m, n))) for m, n, part in timers)):
-                took = sum(sum(layers.times(LAYERS)) for _ in range(5))
+                took = sum(sum(layers.times(LAYERS)[:2]) for _ in range(5))
             each = [clock.spent[part] / 5 / LAYERS * 1e6 for part in parts]
             rest = took / 5 / LAYERS * 1e6 - sum(each)
-            found = torch.tensor([forward, backward, forward + backward, *each, rest], device="cuda")
+            found = torch.tensor([forward, backward, forward + backward, wall, *each, rest], device="cuda")
             if cp > 1:
                 dist.all_reduce(found, dist.ReduceOp.MAX)
-            launches = layers.launches()
+            launches = layers.launches() if (name, window) == (list(chosen)[-1], args.windows[-1]) else {}
             say(
-                f"{name:16}{kind:14}" + "".join(f"{us:13.0f}" for us in found.tolist()),
-                f"  {sum(launches.values())}: " + ", ".join(f"{n} {what}" for what, n in launches.items()),
+                f"{window:7} {name:16}{kind:20}" + "".join(f"{us:12.0f}" for us in found.tolist()),
+                *(f" {n} {call}" for call, n in launches.items()),
                 flush=True,
             )
-            named = zip(("forward", "backward", "both", *parts, "rest"), found.tolist(), strict=True)
             rows.append(
-                {"mix": name, "cp": cp, "sharding": kind}
-                | {f"{what} us": us for what, us in named}
-                | {"launches": sum(launches.values())}
+                {"window": window, "mix": name, "cp": cp, "sharding": kind}
+                | {f"{word.replace(' ', '_')}_us": us for word, us in zip(what, found.tolist(), strict=True)}
+                | {"launches": sum(launches.values()) or ""}
                 | machine()
             )
             if rank == 0:
@@ -172,8 +172,8 @@ class Layers:
         self.dout = x.dout[index]
         self.rest = layout, group, kernels, scale
 
-    def times(self, layers: int) -> tuple[float, float]:
-        """Seconds to launch the forwards, and the backwards."""
+    def times(self, layers: int) -> tuple[float, float, float]:
+        """Seconds to launch the forwards, and the backwards, and from first launch to last kernel's end."""
         _synchronize()
         gc.disable()
         begin = time.perf_counter()
@@ -185,14 +185,13 @@ class Layers:
         end = time.perf_counter()
         gc.enable()
         _synchronize()
-        return middle - begin, end - middle
+        return middle - begin, end - middle, time.perf_counter() - begin
 
-    def per_layer(self, repeats: int = 9) -> tuple[float, float]:
-        """Microseconds of one more layer, medians: what a step costs once falls out."""
+    def per_layer(self, repeats: int = 9) -> list[float]:
+        """Microseconds of one more layer of each of times(), medians: what a step costs once falls out."""
         self.times(LAYERS)
         one, many = (np.median([self.times(n) for _ in range(repeats)], axis=0) for n in (1, LAYERS))
-        forward, backward = (many - one) / (LAYERS - 1) * 1e6
-        return float(forward), float(backward)
+        return ((many - one) / (LAYERS - 1) * 1e6).tolist()
 
     def launches(self) -> dict[str, int]:
         """Calls of the CUDA driver and runtime that put work on the device, a layer."""
@@ -251,7 +250,8 @@ def counts(mixes: dict[str, list[int]], cp_size: int, kinds: list[str]) -> None:
         short.append(padding(sum(short), 16))
         lengths = np.array([n for n in short if n], dtype=np.int64)
         for kind in kinds:
-            plan = shard(lengths, cp_size, kind)
+            sharding, *one_call = kind.split(", ")
+            plan = replace(shard(lengths, cp_size, sharding), one_call=bool(one_call))
             rank = max(range(cp_size), key=lambda r: attention_layout(plan, r).rectangles is not None)
             layout = device_layout(attention_layout(plan, rank), "cpu")
             _count(name, kind, rank, layout)
@@ -293,7 +293,7 @@ def _count(name: str, kind: str, rank: int, layout: DeviceLayout) -> None:
     layers = Layers(x, torch.arange(layout.tokens), layout, None, kernels, 1.0)
     with replaced(*quiet):
         layers.times(1)
-        python = sum(layers.per_layer(31))
+        python = sum(layers.per_layer(31)[:2])
         calls.clear()
         with Counted() as one:
             layers.times(1)
@@ -313,7 +313,7 @@ if __name__ == "__main__":
     parser.add_argument("--mixes", type=Path, required=True)
     parser.add_argument("--only", help="comma list of mixes")
     parser.add_argument("--cp", type=int, default=2)
-    parser.add_argument("--kinds", nargs="+", default=["per-document", "hybrid"])
+    parser.add_argument("--kinds", nargs="+", default=["per-document", "hybrid", "hybrid, one call"])
     given = parser.parse_args()
     torch.set_num_threads(1)
     found = json.loads(given.mixes.read_text())

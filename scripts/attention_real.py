@@ -24,13 +24,12 @@ from attention_bench import (
     tensors,
     timing,
 )
-from attention_steps import ErrorTable, Mixes, Way, checked_lengths, sharded_step, swapped
+from attention_steps import ErrorTable, Mixes, Way, checked_lengths, planned, sharded_step, swapped
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.sharding.select import shard
 
 
 class NothingTravels:
@@ -66,7 +65,7 @@ def real(mixes: Mixes, args: argparse.Namespace) -> None:
         table.add(name, "unsharded TE", 1, base, base)
         for kind in args.kinds:
             for keep_keys in (True, False):
-                step, index = ours(shard(lengths, cp, kind), x, keep_keys)
+                step, index = ours(planned(lengths, cp, kind), x, keep_keys)
                 pairs = zip(step(), expected, strict=True)
                 squares = torch.stack([(a.detach().float() - b[index]).square().sum() for a, b in pairs])
                 dist.all_reduce(squares)
@@ -91,7 +90,7 @@ def real(mixes: Mixes, args: argparse.Namespace) -> None:
             "TE all_gather": lambda n=lengths: te_context_parallel("all_gather", n, group),
         }
         for kind in args.kinds:
-            plan = shard(lengths, cp, kind)
+            plan = planned(lengths, cp, kind)
             steps[kind] = lambda p=plan, x=x: ours(p, x)[0]
         # Of the last kind: keys exchanged again in backward; and with nothing travelling, so that the
         # difference is what is seen of the transfer.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
 from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.exchange import ExchangePlan
 from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.sharding.select import shard
 
 Mixes = dict[str, list[int]]
 
@@ -33,10 +34,10 @@ class Way:
     keep_keys: bool = True
 
     def exchange(self, layout: AttentionLayout) -> ExchangePlan:
-        return layout.window.exchange if layout.window else layout.exchange
+        return (layout.window or layout.single or layout).exchange
 
     def on_device(self, layout: DeviceLayout) -> DeviceExchange | None:
-        return layout.window.exchange if layout.window else layout.exchange
+        return (layout.window or layout.single or layout).exchange
 
 
 PLAIN = Way()
@@ -50,6 +51,12 @@ def swapped(all_to_all: Callable[..., Any], step: Step, layers: int) -> list[Ten
         return step(layers)
     finally:
         kv_exchange._all_to_all = real
+
+
+def planned(lengths: np.ndarray, cp: int, kind: str) -> ShardPlan:
+    """By a sharding's name, in two kernel calls a rank, or in one where the name goes on ", one call"."""
+    sharding, *one_call = kind.split(", ")
+    return replace(shard(lengths, cp, sharding), one_call=bool(one_call))
 
 
 class Simulated:

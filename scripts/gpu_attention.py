@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cp", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--kinds", nargs="+", default=["per-sequence", "per-document", "hybrid"])
-    parser.add_argument("--windows", type=int, nargs="+", default=[32768, 65536, 131072], help="of `choice`")
+    parser.add_argument("--windows", type=int, nargs="+", help="of `choice` and `host`")
     parser.add_argument(
         "--profile-of",
         type=Path,
@@ -163,6 +163,7 @@ def main() -> None:
         "--profile", default="", help="comma list of mixes whose shares at the last CP are profiled"
     )
     args = parser.parse_args()
+    args.windows = args.windows or ([16384, 131072] if args.mode == "host" else [32768, 65536, 131072])
     mixes: Mixes = {}
     for path in args.mixes or ():
         mixes |= json.loads(path.read_text())

@@ -14,6 +14,7 @@ from wlb_megatron.attention.graph_buckets import padded_keys, padded_queries
 from wlb_megatron.sharding.attention_calls import AttentionLayout
 from wlb_megatron.sharding.exchange import ExchangePlan
 from wlb_megatron.sharding.varlen_call import AttentionCall
+from wlb_megatron.sharding.window_call import WindowLayout
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class DeviceLayout:
     """sharding.attention_calls.AttentionLayout on a device.
 
     positions: int32[t]. queries: of local rows, the query rows of the rectangles. exchange: None where no rank
-    needs earlier keys. window: for windowed layers.
+    needs earlier keys. window: for windowed layers. single: for the others, where one call serves them instead.
     """
 
     tokens: int
@@ -91,11 +92,12 @@ class DeviceLayout:
     exchange: DeviceExchange | None
     hide_return: bool
     window: DeviceWindow | None = None
+    single: DeviceWindow | None = None
 
 
 def device_layout(layout: AttentionLayout, device: torch.device | str) -> DeviceLayout:
     """Copy a layout to `device`: one asynchronous copy from pinned memory on a GPU."""
-    exchange, rectangles, window = layout.exchange, layout.rectangles, layout.window
+    exchange, rectangles = layout.exchange, layout.rectangles
     arrays: list[np.ndarray] = [layout.positions, layout.diagonals.cu_seqlens_q]
     if rectangles:
         arrays += [rectangles.cu_seqlens_q, rectangles.cu_seqlens_kv]
@@ -103,27 +105,34 @@ def device_layout(layout: AttentionLayout, device: torch.device | str) -> Device
     needed = rectangles is not None or exchange.remote
     if needed:
         arrays += _moves(exchange, layout.tokens)
-    if window:
-        # Where nothing is remote all pieces lie whole on a rank: their keys are the rank's own, in order.
-        arrays.append(window.call.cu_seqlens_q)
-        if window.exchange.remote:
-            arrays += [window.call.cu_seqlens_kv, *_moves(window.exchange, layout.tokens)]
+    for near in filter(None, (layout.window, layout.single)):
+        arrays += _near(near, layout.tokens)
     shipped = _ship(arrays, torch.device(device))
 
     positions, own = next(shipped), next(shipped)
-    diagonals, others, queries, near = _call(layout.diagonals, (own, own)), None, None, None
+    diagonals, others, queries = _call(layout.diagonals, (own, own)), None, None
     if rectangles:
         others = _call(rectangles, (next(shipped), next(shipped)), causal=False)
         queries = _take_bags(shipped)
     moves = _take_moves(exchange, shipped) if needed else None
-    if window:
-        bounds = next(shipped)
-        if window.exchange.remote:
-            call = _call(window.call, (bounds, next(shipped)), window.size)
-            near = DeviceWindow(call, _take_moves(window.exchange, shipped))
-        else:
-            near = DeviceWindow(_call(window.call, (bounds, bounds), window.size), None)
-    return DeviceLayout(layout.tokens, positions, diagonals, others, queries, moves, layout.hide_return, near)
+    one = [None if near is None else _take_near(near, shipped) for near in (layout.window, layout.single)]
+    return DeviceLayout(layout.tokens, positions, diagonals, others, queries, moves, layout.hide_return, *one)
+
+
+def _near(near: WindowLayout, rows: int) -> list[np.ndarray]:
+    """Where nothing is remote all pieces lie whole on a rank: their keys are the rank's own, in order."""
+    bounds = [near.call.cu_seqlens_q]
+    return (
+        [*bounds, near.call.cu_seqlens_kv, *_moves(near.exchange, rows)] if near.exchange.remote else bounds
+    )
+
+
+def _take_near(near: WindowLayout, shipped: Iterator[Tensor]) -> DeviceWindow:
+    bounds = next(shipped)
+    if not near.exchange.remote:
+        return DeviceWindow(_call(near.call, (bounds, bounds), near.size), None)
+    call = _call(near.call, (bounds, next(shipped)), near.size)
+    return DeviceWindow(call, _take_moves(near.exchange, shipped))
 
 
 def _call(

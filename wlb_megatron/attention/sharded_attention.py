@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from wlb_megatron.attention.device_layout import DeviceCall, DeviceLayout
+from wlb_megatron.attention.device_layout import DeviceCall, DeviceLayout, DeviceWindow
 from wlb_megatron.attention.kv_exchange import start_gather, start_return
 from wlb_megatron.attention.pairs import apart, side_by_side
 from wlb_megatron.attention.row_sums import add_rows, merge_rows, spread_four, spread_rows
@@ -76,8 +76,9 @@ def sharded_attention(
         )
     if pad:
         v = torch.nn.functional.pad(v, (0, dim - v_dim))
-    function: Any = _WindowedAttention if windowed else _ShardedAttention
-    out = function.apply(q, k, v, sink, layout, group, kernels, scale, keep_keys)
+    near = layout.window if windowed else layout.single
+    function: Any = _ShardedAttention if near is None else _OneCall
+    out = function.apply(q, k, v, sink, near or layout, group, kernels, scale, keep_keys)
     return out[..., :v_dim] if pad else out
 
 
@@ -161,12 +162,12 @@ def _key_rows(layout: DeviceLayout) -> int:
     return layout.rectangles.kv_rows if layout.rectangles else 0
 
 
-class _WindowedAttention(_Attention):
+class _OneCall(_Attention):
     """One call on a buffer of each segment's keys, its own included, so that all of dkv comes back by exchange."""
 
     @classmethod
     def attend(cls, ctx: Any, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        near = ctx.layout.window
+        near: DeviceWindow = ctx.layout
         keys = start_gather(near.exchange, kv, ctx.group)(near.call.kv_rows) if near.exchange else None
         out, lse = ctx.kernels.forward(near.call, q, kv if keys is None else keys, ctx.scale)
         return out, lse, keys
@@ -174,7 +175,7 @@ class _WindowedAttention(_Attention):
     @classmethod
     def pull(cls, ctx: Any, *saved: Any) -> tuple[Tensor, Tensor]:
         q, kv, keys, out, lse, dout = saved
-        near = ctx.layout.window
+        near: DeviceWindow = ctx.layout
         if near.exchange is None:
             return ctx.kernels.backward(near.call, q, kv, out, lse, dout, ctx.scale)
         if keys is None:

@@ -1,4 +1,4 @@
-"""The two kernel calls that serve a rank's segments, whatever the plan.
+"""The two kernel calls that serve a rank's segments, whatever the plan (or one, where it says so: one_call.py).
 
 A segment of tokens [start, end) sees its piece's keys [0, end): its own diagonal, and all earlier keys.
 
@@ -38,7 +38,8 @@ class AttentionLayout:
     hide_return: whether gradients of exchanged keys travel back under the backward of the diagonals, the same on all
         ranks. A rank whose rectangles end long before another's would wait with the transfer on the device, and its
         diagonals beside it slow down for as long (two H100s: 4 to 10 ms of 70); then all return them last.
-    window: the layout of windowed layers, where the model has any.
+    window: the layout of windowed layers, where the model has any. single: of the others, where the plan wants them
+        in one call; diagonals, rectangles and exchange then serve nobody.
     """
 
     tokens: int
@@ -50,6 +51,7 @@ class AttentionLayout:
     exchange: ExchangePlan
     hide_return: bool
     window: WindowLayout | None = None
+    single: WindowLayout | None = None
 
 
 def attention_layout(plan: ShardPlan, rank: int, window: int | None = None) -> AttentionLayout:
@@ -95,6 +97,7 @@ def attention_layout(plan: ShardPlan, rank: int, window: int | None = None) -> A
         exchange_plan(plan, rank, reaches, buffer),
         _in_step(plan, reaches),
         None if window is None else window_layout(plan, rank, window),
+        window_layout(plan, rank, None) if plan.one_call else None,
     )
 
 

@@ -22,11 +22,13 @@ class ShardPlan:
     lengths: int64[n], tokens of each piece in packed order, the padding piece (if any) last.
     ranks: one int64[k, 3] per CP rank, rows (piece index, start, end), in the order in which the rank
         holds its tokens. No two rows of a rank touch (see `merge_touching`).
+    one_call: whether one kernel call serves all segments of a rank (one_call.py), instead of two.
     kind: how it was cut, where that was chosen for this micro-batch; for reports alone.
     """
 
     lengths: IntArray
     ranks: tuple[IntArray, ...]
+    one_call: bool = False
     kind: str = field(default="", compare=False)
 
     @property

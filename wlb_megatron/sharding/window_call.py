@@ -1,7 +1,8 @@
-"""The one kernel call that serves a rank's segments where a query sees only its last `window` keys and itself.
+"""The one kernel call that serves a rank's segments where few keys come before them.
 
-A segment [start, end) sees keys [max(0, start - window), end) of its piece: few from other ranks, so one bottom-right
-causal call over a buffer of each segment's keys serves it, and nothing is merged. Segments of a piece that stand
+In a layer with a sliding window a segment [start, end) sees keys [max(0, start - window), end) of its piece, few of
+them from other ranks; and in any layer a short piece has few keys (one_call.py). One bottom-right causal call over a
+buffer of each segment's keys serves them, and nothing is merged. Segments of a piece that stand
 nearer to each other than the window have keys in common; each gets its own copy, so that dK and dV are exact, and the
 owner adds them up.
 """
@@ -19,14 +20,15 @@ from wlb_megatron.sharding.varlen_call import AttentionCall, varlen_call
 
 @dataclass(frozen=True)
 class WindowLayout:
-    """size: keys before itself that a query sees. call: bottom-right causal, the rank's rows on the exchanged keys."""
+    """size: keys before itself that a query sees, None for all. call: bottom-right causal, the rank's rows on the
+    exchanged keys."""
 
-    size: int
+    size: int | None
     call: AttentionCall
     exchange: ExchangePlan
 
 
-def window_layout(plan: ShardPlan, rank: int, size: int) -> WindowLayout:
+def window_layout(plan: ShardPlan, rank: int, size: int | None) -> WindowLayout:
     """The windowed layout of `rank`.
 
     Piece [8], CP=2, window 1. Rank 0 holds (0, 0, 2) (0, 6, 8): 2 rows on keys 0 1, 2 rows on keys 5 6 7, of which
@@ -40,11 +42,11 @@ def window_layout(plan: ShardPlan, rank: int, size: int) -> WindowLayout:
     )
 
 
-def _first_key(rows: IntArray, size: int) -> IntArray:
-    return np.maximum(rows[:, 1] - size, 0)
+def _first_key(rows: IntArray, size: int | None) -> IntArray:
+    return np.zeros_like(rows[:, 1]) if size is None else np.maximum(rows[:, 1] - size, 0)
 
 
-def _buffer(plan: ShardPlan, rows: IntArray, size: int) -> IntArray:
+def _buffer(plan: ShardPlan, rows: IntArray, size: int | None) -> IntArray:
     """int64[n]: packed tokens whose keys a rank's segments see, segment by segment."""
     begins = plan.piece_starts[rows[:, 0]]
     return _ranges(begins + _first_key(rows, size), begins + rows[:, 2])
