@@ -63,6 +63,13 @@ GPU: tuple[Combination, ...] = (
         f"{TP} 2 --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {OVERLAPS}",
         EXPERTS,
     ),
+    Combination(
+        "CP2, fine-grained offloading",
+        2,
+        f"{CP} 2 --fine-grained-activation-offloading --min-offloaded-tensor-size 1024 "
+        "--offload-modules core_attn attn_proj attn_norm mlp_norm qkv_linear",
+    ),
+    Combination("CP2, layers offloaded", 2, f"{CP} 2 --cpu-offloading-num-layers 2"),
     Combination("CP2, torch FSDP2", 2, f"{CP} 2 {FSDP2}"),
     Combination("CP2, selective recompute", 2, f"{CP} 2 --recompute-granularity selective"),
     Combination("PP2, tied embeddings", 2, f"{PP} 2", without="--untie-embeddings-and-output-weights"),

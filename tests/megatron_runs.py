@@ -118,6 +118,8 @@ def launch(
     own = gpu_environment() if gpu else cpu_environment()
     if any("fsdp" in argument for argument in arguments):  # Megatron then refuses a single queue
         own["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+    if "--fine-grained-activation-offloading" in arguments:  # Megatron asks for it
+        own["NVTE_CPU_OFFLOAD_V1"] = "1"
     with subprocess.Popen(
         command,
         env={**own, **environment},
@@ -132,7 +134,8 @@ def launch(
             job.terminate()  # torch.distributed.run then ends its workers, which are not of its process group
             with contextlib.suppress(subprocess.TimeoutExpired):
                 job.communicate(timeout=40)
-            os.killpg(job.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended in time
+                os.killpg(job.pid, signal.SIGKILL)
             raise
     return subprocess.CompletedProcess(command, job.returncode, output, errors)
 
@@ -217,7 +220,7 @@ def without_plugin(arguments: list[str]) -> list[str]:
         for before, flag in zip(["", *arguments], arguments, strict=False)
         if not (flag.startswith("--wlb-") or before.startswith("--wlb-"))
     ]
-    return [*kept, *"--calculate-per-token-loss --dataloader-type single --eval-interval 1000".split()]
+    return [*kept, *["--calculate-per-token-loss", "--dataloader-type", "single", "--eval-interval", "1000"]]
 
 
 def whole_gradients(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

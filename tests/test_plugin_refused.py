@@ -41,6 +41,7 @@ WRONG: dict[str, str] = {
     f"{MOE} --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type sinkhorn": "routes would differ",
     "--hybrid-context-parallel --calculate-per-token-loss": "drop it",
     "--experimental-attention-variant dsa": "replaces core attention",
+    "--cpu-offloading-num-layers 1 --cpu-offloading-retain-pinned-cpu-buffers": "of one shape",
     "--cuda-graph-impl local": "leave graphs off",
     "--perform-rl-step": "only pre-training",
     "--phase-transition-iterations 2": "one phase",

@@ -190,6 +190,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "not tried yet with micro-batches of unequal token counts; use --use-distributed-optimizer",
     ),
     Refusal(
+        lambda a, c: _get(a, "cpu_offloading_retain_pinned_cpu_buffers"),
+        "--cpu-offloading-retain-pinned-cpu-buffers",
+        "the buffers are kept for tensors of one shape, micro-batches vary in length; drop it",
+    ),
+    Refusal(
         lambda a, c: c.trace is not None and c.trace_iteration < 2,
         "--wlb-trace-iteration below 2",
         "the first iteration builds kernels and is not traced; set it to 2 or later",

@@ -20,6 +20,7 @@ from wlb_megatron.plugin import (
     checkpoint,
     entry,
     multi_token,
+    offloading,
     pipeline_shapes,
     routing,
     spec,
@@ -155,6 +156,12 @@ HOOKS: tuple[Hook, ...] = (
         ("scaling_factor",),
         "divides FSDP2's gradients by tokens, where Megatron does nothing",
         torch_fsdp.wrap_scale_gradients,
+    ),
+    Hook(
+        "megatron.core.pipeline_parallel.fine_grained_activation_offload:OffloadTensorGroup.__init__",
+        (),
+        "takes no pinned memory that is kept for every shape: lengths vary without end",
+        offloading.wrap_offload_group,
     ),
     Hook(
         "megatron.core.transformer.multi_token_prediction:roll_tensor",
