@@ -4,7 +4,10 @@
 # usage: scripts/check_patches.sh CLONE
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-[ $# -eq 1 ] && git -C "$1" rev-parse --git-dir >/dev/null 2>&1 || { sed -n 's/^# usage: /usage: /p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+if [ $# -ne 1 ] || ! git -C "$1" rev-parse --git-dir >/dev/null 2>&1; then
+    sed -n 's/^# usage: /usage: /p' "${BASH_SOURCE[0]}" >&2
+    exit 2
+fi
 clone=$1
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT

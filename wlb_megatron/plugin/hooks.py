@@ -123,7 +123,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "megatron.training.training:cyclic_iter",
-        ("iterable",),
+        (),
         "leaves the plugin's iterator over a validation set as it is: it begins again by itself",
         _wrap_cyclic_iter,
     ),
