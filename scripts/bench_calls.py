@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from wlb_megatron.sharding.alignment import padding
-from wlb_megatron.sharding.one_call import in_fewest_calls, predict_one_call
-from wlb_megatron.sharding.predict import predict
+from wlb_megatron.sharding.one_call import in_fewest_calls
+from wlb_megatron.sharding.predict import in_one_call, in_two_calls
 from wlb_megatron.sharding.segments import IntArray
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.workload.kernel_table import h100
@@ -53,8 +53,8 @@ def main() -> None:
                 cut = [plan for plan in plans if any((rows[:, 1] > 0).any() for rows in plan.ranks)]
                 if not cut:
                     continue
-                both = np.array([(predict(p, table).max(), predict_one_call(p, table).max()) for p in cut])
-                ratio = both[:, 1] / both[:, 0]
+                both = np.array([predict(cut, table).max(axis=1) for predict in (in_two_calls, in_one_call)])
+                ratio = both[1] / both[0]
                 taken = np.array([plan.one_call for plan in in_fewest_calls(cut, table)])
                 saved = 1 - ratio[taken].mean() if taken.any() else 0.0
                 low, middle, high = np.percentile(ratio, (10, 50, 90))

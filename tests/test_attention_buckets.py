@@ -27,6 +27,7 @@ from wlb_megatron.plugin.kernel_graphs import Met, build_graphs, likeliest_first
 from wlb_megatron.plugin.planning import ShardSettings
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.one_call import in_fewest_calls
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.workload.kernel_table import h100
 
@@ -92,7 +93,7 @@ def test_every_graph_that_a_micro_batch_needs_is_foreseen(kind, data):
             chosen.append(length)
     chosen = chosen or [1]
     pad = padding(sum(chosen), cp)
-    plan = shard(np.array(chosen + [pad] * (pad > 0)), cp, kind)
+    (plan,) = in_fewest_calls([shard(np.array(chosen + [pad] * (pad > 0)), cp, kind)], h100())
     known = {
         (causal, near, bucket(*size))
         for causal, near, size in foreseen(most, cp, 2 * len(plan.lengths), 2 * len(plan.lengths), window)
@@ -102,6 +103,7 @@ def test_every_graph_that_a_micro_batch_needs_is_foreseen(kind, data):
         assert graph(layout.diagonals) in known
         assert layout.rectangles is None or graph(layout.rectangles) in known
         assert layout.window is None or graph(layout.window.call) in known
+        assert layout.single is None or graph(layout.single.call) in known
 
 
 def test_a_warm_up_calls_each_graph_forward_and_backward_and_again_where_recomputed():

@@ -20,8 +20,8 @@ from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.config import SHARDINGS
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.attention_calls import attention_layout
-from wlb_megatron.sharding.one_call import MOST_KEYS, MOST_ROWS, in_fewest_calls, predict_one_call
-from wlb_megatron.sharding.predict import predict
+from wlb_megatron.sharding.one_call import MOST_KEYS, MOST_ROWS, in_fewest_calls
+from wlb_megatron.sharding.predict import in_one_call, in_two_calls, predict, predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.workload.kernel_table import h100
@@ -87,7 +87,7 @@ def test_all_ranks_communicate_or_none_does(plan, one_call):
 @given(plan=any_plans(cp_sizes=(2, 3, 4)))
 def test_what_is_predicted_is_the_call_that_is_made(plan):
     table = h100()
-    for rank, ns in enumerate(predict_one_call(plan, table).tolist()):
+    for rank, ns in enumerate(predict(replace(plan, one_call=True), table).tolist()):
         single = attention_layout(replace(plan, one_call=True), rank).single
         queries, keys = (np.diff(bounds) for bounds in (single.call.cu_seqlens_q, single.call.cu_seqlens_kv))
         received = sum(n for sender, n in enumerate(single.exchange.recv_counts) if sender != rank)
@@ -106,8 +106,9 @@ def test_one_call_is_taken_exactly_where_it_is_predicted_faster_and_small(data, 
     assert chosen.lengths is plan.lengths and chosen.ranks is plan.ranks and chosen.kind == plan.kind
     cut = any((rows[:, 1] > 0).any() for rows in plan.ranks)
     small = max(plan.tokens_per_rank) <= MOST_ROWS and max(r[:, 2].sum() for r in plan.ranks) <= MOST_KEYS
-    faster = predict_one_call(plan, table).max() < predict(plan, table).max()
+    faster = in_one_call([plan], table).max() < in_two_calls([plan], table).max()
     assert chosen.one_call == bool(cut and small and faster)
+    assert predict_all([plan, chosen], table).max(axis=1).argmin() == int(chosen.one_call)
 
 
 def test_a_short_cut_document_takes_one_call_and_a_long_one_two():

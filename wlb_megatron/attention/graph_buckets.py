@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from wlb_megatron.sharding.one_call import MOST_KEYS, MOST_ROWS
+
 
 class Bucket(NamedTuple):
     """Sizes that a graph serves: sequences, query rows and key rows, each up to this many."""
@@ -67,7 +69,7 @@ def foreseen(
     sequences: segments that a rank can have; cut: those of them that see earlier keys. window: of the model's
     windowed layers. full: whether any layer sees whole documents. A rank holds an even share of the tokens; its
     rectangles' queries come at most twice (a document cut in causal pairs has two segments on a rank), their keys
-    are those of the micro-batch at most.
+    are those of the micro-batch at most. One call instead of two has few of either (sharding/one_call.py).
     """
     share = -(-tokens // cp_size)
     counts, few = (_ladder(32, _sequences(most), _sequences) for most in (sequences, cut))
@@ -78,6 +80,8 @@ def foreseen(
             queries = _ladder(4096, padded_queries(2 * share), padded_queries)
             keys = _ladder(16384, padded_keys(tokens), padded_keys)
             found += [(False, None, Bucket(b, q, k)) for b in few for q in queries for k in keys]
+            short = levels(min(share, MOST_ROWS)), _ladder(16384, padded_keys(MOST_KEYS), padded_keys)
+            found += [(True, None, Bucket(b, t, k)) for b in counts for t in short[0] for k in short[1]]
     if window is not None:
         # A segment sees its own keys and, where it is cut, at most a window more.
         found += [(True, window, Bucket(b, t, t)) for b in counts for t in levels(share)]

@@ -1,6 +1,7 @@
 """Predicted attention time of each rank under a shard plan, as the executor runs it (attention_calls.py).
 
-All diagonals of a rank are one call, on its own keys, while the others' keys travel; all its rectangles another.
+All diagonals of a rank are one call, on its own keys, while the others' keys travel; all its rectangles another. Or one
+call serves all, where the plan says so (one_call.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,15 @@ def predict(plan: ShardPlan, table: KernelTable) -> IntArray:
 
 def predict_all(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
     """int64[plans, cp] of plans of one CP size: their predictions in one pass. See `predict`."""
+    found = in_two_calls(plans, table)
+    one_call = [at for at, plan in enumerate(plans) if plan.one_call]
+    if one_call:
+        found[one_call] = in_one_call([plans[at] for at in one_call], table)
+    return found
+
+
+def in_two_calls(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
+    """As predict_all, whatever the plans say of one call."""
     cp_size = plans[0].cp_size
     counts = [len(rows) for plan in plans for rows in plan.ranks]
     rows = np.concatenate([rows for plan in plans for rows in plan.ranks])
@@ -39,6 +49,31 @@ def predict_all(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
     exposed = np.maximum(exchange - diagonal, 0.0)
     total = diagonal + exposed + _rectangles(rank, start, size, opens, len(counts), table)
     return np.rint(total).astype(np.int64).reshape(len(plans), cp_size)
+
+
+def in_one_call(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
+    """As predict_all, where one bottom-right call serves each rank's segments, all of the exchange exposed."""
+    counts = [len(rows) for plan in plans for rows in plan.ranks]
+    rows = np.concatenate([rows for plan in plans for rows in plan.ranks])
+    rank = np.repeat(np.arange(len(counts)), counts)
+    order = np.lexsort((rows[:, 1], rows[:, 0], rank))
+    rank, piece, start, end = rank[order], *rows[order].T
+    # Of the keys [0, end) that a segment sees, the rank holds its piece's earlier segments and it: (0, 0, 2) (0, 6, 8)
+    # see 2 and 8, hold 2 and 4.
+    held = np.cumsum(end - start)
+    opens = np.ones(len(rank), dtype=bool)
+    opens[1:] = (rank[1:] != rank[:-1]) | (piece[1:] != piece[:-1])
+    firsts = np.flatnonzero(opens)
+    before = held[firsts] - (end - start)[firsts]
+    held -= np.repeat(before, np.diff(np.append(firsts, len(rank))))
+
+    def per_rank(values: IntArray) -> np.ndarray:
+        return np.bincount(rank, weights=values, minlength=len(counts))
+
+    remote = per_rank(end - held)
+    busy = per_rank(table.bottom_right_ns(end - start, end)) + table.moved_key * per_rank(end)
+    exchange = np.where(remote > 0, table.exchange + table.exchange_row * remote, 0.0)
+    return np.rint(table.call + busy + exchange).astype(np.int64).reshape(len(plans), -1)
 
 
 def _rectangles(
