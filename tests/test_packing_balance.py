@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import count, product
 
 import numpy as np
 import pytest
@@ -270,3 +270,45 @@ def test_seeded_lengths_repeat_and_are_positive(kind: str) -> None:
 
 def test_overlong_lengths_are_cut_at_the_window() -> None:
     assert cut_overlong([3, 0, 20, 8], 8).tolist() == [3, 8, 8, 4, 8]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=8), st.lists(st.integers(1, 40), min_size=0, max_size=8)
+)
+def test_one_round_of_trades_brings_two_bins_as_close_as_any_move_or_swap_can(
+    heavy: list[int], light: list[int]
+) -> None:
+    """Against all of them, one after the other; nothing but the number of documents bounds them here."""
+    if sum(heavy) < sum(light):
+        heavy, light = light, heavy
+    serial = count()
+    bins = [[Item(w, w, next(serial), 0, Piece(0, 0, 0, w)) for w in works] for works in (heavy, light)]
+    work, gap = [sum(heavy), sum(light)], sum(heavy) - sum(light)
+    moves = [item for item in heavy if len(heavy) > 1]
+    closest = min(
+        [gap, *(abs(gap - 2 * w) for w in moves), *(abs(gap - 2 * (w - b)) for w in heavy for b in light)]
+    )
+    improve(bins, work, 10**6, 100, rounds=1)
+    assert work == [sum(item.work for item in items) for items in bins]
+    assert abs(work[0] - work[1]) == closest
+    assert sorted(item.serial for items in bins for item in items) == list(range(len(heavy) + len(light)))
+
+
+def test_trades_keep_the_bounds_on_tokens_and_documents() -> None:
+    def bins() -> tuple[list[list[Item]], list[int]]:
+        made = [[Item(w, 10 * w, n, 0, Piece(0, n, 0, 10 * w)) for n, w in enumerate((4, 3, 1))], []]
+        return made, [8, 0]
+
+    held, work = bins()
+    improve(held, work, 10**6, 2)
+    assert work == [4, 4]
+    held, work = bins()
+    improve(held, work, 30, 2)  # 4 has too many tokens to move
+    assert work == [5, 3]
+    held, work = bins()
+    improve(held, work, 10**6, 0)
+    assert work == [8, 0] and not held[1]
+    empty: list[list[Item]] = [[], []]
+    improve(empty, [0, 0], 10, 10)
+    assert empty == [[], []]
