@@ -19,6 +19,7 @@ from test_megatron_layouts import trained
 
 from wlb_megatron.packing.batch_schedule import BatchSchedule, linear_ramp
 from wlb_megatron.packing.planner import Planner
+from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.batch_sizes import batch_schedule, ramp_as_steps
 
 LENGTHS = [3, 9, 1, 14, 2, 2, 16, 5, 7, 1, 12, 4, 4, 8, 16, 3]
@@ -136,13 +137,24 @@ def test_a_state_of_version_1_is_read() -> None:
     first = make_planner(LENGTHS, window=16, micro_batches=4, endless=True, thresholds="8")
     run(first, most=3)
     state = json.loads(json.dumps(first.state()))
-    for name in ("samples", "supplied", "sample_tokens", "batches"):
+    for name in ("samples", "supplied", "sample_tokens", "batches", "trained"):
         del state[name]
     state |= {"version": 1, "global_tokens": 64}
     state["packer"]["settings"]["global_micro_batches"] = 4
     again = make_planner(LENGTHS, window=16, micro_batches=4, endless=True, thresholds="8")
     again.load_state(state)
+    assert again.trained == first.trained == sum(tokens_of(plan) for plan in whole[:3])
     assert run(again, most=3) == whole[3:]
+
+
+def test_a_state_of_a_later_version_is_refused() -> None:
+    planner = growing(((0, 2),))
+    with pytest.raises(ValueError, match="version 3, this release reads 1 to 2: resume with the release"):
+        planner.load_state({**planner.state(), "version": 3})
+
+
+def tokens_of(plan: IterationPlan) -> int:
+    return sum(piece.tokens for row in plan.micro_batches for one in row for piece in one.pieces)
 
 
 def seen_by(folder: Path, ranks: int) -> list[dict[str, Any]]:

@@ -49,3 +49,12 @@ def test_the_log_finds_the_step_that_the_loop_counted_and_steps_do_not_add_up(co
         tokens, squares = sum(lengths) + 3, sum(n * n for n in lengths) + 9
         assert count(args, 2) == count(args, 2) == pytest.approx(1000 * tokens + 3 * squares, rel=1e-12)
     assert args.seq_length == WINDOW
+
+
+def test_megatrons_straggler_detector_gets_the_times_of_our_forwards() -> None:
+    """--log-straggler: one detector a process, which Megatron configures and reports."""
+    from megatron.training import training
+
+    from wlb_megatron.plugin import forward_step
+
+    assert forward_step.stimer is training.stimer

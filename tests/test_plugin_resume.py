@@ -1,0 +1,89 @@
+"""A checkpoint's packing state: of which iteration it is, and what is refused with it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from packing_oracle import make_planner
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.packing.blend import Blend
+from wlb_megatron.plugin import checkpoint, resume
+from wlb_megatron.plugin.source import Source
+from wlb_megatron.refusals import Refused
+
+
+def source(**settings: Any) -> Source:
+    planner = make_planner([5, 9, 3, 16, 7, 12] * 9, window=16, micro_batches=4, endless=True)
+    return Source(Blend([]), planner, WlbConfig(quadratic_at=99.0, document_cost=0.0, **settings), 4, 8.0)
+
+
+def megatron(iteration: int) -> argparse.Namespace:
+    return argparse.Namespace(iteration=iteration, consumed_train_samples=4 * iteration, data_parallel_size=1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(checkpoint, "_loaded", None)
+    monkeypatch.setattr(checkpoint, "_computed", None)
+    yield
+
+
+def saved(args: argparse.Namespace) -> dict[str, Any]:
+    return json.loads(args.wlb_state)
+
+
+def test_the_state_is_saved_when_megatron_has_applied_the_gradients() -> None:
+    args, ours, planned = megatron(0), source(), []
+    log = checkpoint.wrap_training_log(lambda *_: planned.append(saved(args)["planner"]["iteration"]))
+    resume.remember(ours, args, ours.planner.state())
+    for _ in range(2):
+        ours.planner.next_iteration()
+        before = saved(args)
+        resume.remember(ours, args, ours.planner.state(), applied=False)
+        assert saved(args) == before  # what Megatron saves of an iteration that it throws away
+        log()
+    assert planned == [1, 2]
+
+
+def load(args: argparse.Namespace) -> None:
+    contents = {"args": args}
+    checkpoint.wrap_load_base_checkpoint(lambda: (contents, ""))()
+
+
+def test_a_state_continues_where_it_was_saved_and_counts_its_tokens() -> None:
+    args, first = megatron(0), source()
+    for _ in range(3):
+        first.planner.next_iteration()
+    resume.remember(first, args, first.planner.state())
+    load(args)
+    again = source()
+    resume.restore(again, megatron(3))
+    assert again.planner.trained == first.planner.trained
+    assert again.planner.next_iteration() == first.planner.next_iteration()
+
+
+def test_a_state_of_another_iteration_than_the_checkpoint_is_refused() -> None:
+    args, first = megatron(0), source()
+    first.planner.next_iteration()
+    resume.remember(first, args, first.planner.state())
+    load(args)
+    with pytest.raises(Refused, match="has trained 4 samples, the checkpoint of iteration 2 8"):
+        resume.restore(source(), megatron(2))
+
+
+def test_a_checkpoint_without_a_state_needs_to_be_told_to_begin_anew() -> None:
+    load(argparse.Namespace())
+    with pytest.raises(Refused, match=r"iteration 3 holds no packing state.*--wlb-fresh-order"):
+        resume.restore(source(), megatron(3))
+    anew = source(fresh_order=True)
+    resume.restore(anew, megatron(3))
+    assert anew.planner.samples == 12
+    assert anew.planner.trained == 12 * 16  # windows of 16 tokens
+    unread = source()
+    resume.restore(unread, megatron(0))  # --finetune: a new run
+    assert unread.planner.samples == 0
