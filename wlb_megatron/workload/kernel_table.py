@@ -25,7 +25,7 @@ FloatArray = npt.NDArray[np.float64]
 
 VERSION = 1
 TILE = 128
-"""Query rows that a kernel computes together; a segment of 1 row costs as much as one of 128."""
+"""Rows of queries, or of keys, that a kernel computes together; a segment of 1 row costs as much as one of 128."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,12 +152,12 @@ class KernelTable:
         return np.rint(ns).astype(np.int64)
 
     def _between(self, rate: FloatArray, queries: IntArray, keys: IntArray) -> IntArray:
-        rows = _tiled(queries)
+        rows, columns = _tiled(queries), _tiled(keys)
         i, u = _place(self._grid[0], rows)
-        j, v = _place(self._grid[1], keys / rows)
+        j, v = _place(self._grid[1], columns / rows)
         low = rate[i, j] + v * (rate[i, j + 1] - rate[i, j])
         high = rate[i + 1, j] + v * (rate[i + 1, j + 1] - rate[i + 1, j])
-        return self._with_rows((low + u * (high - low)) * rows * keys, queries, keys)
+        return self._with_rows((low + u * (high - low)) * rows * columns, queries, keys)
 
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
