@@ -57,7 +57,7 @@ def reproduce(inputs: Inputs, tick: Callable[[str], None], *, large: bool = True
 
 def parts(large: bool) -> int:
     """How often `reproduce` ticks."""
-    return 4 * len(paper.CONFIGURATIONS) + len(paper.WINDOWS) + 1 + (3 if large else 0)
+    return 5 * len(paper.CONFIGURATIONS) + len(paper.WINDOWS) + 1 + (3 if large else 0)
 
 
 def break_down(run: Run) -> list[dict[str, Any]]:
