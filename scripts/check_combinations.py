@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
@@ -65,6 +66,10 @@ def main() -> None:
     if not chosen:
         raise SystemExit(f"no configuration is called {' '.join(options.only)}")
     runs.write_corpus(options.out / "corpus", lengths(options.device))
+    for combination in chosen:
+        if combination.needs and find_spec(combination.needs) is None:
+            print(f"{combination.name}: not run, for Megatron needs the package {combination.needs} for it")
+    chosen = [c for c in chosen if not c.needs or find_spec(c.needs)]
     rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(options.jobs) as pool:
         check = in_bf16 if options.bf16 or options.device == "gpu" else in_fp32

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Combination:
     """`flags`: of this run alone. `model`: flags that the single process takes, too. `without`: flags of the small
-    test model that both leave out. `stock`: in bf16, run these flags without the plugin, too, and compare with it."""
+    test model that both leave out. `stock`: in bf16, run these flags without the plugin, too, and compare with it.
+    `needs`: a package that Megatron asks for then."""
 
     name: str
     processes: int
@@ -20,6 +21,7 @@ class Combination:
     model: str = ""
     without: str = ""
     stock: bool = False
+    needs: str = ""
 
 
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
@@ -29,6 +31,10 @@ MOE = (
 )
 SHARDED = "--use-distributed-optimizer"
 OVERLAPS = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
+MEGATRON_FSDP = (
+    f"--use-megatron-fsdp --ckpt-format fsdp_dtensor {SHARDED} --data-parallel-sharding-strategy "
+    "optim_grads_params"
+)
 FSDP2 = "--use-torch-fsdp2 --ckpt-format torch_dist"
 VPP = f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2"
 
@@ -70,6 +76,7 @@ GPU: tuple[Combination, ...] = (
         "--offload-modules core_attn attn_proj attn_norm mlp_norm qkv_linear",
     ),
     Combination("CP2, layers offloaded", 2, f"{CP} 2 --cpu-offloading-num-layers 2"),
+    Combination("CP2, Megatron-FSDP", 2, f"{CP} 2 {MEGATRON_FSDP}", needs="einops"),
     Combination("CP2, torch FSDP2", 2, f"{CP} 2 {FSDP2}"),
     Combination("CP2, selective recompute", 2, f"{CP} 2 --recompute-granularity selective"),
     Combination("PP2, tied embeddings", 2, f"{PP} 2", without="--untie-embeddings-and-output-weights"),
@@ -119,6 +126,11 @@ CPU: tuple[Combination, ...] = (
     Combination("VPP2 on PP2, DP2, distributed optimizer", 4, f"{VPP} {OVERLAPS}", FOUR),
     Combination("distributed optimizer, DP2, overlaps", 2, OVERLAPS),
     Combination("distributed optimizer, context of 1", 1, OVERLAPS),
+    Combination("Megatron-FSDP, DP2xCP2", 4, f"{CP} 2 {MEGATRON_FSDP}", needs="einops"),
+    Combination(
+        "Megatron-FSDP, TP2xDP2+SP", 4, f"{TP} 2 --sequence-parallel {MEGATRON_FSDP}", needs="einops"
+    ),
+    Combination("torch FSDP2, dynamic groups, DP2xCP2", 4, f"{CP} 2 {FSDP2} --wlb-cp-mode dynamic"),
     Combination("torch FSDP2, DP2xCP2", 4, f"{CP} 2 {FSDP2}"),
     Combination("torch FSDP2, TP2xDP2+SP", 4, f"{TP} 2 --sequence-parallel {FSDP2}", FOUR),
     Combination("full recompute uniform, CP2", 2, f"{CP} 2 {RECOMPUTE} uniform"),

@@ -113,7 +113,7 @@ def journal(path: Path) -> None:
 
 def gather_gradients(chunks: list[Any]) -> None:
     """With the distributed optimizer each rank holds its share of the reduced gradients: bring the others' here."""
-    if not get_args().use_distributed_optimizer:
+    if not get_args().use_distributed_optimizer or get_args().use_megatron_fsdp:
         return
     for chunk in chunks:
         for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
@@ -123,11 +123,32 @@ def gather_gradients(chunks: list[Any]) -> None:
                 torch.distributed.all_gather_into_tensor(bucket.grad_data, share, group=ranks)
 
 
-def whole_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The reduced gradient in Megatron's buffer; with FSDP2 joined from all ranks' parts."""
-    if hasattr(parameter, "main_grad"):
-        return parameter.main_grad
-    return parameter.grad.full_tensor()
+def reduced_gradients(chunk: Any) -> dict[str, tuple[torch.Tensor, int | None]]:
+    """By global name: the gradient in Megatron's buffer, with FSDP joined from all ranks' parts, and how it is cut."""
+    if get_args().use_megatron_fsdp:
+        return fsdp_gradients(chunk.param_and_grad_buffer)
+    return {
+        name: (
+            parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad.full_tensor(),
+            tensor_parallel_dim(parameter),
+        )
+        for name, parameter in global_names(chunk).items()
+    }
+
+
+def fsdp_gradients(buffer: Any) -> dict[str, tuple[torch.Tensor, int | None]]:
+    """The same of Megatron-FSDP's buffer, where each rank holds a run of a parameter's elements."""
+    ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    found = {}
+    for name, sharded in buffer.optimizer_named_parameters:
+        parameter = sharded.orig_param
+        held = buffer.parameter_groups[buffer.param_to_param_group[parameter]].main_grad_buffer
+        parts: list[Any] = [None] * ranks.size()
+        part = held.get_item(held.param_idx[parameter], only_shard=True).cpu()
+        torch.distributed.all_gather_object(parts, part, group=ranks)
+        whole = torch.cat(parts).view(parameter.shape)
+        found[re.sub(r"^(module\.)+", "", name)] = whole, tensor_parallel_dim(parameter)
+    return found
 
 
 def watch() -> None:
@@ -187,9 +208,9 @@ def save_when_reduced() -> None:
         if "gradients" not in seen:
             gather_gradients(model)
             seen["gradients"] = {
-                name: (whole_gradient(parameter).detach().cpu().clone(), tensor_parallel_dim(parameter))
+                name: (gradient.detach().cpu().clone(), dim)
                 for chunk in model
-                for name, parameter in global_names(chunk).items()
+                for name, (gradient, dim) in reduced_gradients(chunk).items()
             }
             seen["place"] = {
                 "tp": parallel_state.get_tensor_model_parallel_rank(),
@@ -229,20 +250,22 @@ def plan_at_random(seed: int) -> None:
     """Dynamic groups by chance: what trains must not depend on the plan."""
     from random_groups import random_plan
 
+    from wlb_megatron.dynamic.plan import in_multiples
     from wlb_megatron.dynamic.planner import GREEDY, Outcome
     from wlb_megatron.plugin import dynamic
 
     iterations = itertools.count(seed)
 
     class RandomPlans:
-        def __init__(self, stage: Any, *_: Any) -> None:
-            self.stage = stage
+        def __init__(self, stage: Any, cost: Any, sharding: str, pipeline: int, multiple: int) -> None:
+            self.stage, self.multiple = stage, multiple
 
         def start(self) -> None:
             pass
 
-        def plan(self, tokens: Any, *_: Any) -> Outcome:
-            return Outcome(random_plan(tokens, self.stage, next(iterations)), GREEDY, 1, 1, 1, 1)
+        def plan(self, tokens: Any, *_: Any, **__: Any) -> Outcome:
+            plan = random_plan(tokens, self.stage, next(iterations))
+            return Outcome(in_multiples(plan, tokens, self.multiple), GREEDY, 1, 1, 1, 1)
 
     dynamic.PlanProcess = RandomPlans
 

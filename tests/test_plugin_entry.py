@@ -103,7 +103,6 @@ REFUSED = {
     "position_embedding_type": "learned_absolute",
     "fused_single_qkv_rope": True,
     "experimental_attention_variant": "dsa",
-    "use_megatron_fsdp": True,
     "cpu_offloading_retain_pinned_cpu_buffers": True,
     "perform_rl_step": True,
     "phase_transition_iterations": [5],

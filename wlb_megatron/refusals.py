@@ -185,11 +185,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the plugin replaces core attention; drop it",
     ),
     Refusal(
-        lambda a, c: _get(a, "use_megatron_fsdp"),
-        "--use-megatron-fsdp",
-        "not tried yet with micro-batches of unequal token counts; use --use-distributed-optimizer",
-    ),
-    Refusal(
         lambda a, c: _get(a, "cpu_offloading_retain_pinned_cpu_buffers"),
         "--cpu-offloading-retain-pinned-cpu-buffers",
         "the buffers are kept for tensors of one shape, micro-batches vary in length; drop it",
