@@ -216,3 +216,17 @@ def test_a_plan_with_only_whole_documents_makes_one_call_each_way(asked):
     kernels = asked.backend.TransformerEngineKernels()
     sharded_attention(q, k, v, layout, None, kernels, SCALE).backward(x.dout)
     assert len(asked.calls) == 2
+
+
+def test_one_call_is_a_bottom_right_one_over_each_segments_own_keys(asked):
+    from dataclasses import replace
+
+    plan = replace(shard([64], 2, "per-document"), one_call=True)
+    single = device_layout(attention_layout(plan, 0), "cpu").single
+    keys = torch.zeros(single.call.kv_rows, 2, 2, 4, dtype=torch.float64)
+    kernels = asked.backend.TransformerEngineKernels()
+    kernels.forward(single.call, random_tensors(single.call.q_rows).q, keys, SCALE)
+    (told,) = asked.calls
+    assert told["attn_mask_type"] == "padding_causal_bottom_right" and told["window_size"] == (-1, 0)
+    assert told["cu_seqlens_q_padded"].tolist() == [0, 16, 32]
+    assert told["cu_seqlens_kv_padded"].tolist() == [0, 16, 80]

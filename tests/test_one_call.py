@@ -17,13 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_megatron.attention.device_layout import device_layout
-from wlb_megatron.config import SHARDINGS
+from wlb_megatron.config import SHARDINGS, WlbConfig
+from wlb_megatron.packing.corpus import Rules
+from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.planner import Planner
+from wlb_megatron.plugin.planning import ShardSettings, plan_iterations
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.one_call import MOST_KEYS, MOST_ROWS, in_fewest_calls
 from wlb_megatron.sharding.predict import in_one_call, in_two_calls, predict, predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
+from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import h100
 
 EXACT = 1e-10
@@ -117,3 +123,16 @@ def test_a_short_cut_document_takes_one_call_and_a_long_one_two():
     alone = ShardPlan(np.array([8, 8]), (np.array([[0, 0, 8]]), np.array([[1, 0, 8]])))
     assert not in_fewest_calls([alone], h100())[0].one_call
     assert not whole.one_call
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_training_takes_one_call_where_the_sharding_is_chosen_by_the_table(sharding):
+    """The fixed ways to cut stay what the paper has them be."""
+    stream = DocumentStream.of_lengths([900, 124, 700, 324], Rules(1024, "split", 1, endless=True))
+    packer = make_packer(WlbConfig(packing="original"), CostModel(20.0), window=1024, micro_batches=1, dp=1)
+    planner = Planner(stream, packer, global_tokens=1024)
+    settings = ShardSettings(dp_rank=0, cp_size=2, alignment=2, sharding=sharding, table=h100())
+    planned = [one for one, _ in zip(plan_iterations(planner, settings), range(4), strict=False)]
+    plans = [micro_batch.shard for one in planned for micro_batch in one.micro_batches]
+    cut = [plan for plan in plans if any((rows[:, 1] > 0).any() for rows in plan.ranks)]
+    assert cut and {plan.one_call for plan in cut} == {sharding in ("hybrid", "adaptive")}

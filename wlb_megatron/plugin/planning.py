@@ -22,6 +22,7 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary, Summariser
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.sharding.alignment import padding
+from wlb_megatron.sharding.one_call import in_fewest_calls
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.workload.kernel_table import KernelTable
@@ -102,6 +103,8 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
         padded = [pad(row[settings.dp_rank].pieces, settings.alignment) for row in plan.micro_batches]
         lengths = [np.array([p.end - p.start for p in pieces], dtype=np.int64) for pieces in padded]
         shards = shard_all(lengths, settings.cp_size, settings.sharding, settings.table)
+        if settings.sharding in ("hybrid", "adaptive"):
+            shards = in_fewest_calls(shards, settings.table)
         seconds = time.perf_counter() - start
         update_digest(digest, plan)
         micro_batches = tuple(
