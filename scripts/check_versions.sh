@@ -2,17 +2,19 @@
 # Trains three steps of a small GPT (CPU, CP=2) on each megatron-core that the plugin takes, by each way in, and compares
 # the losses, which must be the same everywhere: the wheels of PyPI by `-m wlb_megatron.pretrain_gpt`, and with a clone of
 # Megatron-LM its branches by the launcher and patched. Prints a table; fails if one way in differs.
-# usage: scripts/check_versions.sh [CLONE]
+# usage: scripts/check_versions.sh [CLONE [FLAGS ..]]     FLAGS: another layout of the two processes
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python="$root/.venv/bin/python"
 clone=${1:-}
-if [ $# -gt 1 ] || { [ -n "$clone" ] && ! git -C "$clone" rev-parse --git-dir >/dev/null 2>&1; } ||
+if { [ -n "$clone" ] && ! git -C "$clone" rev-parse --git-dir >/dev/null 2>&1; } ||
     [ ! -x "$python" ]; then
     sed -n 's/^# usage: /usage: /p' "${BASH_SOURCE[0]}" >&2
     echo "CLONE is a git clone of Megatron-LM; scripts/setup.sh makes .venv" >&2
     exit 2
 fi
+layout=("${@:2}")
+[ ${#layout[@]} -gt 0 ] || layout=(--context-parallel-size 2)
 wheels=(0.19.2 0.18.2 0.17.1)
 branches=(core_r0.19.0 core_r0.18.0 core_r0.17.0 core_r0.16.0 main)
 scratch=$(mktemp -d)
@@ -35,7 +37,7 @@ train() { # train NAME MEGATRON ENTRY..: a row of the table
     # shellcheck disable=SC2086  # the flags are words
     PYTHONPATH="$PYTHONPATH:$megatron:$scratch/needs" "$python" -m torch.distributed.run --nproc-per-node 2 \
         --master-addr 127.0.0.1 --master-port $((20000 + RANDOM % 20000)) "$@" $flags \
-        --context-parallel-size 2 --seq-length 1024 --max-position-embeddings 2048 --global-batch-size 2 \
+        "${layout[@]}" --seq-length 1024 --max-position-embeddings 2048 --global-batch-size 2 \
         --train-iters 3 --data-path "$scratch/corpus" --wlb-overlong drop >"$scratch/log" 2>&1 || true
     losses=$(grep -oE 'lm loss: [0-9.E+-]+' "$scratch/log" | cut -d' ' -f3 | tr '\n' ' ' || true)
     reference=${reference:-$losses}
