@@ -3,8 +3,9 @@
 Two calls (attention_calls.py) run the faster kernels: causal squares and rectangles without mask, the first while keys
 travel. One bottom-right call (window_call.py) also computes what it masks in backward, and waits for its keys; but it
 launches half as much, and no query is gathered and no output merged. So it is for short pieces cut over ranks: by the
-H100's table, of 25 mixes of documents cut by hybrid it is faster, by 3 to 16 % in the middle, at windows of 8K to 16K
-and, over 8 ranks, of 32K; from 64K on never (scripts/bench_calls.py).
+H100's table it is faster, in the median of 28 mixes of documents cut by hybrid, by 1 to 15 % at windows of 8K and 16K,
+and by 5 % at 32K over 8 ranks; from 64K on never (predicted: scripts/bench_calls.py,
+docs/results/simulated/one_call.csv).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.workload.kernel_table import KernelTable
 
 MOST_ROWS, MOST_KEYS = 8192, 32768
-"""Of a rank: where it has more, one call is never faster, and kernel graphs for such sizes need not be built."""
+"""Of a rank: where it has more, hybrid plans are not faster so, and graphs of such sizes need not be built."""
 
 
 def in_fewest_calls(plans: Sequence[ShardPlan], table: KernelTable) -> list[ShardPlan]:
