@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -105,10 +106,8 @@ def agree_on_plans(rank: int, world: int) -> None:
     dynamic = DynamicSettings(
         sizes=cost.sizes,
         tables=cost.tables,
-        plan=PlanProcess(stage, cost, "adaptive").plan,
+        plan=partial(PlanProcess(stage, cost, "adaptive").plan, seconds=0.1),
         stage_rank=rank,
-        seconds=0.1,
-        spare=lambda: rank == 0,
         closing=lambda: rank == 0 and next(asked) >= 4,
         board=Board(),
     )
@@ -156,8 +155,6 @@ def test_ranks_whose_kernel_tables_differ_have_other_digests(monkeypatch: pytest
             tables=cost.tables,
             plan=lambda *_: pytest.fail("agree is replaced"),
             stage_rank=0,
-            seconds=0.0,
-            spare=lambda: False,
             closing=lambda: False,
             board=None,  # type: ignore[arg-type]
         )

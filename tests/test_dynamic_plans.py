@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_groups import random_plan
 
 from wlb_megatron.dynamic.blocks import Stage, block_sizes, blocks_of
 from wlb_megatron.dynamic.buckets import bucket
 from wlb_megatron.dynamic.cost import GroupCost, group_cost
 from wlb_megatron.dynamic.placement import Problem, problem_of
-from wlb_megatron.dynamic.plan import Group, StepPlan, finish_times, validate
-from wlb_megatron.dynamic.planner import FIXED, plan_step
+from wlb_megatron.dynamic.plan import Group, StepPlan, finish_times, in_multiples, validate
+from wlb_megatron.dynamic.planner import FIXED, LATE, plan_step
 from wlb_megatron.dynamic.predict import predicted_time
 from wlb_megatron.packing.synthetic import code_like, cut_overlong, paper_like, web_like
 from wlb_megatron.plugin import plan_process
@@ -224,6 +225,7 @@ def test_the_planning_process_answers_as_the_planner_does_and_is_not_missed_when
     process._child.wait()
     assert process.plan(tokens, fixed, 0.0) == expected
     assert "WARNING" in capsys.readouterr().out
+    assert process._asked is None
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     assert PlanProcess(stage, cost_of(stage), "adaptive").plan(tokens, fixed, 0.0) == expected
 
@@ -240,6 +242,58 @@ def test_a_planning_process_that_stands_still_is_given_up(
     assert process.plan([5, 9], fixed, 0.0) == plan_step([5, 9], stage, cost_of(stage), fixed=fixed)
     assert "no plan in 0.5 s" in capsys.readouterr().out
     assert process._child.wait(10) == -signal.SIGKILL
+
+
+def test_training_gets_fixed_groups_where_a_plan_is_late_and_plans_again_when_the_process_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stage, fixed = Stage.of(2, 2, 8000), StepPlan(4, ((Group(0, 2, (0,)), Group(2, 2, (1,))),))
+    process = PlanProcess(stage, cost_of(stage), "adaptive")
+    expected = plan_step([5, 9], stage, cost_of(stage), fixed=fixed)
+    assert process.plan([5, 9], fixed, 0.0) == expected
+    assert process._child is not None
+    process._child.send_signal(signal.SIGSTOP)
+    for _ in range(3):
+        made = process.plan([5, 9], fixed, 0.0, hurry=lambda: True)
+        assert made.source == LATE and made.plan == fixed and made.predicted == made.fixed
+    process._child.send_signal(signal.SIGCONT)
+    assert process.plan([4, 8], fixed, 0.0) == plan_step([4, 8], stage, cost_of(stage), fixed=fixed)
+    assert not capsys.readouterr().out
+
+
+def test_a_budget_that_is_used_up_leaves_a_valid_plan() -> None:
+    stage = Stage.of(8, 4, 96_000)
+    tokens = np.random.default_rng(2).integers(1, 20_000, 300).tolist()
+    made = plan_step(tokens, stage, cost_of(stage), seconds=1.0, pipeline=2, budget=0.0)
+    validate(made.plan, tokens, stage)
+    assert plan_step(tokens, stage, cost_of(stage)).priced <= made.priced
+
+
+@settings(deadline=None, max_examples=60)
+@given(LENGTHS, STAGES, st.integers(1, 5), st.integers(0, 9))
+def test_micro_steps_come_in_multiples_with_every_document_on_the_ranks_that_it_had(
+    tokens: list[int], shape: tuple[int, int], multiple: int, seed: int
+) -> None:
+    stage = Stage.of(*shape, longest=9000 // shape[0] * shape[0])
+    tokens = [min(n, stage.tokens[-1]) for n in tokens]
+    plan = random_plan(tokens, stage, seed)
+    made = in_multiples(plan, tokens, multiple)
+    validate(made, tokens, stage)
+    assert len(made.micro_steps) % multiple == 0 and len(made.micro_steps) < len(plan.micro_steps) + multiple
+    places = [
+        {d: (g.start, g.size) for step in one.micro_steps for g in step for d in g.documents}
+        for one in (plan, made)
+    ]
+    assert places[0] == places[1]
+    assert sum(not step for step in made.micro_steps) == 0 or all(
+        len(group.documents) == 1 for step in made.micro_steps for group in step
+    )
+
+
+def test_the_micro_step_of_most_tokens_is_split_into_like_halves() -> None:
+    plan = StepPlan(2, ((Group(0, 2, (0, 1, 2)),), (Group(0, 1, (3,)),), (Group(1, 1, (4, 5)),)))
+    made = in_multiples(plan, [9, 5, 4, 30, 2, 2], 2)
+    assert made.micro_steps == ((Group(0, 2, (0,)),), (Group(0, 2, (1, 2)),), *plan.micro_steps[1:])
 
 
 def test_with_pipeline_stages_micro_steps_are_smaller_where_that_fills_the_pipeline_sooner() -> None:

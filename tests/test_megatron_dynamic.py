@@ -11,7 +11,8 @@ from megatron_runs import flags, train, whole_gradients
 
 pytestmark = pytest.mark.megatron
 
-RUN = ["--global-batch-size", "12", "--train-iters", "2"]
+RUN = ["--num-layers", "4", "--global-batch-size", "12", "--train-iters", "2"]
+OPTIMIZER = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 
 
 @pytest.fixture(scope="module")
@@ -23,23 +24,30 @@ def losses(ranks: list[dict[str, Any]]) -> dict[int, tuple[float, int]]:
     """Of each iteration, the loss per predicted token over the last stage's ranks, and how many tokens predicted."""
     sums: dict[int, list[float]] = {}
     for rank in ranks:
-        if rank["place"]["pp"] < max(other["place"]["pp"] for other in ranks):
+        if rank["place"]["pp"] < max(other["place"]["pp"] for other in ranks) or rank["place"]["tp"]:
             continue
-        for (loss, count), (iteration, *_) in zip(rank["losses"], rank["documents"], strict=True):
+        for (loss, count), (iteration, _) in zip(rank["losses"], micro_steps(rank), strict=True):
             both = sums.setdefault(iteration, [0.0, 0])
             both[0] += loss
             both[1] += count
     return {iteration: (loss / count, int(count)) for iteration, (loss, count) in sums.items()}
 
 
+def micro_steps(rank: dict[str, Any]) -> list[tuple[int, int]]:
+    """(iteration, index) of each of a rank's micro-batches, once however many chunks of the model it passes."""
+    return sorted({(iteration, index) for iteration, index, *_ in rank["documents"]})
+
+
 @pytest.mark.parametrize(
     ("processes", "parallel", "seed", "more"),
     [
-        (4, {"context": 2}, 5, []),
+        (4, {"context": 2}, 5, OPTIMIZER),
         (6, {"context": 2}, 11, ["--wlb-regather-keys"]),
+        (4, {"tensor": 2}, 3, ["--sequence-parallel"]),
         (4, {"pipeline": 2}, 2, []),
+        (4, {"pipeline": 2}, 7, ["--num-layers-per-virtual-pipeline-stage", "1", *OPTIMIZER]),
     ],
-    ids=["DP2xCP2", "DP3xCP2", "DP2xPP2"],
+    ids=["DP2xCP2-distributed-optimizer", "DP3xCP2", "DP2xTP2", "DP2xPP2", "DP2xPP2xVPP2"],
 )
 def test_random_mixes_of_groups_train_as_the_single_process_does(
     processes: int,
@@ -61,8 +69,7 @@ def test_random_mixes_of_groups_train_as_the_single_process_does(
         error = torch.linalg.norm(gradients[name] - gradient) / torch.linalg.norm(gradient)
         assert error <= 1e-5, f"{name}: {error:.2e}"
     # The plans were mixed: ranks idle in some micro-steps, all run equally many, documents shared by some only.
-    steps = [[entry[:2] for entry in rank["documents"]] for rank in ranks]
-    assert all(own == steps[0] for own in steps)
+    assert all(micro_steps(rank) == micro_steps(ranks[0]) for rank in ranks)
     idle = [all(piece[1] < 0 for piece in entry[2]) for rank in ranks for entry in rank["documents"]]
     assert any(idle) and not all(idle)
     assert len({len(entry[2]) for rank in ranks for entry in rank["documents"]}) > 1

@@ -32,12 +32,6 @@ def _get(args: Any, name: str) -> Any:
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        lambda a, c: c.cp_mode == "dynamic" and (_get(a, "virtual_pipeline_model_parallel_size") or 1) > 1,
-        "--wlb-cp-mode dynamic with virtual pipeline stages",
-        "the interleaved schedule takes micro-batches in multiples of the stages, groups make any number of them; "
-        "use plain 1F1B, or --wlb-cp-mode fixed",
-    ),
-    Refusal(
         lambda a, c: c.cp_mode == "dynamic" and _get(a, "num_experts"),
         "--wlb-cp-mode dynamic with --num-experts",
         "the router's load-balancing loss averages over fixed context-parallel groups; use --wlb-cp-mode fixed",

@@ -1,13 +1,14 @@
 """A planner in a process of its own, so that planning takes nothing from the training process's Python.
 
 python -m wlb_megatron.dynamic reads JSON lines. The first tells the stage and costs, each of the others one
-iteration: {"tokens": [..], "fixed": plan, "seconds": s}. Each is answered by a line: {"plan": .., "source": ..,
-"priced": .., "bound": .., "predicted": .., "fixed": ..}, plans as dynamic.plan.StepPlan.encode has them.
+iteration: {"tokens": [..], "fixed": plan, "seconds": s, "budget": s or null}. Each is answered by a line: {"plan": ..,
+"source": .., "priced": .., "bound": .., "predicted": .., "fixed": ..}, plans as dynamic.plan.StepPlan.encode has them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import asdict
 from typing import Any, TextIO
@@ -19,16 +20,16 @@ from wlb_megatron.dynamic.planner import Outcome, plan_step
 from wlb_megatron.workload.kernel_table import KernelTable
 
 
-def tell_settings(stage: Stage, cost: GroupCost, sharding: str, pipeline: int) -> str:
+def tell_settings(stage: Stage, cost: GroupCost, sharding: str, pipeline: int, multiple: int) -> str:
     """The first line."""
-    return json.dumps(
-        {"stage": asdict(stage), "cost": asdict(cost), "sharding": sharding, "pipeline": pipeline}
-    )
+    told = {"sharding": sharding, "pipeline": pipeline, "multiple": multiple}
+    return json.dumps({"stage": asdict(stage), "cost": asdict(cost), **told})
 
 
-def tell_iteration(tokens: list[int], fixed: StepPlan, seconds: float) -> str:
+def tell_iteration(tokens: list[int], fixed: StepPlan, seconds: float, budget: float | None) -> str:
     """The line of one iteration."""
-    return json.dumps({"tokens": tokens, "fixed": fixed.encode().tolist(), "seconds": seconds})
+    told = {"tokens": tokens, "fixed": fixed.encode().tolist(), "seconds": seconds, "budget": budget}
+    return json.dumps(told)
 
 
 def read_outcome(line: str) -> Outcome:
@@ -52,6 +53,8 @@ def serve(lines: TextIO, answers: TextIO) -> None:
             seconds=asked["seconds"],
             sharding=told["sharding"],
             pipeline=told["pipeline"],
+            multiple=told["multiple"],
+            budget=math.inf if asked["budget"] is None else asked["budget"],
         )
         told_plan = made.plan.encode().tolist()
         fields = {name: getattr(made, name) for name in ("source", "priced", "bound", "predicted", "fixed")}

@@ -17,6 +17,7 @@ from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.workload.kernel_table import TILE, KernelTable
 
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
 STEP_NS = 300_000
 """Assumed: what a layer takes, forward + backward, for a handful of tokens (launches, small kernels)."""
@@ -36,7 +37,12 @@ class GroupCost:
     step_ns: int = STEP_NS
 
     def prices(self, lengths: npt.ArrayLike) -> IntArray:
-        """int64[sizes, n]: nanoseconds that each document (tokens) costs each rank of a group of each size.
+        """int64[sizes, n]: nanoseconds that each document (tokens) costs each rank of a group of each size."""
+        shares = np.asarray(lengths, dtype=np.int64) / np.array(self.sizes)[:, None]
+        return np.rint(self.attention(lengths) + self.token_ns * shares).astype(np.int64)
+
+    def attention(self, lengths: npt.ArrayLike) -> FloatArray:
+        """float64[sizes, n]: the part of `prices` that is attention and its exchange.
 
         A document is cut in causal pairs over all of its group; one on a group of 1 is whole.
         """
@@ -54,8 +60,8 @@ class GroupCost:
                 # Diagonals run while keys travel: 2 of the 2 x g chunks, each 1 / (2g)^2 of the pairs.
                 moved = table.exchange_row * tokens * (size - 1) / size
                 attention += np.maximum(moved - whole / (2 * size * size), 0.0)
-            rows.append(np.rint(attention + self.token_ns * tokens / size))
-        return np.array(rows).astype(np.int64)
+            rows.append(attention)
+        return np.array(rows)
 
     def opening(self) -> tuple[int, ...]:
         """Nanoseconds that a micro-step on a group of each size costs beyond step_ns: latency, one more call."""

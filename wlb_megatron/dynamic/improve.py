@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import numpy as np
 
 from wlb_megatron.dynamic.placement import Placement
@@ -16,11 +19,12 @@ Score = tuple[int, int]
 """Time of the plan, and how many ranks end last: less is better, in this order."""
 
 
-def improve(placement: Placement, rounds: int = 64) -> None:
+def improve(placement: Placement, until: float = math.inf, rounds: int = 64) -> None:
     """Move a document off the blocks of the last rank to be done, or swap it with a cheaper one, for the least time
-    that follows, until nothing shortens the plan. `placement` changes in place and never gets slower."""
+    that follows, until nothing shortens the plan, or the time has come (of time.monotonic). `placement` changes in
+    place and never gets slower."""
     for _ in range(rounds):
-        if not _improve_once(placement):
+        if time.monotonic() > until or not _improve_once(placement):
             return
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,7 +17,7 @@ from wlb_megatron.dynamic.exact import LARGEST, place_exactly
 from wlb_megatron.dynamic.greedy import SHARES, place_greedily
 from wlb_megatron.dynamic.improve import improve
 from wlb_megatron.dynamic.placement import Placement, Problem, problem_of
-from wlb_megatron.dynamic.plan import StepPlan
+from wlb_megatron.dynamic.plan import StepPlan, in_multiples
 from wlb_megatron.dynamic.predict import predicted_time
 
 MORE_STEPS = 5
@@ -31,12 +33,13 @@ NEAR = 1.03
 FEW = 64
 """So few documents are worth improving every placement that was tried, not the best alone."""
 
-GREEDY, SOLVER, FIXED = "greedy", "solver", "fixed"
+GREEDY, SOLVER, FIXED, LATE = "greedy", "solver", "fixed", "late"
+"""Whose a plan is; late: fixed groups, as training was about to wait for another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """plan, what it is predicted to take, and whose it is (greedy, solver, fixed). Nanoseconds of a layer.
+    """plan, what it is predicted to take, and whose it is (greedy, solver, fixed, late). Nanoseconds of a layer.
 
     bound: what no plan of groups goes below by the planner's prices. predicted, fixed: with all groups sharded as
     the executor will, of the plan chosen and of the fixed groups (0 without any to compare with).
@@ -60,21 +63,28 @@ def plan_step(
     threads: int = 2,
     sharding: str = "adaptive",
     pipeline: int = 1,
+    multiple: int = 1,
+    budget: float = math.inf,
 ) -> Outcome:
     """Plan one iteration's documents (tokens of each).
 
     fixed: groups of the fixed context-parallel size, which are kept where they are predicted to be as fast.
     seconds: for the solver, in all; 0 leaves it out. pipeline: stages, which all use the same groups; micro-steps of
-    a half and a quarter of the tokens are then tried as well. Raises ValueError where a document fits no group.
+    a half and a quarter of the tokens are then tried as well. multiple: of which the number of micro-steps is one, as
+    interleaved schedules take them. budget: seconds after which nothing more is tried than one placement: the clock
+    decides then, so that one rank must plan for all. Raises ValueError where a document fits no group.
     """
+    until = time.monotonic() + budget
     prices, opening = cost.prices(tokens), cost.opening()
     bound = problem_of(tokens, prices, opening, cost.step_ns, stage).bound
     stages = [stage] if pipeline == 1 else [stage.divided(parts) for parts in (1, 2, 4)]
-    made = []
+    made: list[Outcome] = []
     for one in stages:
+        if made and time.monotonic() > until:
+            break
         problem = problem_of(tokens, prices, opening, cost.step_ns, one)
-        placement, source = _place(problem, seconds / len(stages), threads)
-        plan = placement.plan()
+        placement, source = _place(problem, seconds / len(stages), threads, until)
+        plan = in_multiples(placement.plan(), tokens, multiple)
         predicted = predicted_time(plan, tokens, cost, sharding, pipeline)
         made.append(Outcome(plan, source, placement.time(), bound, predicted, 0))
     best = min(made, key=lambda outcome: outcome.predicted)
@@ -86,11 +96,12 @@ def plan_step(
     return replace(best, fixed=kept)
 
 
-def _place(problem: Problem, seconds: float, threads: int) -> tuple[Placement, str]:
-    greedy = place_all_greedily(problem)
+def _place(problem: Problem, seconds: float, threads: int, until: float) -> tuple[Placement, str]:
+    greedy = place_all_greedily(problem, until)
     best = min(greedy.values(), key=Placement.time)
     if best.time() > CLOSE * problem.bound:
-        improve(best)
+        improve(best, until)
+    seconds = min(seconds, until - time.monotonic())
     if seconds <= 0 or best.time() <= NEAR * problem.bound:
         return best, GREEDY
     solved = _place_by_solver(problem, greedy, seconds, threads)
@@ -99,20 +110,21 @@ def _place(problem: Problem, seconds: float, threads: int) -> tuple[Placement, s
     return best, GREEDY
 
 
-def place_all_greedily(problem: Problem) -> dict[int, Placement]:
-    """The best greedy placement of each number of micro-steps (the most allowed) at which one was found."""
+def place_all_greedily(problem: Problem, until: float = math.inf) -> dict[int, Placement]:
+    """The best greedy placement of each number of micro-steps (the most allowed) at which one was found; one, if that
+    takes until then (of time.monotonic)."""
     found: dict[int, Placement] = {}
     most = problem.least_steps()
     shares: tuple[float, ...] = SHARES
-    while len(found) < MORE_STEPS:
+    while len(found) < MORE_STEPS and not (found and time.monotonic() > until):
         fitting = []
         for share in shares:
             placement = place_greedily(problem, most, share)
             if placement is not None:
                 if len(problem.tokens) <= FEW:
-                    improve(placement)
+                    improve(placement, until)
                 fitting.append((placement.time(), share, placement))
-                if placement.time() <= CLOSE * problem.bound:
+                if placement.time() <= CLOSE * problem.bound or time.monotonic() > until:
                     break
         most += 1
         if not fitting:

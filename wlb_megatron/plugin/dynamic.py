@@ -21,7 +21,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import group_cost, token_ns
 from wlb_megatron.dynamic.plan import Group, StepPlan, fixed_groups
-from wlb_megatron.dynamic.planner import FIXED, GREEDY, SOLVER, Outcome
+from wlb_megatron.dynamic.planner import FIXED, GREEDY, LATE, SOLVER, Outcome
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.plan import Piece
@@ -37,29 +37,35 @@ from wlb_megatron.plugin.planning import (
     pad,
     update_digest,
 )
+from wlb_megatron.plugin.prediction import PredictGroups, group_predictor
+from wlb_megatron.plugin.profile import profile_of
 from wlb_megatron.sharding.select import shard_all
+from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.simulator.calibration import with_links
 from wlb_megatron.workload.kernel_table import KernelTable
 
-SOURCES = (GREEDY, SOLVER, FIXED)
+SOURCES = (GREEDY, SOLVER, FIXED, LATE)
 SPARE_PLANS = 2
-"""Plans made and not asked for from which on the sender takes the time for a solver."""
+"""Plans made and not asked for from which on rank 0 takes the time for a solver."""
+
+PATIENCE = 0.05
+"""Seconds that training waits for better groups, once it trains; then the fixed ones serve."""
 
 
 @dataclass(frozen=True)
 class DynamicSettings:
     """sizes, tables: of groups and their kernels. stage_rank: of this process among the stage's data x context
-    parallel ranks. seconds: for the solver, used where `spare` says that training is not about to ask for the plan.
-    plan: what rank 0 makes plans by, of tokens, fixed groups and seconds; it leaves them on the `board`, until it is
-    `closing`."""
+    parallel ranks. plan: what rank 0 makes plans by, of tokens and fixed groups; it leaves them on the `board`, until
+    it is `closing`. predict: milliseconds of an iteration from its groups and tokens, on the rank that reports them.
+    """
 
     sizes: tuple[int, ...]
     tables: tuple[KernelTable, ...]
-    plan: Callable[[list[int], StepPlan, float], Outcome]
+    plan: Callable[[list[int], StepPlan], Outcome]
     stage_rank: int
-    seconds: float
-    spare: Callable[[], bool]
     closing: Callable[[], bool]
     board: Board
+    predict: PredictGroups | None = None
 
 
 def training_plans(
@@ -67,7 +73,7 @@ def training_plans(
 ) -> Callable[[], Iterator[PlannedIteration]]:
     """Make the process groups (on all ranks at once) and return what makes the plans, to be run in a thread.
 
-    ahead: what runs the thread. config: complete. Costs are those of the model's shape on H100s.
+    ahead: what runs the thread. config: complete. Costs are of the job's profile, or of the model's shape on H100s.
     """
     make_groups()
     stage_ranks = dist.get_process_group_ranks(
@@ -77,21 +83,49 @@ def training_plans(
     assert config.quadratic_at is not None
     stage = Stage.of(shards.cp_size, len(stage_ranks) // shards.cp_size, longest)
     tensor = args.tensor_model_parallel_size
-    cost = group_cost(shards.table, token_ns(shards.table, config.quadratic_at), stage.sizes, tensor=tensor)
-    process = PlanProcess(stage, cost, shards.sharding, args.pipeline_model_parallel_size)
+    profile = profile_of(args)
+    costs = None if profile is None else profile.costs
+    links = with_links(Assumptions(), costs)
+    per_token = token_ns(shards.table, config.quadratic_at)
+    cost = group_cost(shards.table, per_token, stage.sizes, tensor=tensor, assumptions=links)
+    process = PlanProcess(
+        stage, cost, shards.sharding, args.pipeline_model_parallel_size, micro_step_multiple(args)
+    )
     if dist.get_rank() == 0:
         process.start()
     dynamic = DynamicSettings(
         sizes=cost.sizes,
         tables=cost.tables,
-        plan=process.plan,
+        plan=lambda tokens, fixed: plan_in_time(process, ahead(), config.solver_seconds, tokens, fixed),
         stage_rank=stage_ranks.index(dist.get_rank()),
-        seconds=config.solver_seconds,
-        spare=lambda: ahead().ready >= SPARE_PLANS,
         closing=lambda: ahead().closing,
         board=Board(),
+        predict=None if shards.predict is None else group_predictor(args, costs, cost),
     )
     return lambda: plan_groups(planner, shards, dynamic)
+
+
+def micro_step_multiple(args: Any) -> int:
+    """The interleaved schedule takes micro-batches by groups of this many; 1F1B any number."""
+    if (args.virtual_pipeline_model_parallel_size or 1) == 1:
+        return 1
+    group = getattr(args, "microbatch_group_size_per_vp_stage", None)
+    return int(group or args.pipeline_model_parallel_size)
+
+
+def plan_in_time(
+    process: PlanProcess, ahead: PlanAhead, seconds: float, tokens: list[int], fixed: StepPlan
+) -> Outcome:
+    """Rank 0's groups of an iteration: a plan takes as long as an iteration does, of which a solver gets at most
+    `seconds`, and none where training may soon ask. Once it trains, training does not wait: it gets the fixed groups.
+    """
+    return process.plan(
+        tokens,
+        fixed,
+        seconds if ahead.ready >= SPARE_PLANS else 0.0,
+        budget=ahead.pace,
+        hurry=lambda: ahead.pace is not None and ahead.waiting > PATIENCE,
+    )
 
 
 def plan_groups(
@@ -110,7 +144,8 @@ def plan_groups(
             return
         summary = summariser.summarise(plan)
         pieces = [piece for row in plan.micro_batches for one in row for piece in one.pieces]
-        told = agree(number, [piece.tokens for piece in pieces], fixed_groups(plan, shards.cp_size), dynamic)
+        tokens = [piece.tokens for piece in pieces]
+        told = agree(number, tokens, fixed_groups(plan, shards.cp_size), dynamic)
         if told is None:
             return
         steps, source, gain = told
@@ -127,8 +162,9 @@ def plan_groups(
             micro_batches.append(
                 PlannedMicroBatch(plan.iteration, index, held, cut, summary, seconds, shared)
             )
+        predicted = None if dynamic.predict is None else dynamic.predict(steps, tokens)
         yield PlannedIteration(
-            tuple(micro_batches), planner.state(), digest.digest(), planner.put_back, plan=plan
+            tuple(micro_batches), planner.state(), digest.digest(), planner.put_back, predicted, plan
         )
 
 
@@ -144,9 +180,7 @@ def agree(
     """Rank 0's plan, whose it is, and its predicted gain over fixed groups; the same on every rank. None when rank 0
     or this one is closing: no rank is then left waiting. number: of the plan, from 0."""
     if dist.get_rank() == 0:
-        closing = dynamic.closing()
-        seconds = dynamic.seconds if dynamic.spare() else 0.0
-        note = b"" if closing else _encode(dynamic.plan(tokens, fixed, seconds))
+        note = b"" if dynamic.closing() else _encode(dynamic.plan(tokens, fixed))
         dynamic.board.put(number, note)
     else:
         note = dynamic.board.take(number, dynamic.closing) or b""

@@ -12,6 +12,7 @@ import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -136,6 +137,9 @@ class PlanAhead:
     def __init__(self, make: Callable[[], Iterator[PlannedIteration]], depth: int) -> None:
         self._make = make
         self._waited = 0.0
+        self._asked: float | None = None  # since when training waits
+        self._got = time.perf_counter()
+        self._steps: deque[float] = deque(maxlen=5)
         self._made: queue.Queue[PlannedIteration | BaseException | None] = queue.Queue(depth)
         self._thread: threading.Thread | None = None
         self.closing = False
@@ -158,9 +162,12 @@ class PlanAhead:
             yield planned
 
     def _get(self) -> PlannedIteration | BaseException | None:
-        start = time.perf_counter()
+        self._asked = time.perf_counter()
+        self._steps.append(self._asked - self._got)
         planned = self._made.get()
-        self._waited += time.perf_counter() - start
+        self._got = time.perf_counter()
+        self._waited += self._got - self._asked
+        self._asked = None
         return planned
 
     def close(self, seconds: float = 60.0) -> None:
@@ -178,6 +185,18 @@ class PlanAhead:
     def ready(self) -> int:
         """Iterations planned and not yet asked for."""
         return self._made.qsize()
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds from one plan's use to the next one's, the median of the last few; None before there are any."""
+        steps = sorted(self._steps)
+        return steps[len(steps) // 2] if len(steps) == self._steps.maxlen else None
+
+    @property
+    def waiting(self) -> float:
+        """Seconds that training has been waiting for a plan by now; 0 where it is not."""
+        asked = self._asked
+        return 0.0 if asked is None else time.perf_counter() - asked
 
     def take_waited(self) -> float:
         """Seconds that training has waited for plans since this was last asked."""

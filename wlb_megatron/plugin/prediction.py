@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.dynamic.cost import GroupCost
+from wlb_megatron.dynamic.plan import StepPlan
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.assumptions import Assumptions
@@ -15,6 +18,9 @@ from wlb_megatron.simulator.calibration import with_links
 from wlb_megatron.simulator.iteration import run_steps
 from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape, Times
 from wlb_megatron.workload.costs import Costs
+
+PredictGroups = Callable[[StepPlan, Sequence[int]], float | None]
+"""Milliseconds of an iteration from its groups and the tokens of its documents."""
 
 Predict = Callable[[IterationPlan, Sequence[ShardPlan]], float | None]
 """Milliseconds of an iteration from its plan and the shard plans of this data-parallel rank's micro-batches."""
@@ -30,23 +36,49 @@ def predictor(args: Any, costs: Costs | None, dp_rank: int, alignment: int) -> P
     except ValueError:
         return lambda plan, shards: None
 
+    def predict(plan: IterationPlan, shards: Sequence[ShardPlan]) -> float:
+        tokens, attention = _loads(plan, shards, model, dp_rank, alignment)
+        return float(run_steps(tokens, attention, model, blocking=True).steps[0]) / 1e6
+
+    return _until_it_fails(predict)
+
+
+def group_predictor(args: Any, costs: Costs | None, cost: GroupCost) -> PredictGroups:
+    """The same with dynamic groups, every rank of a stage with micro-batches of its own. cost: what they were planned
+    by, which tells the attention of a group without sharding it."""
+    try:
+        given = layer_model(args, costs)
+    except ValueError:
+        return lambda plan, tokens: None
+    ranks = given.layout.dp * given.layout.cp
+    model = replace(given, layout=replace(given.layout, cp=1, dp=ranks))
+
+    def predict(plan: StepPlan, tokens: Sequence[int]) -> float:
+        held, attention = _group_loads(plan, tokens, cost)
+        ways = Times(*(way[None, :, :, None] for way in model.attention_ways(attention)))
+        return float(run_steps(held[None], ways, model, blocking=True).steps[0]) / 1e6
+
+    return _until_it_fails(predict)
+
+
+def _until_it_fails(predict: Callable[..., float]) -> Callable[..., float | None]:
+    """A figure of the log must not end training: no more of it after the first error, which is told."""
     failed = False
 
-    def predict(plan: IterationPlan, shards: Sequence[ShardPlan]) -> float | None:
+    def guarded(*args: Any) -> float | None:
         nonlocal failed
         if failed:
             return None
         try:
-            tokens, attention = _loads(plan, shards, model, dp_rank, alignment)
-            return float(run_steps(tokens, attention, model, blocking=True).steps[0]) / 1e6
-        except Exception as error:  # a figure of the log must not end training
+            return predict(*args)
+        except Exception as error:
             failed = True
             print(
                 f"WARNING: wlb_megatron: no more predicted times, the simulator failed: {error!r}", flush=True
             )
             return None
 
-    return predict
+    return guarded
 
 
 def layer_model(args: Any, costs: Costs | None) -> LayerModel:
@@ -105,3 +137,19 @@ def _loads(
         whole[:, dp_rank] = slowest
         ways.append(whole[None, :, :, None])
     return tokens[None], Times(*ways)
+
+
+def _group_loads(
+    plan: StepPlan, tokens: Sequence[int], cost: GroupCost
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Of each micro-step and rank of a stage, [m, ranks], the tokens it holds and its attention, nanoseconds."""
+    lengths, prices = np.array(tokens, dtype=np.int64), cost.attention(tokens)
+    held = np.ones((len(plan.micro_steps), plan.ranks), dtype=np.int64)
+    attention = np.full(held.shape, cost.tables[0].call)
+    for step, groups in enumerate(plan.micro_steps):
+        for group in groups:
+            documents, level = list(group.documents), cost.sizes.index(group.size)
+            ranks = slice(group.start, group.start + group.size)
+            held[step, ranks] = -(-int(lengths[documents].sum()) // group.size)
+            attention[step, ranks] += prices[level, documents].sum() + cost.opening()[level]
+    return held, attention

@@ -151,6 +151,17 @@ class LayerModel:
         else:
             both = predict_all(plans, self.table).astype(np.float64)
             forward, backward = both * FORWARD_SHARE, both * (1 - FORWARD_SHARE)
+        return self._recomputed(forward, backward)
+
+    def attention_ways(self, both: FloatArray) -> Times:
+        """Attention's forward and backward from their sum, nanoseconds, where no shard plan tells them apart."""
+        share = FORWARD_SHARE
+        if self._ways is not None:
+            forward, backward = (float(way.diagonal_ns(np.array([8192]))[0]) for way in self._ways)
+            share = forward / (forward + backward)
+        return self._recomputed(both * share, both * (1 - share))
+
+    def _recomputed(self, forward: FloatArray, backward: FloatArray) -> Times:
         return Times(forward, backward if self.recompute == "none" else backward + forward)
 
     @property
