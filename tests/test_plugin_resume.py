@@ -50,9 +50,20 @@ def test_the_state_is_saved_when_megatron_has_applied_the_gradients() -> None:
     assert planned == [1, 2]
 
 
-def load(args: argparse.Namespace) -> None:
-    contents = {"args": args}
-    checkpoint.wrap_load_base_checkpoint(lambda: (contents, ""))()
+def load(args: argparse.Namespace, *, off: bool = False) -> argparse.Namespace:
+    """Megatron's arguments after it has loaded a checkpoint that was saved with `args`."""
+    now = argparse.Namespace(wlb_off=off)
+    checkpoint.wrap_load_base_checkpoint(lambda load_dir, now: ({"args": args}, ""))("folder", now)
+    return now
+
+
+def test_a_checkpoint_that_is_saved_again_before_training_keeps_its_state() -> None:
+    """--ckpt-convert-format; a run with --wlb-off trains on without a state."""
+    args, ours = megatron(0), source()
+    resume.remember(ours, args, ours.planner.state())
+    assert load(args).wlb_state == args.wlb_state
+    assert not hasattr(load(args, off=True), "wlb_state")
+    assert not hasattr(load(argparse.Namespace()), "wlb_state")
 
 
 def test_a_state_continues_where_it_was_saved_and_counts_its_tokens() -> None:

@@ -115,6 +115,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "the plugin shuffles documents itself, by --seed; drop it",
     ),
     Refusal(
+        lambda a, c: _get(a, "dataloader_save"),
+        "--dataloader-save",
+        "the packing state is part of Megatron's own checkpoints; drop it",
+    ),
+    Refusal(
         lambda a, c: _get(a, "iterations_to_skip"),
         "--iterations-to-skip",
         "Megatron would read a skipped iteration's batches itself; drop it",

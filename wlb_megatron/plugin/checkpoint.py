@@ -48,15 +48,18 @@ def loaded_state() -> dict[str, Any] | None:
 
 
 def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """_load_base_checkpoint that keeps the packing state of what it reads."""
+    """_load_base_checkpoint(load_dir, args, ..) that keeps the packing state of what it reads, also where Megatron
+    saves again before anything trains (--ckpt-convert-format)."""
 
-    def load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    def load_base_checkpoint(load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         global _loaded
-        result = original(*args, **kwargs)
+        result = original(load_dir, args, *rest, **kwargs)
         contents = result[0] if isinstance(result, tuple) else None
         if isinstance(contents, dict) and "args" in contents:
             saved = getattr(contents["args"], ATTRIBUTE, None)
             _loaded = None if saved is None else json.loads(saved)
+            if saved is not None and not getattr(args, "wlb_off", True):
+                setattr(args, ATTRIBUTE, saved)
         return result
 
     return load_base_checkpoint

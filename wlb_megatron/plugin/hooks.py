@@ -141,7 +141,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "megatron.training.checkpointing:_load_base_checkpoint",
-        (),
+        ("load_dir", "args"),
         "reads the packing state that the checkpoint's arguments hold",
         checkpoint.wrap_load_base_checkpoint,
     ),

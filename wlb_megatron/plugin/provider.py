@@ -130,7 +130,10 @@ def _evaluation(source: Source, args: Any) -> MicroBatchIterator:
     """The same iterations at every evaluation, so that the losses of two are of the same documents: --eval-iters,
     or all that the set holds."""
     planned = plan_iterations(source.planner, _settings(source, args))
-    plans = list(planned if args.wlb_full_validation else itertools.islice(planned, args.eval_iters))
+    chosen = planned if args.wlb_full_validation else itertools.islice(planned, args.eval_iters)
+    plans = [
+        replace(each, state={}, plan=None) for each in chosen
+    ]  # kept for the whole run, one rank's share
     loader = _loader(source, MicroBatchSampler(_Again(plans)), _layout(args), args)
     return EvaluationIterator(loader, len(plans)) if args.wlb_full_validation else MicroBatchIterator(loader)
 
