@@ -28,6 +28,7 @@ from wlb_megatron.plugin.prediction import predictor
 from wlb_megatron.plugin.profile import profile_of, told
 from wlb_megatron.plugin.rehearsal import longest_micro_batch
 from wlb_megatron.plugin.resume import remember, restore
+from wlb_megatron.plugin.shared_solver import share_solver
 from wlb_megatron.plugin.source import Source, attention_shape, token_alignment
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.workload.kernel_table import of_gpu
@@ -81,6 +82,7 @@ def _training(source: Source, args: Any) -> MicroBatchIterator:
     ahead = PlanAhead(make, PLANS_AHEAD)
     if source.config.cp_mode == "dynamic":
         atexit.register(ahead.close)
+    share_solver(source.planner.packer, ahead)
     sampler = MicroBatchSampler(ahead)
     latest: int | None = None
 
