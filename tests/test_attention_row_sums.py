@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from wlb_megatron.attention.device_layout import Bags, _bags
+from wlb_megatron.attention.device_layout import Bags, _bags, _ship
 from wlb_megatron.attention.row_sums import add_rows, merge_rows
 
 
@@ -56,7 +56,7 @@ def test_the_fused_kernels_do_the_same():
     pytest.importorskip("triton")
     code = """
 import numpy as np, torch
-from wlb_megatron.attention.device_layout import Bags, _bags
+from wlb_megatron.attention.device_layout import Bags, _bags, _ship
 from wlb_megatron.attention import row_sums, row_sums_triton
 torch.manual_seed(0)
 bags = Bags(*(torch.from_numpy(x).int() for x in _bags(np.random.default_rng(0).integers(0, 30, 50), 37)))
@@ -78,3 +78,12 @@ for heads, dim in ((3, 64), (3, 96), (16, 128), (1, 256)):
 """
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_index_tensors_begin_where_triton_need_not_compile_anew():
+    """Lengths 3, 1 and 5 of one copy: each begins at a multiple of four numbers, 16 bytes."""
+    arrays = [np.arange(3), np.array([7]), np.arange(5)]
+    first, *shipped = _ship(arrays, torch.device("cpu"))
+    assert [x.data_ptr() - first.data_ptr() for x in shipped] == [16, 32]
+    for array, tensor in zip(arrays, [first, *shipped], strict=True):
+        assert tensor.dtype == torch.int32 and tensor.tolist() == array.tolist()

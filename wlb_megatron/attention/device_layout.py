@@ -179,10 +179,14 @@ def _bags(owner: npt.NDArray[np.int64], rows: int) -> list[np.ndarray]:
 
 
 def _ship(arrays: Sequence[np.ndarray], device: torch.device) -> Iterator[Tensor]:
-    """int32 views of one copy of all arrays on the device."""
+    """int32 views of one copy of all arrays on the device. Each begins at a multiple of 16 bytes, four numbers: Triton
+    compiles a kernel anew for pointers that do not."""
+    sizes = [len(array) for array in arrays]
+    begins = np.concatenate(([0], np.cumsum([-(-size // 4) * 4 for size in sizes]))).tolist()
     pinned = device.type != "cpu"
-    flat = torch.empty(sum(map(len, arrays)), dtype=torch.int32, pin_memory=pinned)
-    np.concatenate(arrays, out=flat.numpy(), casting="same_kind")
+    flat = torch.empty(begins[-1], dtype=torch.int32, pin_memory=pinned)
+    for array, begin, size in zip(arrays, begins, sizes, strict=False):
+        np.copyto(flat.numpy()[begin : begin + size], array, casting="same_kind")
     if pinned:
         flat = flat.to(device, non_blocking=True)
-    return iter(flat.split([len(array) for array in arrays]))
+    return iter([flat[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)])
