@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 WARM_UP, REPEATS = 3, 9
+PAUSE_CYCLES = 20_000_000
+"""About 10 ms on an H100."""
 OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "p2p")
 
 
@@ -18,30 +21,36 @@ def time_operation(name: str, size: int, device: torch.device) -> dict[str, Any]
     """(median, p20, p80) nanoseconds of one operation, the slowest rank's. size: bytes that each rank ends up with
     (all_gather, all_to_all), starts from (reduce_scatter) or sends (p2p, one way, between ranks 0 and 1)."""
     run = _operation(name, size, device)
-    times = []
-    for at in range(WARM_UP + REPEATS):
-        dist.barrier()
-        taken = _time(run, device)
-        if at >= WARM_UP:
-            times.append(taken)
-    slowest = torch.tensor(times, dtype=torch.float64, device=device)
+    times = _on_gpu(run) if device.type == "cuda" else _on_cpu(run)
+    slowest = torch.tensor(times[WARM_UP:], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     spread = np.percentile(slowest.cpu().numpy(), (50, 20, 80))
     return {"forward": [int(ns / (2 if name == "p2p" else 1)) for ns in spread], "repeats": REPEATS}
 
 
-def _time(run: Callable[[], Any], device: torch.device) -> float:
-    if device.type != "cuda":
+def _on_gpu(run: Callable[[], Any]) -> list[float]:
+    """One after another behind a pause, so that launching them, which training does ahead, is not in their times."""
+    run()  # a communicator is made at its first use
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(WARM_UP + REPEATS + 1)]
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda._sleep(PAUSE_CYCLES)
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) * 1e6 for a, b in pairwise(marks)]
+
+
+def _on_cpu(run: Callable[[], Any]) -> list[float]:
+    times = []
+    for _ in range(WARM_UP + REPEATS):
+        dist.barrier()
         begin = time.perf_counter_ns()
         run()
-        return float(time.perf_counter_ns() - begin)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    torch.cuda.synchronize()
-    marks[0].record()
-    run()
-    marks[1].record()
-    torch.cuda.synchronize()
-    return float(marks[0].elapsed_time(marks[1]) * 1e6)
+        times.append(float(time.perf_counter_ns() - begin))
+    return times
 
 
 def _operation(name: str, size: int, device: torch.device) -> Callable[[], Any]:
