@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_groups import random_plan
 
-from wlb_megatron.dynamic.blocks import Stage, block_sizes, blocks_of
+from wlb_megatron.dynamic.blocks import MOST_GROUPS, Stage, block_sizes, blocks_of
 from wlb_megatron.dynamic.buckets import bucket
 from wlb_megatron.dynamic.cost import GroupCost, group_cost
 from wlb_megatron.dynamic.placement import Problem, problem_of
@@ -173,15 +173,17 @@ def test_sixteen_buckets_count_at_most_two_and_a_half_percent_too_many_tokens(ki
         assert many <= 0.025 * lengths.sum()
 
 
-def test_blocks_are_nested_and_a_rank_is_in_at_most_log2_of_them() -> None:
-    for context, data in product(range(1, 9), range(1, 9)):
+def test_blocks_are_nested_and_a_rank_is_in_at_most_eight_of_them() -> None:
+    for context, data in [*product(range(1, 9), range(1, 9)), (8, 512), (1024, 4), (1, 4096), (6, 360)]:
         sizes = block_sizes(context, data)
         assert context in sizes and sizes[-1] == context * data
         assert all(large % small == 0 for small, large in pairwise(sizes))
-        assert len(sizes) <= int(np.log2(context * data)) + 1
-        for rank in range(context * data):
+        assert len(sizes) <= min(int(np.log2(context * data)), MOST_GROUPS) + 1
+        for rank in range(0, context * data, max(1, context * data // 50)):
             own = [size for start, size in blocks_of(sizes) if start <= rank < start + size]
             assert own == list(sizes[1:])
+    assert block_sizes(8, 512) == (1, 2, 4, 8, 16, 32, 64, 128, 4096)
+    assert block_sizes(1024, 4) == (1, 2, 4, 8, 16, 32, 64, 1024, 4096)
 
 
 def test_a_group_starts_when_its_last_rank_is_free() -> None:

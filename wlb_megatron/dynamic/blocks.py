@@ -1,8 +1,9 @@
 """The groups that may be formed over the DP x CP ranks of a pipeline stage: aligned blocks, nested in each other.
 
-Sizes are a chain in which each divides the next, so two blocks are either apart or one holds the other. A rank is
-in one block of each size: at most log2(N) + 1 process groups a rank. And micro-steps that run in falling order of
-their group's size never wait: all ranks of a block have run the same larger blocks before it (see greedy.py).
+Sizes are a chain in which each divides the next, so two blocks are either apart or one holds the other. A rank is in
+one block of each size, of which there are at most MOST_GROUPS of more than one rank. And micro-steps that run in
+falling order of their group's size never wait: all ranks of a block have run the same larger blocks before it (see
+greedy.py).
 """
 
 from __future__ import annotations
@@ -10,11 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MOST_GROUPS = 8
+"""Process groups of a rank, with Megatron's context-parallel group and that of all ranks, which are there anyway."""
+
 
 def block_sizes(context: int, data: int) -> tuple[int, ...]:
     """Sizes of blocks, ascending, from 1 over the context-parallel size to all context x data ranks.
 
-    context 2, data 3: (1, 2, 6). context 4, data 2: (1, 2, 4, 8). context 3, data 2: (1, 3, 6).
+    context 2, data 3: (1, 2, 6). context 4, data 2: (1, 2, 4, 8). context 3, data 2: (1, 3, 6). Where there would be
+    more than MOST_GROUPS above 1, the largest are left out, which hold no more tokens than the context-parallel ones;
+    context 8, data 512: 1 2 4 8 16 32 64 128 4096.
     Raises ValueError for sizes below 1.
     """
     if context < 1 or data < 1:
@@ -22,7 +28,9 @@ def block_sizes(context: int, data: int) -> tuple[int, ...]:
     sizes = [1]
     for factor in (*_primes(context), *_primes(data)):
         sizes.append(sizes[-1] * factor)
-    return tuple(sizes)
+    kept = {1, context, sizes[-1]}
+    others = [size for size in sizes if size not in kept]
+    return tuple(sorted({*kept, *others[: MOST_GROUPS + 1 - len(kept)]}))
 
 
 @dataclass(frozen=True, slots=True)

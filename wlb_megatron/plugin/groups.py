@@ -1,9 +1,10 @@
 """Process groups of the blocks of a pipeline stage's ranks, made once, in the same order on every rank.
 
-A rank is in one block of each size, so it holds at most log2(N) of them beside Megatron's own context-parallel
-group and the group of all data x context parallel ranks, which serve as they are. Blocks are nested and made from
+A rank is in one block of each size, so it holds at most MOST_GROUPS of them, two of which are Megatron's own: its
+context-parallel group and that of all data x context parallel ranks. Blocks are nested and made from
 the smallest to the largest: a rank never waits in a block's creation for one that waits in a smaller one. Each is
-used once before training, so that no communicator is set up in the midst of a step.
+used once before training: no communicator is set up in the midst of a step, and none takes GPU memory after the
+rehearsal, which has shown that the longest micro-batches fit beside them.
 """
 
 from __future__ import annotations
