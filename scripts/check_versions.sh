@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Trains three steps of a small GPT (CPU, CP=2) on each megatron-core that the plugin takes, by each way in, and compares
-# the losses, which must be the same everywhere: the wheels of PyPI by `-m wlb_megatron.pretrain_gpt`, and with a clone of
-# Megatron-LM its branches by the launcher and patched. Prints a table; fails if one way in differs.
+# Trains three steps of a small GPT (CPU, CP=2) on each megatron-core that the plugin takes, by each way in, evaluates it
+# on a validation and a test set, and compares the losses, which must be the same everywhere: the wheels of PyPI by
+# `-m wlb_megatron.pretrain_gpt`, and with a clone of Megatron-LM its branches by the launcher and patched. Prints a
+# table; fails if one way in differs.
 # usage: scripts/check_versions.sh [CLONE [FLAGS ..]]     FLAGS: another layout of the two processes
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -38,8 +39,9 @@ train() { # train NAME MEGATRON ENTRY..: a row of the table
     PYTHONPATH="$PYTHONPATH:$megatron:$scratch/needs" "$python" -m torch.distributed.run --nproc-per-node 2 \
         --master-addr 127.0.0.1 --master-port $((20000 + RANDOM % 20000)) "$@" $flags \
         "${layout[@]}" --seq-length 1024 --max-position-embeddings 2048 --global-batch-size 2 \
-        --train-iters 3 --data-path "$scratch/corpus" --wlb-overlong drop >"$scratch/log" 2>&1 || true
-    losses=$(grep -oE 'lm loss: [0-9.E+-]+' "$scratch/log" | cut -d' ' -f3 | tr '\n' ' ' || true)
+        --train-iters 3 --eval-iters 1 --split 98,1,1 --data-path "$scratch/corpus" --wlb-overlong drop \
+        >"$scratch/log" 2>&1 || true
+    losses=$(sed -nE 's/.*lm loss( value)?: ([0-9.E+-]+).*/\2/p' "$scratch/log" | tr '\n' ' ' || true)
     reference=${reference:-$losses}
     if [ -n "$losses" ] && [ "$losses" = "$reference" ]; then
         printf '%-44s works    %s\n' "$name" "$losses"
