@@ -52,7 +52,7 @@ def start_return(exchange: DeviceExchange, grad: Tensor, group: Any) -> Callable
     def finish(own: Tensor) -> None:
         if work is not None:
             _wait(work)
-        add_rows(own.flatten(1), back.flatten(1), exchange.returns)
+        add_rows(own, back, exchange.returns)
 
     return finish
 

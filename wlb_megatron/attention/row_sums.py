@@ -29,7 +29,7 @@ def spread_four(sources: tuple[Tensor, Tensor, Tensor, Tensor], index: Tensor, r
 
 
 def add_rows(target: Tensor, source: Tensor, bags: Bags) -> None:
-    """target[owner[j]] += source[j] for all j. [rows, width] each; summed in fp32 at least, rounded once."""
+    """target[owner[j]] += source[j] for all j. [rows, ..] each, contiguous; summed in fp32 at least, rounded once."""
     if target.is_cuda:
         from wlb_megatron.attention import row_sums_triton
 

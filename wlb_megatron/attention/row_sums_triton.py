@@ -10,11 +10,14 @@ from typing import Any
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
+from triton.runtime import driver  # type: ignore[import-untyped]
 
 from wlb_megatron.attention.device_layout import Bags
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
+# Before 3.3, a compiled kernel is not given constants.
+_STRAIGHT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -34,11 +37,18 @@ def _launch(
     key = id(kernel), place, numbers, tuple([tensor.dtype for tensor in tensors])
     aligned = not sum(tensor.data_ptr() % 16 for tensor in tensors)
     if aligned and (found := _compiled.get(key)) is not None:
-        found[(*grid, 1)](*tensors, *numbers)
+        stream = driver.active.get_current_stream(place)
+        # As CompiledKernel's own indexing does, less the hooks of Triton's profiler.
+        known = found.function, found.packed_metadata, None, None, None
+        found.run(*grid, 1, stream, *known, *tensors, *numbers)
         return
     found = kernel[grid](*tensors, *numbers, num_warps=num_warps)
-    if aligned:
+    if aligned and _STRAIGHT:
         _compiled[key] = found
+
+
+def _power(count: int) -> int:
+    return 1 << (count - 1).bit_length()
 
 
 @triton.jit
@@ -64,8 +74,8 @@ def spread_four(sources: Four, index: Tensor, rows: int) -> list[Tensor]:
     """See row_sums.spread_four. Tensors contiguous, of any types and widths."""
     targets = [source.new_empty((rows, *source.shape[1:])) for source in sources]
     widths = [source.numel() // len(source) for source in sources]
-    block = min(1024, triton.next_power_of_2(max(widths)))
-    grid = len(index), triton.cdiv(max(widths), block)
+    block = min(1024, _power(max(widths)))
+    grid = len(index), -(-max(widths) // block)
     _launch(_spread, grid, (*sources, *targets, index), (*widths, block), num_warps=4)
     return targets
 
@@ -87,9 +97,9 @@ def add_rows(target: Tensor, source: Tensor, bags: Bags) -> None:
     """See row_sums.add_rows. Tensors contiguous."""
     if not len(bags.targets):
         return
-    width = target.shape[1]
-    block = min(1024, triton.next_power_of_2(width))
-    grid = (len(bags.targets), triton.cdiv(width, block))
+    width = target.numel() // len(target)
+    block = min(1024, _power(width))
+    grid = len(bags.targets), -(-width // block)
     _launch(_add, grid, (target, source, bags.targets, bags.bounds, bags.members), (width, block))
 
 
@@ -134,8 +144,8 @@ def _merge(  # type: ignore[no-untyped-def]
 def merge_rows(out: Tensor, lse: Tensor, parts: Tensor, parts_lse: Tensor, bags: Bags) -> None:
     """See row_sums.merge_rows. Tensors contiguous, lse fp32."""
     heads, dim = out.shape[1:]
-    padded = triton.next_power_of_2(dim)
-    together = min(triton.next_power_of_2(heads), max(1, 1024 // padded))
-    grid = (len(bags.targets), triton.cdiv(heads, together))
+    padded = _power(dim)
+    together = min(_power(heads), max(1, 1024 // padded))
+    grid = len(bags.targets), -(-heads // together)
     tensors = out, lse, parts, parts_lse, bags.targets, bags.bounds, bags.members
     _launch(_merge, grid, tensors, (heads, dim, together, padded))

@@ -152,7 +152,7 @@ class _ShardedAttention(_Attention):
         give_back = start_return(layout.exchange, dearlier, group)
         dq, dkv = own or diagonals()
         if dq_part is not None:
-            add_rows(dq.flatten(1), dq_part.flatten(1), layout.queries)
+            add_rows(dq, dq_part, layout.queries)
         give_back(dkv)
         return dq, dkv
 
