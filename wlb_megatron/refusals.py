@@ -81,8 +81,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "token counts are not aligned to FP4's scaling blocks; train in FP8 or bf16",
     ),
     Refusal(
-        lambda a, c: _get(a, "overlap_moe_expert_parallel_comm"),
-        "--overlap-moe-expert-parallel-comm",
+        lambda a, c: _get(a, "overlap_moe_expert_parallel_comm") or _get(a, "delay_wgrad_compute"),
+        "--overlap-moe-expert-parallel-comm (and --delay-wgrad-compute, which needs it)",
         "its schedule splits the forward into parts that the plugin does not hand out; drop it",
     ),
     Refusal(
@@ -182,6 +182,48 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda a, c: _get(a, "experimental_attention_variant"),
         "--experimental-attention-variant",
         "the plugin replaces core attention; drop it",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "tp_comm_overlap"),
+        "--tp-comm-overlap",
+        "Transformer Engine makes its buffers for --seq-length tokens once, micro-batches vary in length; drop it",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "defer_embedding_wgrad_compute"),
+        "--defer-embedding-wgrad-compute",
+        "it gathers all deferred micro-batches into buffers of the first one's size, theirs vary; drop it",
+    ),
+    Refusal(
+        lambda a, c: any(
+            (_get(a, size) or 1) > 1 for size in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+        ),
+        "--tensor-parallel-num-weight-shards / --expert-tensor-parallel-num-weight-shards",
+        "ranks that share a weight's shards train micro-batches of their own, for which nothing is planned; drop it",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "use_kitchen_attention"),
+        "--use-kitchen-attention",
+        "the plugin replaces core attention; drop it",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "flash_attention_version"),
+        "--flash-attention-version",
+        "attention runs on cuDNN's kernels for packed documents; drop it",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "batch_invariant_mode"),
+        "--batch-invariant-mode",
+        "attention's kernels depend on the micro-batch; drop it, or take --deterministic-mode",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "logits_save_dir") or _get(a, "logits_load_dir"),
+        "--logits-save-dir / --logits-load-dir",
+        "stored logits belong to Megatron's own samples; drop it",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "inprocess_restart"),
+        "--inprocess-restart",
+        "a restart inside the process would go on after the plans of the attempt before; restart the job instead",
     ),
     Refusal(
         lambda a, c: _get(a, "cpu_offloading_retain_pinned_cpu_buffers"),
