@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -87,3 +88,45 @@ def test_index_tensors_begin_where_triton_need_not_compile_anew():
     assert [x.data_ptr() - first.data_ptr() for x in shipped] == [16, 32]
     for array, tensor in zip(arrays, [first, *shipped], strict=True):
         assert tensor.dtype == torch.int32 and tensor.tolist() == array.tolist()
+
+
+def test_a_compiled_kernel_is_launched_again_only_for_what_it_was_compiled_for(monkeypatch):
+    pytest.importorskip("triton")
+    from wlb_megatron.attention import row_sums_triton
+
+    class Kernel:
+        """Compiles when called as Triton's, and notes what is launched either way."""
+
+        function, packed_metadata = "function", "metadata"
+
+        def __init__(self):
+            self.compiled, self.launched = [], []
+
+        def __getitem__(self, grid):
+            return lambda *given, num_warps: self.compiled.append((grid, given)) or self
+
+        def run(self, *given):
+            self.launched.append(given)
+
+    kernel, rows = Kernel(), torch.zeros(8, dtype=torch.int32)
+    monkeypatch.setattr(row_sums_triton, "_compiled", {})
+    monkeypatch.setattr(row_sums_triton, "_STRAIGHT", True)
+    active = SimpleNamespace(get_current_stream=lambda place: "stream")
+    monkeypatch.setattr(row_sums_triton, "driver", SimpleNamespace(active=active))
+    for grid, tensor, number in (
+        ((2, 1), rows, 16),
+        ((3, 1), rows, 16),  # the same kernel, another grid
+        ((2, 1), rows, 17),
+        ((2, 1), rows.long(), 16),
+        ((2, 1), rows[1:], 16),  # not at a multiple of 16 bytes: compiled apart, and never kept
+        ((2, 1), rows[1:], 16),
+        ((2, 1), rows[4:], 16),
+    ):
+        row_sums_triton._launch(kernel, grid, (tensor,), (number,))
+    assert len(kernel.compiled) == 5
+    assert [given[:6] for given in kernel.launched] == [
+        (3, 1, 1, "stream", "function", "metadata"),
+        (2, 1, 1, "stream", "function", "metadata"),
+    ]
+    assert kernel.launched[0][6:9] == (None, None, None)
+    assert kernel.launched[0][9] is rows and kernel.launched[0][10:] == (16,)
