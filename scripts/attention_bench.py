@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import os
 import time
 from collections.abc import Callable
 from importlib.metadata import version
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,15 +155,6 @@ def measure(
     torch.cuda.synchronize()
     p20, p50, p80 = np.percentile([a.elapsed_time(b) for a, b in pairwise(marks)], (20, 50, 80))
     return float(p20), float(p50), float(p80), host
-
-
-def tables(path: Path, rows: list[dict[str, Any]]) -> None:
-    temporary = path.with_suffix(".tmp")
-    with open(temporary, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(temporary, path)
 
 
 def machine() -> dict[str, str]:

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from attention_bench import errors, machine, measure, tables, te_attention, tensors
+from attention_bench import errors, machine, measure, te_attention, tensors
 from attention_steps import Mixes, Way, keys_of, padded_to, sharded_by_turns, share
 from torch import Tensor
 
 from wlb_megatron.attention.sinks import apply_sink, sink_gradient
 from wlb_megatron.attention.te_backend import TransformerEngineKernels
 from wlb_megatron.attention.torch_backend import TorchKernels
+from wlb_megatron.report.files import write_csv
 from wlb_megatron.sharding.select import shard
 
 LENGTHS = [3001, 1, 700, 2, 15, 129, 1500, 64, 257, 16, 400]
@@ -108,7 +109,7 @@ def breadth(_: Mixes, args: argparse.Namespace) -> None:
             wrong += not repeats(lengths, x, way)
         if case.name in WITH_NANS:
             wrong += not unread(lengths, x, way)
-    tables(args.out / "breadth.csv", rows)
+    write_csv(args.out / "breadth.csv", rows)
     print(f"{len(CASES)} cases, {wrong} wrong")
     if wrong:
         raise SystemExit(1)
@@ -169,7 +170,7 @@ def windows(mixes: Mixes, args: argparse.Namespace) -> None:
                 )
                 row = {"mix": name, "cp": cp, "window": window or 0, "te_over_cp_ms": whole / cp}
                 rows.append(row | {"ms": max(times)} | machine())
-    tables(args.out / "windows.csv", rows)
+    write_csv(args.out / "windows.csv", rows)
 
 
 def repeats(lengths: np.ndarray, x: SimpleNamespace, way: Way) -> bool:

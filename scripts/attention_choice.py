@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from attention_bench import DIM, HEADS, KV_HEADS, machine, padded_to, tables, te_attention, tensors
+from attention_bench import DIM, HEADS, KV_HEADS, machine, padded_to, te_attention, tensors
 from attention_steps import Mixes, share
 
+from wlb_megatron.report.files import write_csv
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.predict import predict
 from wlb_megatron.sharding.segments import ShardPlan
@@ -53,8 +54,8 @@ def choice(mixes: Mixes, args: argparse.Namespace) -> None:
                 f"CP={row['cp']} {row['sharding']} {row['ms']:.2f}" for row in told if row["chosen"]
             )
             print(f"{window:7} {name:14} TE / 1 {unsharded:8.2f}  chosen: {line}", flush=True)
-            tables(args.out / "choice.csv", rows)
-            tables(args.out / "choice_predicted.csv", errors)
+            write_csv(args.out / "choice.csv", rows)
+            write_csv(args.out / "choice_predicted.csv", errors)
     report(rows, errors, args)
 
 

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wlb_megatron.attention import kv_exchange, row_sums, sharded_attention
 from wlb_megatron.attention.device_layout import DeviceLayout, device_layout
+from wlb_megatron.report.files import write_csv
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.select import shard
@@ -99,7 +100,7 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 def host(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
     """On GPUs, a process a rank under torchrun, else one. Writes DIR/host.csv."""
     import torch.distributed as dist
-    from attention_bench import KERNELS, SCALE, machine, padded_to, tables, tensors
+    from attention_bench import KERNELS, SCALE, machine, padded_to, tensors
     from attention_steps import planned
 
     from wlb_megatron.attention import row_sums_triton, te_backend
@@ -156,7 +157,7 @@ def host(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
                 | machine()
             )
             if rank == 0:
-                tables(args.out / "host.csv", rows)
+                write_csv(args.out / "host.csv", rows)
     if cp > 1:
         dist.destroy_process_group()
 

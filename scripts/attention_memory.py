@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 
 import torch
-from attention_bench import machine, measure, tables, tensors
+from attention_bench import machine, measure, tensors
 from attention_steps import Mixes, Way, padded_to, share
 
+from wlb_megatron.report.files import write_csv
 from wlb_megatron.sharding.select import shard
 
 LAYERS = 4
@@ -43,7 +44,7 @@ def memory(mixes: Mixes, args: argparse.Namespace) -> None:
                         | dict(zip(("saved_mib", "peak_mib", "ms"), worst, strict=True))
                         | machine()
                     )
-    tables(args.out / "memory.csv", rows)
+    write_csv(args.out / "memory.csv", rows)
 
 
 def bytes_of(step: object) -> tuple[float, float]:

@@ -10,6 +10,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from wlb_megatron.report.files import write_csv
+
 PARTS = (
     ("diagonals and rectangles, forward", ("sdpa", "fprop", "flash_fwd")),
     ("diagonals and rectangles, backward", ("bprop", "dgrad", "flash_bwd", "dot_do_o", "convert_dq", "dq_")),
@@ -27,7 +29,7 @@ def profile(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
     """Trace of rank 0 (Chrome's format) and DIR/profile.csv. Under torchrun, one process a rank."""
     import torch
     import torch.distributed as dist
-    from attention_bench import machine, measure, padded_to, tables, tensors
+    from attention_bench import machine, measure, padded_to, tensors
     from attention_steps import sharded_step
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
@@ -62,7 +64,7 @@ def profile(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
             if path.stat().st_size > 12e6:
                 path.unlink()
     if rank == 0:
-        tables(args.out / "profile.csv", rows)
+        write_csv(args.out / "profile.csv", rows)
     dist.destroy_process_group()
 
 

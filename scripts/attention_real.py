@@ -18,7 +18,6 @@ from attention_bench import (
     measure,
     padded_to,
     reference,
-    tables,
     te_attention,
     te_context_parallel,
     tensors,
@@ -28,6 +27,7 @@ from attention_steps import ErrorTable, Mixes, Way, checked_lengths, planned, sh
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.report.files import write_csv
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 
@@ -72,7 +72,7 @@ def real(mixes: Mixes, args: argparse.Namespace) -> None:
                 error = [float(s.sqrt() / b.norm()) for s, b in zip(squares, expected, strict=True)]
                 table.add(name, kind + ("" if keep_keys else ", keys again"), cp, error, base)
     if rank == 0 and table.rows:
-        tables(args.out / "real_errors.csv", table.rows)
+        write_csv(args.out / "real_errors.csv", table.rows)
 
     def agree(count: int) -> int:
         least = torch.tensor(count, device="cuda")
@@ -106,7 +106,7 @@ def real(mixes: Mixes, args: argparse.Namespace) -> None:
             line += f"  {kind} {times[1]:.2f} ({times[3]:.2f})"
         say(line, flush=True)
         if rank == 0:
-            tables(args.out / "real.csv", rows)
+            write_csv(args.out / "real.csv", rows)
     gains(rows, args.kinds, say)
     dist.destroy_process_group()
 

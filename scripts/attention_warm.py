@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from attention_bench import DIM, HEADS, KV_HEADS, machine, tables, tensors
+from attention_bench import DIM, HEADS, KV_HEADS, machine, tensors
 from attention_steps import Mixes, share
 
 from wlb_megatron.attention.device_layout import DeviceCall
 from wlb_megatron.attention.graph_buckets import Bucket, bucket, foreseen, padded_keys, padded_queries
 from wlb_megatron.attention.te_backend import TransformerEngineKernels
 from wlb_megatron.attention.warm_up import warm_up
+from wlb_megatron.report.files import write_csv
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
@@ -119,7 +120,7 @@ def say_steps(when: str, steps: list[Step], args: argparse.Namespace) -> None:
     for step in slow[:8]:
         print(f"  {step.host_ms:9.2f} ms, {step.new} new: {step.keys}")
     rows = [{"when": when, "host_ms": s.host_ms, "new_buckets": s.new} | machine() for s in steps]
-    tables(args.out / f"warm_{when.split()[0]}.csv", rows)
+    write_csv(args.out / f"warm_{when.split()[0]}.csv", rows)
 
 
 def padded_buckets(args: argparse.Namespace) -> None:
@@ -167,4 +168,4 @@ def padded_buckets(args: argparse.Namespace) -> None:
                 | {"first_ms": first, "gpu_ms": gpu, "host_ms": host}
                 | machine()
             )
-    tables(args.out / "warm_buckets.csv", rows)
+    write_csv(args.out / "warm_buckets.csv", rows)

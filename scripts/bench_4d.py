@@ -14,13 +14,14 @@ with other --layouts, the table takes in what is there.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from gpu_train import ROOT, STOCK, add_warm_ranks, corpus, run
+
+from wlb_megatron.report.files import write_csv
 
 SHOWN = (
     "ms_a_step",
@@ -139,10 +140,7 @@ def table(options: argparse.Namespace) -> None:
         line["against_plain"] = line["tokens_per_s_gpu"] / plain if plain else None
         line["gpu"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
         line["torch"] = torch.__version__
-    with (options.out / "bench_4d.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, lines[0].keys())
-        writer.writeheader()
-        writer.writerows(lines)
+    write_csv(options.out / "bench_4d.csv", lines)
     print(f"\n{'TP,CP,PP,DP':12} {'scheme':8}" + "".join(f"{name:>13}" for name in SHOWN), flush=True)
     for line in lines:
         cells = (

@@ -10,13 +10,12 @@ built-in H100 table (8 query heads, 2 KV heads, d=128), forward + backward, slow
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 
+from wlb_megatron.report.files import write_csv
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.one_call import in_fewest_calls
 from wlb_megatron.sharding.predict import in_one_call, in_two_calls
@@ -65,12 +64,8 @@ def main() -> None:
                 told.append([window, cp, kind, len(cut), low, middle, high, int(taken.sum()), saved])
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        temporary = args.out / "one_call.tmp"
-        with open(temporary, "w", newline="") as file:
-            rows = csv.writer(file)
-            rows.writerow(("window", "cp", "sharding", "mixes_cut", "p10", "p50", "p90", "chosen", "saved"))
-            rows.writerows(told)
-        os.replace(temporary, args.out / "one_call.csv")
+        columns = ("window", "cp", "sharding", "mixes_cut", "p10", "p50", "p90", "chosen", "saved")
+        write_csv(args.out / "one_call.csv", [dict(zip(columns, row, strict=True)) for row in told])
 
 
 if __name__ == "__main__":

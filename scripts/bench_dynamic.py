@@ -13,7 +13,6 @@ array of document lengths, else seeded web-like ones stand in.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from wlb_megatron.dynamic.planner import FIXED, plan_step  # noqa: E402
 from wlb_megatron.packing.corpus import Rules  # noqa: E402
 from wlb_megatron.packing.packer import make_packer  # noqa: E402
 from wlb_megatron.packing.synthetic import code_like, cut_overlong, web_like  # noqa: E402
+from wlb_megatron.report.files import write_csv  # noqa: E402
 from wlb_megatron.simulator.model import LayerModel, Layout  # noqa: E402
 from wlb_megatron.simulator.paper import SHAPES  # noqa: E402
 from wlb_megatron.simulator.schemes import run_packer  # noqa: E402
@@ -69,10 +69,7 @@ def main() -> None:
     }
     for name in options.sections.split(","):
         rows = sections[name](corpora, options)
-        with (options.out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(options.out / f"{name}.csv", rows)
 
 
 def costs(stage: Stage) -> GroupCost:

@@ -16,7 +16,6 @@ gap: how far above the solver's own optimum its plans may be.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import platform
 import sys
@@ -31,6 +30,7 @@ from packing_drift import drift_rows
 from packing_sections import delay_cases, other_cases, paper_cases, pipeline_rows, time_rows
 
 from wlb_megatron.packing.synthetic import KINDS
+from wlb_megatron.report.files import write_csv
 from wlb_megatron.report.table import print_table
 
 SECTIONS = ("paper", "delay", "others", "pipeline", "time", "drift")
@@ -119,19 +119,9 @@ def main() -> None:
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         for section in sections:
-            write([row for row in rows if row["section"] == section], args.out / f"packing_{section}.csv")
+            write_csv(args.out / f"packing_{section}.csv", [row for row in rows if row["section"] == section])
         if "delay" in sections:
             draw_delay([row for row in rows if row["section"] == "delay"], args.out / "delay.png")
-
-
-def write(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    fresh = path.with_suffix(".tmp")
-    with fresh.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-    fresh.replace(path)
 
 
 class progress:

@@ -15,7 +15,6 @@ own does from its own. Prints a table, writes combinations.csv after each row, e
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import sys
 import time
@@ -27,10 +26,12 @@ from subprocess import TimeoutExpired
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 import megatron_runs as runs  # noqa: E402
 from megatron_combinations import CPU, GPU, Combination  # noqa: E402
 from torch.cuda import device_count  # noqa: E402
+
+from wlb_megatron.report.files import write_csv  # noqa: E402
 
 Run = list[dict[str, Any]] | str
 """What each rank saw, or why the run failed."""
@@ -79,7 +80,7 @@ def main() -> None:
         for combination, compare in checks:
             rows.append(row_of(combination, compare, jobs))
             print(told(rows[-1]), flush=True)
-            write(options.out / "combinations.csv", rows)
+            write_csv(options.out / "combinations.csv", rows)
     failed = [row["configuration"] for row in rows if row["result"] not in ("equal", "as stock")]
     print(f"{len(rows) - len(failed)} of {len(rows)} equal the single process")
     raise SystemExit(1 if failed else 0)
@@ -255,13 +256,6 @@ def told(row: dict[str, Any]) -> str:
     if row["stock_difference"]:
         more += f"; stock {row['stock_difference']}, with the plugin {row['plugin_difference']}"
     return f"{row['configuration']:40} {row['ranks']:5}  {row['result']:8}{figures}  {row['why']}{more}"
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ from attention_bench import (
     padded_to,
     profile,
     reference,
-    tables,
     te_attention,
     tensors,
     timing,
@@ -55,6 +54,7 @@ from attention_steps import ErrorTable, Mixes, checked_lengths, sharded_by_turns
 from attention_warm import warm
 
 from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.report.files import write_csv
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.select import shard
 
@@ -72,7 +72,7 @@ def check(mixes: Mixes, args: argparse.Namespace) -> None:
                 table.add(
                     name, kind, cp, errors(sharded_by_turns(shard(lengths, cp, kind), x), expected), base
                 )
-    tables(args.out / "errors.csv", table.rows)
+    write_csv(args.out / "errors.csv", table.rows)
 
 
 def time_shares(mixes: Mixes, args: argparse.Namespace) -> None:
@@ -104,7 +104,7 @@ def time_shares(mixes: Mixes, args: argparse.Namespace) -> None:
             f"sum, CP={cp}: "
             + "  ".join(f"{k} {total[cp, k]:.2f} ms ({base / total[cp, k]:.1%})" for k in kinds)
         )
-    tables(args.out / "share.csv", rows)
+    write_csv(args.out / "share.csv", rows)
 
 
 def profile_shares(mixes: Mixes, args: argparse.Namespace) -> None:

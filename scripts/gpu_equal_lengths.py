@@ -13,7 +13,6 @@ side, a run a GPU, and swaps GPUs each time. A run's figure is the median of its
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,8 @@ from typing import Any
 
 import numpy as np
 from gpu_train import ROOT, STOCK, WLB, add_warm_ranks, corpus, run
+
+from wlb_megatron.report.files import write_csv
 
 FLAGS = {"stock": STOCK, "wlb": WLB}
 
@@ -58,7 +59,7 @@ def main() -> None:
                 f"step, ratio per token {told['ratio']:.4f}",
                 flush=True,
             )
-            write(options.out / "pairs.csv", rows)
+            write_csv(options.out / "pairs.csv", rows)
     for degree in options.degrees:
         report(degree, [row for row in rows if row["cp"] == degree])
 
@@ -96,13 +97,6 @@ def report(degree: int, rows: list[dict[str, Any]]) -> None:
         f"{ratios[-1]:.4f} ({sure:.0%}); "
         f"peak MB {rows[0]['stock_peak_mb']:.0f} stock, {rows[0]['wlb_peak_mb']:.0f} plugin"
     )
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

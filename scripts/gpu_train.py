@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import csv
 import json
 import os
 import re
@@ -28,9 +27,11 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts" / "cpu"))
+sys.path[:0] = [str(ROOT / "scripts" / "cpu"), str(ROOT)]
 from environment import free_port  # noqa: E402
 from warm_ranks import WarmRanks  # noqa: E402
+
+from wlb_megatron.report.files import write_csv  # noqa: E402
 
 MODEL = """--hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 --group-query-attention
 --num-query-groups 4 --kv-channels 128 --normalization RMSNorm --swiglu --position-embedding-type rope
@@ -213,10 +214,7 @@ def report(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace
     rows = [row for run_rows in results.values() for row in run_rows]
     if not rows:
         raise SystemExit(1)
-    with (options.out / "iterations.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(options.out / "iterations.csv", rows)
     named = "cp1" if "cp1" in results else next(iter(results))
     first = {row["iteration"]: row for row in results[named]}
     gpu = torch.cuda.get_device_name(0)

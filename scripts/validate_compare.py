@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 import gpu_train
 import numpy as np
 
+from wlb_megatron.report.files import write_csv
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.assumptions import Assumptions
@@ -42,10 +42,10 @@ def compare(
     rows = [row for job in jobs for row in run_rows(runs, *job, models, profile, warm_up)]
     if not rows:
         raise SystemExit("no run has left iterations: see the logs")
-    write(out / "iterations.csv", rows)
+    write_csv(out / "iterations.csv", rows)
     names = dict.fromkeys(row["run"] for row in rows)
     told = [summary([row for row in rows if row["run"] == name]) for name in names]
-    write(out / "runs.csv", told)
+    write_csv(out / "runs.csv", told)
     print(f"\n{profile.told()}; {layers} layers of 2048, window {WINDOW}; milliseconds of an iteration")
     print(f"{'run':24}{'iterations':>11}{'measured':>10}{'predicted':>10}{'error':>8}{'mean |error|':>13}")
     for one in told:
@@ -207,15 +207,6 @@ def speedups(rows: list[Row]) -> None:
                 told.append(pace[0] / pace[1] if len(pace) == 2 else None)
             if told[0] is not None and told[1] is not None:
                 print(f"{layout + ' ' + mix:28}{told[0]:10.3f}{told[1]:10.3f}")
-
-
-def write(path: Path, rows: list[Row]) -> None:
-    scratch = path.with_name(f"{path.name}.tmp")
-    with scratch.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    scratch.replace(path)
 
 
 def scatter(path: Path, rows: list[Row], profile: Profile) -> None:

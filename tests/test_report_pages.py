@@ -15,7 +15,7 @@ import pytest
 from wlb_megatron.cli import main
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing import thresholds
-from wlb_megatron.report.files import as_csv, whole_file, whole_folder
+from wlb_megatron.report.files import as_csv, whole_file, whole_folder, write_csv
 from wlb_megatron.report.html import comparison_page, page
 from wlb_megatron.report.reproduction import Section, as_markdown
 from wlb_megatron.report.trace import chrome_trace
@@ -202,3 +202,11 @@ def test_a_browser_shows_the_page_without_a_network(out, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True)
     assert re.search(r"<td>550M-64K</td>", done.stdout)
     assert len(re.findall(r"<img [^>]*data:image/png", done.stdout)) == 4
+
+
+def test_a_table_of_rows_with_keys_of_their_own_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    write_csv(tmp_path / "rows.csv", [{"a": 1, "b": None}, {"a": 2, "c": "x, y"}])
+    assert (tmp_path / "rows.csv").read_text() == 'a,b,c\n1,,\n2,,"x, y"\n'
+    with pytest.raises(WlbError, match="cannot write .*give another --out"):
+        write_csv(tmp_path / "none" / "rows.csv", [{"a": 1}])
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]

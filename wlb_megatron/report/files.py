@@ -44,10 +44,17 @@ def whole_file(path: Path, flag: str) -> Iterator[Path]:
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of like keys; a figure that is None is left empty."""
+    """A column for each key of any row, in the order in which they come; a figure that is None or missing is empty."""
     text = io.StringIO()
     if rows:
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     return text.getvalue()
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], flag: str = "--out") -> None:
+    """`as_csv` in a file, whole or not at all."""
+    with whole_file(path, flag) as scratch:
+        scratch.write_text(as_csv(rows), encoding="utf-8")
