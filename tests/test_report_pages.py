@@ -207,6 +207,6 @@ def test_a_browser_shows_the_page_without_a_network(out, tmp_path):
 def test_a_table_of_rows_with_keys_of_their_own_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     write_csv(tmp_path / "rows.csv", [{"a": 1, "b": None}, {"a": 2, "c": "x, y"}])
     assert (tmp_path / "rows.csv").read_text() == 'a,b,c\n1,,\n2,,"x, y"\n'
-    with pytest.raises(WlbError, match="cannot write .*give another --out"):
+    with pytest.raises(WlbError, match=r"cannot write .*give another --out"):
         write_csv(tmp_path / "none" / "rows.csv", [{"a": 1}])
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
