@@ -7,6 +7,7 @@ flags; tests/test_megatron_combinations.py runs a few of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +82,12 @@ GPU: tuple[Combination, ...] = (
     Combination("CP2, selective recompute", 2, f"{CP} 2 --recompute-granularity selective"),
     Combination("PP2, tied embeddings", 2, f"{PP} 2", without="--untie-embeddings-and-output-weights"),
     Combination("CP2, FP8 delayed", 2, f"{CP} 2", f"{FP8} delayed"),
+    Combination("CP2, FP8 blockwise", 2, f"{CP} 2", f"{FP8} blockwise"),
 )
 """For two GPUs (NCCL, Transformer Engine, bf16), the most telling first."""
 
 FOUR = "--num-layers 4"
+LAYERS = Path(__file__).with_name("heterogeneous_layers.json")
 MTP = "--mtp-num-layers"
 EIGHT = "--num-layers 8"
 EP = "--expert-model-parallel-size 2"
@@ -162,6 +165,44 @@ CPU: tuple[Combination, ...] = (
     Combination("MQA, CP2", 2, f"{CP} 2", "--num-query-groups 1"),
     Combination("half rotary, base 1000, CP2", 2, f"{CP} 2", "--rotary-percent 0.5 --rotary-base 1000"),
     Combination("interleaved rotary, CP2", 2, f"{CP} 2", "--rotary-interleaved"),
+    Combination(
+        "RoPE scaled and interpolated, layers without, L2 norm of queries and keys, output gate, CP2",
+        2,
+        f"{CP} 2",
+        "--use-rope-scaling --rope-scaling-factor 4 --rotary-seq-len-interpolation-factor 2 --no-rope-freq 2 "
+        "--qk-l2-norm --add-qkv-bias --attention-output-gate",
+    ),
+    Combination(
+        "heterogeneous layers, CP2xTP2",
+        4,
+        f"{CP} 2 {TP} 2",
+        f"{FOUR} --heterogeneous-layers-config-path {LAYERS}",
+    ),
+    Combination(
+        "shared experts overlapped, EP2",
+        2,
+        EP,
+        f"{MOE} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap",
+    ),
+    Combination("MoE, global aux loss, CP2", 2, f"{CP} 2", MOE.replace("type aux", "type global_aux")),
+    Combination(
+        "pipeline layout, ranks in another order, VPP2 on PP2, DP2",
+        4,
+        f"{PP} 2 --pipeline-model-parallel-layout Et|t|t|tL --use-tp-pp-dp-mapping {OVERLAPS}",
+        FOUR,
+    ),
+    Combination("two optimizer instances, DP4", 4, f"--num-distributed-optimizer-instances 2 {OVERLAPS}"),
+    Combination(
+        "full recompute, saved activations distributed, TP2",
+        2,
+        f"{TP} 2 {RECOMPUTE} uniform --distribute-saved-activations",
+    ),
+    Combination(
+        "MLP in chunks, recomputed, fused cross entropy, a2a asked for, CP2",
+        2,
+        f"{CP} 2 --cp-comm-type a2a --recompute-granularity selective --recompute-modules mlp core_attn",
+        "--mlp-chunks-for-training 2 --cross-entropy-loss-fusion",
+    ),
     Combination("evaluation inside, PP2", 2, f"{PP} 2 --eval-iters 1 --eval-interval 1"),
     Combination("evaluation inside, VPP2 on PP2", 2, f"{VPP} --eval-iters 1 --eval-interval 1", FOUR),
 )

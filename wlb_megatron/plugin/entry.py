@@ -185,6 +185,9 @@ def _take_over(args: Any) -> None:
         "micro-batches differ in tokens, so the loss is summed per token",
     )
     _set(args, "dataloader_type", "external", "the plugin's sampler orders the data")
+    asked = getattr(args, "cp_comm_type", None) or ["p2p"]
+    if args.context_parallel_size > 1 and {*([asked] if isinstance(asked, str) else asked)} != {"p2p"}:
+        _say("does not use --cp-comm-type: keys that another rank's queries need travel as the plan says")
     if args.eval_interval is None:
         args.eval_interval = 1000  # Megatron divides by it, though nothing is evaluated
     # Megatron clears this in validate_args; shapes then come from the plan, not from an exchange.
@@ -211,8 +214,12 @@ def _refuse(line: str) -> None:
 def _set(args: Any, name: str, value: Any, why: str) -> None:
     if getattr(args, name) != value:
         setattr(args, name, value)
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"> wlb_megatron sets --{name.replace('_', '-')} {value}: {why}", flush=True)
+        _say(f"sets --{name.replace('_', '-')} {value}: {why}")
+
+
+def _say(what: str) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"> wlb_megatron {what}", flush=True)
 
 
 def _one_line_on_rank_zero(check: Callable[[], None]) -> None:

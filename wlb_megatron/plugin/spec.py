@@ -14,11 +14,14 @@ from wlb_megatron.refusals import Refused
 def with_wlb_attention(spec: Any) -> Any:
     """The same layer (or block) spec with the plugin's core attention in place of Megatron's.
 
-    Every layer must have one to replace: a layer without is refused, not left as it is.
+    A layer without one is refused, not left as it is, unless nothing stands in its attention's place, or a linear
+    layer (heterogeneous models), where tokens do not meet.
     """
     layers = spec.layer_specs if hasattr(spec, "layer_specs") else [spec]
     for layer in layers:
         inner = _attention_submodules(layer)
+        if inner is None and _token_by_token(layer):
+            continue
         if inner is None or not hasattr(inner, "core_attention"):
             raise Refused(
                 f"wlb_megatron found no core_attention in the layer spec {getattr(layer, 'module', layer)}: "
@@ -39,6 +42,15 @@ def _attention_submodules(layer: Any) -> Any:
     """What a layer spec's self-attention is made of; None where it has none."""
     attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
     return getattr(attention, "submodules", None)
+
+
+def _token_by_token(layer: Any) -> bool:
+    module = getattr(getattr(getattr(layer, "submodules", None), "self_attention", None), "module", None)
+    return getattr(module, "__name__", "") in (
+        "IdentityOp",
+        "ColumnParallelLinearGathered",
+        "TELayerNormColumnParallelLinearGathered",
+    )
 
 
 def install_spec(model_config: Any) -> None:

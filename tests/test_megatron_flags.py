@@ -1,0 +1,34 @@
+"""docs/megatron_flags.md speaks of every flag that Megatron's parser has."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+
+from megatron_runs import ROOT, cpu_environment
+
+LIST = """
+import argparse, json
+from megatron.training.arguments import add_megatron_arguments
+parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+groups = {g.title: [a.option_strings[0] for a in g._group_actions if a.option_strings] for g in parser._action_groups}
+print(json.dumps(groups))
+"""
+
+
+def test_every_flag_of_megatrons_parser_stands_in_the_table() -> None:
+    text = (ROOT / "docs" / "megatron_flags.md").read_text(encoding="utf-8")
+    patterns = set(re.findall(r"`(--[a-z0-9*-]+)", text))
+    untouched = set(re.findall(r"\*([^*`\n]+)\*", text[text.index("## What does not meet") :]))
+    done = subprocess.run(
+        [sys.executable, "-c", LIST], env=cpu_environment(), capture_output=True, text=True, check=True
+    )
+    groups = json.loads(done.stdout.splitlines()[-1])
+    assert untouched <= set(groups), untouched - set(groups)
+    flags = [flag for title, members in groups.items() if title not in untouched for flag in members]
+    missing = [flag for flag in flags if not any(fnmatchcase(flag, pattern) for pattern in patterns)]
+    assert not missing
+    assert sum(map(len, groups.values())) > 700
