@@ -6,8 +6,8 @@ flags; tests/test_megatron_combinations.py runs a few of them.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,24 @@ GPU: tuple[Combination, ...] = (
 """For two GPUs (NCCL, Transformer Engine, bf16), the most telling first."""
 
 FOUR = "--num-layers 4"
-LAYERS = Path(__file__).with_name("heterogeneous_layers.json")
+WHOLE = {"no_op": False, "replace_with_linear": False}
+NOTHING, LINEAR = {**WHOLE, "no_op": True}, {**WHOLE, "replace_with_linear": True}
+LAYERS = json.dumps(
+    {
+        "block_configs": [
+            {"attention": {"num_query_groups": groups, **how}, "mlp": {"ffn_hidden_size": ffn, **mlp}}
+            for groups, how, ffn, mlp in (
+                (2, WHOLE, 64, WHOLE),
+                (None, NOTHING, 32, WHOLE),
+                (4, WHOLE, None, NOTHING),
+                (None, LINEAR, None, LINEAR),
+            )
+        ]
+    },
+    separators=(",", ":"),
+)
+"""Attention of two and four groups, none, a linear layer; the same of the MLP."""
+
 MTP = "--mtp-num-layers"
 EIGHT = "--num-layers 8"
 EP = "--expert-model-parallel-size 2"
@@ -176,7 +193,7 @@ CPU: tuple[Combination, ...] = (
         "heterogeneous layers, CP2xTP2",
         4,
         f"{CP} 2 {TP} 2",
-        f"{FOUR} --heterogeneous-layers-config-path {LAYERS}",
+        f"{FOUR} --heterogeneous-layers-config-encoded-json {LAYERS}",
     ),
     Combination(
         "shared experts overlapped, EP2",
