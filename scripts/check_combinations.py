@@ -40,10 +40,10 @@ BOUNDS = (1e-5, 1e-4)
 """Largest relative differences of losses and of gradients in fp32."""
 
 HALF_ULP = 2.0**-9
-"""Of bf16: the largest relative difference of losses there."""
+"""Of bf16: a relative difference of losses that it may always make; else 1.5 times the single process's error."""
 
 TIMES_NOISE = 1.5
-"""Largest error of a gradient in bf16, in errors of the single process."""
+"""Largest error in bf16, in errors of the single process."""
 
 
 def main() -> None:
@@ -104,18 +104,21 @@ def in_bf16(jobs: Jobs, combination: Combination) -> Callable[[], dict[str, Any]
     stock = [jobs.stock(combination, alone) for alone in (True, False)] if combination.stock else []
 
     def compare() -> dict[str, Any]:
-        loss, gradient, _ = runs.differences(done(single), done(ranks), jobs.options.iterations)
+        iterations = jobs.options.iterations
+        loss, gradient, _ = runs.differences(done(single), done(ranks), iterations)
+        # Experts and FP8 err by more than bf16 rounds: tokens go to other experts, scales are taken anew.
+        most = max(HALF_ULP, TIMES_NOISE * runs.differences(done(exact), done(single), iterations)[0])
         errors = [runs.errors_by_kind(done(exact), done(run)) for run in (single, ranks)]
         times = {kind: error / errors[0][kind] for kind, error in errors[1].items()}
         worst = max(times, key=lambda kind: times[kind])
-        equal = loss <= HALF_ULP and times[worst] <= TIMES_NOISE
+        equal = loss <= most and times[worst] <= TIMES_NOISE
         row = result("equal" if equal else "DIFFERS", loss, gradient, worst)
         row |= {"times_noise": f"{times[worst]:.2f}", "noise": f"{errors[0][worst]:.2e}"}
         if stock:
             theirs = max(runs.errors_by_kind(*map(done, stock)).values())
             ours = max(runs.errors_by_kind(done(single), done(ranks)).values())
             row |= {"stock_difference": f"{theirs:.2e}", "plugin_difference": f"{ours:.2e}"}
-            if not equal and loss <= HALF_ULP and ours <= TIMES_NOISE * theirs:
+            if not equal and loss <= most and ours <= TIMES_NOISE * theirs:
                 row["result"] = "as stock"
         return row
 
