@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb_megatron.workload.costs import Link
-from wlb_megatron.workload.kernel_table import TILE, KernelTable
+from wlb_megatron.workload.kernel_table import HALF, TILE, KernelTable
 from wlb_megatron.workload.pairs_table import (
     Device,
     FloatArray,
@@ -114,7 +114,7 @@ def _inside(model: ProfiledModel, samples: Sequence[Sample], device: Device, way
 
 def _pairs(sample: Sample) -> tuple[float, float]:
     """Query-key pairs of diagonals and of rectangles, whole tiles of queries."""
-    diagonals = ((-(-q // TILE) * TILE, n) for q, n in sample["sizes"]["diagonals"])
+    diagonals = ((-(-q // HALF) * HALF, n) for q, n in sample["sizes"]["diagonals"])
     rectangles = ((-(-q // TILE) * TILE, k, n) for q, k, n in sample["sizes"]["rectangles"])
     return sum(n * q * (q + TILE) / 2 for q, n in diagonals), sum(n * q * k for q, k, n in rectangles)
 

@@ -26,6 +26,8 @@ FloatArray = npt.NDArray[np.float64]
 VERSION = 1
 TILE = 128
 """Rows of queries, or of keys, that a kernel computes together; a segment of 1 row costs as much as one of 128."""
+HALF = 64
+"""Rows in which a diagonal's count: backward leaves out half a tile that the mask leaves nothing of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,7 @@ class KernelTable:
 
     def diagonal_ns(self, queries: IntArray) -> IntArray:
         """int64[n]: each segment's own time, on its own keys only."""
-        rows = _tiled(queries)
+        rows = _tiled(queries, HALF)
         at, weight = _place(self._grid[0], rows)
         rate = self._rates[2]
         rate = rate[at] + weight * (rate[at + 1] - rate[at])
@@ -200,8 +202,8 @@ def of_gpu(name: str) -> KernelTable:
     return builtin("h200" if "H200" in name else "h100")
 
 
-def _tiled(queries: IntArray) -> IntArray:
-    return -(-queries // TILE) * TILE
+def _tiled(rows: IntArray, tile: int = TILE) -> IntArray:
+    return -(-rows // tile) * tile
 
 
 def _place(grid: FloatArray, values: IntArray | FloatArray) -> tuple[npt.NDArray[np.intp], FloatArray]:
