@@ -113,7 +113,7 @@ def arguments(**changes: Any) -> Namespace:
 
 
 def test_the_live_prediction_is_the_simulators_where_all_ranks_have_like_documents() -> None:
-    """It shards its own rank's micro-batches alone, and takes the others' attention from their pairs."""
+    """It shards its own rank's micro-batches alone, and takes the others' attention from their documents."""
     costs = fit(ProfiledModel(**MODEL), made_samples(), GPU)
     args = arguments()
     lengths = [[4096, 8192], [10000, 2000, 288]]
@@ -131,6 +131,24 @@ def test_another_ranks_heavier_micro_batch_is_what_an_iteration_waits_for() -> N
     even = predictor(args, costs, 0, 8)(plan_of([[[8192], [8192]]]), shards)
     heavy = predictor(args, costs, 0, 8)(plan_of([[[8192], [65536]]]), shards)
     assert even is not None and heavy is not None and heavy > 5 * even
+
+
+def test_every_rank_predicts_the_same_step_though_one_has_short_documents_and_another_a_long_one() -> None:
+    costs = fit(ProfiledModel(**MODEL), made_samples(), GPU)
+    args = arguments(pipeline_model_parallel_size=1, context_parallel_size=1)
+    short, long = [1024] * 64, [65536]
+    plan = plan_of([[short, long], [long, short]])
+    seen = [
+        predictor(args, costs, rank, 8)(plan, [shard(one, 1, "adaptive", costs.table) for one in own])
+        for rank, own in enumerate(((short, long), (long, short)))
+    ]
+    plan = plan_of([[short, long]])
+    seen += [
+        predictor(args, costs, rank, 8)(plan, [shard(one, 1, "adaptive", costs.table)])
+        for rank, one in enumerate((short, long))
+    ]
+    assert seen[0] == pytest.approx(seen[1], rel=1e-6)
+    assert seen[2] == pytest.approx(seen[3], rel=0.03)
 
 
 def test_a_job_that_the_simulator_does_not_take_has_no_prediction() -> None:

@@ -121,21 +121,25 @@ def _loads(
 ) -> tuple[npt.NDArray[np.int64], Times]:
     """Tokens int[1, m, dp] and attention float[1, m, dp, 1] (the slowest context rank's) of all micro-batches.
 
-    Only this rank's are sharded; the others' attention is taken to be proportional to what their work has beyond
-    their tokens.
+    Only this rank's are sharded. The others' attention is what its documents would take whole, times what this
+    rank's shards take of theirs: by pairs of tokens alone, a rank of short documents, which take more for a pair,
+    would have another's long one take twice its time.
     """
     grid = plan.micro_batches
     tokens = np.array([[one.tokens for one in row] for row in grid], dtype=np.int64)
     tokens = -(-tokens // alignment) * alignment
-    lengths = [[np.array([p.end - p.start for p in one.pieces]) for one in row] for row in grid]
-    pairs = np.array([[float((x.astype(np.float64) ** 2).sum()) for x in row] for row in lengths])
-    own = pairs[:, dp_rank].sum()
+    pieces = [[one.pieces for one in row] for row in grid]
+    lengths = np.array([p.end - p.start for row in pieces for one in row for p in one], dtype=np.int64)
+    counts = np.array([len(one) for row in pieces for one in row])
+    begins = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    whole = np.append(model.table.diagonal_ns(lengths), 0)  # an empty micro-batch may come last
+    prices = np.where(counts > 0, np.add.reduceat(whole, begins), 0).reshape(tokens.shape) + model.table.call
     ways = []
     for times in model.attention(shards):
         slowest = times.max(axis=1)
-        whole = pairs * (slowest.sum() / own if own else 0.0)
-        whole[:, dp_rank] = slowest
-        ways.append(whole[None, :, :, None])
+        every = prices * (slowest.sum() / prices[:, dp_rank].sum())
+        every[:, dp_rank] = slowest
+        ways.append(every[None, :, :, None])
     return tokens[None], Times(*ways)
 
 
