@@ -34,12 +34,12 @@ from wlb_megatron.plugin.planning import (
     PlannedMicroBatch,
     RankGroup,
     ShardSettings,
+    cut,
     pad,
     update_digest,
 )
 from wlb_megatron.plugin.prediction import PredictGroups, group_predictor
 from wlb_megatron.plugin.profile import profile_of
-from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.simulator.calibration import with_links
 from wlb_megatron.workload.kernel_table import KernelTable
@@ -156,11 +156,11 @@ def plan_groups(
             held = padded_group(group, pieces, shards)
             table = dynamic.tables[dynamic.sizes.index(group.size)]
             lengths = np.array([piece.tokens for piece in held], dtype=np.int64)
-            (cut,) = shard_all([lengths], group.size, shards.sharding, table)
+            (shard_plan,) = cut([lengths], group.size, shards.sharding, table)
             shared = RankGroup(group.start, group.size, len(steps.micro_steps), source, gain)
             seconds = time.perf_counter() - start
             micro_batches.append(
-                PlannedMicroBatch(plan.iteration, index, held, cut, summary, seconds, shared)
+                PlannedMicroBatch(plan.iteration, index, held, shard_plan, summary, seconds, shared)
             )
         predicted = None if dynamic.predict is None else dynamic.predict(steps, tokens)
         yield PlannedIteration(

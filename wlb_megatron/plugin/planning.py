@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary, Summariser
@@ -103,9 +104,7 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
         summary = summariser.summarise(plan)
         padded = [pad(row[settings.dp_rank].pieces, settings.alignment) for row in plan.micro_batches]
         lengths = [np.array([p.end - p.start for p in pieces], dtype=np.int64) for pieces in padded]
-        shards = shard_all(lengths, settings.cp_size, settings.sharding, settings.table)
-        if settings.sharding in ("hybrid", "adaptive"):
-            shards = in_fewest_calls(shards, settings.table)
+        shards = cut(lengths, settings.cp_size, settings.sharding, settings.table)
         seconds = time.perf_counter() - start
         update_digest(digest, plan)
         micro_batches = tuple(
@@ -114,6 +113,15 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
         )
         told = None if settings.predict is None else settings.predict(plan, shards)
         yield PlannedIteration(micro_batches, planner.state(), digest.digest(), planner.put_back, told, plan)
+
+
+def cut(
+    lengths: Sequence[npt.NDArray[np.int64]], cp_size: int, sharding: str, table: KernelTable
+) -> list[ShardPlan]:
+    """Shard plans of micro-batches. Where the table chooses how to cut, it chooses the kernel calls, too; the fixed
+    ways stay what the paper has them be."""
+    shards = shard_all(lengths, cp_size, sharding, table)
+    return in_fewest_calls(shards, table) if sharding in ("hybrid", "adaptive") else shards
 
 
 def pad(pieces: tuple[Piece, ...], alignment: int) -> tuple[Piece, ...]:
