@@ -18,6 +18,7 @@ import argparse
 import itertools
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
@@ -194,10 +195,13 @@ class Jobs:
         gpu = self.options.device == "gpu"
         if gpu and processes == 1:  # by turns on each GPU
             environment = {**environment, "CUDA_VISIBLE_DEVICES": str(next(self._device) % device_count())}
-        folder = self.options.out / "".join(letter if letter.isalnum() else "_" for letter in name)[:100]
+        plain = "".join(letter if letter.isalnum() else "_" for letter in name)[:90]
+        folder = self.options.out / f"{plain}_{zlib.crc32(name.encode()):08x}"
         try:
             return runs.train(given, processes, folder, timeout=left, gpu=gpu, stock=stock, **environment)
-        except (AssertionError, TimeoutExpired) as failed:
+        except TimeoutExpired:
+            return f"not run to its end: given up after {left:.0f} s"
+        except (AssertionError, OSError) as failed:
             (folder / "failure.txt").write_text(str(failed), encoding="utf-8")
             return str(failed)
         finally:

@@ -49,6 +49,19 @@ WINDOWS = "--window-size 200,0 --window-attn-skip-freq 2 --softmax-type learnabl
 RECOMPUTE = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 
 GPU: tuple[Combination, ...] = (
+    Combination("TP2", 2, f"{TP} 2", stock=True),
+    Combination(
+        "TP2+SP, EP2, MoE, overlaps",
+        2,
+        f"{TP} 2 --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {OVERLAPS}",
+        EXPERTS,
+    ),
+    Combination("CP2, layers offloaded", 2, f"{CP} 2 --cpu-offloading-num-layers 2"),
+    Combination("CP2, Megatron-FSDP", 2, f"{CP} 2 {MEGATRON_FSDP}", needs="einops"),
+    Combination("CP2, selective recompute", 2, f"{CP} 2 --recompute-granularity selective"),
+    Combination("PP2, tied embeddings", 2, f"{PP} 2", without="--untie-embeddings-and-output-weights"),
+    Combination("CP2, FP8 delayed", 2, f"{CP} 2", f"{FP8} delayed"),
+    Combination("CP2, FP8 blockwise", 2, f"{CP} 2", f"{FP8} blockwise"),
     Combination("CP2", 2, f"{CP} 2"),
     Combination("TP2+SP", 2, f"{TP} 2 --sequence-parallel", stock=True),
     Combination("PP2", 2, f"{PP} 2"),
@@ -62,48 +75,37 @@ GPU: tuple[Combination, ...] = (
     Combination("CP2, MLA", 2, f"{CP} 2", MLA, without="--group-query-attention"),
     Combination("CP2, windows, sinks", 2, f"{CP} 2", WINDOWS),
     Combination("CP2, MTP of 2", 2, f"{CP} 2", "--mtp-num-layers 2"),
-    Combination("TP2", 2, f"{TP} 2", stock=True),
     Combination("CP2, distributed optimizer, overlaps", 2, f"{CP} 2 {OVERLAPS}"),
-    Combination(
-        "TP2+SP, EP2, MoE, overlaps",
-        2,
-        f"{TP} 2 --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {OVERLAPS}",
-        EXPERTS,
-    ),
     Combination(
         "CP2, fine-grained offloading",
         2,
         f"{CP} 2 --fine-grained-activation-offloading --min-offloaded-tensor-size 1024 "
         "--offload-modules core_attn attn_proj attn_norm mlp_norm qkv_linear",
     ),
-    Combination("CP2, layers offloaded", 2, f"{CP} 2 --cpu-offloading-num-layers 2"),
-    Combination("CP2, Megatron-FSDP", 2, f"{CP} 2 {MEGATRON_FSDP}", needs="einops"),
     Combination("CP2, torch FSDP2", 2, f"{CP} 2 {FSDP2}"),
-    Combination("CP2, selective recompute", 2, f"{CP} 2 --recompute-granularity selective"),
-    Combination("PP2, tied embeddings", 2, f"{PP} 2", without="--untie-embeddings-and-output-weights"),
-    Combination("CP2, FP8 delayed", 2, f"{CP} 2", f"{FP8} delayed"),
-    Combination("CP2, FP8 blockwise", 2, f"{CP} 2", f"{FP8} blockwise"),
 )
-"""For two GPUs (NCCL, Transformer Engine, bf16), the most telling first."""
+"""For two GPUs (NCCL, Transformer Engine, bf16); those that are in no file of docs/results come first."""
 
 FOUR = "--num-layers 4"
 WHOLE = {"no_op": False, "replace_with_linear": False}
 NOTHING, LINEAR = {**WHOLE, "no_op": True}, {**WHOLE, "replace_with_linear": True}
-LAYERS = json.dumps(
+HETEROGENEOUS = json.dumps(
     {
         "block_configs": [
-            {"attention": {"num_query_groups": groups, **how}, "mlp": {"ffn_hidden_size": ffn, **mlp}}
-            for groups, how, ffn, mlp in (
-                (2, WHOLE, 64, WHOLE),
-                (None, NOTHING, 32, WHOLE),
-                (4, WHOLE, None, NOTHING),
+            {"attention": {"n_heads_in_group": group, **how}, "mlp": {"ffn_mult": ffn, **mlp}}
+            for group, how, ffn, mlp in (
+                (2, WHOLE, 2.0, WHOLE),
+                (None, NOTHING, 1.0, WHOLE),
+                (2, WHOLE, None, NOTHING),
                 (None, LINEAR, None, LINEAR),
             )
-        ]
+        ],
+        **{"hidden_act": "silu", "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4},
+        **{"tie_word_embeddings": False, "rope_theta": 10000, "rope_scaling": {"factor": 8.0}},
     },
     separators=(",", ":"),
 )
-"""Attention of two and four groups, none, a linear layer; the same of the MLP."""
+"""Layers whole, without attention, without an MLP, and with linear layers in their place."""
 
 MTP = "--mtp-num-layers"
 EIGHT = "--num-layers 8"
@@ -193,7 +195,8 @@ CPU: tuple[Combination, ...] = (
         "heterogeneous layers, CP2xTP2",
         4,
         f"{CP} 2 {TP} 2",
-        f"{FOUR} --heterogeneous-layers-config-encoded-json {LAYERS}",
+        f"{FOUR} --use-rope-scaling --use-rotary-position-embeddings --heterogeneous-layers-config-encoded-json "
+        f"{HETEROGENEOUS}",
     ),
     Combination(
         "shared experts overlapped, EP2",
@@ -208,7 +211,12 @@ CPU: tuple[Combination, ...] = (
         f"{PP} 2 --pipeline-model-parallel-layout Et|t|t|tL --use-tp-pp-dp-mapping {OVERLAPS}",
         FOUR,
     ),
-    Combination("two optimizer instances, DP4", 4, f"--num-distributed-optimizer-instances 2 {OVERLAPS}"),
+    Combination(
+        "two optimizer instances, DP4",
+        4,
+        f"--num-distributed-optimizer-instances 2 {OVERLAPS}",
+        needs="einops",
+    ),
     Combination(
         "full recompute, saved activations distributed, TP2",
         2,
