@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import heapq
 
+import numpy as np
+
 from wlb_megatron.dynamic.placement import Placement, Problem
 
 SHARES = (1.0, 1.15, 1.4, 0.75, 0.5, 0.3, 0.15)
@@ -33,14 +35,12 @@ def place_greedily(problem: Problem, most: int, share: float) -> Placement | Non
 
 def _by_level(problem: Problem, allowed: int) -> list[list[int]]:
     """Documents of each size of block, longest first."""
-    tokens, most, prices = problem.tokens, problem.stage.tokens, problem.prices
-    levels: list[list[int]] = [[] for _ in most]
-    for document in sorted(range(len(tokens)), key=lambda d: (-tokens[d], d)):
-        fitting = [level for level in range(len(most)) if tokens[document] <= most[level]]
-        quick = [level for level in fitting if prices[level][document] <= allowed]
-        chosen = quick[0] if quick else min(fitting, key=lambda level: prices[level][document])
-        levels[chosen].append(document)
-    return levels
+    prices, held = problem.price_array, problem.fitting
+    quick = held & (prices <= allowed)
+    least = np.where(held, prices, np.iinfo(np.int64).max).argmin(axis=0)
+    chosen = np.where(quick.any(axis=0), quick.argmax(axis=0), least)
+    order = np.argsort(-np.array(problem.tokens), kind="stable")
+    return [order[chosen[order] == level].tolist() for level in range(len(problem.stage.sizes))]
 
 
 class _Blocks:

@@ -40,14 +40,23 @@ class Problem:
     step_ns: int
 
     @cached_property
+    def price_array(self) -> IntArray:
+        """`prices` as int64[sizes, n]."""
+        return np.array(self.prices, dtype=np.int64)
+
+    @cached_property
+    def fitting(self) -> npt.NDArray[np.bool_]:
+        """bool[sizes, n]: which documents a group of each size holds."""
+        return np.array(self.tokens) <= np.array(self.stage.tokens)[:, None]
+
+    @cached_property
     def bound(self) -> int:
         """Nanoseconds that no plan goes below: the least T at which all documents, each on the size of group that
         costs least in all (ranks x time) among those on which it takes at most T, fill the ranks no more than T;
         and the micro-steps that their tokens take."""
         if not self.tokens:
             return self.step_ns
-        prices = np.array(self.prices)
-        held = np.array(self.tokens) <= np.array(self.stage.tokens)[:, None]
+        prices, held = self.price_array, self.fitting
         never = np.iinfo(np.int64).max // (len(self.tokens) + 1)
         summed = np.where(held, prices * np.array(self.stage.sizes)[:, None], never)
         low = int(np.where(held, prices, never).min(axis=0).max())
