@@ -9,10 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.simulator.launching import queued_ends
 from wlb_megatron.simulator.model import LayerModel, Times
 from wlb_megatron.simulator.schedule import Event, pipeline_ends, pipeline_events
 
 FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 Shards = Sequence[Sequence[Sequence[ShardPlan]]]
 """Plans [iteration][micro-batch][data-parallel rank]."""
 
@@ -48,13 +50,14 @@ def simulate(shards: Shards, model: LayerModel, *, blocking: bool = True) -> Sim
     blocking: transfers between stages as in Megatron's 1F1B (see pipeline_ends); no part in interleaved schedules.
     Raises ValueError where plans are not of the model's layout.
     """
-    return run_steps(*_measure(shards, model), model, blocking=blocking)
+    tokens, attention, cut = _measure(shards, model)
+    return run_steps(tokens, attention, model, blocking=blocking, cut=cut)
 
 
 def group_events(shards: Shards, model: LayerModel, *, blocking: bool = True) -> list[list[Event]]:
     """Events (nanoseconds) of the first iteration's pipelines, one list for each data-parallel rank."""
-    tokens, attention = _measure(shards[:1], model)
-    slowest = _slowest(tokens, attention, model)
+    tokens, attention, cut = _measure(shards[:1], model)
+    slowest = _slowest(tokens, attention, cut, model)
     forward, backward = (
         _stage_times(t, ends, model) for t, ends in zip(slowest, _ends(tokens, model), strict=True)
     )
@@ -66,8 +69,8 @@ def group_events(shards: Shards, model: LayerModel, *, blocking: bool = True) ->
     ]
 
 
-def _measure(shards: Shards, model: LayerModel) -> tuple[npt.NDArray[np.int64], Times]:
-    """Tokens int[n, m, dp] and attention float[n, m, dp, cp] of the plans."""
+def _measure(shards: Shards, model: LayerModel) -> tuple[npt.NDArray[np.int64], Times, BoolArray]:
+    """Tokens int[n, m, dp], attention float[n, m, dp, cp] of the plans, and whether any rank sees earlier keys."""
     layout = model.layout
     n, m = len(shards), len(shards[0]) if shards else 0
     plans = [plan for iteration in shards for row in iteration for plan in row]
@@ -77,18 +80,21 @@ def _measure(shards: Shards, model: LayerModel) -> tuple[npt.NDArray[np.int64], 
             "plan for the layout that is simulated"
         )
     tokens = np.array([plan.tokens for plan in plans], dtype=np.int64).reshape(n, m, layout.dp)
-    return tokens, Times(*(t.reshape(n, m, layout.dp, layout.cp) for t in model.attention(plans)))
+    attention = Times(*(t.reshape(n, m, layout.dp, layout.cp) for t in model.attention(plans)))
+    cut = np.array([any((rows[:, 1] > 0).any() for rows in plan.ranks) for plan in plans])
+    return tokens, attention, cut.reshape(tokens.shape)
 
 
-def _slowest(tokens: npt.NDArray[np.int64], attention: Times, model: LayerModel) -> Times:
-    """float[n, m, dp]: a layer's time on each micro-batch's slowest context rank, or the host's to launch it."""
+def _device(tokens: npt.NDArray[np.int64], attention: Times, model: LayerModel) -> Times:
+    """float[n, m, dp]: a layer's time on each micro-batch's slowest context rank."""
     linear = model.linear(tokens / model.layout.cp)
-    return Times(
-        *(
-            np.maximum(a.max(axis=-1) + rest, host)
-            for a, rest, host in zip(attention, linear, model.host, strict=True)
-        )
-    )
+    return Times(*(a.max(axis=-1) + rest for a, rest in zip(attention, linear, strict=True)))
+
+
+def _slowest(tokens: npt.NDArray[np.int64], attention: Times, cut: BoolArray, model: LayerModel) -> Times:
+    """The same, or the host's time to launch it, if that is longer."""
+    device = _device(tokens, attention, model)
+    return Times(*map(np.maximum, device, model.host(cut)))
 
 
 def _transfer(tokens: npt.NDArray[np.int64], model: LayerModel) -> float:
@@ -97,20 +103,34 @@ def _transfer(tokens: npt.NDArray[np.int64], model: LayerModel) -> float:
 
 
 def run_steps(
-    tokens: npt.NDArray[np.int64], attention: Times, model: LayerModel, *, blocking: bool
+    tokens: npt.NDArray[np.int64],
+    attention: Times,
+    model: LayerModel,
+    *,
+    blocking: bool,
+    cut: BoolArray | None = None,
 ) -> Simulated:
     """As `simulate`, from what the plans come to.
 
-    tokens: int[n, m, dp] of each micro-batch. attention: float[n, m, dp, cp], nanoseconds of a layer.
+    tokens: int[n, m, dp] of each micro-batch. attention: float[n, m, dp, cp], nanoseconds of a layer. cut: bool[n, m,
+    dp], whether any rank sees earlier keys; None: all do where there are context ranks.
     """
     n, _, dp = tokens.shape
     layout = model.layout
-    slowest = _slowest(tokens, attention, model)
+    cut = np.full(tokens.shape, layout.cp > 1) if cut is None else cut
+    slowest = _slowest(tokens, attention, cut, model)
+    whole = layout.pp == 1
     forward, backward = (
-        _stage_times(t, ends, model) for t, ends in zip(slowest, _ends(tokens, model), strict=True)
+        _stage_times(t, ends, model)
+        for t, ends in zip(
+            _device(tokens, attention, model) if whole else slowest, _ends(tokens, model), strict=True
+        )
     )
-    transfer = _transfer(tokens, model)
-    done = pipeline_ends(forward, backward, transfer=transfer, blocking=blocking and layout.chunks == 1)
+    if whole:
+        done = queued_ends(forward[:, 0, 0], backward[:, 0, 0], model.launches(_by_rank(cut)))
+    else:
+        transfer = _transfer(tokens, model)
+        done = pipeline_ends(forward, backward, transfer=transfer, blocking=blocking and layout.chunks == 1)
     done = done.reshape(n, dp, layout.pp).max(axis=1)
     linear = model.linear(tokens / layout.cp)
     both = (linear.forward + linear.backward)[..., None] + attention.forward + attention.backward
@@ -126,6 +146,11 @@ def run_steps(
         busy,
         tokens.sum(axis=(1, 2)),
     )
+
+
+def _by_rank(values: BoolArray) -> BoolArray:
+    """[n, m, dp] as [n * dp, m]."""
+    return values.swapaxes(1, 2).reshape(-1, values.shape[1])
 
 
 def _ends(tokens: npt.NDArray[np.int64], model: LayerModel) -> list[tuple[FloatArray, FloatArray]]:

@@ -17,12 +17,15 @@ import numpy.typing as npt
 from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.simulator.launching import Launches
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 from wlb_megatron.workload.memory import RECOMPUTE
 
 FloatArray = npt.NDArray[np.float64]
+EXCHANGE_LAUNCH = 200_000.0
+"""Nanoseconds of the host to launch keys' exchange one way, on an H200's host (scripts/gpu_attention.py host)."""
 FORWARD_SHARE = 1 / 3.5
 """Of an attention layer's forward + backward time: two products forward, five backward."""
 
@@ -164,10 +167,25 @@ class LayerModel:
     def _recomputed(self, forward: FloatArray, backward: FloatArray) -> Times:
         return Times(forward, backward if self.recompute == "none" else backward + forward)
 
-    @property
-    def host(self) -> Times:
-        """What the host needs to launch a layer, which it takes at least."""
-        return Times(*np.array((0.0, 0.0) if self.costs is None else self.costs.host))
+    def host(self, cut: npt.ArrayLike) -> Times:
+        """What the host needs to launch a layer, nanoseconds. cut: bool, whether a rank's queries see earlier keys."""
+        second = np.asarray(cut, dtype=np.float64)
+        if self.costs is None:
+            return Times(0.0 * second, 0.0 * second)
+        exchange = EXCHANGE_LAUNCH if self.layout.cp > 1 else 0.0
+        (forward, backward), (more, back) = self.costs.host, self.costs.host_second
+        if self.recompute != "none":
+            backward, back = backward + forward, back + more
+        return Times(forward + second * (more + exchange), backward + second * (back + exchange))
+
+    def launches(self, cut: npt.ArrayLike) -> Launches:
+        """Of micro-batches on a stage that is the whole pipeline."""
+        forward, backward = self.host(cut)
+        if self.costs is None:
+            return Launches(forward, backward, 0.0)
+        layers, ends = self.shape.layers, (self.costs.host_embedding, self.costs.host_loss)
+        there, back = (sum(end[way] for end in ends) for way in (0, 1))
+        return Launches(layers * forward + there, layers * backward + back, ends[1][1])
 
     def linear(self, tokens: npt.ArrayLike) -> Times:
         """Of a layer, all but attention. tokens: of one context-parallel rank."""

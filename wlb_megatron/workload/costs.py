@@ -66,7 +66,8 @@ class Costs:
 
     forward, backward: attention, one layer's. layer: all else of a layer, without communication. embedding, loss: of
     the first and last stage. optimizer: nanoseconds for each parameter that a GPU owns. host: nanoseconds to launch a
-    layer's forward and its backward, which take at least so long. links: of the collectives that were measured.
+    layer's forward and its backward; host_second: what a call on earlier keys adds; host_embedding, host_loss: of the
+    first and last stage. links: of the collectives that were measured.
     quadratic_at, per_document: tokens, the same as the cost model that packing balances by (see cost_model.py).
     """
 
@@ -79,6 +80,9 @@ class Costs:
     quadratic_at: float
     per_document: float
     host: tuple[float, float] = (0.0, 0.0)
+    host_second: tuple[float, float] = (0.0, 0.0)
+    host_embedding: tuple[float, float] = (0.0, 0.0)
+    host_loss: tuple[float, float] = (0.0, 0.0)
     links: dict[str, Link] | None = None
 
     @cached_property
@@ -106,10 +110,13 @@ class Costs:
         parts: dict[str, Any] = {name: KernelTable(**frozen(told[name])) for name in ("forward", "backward")}
         parts |= {name: Curve(**frozen(told[name])) for name in ("layer", "embedding", "loss")}
         links = {name: Link(**link) for name, link in (told["links"] or {}).items()}
-        forward, backward = told["host"]
+        for name in ("host", "host_second", "host_embedding", "host_loss"):
+            if name in told or name == "host":  # the others are younger than the first profiles
+                forward, backward = told[name]
+                parts[name] = (float(forward), float(backward))
         for name in ("optimizer", "quadratic_at", "per_document"):
             parts[name] = float(told[name])
-        return Costs(**parts, host=(forward, backward), links=links)
+        return Costs(**parts, links=links)
 
 
 def frozen(told: Any) -> Any:

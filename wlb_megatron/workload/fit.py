@@ -9,7 +9,7 @@ import numpy as np
 from wlb_megatron.workload.costs import Costs, Curve, Link
 from wlb_megatron.workload.fit_attention import fit_attention, least_squares
 from wlb_megatron.workload.kernel_table import KernelTable
-from wlb_megatron.workload.pairs_table import WAYS, Device, Sample, missing, samples_of
+from wlb_megatron.workload.pairs_table import WAYS, Device, FloatArray, Sample, missing, samples_of
 from wlb_megatron.workload.profile import ProfiledModel
 
 LINKS = ("all_gather", "reduce_scatter", "all_to_all", "p2p")
@@ -32,8 +32,8 @@ def fit(model: ProfiledModel, samples: Sequence[Sample], device: Device) -> Cost
         optimizer=each,
         quadratic_at=balanced,
         per_document=document,
-        host=_host(samples),
         links=links,
+        **_hosts(samples),
     )
 
 
@@ -58,13 +58,24 @@ def _curve(samples: Sequence[Sample], part: str) -> Curve:
     return Curve(tokens=tokens, forward=tuple(forward.tolist()), backward=tuple(backward.tolist()))
 
 
-def _host(samples: Sequence[Sample]) -> tuple[float, float]:
-    """To launch a layer: the cheapest layer and the cheapest share with both calls seen."""
+def _hosts(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
+    """Of Costs, what launching takes: medians over samples, each of which has its own quicker launches."""
 
-    def least(part: str, way: str) -> float:
-        return min((float(s.get(f"host_{way}", 0)) for s in samples_of(samples, part)), default=0.0)
+    def usual(group: Sequence[Sample]) -> FloatArray:
+        told = [[float(s.get(f"host_{way}", 0)) for way in WAYS] for s in group]
+        return np.median(told, axis=0) if told else np.zeros(2)
 
-    return tuple(least("layer", way) + least("share", way) for way in WAYS)  # type: ignore[return-value]
+    shares = samples_of(samples, "share")
+    one, two = (usual([s for s in shares if bool(s["sizes"]["rectangles"]) == cut]) for cut in (False, True))
+    if not any(one):  # all of the profile's shares see earlier keys
+        one = two
+    found = {
+        "host": usual(samples_of(samples, "layer")) + one,
+        "host_second": np.maximum(two - one, 0.0),
+        "host_embedding": usual(samples_of(samples, "embedding")),
+        "host_loss": usual(samples_of(samples, "loss")),
+    }
+    return {name: (float(both[0]), float(both[1])) for name, both in found.items()}
 
 
 def _link(samples: Sequence[Sample], name: str) -> Link | None:

@@ -1,0 +1,42 @@
+"""The host's launches in a step of one pipeline stage: where the device waits for them.
+
+Launches run ahead of the device, a layer after the other, and so hide behind it; but a step begins with neither ahead,
+and so does each backward, since Megatron checks each loss on the host (its rerun state machine), which waits for
+the forward. Micro-batches too short for their launches then take the host's time, forward and backward together.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class Launches(NamedTuple):
+    """Nanoseconds of the host, float[n, m] or what broadcasts to it: a micro-batch's forward and backward launches,
+    and of the backward's the loss's, which come first and keep the device waiting."""
+
+    forward: FloatArray
+    backward: FloatArray
+    loss: float
+
+
+def queued_ends(forward: FloatArray, backward: FloatArray, host: Launches) -> FloatArray:
+    """float[n]: when each of n steps is done. forward, backward: float[n, m], the device's times of its micro-batches.
+
+    Two micro-batches of 3 + 6 on the device whose launches take 4 + 2: 4, then 6, and a forward of 3 that the host
+    began to launch 4 before it, then 6: 19, where the device alone takes 18.
+    """
+    n, count = forward.shape
+    launches = [np.broadcast_to(ns, (n, count)) for ns in host[:2]]
+    device = launched = np.zeros(n)
+    for at in range(count):
+        launched = launched + launches[0][:, at]
+        device = np.maximum(np.maximum(device, launched - launches[0][:, at]) + forward[:, at], launched)
+        begin = device + host.loss  # the loss was checked: the host has nothing ahead
+        launched = device + launches[1][:, at]
+        device = np.maximum(begin + backward[:, at], launched)
+    return device
