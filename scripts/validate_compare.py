@@ -26,6 +26,8 @@ SHAPE = ModelShape(layers=8, hidden=2048, heads=16, kv_heads=4, ffn=5632, vocab=
 LAYOUTS = {"cp2": Layout(cp=2), "pp2": Layout(pp=2), "dp2": Layout(dp=2)}
 SHARDINGS = {"plain": "per-sequence", "wlb": "adaptive"}
 Row = dict[str, Any]
+HITCH = 1.4
+"""Iterations as much slower than a run's others are no matter of the plan: a kernel graph built in a step, say."""
 
 
 def compare(
@@ -39,10 +41,19 @@ def compare(
     """Simulate every run that left lines in `runs`; print, and write to `out`, what was measured and predicted."""
     overhead = step_overhead(runs, jobs, profile, layers)
     models = {layout: model_of(layout, profile, layers, overhead) for layout in LAYOUTS}
-    rows = [row for job in jobs for row in run_rows(runs, *job, models, profile, warm_up)]
+    every = [run_rows(runs, *job, models, profile, warm_up) for job in jobs]
+    for found in every:
+        mark_hitches(found)
+    rows = [row for found in every for row in found]
     if not rows:
         raise SystemExit("no run has left iterations: see the logs")
     write_csv(out / "iterations.csv", rows)
+    for row in rows:
+        if row["hitch"]:
+            print(
+                f"left out, a hitch: {row['run']} iteration {row['iteration']}, {row['measured_ms']:.0f} ms"
+            )
+    rows = [row for row in rows if not row["hitch"]]
     names = dict.fromkeys(row["run"] for row in rows)
     told = [summary([row for row in rows if row["run"] == name]) for name in names]
     write_csv(out / "runs.csv", told)
@@ -61,6 +72,13 @@ def compare(
     )
     speedups(rows)
     scatter(out / "scatter.png", rows, profile)
+
+
+def mark_hitches(rows: list[Row]) -> None:
+    """An iteration is a hitch where its measured over its predicted time is over HITCH times the run's median."""
+    usual = np.median([row["measured_ms"] / row["predicted_ms"] for row in rows]) if rows else 0.0
+    for row in rows:
+        row["hitch"] = int(row["measured_ms"] / row["predicted_ms"] > HITCH * usual)
 
 
 def measured_steps(log: Path) -> dict[int, float]:
