@@ -30,7 +30,7 @@ from wlb_megatron.config import WlbConfig  # noqa: E402
 from wlb_megatron.dynamic.blocks import Stage  # noqa: E402
 from wlb_megatron.dynamic.cost import GroupCost, group_cost  # noqa: E402
 from wlb_megatron.dynamic.plan import fixed_groups, validate  # noqa: E402
-from wlb_megatron.dynamic.planner import FIXED, plan_step  # noqa: E402
+from wlb_megatron.dynamic.planner import FIXED, SOLVER, plan_step  # noqa: E402
 from wlb_megatron.packing.corpus import Rules  # noqa: E402
 from wlb_megatron.packing.packer import make_packer  # noqa: E402
 from wlb_megatron.packing.synthetic import code_like, cut_overlong, web_like  # noqa: E402
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--wikipedia", type=Path, help=".npy of document lengths (tokens)")
     parser.add_argument("--iterations", type=int, default=20, help="global batches of each case of gains")
     parser.add_argument("--seconds", type=float, default=1.0, help="the solver's time for one plan")
+    parser.add_argument("--seeds", type=int, default=5, help="draws of each case of plans")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "dynamic", help="folder of the CSVs")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -86,40 +87,56 @@ def buckets(corpora: dict[str, Any], options: argparse.Namespace) -> list[dict[s
 
 
 def plans(corpora: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds and quality by size of the job."""
+    """Seconds and quality by size of the job, over --seeds draws of each."""
     rows = []
-    print("GPUs  documents corpus      tokens  steps  s (greedy)  over bound  s (solver)  over bound  whose")
+    print(
+        "GPUs  documents corpus      micro-steps  s, greedy (median, most)  s, solver  over bound (mean, most)  whose"
+    )
     for ranks, documents in ((64, 512), (128, 1024), (256, 4096), (1024, 16384)):
         stage = Stage.of(32, ranks // 32, RANK_TOKENS * 32)
         cost = costs(stage)
         for name, lengths in corpora.items():
-            drawn = np.random.default_rng(ranks).choice(cut_overlong(lengths, 192 * K), documents).tolist()
-            began = time.perf_counter()
-            fast = plan_step(drawn, stage, cost)
-            middle = time.perf_counter()
-            best = plan_step(drawn, stage, cost, seconds=options.seconds)
-            ended = time.perf_counter()
-            validate(best.plan, drawn, stage)
+            found = [
+                plan_once(cut_overlong(lengths, 192 * K), documents, seed, stage, cost, options.seconds)
+                for seed in range(options.seeds)
+            ]
+            greedy, solver, over, steps, sources = zip(*found, strict=True)
             row = {
                 "gpus": ranks,
                 "documents": documents,
                 "corpus": name,
-                "tokens": sum(drawn),
-                "micro_steps": len(best.plan.micro_steps),
-                "greedy_seconds": round(middle - began, 3),
-                "greedy_over_bound": round(fast.priced / fast.bound, 4),
-                "solver_seconds": round(ended - middle, 3),
-                "solver_over_bound": round(best.priced / best.bound, 4),
-                "plan_of": best.source,
+                "draws": options.seeds,
+                "micro_steps": f"{min(steps)} to {max(steps)}",
+                "greedy_seconds_median": round(float(np.median(greedy)), 3),
+                "greedy_seconds_most": round(max(greedy), 3),
+                "solver_seconds_median": round(float(np.median(solver)), 3),
+                "solver_seconds_most": round(max(solver), 3),
+                "over_bound_mean": round(float(np.mean(over)), 4),
+                "over_bound_most": round(max(over), 4),
+                "solver_won": sources.count(SOLVER),
             }
             rows.append(row)
             print(
-                f"{ranks:4} {documents:10} {name:10} {sum(drawn):8} {row['micro_steps']:6} "
-                f"{row['greedy_seconds']:11.2f} {row['greedy_over_bound']:11.3f} {row['solver_seconds']:11.2f} "
-                f"{row['solver_over_bound']:11.3f}  {best.source}",
+                f"{ranks:4} {documents:10} {name:10} {row['micro_steps']:>12} {np.median(greedy):15.2f}"
+                f" {max(greedy):8.2f} {np.median(solver):7.2f} {max(solver):6.2f} {np.mean(over):12.3f} {max(over):7.3f}"
+                f"   solver {sources.count(SOLVER)} of {len(sources)}",
                 flush=True,
             )
     return rows
+
+
+def plan_once(
+    lengths: Any, documents: int, seed: int, stage: Stage, cost: GroupCost, seconds: float
+) -> tuple[float, float, float, int, str]:
+    """Seconds without and with the solver, time over the bound, micro-steps and whose plan, of one draw."""
+    drawn = np.random.default_rng((stage.ranks, seed)).choice(lengths, documents).tolist()
+    began = time.perf_counter()
+    plan_step(drawn, stage, cost)
+    middle = time.perf_counter()
+    best = plan_step(drawn, stage, cost, seconds=seconds)
+    ended = time.perf_counter()
+    validate(best.plan, drawn, stage)
+    return middle - began, ended - middle, best.priced / best.bound, len(best.plan.micro_steps), best.source
 
 
 def gains(corpora: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:

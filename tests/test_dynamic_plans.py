@@ -21,6 +21,7 @@ from wlb_megatron.dynamic.predict import predicted_time
 from wlb_megatron.packing.synthetic import code_like, cut_overlong, paper_like, web_like
 from wlb_megatron.plugin import plan_process
 from wlb_megatron.plugin.plan_process import PlanProcess
+from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.workload.kernel_table import h100
 
 STAGES = st.sampled_from([(1, 1), (1, 4), (2, 2), (4, 1), (2, 3), (3, 2), (4, 4), (2, 5)])
@@ -184,6 +185,28 @@ def test_blocks_are_nested_and_a_rank_is_in_at_most_eight_of_them() -> None:
             assert own == list(sizes[1:])
     assert block_sizes(8, 512) == (1, 2, 4, 8, 16, 32, 64, 128, 4096)
     assert block_sizes(1024, 4) == (1, 2, 4, 8, 16, 32, 64, 1024, 4096)
+
+
+@pytest.mark.parametrize(("tensor", "inside"), [(1, 8), (4, 2)])
+def test_groups_over_nodes_pay_for_the_network_and_those_within_one_do_not(tensor: int, inside: int) -> None:
+    sizes = (1, 2, 4, 8, 16, 32)
+    near = group_cost(h100(), 300.0, sizes, tensor=tensor, assumptions=Assumptions(node=1024))
+    real = group_cost(h100(), 300.0, sizes, tensor=tensor, assumptions=Assumptions(node=8))
+    for level, size in enumerate(sizes):
+        rows = [one.tables[level].exchange_row for one in (near, real)]
+        assert (rows[1] > rows[0]) == (size > inside) and rows[1] >= rows[0]
+        assert (real.opening()[level] > near.opening()[level]) == (size > inside)
+    assert (real.prices([2000, 60_000]) >= near.prices([2000, 60_000])).all()
+
+
+def test_a_document_stays_within_a_node_where_the_network_is_slow() -> None:
+    stage = Stage.of(16, 1, 160_000)
+    chosen = []
+    for network in (370e9, 1e9):
+        cost = group_cost(h100(), 300.0, stage.sizes, assumptions=Assumptions(network_rate=network))
+        (step,) = plan_step([60_000], stage, cost).plan.micro_steps
+        chosen.append(step[0].size)
+    assert chosen == [16, 8]
 
 
 def test_a_group_starts_when_its_last_rank_is_free() -> None:
