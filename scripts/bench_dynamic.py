@@ -118,8 +118,8 @@ def plans(corpora: dict[str, Any], options: argparse.Namespace) -> list[dict[str
             rows.append(row)
             print(
                 f"{ranks:4} {documents:10} {name:10} {row['micro_steps']:>12} {np.median(greedy):15.2f}"
-                f" {max(greedy):8.2f} {np.median(solver):7.2f} {max(solver):6.2f} {np.mean(over):12.3f} {max(over):7.3f}"
-                f"   solver {sources.count(SOLVER)} of {len(sources)}",
+                f" {max(greedy):8.2f} {np.median(solver):7.2f} {max(solver):6.2f}"
+                f" {np.mean(over):12.3f} {max(over):7.3f}   solver {sources.count(SOLVER)} of {len(sources)}",
                 flush=True,
             )
     return rows
