@@ -1,0 +1,73 @@
+"""Routers' statistics leave padding out, on every rank and pipeline stage."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from wlb_megatron.packing.summary import PlanSummary
+from wlb_megatron.plan import Piece
+from wlb_megatron.plugin.data import padding_mask
+from wlb_megatron.plugin.planning import PlannedMicroBatch, pad
+from wlb_megatron.plugin.routing import stage_padding_mask, wrap_apply_expert_bias, wrap_token_counts
+from wlb_megatron.sharding.select import shard
+
+SUMMARY = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 0, 0.0, 0, 0)
+
+
+@pytest.mark.parametrize("sharding", ["per-sequence", "per-document", "hybrid"])
+def test_ranks_together_mask_just_the_padding_piece(sharding: str) -> None:
+    """Documents of 13 and 5 tokens on 4 ranks: two tokens of padding, as a third piece."""
+    pieces = pad((Piece(0, 0, 0, 13), Piece(0, 1, 0, 5)), 4)
+    plan = shard(np.array([13, 5, 2]), 4, sharding)
+    planned = PlannedMicroBatch(0, 0, pieces, plan, SUMMARY, 0.0)
+    masked = []
+    for rank in range(4):
+        mask = padding_mask(planned, rank)
+        assert len(mask) == plan.tokens_per_rank[rank]
+        masked += plan.packed_index(rank)[mask].tolist()
+    assert sorted(masked) == [18, 19]
+
+
+def test_nothing_is_masked_where_nothing_is_padded() -> None:
+    plan = shard(np.array([6, 2]), 2, "per-document")
+    planned = PlannedMicroBatch(0, 0, (Piece(0, 0, 0, 6), Piece(0, 1, 0, 2)), plan, SUMMARY, 0.0)
+    assert not any(padding_mask(planned, rank).any() for rank in range(2))
+
+
+def test_ranks_weigh_alike_where_one_holds_the_padding() -> None:
+    """Of two ranks, this one with 28 tokens and 2 of padding: both weigh 58 / 2."""
+    counts = wrap_token_counts(lambda *_, **__: ("experts", torch.tensor(28.0), torch.tensor(58.0)))
+    ranks = SimpleNamespace(size=lambda: 2)
+    assert counts(None, ranks, topk=1, with_padding_mask=True) == ("experts", 29.0, 58.0)
+    assert counts(None, ranks, topk=1) == ("experts", 28.0, 58.0)
+
+
+def test_biases_count_no_padding_and_megatron_gets_no_mask_to_fail_on() -> None:
+    seen: list[Any] = []
+    apply = wrap_apply_expert_bias(lambda *given: seen.append(given))
+    routes = torch.tensor([[True, False, True], [True, True, False]])
+    apply("router", routes, torch.tensor([False, True]))
+    apply("router", routes)
+    assert [given[1].tolist() for given in seen] == [
+        [[True, False, True], [False, False, False]],
+        routes.tolist(),
+    ]
+    assert all(len(given) == 2 for given in seen)
+
+
+def test_a_later_stage_gets_its_part_of_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
+    mask = torch.tensor([[False, False, False, True]])
+    first = SimpleNamespace(module=SimpleNamespace(pre_process=True))
+    later = SimpleNamespace(module=SimpleNamespace(pre_process=False))
+    assert stage_padding_mask(mask, first, True) is mask
+    assert stage_padding_mask(mask, later, False) is mask
+    assert stage_padding_mask(mask, later, True).tolist() == [[False, True]]
