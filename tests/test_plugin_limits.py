@@ -12,7 +12,7 @@ import torch
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.limits import adoptable_tokens, fit_to_memory, model_and_layout
-from wlb_megatron.workload.memory import GIB, memory_needed
+from wlb_megatron.workload.memory import GIB, logits_bytes, memory_needed
 
 
 def arguments(**changed: Any) -> argparse.Namespace:
@@ -90,3 +90,9 @@ def test_the_estimate_holds_what_was_measured_on_h100s(context: int, measured_mb
 def test_an_unknown_vocabulary_is_taken_to_be_large() -> None:
     shape, _ = model_and_layout(arguments(vocab_size=None))
     assert shape.vocab == 131072
+
+
+def test_each_further_token_predicted_takes_a_layer_and_logits() -> None:
+    plain, further = (model_and_layout(arguments(mtp_num_layers=depths)) for depths in (None, 2))
+    assert further[0].layers == plain[0].layers + 2
+    assert logits_bytes(*further) == 3 * logits_bytes(*plain)

@@ -56,11 +56,11 @@ def model_and_layout(args: Any) -> tuple[ModelShape, ParallelLayout]:
     from wlb_megatron.plugin.source import attention_shape
 
     heads, groups, channels = attention_shape(args)
-    pipeline = args.pipeline_model_parallel_size
+    pipeline, further = args.pipeline_model_parallel_size, getattr(args, "mtp_num_layers", None) or 0
     shape = ModelShape(
         hidden=args.hidden_size,
         ffn=args.ffn_hidden_size,
-        layers=-(-args.num_layers // pipeline),
+        layers=-(-args.num_layers // pipeline) + further,  # of multi-token prediction, on the last stage
         heads=heads,
         kv_heads=groups,
         head_dim=channels,
@@ -69,6 +69,7 @@ def model_and_layout(args: Any) -> tuple[ModelShape, ParallelLayout]:
         tied=not args.untie_embeddings_and_output_weights,
         dropout=args.hidden_dropout > 0,
         dtype_bytes=2 if args.bf16 or args.fp16 else 4,
+        losses=1 + further,
     )
     layout = ParallelLayout(
         tensor=args.tensor_model_parallel_size,

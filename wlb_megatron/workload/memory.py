@@ -28,6 +28,7 @@ class ModelShape:
     (num_layers / pipeline size, rounded up). heads: num_attention_heads. kv_heads: num_query_groups under
     group_query_attention, else heads. head_dim: kv_channels. vocab: padded_vocab_size. gated: swiglu. tied: not
     untie_embeddings_and_output_weights. dropout: hidden_dropout > 0. dtype_bytes: 2 with bf16 or fp16, else 4.
+    losses: of a token, 1 + mtp_num_layers; each has logits.
     Experts are not described (how many tokens one gets is not known ahead).
     """
 
@@ -42,6 +43,7 @@ class ModelShape:
     tied: bool = False
     dropout: bool = False
     dtype_bytes: int = 2
+    losses: int = 1
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -176,7 +178,7 @@ def kept_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
 def logits_bytes(shape: ModelShape, layout: ParallelLayout) -> int:
     """Final norm's input and output, logits, and their fp32 copy of which the loss makes its gradient."""
     norm = 2 * _spread(shape.hidden, layout) * shape.dtype_bytes
-    return norm + -(-shape.vocab // layout.tensor) * (shape.dtype_bytes + 4)
+    return shape.losses * (norm + -(-shape.vocab // layout.tensor) * (shape.dtype_bytes + 4))
 
 
 def chunks_in_flight(layout: ParallelLayout, stage: int) -> int:
