@@ -164,7 +164,19 @@ def test_the_launcher_told_to_help_says_its_usage_and_succeeds(
 
     monkeypatch.setattr("sys.argv", ["launch", "--help"])
     launcher.main()
-    assert "--describe" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "--describe" in told and "--wlb-packing" in told
     monkeypatch.setattr("sys.argv", ["launch"])
     with pytest.raises(SystemExit, match="usage: torchrun"):
         launcher.main()
+
+
+@pytest.mark.parametrize("asked", [["-h"], ["--num-layers", "2", "--help"]])
+def test_the_entry_on_a_wheel_told_to_help_says_the_plugins_flags_whatever_megatron_can_print(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from wlb_megatron.plugin import pretrain_gpt
+
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt", *asked])
+    pretrain_gpt.main()
+    assert "--wlb-packing" in capsys.readouterr().out

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import runpy
 import sys
+
+from wlb_megatron.arguments import add_arguments
 
 USAGE = """usage: torchrun ... -m wlb_megatron.launch pretrain_gpt.py <its flags> [--wlb-...]
        python -m wlb_megatron.launch --describe    print every Megatron symbol that is replaced, and why"""
@@ -16,7 +19,7 @@ def main() -> None:
     if not arguments:
         raise SystemExit(USAGE)
     if arguments[0] in ("-h", "--help"):
-        print(USAGE)
+        print(USAGE, flags_help(), sep="\n\n")
         return
     script, describe = arguments[0], arguments[0] == "--describe"
     if not describe:
@@ -34,6 +37,12 @@ def main() -> None:
         return
     sys.argv = arguments
     runpy.run_path(script, run_name="__main__")
+
+
+def flags_help() -> str:
+    """The --wlb-* flags as argparse shows them. Megatron's are not among them: 0.19.2 fails at printing its own."""
+    parser = argparse.ArgumentParser(prog="--wlb-*", usage=argparse.SUPPRESS, add_help=False)
+    return add_arguments(parser).format_help().strip()
 
 
 def enable() -> None:

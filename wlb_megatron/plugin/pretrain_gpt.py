@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+USAGE = """usage: torchrun ... -m wlb_megatron.pretrain_gpt <Megatron's flags> [--wlb-...]
+       Megatron's flags are those of its pretrain_gpt.py"""
 
 
 def main() -> None:
     """Parse Megatron's and the plugin's flags, and run Megatron's own pretrain()."""
     started = time.time()
-    from wlb_megatron.plugin.launch import enable
+    from wlb_megatron.plugin.launch import enable, flags_help
+
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(USAGE, flags_help(), sep="\n\n")
+        return
 
     enable()
     from megatron.core.enums import ModelType
