@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import resource
+import time
 
 import pytest
 import torch.distributed as dist
@@ -11,6 +13,7 @@ import torch.multiprocessing as multiprocessing
 from megatron_runs import free_port
 
 from wlb_megatron.plugin.agreement import PlanAgreement
+from wlb_megatron.plugin.board import common_store
 from wlb_megatron.plugin.open_files import allow_open_files
 
 
@@ -31,6 +34,18 @@ def rank_of_three(rank: int, port: int) -> None:
         agreement.check(wait=True)
     again = PlanAgreement()  # a second training in these processes knows nothing of the first
     again.compare(500, digest("same"), wait=True)
+    dist.barrier()
+    # Two uses of a name right after each other (dynamic groups and the solver): a rank may be at its second one
+    # before another is at its first.
+    if rank:
+        time.sleep(0.3)
+    first, second = common_store("notes"), common_store("notes")
+    for at, store in enumerate((first, second)):
+        store.set(f"{rank} wrote", str(at))
+    for at, store in enumerate((first, second)):
+        assert [store.get(f"{other} wrote") for other in range(3)] == [str(at).encode()] * 3
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"  # torchrun's store outlives its workers
+    assert not common_store("digests").check(["0/all"])
     dist.barrier()
     dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -58,11 +59,16 @@ class Board:
 
 def common_store(name: str) -> Any:
     """torch's own store, over which init_process_group brought all ranks together, for one use by this name. Called
-    on all ranks alike; a second call of a name (a second training in these processes) gives other keys."""
-    store = distributed_c10d._get_default_store()
-    # Of four ranks the first call counts to 1 .. 4, the second to 5 .. 8.
-    before = (store.add(f"wlb_megatron/{name}", 1) - 1) // dist.get_world_size()
-    return dist.PrefixStore(f"wlb_megatron/{name}/{before}", store)
+    on all ranks alike, not necessarily at once; a second call of a name (a second training in these processes) gives
+    other keys, and so does torchrun's next attempt, whose store still holds what the last one left."""
+    call = _calls[name]
+    _calls[name] += 1
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"wlb_megatron/{attempt}/{name}/{call}", distributed_c10d._get_default_store())
+
+
+_calls: Counter[str] = Counter()
+"""How often a name was asked for in this process: counted here, as another rank may be a call ahead."""
 
 
 def wait_for(store: Any, key: str, given_up: Callable[[], bool]) -> bool:
