@@ -175,18 +175,23 @@ def test_steps_outside_the_traced_iteration_are_called_as_they_are() -> None:
     assert step(1, two=2) == ((1,), {"two": 2})
 
 
+def write_small_profile(path: Path) -> None:
+    """A profile of the tests' model, of made-up samples."""
+    model = ProfiledModel(hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, vocab=100)
+    samples = made_samples()
+    settings = {"model": asdict(model), "gpu": "a GPU", "processors": 1, "versions": {"torch": "2"}}
+    write_profile(
+        path,
+        {"format": FORMAT, "settings": settings, "samples": samples, "fit": fit(model, samples, GPU).told()},
+    )
+
+
 @pytest.mark.megatron
 def test_a_run_reports_predicted_and_measured_times_and_traces_an_iteration(
     corpus: Path, tmp_path: Path
 ) -> None:
-    model = ProfiledModel(hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, vocab=100)
-    samples = made_samples()
-    settings = {"model": asdict(model), "gpu": "a GPU", "processors": 1, "versions": {"torch": "2"}}
     profile, log, traced = (tmp_path / name for name in ("profile.json", "log.jsonl", "trace.json"))
-    write_profile(
-        profile,
-        {"format": FORMAT, "settings": settings, "samples": samples, "fit": fit(model, samples, GPU).told()},
-    )
+    write_small_profile(profile)
     done = launch(
         [
             *flags(pipeline=2),

@@ -153,8 +153,15 @@ def test_arguments_that_are_refused_together_get_one_line_with_a_cure(arguments:
 SETTINGS_REFUSED = [
     ({}, {"trace": "trace.json", "trace_iteration": 1}),
     ({}, {"log_plans": True}),
-    ({"virtual_pipeline_model_parallel_size": 2}, {"cp_mode": "dynamic"}),
-    ({"num_experts": 8, "moe_token_dispatcher_type": "alltoall"}, {"cp_mode": "dynamic"}),
+    (
+        {
+            **ALLTOALL,
+            "moe_router_load_balancing_type": ["aux_loss", "none"],
+            "moe_aux_loss_coeff": [0.01, 0.0],
+        },
+        {"cp_mode": "dynamic"},
+    ),
+    ({"mtp_num_layers": 1}, {"cp_mode": "dynamic"}),
 ]
 """Arguments and settings of the rows that refuse the plugin's own settings."""
 
@@ -167,6 +174,21 @@ def test_settings_that_do_not_fit_are_refused_with_a_cure(
     found = refusals_of(Megatron(**arguments), WlbConfig(**settings))  # type: ignore[arg-type]
     (line,) = [line for line in found if line not in without]
     assert line.startswith("wlb_megatron refuses --wlb-") and ": " in line
+
+
+@pytest.mark.parametrize(
+    ("losses", "refused"),
+    [
+        ({"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0}, False),
+        ({"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01}, False),
+        ({"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}, True),
+        ({"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 0.001}, True),
+    ],
+)
+def test_experts_with_dynamic_groups_have_no_loss_of_their_routers(
+    losses: dict[str, object], refused: bool
+) -> None:
+    assert bool(refusals_of(Megatron(**ALLTOALL, **losses), WlbConfig(cp_mode="dynamic"))) == refused
 
 
 def refusals_of(args: argparse.Namespace, config: WlbConfig) -> list[str]:

@@ -1,6 +1,6 @@
 """What cannot be done right yet is refused at start, here, before a GPU allocates anything.
 
-Each row: when it applies, the flag at fault, what to change. The README's support matrix tells the rows
+Each row: when it applies, the flag at fault, what to change. docs/support.md tells the rows
 that a user is likely to meet; a feature that gets built loses its row here and its word there.
 """
 
@@ -30,11 +30,29 @@ def _get(args: Any, name: str) -> Any:
     return getattr(args, name, None)
 
 
+def _balancing(args: Any) -> bool:
+    """Whether a router has a balancing loss: of its kinds, one coefficient or one for each."""
+    kinds, coefficients = _get(args, "moe_router_load_balancing_type"), _get(args, "moe_aux_loss_coeff")
+    each = coefficients if isinstance(coefficients, list) else [coefficients]
+    return any(kind != "none" for kind in (kinds if isinstance(kinds, list) else [kinds])) and any(each)
+
+
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        lambda a, c: c.cp_mode == "dynamic" and _get(a, "num_experts"),
-        "--wlb-cp-mode dynamic with --num-experts",
-        "the router's load-balancing loss averages over fixed context-parallel groups; use --wlb-cp-mode fixed",
+        lambda a, c: (
+            c.cp_mode == "dynamic"
+            and _get(a, "num_experts")
+            and (_balancing(a) or _get(a, "moe_z_loss_coeff"))
+        ),
+        "--wlb-cp-mode dynamic with --moe-aux-loss-coeff / --moe-z-loss-coeff",
+        "a router's loss is a mean over a micro-batch, and which documents share one would depend on the groups; "
+        "balance by --moe-router-enable-expert-bias, or use --wlb-cp-mode fixed",
+    ),
+    Refusal(
+        lambda a, c: c.cp_mode == "dynamic" and _get(a, "mtp_num_layers"),
+        "--wlb-cp-mode dynamic with --mtp-num-layers",
+        "its loss is weighted by micro-batch, and which documents share one would depend on the groups; use "
+        "--wlb-cp-mode fixed",
     ),
     Refusal(
         lambda a, c: a.micro_batch_size != 1,
