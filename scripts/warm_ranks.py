@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +116,15 @@ class WarmRanks:
 class Spans:
     """When each forward and backward of each iteration ran on this rank, by marks on the device.
 
-    A line of JSON for each iteration: its number, and [backward, begin, end] of each call, in nanoseconds of this host.
+    A line of JSON for each iteration: its number, [backward, begin, end] of each call, in nanoseconds of this host, and
+    the processor's time of this thread in each (a backward's launches are another thread's).
     """
 
     def __init__(self, path: str, first: int) -> None:
         self._path, self._first = f"{path}.{os.environ['RANK']}", first
         self._ends: list[tuple[int, int]] = []
         self._recorder: Any = None
+        self._host: list[int] = []
 
     def after_iteration(self, iteration: int, args: Any, micro_batches: int, group: Any) -> None:
         """Stands for trace.after_iteration: called after each iteration's launches, on every rank."""
@@ -129,8 +132,18 @@ class Spans:
 
         if iteration + 1 == self._first:
             self._recorder = trace._recorder = trace.Recorder(args.distributed_backend == "nccl")
+            self._recorder.run = self._timed(self._recorder.run)
         elif self._recorder is not None:
             self._ends.append((iteration, len(self._recorder._calls)))
+
+    def _timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(backward: bool, call: Callable[[], Any]) -> Any:
+            began = time.thread_time_ns()
+            result = run(backward, call)
+            self._host.append(time.thread_time_ns() - began)
+            return result
+
+        return timed
 
     def write(self) -> None:
         if self._recorder is None:
@@ -138,7 +151,8 @@ class Spans:
         calls, begin = self._recorder.spans(), 0
         with open(self._path, "w", encoding="utf-8") as file:
             for iteration, end in self._ends:
-                file.write(json.dumps({"iteration": iteration, "calls": calls[begin:end]}) + "\n")
+                line = {"iteration": iteration, "calls": calls[begin:end], "host": self._host[begin:end]}
+                file.write(json.dumps(line) + "\n")
                 begin = end
 
 
