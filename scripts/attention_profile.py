@@ -97,7 +97,8 @@ def part_of(kernel: str) -> str:
 
 
 def draw(source: Path, target: Path) -> None:
-    """A bar a mix, device time by part, from profile.csv (matplotlib)."""
+    """From profile.csv, two bars a mix (matplotlib): kernels by part, and the exchange, which runs beside them on a
+    stream of its own and counts there for as long as it waits for the other rank."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -107,20 +108,23 @@ def draw(source: Path, target: Path) -> None:
         rows = [row for row in csv.DictReader(file) if row["where"] == "device"]
     mixes = list(dict.fromkeys(row["mix"] for row in rows))
     parts = list(dict.fromkeys(row["what"] for row in sorted(rows, key=lambda row: -float(row["us"]))))
-    figure, axes = plt.subplots(figsize=(9, 1.1 + 0.55 * len(mixes)))
+    parts = sorted(parts, key=lambda part: part == "exchange")  # last
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.8 * len(mixes)))
     left = [0.0] * len(mixes)
-    for part in parts[:9]:
-        share = []
-        for mix in mixes:
-            whole = sum(float(row["us"]) for row in rows if row["mix"] == mix)
-            share.append(
-                100 * sum(float(r["us"]) for r in rows if r["mix"] == mix and r["what"] == part) / whole
-            )
-        axes.barh(mixes, share, left=left, label=part)
-        left = [a + b for a, b in zip(left, share, strict=True)]
-    axes.set_xlabel("share of device time of one layer, forward + backward (%)")
+    for part in [*parts[:8], "exchange"]:
+        ms = [
+            sum(float(r["us"]) for r in rows if (r["mix"], r["what"]) == (mix, part)) / 1e3 for mix in mixes
+        ]
+        aside = part == "exchange"
+        rank = [i + (0.42 if aside else 0.0) for i in range(len(mixes))]
+        name = "exchange and its waits, beside the kernels" if aside else part
+        axes.barh(rank, ms, 0.4, left=None if aside else left, label=name, color="0.75" if aside else None)
+        if not aside:
+            left = [before + more for before, more in zip(left, ms, strict=True)]
+    axes.set_yticks([i + 0.2 for i in range(len(mixes))], mixes)
+    axes.set_xlabel("device time of one layer, forward + backward, while traced (ms)")
     axes.invert_yaxis()
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=3, fontsize=7, frameon=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=3, fontsize=7, frameon=False)
     figure.savefig(target, dpi=150, bbox_inches="tight")
 
 
