@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ from wlb_megatron.plugin.data import (
     make_loader,
 )
 from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, PlannedMicroBatch, pad
+from wlb_megatron.plugin.provider import Again
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.workload.cost_model import CostModel
 
@@ -170,6 +172,12 @@ def test_workers_read_ahead_without_changing_order_or_state(workers: int, tmp_pa
 
 def _of(micro_batch: PlannedMicroBatch) -> tuple[tuple[Piece, ...], object]:
     return micro_batch.pieces, micro_batch.shard
+
+
+def test_every_evaluation_begins_at_the_sets_beginning_also_where_the_set_is_smaller() -> None:
+    for iterations, expected in ((4, [0, 1, 2, 0, 0, 1, 2, 0, 0]), (2, [0, 1, 0, 1]), (3, [0, 1, 2, 0])):
+        again = Again([0, 1, 2], iterations)  # type: ignore[list-item]
+        assert list(islice(again, len(expected))) == expected
 
 
 def test_an_error_while_planning_is_raised_where_the_plan_is_asked_for() -> None:

@@ -136,15 +136,17 @@ def _evaluation(source: Source, args: Any) -> MicroBatchIterator:
     plans = [
         replace(each, state={}, plan=None) for each in chosen
     ]  # kept for the whole run, one rank's share
-    loader = _loader(source, MicroBatchSampler(_Again(plans)), _layout(args), args)
+    each = len(plans) if args.wlb_full_validation else args.eval_iters
+    loader = _loader(source, MicroBatchSampler(Again(plans, each)), _layout(args), args)
     return EvaluationIterator(loader, len(plans)) if args.wlb_full_validation else MicroBatchIterator(loader)
 
 
-class _Again(Iterable[PlannedIteration]):
-    """A list's items over and over."""
+class Again(Iterable[PlannedIteration]):
+    """An evaluation's iterations over and over, each time from the list's beginning. Of a set of three iterations an
+    evaluation of four takes 0 1 2 0, and so does the next one."""
 
-    def __init__(self, planned: list[PlannedIteration]) -> None:
-        self._planned = planned
+    def __init__(self, planned: list[PlannedIteration], iterations: int) -> None:
+        self._planned = list(itertools.islice(itertools.cycle(planned), iterations))
 
     def __iter__(self) -> Iterator[PlannedIteration]:
         return itertools.cycle(self._planned)
