@@ -77,6 +77,8 @@ def run_profile(args: argparse.Namespace) -> None:
     out = Path(args.out)
     if not out.parent.is_dir():
         raise WlbError(f"cannot write {out}: there is no folder {out.parent}; make it or give another --out")
+    if args.backend == "auto" and backend == "torch" and args.grid != "tiny":
+        raise WlbError("there is no GPU here: profile on one of the job's, or try it out with --grid tiny")
     rank, world = _join(torch, backend)
     bar = _Progress(count_points(args.grid, model, world), rank == 0)
     partial = out.with_name(out.name + ".partial")
