@@ -13,7 +13,7 @@ import torch.multiprocessing as multiprocessing
 from megatron_runs import free_port
 
 from wlb_megatron.plugin.agreement import PlanAgreement
-from wlb_megatron.plugin.board import common_store
+from wlb_megatron.plugin.board import common_store, wait_for
 from wlb_megatron.plugin.open_files import allow_open_files
 
 
@@ -52,6 +52,19 @@ def rank_of_three(rank: int, port: int) -> None:
 
 def test_equal_digests_pass_and_one_different_rank_is_named_on_all() -> None:
     multiprocessing.spawn(rank_of_three, (free_port(),), nprocs=3, join=True)
+
+
+def test_waiting_logs_nothing_however_long_and_ends_when_given_up_or_told(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """torch logs two lines whenever a wait's time is over: thousands a second, where thousands of ranks wait."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    begin = time.monotonic()
+    assert not wait_for(store, "note", lambda: time.monotonic() > begin + 1.2)
+    assert 1.2 < time.monotonic() - begin < 10
+    store.set("note", "here")
+    assert wait_for(store, "note", lambda: False)
+    assert "".join(capfd.readouterr()) == ""
 
 
 def limits_of_many_ranks() -> None:
