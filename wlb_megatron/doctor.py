@@ -35,7 +35,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     """Flags of `wlb-megatron doctor`."""
     parser.description = (
         "Tells versions, which attention runs, and what to fix; then tries a small plan's attention on the CPU, and on "
-        "the GPU where there is one. Exit code 0 if training can start here, else 2."
+        "the GPU where there is one. Exit code 0 if nothing is to be fixed, else 2."
     )
     parser.add_argument("--checkout", metavar="PATH", help="look at this Megatron-LM checkout, not at pip's")
     parser.add_argument("--no-self-test", action="store_true", help="versions alone (about 10 seconds less)")
@@ -66,7 +66,10 @@ def run_doctor(args: argparse.Namespace) -> None:
     wrong = [finding.what for finding in findings if finding.verdict == FIX]
     if wrong:
         raise WlbError(f"training cannot start here yet; to fix: {', '.join(wrong)}")
-    print("training can start here")
+    if _gpus():
+        print("training can start here")
+    else:
+        print("nothing to fix: training can start where there are GPUs")
 
 
 def examine(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -111,7 +114,13 @@ def torch_and_gpus() -> Iterator[Finding]:
         nccl = torch.cuda.nccl.version() if gpus else _version(f"nvidia-nccl-cu{built.split('.')[0]}")
         yield Finding("NCCL", nccl if isinstance(nccl, str) else ".".join(map(str, nccl or ("unknown",))))
     if not gpus:
-        yield Finding("GPUs", "none", NOTE, "CPU runs are for trying things: --transformer-impl local, gloo")
+        yield Finding(
+            "GPUs",
+            "none",
+            NOTE,
+            "Megatron's loop asks for CUDA; to try things on CPUs put this project's scripts/cpu on PYTHONPATH, "
+            "and give --transformer-impl local --distributed-backend gloo",
+        )
     for index in range(gpus):
         about = torch.cuda.get_device_properties(index)
         able = (about.major, about.minor) >= (9, 0)
