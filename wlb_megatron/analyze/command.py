@@ -74,6 +74,7 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
             config = replace(config, quadratic_at=costs.quadratic_at)
         if config.document_cost is None:
             config = replace(config, document_cost=costs.per_document)
+    assumed = config.quadratic_at is None and args.hidden_size is None
     if config.quadratic_at is None:
         config = replace(config, quadratic_at=model_quadratic_at(args))
     layout = Layout(args.window, args.dp, args.cp, args.tp, args.pp)
@@ -94,7 +95,7 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
             draw_all(folder, lengths, analysis.measured, layout, analysis.capacity)
         except OSError as error:
             raise WlbError(f"cannot write to {folder}: {error.strerror}; give another --out") from None
-    return analysis
+    return replace(analysis, assumed=assumed)
 
 
 @contextmanager

@@ -22,7 +22,10 @@ from wlb_megatron.workload.cost_model import CostModel
 
 @dataclass(frozen=True)
 class Analysis:
-    """Before (arrival order, per-sequence sharding) and after (the given settings), with what was settled on."""
+    """Before (arrival order, per-sequence sharding) and after (the given settings), with what was settled on.
+
+    assumed: no model was told, so `quadratic_at` is nobody's and not among the flags to copy.
+    """
 
     lengths: Lengths
     config: WlbConfig
@@ -32,6 +35,7 @@ class Analysis:
     thresholds: list[int]
     before: Measured
     after: Measured
+    assumed: bool = False
 
     @property
     def measured(self) -> list[tuple[str, Measured]]:
@@ -52,8 +56,9 @@ class Analysis:
         given: dict[str, object] = {
             "packing": config.packing,
             "sharding": config.sharding,
-            "quadratic-at": f"{config.quadratic_at:.0f}",
         }
+        if not self.assumed:
+            given["quadratic-at"] = f"{config.quadratic_at:.0f}"
         if config.packing == "varlen":
             given |= {"max-tokens": self.capacity, "thresholds": thresholds, "max-delay": config.max_delay}
         elif config.packing != "original":

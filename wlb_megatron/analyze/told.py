@@ -79,3 +79,7 @@ def print_analysis(analysis: Analysis) -> None:
     )
     print(f"predicted speed-up per token: {analysis.speedup:.3f}")
     print(f"flags: {analysis.flags}")
+    if analysis.assumed:
+        print(
+            "no model was told: a run weighs attention by its own; give --hidden-size and the like, or --profile"
+        )
