@@ -81,6 +81,7 @@ class Seen:
     def __init__(self) -> None:
         self.largest: list[int] = []
         self.mean: list[float] = []
+        self.tokens: list[int] = []
         self.entry: dict[tuple[int, int, int], int] = {}
         self.tokens_of_delay: dict[int, int] = {}
         self.waiting: tuple[Piece, ...] = ()
@@ -90,6 +91,7 @@ class Seen:
         work = [b.work for row in plan.micro_batches for b in row]
         self.largest.append(max(work))
         self.mean.append(sum(work) / len(work))
+        self.tokens.append(sum(b.tokens for row in plan.micro_batches for b in row))
         self.now = plan.iteration
         self.arrive(plan)
         for row in plan.micro_batches:
@@ -111,12 +113,16 @@ class Seen:
         self._count(self.waiting, self.now + 1)
         imbalance = np.array(self.largest) / np.array(self.mean)
         tokens = sum(self.tokens_of_delay.values())
+        of_mean = np.array(self.tokens) / np.mean(self.tokens)
         return {
             "imbalance": f"{imbalance.mean():.3f}",
             "p95": f"{np.percentile(imbalance, 95):.3f}",
             "max": f"{imbalance.max():.3f}",
             "slowdown": f"{sum(self.largest) / sum(self.mean):.3f}",
             "delay": f"{sum(d * n for d, n in self.tokens_of_delay.items()) / tokens:.3f}",
+            "tokens_std": f"{of_mean.std():.3f}",
+            "tokens_least": f"{of_mean.min():.2f}",
+            "tokens_most": f"{of_mean.max():.2f}",
             "latest": latest,
             "ms": f"{1e3 * float(np.mean(seconds[1:])):.2f}",
         }
