@@ -40,8 +40,13 @@ def _launch(
         stream = driver.active.get_current_stream(place)
         # As CompiledKernel's own indexing does, less the hooks of Triton's profiler.
         known = found.function, found.packed_metadata, None, None, None
-        found.run(*grid, 1, stream, *known, *tensors, *numbers)
-        return
+        try:
+            found.run(*grid, 1, stream, *known, *tensors, *numbers)
+            return
+        except TypeError:  # a Triton whose launcher takes something else
+            global _STRAIGHT
+            _STRAIGHT = False
+            _compiled.clear()
     found = kernel[grid](*tensors, *numbers, num_warps=num_warps)
     if aligned and _STRAIGHT:
         _compiled[key] = found

@@ -18,8 +18,9 @@ from torch.distributed import distributed_c10d
 
 from wlb_megatron.plugin.open_files import allow_open_files
 
-KEPT = 64
-"""Notes that stay readable: more than iterations are planned ahead, which is how far a reader is behind."""
+KEPT = 256
+"""Notes that stay readable: more than iterations are planned and read ahead, which is how far a reader is behind (with
+one micro-batch an iteration, a few and one for every data worker)."""
 
 _LONGEST_PAUSE = 0.25
 """Seconds between two questions for a key: at 4,000 ranks that wait, 16,000 questions a second to rank 0."""

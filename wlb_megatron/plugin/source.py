@@ -134,6 +134,11 @@ def _source(
         for c in corpora
         for length in sample_lengths(c.lengths, window, config.overlong, _SAMPLE // len(corpora))
     ]
+    if not sample:
+        raise WlbError(
+            "no document that was sampled can be trained: all are empty, or longer than the window under "
+            "--wlb-overlong drop; check --data-path"
+        )
     packer = make_packer(
         config,
         CostModel(_known(config.quadratic_at), _known(config.document_cost)),
