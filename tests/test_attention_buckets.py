@@ -152,6 +152,14 @@ def test_a_model_of_windowed_layers_only_builds_no_graph_of_others():
     )
 
 
+def test_shardings_that_make_two_calls_build_no_graph_of_one():
+    assert any(causal and size.keys > size.queries for causal, _, size in foreseen(8192, 2, 32, 32, None))
+    assert not any(
+        causal and size.keys > size.queries
+        for causal, _, size in foreseen(8192, 2, 32, 32, None, one_call=False)
+    )
+
+
 def a_rank(**changed):
     met = {"tokens": 1_572_864, "cp_size": 16, "segments": 4000, "cut": 64, "usual_tokens": 65536}
     return Met(**met | {"usual_segments": 100} | changed)

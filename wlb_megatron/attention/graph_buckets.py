@@ -62,12 +62,19 @@ Warmable = tuple[bool, int | None, Bucket]
 
 
 def foreseen(
-    tokens: int, cp_size: int, sequences: int, cut: int, window: int | None, full: bool = True
+    tokens: int,
+    cp_size: int,
+    sequences: int,
+    cut: int,
+    window: int | None,
+    full: bool = True,
+    one_call: bool = True,
 ) -> list[Warmable]:
     """Every graph that micro-batches of up to `tokens` tokens can need on a rank.
 
     sequences: segments that a rank can have; cut: those of them that see earlier keys. window: of the model's
-    windowed layers. full: whether any layer sees whole documents. A rank holds an even share of the tokens; its
+    windowed layers. full: whether any layer sees whole documents. one_call: whether micro-batches may make one call
+    of two. A rank holds an even share of the tokens; its
     rectangles' queries come at most twice (a document cut in causal pairs has two segments on a rank), their keys
     are those of the micro-batch at most. One call instead of two has few of either (sharding/one_call.py).
     """
@@ -81,6 +88,7 @@ def foreseen(
             keys = _ladder(16384, padded_keys(tokens), padded_keys)
             found += [(False, None, Bucket(b, q, k)) for b in few for q in queries for k in keys]
             short = levels(min(share, MOST_ROWS)), _ladder(16384, padded_keys(MOST_KEYS), padded_keys)
+        if cp_size > 1 and one_call:
             found += [(True, None, Bucket(b, t, k)) for b in counts for t in short[0] for k in short[1]]
     if window is not None:
         # A segment sees its own keys and, where it is cut, at most a window more.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wlb_megatron.attention.graph_buckets import Warmable, by_likelihood, foreseen
-from wlb_megatron.plugin.planning import ShardSettings
+from wlb_megatron.plugin.planning import CHOOSING, ShardSettings
 
 MOST_CUT = 64
 """Segments with earlier keys that a rank is taken to have at most, where sharding cuts only what pays."""
@@ -23,7 +23,7 @@ _TELL_EVERY = 15.0
 @dataclass(frozen=True)
 class Met:
     """What a rank can meet: a micro-batch's tokens over cp_size ranks in so many segments, `cut` of them with earlier
-    keys, and the tokens and segments that it usually holds."""
+    keys, and the tokens and segments that it usually holds. one_call: whether it may make one call instead of two."""
 
     tokens: int
     cp_size: int
@@ -31,6 +31,7 @@ class Met:
     cut: int
     usual_tokens: int
     usual_segments: int
+    one_call: bool = True
 
     @classmethod
     def of(cls, tokens: int, window: int, settings: ShardSettings, documents: int) -> Met:
@@ -41,7 +42,13 @@ class Met:
         share = 2.0 if settings.sharding == "per-document" else 1.0 / settings.cp_size
         usual = max(32, int(documents * min(1.0, window / tokens) * share))
         return cls(
-            tokens, settings.cp_size, segments, cut, max(1, min(window, tokens) // settings.cp_size), usual
+            tokens,
+            settings.cp_size,
+            segments,
+            cut,
+            max(1, min(window, tokens) // settings.cp_size),
+            usual,
+            settings.sharding in CHOOSING,
         )
 
 
@@ -89,7 +96,11 @@ def likeliest_first(chunks: list[Any], met: Met) -> list[tuple[Any, Warmable]]:
     for (keeps_graphs, windowed, *_), module in kinds.items():
         if keeps_graphs:
             window = window_of(module.config) if windowed else None
-            graphs = foreseen(met.tokens, met.cp_size, met.segments, met.cut, window, full=not windowed)
+            graphs = foreseen(
+                *(met.tokens, met.cp_size, met.segments, met.cut, window),
+                full=not windowed,
+                one_call=met.one_call,
+            )
             for kind in by_likelihood(graphs, met.usual_tokens, met.usual_segments):
                 turns += [(turn, module, graph) for turn, graph in enumerate(kind)]
     return [(module, graph) for _, module, graph in sorted(turns, key=lambda one: one[0])]

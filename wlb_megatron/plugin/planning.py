@@ -29,6 +29,9 @@ from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.workload.kernel_table import KernelTable
 
+CHOOSING = ("hybrid", "adaptive")
+"""Shardings whose micro-batches may make one kernel call on a rank instead of two."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
@@ -121,7 +124,7 @@ def cut(
     """Shard plans of micro-batches. Where the table chooses how to cut, it chooses the kernel calls, too; the fixed
     ways stay what the paper has them be."""
     shards = shard_all(lengths, cp_size, sharding, table)
-    return in_fewest_calls(shards, table) if sharding in ("hybrid", "adaptive") else shards
+    return in_fewest_calls(shards, table) if sharding in CHOOSING else shards
 
 
 def pad(pieces: tuple[Piece, ...], alignment: int) -> tuple[Piece, ...]:
