@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Kill a real CPU run with SIGKILL at random moments, resume it each time, and compare with the uninterrupted run.
 
-python scripts/kill_resume.py 50 [--seed 0] [--processes 1] [--flags "--async-save"]
+python scripts/kill_resume.py 50 [--seed 0] [--processes 1] [--flags="--async-save"]
 
 Every rank notes the documents and losses (to the last bit) of each iteration it trains, also of those that a kill
 makes it train again. All notes of an iteration must be equal, and equal to the uninterrupted run's. Moments: while
