@@ -129,6 +129,7 @@ def _source(
             "change one of them"
         )
     rules = Rules(window=window, overlong=config.overlong, seed=args.seed, endless=endless)
+    stream = DocumentStream(corpora, rules)
     sample = [
         length
         for c in corpora
@@ -151,7 +152,6 @@ def _source(
         sample=sample,
         adopt_max_tokens=adoptable_tokens(args, token_alignment(args)),
     )
-    stream = DocumentStream(corpora, rules)
     planner = Planner(stream, packer, global_tokens=batches.largest * window, schedule=batches)
     return Source(blend, planner, config, batches.largest // dp, sum(sample) / len(sample))
 
