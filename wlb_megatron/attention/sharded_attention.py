@@ -107,12 +107,12 @@ class _Attention(torch.autograd.Function):
     @classmethod
     def attend(cls, ctx: Any, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Output, log-sum-exp and exchanged keys."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: the two ways of calling the kernels, below, each have their own
 
     @classmethod
     def pull(cls, ctx: Any, *saved: Any) -> tuple[Tensor, Tensor]:
         """dq and dkv from q, kv, exchanged keys (None: not kept), out, lse, dout."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract, as `attend`
 
 
 class _ShardedAttention(_Attention):
