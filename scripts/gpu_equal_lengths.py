@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from gpu_train import ROOT, STOCK, WLB, add_warm_ranks, corpus, run
+from step_trace import compare
 
 from wlb_megatron.report.files import write_csv
 
@@ -43,6 +44,9 @@ def main() -> None:
     parser.add_argument("--global-batch-size", type=int, default=4, help="windows a step")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--extra", default="", help="further flags for every run")
+    parser.add_argument(
+        "--trace", action="store_true", help="one pair more, in Megatron's profiler: where its time goes"
+    )
     add_warm_ranks(parser)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -62,6 +66,8 @@ def main() -> None:
             write_csv(options.out / "pairs.csv", rows)
     for degree in options.degrees:
         report(degree, [row for row in rows if row["cp"] == degree])
+        if options.trace:
+            compare({which: traced(which, degree, prefix, options) for which in FLAGS})
 
 
 def one_pair(degree: int, pair: int, prefix: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -87,6 +93,18 @@ def one_pair(degree: int, pair: int, prefix: Path, options: argparse.Namespace) 
         told[f"{which}_ns_a_token"] = median(1e6 * step["ms"] / step["tokens"] for step in timed)
         told[f"{which}_peak_mb"] = timed[-1]["peak_mb"]
     return told | {"ratio": told["wlb_ns_a_token"] / told["stock_ns_a_token"]}
+
+
+def traced(which: str, degree: int, prefix: Path, options: argparse.Namespace) -> Path:
+    """Rank 0's trace of the last three steps."""
+    folder = options.out / f"{which}-cp{degree}"
+    last = options.iterations - 1
+    flags = ["--profile", "--use-pytorch-profiler", "--profile-step-start", str(last - 3)]
+    flags += ["--profile-step-end", str(last), "--tensorboard-dir", str(folder / "tensorboard")]
+    flags += ["--context-parallel-size", str(degree), *FLAGS[which]]
+    seen = {} if degree > 1 else {"CUDA_VISIBLE_DEVICES": "0"}
+    run(f"{which}-cp{degree}-traced", degree, flags, prefix, options, seen)
+    return folder / "torch_profile" / "rank-0.json.gz"
 
 
 def report(degree: int, rows: list[dict[str, Any]]) -> None:
