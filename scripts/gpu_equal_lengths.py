@@ -13,13 +13,13 @@ side, a run a GPU, and swaps GPUs each time. A run's figure is the median of its
 from __future__ import annotations
 
 import argparse
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 from gpu_train import ROOT, STOCK, WLB, add_warm_ranks, corpus, run
 from step_trace import compare
 
@@ -79,7 +79,7 @@ def one_pair(degree: int, pair: int, prefix: Path, options: argparse.Namespace) 
         seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
         return run(f"{which}-cp{degree}-{pair}", degree, flags, prefix, options, seen)
 
-    if degree == 1 and len(os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")) > 1:
+    if degree == 1 and torch.cuda.device_count() > 1:
         with ThreadPoolExecutor(2) as pool:
             done = dict(zip(order, pool.map(one, order, (0, 1)), strict=True))
     else:
