@@ -16,6 +16,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts" / "cpu"))
+import forked_ranks  # noqa: E402
 from environment import cpu_environment, free_port  # noqa: E402
 
 MODEL = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention
@@ -97,29 +98,33 @@ def launch(
     timeout: float = 300,
     gpu: bool = False,
     stock: bool = False,
+    fresh: bool = False,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the plugin's own entry (or the test worker, when `out` is given) over torch.distributed.run.
+    """Run the plugin's own entry, or the test worker, when `out` is given.
 
-    stock: the worker without the plugin, see megatron_stock.py. After `timeout` seconds all of its processes are
-    killed; TimeoutExpired.
+    On the CPU ranks are forked from a process that has imported Megatron (forked_ranks.py); fresh, and on GPUs: they
+    are started by torch.distributed.run. stock: the worker without the plugin, see megatron_stock.py. After `timeout`
+    seconds all of its processes are killed; TimeoutExpired.
     """
     worker = ROOT / "tests" / ("megatron_stock.py" if stock else "megatron_worker.py")
     target = ["-m", "wlb_megatron.pretrain_gpt"] if out is None else [str(worker)]
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         environment["WORKER_OUT"] = str(out)
+    own = gpu_environment() if gpu else cpu_environment()
+    if any("fsdp" in argument for argument in arguments):  # Megatron then refuses a single queue
+        own["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+    if "--fine-grained-activation-offloading" in arguments:  # Megatron asks for it
+        own["NVTE_CPU_OFFLOAD_V1"] = "1"
+    if not (fresh or gpu):
+        return forked_ranks.run(target, arguments, processes, {**own, **environment}, timeout=timeout)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)),
         *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
         *target,
         *arguments,
     ]
-    own = gpu_environment() if gpu else cpu_environment()
-    if any("fsdp" in argument for argument in arguments):  # Megatron then refuses a single queue
-        own["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
-    if "--fine-grained-activation-offloading" in arguments:  # Megatron asks for it
-        own["NVTE_CPU_OFFLOAD_V1"] = "1"
     with subprocess.Popen(
         command,
         env={**own, **environment},
@@ -148,10 +153,12 @@ def train(
     timeout: float = 300,
     gpu: bool = False,
     stock: bool = False,
+    fresh: bool = False,
     **environment: str,
 ) -> list[dict[str, Any]]:
     """Run the worker; what each rank saw, in rank order."""
-    done = launch(arguments, processes, out=out, timeout=timeout, gpu=gpu, stock=stock, **environment)
+    how = {"timeout": timeout, "gpu": gpu, "stock": stock, "fresh": fresh}
+    done = launch(arguments, processes, out=out, **how, **environment)  # type: ignore[arg-type]
     assert done.returncode == 0, failure(done)
     return [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(processes)]
 

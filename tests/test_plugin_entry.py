@@ -9,9 +9,10 @@ import types
 from dataclasses import fields
 from pathlib import Path
 
+import forked_ranks
 import numpy as np
 import pytest
-from megatron_runs import LENGTHS, ROOT, cpu_environment, flags, launch, logged_losses, rewrite_corpus
+from megatron_runs import LENGTHS, cpu_environment, flags, launch, logged_losses, rewrite_corpus
 
 from wlb_megatron.arguments import add_arguments, config_from_args
 from wlb_megatron.config import WlbConfig
@@ -236,14 +237,8 @@ def refused_line(arguments: list[str], written: Path) -> str:
         "--tensorboard-dir",
         str(written / "board"),
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "wlb_megatron.pretrain_gpt", *arguments, *out],
-        env=cpu_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode != 0
+    done = launch([*arguments, *out], 1)
+    assert done.returncode > 0
     lines = [
         line for line in done.stderr.splitlines() if "wlb_megatron" in line or "Megatron refuses" in line
     ]
@@ -301,7 +296,7 @@ def test_from_bin_and_idx_to_optimizer_steps_through_the_command_a_user_types(co
     prefix = corpus.with_name("repeated")
     rewrite_corpus(prefix, [np.full(length, 7, dtype=np.int32) for length in LENGTHS])
     arguments = [*flags(context=2), "--global-batch-size", "2", "--train-iters", "8", "--lr", "1e-2"]
-    done = launch([*arguments, "--data-path", str(prefix)], 2)
+    done = launch([*arguments, "--data-path", str(prefix)], 2, fresh=True)
     assert done.returncode == 0, done.stderr[-3000:]
     losses = logged_losses(done.stdout)
     assert len(losses) == 8
@@ -311,13 +306,7 @@ def test_from_bin_and_idx_to_optimizer_steps_through_the_command_a_user_types(co
 
 @pytest.mark.megatron
 def test_the_launcher_describes_every_replaced_symbol() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "wlb_megatron.launch", "--describe"],
-        env=cpu_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked_ranks.run(["-m", "wlb_megatron.launch"], ["--describe"], 1, cpu_environment(), timeout=60)
     assert done.returncode == 0, done.stderr
     for symbol in (
         "parse_args",
@@ -330,7 +319,7 @@ def test_the_launcher_describes_every_replaced_symbol() -> None:
 
 
 @pytest.mark.megatron
-def test_hooks_install_once_and_name_a_missing_symbol() -> None:
+def test_hooks_install_once_and_name_a_missing_symbol(tmp_path: Path) -> None:
     """E13: installing twice wraps once; a symbol that moved is an error with its name and the version."""
     script = """
 import megatron.training.arguments as arguments
@@ -347,12 +336,6 @@ except ImportError as error:
 else:
     raise SystemExit("not refused")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=cpu_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
+    (tmp_path / "script.py").write_text(script)
+    done = forked_ranks.run([str(tmp_path / "script.py")], [], 1, cpu_environment(), timeout=60)
     assert done.returncode == 0, done.stderr

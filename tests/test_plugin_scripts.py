@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_ranks
 import pytest
 from megatron_runs import ROOT, cpu_environment, flags, free_port, logged_losses
 
@@ -80,7 +81,7 @@ def test_a_wrapped_script_of_ones_own_trains_with_its_flags(start: str, corpus: 
 
 
 @pytest.mark.megatron
-def test_a_release_that_moved_a_parameter_or_lacks_a_package_is_told_by_name() -> None:
+def test_a_release_that_moved_a_parameter_or_lacks_a_package_is_told_by_name(tmp_path: Path) -> None:
     """Signatures are checked before anything is replaced: never half installed."""
     script = """
 import dataclasses, sys
@@ -104,7 +105,8 @@ said = moved("a_package:symbol", ())
 assert "needs the package a_package" in said and "pip install a_package" in said, said
 assert arguments.parse_args is before
 """
-    done = run(["-c", script])
+    (tmp_path / "script.py").write_text(script)
+    done = forked_ranks.run([str(tmp_path / "script.py")], [], 1, cpu_environment(), timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

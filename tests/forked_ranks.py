@@ -1,0 +1,186 @@
+"""Rank processes forked from one that has imported torch and Megatron: a run without the seconds of its imports.
+
+The server imports, starts no thread and runs no job; each rank is a fork of it that never served another job, so that
+none can be felt in the next. In everything else a rank is the interpreter that `python target arguments...` starts: its
+own environment, output, process group and exit status. Only where imports or torch.distributed.run are what is tested,
+fresh processes are needed.
+
+    done = run([worker], ["--num-layers", "2"], 2, cpu_environment(), timeout=300)
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import json
+import os
+import runpy
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "cpu"))
+from environment import cpu_environment, free_port
+
+PRELOADED = ("megatron.training.training", "megatron.training.checkpointing", "wlb_megatron.plugin.hooks")
+LARGEST = 1 << 20
+"""Bytes of a job's description."""
+
+
+def run(
+    target: list[str], arguments: list[str], processes: int, environment: dict[str, str], *, timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a script ([path]) or a module (["-m", name]) as __main__ on this many ranks; what they wrote.
+
+    The exit status is that of the first rank that failed (negative: the signal that ended it), whereupon all are
+    killed; else 0. After `timeout` seconds all are killed; TimeoutExpired.
+    """
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job = {"target": target, "arguments": arguments, "processes": processes}
+    job["environment"] = {**environment, **place}
+    told: dict[str, bytes] = {"stdout": b"", "stderr": b"", "status": b""}
+    until = time.monotonic() + timeout
+    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as waiting:
+        theirs = []
+        for name in told:
+            own, other = (opened.enter_context(end) for end in socket.socketpair())
+            theirs.append(other)
+            waiting.register(own, selectors.EVENT_READ, name)
+        socket.send_fds(_server(), [json.dumps(job).encode()], [end.fileno() for end in theirs])
+        for end in theirs:
+            end.close()
+        while waiting.get_map():  # until what the ranks started has ended, too: it holds their output
+            ready = waiting.select(max(0.0, until - time.monotonic()))
+            if not ready:
+                late = subprocess.TimeoutExpired(target, timeout, told["stdout"], told["stderr"])
+                late.add_note("\n".join(told[name][-3000:].decode(errors="replace") for name in told))
+                raise late
+            for key, _ in ready:
+                piece = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+                told[key.data] += piece
+                if not piece:
+                    waiting.unregister(key.fileobj)
+    output, errors, status = (part.decode(errors="replace") for part in told.values())
+    if not status:
+        raise ConnectionError(f"the process that forks ranks has ended\n{errors}")
+    return subprocess.CompletedProcess([*target, *arguments], int(status), output, errors)
+
+
+@functools.cache
+def _server() -> socket.socket:
+    """Where jobs go: the server, started once, which ends when this process does."""
+    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with other:
+        server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), str(other.fileno())],
+            env=cpu_environment(),
+            stdin=subprocess.DEVNULL,
+            pass_fds=[other.fileno()],
+            start_new_session=True,  # an interrupt is the asker's, who tells by going
+        )
+    atexit.register(server.wait)
+    atexit.register(server.kill)
+    return own
+
+
+def _serve(jobs: socket.socket) -> tuple[dict[str, Any], int]:
+    """Fork a leader for each job, and it the ranks; returns in each rank, with the job and its number."""
+    import importlib
+
+    for module in PRELOADED:
+        importlib.import_module(module)
+    threads = os.listdir("/proc/self/task")
+    if len(threads) > 1:  # none of them would be in the ranks, and what they lock would stay locked
+        raise SystemExit(f"importing Megatron starts {len(threads) - 1} threads: ranks cannot be forked")
+    gc.freeze()
+    leaders: list[int] = []
+    while True:
+        message, ends, *_ = socket.recv_fds(jobs, LARGEST, 3)
+        leaders = [leader for leader in leaders if os.waitpid(leader, os.WNOHANG) == (0, 0)]
+        if not message:
+            os._exit(0)
+        leader = os.fork()
+        if not leader:
+            jobs.close()
+            job = json.loads(message)
+            return job, _lead(job, *ends)
+        leaders.append(leader)
+        for end in ends:
+            os.close(end)
+
+
+def _lead(job: dict[str, Any], output: int, errors: int, status: int) -> int:
+    """Returns in each rank, with its number. The leader waits for them, tells how they ended, and ends."""
+    ranks: list[int] = []
+    for number in range(job["processes"]):
+        rank = os.fork()
+        if not rank:
+            os.setsid()
+            os.dup2(output, 1)
+            os.dup2(errors, 2)
+            for end in (output, errors, status):
+                os.close(end)
+            return number
+        ranks.append(rank)
+    os.close(output)
+    os.close(errors)
+    with socket.socket(fileno=status) as asker, contextlib.suppress(OSError):
+        first = _first_failure(ranks, asker)
+        if first:
+            _kill(ranks)
+        asker.send(str(first).encode())
+        asker.shutdown(socket.SHUT_WR)
+        asker.recv(1)  # nothing, when all their output is read, or nobody asks any more
+    _kill(ranks)
+    os._exit(0)
+
+
+def _first_failure(ranks: list[int], asker: socket.socket) -> int:
+    """The first status that is not 0, or 0 when all have ended; -SIGKILL when nobody asks any more."""
+    running = set(ranks)
+    while running:
+        for rank in ranks:
+            ended = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended and ended.si_status:
+                return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            running -= {rank} if ended else set()
+        if select.select([asker], [], [], 0.01)[0]:
+            return -signal.SIGKILL
+    return 0
+
+
+def _kill(ranks: list[int]) -> None:
+    """SIGKILL to the ranks and to what they started."""
+    for rank in ranks:  # none is waited for, so that their numbers stay theirs
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank, signal.SIGKILL)
+
+
+def main() -> None:
+    """The server; in each rank, its target as __main__, whose end is this interpreter's."""
+    with socket.socket(fileno=int(sys.argv[1])) as jobs:
+        job, number = _serve(jobs)
+    places = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": job["processes"]}
+    places["LOCAL_WORLD_SIZE"] = job["processes"]
+    os.environ.clear()
+    os.environ.update(job["environment"] | {name: str(value) for name, value in places.items()})
+    *module, target = job["target"]
+    sys.argv = [target, *job["arguments"]]
+    if module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(target).parent)
+        runpy.run_path(target, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
