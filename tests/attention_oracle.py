@@ -111,7 +111,9 @@ _real_all_to_all = kv_exchange._all_to_all
 kv_exchange._all_to_all = _thread_all_to_all
 
 
-def on_all_ranks(plan: ShardPlan, x: Tensors, keep_keys=True, scale=SCALE, window=None, sink=None):
+def on_all_ranks(
+    plan: ShardPlan, x: Tensors, keep_keys=True, scale=SCALE, window=None, sink=None, kernels=None
+):
     """Output, dq, dk, dv in packed order (and dsink) from every rank's own share of x; and the exchanged rows."""
     group = ThreadGroup(plan.cp_size)
 
@@ -125,7 +127,7 @@ def on_all_ranks(plan: ShardPlan, x: Tensors, keep_keys=True, scale=SCALE, windo
         }
         try:
             out = sharded_attention(
-                *inputs, layout, Member(group, rank), TorchKernels(), scale, keep_keys, **told
+                *inputs, layout, Member(group, rank), kernels or TorchKernels(), scale, keep_keys, **told
             )
             inputs += [] if sink is None else [told["sink"]]
             return index, out.detach(), *torch.autograd.grad(out, inputs, x.dout[index])

@@ -12,12 +12,14 @@ from wlb_megatron.attention.core_attention import WlbCoreAttention
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.graph_buckets import (
     Bucket,
+    Equal,
     bucket,
     by_likelihood,
     foreseen,
     levels,
     padded_keys,
     padded_queries,
+    repeated,
 )
 from wlb_megatron.attention.torch_backend import TorchKernels
 from wlb_megatron.attention.warm_up import warm_up
@@ -144,6 +146,48 @@ def test_a_warm_up_calls_each_graph_forward_and_backward_and_again_where_recompu
             assert kernels.calls.count(("backward", *at)) == 1
 
 
+@pytest.mark.parametrize(("cp", "calls"), [(1, 1), (2, 2), (4, 2), (8, 2)])
+def test_a_document_of_a_window_makes_calls_of_equal_sequences(cp, calls):
+    """Two ranks of 64 tokens hold 0-16 with 48-64, and 16-48: diagonals of 2 x 16 or 1 x 32, rectangles of 16 x 48 or
+    32 x 16. Of more ranks all but the first have two rectangles, of different sizes."""
+    plan = shard(np.array([32 * cp]), cp, "per-sequence")
+    found = [repeated(attention_layout(plan, rank), windowed=False) for rank in range(cp)]
+    assert found[0][0] == ((True, None, Equal(2, 16, 16)) if cp > 1 else (True, None, Equal(1, 32, 32)))
+    assert found[-1][0] == (True, None, Equal(1, 32, 32)), "the last rank's two chunks touch"
+    assert len(found[0]) == calls
+    if cp == 2:
+        assert [size for rank in found for _, _, size in rank[1:]] == [Equal(1, 16, 48), Equal(1, 32, 16)]
+    assert repeated(attention_layout(plan, 0), windowed=True) == []
+    (near,) = repeated(attention_layout(plan, cp - 1, 8), windowed=True)
+    assert near == (True, 8, Equal(1, 32, 32 + 8 * (cp > 1)))
+    uneven = shard(np.array([8 * cp, 24 * cp]), cp, "per-sequence")
+    assert repeated(attention_layout(uneven, 0), windowed=False) == [] or cp > 1
+
+
+def test_a_warm_up_runs_equal_sequences_whole_and_tells_the_kernels_to_expect_them():
+    class Watched(TorchKernels):
+        def __init__(self):
+            self.expected, self.calls = [], []
+
+        def expect(self, call, q, kv):
+            self.expected.append((call.equal, q.shape, kv.shape))
+
+        def forward(self, call, q, kv, scale):
+            assert len(self.expected) == len(self.calls) + 1, "first told, then called"
+            self.calls.append((call.sizes, call.cu_seqlens_q.tolist(), call.cu_seqlens_kv.tolist()))
+            return super().forward(call, q, kv, scale)
+
+    kernels = Watched()
+    heads = {"heads": 2, "kv_heads": 1, "dim": 8, "v_dim": 8, "scale": 1.0}
+    graphs = [(True, None, Equal(2, 16, 16)), (False, None, Equal(1, 16, 48))]
+    warm_up(kernels, graphs, **heads, dtype=torch.float32, device="cpu")
+    assert kernels.expected == [
+        ((2, 16, 16), (32, 2, 8), (32, 2, 1, 8)),
+        ((1, 16, 48), (16, 2, 8), (48, 2, 1, 8)),
+    ]
+    assert kernels.calls == [(((16, 16),) * 2, [0, 16, 32], [0, 16, 32]), (((16, 48),), [0, 16], [0, 48])]
+
+
 def test_a_model_of_windowed_layers_only_builds_no_graph_of_others():
     assert all(window == 64 for _, window, _ in foreseen(8192, 2, 32, 32, 64, full=False))
     assert not any(window for _, window, _ in foreseen(8192, 2, 32, 32, None))
@@ -219,6 +263,14 @@ def test_kinds_of_graphs_are_built_by_turns():
         window_size = (4096, 0)
 
     chunks = [torch.nn.ModuleList([Layer(False), Layer(True), Layer(False)])]
+    again = attention_layout(shard(np.array([131_072 * 16]), 16, "per-sequence"), 15, 4096)
+    first = likeliest_first(chunks, a_rank(again=again))[:4]
+    assert [(module is chunks[0][0], type(size)) for module, (_, _, size) in first] == [
+        (True, Equal),  # its diagonals and its rectangle
+        (True, Equal),
+        (False, Equal),
+        (True, Bucket),
+    ]
     order = likeliest_first(chunks, a_rank())
     assert len(order) == len({graph for _, graph in order})
     for (_causal, window, _), (module, _) in zip([graph for _, graph in order[:30]], order, strict=False):

@@ -3,6 +3,7 @@
 import importlib
 import math
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -12,6 +13,7 @@ from attention_oracle import (
     Member,
     ThreadGroup,
     largest_error,
+    on_all_ranks,
     one_document_at_a_time,
     padded,
     random_tensors,
@@ -35,6 +37,24 @@ def seen(mask, window, queries, keys, bottom_right):
     return inside & (far >= 0) if "causal" in mask else inside
 
 
+def as_packed(told, cu_q, cu_kv):
+    """The same call of packed sequences."""
+    masks = {
+        "no_mask": "padding",
+        "causal": "padding_causal",
+        "causal_bottom_right": "padding_causal_bottom_right",
+    }
+    names = {"bshd_bs2hd": "thd_t2hd", "bshd_bshd_bshd": "thd_thd_thd"}
+    assert "cu_seqlens_q_padded" not in told
+    return told | {
+        "o_format": "thd",
+        "qkv_layout": names[told["qkv_layout"]],
+        "attn_mask_type": masks[told["attn_mask_type"]],
+        "cu_seqlens_q_padded": cu_q,
+        "cu_seqlens_kv_padded": cu_kv,
+    }
+
+
 class Asked:
     """Stands for transformer_engine's fused_attn module; keeps what it was asked."""
 
@@ -42,7 +62,6 @@ class Asked:
         self.calls = []
 
     def _each(self, told, cu_q, cu_kv, q, kv):
-        self.calls.append(told)
         starts_q, starts_kv = told["cu_seqlens_q_padded"].tolist(), told["cu_seqlens_kv_padded"].tolist()
         sizes_q, sizes_kv = cu_q.diff().tolist(), cu_kv.diff().tolist()
         mask = told["attn_mask_type"]
@@ -55,7 +74,21 @@ class Asked:
             yield rows, keys, k, v, scores.masked_fill(~shown, -math.inf), repeat
 
     def forward(self, training, max_q, max_kv, cu_q, cu_kv, q, k, v, dtype, backend, **told):
-        assert training and told["o_format"] == "thd"
+        assert training
+        self.calls.append(told)
+        if told["o_format"] == "thd":
+            return self._forward(told, cu_q, cu_kv, q, k, v)
+        assert q.shape[:2] == (len(cu_q) - 1, max_q) and k.shape[:2] == v.shape[:2] == (
+            len(cu_kv) - 1,
+            max_kv,
+        )
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        out, (stats, rng) = self._forward(as_packed(told, cu_q, cu_kv), cu_q, cu_kv, *flat)
+        # Of a batch [b, s, heads, dim] the statistics are [b, heads, s, 1].
+        stats = stats.unflatten(0, q.shape[:2]).transpose(1, 2).contiguous()
+        return out.unflatten(0, q.shape[:2]), [stats, rng]
+
+    def _forward(self, told, cu_q, cu_kv, q, k, v):
         if told["qkv_layout"] == "thd_t2hd":
             assert k.data_ptr() + k[0].numel() * k.element_size() == v.data_ptr(), (
                 "keys and values side by side"
@@ -71,7 +104,18 @@ class Asked:
 
     def backward(self, max_q, max_kv, cu_q, cu_kv, q, k, v, out, dout, dtype, context, backend, **told):
         stats, rng = context
-        assert stats.shape == (*q.shape[:2], 1) and rng.shape == (2,)
+        self.calls.append(told)
+        assert rng.shape == (2,) and told["dqkv_layout"] == told["qkv_layout"]
+        assert told["do_format"] == told["o_format"]
+        if told["o_format"] == "thd":
+            return self._backward(told, cu_q, cu_kv, q, k, v, out, dout, stats)
+        assert stats.shape == (q.shape[0], q.shape[2], q.shape[1], 1) and stats.is_contiguous()
+        flat = [x.flatten(0, 1) for x in (q, k, v, out, dout, stats.transpose(1, 2))]
+        grads = self._backward(as_packed(told, cu_q, cu_kv), cu_q, cu_kv, *flat)
+        return tuple(g.unflatten(0, x.shape[:2]) for g, x in zip(grads, (q, k, v), strict=True))
+
+    def _backward(self, told, cu_q, cu_kv, q, k, v, out, dout, stats):
+        assert stats.shape == (*q.shape[:2], 1)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         delta = (out * dout).sum(-1)
         for rows, keys, one, values, scores, repeat in self._each(told, cu_q, cu_kv, q, (k, v)):
@@ -206,6 +250,55 @@ def _as_module(self, **_):
     torch.nn.Module.__init__(self)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("one_call", [False, True])
+def test_equal_sequences_go_as_a_batch_once_they_are_expected_and_come_out_the_same(
+    asked, cp, window, one_call
+):
+    """A document of a window over the ranks, before and after: the oracle's gradients both times."""
+    plan, x = replace(shard([64], cp, "per-sequence"), one_call=one_call), random_tensors(64)
+    kernels = asked.backend.TransformerEngineKernels()
+    expected = one_document_at_a_time([64], x, window=window)
+    forms = []
+    for _ in range(2):
+        asked.calls.clear()
+        *got, _ = on_all_ranks(plan, x, kernels=kernels, window=window)
+        assert largest_error(got, expected) < 1e-10
+        forms.append([told["o_format"] for told in asked.calls])
+        for rank in range(cp):
+            layout = device_layout(attention_layout(plan, rank, window), "cpu")
+            near = layout.window or layout.single
+            for call in [near.call] if near else [layout.diagonals, layout.rectangles]:
+                if call and call.equal:
+                    kernels.expect(call, x.q, torch.stack((x.k, x.v), dim=1))
+    before, after = forms
+    assert set(before) == {"thd"} and len(before) == len(after) and "bshd" in after
+    if cp == 1 or (cp == 2 and window is None and not one_call):
+        assert set(after) == {"bshd"}, "all calls of one document over two ranks are of equal sequences"
+
+
+def test_other_sizes_and_other_heads_than_expected_go_packed(asked):
+    kernels, x = asked.backend.TransformerEngineKernels(), random_tensors(24)
+    kv = torch.stack((x.k, x.v), dim=1)
+
+    def form(lengths):
+        call = device_layout(attention_layout(shard(lengths, 1, "per-document"), 0), "cpu").diagonals
+        kernels.forward(call, x.q, kv, SCALE)
+        return asked.calls[-1]["o_format"]
+
+    kernels.expect(
+        device_layout(attention_layout(shard([24], 1, "per-document"), 0), "cpu").diagonals, x.q, kv
+    )
+    assert form([24]) == "bshd"
+    assert {form([12, 12]), form([8, 16])} == {"thd"}
+    assert asked.backend.TransformerEngineKernels(True) is not kernels
+    narrow = random_tensors(24, dim=2, v_dim=2)
+    call = device_layout(attention_layout(shard([24], 1, "per-document"), 0), "cpu").diagonals
+    kernels.forward(call, narrow.q, torch.stack((narrow.k, narrow.v), dim=1), SCALE)
+    assert asked.calls[-1]["o_format"] == "thd"
+
+
 def test_a_plan_with_only_whole_documents_makes_one_call_each_way(asked):
     import numpy as np
 
@@ -219,8 +312,6 @@ def test_a_plan_with_only_whole_documents_makes_one_call_each_way(asked):
 
 
 def test_one_call_is_a_bottom_right_one_over_each_segments_own_keys(asked):
-    from dataclasses import replace
-
     plan = replace(shard([64], 2, "per-document"), one_call=True)
     single = device_layout(attention_layout(plan, 0), "cpu").single
     keys = torch.zeros(single.call.kv_rows, 2, 2, 4, dtype=torch.float64)

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,6 +170,31 @@ def test_workers_read_ahead_without_changing_order_or_state(workers: int, tmp_pa
     ]
     assert seen == [(i, m, [2 * i + m] * 4) for i in range(6) for m in range(2)]
     assert {i: p.state["iteration"] for i, p in sampler.passed.items()} == {i: i + 1 for i in range(6)}
+
+
+def test_a_launched_step_draws_the_next_ones_micro_batches_and_leaves_an_error_to_it() -> None:
+    drawn = []
+
+    def stream() -> Iterator[dict[str, Any]]:
+        for number in range(5):
+            drawn.append(number)
+            yield {"number": number}
+        raise ValueError("no more plans")
+
+    told: list[list[int]] = []
+    iterator = MicroBatchIterator(stream(), lambda step: told.append([b["number"] for b in step]))  # type: ignore[arg-type]
+    first = [next(iterator), next(iterator)]
+    assert drawn == [0, 1]
+    iterator.after_step(first)
+    assert drawn == [0, 1, 2, 3] and told == [[0, 1]]
+    iterator.after_step([next(iterator)])  # of another size: nothing is lost, and no more drawn than it had
+    assert drawn == [0, 1, 2, 3] and told == [[0, 1], [2]]
+    second = [next(iterator), next(iterator)]
+    assert [b["number"] for b in second] == [3, 4]
+    iterator.after_step(second)
+    assert told[-1] == [3, 4], "the step that was launched is told whatever comes after it"
+    with pytest.raises(ValueError, match="no more plans"):
+        next(iterator)
 
 
 def _of(micro_batch: PlannedMicroBatch) -> tuple[tuple[Piece, ...], object]:

@@ -24,7 +24,8 @@ class DeviceCall:
     causal: queries are the last of their sequence's keys, and none sees a later one. window: keys before itself that
     a query sees, None for all. q_rows, kv_rows: of the buffers that the call is given; what lies beyond the sequences
     in them is never read (graph_buckets.py). sizes: (queries, keys) of each sequence, on the host, for backends that
-    go one by one. Queries and keys are one and the same where cu_seqlens_q is cu_seqlens_kv.
+    go one by one. equal: AttentionCall.equal. Queries and keys are one and the same where cu_seqlens_q is
+    cu_seqlens_kv.
     """
 
     causal: bool
@@ -36,6 +37,7 @@ class DeviceCall:
     q_rows: int
     kv_rows: int
     sizes: tuple[tuple[int, int], ...]
+    equal: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ def _call(
         rows if causal else padded_queries(rows),
         keys if cu_seqlens[0] is cu_seqlens[1] else padded_keys(keys),
         tuple(sizes),
+        call.equal,
     )
 
 

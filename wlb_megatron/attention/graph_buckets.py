@@ -12,7 +12,9 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from wlb_megatron.sharding.attention_calls import AttentionLayout
 from wlb_megatron.sharding.one_call import MOST_KEYS, MOST_ROWS
+from wlb_megatron.sharding.varlen_call import AttentionCall
 
 
 class Bucket(NamedTuple):
@@ -57,8 +59,27 @@ def levels(most: int) -> list[int]:
     return _ladder(min(1024, most), most, rows)
 
 
-Warmable = tuple[bool, int | None, Bucket]
+class Equal(NamedTuple):
+    """Sequences of so many queries and keys each: kernels for packed sequences are 5 % slower than those for a batch of
+    equal ones (H200, one of 32K), whose graph serves these very sizes alone."""
+
+    sequences: int
+    queries: int
+    keys: int
+
+
+Warmable = tuple[bool, int | None, Bucket | Equal]
 """Causal or not, window, sizes: what a graph is kept by, beside the shape of the heads."""
+
+
+def repeated(layout: AttentionLayout, *, windowed: bool) -> list[Warmable]:
+    """Of a micro-batch that comes again and again, the calls with equal sequences: a full or a windowed layer's."""
+    near = layout.window if windowed else layout.single
+    if near:
+        calls: list[tuple[bool, int | None, AttentionCall | None]] = [(True, near.size, near.call)]
+    else:
+        calls = [] if windowed else [(True, None, layout.diagonals), (False, None, layout.rectangles)]
+    return [(causal, window, Equal(*call.equal)) for causal, window, call in calls if call and call.equal]
 
 
 def foreseen(

@@ -8,7 +8,20 @@ from torch import Tensor
 
 def side_by_side(k: Tensor, v: Tensor) -> Tensor:
     """[keys, 2, kv heads, dim], or [keys, kv heads, dim + v dim] where values are narrower: one copy, any strides."""
-    return torch.stack((k, v), dim=1) if k.shape == v.shape else torch.cat((k, v), dim=-1)
+    if k.shape != v.shape:
+        return torch.cat((k, v), dim=-1)
+    if all(_in_sixteens(x) for x in (k, v)):
+        # A GPU's strided stack takes as long for an element of 2 bytes as for one of 16: 0.5 ms for 32K keys of 4 heads.
+        wide = torch.stack((k.view(torch.complex128), v.view(torch.complex128)), dim=1)
+        return wide.view(k.dtype)
+    return torch.stack((k, v), dim=1)
+
+
+def _in_sixteens(x: Tensor) -> bool:
+    """Whether every row of the last dimension is of whole 16 bytes, and begins at a multiple of them."""
+    each = 16 // x.element_size()
+    sizes = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
+    return x.stride(-1) == 1 and not any(size % each for size in sizes)
 
 
 def apart(kv: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,9 @@ class Kernels(Protocol):
     def takes(self, dim: int, v_dim: int) -> bool:
         """Whether values may be narrower than keys in this way; else they are padded with zeros."""
 
+    def expect(self, call: DeviceCall, q: Tensor, kv: Tensor) -> None:
+        """Calls of these very sizes (`call.equal`) will come again and again: they may be served apart."""
+
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp."""
 

@@ -6,6 +6,8 @@ and backward; the entry points it calls in the end take a tenth. Seen with Trans
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from transformer_engine.pytorch.cpp_extensions.fused_attn import (
@@ -20,7 +22,9 @@ from wlb_megatron.errors import WlbError
 
 _BACKEND = FusedAttnBackend["F16_arbitrary_seqlen"]
 # Keys and values of a token side by side, [t, 2, kv heads, dim]; it takes no such pair of two head dims.
-_PAIRED, _SINGLE = "thd_t2hd", "thd_thd_thd"
+_PAIRED, _SINGLE = {"thd": "thd_t2hd", "bshd": "bshd_bs2hd"}, {"thd": "thd_thd_thd", "bshd": "bshd_bshd_bshd"}
+_expected: set[tuple[Any, ...]] = set()
+"""Batches of equal sequences for which this process has kernels, see `expect`."""
 
 
 def refuse_unfit(dim: int, capability: tuple[int, int] | None) -> None:
@@ -48,8 +52,7 @@ class TransformerEngineKernels:
         return v_dim % 8 == 0 and (dim <= 128 or (dim, v_dim) == (192, 128))
 
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        mask, window = _mask(call)
-        k, v, layout = _keys_and_values(kv, q.shape[-1])
+        form, (q, k, v) = self._form(call, q, kv)
         out, (stats, self._rng, *_) = fused_attn_fwd(
             True,
             call.max_q,
@@ -61,21 +64,25 @@ class TransformerEngineKernels:
             v,
             q.dtype,
             _BACKEND,
-            cu_seqlens_q_padded=call.cu_seqlens_q,
-            cu_seqlens_kv_padded=call.cu_seqlens_kv,
             attn_scale=scale,
-            qkv_layout=layout,
-            o_format="thd",
-            attn_mask_type=mask,
-            window_size=window,
+            qkv_layout=form.layout,
+            o_format=form.rows,
+            **form.told,
         )
-        return out, stats.squeeze(-1)  # [t, heads, 1], natural logarithm
+        # The log-sum-exp is a natural logarithm, [t, heads, 1], of a batch [sequences, heads, queries, 1].
+        if form.packed:
+            return out, stats.squeeze(-1)
+        return out.flatten(0, 1), stats.squeeze(-1).transpose(1, 2).flatten(0, 1).contiguous()
 
     def backward(
         self, call: DeviceCall, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        mask, window = _mask(call)
-        k, v, layout = _keys_and_values(kv, q.shape[-1])
+        form, (q, k, v) = self._form(call, q, kv)
+        stats = lse.unsqueeze(-1)
+        if not form.packed:
+            assert call.equal is not None
+            out, dout, stats = (_batch(x, *call.equal[:2]) for x in (out, dout, stats))
+            stats = stats.transpose(1, 2).contiguous()
         dq, dk, dv, *_ = fused_attn_bwd(
             call.max_q,
             call.max_kv,
@@ -87,29 +94,52 @@ class TransformerEngineKernels:
             out,
             dout,
             q.dtype,
-            [lse.unsqueeze(-1), self._rng_state(q.device)],
+            [stats, self._rng_state(q.device)],
             _BACKEND,
-            cu_seqlens_q_padded=call.cu_seqlens_q,
-            cu_seqlens_kv_padded=call.cu_seqlens_kv,
             attn_scale=scale,
-            qkv_layout=layout,
-            o_format="thd",
-            do_format="thd",
-            dqkv_layout=layout,
-            attn_mask_type=mask,
-            window_size=window,
+            qkv_layout=form.layout,
+            o_format=form.rows,
+            do_format=form.rows,
+            dqkv_layout=form.layout,
             deterministic=self.deterministic,
+            **form.told,
         )
+        if not form.packed:
+            dq, dk, dv = (x.flatten(0, 1) for x in (dq, dk, dv))
         # By the layout asked for, dk and dv of one dim are the two halves of one [t, 2, kv heads, dim] buffer.
         _, heads, dim = dk.shape
         if (
-            layout != _PAIRED
+            kv.dim() != 4
             or dv.data_ptr() - dk.data_ptr() != heads * dim * dk.element_size()
             or dk.stride(0) != 2 * heads * dim
         ):
             return dq, side_by_side(dk, dv)
         shape, stride = (len(dk), 2, heads, dim), (2 * heads * dim, heads * dim, dim, 1)
         return dq, dk.as_strided(shape, stride, dk.storage_offset())
+
+    def expect(self, call: DeviceCall, q: Tensor, kv: Tensor) -> None:
+        """From now on such calls go to the kernels for a batch of equal sequences: their graph must be worth it."""
+        _expected.add(self._key(call, q, kv))
+
+    def _key(self, call: DeviceCall, q: Tensor, kv: Tensor) -> tuple[Any, ...]:
+        own = call.cu_seqlens_q is call.cu_seqlens_kv
+        return (call.equal, call.causal, call.window, own, self.deterministic, q.shape[1:], kv.shape[1:])
+
+    def _form(self, call: DeviceCall, q: Tensor, kv: Tensor) -> tuple[_Form, tuple[Tensor, Tensor, Tensor]]:
+        """How the call is put, and its queries, keys and values in that way."""
+        k, v = apart(kv, q.shape[-1])
+        layouts = _PAIRED if kv.dim() == 4 else _SINGLE
+        if kv.dim() != 4:
+            k, v = k.contiguous(), v.contiguous()
+        mask, window = _mask(call)
+        told: dict[str, Any] = {"attn_mask_type": mask, "window_size": window}
+        if call.equal is None or self._key(call, q, kv) not in _expected:
+            told |= {"cu_seqlens_q_padded": call.cu_seqlens_q, "cu_seqlens_kv_padded": call.cu_seqlens_kv}
+            return _Form("thd", layouts["thd"], told), (q, k, v)
+        count, queries, keys = call.equal
+        told["attn_mask_type"] = _UNPADDED[mask]
+        batch = _batch(q, count, queries), _batch(k, count, keys), _batch(v, count, keys)
+        return _Form("bshd", layouts["bshd"], told), batch
 
     def _rng_state(self, device: torch.device) -> Tensor:
         """Dropout's state, which the kernels want though there is none."""
@@ -118,9 +148,33 @@ class TransformerEngineKernels:
         return self._rng
 
 
-def _keys_and_values(kv: Tensor, dim: int) -> tuple[Tensor, Tensor, str]:
-    k, v = apart(kv, dim)
-    return (k, v, _PAIRED) if kv.dim() == 4 else (k.contiguous(), v.contiguous(), _SINGLE)
+class _Form(NamedTuple):
+    """rows: Transformer Engine's name for packed sequences, or for a batch of equal ones; layout: of all three.
+
+    told: mask and window, and of packed sequences where they begin, in one tensor twice: told by two it takes padding
+    for granted.
+    """
+
+    rows: str
+    layout: str
+    told: dict[str, Any]
+
+    @property
+    def packed(self) -> bool:
+        return self.rows == "thd"
+
+
+_UNPADDED = {
+    "padding": "no_mask",
+    "padding_causal": "causal",
+    "padding_causal_bottom_right": "causal_bottom_right",
+}
+"""Masks where all sequences are as long as the batch has room for."""
+
+
+def _batch(x: Tensor, count: int, rows: int) -> Tensor:
+    """[count, rows, ..] of packed rows, of which there may be more."""
+    return x[: count * rows].unflatten(0, (count, rows))
 
 
 def _mask(call: DeviceCall) -> tuple[str, tuple[int, int]]:

@@ -17,6 +17,9 @@ class TorchKernels:
     def takes(self, dim: int, v_dim: int) -> bool:
         return True
 
+    def expect(self, call: DeviceCall, q: Tensor, kv: Tensor) -> None:
+        """All calls are made alike here."""
+
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         k, v = apart(kv, q.shape[-1])
         out = q.new_empty((*q.shape[:2], v.shape[-1]))

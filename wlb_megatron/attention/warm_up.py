@@ -7,20 +7,21 @@ recomputation runs forwards as well.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall
-from wlb_megatron.attention.graph_buckets import Bucket
+from wlb_megatron.attention.graph_buckets import Bucket, Equal, Warmable
 from wlb_megatron.attention.pairs import side_by_side
 from wlb_megatron.attention.sharded_attention import Kernels
 
 
 def warm_up(
     kernels: Kernels,
-    buckets: Iterable[tuple[bool, int | None, Bucket]],
+    graphs: Iterable[Warmable],
     *,
     heads: int,
     kv_heads: int,
@@ -31,27 +32,43 @@ def warm_up(
     device: torch.device | str,
     recompute: bool = False,
 ) -> int:
-    """Run one call of each bucket (causal, window, sizes), one token in it; recompute: forward in backward, too.
+    """Run one call of each graph (causal, window, sizes): one token in a bucket; equal sequences are full ones, and
+    from then on expected by the kernels. recompute: forward in backward, too.
 
     heads, kv_heads, dim, v_dim, scale: of the layers on this device, by which graphs are kept, too. Returns how many.
     """
     done = 0
     if not kernels.takes(dim, v_dim):
         v_dim = dim
-    for causal, window, size in buckets:
-        bounds = torch.ones(size.sequences + 1, dtype=torch.int32, device=device)
-        bounds[0] = 0
-        one = ((1, 1), *((0, 0),) * (size.sequences - 1))
-        # A window's mask depends on whether queries are the keys (te_backend.py); their counts then are the same.
-        others = bounds if size.queries == size.keys else bounds.clone()
-        call = DeviceCall(causal, window, bounds, others, 1, 1, size.queries, size.keys, one)
-        q = torch.zeros(size.queries, heads, dim, dtype=dtype, device=device, requires_grad=True)
-        k, v = (torch.zeros(size.keys, kv_heads, d, dtype=dtype, device=device) for d in (dim, v_dim))
+    for causal, window, size in graphs:
+        call = _call(causal, window, size, device)
+        q = torch.zeros(call.q_rows, heads, dim, dtype=dtype, device=device, requires_grad=True)
+        k, v = (torch.zeros(call.kv_rows, kv_heads, d, dtype=dtype, device=device) for d in (dim, v_dim))
         kv = side_by_side(k, v)
+        if call.equal:
+            kernels.expect(call, q, kv)
         out = _Once.apply(q, kv, call, kernels, scale, recompute)
         torch.autograd.grad(out, q, torch.zeros_like(out))
         done += 1
     return done
+
+
+def _call(causal: bool, window: int | None, size: Bucket | Equal, device: torch.device | str) -> DeviceCall:
+    count, queries, keys = size
+    if isinstance(size, Equal):
+        first, others, rows = (queries, keys), (queries, keys), (count * queries, count * keys)
+    else:
+        first, others, rows = (1, 1), (0, 0), (queries, keys)
+    sizes = (first, *(others,) * (count - 1))
+    own, seen = (
+        torch.tensor([0, *accumulate(side)], dtype=torch.int32, device=device)
+        for side in zip(*sizes, strict=True)
+    )
+    # A mask depends on whether queries are the keys (te_backend.py); their counts then are the same.
+    seen = own if queries == keys else seen
+    return DeviceCall(
+        causal, window, own, seen, *first, *rows, sizes, size if isinstance(size, Equal) else None
+    )
 
 
 class _Once(torch.autograd.Function):

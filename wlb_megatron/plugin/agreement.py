@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 import time
+from collections import Counter
+from functools import cache
 
+import torch
 import torch.distributed as dist
 
 from wlb_megatron.plugin.board import common_store, wait_for
 
 EVERY = 100
 """Iterations between comparisons."""
+
+TOLD_APART = 4
+"""Different digests of which is told who has them."""
 
 _PATIENCE = 1800.0
 """Seconds that ranks may be apart at a comparison that is waited for."""
@@ -19,26 +26,33 @@ class PlanAgreement:
     """Compares the plans' digests; the answer is looked at one comparison later or when it is in.
 
     Ranks count themselves in torch's own store under the digest that they have, and the last one says whether all
-    counted there: two short requests of a rank, no connection beyond the one that it has, no group of all ranks.
+    counted there: two short requests of a rank, no connection beyond the one that it has, no group of all ranks. The
+    first of a digest tells who it is, so that ranks that differ can be named.
     """
 
     def __init__(self) -> None:
         self._ranks = dist.get_world_size()
         self._store = common_store("digests")
         self._pending: int | None = None
+        self._passed: list[tuple[int, str]] = []  # comparisons whose keys are in the store
         self.started = False
 
     def compare(self, iteration: int, digest: bytes, *, wait: bool = False) -> None:
         """Start a comparison (all ranks, same iteration). RuntimeError if an earlier one found a difference."""
         self.check(wait=True)
+        self._clear()
         self.started = True
-        same, all_ranks = f"{iteration}/{digest.hex()}", f"{iteration}/all"
-        self._store.add(same, 1)
-        if self._store.add(all_ranks, 1) == self._ranks:
+        mine = f"{iteration}/{digest.hex()}"
+        if self._store.add(mine, 1) == 1:
+            # The first of these: so many digests are there now, and this is whose.
+            at = self._store.add(f"{iteration}/digests", 1)
+            self._store.set(f"{iteration}/digest {at}", f"{digest.hex()} {_who()}")
+        if self._store.add(f"{iteration}/all", 1) == self._ranks:
             # Every rank has counted itself under its digest before it counted here.
-            agreed = self._store.add(same, 0) == self._ranks
-            self._store.set(f"{iteration}/answer", "agreed" if agreed else "differ")
+            agreed = self._store.add(mine, 0) == self._ranks
+            self._store.set(f"{iteration}/answer", "agreed" if agreed else self._apart(iteration))
         self._pending = iteration
+        self._passed.append((iteration, digest.hex()))
         self.check(wait=wait)
 
     def check(self, *, wait: bool = False) -> None:
@@ -56,9 +70,52 @@ class PlanAgreement:
         elif not self._store.check([answer]):
             return
         iteration, self._pending = self._pending, None
-        if self._store.get(answer) != b"agreed":
-            raise RuntimeError(
-                f"wlb_megatron: ranks have planned iteration {iteration} differently: the corpus, its index, the "
-                "--wlb flags, a profile or the GPUs' memory (it decides Lmax: set --wlb-max-tokens) "
-                "differ between nodes; make them the same everywhere"
-            )
+        found = self._store.get(answer).decode()
+        if found != "agreed":
+            raise RuntimeError(f"wlb_megatron: ranks have planned iteration {iteration} differently: {found}")
+
+    def _clear(self) -> None:
+        """Take the keys of the comparison before the last one out of the store. Every rank has read its answer: it
+        counted itself in the last one only then, and all have counted there, or that had no answer."""
+        if len(self._passed) < 2:
+            return
+        iteration, digest = self._passed.pop(0)
+        for key in (digest, "all", "answer", "digests", "digest 1"):  # all agreed: there is one digest
+            if dist.get_rank() == 0:
+                self._store.delete_key(f"{iteration}/{key}")
+
+    def _apart(self, iteration: int) -> str:
+        """Who differs, and what to do about it."""
+        kinds, told = self._store.add(f"{iteration}/digests", 0), []
+        for at in range(1, min(kinds, TOLD_APART) + 1):
+            digest, who = self._store.get(f"{iteration}/digest {at}").decode().split(" ", 1)
+            told.append(f"{self._store.add(f'{iteration}/{digest}', 0)} as {who}")
+        more = f", and {kinds - TOLD_APART} ways more" if kinds > TOLD_APART else ""
+        return (
+            f"{'; '.join(told)}{more}: the corpus, its index, the --wlb flags, a profile or the GPUs' memory (it "
+            "decides Lmax: set --wlb-max-tokens) differ between nodes; make them the same everywhere"
+        )
+
+
+def _who() -> str:
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"rank {dist.get_rank()} ({socket.gethostname()}{gpu})"
+
+
+@cache
+def shared_gpu(name: str) -> str:
+    """The name of the GPU by whose kernel times all ranks plan: theirs, or in a job that mixes GPUs the first in the
+    alphabet, which is told. name: of this rank's. Called on all ranks at once."""
+    names = [name] * dist.get_world_size()
+    dist.all_gather_object(names, name)
+    ranks = Counter(names)
+    chosen = min(ranks)
+    if len(ranks) > 1 and dist.get_rank() == 0:
+        told = ", ".join(
+            f"{ranks[gpu]} {gpu} (the first is rank {names.index(gpu)})" for gpu in sorted(ranks)
+        )
+        print(
+            f"> wlb_megatron: this job mixes GPUs: {told}; all plan by the kernel times of {chosen}",
+            flush=True,
+        )
+    return chosen

@@ -6,7 +6,10 @@ of them: at 4,000 ranks, 4,000 on every rank and eight million in all.)
 
 from __future__ import annotations
 
+import itertools
 import os
+import secrets
+import socket
 import time
 import zlib
 from collections import Counter
@@ -22,6 +25,9 @@ KEPT = 256
 """Notes that stay readable: more than iterations are planned and read ahead, which is how far a reader is behind (with
 one micro-batch an iteration, a few and one for every data worker)."""
 
+_LOOK_BACK = 10
+"""Questions for a note that has not come between two looks whether it has gone instead."""
+
 _LONGEST_PAUSE = 0.25
 """Seconds between two questions for a key: at 4,000 ranks that wait, 16,000 questions a second to rank 0."""
 
@@ -31,45 +37,87 @@ class Board:
     sets up groups, and may not wait behind the notes.)"""
 
     def __init__(self) -> None:
-        common, rank = common_store("board"), dist.get_rank()
-        base = common
-        while hasattr(base, "underlying_store"):
-            base = base.underlying_store
-        host = getattr(base, "host", None) or os.environ.get("MASTER_ADDR", "localhost")
-        if rank == 0:
+        common = common_store("board")
+        if dist.get_rank() == 0:
             allow_open_files(dist.get_world_size())
+            host = own_address(*_served_at(common))
             self._store: Any = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            common.set("port", str(self._store.port))
+            self._store.set("oldest", "0")
+            common.set("board", f"{self._store.port} {host}")
         else:
-            port = int(common.get("port"))
-            self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+            port, host = common.get("board").decode().split(" ", 1)
+            self._store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
 
     def put(self, number: int, note: bytes) -> None:
         """Leave a note for all; that of KEPT before goes."""
         self._store.set(str(number), zlib.compress(note, 1))
         if number >= KEPT:
+            self._store.set("oldest", str(number - KEPT + 1))
             self._store.delete_key(str(number - KEPT))
 
     def take(self, number: int, given_up: Callable[[], bool]) -> bytes | None:
         """The note, waited for without a limit (rank 0 may be saving a checkpoint); None once `given_up`. Raises
-        DistNetworkError where rank 0 is gone."""
-        if not wait_for(self._store, str(number), given_up):
+        DistNetworkError where rank 0 is gone, RuntimeError where the note is: rank 0 is more than KEPT notes ahead."""
+        questions = itertools.count(1)
+
+        def over() -> bool:
+            if next(questions) % _LOOK_BACK == 0 and (oldest := int(self._store.get("oldest"))) > number:
+                raise RuntimeError(
+                    f"wlb_megatron: rank {dist.get_rank()} on {socket.gethostname()} asks for rank 0's plan {number}, "
+                    f"those before {oldest} are no longer kept: this rank is {KEPT} plans or more behind the others. "
+                    "Look at its machine, and start the job again from its last checkpoint"
+                )
+            return given_up()
+
+        if not wait_for(self._store, str(number), over):
             return None
         return zlib.decompress(self._store.get(str(number)))
 
 
 def common_store(name: str) -> Any:
     """torch's own store, over which init_process_group brought all ranks together, for one use by this name. Called
-    on all ranks alike, not necessarily at once; a second call of a name (a second training in these processes) gives
-    other keys, and so does torchrun's next attempt, whose store still holds what the last one left."""
+    on all ranks alike, not necessarily at once (but for the first use: it is a broadcast); a second call of a name (a
+    second training in these processes) gives other keys, and so does torchrun's next attempt, whose store still holds
+    what the last one left."""
+    global _attempt
+    if _attempt is None:
+        # Not TORCHELASTIC_RESTART_COUNT: every node's agent counts its own, and that of a node that took a broken one's
+        # place begins at 0 (pytorch issue 135712).
+        told = [secrets.token_hex(8)]
+        dist.broadcast_object_list(told, src=0)
+        (_attempt,) = told
     call = _calls[name]
     _calls[name] += 1
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"wlb_megatron/{attempt}/{name}/{call}", distributed_c10d._get_default_store())
+    return dist.PrefixStore(f"wlb_megatron/{_attempt}/{name}/{call}", distributed_c10d._get_default_store())
 
+
+_attempt: str | None = None
+"""Rank 0's random name of this start of all ranks."""
 
 _calls: Counter[str] = Counter()
 """How often a name was asked for in this process: counted here, as another rank may be a call ahead."""
+
+
+def _served_at(store: Any) -> tuple[str, int]:
+    """Host and port of the server of torch's own store."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR", "localhost")
+    return host, getattr(store, "port", None) or 1
+
+
+def own_address(host: str, port: int) -> str:
+    """How other ranks reach this machine: as `host`, if that is this machine, which they have reached by that name;
+    else by the address that faces it. (torchrun's store is kept by the agent that was first, which after a change of
+    nodes need not be rank 0's.)"""
+    try:
+        family, kind, *_, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)  # sends nothing: it asks for the route
+            here = str(probe.getsockname()[0])
+    except OSError:
+        return host
+    return host if here == there[0] or here.startswith("127.") or here == "::1" else here
 
 
 def wait_for(store: Any, key: str, given_up: Callable[[], bool]) -> bool:

@@ -10,8 +10,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from wlb_megatron.attention.graph_buckets import Warmable, by_likelihood, foreseen
+from wlb_megatron.attention.graph_buckets import Warmable, by_likelihood, foreseen, repeated
 from wlb_megatron.plugin.planning import CHOOSING, ShardSettings
+from wlb_megatron.sharding.attention_calls import AttentionLayout
 
 MOST_CUT = 64
 """Segments with earlier keys that a rank is taken to have at most, where sharding cuts only what pays."""
@@ -23,7 +24,9 @@ _TELL_EVERY = 15.0
 @dataclass(frozen=True)
 class Met:
     """What a rank can meet: a micro-batch's tokens over cp_size ranks in so many segments, `cut` of them with earlier
-    keys, and the tokens and segments that it usually holds. one_call: whether it may make one call instead of two."""
+    keys, and the tokens and segments that it usually holds. one_call: whether it may make one call instead of two.
+    again: this rank's layout of one document of a window, as which every long document comes in the end; None where it
+    is not known."""
 
     tokens: int
     cp_size: int
@@ -32,9 +35,17 @@ class Met:
     usual_tokens: int
     usual_segments: int
     one_call: bool = True
+    again: AttentionLayout | None = None
 
     @classmethod
-    def of(cls, tokens: int, window: int, settings: ShardSettings, documents: int) -> Met:
+    def of(
+        cls,
+        tokens: int,
+        window: int,
+        settings: ShardSettings,
+        documents: int,
+        again: AttentionLayout | None = None,
+    ) -> Met:
         """documents: of the longest micro-batch, which usually has a window's tokens; at most two segments of each."""
         segments = 2 * documents
         cut = segments if settings.sharding == "per-document" else min(segments, MOST_CUT)
@@ -49,6 +60,7 @@ class Met:
             max(1, min(window, tokens) // settings.cp_size),
             usual,
             settings.sharding in CHOOSING,
+            again,
         )
 
 
@@ -83,8 +95,9 @@ def build_graphs(chunks: list[Any], met: Met, seconds: float) -> int:
 
 
 def likeliest_first(chunks: list[Any], met: Met) -> list[tuple[Any, Warmable]]:
-    """Every graph that the model's layers can meet, with a layer of its kind; diagonals, rectangles and windows by
-    turns, of each those nearest to usual sizes first."""
+    """Every graph that the model's layers can meet, with a layer of its kind: those of a document of a window, whose
+    layout comes `again`; then diagonals, rectangles and windows by turns, of each those nearest to usual sizes first.
+    """
     from wlb_megatron.attention.core_attention import WlbCoreAttention, window_of
 
     kinds: dict[tuple[Any, ...], WlbCoreAttention] = {}
@@ -95,6 +108,8 @@ def likeliest_first(chunks: list[Any], met: Met) -> list[tuple[Any, Warmable]]:
     turns = []
     for (keeps_graphs, windowed, *_), module in kinds.items():
         if keeps_graphs:
+            if met.again is not None:
+                turns += [(-1, module, graph) for graph in repeated(met.again, windowed=windowed)]
             window = window_of(module.config) if windowed else None
             graphs = foreseen(
                 *(met.tokens, met.cp_size, met.segments, met.cut, window),

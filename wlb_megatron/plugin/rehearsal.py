@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.data import Layout, with_plan
 from wlb_megatron.plugin.kernel_graphs import Met, build_graphs
-from wlb_megatron.plugin.planning import PlannedMicroBatch, ShardSettings
+from wlb_megatron.plugin.planning import PlannedMicroBatch, ShardSettings, cut
+from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.select import shard
 
 REHEARSAL = -1
@@ -43,13 +45,25 @@ def longest_micro_batch(
     summary = PlanSummary(REHEARSAL, usable, len(sizes), usable, 1.0, 1.0, 0, 0.0, 0, 0)
     planned = PlannedMicroBatch(REHEARSAL, 0, pieces, plan, summary, 0.0)
     batch = with_plan(planned, layout)
-    batch["graphs"] = Met.of(usable, window, settings, documents), graph_seconds
+    batch["graphs"] = (
+        Met.of(usable, window, settings, documents, _of_a_window(window, settings, layout)),
+        graph_seconds,
+    )
     if layout.reads_tokens:
         shape = (1, plan.tokens_per_rank[layout.cp_rank])
         zeros = torch.zeros(shape, dtype=torch.int64)
         positions = torch.from_numpy(plan.positions(layout.cp_rank))[None]
         batch.update(tokens=zeros, labels=zeros, loss_mask=torch.ones(shape), position_ids=positions)
     return batch
+
+
+def _of_a_window(window: int, settings: ShardSettings, layout: Layout) -> AttentionLayout | None:
+    """This rank's layout of one document of a window; None where padding would come with it."""
+    if window % settings.alignment:
+        return None
+    lengths = [np.array([window], dtype=np.int64)]
+    (plan,) = cut(lengths, settings.cp_size, settings.sharding, settings.table)
+    return attention_layout(plan, layout.cp_rank, layout.window)
 
 
 def rehearse(step: Callable[[], Any], model: Any, batch: dict[str, Any]) -> None:

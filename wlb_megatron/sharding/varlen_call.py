@@ -24,6 +24,14 @@ class AttentionCall:
     max_q: int
     max_kv: int
 
+    @property
+    def equal(self) -> tuple[int, int, int] | None:
+        """Sequences, and the queries and keys that each of them has, where all have as many."""
+        queries, keys = np.diff(self.cu_seqlens_q), np.diff(self.cu_seqlens_kv)
+        if not len(queries) or (queries != self.max_q).any() or (keys != self.max_kv).any():
+            return None
+        return len(queries), self.max_q, self.max_kv
+
 
 def varlen_call(queries: IntArray, keys: IntArray) -> AttentionCall:
     """The call over sequences of these many queries and keys, int64[b] each."""
