@@ -171,6 +171,7 @@ def test_a_ramp_trains_through_megatrons_loop_and_resumes_at_another_layout(
     ramp = ["--rampup-batch-size", "2", "2", "4", "--global-batch-size", "4"]
     ramp += ["--per-split-data-args-path", str(parts)]
     ramp += ["--train-iters", "4", "--save", str(tmp_path / "checkpoints"), "--save-interval", "3"]
+    ramp += ["--ckpt-format", "torch"]
     done = launch([*flags(), *ramp], 1, out=tmp_path / "whole")
     assert done.returncode == 0, failure(done)
     logged = re.findall(r"consumed samples: +(\d+) .*? learning rate: (\S+) ", done.stdout)
