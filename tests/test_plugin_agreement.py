@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import re
 import resource
+import socket
 import time
+from collections import Counter
 
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from megatron_runs import free_port
 
-from wlb_megatron.plugin.agreement import PlanAgreement
-from wlb_megatron.plugin.board import common_store, wait_for
+from wlb_megatron.plugin import board
+from wlb_megatron.plugin.agreement import PlanAgreement, shared_gpu
+from wlb_megatron.plugin.board import KEPT, Board, common_store, own_address, wait_for
 from wlb_megatron.plugin.open_files import allow_open_files
 
 
@@ -28,10 +31,20 @@ def rank_of_three(rank: int, port: int) -> None:
     for iteration in range(1, 5):
         agreement.compare(iteration * 100, digest(f"same {iteration}"))
         agreement.check()
+        # A late rank holds all others up at the next comparison, so none of its keys goes before it has read them.
+        time.sleep(0.05 * rank)
     agreement.check(wait=True)
-    with pytest.raises(RuntimeError, match=r"planned iteration 500 differently.*same everywhere"):
+    dist.barrier()
+    kept = [at for at in range(5) if agreement._store.check([f"{at * 100}/answer"])]
+    assert kept == [3, 4]
+    assert not any(agreement._store.check([f"100/{key}"]) for key in ("all", "digests", "digest 1"))
+    assert not agreement._store.check([f"100/{digest('same 1').hex()}"])
+    dist.barrier()
+    with pytest.raises(RuntimeError) as told:
         agreement.compare(500, digest("other" if rank == 2 else "same"))  # on the last rank to come
         agreement.check(wait=True)
+    assert re.search(r"planned iteration 500 differently: .*same everywhere", str(told.value))
+    assert re.search(r"2 as rank [01] \(.*1 as rank 2 \(|1 as rank 2 \(.*2 as rank [01] \(", str(told.value))
     again = PlanAgreement()  # a second training in these processes knows nothing of the first
     again.compare(500, digest("same"), wait=True)
     dist.barrier()
@@ -44,14 +57,36 @@ def rank_of_three(rank: int, port: int) -> None:
         store.set(f"{rank} wrote", str(at))
     for at, store in enumerate((first, second)):
         assert [store.get(f"{other} wrote") for other in range(3)] == [str(at).encode()] * 3
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"  # torchrun's store outlives its workers
+    dist.barrier()
+    board._attempt, board._calls = None, Counter()  # torchrun's store outlives its workers
     assert not common_store("digests").check(["0/all"])
+    assert shared_gpu("NVIDIA H200" if rank == 1 else "NVIDIA H100 80GB HBM3") == "NVIDIA H100 80GB HBM3"
+    notes = Board()
+    for number in range(KEPT + 5 if rank == 0 else 0):
+        notes.put(number, b"%d" % number)
+    dist.barrier()
+    assert notes.take(KEPT, lambda: False) == b"%d" % KEPT
+    assert notes.take(5, lambda: False) == b"5"
+    with pytest.raises(
+        RuntimeError, match=rf"rank {rank} on .* asks for rank 0's plan 4, those before 5 are no"
+    ):
+        notes.take(4, lambda: False)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def test_equal_digests_pass_and_one_different_rank_is_named_on_all() -> None:
     multiprocessing.spawn(rank_of_three, (free_port(),), nprocs=3, join=True)
+
+
+def test_a_board_is_reached_where_rank_0_is_and_not_where_torchs_store_is() -> None:
+    assert own_address("127.0.0.1", 29500) == "127.0.0.1"
+    assert own_address("localhost", 29500) == "localhost"
+    assert own_address(socket.gethostname(), 29500) == socket.gethostname()
+    assert own_address("no-such-host.invalid", 29500) == "no-such-host.invalid"
+    assert (
+        own_address("192.0.2.7", 29500) != "127.0.0.1"
+    )  # no machine's: this one's address on the way, or no way
 
 
 def test_waiting_logs_nothing_however_long_and_ends_when_given_up_or_told(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from wlb_megatron.plugin import metrics, timers, trace
-from wlb_megatron.plugin.agreement import EVERY, PlanAgreement
+from wlb_megatron.plugin.agreement import EVERY, PlanAgreement, shared_gpu
 from wlb_megatron.plugin.board import common_store
 from wlb_megatron.plugin.data import (
     EvaluationIterator,
@@ -31,7 +31,7 @@ from wlb_megatron.plugin.resume import remember, restore
 from wlb_megatron.plugin.shared_solver import share_solver
 from wlb_megatron.plugin.source import Source, attention_shape, token_alignment
 from wlb_megatron.sharding.alignment import padding
-from wlb_megatron.workload.kernel_table import of_gpu
+from wlb_megatron.workload.kernel_table import h100, of_gpu
 
 PLANS_AHEAD = 4
 """Iterations planned before they are asked for."""
@@ -170,8 +170,12 @@ def _settings(source: Source, args: Any) -> ShardSettings:
 
     heads, groups, channels = attention_shape(args)
     tp, profile = args.tensor_model_parallel_size, profile_of(args)
-    gpu = torch.cuda.get_device_name(args.local_rank) if args.distributed_backend == "nccl" else ""
-    table = of_gpu(gpu) if profile is None else profile.costs.table
+    if profile is not None:
+        table = profile.costs.table
+    elif args.distributed_backend == "nccl":
+        table = of_gpu(shared_gpu(torch.cuda.get_device_name(args.local_rank)))
+    else:
+        table = h100()
     return ShardSettings(
         dp_rank=parallel_state.get_data_parallel_rank(),
         cp_size=args.context_parallel_size,
