@@ -27,6 +27,8 @@ def digest(text: str) -> bytes:
 def rank_of_three(rank: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
     agreement = PlanAgreement()
+    agreement.begin("kernel table", "state")
+    assert not agreement.started
     agreement.compare(0, digest("same"), wait=True)
     for iteration in range(1, 5):
         agreement.compare(iteration * 100, digest(f"same {iteration}"))
@@ -47,6 +49,8 @@ def rank_of_three(rank: int, port: int) -> None:
     assert re.search(r"2 as rank [01] \(.*1 as rank 2 \(|1 as rank 2 \(.*2 as rank [01] \(", str(told.value))
     again = PlanAgreement()  # a second training in these processes knows nothing of the first
     again.compare(500, digest("same"), wait=True)
+    with pytest.raises(RuntimeError, match="ranks would plan differently: "):
+        PlanAgreement().begin("kernel table", f"state {rank}")
     dist.barrier()
     # Two uses of a name right after each other (dynamic groups and the solver): a rank may be at its second one
     # before another is at its first.

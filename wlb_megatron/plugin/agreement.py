@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import time
 from collections import Counter
@@ -14,6 +15,9 @@ from wlb_megatron.plugin.board import common_store, wait_for
 
 EVERY = 100
 """Iterations between comparisons."""
+
+_BEGIN = -1
+"""Stands for an iteration before the first one."""
 
 TOLD_APART = 4
 """Different digests of which is told who has them."""
@@ -35,6 +39,12 @@ class PlanAgreement:
         self._store = common_store("digests")
         self._pending: int | None = None
         self._passed: list[tuple[int, str]] = []  # comparisons whose keys are in the store
+        self.started = False
+
+    def begin(self, *decisive: str) -> None:
+        """Compare what decides all plans to come, before a step is run: in one, ranks that differ would wait for each
+        other's tensors, or take tensors of another size."""
+        self.compare(_BEGIN, hashlib.blake2b("\n".join(decisive).encode(), digest_size=8).digest(), wait=True)
         self.started = False
 
     def compare(self, iteration: int, digest: bytes, *, wait: bool = False) -> None:
@@ -63,16 +73,18 @@ class PlanAgreement:
         if wait:
             until = time.monotonic() + _PATIENCE
             if not wait_for(self._store, answer, lambda: time.monotonic() > until):
+                done = "begun" if self._pending == _BEGIN else f"planned iteration {self._pending}"
                 raise RuntimeError(
-                    f"wlb_megatron: not every rank has planned iteration {self._pending} within {_PATIENCE:.0f} s of "
-                    "this one: see the log of the rank that stopped"
+                    f"wlb_megatron: not every rank has {done} within {_PATIENCE:.0f} s of this one: see the log of the "
+                    "rank that stopped"
                 )
         elif not self._store.check([answer]):
             return
         iteration, self._pending = self._pending, None
         found = self._store.get(answer).decode()
         if found != "agreed":
-            raise RuntimeError(f"wlb_megatron: ranks have planned iteration {iteration} differently: {found}")
+            have = "would plan" if iteration == _BEGIN else f"have planned iteration {iteration}"
+            raise RuntimeError(f"wlb_megatron: ranks {have} differently: {found}")
 
     def _clear(self) -> None:
         """Take the keys of the comparison before the last one out of the store. Every rank has read its answer: it

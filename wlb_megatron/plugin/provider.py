@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -76,6 +77,7 @@ def _training(source: Source, args: Any) -> MicroBatchIterator:
     agreement, spans = PlanAgreement(), common_store("trace")
     remember(source, args, source.planner.state())
     settings, layout = _reporting(_settings(source, args), args), _layout(args)
+    agreement.begin(settings.table.to_json(), json.dumps(source.planner.state(), sort_keys=True))
     make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
     if source.config.cp_mode == "dynamic":
         make = training_plans(source.planner, source.config, args, settings, lambda: ahead)
