@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
 from itertools import combinations, pairwise, product
 
@@ -255,15 +256,19 @@ def test_the_planning_process_answers_as_the_planner_does_and_is_not_missed_when
     assert PlanProcess(stage, cost_of(stage), "adaptive").plan(tokens, fixed, 0.0) == expected
 
 
+@pytest.mark.parametrize("full", [False, True])
 def test_a_planning_process_that_stands_still_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    full: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(plan_process, "PATIENCE", 0.5)
     stage, fixed = Stage.of(2, 2, 8000), StepPlan(4, ((Group(0, 2, (0,)), Group(2, 2, (1,))),))
     process = PlanProcess(stage, cost_of(stage), "adaptive")
     process.start()
-    assert process._child is not None
+    assert process._child is not None and process._child.stdin is not None
     process._child.send_signal(signal.SIGSTOP)
+    if full:  # a pipe of one page is full before the settings are told
+        fcntl.fcntl(process._child.stdin, fcntl.F_SETPIPE_SZ, 4096)
+        assert process.plan([5, 9], fixed, 0.0, hurry=lambda: True).source == LATE
     assert process.plan([5, 9], fixed, 0.0) == plan_step([5, 9], stage, cost_of(stage), fixed=fixed)
     assert "no plan in 0.5 s" in capsys.readouterr().out
     assert process._child.wait(10) == -signal.SIGKILL

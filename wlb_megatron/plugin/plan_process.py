@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import select
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import IO
 
 from wlb_megatron.dynamic.__main__ import read_outcome, tell_iteration, tell_settings
 from wlb_megatron.dynamic.blocks import Stage
@@ -16,7 +18,7 @@ from wlb_megatron.dynamic.plan import StepPlan
 from wlb_megatron.dynamic.planner import LATE, Outcome, plan_step
 
 PATIENCE = 300
-"""Seconds after which a child that neither answers nor ends (stopped, starved) is given up."""
+"""Seconds after which a child that neither reads, answers nor ends (stopped, starved) is given up."""
 
 _SLICE_MS = 20
 """How often is looked whether training has begun to wait."""
@@ -33,8 +35,9 @@ class PlanProcess:
     ) -> None:
         self._stage, self._cost = stage, cost
         self._sharding, self._pipeline, self._multiple = sharding, pipeline, multiple
-        self._child: subprocess.Popen[str] | None = None
+        self._child: subprocess.Popen[bytes] | None = None
         self._asked: float | None = None  # when the child was asked what it has not answered
+        self._unsent = self._received = b""  # of the lines to it, and of its answer
         self._broken = False
 
     def start(self) -> None:
@@ -44,13 +47,14 @@ class PlanProcess:
                 [sys.executable, "-m", "wlb_megatron.dynamic"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                text=True,
-            )
-            self._write(
-                tell_settings(self._stage, self._cost, self._sharding, self._pipeline, self._multiple)
+                bufsize=0,
             )
         except OSError as error:
             self._give_up(error)
+            return
+        assert self._child.stdin is not None
+        os.set_blocking(self._child.stdin.fileno(), False)  # a pipe that nobody reads takes 64 KiB
+        self._tell(tell_settings(self._stage, self._cost, self._sharding, self._pipeline, self._multiple))
 
     def plan(
         self,
@@ -68,7 +72,7 @@ class PlanProcess:
             if not self._broken and self._asked is not None and self._answer(hurry) is None:
                 return late(fixed)  # still busy with an earlier iteration, for which it is too late
             if not self._broken:
-                self._write(tell_iteration(tokens, fixed, seconds, budget))
+                self._tell(tell_iteration(tokens, fixed, seconds, budget))
                 self._asked = time.monotonic()
                 line = self._answer(hurry)
                 return late(fixed) if line is None else read_outcome(line)
@@ -85,28 +89,41 @@ class PlanProcess:
             budget=math.inf if budget is None else budget,
         )
 
+    def _tell(self, line: str) -> None:
+        """Have a line sent, as soon as an answer is asked for."""
+        self._unsent += line.encode() + b"\n"
+
     def _answer(self, hurry: Callable[[], bool]) -> str | None:
         """The child's answer to what it was asked, or None where there is none yet and `hurry` says so."""
-        assert self._child is not None and self._child.stdout is not None and self._asked is not None
-        answer = (
-            select.poll()
-        )  # select.select takes no file above 1,023, and connections of all ranks are open
-        answer.register(self._child.stdout, select.POLLIN)
-        while not answer.poll(_SLICE_MS):
+        assert self._child is not None and self._child.stdin is not None and self._child.stdout is not None
+        while self._unsent:
+            if not self._ready(self._child.stdin, select.POLLOUT, hurry):
+                return None
+            self._unsent = self._unsent[self._child.stdin.write(self._unsent) or 0 :]
+        while not self._received.endswith(b"\n"):
+            if not self._ready(self._child.stdout, select.POLLIN, hurry):
+                return None
+            part = self._child.stdout.read(1 << 16)  # what is there, at most so much
+            if not part:
+                raise OSError("it has ended")
+            self._received += part
+        line, self._received, self._asked = self._received.decode(), b"", None
+        return line
+
+    def _ready(self, pipe: IO[bytes], event: int, hurry: Callable[[], bool]) -> bool:
+        """Wait until the pipe takes or has something; False where `hurry` says so before."""
+        assert self._asked is not None
+        waiting = select.poll()  # select.select takes no file above 1,023: connections of all ranks are open
+        waiting.register(pipe, event)
+        while not waiting.poll(_SLICE_MS):
             if time.monotonic() - self._asked > PATIENCE:
                 raise TimeoutError(f"no plan in {PATIENCE} s")
             if hurry():
-                return None
-        self._asked = None
-        return self._child.stdout.readline()
-
-    def _write(self, line: str) -> None:
-        assert self._child is not None and self._child.stdin is not None
-        self._child.stdin.write(line + "\n")
-        self._child.stdin.flush()
+                return False
+        return True
 
     def _give_up(self, error: Exception) -> None:
-        self._broken = True
+        self._broken, self._asked = True, None
         if self._child is not None:
             self._child.kill()
         print(
