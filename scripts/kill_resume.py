@@ -2,6 +2,7 @@
 """Kill a real CPU run with SIGKILL at random moments, resume it each time, and compare with the uninterrupted run.
 
 python scripts/kill_resume.py 50 [--seed 0] [--processes 1] [--flags="--async-save"]
+python scripts/kill_resume.py 5 --torchrun --processes 2   # one rank is killed, torchrun starts all again
 
 Every rank notes the documents and losses (to the last bit) of each iteration it trains, also of those that a kill
 makes it train again. All notes of an iteration must be equal, and equal to the uninterrupted run's. Moments: while
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import megatron_runs as runs  # noqa: E402
 
 ITERATIONS = 40
+MOST_RESTARTS = 6
 FLAGS = [
     "--global-batch-size",
     "4",
@@ -51,32 +54,46 @@ class Job:
 
     def start(self) -> list[subprocess.Popen[bytes]]:
         """All ranks, each with the processes that it starts in a process group of its own, without a launcher."""
-        checkpoints, port = str(self.folder / "checkpoints"), str(runs.free_port())
+        each = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(runs.free_port()),
+            "WORLD_SIZE": str(self._processes),
+        }
+        return [
+            self._run([sys.executable], {**each, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(self._processes)
+        ]
+
+    def start_restarting(self, restarts: int) -> subprocess.Popen[bytes]:
+        """torchrun, which starts all ranks again when one has failed. Its own store, which torch would have the ranks
+        share, keeps what the ranks before have left there (pytorch issue 135712)."""
+        launcher = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self._processes)),
+            *("--max-restarts", str(restarts), "--monitor-interval", "0.2", "--rdzv-backend", "c10d"),
+            *("--rdzv-endpoint", f"127.0.0.1:{runs.free_port()}"),
+        ]
+        return self._run(launcher, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+
+    def _run(self, launcher: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        checkpoints = str(self.folder / "checkpoints")
         command = [
-            *(sys.executable, str(ROOT / "tests" / "megatron_worker.py"), *runs.flags(), *FLAGS),
+            *(*launcher, str(ROOT / "tests" / "megatron_worker.py"), *runs.flags(), *FLAGS),
             *("--data-path", str(self._corpus), "--save", checkpoints, "--load", checkpoints, *self._flags),
         ]
-        environment = {
-            **runs.cpu_environment(),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "WORLD_SIZE": str(self._processes),
+        own = {
             "WORKER_OUT": str(self.folder),
             "WORKER_JOURNAL": str(self.journal),
             "NCCL_ALGO": "Ring",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         }
         with (self.folder / "log").open("ab") as log:
-            return [
-                subprocess.Popen(
-                    command,
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-                for rank in range(self._processes)
-            ]
+            return subprocess.Popen(
+                command,
+                env={**runs.cpu_environment(), **own, **environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def failed(self) -> SystemExit:
         text = (self.folder / "log").read_text(encoding="utf-8", errors="replace")
@@ -149,6 +166,44 @@ def kill_once(job: Job, moment: random.Random) -> str:
     return told + (" (it was done)" if 0 in statuses else "")
 
 
+def restart(job: Job, restarts: int, moment: random.Random) -> Iterator[str]:
+    """Train to the end over torchrun, killing one rank now and then, whereupon torchrun starts all again; says when."""
+    launcher = job.start_restarting(restarts)
+    try:
+        for _ in range(restarts):
+            before, more = job.trained(), moment.randint(1, 6)
+            while job.trained() < before + more:
+                if launcher.poll() is not None:
+                    raise job.failed()
+                time.sleep(0.002)
+            time.sleep(moment.uniform(0, 0.3))
+            ranks = ranks_of(launcher)
+            rank = moment.randrange(len(ranks))
+            os.kill(ranks[rank], signal.SIGKILL)
+            yield f"rank {rank}, after {job.trained() - before} iterations"
+        if launcher.wait(200):
+            raise job.failed()
+    finally:
+        launcher.terminate()  # it ends its ranks
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.wait(40)
+        kill([launcher])
+
+
+def ranks_of(launcher: subprocess.Popen[bytes]) -> dict[int, int]:
+    """Process of each rank that torchrun has started."""
+    found = {}
+    for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+        variables = dict(
+            pair.split(b"=", 1)
+            for pair in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            if b"=" in pair
+        )
+        if b"RANK" in variables:
+            found[int(variables[b"RANK"])] = int(child)
+    return found
+
+
 def compare(job: Job, expected: dict[tuple[int, int], list[Any]]) -> str:
     """Compares every note with the uninterrupted run's. SystemExit if one differs."""
     notes, again = job.notes(), 0
@@ -171,7 +226,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--flags", default="", help="further flags of the run")
+    parser.add_argument(
+        "--torchrun", action="store_true", help="kill one rank a time, torchrun starts all again"
+    )
     options = parser.parse_args()
+    if options.torchrun and options.kills > MOST_RESTARTS:
+        parser.error(f"--torchrun takes at most {MOST_RESTARTS} kills: the run is done by then")
     moment, flags = random.Random(options.seed), options.flags.split()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -182,6 +242,10 @@ def main() -> None:
         if len(expected) != ITERATIONS * options.processes:
             raise SystemExit(f"the uninterrupted run noted {len(expected)} iterations")
         job, killed = Job(folder / "killed", folder / "corpus", options.processes, flags), 0
+        if options.torchrun:
+            for told in restart(job, options.kills, moment):
+                killed += 1
+                print(f"kill {killed}: {told}; {compare(job, expected)}", flush=True)
         while killed < options.kills:
             told = kill_once(job, moment)
             killed += "done" not in told
@@ -189,7 +253,8 @@ def main() -> None:
             if "done" in told:
                 shutil.rmtree(job.folder)
                 job = Job(folder / "killed", folder / "corpus", options.processes, flags)
-        finish(job)
+        if not options.torchrun:
+            finish(job)
         notes = job.notes()
         missing = sorted(expected.keys() - notes.keys())
         if missing:
