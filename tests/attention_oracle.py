@@ -50,20 +50,22 @@ def one_document_at_a_time(lengths, x: Tensors, scale=SCALE, window=None, sink=N
     """
     q, k, v = (t.clone().requires_grad_() for t in (x.q, x.k, x.v))
     sink = None if sink is None else sink.clone().requires_grad_()
-    outs, start = [], 0
+    outs, order = [], []
     repeat = q.shape[1] // k.shape[1]
-    for length in (int(n) for n in lengths):
-        rows = slice(start, start + length)
-        keys, values = (t[rows].repeat_interleave(repeat, dim=1) for t in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q[rows], keys) * scale
+    lengths = torch.as_tensor(lengths)
+    starts = lengths.cumsum(0) - lengths
+    for length in lengths.unique().tolist():  # those of one length are a batch's elements: none sees another
+        rows = starts[lengths == length][:, None] + torch.arange(length)
+        keys, values = (t[rows].repeat_interleave(repeat, dim=2) for t in (k, v))
+        scores = torch.einsum("nqhd,nkhd->nhqk", q[rows], keys) * scale
         far = torch.arange(length)[:, None] - torch.arange(length)
         seen = (far >= 0) & (far <= (length if window is None else window))
         scores = scores.masked_fill(~seen, float("-inf"))
         if sink is not None:
-            scores = torch.cat((scores, sink[:, None, None].expand(-1, length, 1)), dim=-1)
-        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], values))
-        start += length
-    out = torch.cat(outs)
+            scores = torch.cat((scores, sink[:, None, None].expand(len(rows), -1, length, 1)), dim=-1)
+        outs.append(torch.einsum("nhqk,nkhd->nqhd", scores.softmax(-1)[..., :length], values).flatten(0, 1))
+        order.append(rows.flatten())
+    out = torch.cat(outs)[torch.cat(order).argsort()]
     grads = torch.autograd.grad(out, (q, k, v) if sink is None else (q, k, v, sink), x.dout)
     return out.detach(), *grads
 
@@ -157,13 +159,13 @@ def padded(lengths, cp):
 
 @st.composite
 def mixes(draw, cp):
-    """Lengths that break things: around 2 * CP, one document alone, hundreds of tiny ones; padded to CP."""
+    """Lengths that break things: around 2 * CP, one document alone, dozens of tiny ones; padded to CP."""
     awkward = st.sampled_from([1, 2, max(1, 2 * cp - 1), 2 * cp, 2 * cp + 1])
     lengths = draw(
         st.one_of(
             st.lists(st.one_of(awkward, st.integers(1, 60)), min_size=1, max_size=10),
             st.lists(st.integers(1, 150), min_size=1, max_size=1),
-            st.integers(100, 200).flatmap(lambda n: st.lists(st.integers(1, 3), min_size=n, max_size=n)),
+            st.integers(40, 80).flatmap(lambda n: st.lists(st.integers(1, 3), min_size=n, max_size=n)),
         )
     )
     return padded(lengths, cp)
