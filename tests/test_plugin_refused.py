@@ -145,3 +145,4 @@ def test_a_wrong_command_line_gets_its_line(wrong: str, lines: dict[str, str]) -
     assert line != "accepted"
     assert not line.startswith(("Traceback", "exit"))
     assert WRONG[wrong] in line
+    assert line.count("wlb_megatron refuses ") <= 1  # one flag is wrong in each

@@ -60,7 +60,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "a micro-batch is one packed sequence; set --micro-batch-size 1 and keep --global-batch-size",
     ),
     Refusal(
-        lambda a, c: _get(a, "eval_micro_batch_size") not in (None, 1),
+        # Megatron's default is --micro-batch-size, which has its own row.
+        lambda a, c: _get(a, "eval_micro_batch_size") not in (None, 1, a.micro_batch_size),
         "--eval-micro-batch-size other than 1",
         "a micro-batch is one packed sequence; set it to 1",
     ),
