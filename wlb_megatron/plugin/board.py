@@ -83,12 +83,27 @@ def common_store(name: str) -> Any:
     if _attempt is None:
         # Not TORCHELASTIC_RESTART_COUNT: every node's agent counts its own, and that of a node that took a broken one's
         # place begins at 0 (pytorch issue 135712).
+        _warn_of_restarts()
         told = [secrets.token_hex(8)]
         dist.broadcast_object_list(told, src=0)
         (_attempt,) = told
     call = _calls[name]
     _calls[name] += 1
     return dist.PrefixStore(f"wlb_megatron/{_attempt}/{name}/{call}", distributed_c10d._get_default_store())
+
+
+def _warn_of_restarts() -> None:
+    """torch's own groups are set up over that store, too, and know no attempts."""
+    restarts, shared = (
+        os.environ.get(f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "USE_AGENT_STORE")
+    )
+    if dist.get_rank() == 0 and restarts not in (None, "0") and shared == "True":
+        print(
+            "WARNING: wlb_megatron: torchrun keeps its store over a restart, and ranks may take the addresses that "
+            "those before have left there: they fail or hang (pytorch issue 135712). Set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and give --rdzv-backend c10d --rdzv-endpoint HOST:PORT",
+            flush=True,
+        )
 
 
 _attempt: str | None = None
