@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from wlb_megatron.attention.device_layout import Bags, _bags, _ship
+from wlb_megatron.attention.pairs import grads_apart, side_by_side
 from wlb_megatron.attention.row_sums import add_rows, merge_rows
 
 
@@ -130,3 +131,17 @@ def test_a_compiled_kernel_is_launched_again_only_for_what_it_was_compiled_for(m
     ]
     assert kernel.launched[0][6:9] == (None, None, None)
     assert kernel.launched[0][9] is rows and kernel.launched[0][10:] == (16,)
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 8), (torch.bfloat16, 12), (torch.float64, 5)])
+def test_keys_and_values_side_by_side_and_apart_again_are_bitwise_the_same(dtype, dim):
+    """Copied in elements of 16 bytes where rows are whole ones (8 of bf16), in their own where not; v with strides."""
+    mixed = torch.randn(7, 2, 4 * dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+    k, v = mixed[..., :dim].contiguous(), mixed[..., 3 * dim :]
+    assert not v.is_contiguous()
+    kv = side_by_side(k, v)
+    assert kv.is_contiguous() and torch.equal(kv, torch.stack((k, v), dim=1))
+    dk, dv = grads_apart(kv, dim)
+    assert torch.equal(dk, k) and torch.equal(dv, v) and dk.is_contiguous() and dv.is_contiguous()
+    narrow = side_by_side(k, v[..., :3])
+    assert [x.shape[-1] for x in grads_apart(narrow, dim)] == [dim, 3]

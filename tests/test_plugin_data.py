@@ -172,7 +172,7 @@ def test_workers_read_ahead_without_changing_order_or_state(workers: int, tmp_pa
     assert {i: p.state["iteration"] for i, p in sampler.passed.items()} == {i: i + 1 for i in range(6)}
 
 
-def test_a_launched_step_draws_the_next_ones_micro_batches_and_leaves_an_error_to_it() -> None:
+def test_a_step_draws_the_next_ones_micro_batches_and_leaves_an_error_to_it() -> None:
     drawn = []
 
     def stream() -> Iterator[dict[str, Any]]:
@@ -181,20 +181,26 @@ def test_a_launched_step_draws_the_next_ones_micro_batches_and_leaves_an_error_t
             yield {"number": number}
         raise ValueError("no more plans")
 
-    told: list[list[int]] = []
-    iterator = MicroBatchIterator(stream(), lambda step: told.append([b["number"] for b in step]))  # type: ignore[arg-type]
-    first = [next(iterator), next(iterator)]
-    assert drawn == [0, 1]
-    iterator.after_step(first)
-    assert drawn == [0, 1, 2, 3] and told == [[0, 1]]
-    iterator.after_step([next(iterator)])  # of another size: nothing is lost, and no more drawn than it had
-    assert drawn == [0, 1, 2, 3] and told == [[0, 1], [2]]
-    second = [next(iterator), next(iterator)]
-    assert [b["number"] for b in second] == [3, 4]
-    iterator.after_step(second)
-    assert told[-1] == [3, 4], "the step that was launched is told whatever comes after it"
+    iterator = MicroBatchIterator(stream())  # type: ignore[arg-type]
+    assert [next(iterator)["number"] for _ in range(2)] == drawn == [0, 1]
+    iterator.draw_ahead(2)
+    assert drawn == [0, 1, 2, 3]
+    assert next(iterator)["number"] == 2  # a step of another size: nothing is lost
+    iterator.draw_ahead(1)
+    assert drawn == [0, 1, 2, 3]
+    iterator.draw_ahead(3)
+    assert [next(iterator)["number"] for _ in range(2)] == [3, 4], "the step before is whole"
     with pytest.raises(ValueError, match="no more plans"):
         next(iterator)
+
+
+def test_the_next_steps_micro_batches_are_drawn_from_a_steps_second_on() -> None:
+    from wlb_megatron.plugin.pipeline_shapes import _drawn
+
+    due: list[int] = []
+    seen = [(batch, list(due)) for batch in _drawn("abcd", due.append)]
+    assert seen == [("a", []), ("b", [2]), ("c", [2, 3]), ("d", [2, 3, 4])]
+    assert list(_drawn("ab")) == ["a", "b"]
 
 
 def _of(micro_batch: PlannedMicroBatch) -> tuple[tuple[Piece, ...], object]:

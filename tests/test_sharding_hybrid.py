@@ -44,6 +44,8 @@ def test_every_token_is_on_one_rank_once_and_all_ranks_hold_as_many(mix_of):
     assert (holders(plan) == 1).all()
     assert plan.tokens_per_rank == (sum(lengths) // cp,) * cp
     assert sum(seen_by_rank(plan)) == sum(d * (d + 1) // 2 for d in map(int, lengths))
+    for rows in plan.ranks:
+        assert (np.diff(rows[:, 2] - rows[:, 1]) <= 0).all(), "the longest segments first"
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "adaptive"])
@@ -129,7 +131,7 @@ def test_plans_depend_on_nothing_but_lengths():
 def test_one_rank_holds_whole_pieces():
     for kind in ("hybrid", "adaptive"):
         assert shard([5, 0, 9], 1, kind).ranks[0].tolist() == [[0, 0, 5], [2, 0, 9]]
-    assert mix([5, 0, 9], 1, h100()).ranks[0].tolist() == [[0, 0, 5], [2, 0, 9]]
+    assert mix([5, 0, 9], 1, h100()).ranks[0].tolist() == [[2, 0, 9], [0, 0, 5]], "the longest first"
 
 
 def test_totals_that_leave_ranks_unequal_are_refused():

@@ -11,10 +11,21 @@ def side_by_side(k: Tensor, v: Tensor) -> Tensor:
     if k.shape != v.shape:
         return torch.cat((k, v), dim=-1)
     if all(_in_sixteens(x) for x in (k, v)):
-        # A GPU's strided stack takes as long for an element of 2 bytes as for one of 16: 0.5 ms for 32K keys of 4 heads.
+        # A GPU's strided stack takes as long for 2 bytes as for 16: 0.5 ms for 32K keys of 4 heads of 128.
         wide = torch.stack((k.view(torch.complex128), v.view(torch.complex128)), dim=1)
         return wide.view(k.dtype)
     return torch.stack((k, v), dim=1)
+
+
+def grads_apart(dkv: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The two halves of side_by_side's gradient, each contiguous where they are of one dim: what takes them next (a
+    rotation, a concatenation) is slow on strided ones, 0.6 ms for 32K keys of 4 heads."""
+    if dkv.dim() != 4:
+        return apart(dkv, dim)
+    wide = _in_sixteens(dkv)
+    halves = (dkv.view(torch.complex128) if wide else dkv).transpose(0, 1).contiguous()
+    dk, dv = halves.view(dkv.dtype) if wide else halves
+    return dk, dv
 
 
 def _in_sixteens(x: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall, DeviceLayout, DeviceWindow
 from wlb_megatron.attention.kv_exchange import start_gather, start_return
-from wlb_megatron.attention.pairs import apart, side_by_side
+from wlb_megatron.attention.pairs import grads_apart, side_by_side
 from wlb_megatron.attention.row_sums import add_rows, merge_rows, spread_four, spread_rows
 from wlb_megatron.attention.sinks import apply_sink, sink_gradient
 
@@ -105,7 +105,7 @@ class _Attention(torch.autograd.Function):
         dout = dout.contiguous()
         dq, dkv = cls.pull(ctx, q, kv, keys, out, lse, dout)
         dsink = None if sink is None else sink_gradient(out, lse, dout, sink)
-        return dq, *apart(dkv, q.shape[-1]), dsink, None, None, None, None, None
+        return dq, *grads_apart(dkv, q.shape[-1]), dsink, None, None, None, None, None
 
     @classmethod
     def attend(cls, ctx: Any, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

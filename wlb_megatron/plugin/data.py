@@ -188,15 +188,17 @@ class MicroBatchIterator:
         return taken
 
     def after_step(self, batches: list[dict[str, Any]]) -> None:
-        """Of a step that is launched: tell who wants to know; draw as many micro-batches as it had for the next one.
-
-        The device has the step's work before it now. At the next step's begin it would stand still while they are
-        drawn, and while threads that a draw wakes (the one that plans, the loader's) hold the interpreter: 3 to 7 ms.
-        """
         if self._trained is not None:
             self._trained(batches)
+
+    def draw_ahead(self, count: int) -> None:
+        """Draw micro-batches of the next step until there are `count`. Called while the device is busy.
+
+        Between steps it stands still while micro-batches are drawn, and while threads that a draw wakes (the one that
+        plans, the loader's) hold the interpreter: 3 to 7 ms.
+        """
         try:
-            while len(self._drawn) < len(batches):
+            while len(self._drawn) < count:
                 self._drawn.append(next(self._iterator))
         except Exception as error:
             self._drawn.append(error)  # is the next step's

@@ -126,13 +126,19 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             chunks = len(model) if isinstance(model, list) else 1
             shapes = [data.activation_shape(batch) for batch in batches]
             _current = ShapeQueue(shapes, _orders(len(batches), model, chunks))
-            drawn = [_drawn(batches) for _ in range(chunks)]
+            ahead = draw_ahead if training and batches[0] is not longest else None
+            drawn = [_drawn(batches, ahead), *(_drawn(batches) for _ in range(chunks - 1))]
             try:
                 return forward_backward(
                     data_iterator=drawn if chunks > 1 else drawn[0], num_microbatches=len(batches), **kwargs
                 )
             finally:
                 _current = None
+
+        def draw_ahead(count: int) -> None:
+            began = time.perf_counter()
+            source.draw_ahead(count)
+            timers.add("wlb-draw", time.perf_counter() - began)
 
         training = not kwargs.get("forward_only")
         longest = source.take_rehearsal() if training else None
@@ -150,5 +156,10 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
     return run
 
 
-def _drawn(batches: Sequence[Any]) -> Iterator[Any]:
-    yield from batches
+def _drawn(batches: Sequence[Any], ahead: Callable[[int], None] | None = None) -> Iterator[Any]:
+    """The step's micro-batches. ahead: called from the second on, when the device has the one before to work at, with
+    how many of the next step's are due by then."""
+    for index, batch in enumerate(batches):
+        if ahead is not None and index:
+            ahead(index + 1)
+        yield batch
