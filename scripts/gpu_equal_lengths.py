@@ -3,9 +3,9 @@
 
 python scripts/gpu_equal_lengths.py --script ../Megatron-LM/pretrain_gpt.py --out out/equal
 
-Pairs of runs, stock then plugin and plugin then stock in turn, each in fresh processes or, with --warm-ranks, one
-pair of processes for stock and one for the plugin, both on the GPUs all the time. At CP=1 a pair runs side by
-side, a run a GPU, and swaps GPUs each time. A run's figure is the median of its step times (ms per token) after
+Pairs of runs, stock then plugin and plugin then stock in turn, each in fresh processes or, with --warm-ranks, in
+processes of stock's and of the plugin's, which are on the GPUs all the time. At CP=1 a pair has one GPU, and as many
+pairs run side by side as there are GPUs. A run's figure is the median of its step times (ms per token) after
 --warm-up; a pair's is their ratio. Of n pairs the least and the greatest ratio hold the median with probability
 1 - 2 / 2**n (five: 94 %). Stock needs no document mask here: its windows are the documents, to within a token.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -55,37 +56,48 @@ def main() -> None:
     prefix = corpus(options.out / "corpus", lengths)
     rows: list[dict[str, Any]] = []
     for degree in options.degrees:
-        for pair in range(options.pairs):
-            rows.append({"cp": degree, "pair": pair} | one_pair(degree, pair, prefix, options))
-            told = rows[-1]
-            print(
-                f"CP={degree}, pair {pair}: stock {told['stock_ms']:.1f} ms, plugin {told['wlb_ms']:.1f} ms a "
-                f"step, ratio per token {told['ratio']:.4f}",
-                flush=True,
-            )
-            write_csv(options.out / "pairs.csv", rows)
+        beside = torch.cuda.device_count() if degree == 1 else 1
+        with ThreadPoolExecutor(beside) as pool:
+            series = partial(pairs_of, degree, beside=beside, prefix=prefix, options=options)
+            rows += [row for told in pool.map(series, range(beside)) for row in told]
+        write_csv(options.out / "pairs.csv", rows)
     for degree in options.degrees:
         report(degree, [row for row in rows if row["cp"] == degree])
         if options.trace:
             compare({which: traced(which, degree, prefix, options) for which in FLAGS})
 
 
-def one_pair(degree: int, pair: int, prefix: Path, options: argparse.Namespace) -> dict[str, Any]:
+def pairs_of(
+    degree: int, first: int, beside: int, prefix: Path, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Pairs first, first + beside, ..: at CP=1 all on the GPU of that number."""
+    rows = []
+    for pair in range(first, options.pairs, beside):
+        order = ("stock", "wlb") if (pair + pair // beside) % 2 == 0 else ("wlb", "stock")
+        seen = {"CUDA_VISIBLE_DEVICES": str(first)} if degree == 1 else {}
+        told = one_pair(degree, pair, order, seen, prefix, options)
+        rows.append({"cp": degree, "pair": pair, "gpu": first if degree == 1 else "all"} | told)
+        print(
+            f"CP={degree}, pair {pair}: stock {told['stock_ms']:.1f} ms, plugin {told['wlb_ms']:.1f} ms a step, "
+            f"ratio per token {told['ratio']:.4f}",
+            flush=True,
+        )
+    return rows
+
+
+def one_pair(
+    degree: int,
+    pair: int,
+    order: tuple[str, str],
+    seen: dict[str, str],
+    prefix: Path,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
     """Step times, tokens a step and peak memory of both, and their ratio (plugin over stock, ms per token)."""
-    order = ("stock", "wlb") if pair % 2 == 0 else ("wlb", "stock")
-
-    def one(which: str, gpu: int | None) -> list[dict[str, Any]]:
-        flags = [*FLAGS[which], "--context-parallel-size", str(degree)]
-        seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
-        return run(f"{which}-cp{degree}-{pair}", degree, flags, prefix, options, seen)
-
-    if degree == 1 and torch.cuda.device_count() > 1:
-        with ThreadPoolExecutor(2) as pool:
-            done = dict(zip(order, pool.map(one, order, (0, 1)), strict=True))
-    else:
-        done = {which: one(which, None) for which in order}
     told: dict[str, Any] = {}
-    for which, steps in done.items():
+    for which in order:
+        flags = [*FLAGS[which], "--context-parallel-size", str(degree)]
+        steps = run(f"{which}-cp{degree}-{pair}", degree, flags, prefix, options, seen)
         timed = steps[options.warm_up :]
         if not timed:
             raise SystemExit(f"{which} at CP={degree} gave no step times: see its log in {options.out}")
