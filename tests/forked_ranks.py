@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,19 @@ def run(
     if not status:
         raise ConnectionError(f"the process that forks ranks has ended\n{errors}")
     return subprocess.CompletedProcess([*target, *arguments], int(status), output, errors)
+
+
+def spawn(function: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> None:
+    """As torch.multiprocessing.spawn: function(rank, *arguments) on plain processes, without this file's CUDA shim.
+
+    They are forks of the standard library's fork server, which imports once what the test files do.
+    """
+    import torch.multiprocessing as multiprocessing
+
+    multiprocessing.set_forkserver_preload(
+        ["torch.distributed", "megatron.core.parallel_state", "hypothesis"]
+    )
+    multiprocessing.start_processes(function, arguments, nprocs=processes, start_method="forkserver")
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from attention_oracle import (
+    Tensors,
     any_plans,
     largest_error,
     mixes,
@@ -27,6 +28,17 @@ def assert_exact(plan, keep_keys=True, **shape):
     x = random_tensors(plan.tokens, seed=plan.tokens, **shape)
     *got, _ = on_all_ranks(plan, x, keep_keys)
     assert largest_error(got, one_document_at_a_time(plan.lengths, x)) < EXACT
+
+
+def test_what_is_compared_with_is_each_document_alone():
+    lengths = [3, 1, 7, 3, 1, 3]
+    x = random_tensors(18)
+    alone = [
+        one_document_at_a_time([length], Tensors(*(t[end - length : end] for t in (x.q, x.k, x.v, x.dout))))
+        for length, end in zip(lengths, np.cumsum(lengths), strict=True)
+    ]
+    for together, parts in zip(one_document_at_a_time(lengths, x), zip(*alone, strict=True), strict=True):
+        assert torch.allclose(together, torch.cat(parts), rtol=1e-14, atol=1e-15)
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

@@ -5,8 +5,8 @@ import socket
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from attention_oracle import SCALE, one_document_at_a_time, padded, random_tensors
+from forked_ranks import spawn
 
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.sharded_attention import sharded_attention
@@ -51,4 +51,4 @@ def test_two_and_four_real_processes_get_what_one_document_at_a_time_gives():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(compare, (port,), nprocs=4)
+    spawn(compare, (port,), 4)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from attention_oracle import SCALE, one_document_at_a_time, padded, random_tensors
+from forked_ranks import spawn
 from megatron_runs import free_port
 from random_groups import random_plan
 
@@ -136,7 +136,7 @@ def agree_on_plans(rank: int, world: int) -> None:
 
 
 def test_six_processes_attend_in_mixed_groups_as_one_document_at_a_time_and_train_by_one_s_plans() -> None:
-    mp.spawn(both, (free_port(),), nprocs=WORLD)
+    spawn(both, (free_port(),), WORLD)
 
 
 def test_ranks_whose_kernel_tables_differ_have_other_digests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked_ranks import spawn
 from megatron_runs import free_port
 
 from wlb_megatron.config import WlbConfig
@@ -72,7 +72,7 @@ def never(*_: object, **__: object) -> None:
 
 def test_two_processes_train_by_the_answers_of_one_solver() -> None:
     pytest.importorskip("ortools")
-    mp.spawn(rank_of_two, (free_port(),), nprocs=2)
+    spawn(rank_of_two, (free_port(),), 2)
 
 
 def test_other_packers_and_single_processes_ask_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
