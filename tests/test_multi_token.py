@@ -108,6 +108,15 @@ def test_the_sum_told_makes_one_factor_for_all_ranks() -> None:
     rolled, told = roll(torch.ones(1, 4), packed_seq_params=params, cp_group=None)
     assert rolled.tolist() == [[1, 1, 0, 0]]
     assert told == 1.5
+    few = WlbPackedSeqParams(
+        following=after, share=0.25
+    )  # 1 of 4: 2 remain, told 0.5, which Megatron takes for 1
+    rolled, told = roll(torch.ones(1, 4), packed_seq_params=few, cp_group=None)
+    assert (rolled * 1 / told.clamp(min=1)).tolist() == [[2, 2, 0, 0]]
+    rolled, told = roll(rolled, packed_seq_params=few, cp_group=None)  # one remains: 1 / 1 of 4 is 4
+    assert (rolled * 1 / told.clamp(min=1)).tolist() == [[4, 0, 0, 0]]
+    rolled, told = roll(rolled, packed_seq_params=few, cp_group=None)
+    assert not rolled.any() and told == 0
     mask = torch.tensor([[False, False, False, True]])
     assert roll(mask, packed_seq_params=params)[0] is mask
 

@@ -34,14 +34,28 @@ def wrap_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
             raise WlbError("multi-token prediction got a micro-batch that was not planned for it")
         if tensor.dtype is torch.bool:
             return tensor, tensor.sum()  # routers' padding mask: padding stays where it is
-        own, total = next_in_document(
-            tensor, packed_seq_params.following, packed_seq_params.group or cp_group
-        )
-        # Megatron multiplies a rank's losses by (what it predicts without the roll / the sum told here). With the
-        # rank's share of the micro-batch's sum that is one factor for all ranks, as in a single process.
-        return own, total * packed_seq_params.share
+        group = packed_seq_params.group or cp_group
+        if not tensor.is_floating_point():  # inputs and labels
+            return next_in_document(tensor, packed_seq_params.following, group)
+        return next_mask(tensor, packed_seq_params.following, packed_seq_params.share, group)
 
     return roll_tensor
+
+
+def next_mask(
+    mask: torch.Tensor, following: torch.Tensor, share: float, group: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss mask one place later, and the sum that Megatron is told of it. share: of what the micro-batch predicts
+    without the roll, this rank's.
+
+    Megatron multiplies a rank's masked losses by (what it predicts without the roll / the sum told, at least 1). Told
+    the rank's share of the micro-batch's sum, that is one factor for all ranks, as in a single process. Where that is
+    below 1 the mask has it instead: of 7 predictions a rank has 1, after the roll 5 are left, 5/7 are its share, so
+    its mask is 7/5 and it tells 1.
+    """
+    own, total = next_in_document((mask != 0).to(mask.dtype), following, group)
+    told = total * share
+    return own / torch.where(told > 0, told.clamp(max=1), 1), torch.where(told > 0, told.clamp(min=1), 0)
 
 
 def next_in_document(
