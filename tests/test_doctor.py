@@ -83,6 +83,15 @@ def test_without_torch_the_rest_is_still_told(
     assert "to fix: torch" in told.err
 
 
+def test_the_cpu_that_answers_for_a_gpu_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setitem(sys.modules, "cpu_cuda", sys)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert [one.found for one in doctor.torch_and_gpus() if one.what.startswith("GPU")] == ["none"]
+    assert all(one.verdict != doctor.FIX for one in doctor.transformer_engine())
+
+
 def test_a_check_that_breaks_is_a_finding_and_not_the_end() -> None:
     def broken_part():  # type: ignore[no-untyped-def]
         yield doctor.Finding("first", "fine")

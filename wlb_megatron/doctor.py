@@ -102,7 +102,7 @@ def torch_and_gpus() -> Iterator[Finding]:
     import torch
 
     yield Finding("torch", torch.__version__)
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = _gpus()
     built = torch.version.cuda
     if built is None:
         yield Finding(
@@ -218,7 +218,7 @@ def self_test() -> Iterator[Finding]:
 
 
 def _gpus() -> int:
-    if _version("torch") is None:
+    if _version("torch") is None or "cpu_cuda" in sys.modules:  # scripts/cpu: the CPU answers for CUDA
         return 0
     import torch
 
