@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+"""As in runs of Megatron: importing the compiler takes longer than all that it would compile."""
 
 
 @pytest.fixture(scope="module")

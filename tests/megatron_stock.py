@@ -58,6 +58,7 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
 
 
 if __name__ == "__main__":
+    del __file__  # else the process that collects what checkpoint writers say imports all this again
     save_when_reduced()
     norms_for_sequence_parallelism()
     datasets.compile_helpers = wrap_compile_helpers(datasets.compile_helpers)
