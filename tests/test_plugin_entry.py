@@ -6,8 +6,10 @@ import argparse
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import forked_ranks
 import numpy as np
@@ -17,6 +19,7 @@ from megatron_runs import LENGTHS, cpu_environment, flags, launch, logged_losses
 from wlb_megatron.arguments import add_arguments, config_from_args
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin import versions
+from wlb_megatron.plugin.entry import wrap_parse_args
 from wlb_megatron.refusals import REFUSALS, Refused, refuse_unsupported
 
 RUN = ["--global-batch-size", "2", "--train-iters", "2"]
@@ -62,6 +65,22 @@ def test_every_flag_says_its_unit_or_choices_and_default() -> None:
     for setting in fields(WlbConfig):
         if isinstance(setting.default, str | int | float) and setting.default is not False:
             assert f"(default: {setting.default})" in text, setting.name
+
+
+def test_help_is_shown_where_megatrons_own_text_cannot_be_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def parse_args(extra: Callable[[Any], Any], ignore_unknown_args: bool) -> argparse.Namespace:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--factor", help="(e.g. 1.10 = 10%).")
+        return extra(parser).parse_args()
+
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        wrap_parse_args(parse_args)()
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "(e.g. 1.10 = 10%)." in shown and "--wlb-off" in shown
 
 
 class Megatron(argparse.Namespace):

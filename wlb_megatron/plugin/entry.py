@@ -24,12 +24,24 @@ _sources: dict[str, sources.Source] | None = None
 _validated = False
 
 
+def make_printable(parser: Any) -> None:
+    """Mend the flags whose help argparse cannot print: in 0.19.2 one has a bare %, and --help ended in a stack."""
+    for action in parser._actions:
+        try:
+            parser._get_formatter()._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = action.help.replace("%", "%%")
+
+
 def wrap_parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
     """parse_args that knows the --wlb-* flags, beside the script's own extra ones."""
 
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
         def provider(parser: Any) -> Any:
-            return add_arguments(extra_args_provider(parser) if extra_args_provider else parser)
+            parser = add_arguments(extra_args_provider(parser) if extra_args_provider else parser)
+            if {"-h", "--help"} & {*sys.argv[1:]}:
+                make_printable(parser)
+            return parser
 
         args = original(provider, ignore_unknown_args)
         if not hasattr(args, "wlb_off"):

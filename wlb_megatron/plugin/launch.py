@@ -10,6 +10,7 @@ import sys
 from wlb_megatron.arguments import add_arguments
 
 USAGE = """usage: torchrun ... -m wlb_megatron.launch pretrain_gpt.py <its flags> [--wlb-...]
+       python -m wlb_megatron.launch pretrain_gpt.py --help    print Megatron's flags, then the plugin's
        python -m wlb_megatron.launch --describe    print every Megatron symbol that is replaced, and why"""
 
 
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def flags_help() -> str:
-    """The --wlb-* flags as argparse shows them. Megatron's are not among them: 0.19.2 fails at printing its own."""
+    """The --wlb-* flags as argparse shows them, without Megatron's: `pretrain_gpt.py --help` shows both."""
     parser = argparse.ArgumentParser(prog="--wlb-*", usage=argparse.SUPPRESS, add_help=False)
     return add_arguments(parser).format_help().strip()
 
