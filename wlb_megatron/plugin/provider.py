@@ -66,18 +66,20 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
         if not args.multiple_validation_sets:
             valid = valid[0] if valid else None
         test = _evaluation(sources["test"], args) if "test" in sources else None
-        made[:] = [(_training(train, args), valid, test)]
+        made[:] = [(_training(sources, args), valid, test)]
         return made[0]
 
     provider.is_distributed = True  # type: ignore[attr-defined]
     return provider
 
 
-def _training(source: Source, args: Any) -> MicroBatchIterator:
+def _training(sources: dict[str, Source], args: Any) -> MicroBatchIterator:
+    source = sources["train"]
     agreement, spans = PlanAgreement(), common_store("trace")
     remember(source, args, source.planner.state())
     settings, layout = _reporting(_settings(source, args), args), _layout(args)
-    agreement.begin(settings.table.to_json(), json.dumps(source.planner.state(), sort_keys=True))
+    states = [json.dumps(each.planner.state(), sort_keys=True) for each in sources.values()]
+    agreement.begin(settings.table.to_json(), settings.sharding, source.config.cp_mode, *states)
     make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
     if source.config.cp_mode == "dynamic":
         make = training_plans(source.planner, source.config, args, settings, lambda: ahead)
