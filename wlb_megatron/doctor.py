@@ -218,10 +218,12 @@ def self_test() -> Iterator[Finding]:
 
 
 def _gpus() -> int:
-    if _version("torch") is None or "cpu_cuda" in sys.modules:  # scripts/cpu: the CPU answers for CUDA
+    if _version("torch") is None:
         return 0
     import torch
 
+    if "cpu_cuda" in sys.modules:  # scripts/cpu, imported with torch: the CPU answers for CUDA
+        return 0
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 

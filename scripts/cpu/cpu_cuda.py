@@ -24,8 +24,6 @@ if glob.glob("/dev/nvidia[0-9]*") and os.environ.get("CUDA_VISIBLE_DEVICES") != 
     sys.exit(
         "scripts/cpu is for machines without a GPU: take it off PYTHONPATH, or set CUDA_VISIBLE_DEVICES=''"
     )
-# Megatron takes Transformer Engine's optimizers and norms wherever it finds them; their kernels want a GPU.
-sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
 
 CPU = torch.device("cpu")
 
