@@ -137,12 +137,13 @@ def _lead(job: dict[str, Any], output: int, errors: int, status: int) -> int:
     for number in range(job["processes"]):
         rank = os.fork()
         if not rank:
-            os.setsid()
+            os.setpgid(0, 0)
             os.dup2(output, 1)
             os.dup2(errors, 2)
             for end in (output, errors, status):
                 os.close(end)
             return number
+        os.setpgid(rank, rank)  # both do it: either may be the first to need it
         ranks.append(rank)
     os.close(output)
     os.close(errors)
