@@ -50,7 +50,7 @@ from attention_host import host
 from attention_memory import memory
 from attention_profile import profile as trace
 from attention_real import real
-from attention_steps import ErrorTable, Mixes, checked_lengths, sharded_by_turns, share
+from attention_steps import ErrorTable, Mixes, checked_lengths, planned, sharded_by_turns, share
 from attention_warm import warm
 
 from wlb_megatron.attention.device_layout import device_layout
@@ -90,7 +90,7 @@ def time_shares(mixes: Mixes, args: argparse.Namespace) -> None:
             line = f"{name:16}{cp:3}{whole[1] / cp:9.2f}  "
             total[cp, "TE / CP"] = total.get((cp, "TE / CP"), 0.0) + whole[1] / cp
             for kind in args.kinds:
-                plan = shard(lengths, cp, kind)
+                plan = planned(lengths, cp, kind)
                 times = [measure(share(plan, rank, x, kv)[0]) for rank in range(cp)]
                 rows += [timing(name, cp, kind, rank, t, stamp) for rank, t in enumerate(times)]
                 slowest = max(times, key=lambda t: t[1])
