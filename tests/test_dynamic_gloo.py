@@ -22,6 +22,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import group_cost
 from wlb_megatron.dynamic.plan import validate
+from wlb_megatron.dynamic.planner import Outcome
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.packer import make_packer
@@ -161,6 +162,40 @@ def test_ranks_whose_kernel_tables_differ_have_other_digests(monkeypatch: pytest
         return next(module.plan_groups(small_planner(), shards, dynamic)).digest
 
     assert digest(h100()) == digest(h100()) != digest(replace(h100(), call=h100().call + 1))
+
+
+def test_rank_0_s_failure_to_plan_reaches_the_others_who_would_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They draw the next step's micro-batches in the middle of one, in whose collectives rank 0 waits for them."""
+    from wlb_megatron.plugin import dynamic as module
+
+    notes: dict[int, bytes] = {}
+
+    class Board:
+        put = notes.__setitem__
+
+        def take(self, number: int, given_up: object) -> bytes:
+            return notes[number]
+
+    def fails(tokens: object, fixed: object) -> Outcome:
+        raise MemoryError("no plan")
+
+    cost = group_cost(h100(), 300.0, STAGE.sizes)
+    dynamic = module.DynamicSettings(
+        cost.sizes,
+        cost.tables,
+        fails,
+        0,
+        lambda: False,
+        Board(),  # type: ignore[arg-type]
+    )
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    with pytest.raises(MemoryError, match="no plan"):
+        module.agree(7, [], None, dynamic)  # type: ignore[arg-type]
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    with pytest.raises(RuntimeError, match="rank 0 could not plan"):
+        module.agree(7, [], None, dynamic)  # type: ignore[arg-type]
 
 
 def test_a_group_s_documents_are_counted_once_for_the_flops() -> None:

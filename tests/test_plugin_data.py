@@ -194,6 +194,28 @@ def test_a_step_draws_the_next_ones_micro_batches_and_leaves_an_error_to_it() ->
         next(iterator)
 
 
+def test_after_an_error_nothing_more_is_drawn() -> None:
+    """A loader whose worker died would wait again, and go on with another worker's micro-batch."""
+    asked: list[int] = []
+
+    class Loader:
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> dict[str, Any]:
+            asked.append(len(asked))
+            if len(asked) == 2:
+                raise RuntimeError("a worker is gone")
+            return {"number": len(asked)}
+
+    iterator = MicroBatchIterator(Loader())  # type: ignore[arg-type]
+    for count in (2, 3, 4):
+        iterator.draw_ahead(count)
+    assert len(asked) == 2 and next(iterator)["number"] == 1
+    with pytest.raises(RuntimeError, match="a worker is gone"):
+        next(iterator)
+
+
 def test_the_next_steps_micro_batches_are_drawn_from_a_steps_second_on() -> None:
     from wlb_megatron.plugin.pipeline_shapes import _drawn
 

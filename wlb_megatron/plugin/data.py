@@ -197,11 +197,12 @@ class MicroBatchIterator:
         Between steps it stands still while micro-batches are drawn, and while threads that a draw wakes (the one that
         plans, the loader's) hold the interpreter: 3 to 7 ms.
         """
+        failed = bool(self._drawn) and isinstance(self._drawn[-1], Exception)
         try:
-            while len(self._drawn) < count:
+            while not failed and len(self._drawn) < count:
                 self._drawn.append(next(self._iterator))
         except Exception as error:
-            self._drawn.append(error)  # is the next step's
+            self._drawn.append(error)  # is the next step's; a loader asked again passes over what failed
 
 
 class EvaluationIterator(MicroBatchIterator):
