@@ -236,6 +236,15 @@ def test_graphs_are_built_while_there_is_time_and_told(monkeypatch, seconds, bui
     assert len(clock.lines) == 1 + (built - 1) // 2 if built else 1
 
 
+@pytest.mark.parametrize(("seconds", "built"), [(0, 0), (1, 2)])
+def test_which_equal_sequences_get_kernels_of_their_own_is_no_matter_of_time(monkeypatch, seconds, built):
+    clock = Clock(monkeypatch, each=10.0)
+    equal = [(True, None, Equal(1, 32, 32)), (False, None, Equal(1, 32, 64))]
+    listed = [(clock, graph) for graph in [*equal, (True, None, Bucket(32, 1, 1))]]
+    monkeypatch.setattr(kernel_graphs, "likeliest_first", lambda chunks, met: listed)
+    assert build_graphs([], a_rank(), seconds) == built and clock.built == equal[:built]
+
+
 def test_graphs_of_usual_sizes_come_first():
     usual = a_rank()
     for window, full in ((None, True), (4096, False)):

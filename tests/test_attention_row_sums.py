@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from wlb_megatron.attention.device_layout import Bags, _bags, _ship
-from wlb_megatron.attention.pairs import grads_apart, side_by_side
+from wlb_megatron.attention.pairs import _in_sixteens, grads_apart, side_by_side
 from wlb_megatron.attention.row_sums import add_rows, merge_rows
 
 
@@ -145,3 +145,13 @@ def test_keys_and_values_side_by_side_and_apart_again_are_bitwise_the_same(dtype
     assert torch.equal(dk, k) and torch.equal(dv, v) and dk.is_contiguous() and dv.is_contiguous()
     narrow = side_by_side(k, v[..., :3])
     assert [x.shape[-1] for x in grads_apart(narrow, dim)] == [dim, 3]
+
+
+def test_keys_that_begin_between_16_bytes_are_copied_in_their_own_elements():
+    """A tensor of another's memory: its storage begins where it does, so no offset tells."""
+    held = np.zeros(2 * 3 * 8 * 2 + 4, dtype=np.float32)
+    first = (16 - held.ctypes.data % 16) // 4 % 4 + 2
+    k = torch.from_numpy(held[first : first + 3 * 2 * 8].reshape(3, 2, 8))
+    assert k.data_ptr() % 16 == 8 and k.storage_offset() == 0
+    assert not _in_sixteens(k) and _in_sixteens(torch.zeros(3, 2, 8))
+    assert torch.equal(side_by_side(k, k + 1), torch.stack((k, k + 1), dim=1))

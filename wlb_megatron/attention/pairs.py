@@ -32,7 +32,7 @@ def _in_sixteens(x: Tensor) -> bool:
     """Whether every row of the last dimension is of whole 16 bytes, and begins at a multiple of them."""
     each = 16 // x.element_size()
     sizes = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
-    return x.stride(-1) == 1 and not any(size % each for size in sizes)
+    return x.stride(-1) == 1 and not any(size % each for size in sizes) and not x.data_ptr() % 16
 
 
 def apart(kv: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from wlb_megatron.attention.graph_buckets import Warmable, by_likelihood, foreseen, repeated
+from wlb_megatron.attention.graph_buckets import Equal, Warmable, by_likelihood, foreseen, repeated
 from wlb_megatron.plugin.planning import CHOOSING, ShardSettings
 from wlb_megatron.sharding.attention_calls import AttentionLayout
 
@@ -67,7 +67,9 @@ class Met:
 def build_graphs(chunks: list[Any], met: Met, seconds: float) -> int:
     """Build what the layers can meet, for at most `seconds` (one graph more, to be exact), and tell; returns how many.
 
-    Ranks may stop after different graphs: what is not built here is built later, by whoever needs it.
+    Ranks may stop after different graphs: what is not built here is built later, by whoever needs it. But which calls
+    go to the kernels for equal sequences is no matter of time, or a resumed run would not repeat bitwise: of these few
+    all are built, or with 0 seconds none.
     """
     from megatron.training import print_rank_0
 
@@ -75,7 +77,7 @@ def build_graphs(chunks: list[Any], met: Met, seconds: float) -> int:
     graphs, built = likeliest_first(chunks, met), 0
     for module, graph in graphs:
         now = time.perf_counter()
-        if now - began >= seconds:
+        if now - began >= seconds and not (seconds and isinstance(graph[2], Equal)):
             break
         if now - told >= _TELL_EVERY:
             print_rank_0(f"> wlb_megatron: {built} of {len(graphs)} attention graphs, {now - began:.0f} s ..")
