@@ -21,7 +21,9 @@ from attention_oracle import (
 from megatron.core.transformer.enums import AttnMaskType
 
 from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.attention.graph_buckets import Equal, repeated
 from wlb_megatron.attention.sharded_attention import sharded_attention
+from wlb_megatron.attention.warm_up import warm_up
 from wlb_megatron.errors import WlbError
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
@@ -276,6 +278,28 @@ def test_equal_sequences_go_as_a_batch_once_they_are_expected_and_come_out_the_s
     assert set(before) == {"thd"} and len(before) == len(after) and "bshd" in after
     if cp == 1 or (cp == 2 and window is None and not one_call):
         assert set(after) == {"bshd"}, "all calls of one document over two ranks are of equal sequences"
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_what_a_warm_up_ran_as_a_batch_comes_as_one_in_training(asked, window):
+    """Of three ranks the last holds 16 of 48 tokens, in the middle: its rectangle has 16 queries and 16 keys."""
+    plan, kernels = shard([48], 3, "per-sequence"), asked.backend.TransformerEngineKernels()
+    made = [attention_layout(plan, rank, window) for rank in range(3)]
+    graphs = [graph for layout in made for graph in repeated(layout, windowed=window is not None)]
+    assert window is not None or (False, None, Equal(1, 16, 16)) in graphs
+    shape = {"heads": 4, "kv_heads": 2, "dim": 4, "v_dim": 4, "scale": SCALE}
+    warm_up(kernels, graphs, **shape, dtype=torch.float64, device="cpu")
+    sizes = {tuple(size) for *_, size in graphs}
+    for layout in (device_layout(each, "cpu") for each in made):
+        calls = [layout.diagonals, layout.rectangles] if window is None else [layout.window.call]
+        for call in calls:
+            if call.equal in sizes:
+                q, kv = (
+                    torch.zeros(n, *shape, dtype=torch.float64)
+                    for n, shape in ((call.q_rows, (4, 4)), (call.kv_rows, (2, 2, 4)))
+                )
+                kernels.forward(call, q, kv, SCALE)
+                assert asked.calls[-1]["o_format"] == "bshd", (call.causal, call.equal)
 
 
 def test_other_sizes_and_other_heads_than_expected_go_packed(asked):

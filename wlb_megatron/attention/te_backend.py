@@ -122,7 +122,7 @@ class TransformerEngineKernels:
         _expected.add(self._key(call, q, kv))
 
     def _key(self, call: DeviceCall, q: Tensor, kv: Tensor) -> tuple[Any, ...]:
-        own = call.cu_seqlens_q is call.cu_seqlens_kv
+        own = call.causal and call.cu_seqlens_q is call.cu_seqlens_kv  # as `_mask` asks for it
         return (call.equal, call.causal, call.window, own, self.deterministic, q.shape[1:], kv.shape[1:])
 
     def _form(self, call: DeviceCall, q: Tensor, kv: Tensor) -> tuple[_Form, tuple[Tensor, Tensor, Tensor]]:
