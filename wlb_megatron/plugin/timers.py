@@ -1,6 +1,6 @@
 """The plugin's share of a step among Megatron's timers: --timing-log-level 1 or 2, --log-timers-to-tensorboard.
 
-    wlb-draw          1  the host gets the step's micro-batches: waits for plans and tokens
+    wlb-draw          1  the host gets this step's micro-batches, or in it the next one's: waits for plans and tokens
     wlb-plan-wait     1  the part of it that it waits for plans
     wlb-planning      1  the planning thread plans an iteration, beside training
     wlb-predicted     1  the iteration's predicted time (last rank)
