@@ -169,33 +169,23 @@ def test_rank_0_s_failure_to_plan_reaches_the_others_who_would_wait_for_it(
 ) -> None:
     """They draw the next step's micro-batches in the middle of one, in whose collectives rank 0 waits for them."""
     from wlb_megatron.plugin import dynamic as module
+    from wlb_megatron.plugin import shared_solver
+    from wlb_megatron.plugin.board import Board
 
-    notes: dict[int, bytes] = {}
-
-    class Board:
-        put = notes.__setitem__
-
-        def take(self, number: int, given_up: object) -> bytes:
-            return notes[number]
-
-    def fails(tokens: object, fixed: object) -> Outcome:
+    def fails(*_: object) -> Outcome:
         raise MemoryError("no plan")
 
+    notes, answers = (Board.__new__(Board) for _ in range(2))
+    notes._store, answers._store = dist.HashStore(), dist.HashStore()
     cost = group_cost(h100(), 300.0, STAGE.sizes)
-    dynamic = module.DynamicSettings(
-        cost.sizes,
-        cost.tables,
-        fails,
-        0,
-        lambda: False,
-        Board(),  # type: ignore[arg-type]
-    )
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    with pytest.raises(MemoryError, match="no plan"):
-        module.agree(7, [], None, dynamic)  # type: ignore[arg-type]
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    with pytest.raises(RuntimeError, match="rank 0 could not plan"):
-        module.agree(7, [], None, dynamic)  # type: ignore[arg-type]
+    settings = module.DynamicSettings(cost.sizes, cost.tables, fails, 0, lambda: False, notes)
+    monkeypatch.setattr(shared_solver, "solve", fails)
+    for rank, error, says in ((0, MemoryError, "no plan"), (1, RuntimeError, "rank 0 could not make a plan")):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        with pytest.raises(error, match=says):
+            module.agree(7, [], None, settings)  # type: ignore[arg-type]
+        with pytest.raises(error, match=says):
+            shared_solver.SharedSolver(answers, lambda: False)()
 
 
 def test_a_group_s_documents_are_counted_once_for_the_flops() -> None:

@@ -75,22 +75,6 @@ def test_two_processes_train_by_the_answers_of_one_solver() -> None:
     spawn(rank_of_two, (free_port(),), 2)
 
 
-def test_a_solver_that_fails_on_rank_0_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    notes: dict[int, bytes] = {}
-    board = SimpleNamespace(put=notes.__setitem__, take=lambda number, _: notes[number])
-
-    def fails() -> None:
-        raise MemoryError("in the solver")
-
-    monkeypatch.setattr(shared_solver, "solve", fails)
-    rank_0, other = (shared_solver.SharedSolver(board, lambda: False) for _ in range(2))  # type: ignore[arg-type]
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    with pytest.raises(MemoryError, match="in the solver"):
-        rank_0()
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    assert other() is None
-
-
 def test_other_packers_and_single_processes_ask_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_solver, "Board", lambda: pytest.fail("a board for nothing"))
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)

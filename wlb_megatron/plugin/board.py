@@ -25,6 +25,9 @@ KEPT = 256
 """Notes that stay readable: more than iterations are planned and read ahead, which is how far a reader is behind (with
 one micro-batch an iteration, a few and one for every data worker)."""
 
+_FAILED = b"failed"
+"""The note of what could not be made."""
+
 _LOOK_BACK = 10
 """Questions for a note that has not come between two looks whether it has gone instead."""
 
@@ -55,9 +58,20 @@ class Board:
             self._store.set("oldest", str(number - KEPT + 1))
             self._store.delete_key(str(number - KEPT))
 
+    def leave(self, number: int, make: Callable[[], bytes]) -> bytes:
+        """Put the note that `make` makes. Where it fails the others hear of that, and its error goes on here: they
+        would wait for the note in the middle of a step, and this rank for them in that step's collectives."""
+        note = _FAILED
+        try:
+            note = make()
+        finally:
+            self.put(number, note)
+        return note
+
     def take(self, number: int, given_up: Callable[[], bool]) -> bytes | None:
         """The note, waited for without a limit (rank 0 may be saving a checkpoint); None once `given_up`. Raises
-        DistNetworkError where rank 0 is gone, RuntimeError where the note is: rank 0 is more than KEPT notes ahead."""
+        DistNetworkError where rank 0 is gone, RuntimeError where the note is (rank 0 is more than KEPT notes ahead), or
+        where rank 0 could not make it."""
         questions = itertools.count(1)
 
         def over() -> bool:
@@ -71,7 +85,10 @@ class Board:
 
         if not wait_for(self._store, str(number), over):
             return None
-        return zlib.decompress(self._store.get(str(number)))
+        note = zlib.decompress(self._store.get(str(number)))
+        if note == _FAILED:
+            raise RuntimeError("wlb_megatron: rank 0 could not make a plan; its own error says why")
+        return note
 
 
 def common_store(name: str) -> Any:

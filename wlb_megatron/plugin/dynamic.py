@@ -178,29 +178,17 @@ def agree(
     number: int, tokens: list[int], fixed: StepPlan, dynamic: DynamicSettings
 ) -> tuple[StepPlan, str, float] | None:
     """Rank 0's plan, whose it is, and its predicted gain over fixed groups; the same on every rank. None when rank 0
-    or this one is closing: no rank is then left waiting. number: of the plan, from 0.
-
-    Raises RuntimeError where rank 0 could not plan. Were the others not told, they would wait for its note in a step's
-    middle, and rank 0 for them in that step's collectives: its own error would never be seen.
-    """
+    or this one is closing: no rank is then left waiting. number: of the plan, from 0."""
     if dist.get_rank() == 0:
-        note = _FAILED
-        try:
-            note = b"" if dynamic.closing() else _encode(dynamic.plan(tokens, fixed))
-        finally:
-            dynamic.board.put(number, note)
+        note = dynamic.board.leave(
+            number, lambda: b"" if dynamic.closing() else _encode(dynamic.plan(tokens, fixed))
+        )
     else:
         note = dynamic.board.take(number, dynamic.closing) or b""
     if not note:
         return None
-    if note == _FAILED:
-        raise RuntimeError("wlb_megatron: rank 0 could not plan this iteration; its own error says why")
     source, predicted, kept, *rows = np.frombuffer(note, dtype=np.int64).tolist()
     return StepPlan.decode(rows), SOURCES[source], kept / max(predicted, 1)
-
-
-_FAILED = b"failed"
-"""Instead of a note's numbers of 8 bytes."""
 
 
 def _encode(made: Outcome) -> bytes:

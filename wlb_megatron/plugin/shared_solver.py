@@ -35,14 +35,7 @@ class SharedSolver:
         if self._closing():
             raise Closing
         if dist.get_rank() == 0:
-            found = None
-            try:
-                found = solve(*args, **kwargs)
-            finally:
-                # Also where it fails: ranks that waited for it in a step's middle would hold that step up, and rank 0
-                # in it, before it can tell. They plan as if none was found, and end with rank 0.
-                self._board.put(number, _encode(found))
-            return found
+            return _decode(self._board.leave(number, lambda: _encode(solve(*args, **kwargs))))
         note = self._board.take(number, self._closing)
         if note is None:
             raise Closing
