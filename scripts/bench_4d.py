@@ -8,7 +8,8 @@ TP,CP,PP,DP. Schemes: stock (Megatron without the plugin and without a document 
 compare), plain (arrival order, per-sequence, right mask), greedy (balanced windows), paper (two outlier queues released
 when full, per-document shards), ours (the defaults). All with the same data, seed and global batch. A run's log, its
 figures of each iteration and the table are written as it ends, so that a call cut short keeps what it has; run again
-with other --layouts, the table takes in what is there.
+with other --layouts, the table takes in what is there. At equal work: by tokens and what their attention weighs, a
+second (plain windows cut documents, and balanced runs hold some back: a token is not the same work in each).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ SHOWN = (
     "ms_a_step",
     "tokens_per_s_gpu",
     "against_plain",
+    "at_equal_work",
     "predicted_ms",
     "error",
     "imbalance",
@@ -134,13 +136,24 @@ def table(options: argparse.Namespace) -> None:
     lines = [line for result in results if (line := summary(result, options.warm_up))]
     if not lines:
         return
-    speed = {(line["layout"], line["scheme"]): line["tokens_per_s_gpu"] for line in lines}
+    speed, worked = (
+        {(line["layout"], line["scheme"]): line[what] for line in lines}
+        for what in ("tokens_per_s_gpu", "work_per_s_gpu")
+    )
     for line in lines:
         plain = speed.get((line["layout"], "plain"))
         line["against_plain"] = line["tokens_per_s_gpu"] / plain if plain else None
+        plain = worked.get((line["layout"], "plain"))
+        line["at_equal_work"] = line["work_per_s_gpu"] / plain if plain else None
         line["gpu"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
         line["torch"] = torch.__version__
     write_csv(options.out / "bench_4d.csv", lines)
+    steps = [
+        {"layout": result["layout"], "scheme": result["scheme"]} | row
+        for result in results
+        for row in result["rows"]
+    ]
+    write_csv(options.out / "bench_4d_iterations.csv", steps)
     print(f"\n{'TP,CP,PP,DP':12} {'scheme':8}" + "".join(f"{name:>13}" for name in SHOWN), flush=True)
     for line in lines:
         cells = (
@@ -161,6 +174,7 @@ def summary(result: dict[str, Any], warm_up: int) -> dict[str, Any] | None:
         "steps": len(timed),
         "ms_a_step": median(row["ms"] for row in timed),
         "tokens_per_s_gpu": sum(row["tokens"] for row in timed) / total_ms * 1e3 / result["gpus"],
+        "work_per_s_gpu": sum(row["work"] for row in timed) / total_ms * 1e3 / result["gpus"],
         "predicted_ms": median(predicted) if predicted else None,
         "error": sum(predicted) / total_ms - 1 if len(predicted) == len(timed) else None,
         "imbalance": sum(row["imbalance"] for row in timed) / len(timed),

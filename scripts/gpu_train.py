@@ -118,7 +118,11 @@ def run(
     options: argparse.Namespace,
     extra_environment: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Per-iteration ms, loss, gradient norm, tokens (with the plugin) and peak memory (MB) of one run."""
+    """Per-iteration ms, loss, gradient norm, tokens (with the plugin) and peak memory (MB) of one run.
+
+    work: in tokens of linear work, tokens and what their attention weighs (metrics.work_per_rank), of the first
+    data-parallel rank's micro-batches. waiting_tokens: of documents held back after the iteration.
+    """
     figures, log = options.out / f"{name}.jsonl", options.out / f"{name}.log"
     figures.unlink(missing_ok=True)
     module = name.endswith("module")
@@ -156,6 +160,11 @@ def run(
         tokens = {row["iteration"]: row for row in rows}
     window = options.seq_length * options.global_batch_size
     memory = max((float(found) for found in MEMORY.findall(text)), default=0.0)
+
+    def told(step: re.Match[str]) -> dict[str, Any]:
+        """What the plugin's own figures tell of an iteration; of stock's there are none."""
+        return tokens.get(int(step[1]), {})
+
     return [
         {
             "run": name,
@@ -163,10 +172,12 @@ def run(
             "ms": float(step[2]),
             "loss": float(step[3]),
             "grad_norm": float(step[4]),
-            "tokens": tokens.get(int(step[1]), {}).get("tokens", window),
-            "imbalance": tokens.get(int(step[1]), {}).get("imbalance", float("nan")),
-            "cp_imbalance": tokens.get(int(step[1]), {}).get("cp_imbalance", float("nan")),
-            "predicted_ms": tokens.get(int(step[1]), {}).get("predicted_ms"),
+            "tokens": told(step).get("tokens", window),
+            "work": sum(told(step).get("micro_batch_work", [float("nan")])),
+            "imbalance": told(step).get("imbalance", float("nan")),
+            "cp_imbalance": told(step).get("cp_imbalance", float("nan")),
+            "waiting_tokens": told(step).get("waiting_tokens", 0),
+            "predicted_ms": told(step).get("predicted_ms"),
             "peak_mb": memory,
         }
         for step in STEP.finditer(text)
@@ -222,17 +233,21 @@ def report(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace
         f"\n{gpu} x {options.gpus}, torch {torch.__version__}, {options.layers} layers of 2048, window "
         f"{options.seq_length}, global batch {options.global_batch_size}, {options.iterations} iterations"
     )
-    print(f"run            ms/step   tokens/s   imb. CP imb.  peak MB     loss {'vs ' + named:>22}")
+    print(
+        f"run            ms/step   tokens/s     work/s   imb. CP imb.  peak MB     loss {'vs ' + named:>22}"
+    )
     for name, run_rows in results.items():
         timed = run_rows[options.warm_up :]
         if not timed:
             print(f"{name:12} failed")
             continue
-        speed = sum(r["tokens"] for r in timed) / sum(r["ms"] for r in timed) * 1e3
+        speed, worked = (
+            sum(r[what] for r in timed) / sum(r["ms"] for r in timed) * 1e3 for what in ("tokens", "work")
+        )
         gaps = [abs(r["loss"] - first[r["iteration"]]["loss"]) for r in run_rows if r["iteration"] in first]
         gap = f"max {max(gaps):.4f} mean {sum(gaps) / len(gaps):.4f}" if gaps else ""
         print(
-            f"{name:12} {median(r['ms'] for r in timed):9.1f} {speed:10,.0f} "
+            f"{name:12} {median(r['ms'] for r in timed):9.1f} {speed:10,.0f} {worked:10,.0f} "
             f"{sum(r['imbalance'] for r in timed) / len(timed):6.3f} "
             f"{sum(r['cp_imbalance'] for r in timed) / len(timed):7.3f} {timed[-1]['peak_mb']:8.0f} "
             f"{run_rows[-1]['loss']:8.4f} {gap:>22}"

@@ -116,7 +116,7 @@ def _place(ranks: Ranks, order: list[int], way: _Way) -> None:
 
 def _plan(lengths: IntArray, cp_size: int, chunks: dict[int, list[Chunk]]) -> ShardPlan:
     """Segments in the order of their lengths, the longest first: kernels begin sequences in order, and one that is long
-    and begins last keeps a few of a GPU's processors busy alone (H200: 2 to 8 % of a layer)."""
+    and begins last keeps a few of a GPU's processors busy alone (docs/attention.md has what that costs)."""
     held: list[list[tuple[int, int, int]]] = [[] for _ in range(cp_size)]
     for piece in sorted(chunks):
         end, before = 0, -1
