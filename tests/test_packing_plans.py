@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from packing_oracle import COST, ListStream, check_promises, delays, make_planner, run, token_counts, trained
 
@@ -89,6 +89,10 @@ def test_an_endless_stream_never_gives_an_empty_micro_batch(
 
 @pytest.mark.parametrize(("packing", "batches"), [("original", 1), ("fixed-greedy", 1), ("fixed-greedy", 3)])
 @settings(max_examples=50, deadline=None)
+@example(  # the last document arrived in iteration 2, and arrived again in 4
+    lengths=[1] * 12 + [2] * 9 + [1],
+    size={"window": 24, "micro_batches": 1, "dp": 1, "pp": 1, "max_documents": 1},
+)
 @given(lengths=document_lengths(), size=sizes())
 def test_fixed_windows_train_every_token_once_and_are_full(
     packing: str, batches: int, lengths: list[int], size: dict[str, Any]

@@ -65,14 +65,17 @@ def cut_windows(
     return windows, []
 
 
-def keep_one_window(remainder: list[Waiting], window: int) -> tuple[list[Waiting], tuple[Piece, ...]]:
-    """What waits after a cut, a window's worth at most, and what is put back beyond it.
+def keep_one_window(
+    remainder: list[Waiting], window: int, iteration: int
+) -> tuple[list[Waiting], tuple[Piece, ...]]:
+    """What waits after a cut, a window's worth at most, and what of this iteration's arrivals, which come last, is put
+    back beyond it: what arrived before has been counted, and stays.
 
     Only where windows were closed by their number of documents does more than a window's tokens remain.
     """
     tokens = 0
     for at, item in enumerate(remainder):
-        if tokens >= window:
+        if tokens >= window and item.entry == iteration:
             return remainder[:at], tuple(item.piece for item in remainder[at:])
         tokens += item.piece.tokens
     return remainder, ()
@@ -108,7 +111,7 @@ class OriginalPacker:
     def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
         self._waiting += (Waiting(piece, iteration) for piece in arrived)
         windows, remainder = cut_windows(self._waiting, self._window, batch.bins, self._max_documents)
-        self._waiting, put_back = keep_one_window(remainder, self._window)
+        self._waiting, put_back = keep_one_window(remainder, self._window, iteration)
         return Packed(in_given_order(freeze(windows, batch.bins, self._cost), self._ranks.dp), put_back)
 
     def state(self) -> dict[str, Any]:
@@ -163,15 +166,15 @@ class FixedGreedyPacker:
         put_back: tuple[Piece, ...] = ()
         if len(self._planned) < batch.bins:  # none, or the short end of a finite stream
             self._remainder = [item for window in self._planned for item in window] + self._remainder
-            put_back = self._plan_windows(batch)
+            put_back = self._plan_windows(iteration, batch)
         now, self._planned = self._planned[: batch.bins], self._planned[batch.bins :]
         return Packed(assign_ranks(freeze(now, batch.bins, self._cost), self._ranks), put_back)
 
-    def _plan_windows(self, batch: Batch) -> tuple[Piece, ...]:
+    def _plan_windows(self, iteration: int, batch: Batch) -> tuple[Piece, ...]:
         count = batch.bins * max(batch.iterations, 1)  # 0 where a finite stream ended before
         goods, remainder = cut_windows(self._remainder, self._window, count, self._max_documents)
         filled, left = self._fill([item for window in goods for item in window], len(goods), batch.bins)
-        remainder, put_back = keep_one_window(remainder, self._window)
+        remainder, put_back = keep_one_window(remainder, self._window, iteration)
         self._remainder = left + remainder
         self._planned = self._order(filled, batch.bins)
         return put_back
