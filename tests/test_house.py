@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "wlb_megatron"
-PURE = ("workload", "packing", "sharding", "dynamic", "simulator")
+PURE = ("workload", "pipeline", "packing", "sharding", "dynamic", "simulator")
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -52,7 +52,7 @@ def test_importing_the_plans_brings_neither_torch_nor_megatron() -> None:
     script = """
 import pkgutil, importlib, sys
 import wlb_megatron
-for part in ("workload", "packing", "sharding", "dynamic", "simulator"):
+for part in ("workload", "pipeline", "packing", "sharding", "dynamic", "simulator"):
     package = importlib.import_module(f"wlb_megatron.{part}")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"wlb_megatron.{part}.{module.name}")

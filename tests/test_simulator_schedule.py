@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wlb_megatron.pipeline.orders import Step, pipeline_orders
+from wlb_megatron.pipeline.schedule import Event, pipeline_ends, pipeline_events
 from wlb_megatron.simulator.launching import Launches, queued_ends
-from wlb_megatron.simulator.orders import Step, pipeline_orders
-from wlb_megatron.simulator.schedule import Event, pipeline_ends, pipeline_events
 
 
 def _timeline(events: list[Event], stage: int) -> list[tuple[str, float, float]]:

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from wlb_megatron.pipeline.orders import pipeline_orders
+from wlb_megatron.pipeline.schedule import Event
 from wlb_megatron.report.files import whole_file
 from wlb_megatron.report.trace import chrome_trace
-from wlb_megatron.simulator.orders import pipeline_orders
-from wlb_megatron.simulator.schedule import Event
 
 IntArray = npt.NDArray[np.int64]
 Mark = Any

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from wlb_megatron.simulator.schedule import pipeline_events
+from wlb_megatron.pipeline.schedule import pipeline_events
 
 
 def draw_timelines(

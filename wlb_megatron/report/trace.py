@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wlb_megatron.simulator.schedule import Event
+from wlb_megatron.pipeline.schedule import Event
 
 
 def chrome_trace(

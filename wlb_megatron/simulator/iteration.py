@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.pipeline.schedule import Event, pipeline_ends, pipeline_events
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.launching import queued_ends
 from wlb_megatron.simulator.model import LayerModel, Times
-from wlb_megatron.simulator.schedule import Event, pipeline_ends, pipeline_events
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]

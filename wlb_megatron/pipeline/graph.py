@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from wlb_megatron.simulator.orders import Step, pipeline_orders
+from wlb_megatron.pipeline.orders import Step, pipeline_orders
 
 Transfer = tuple[int, Step]
 """What travels: the stage that sends, and its step whose result it is."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.simulator.graph import Node, pipeline_graph
+from wlb_megatron.pipeline.graph import Node, pipeline_graph
 
 FloatArray = npt.NDArray[np.float64]
 
