@@ -181,14 +181,14 @@ def watch() -> None:
             for batch in data_iterator:
                 planned, layout = batch["planned"], batch["layout"]
                 rows = planned.shard.ranks[layout.cp_rank].tolist()
-                pieces = [tuple(piece) for piece in planned.pieces]
+                pieces = [tuple(piece[:4]) for piece in planned.pieces]
                 seen["documents"].append((planned.iteration, planned.index, pieces, rows))
                 seen["tokens"].append(None if "tokens" not in batch else batch["tokens"].clone())
                 yield batch
 
         def evaluating() -> Any:
             for batch in data_iterator:
-                seen["evaluated"].append([tuple(piece) for piece in batch["planned"].pieces])
+                seen["evaluated"].append([tuple(piece[:4]) for piece in batch["planned"].pieces])
                 yield batch
 
         return make_step(recording() if torch.is_grad_enabled() else evaluating(), model, *rest)

@@ -14,10 +14,12 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from megatron_runs import free_port
 
+from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin import board
 from wlb_megatron.plugin.agreement import PlanAgreement, shared_gpu
 from wlb_megatron.plugin.board import KEPT, Board, common_store, own_address, wait_for
 from wlb_megatron.plugin.open_files import allow_open_files
+from wlb_megatron.plugin.planning import update_digest
 
 
 def digest(text: str) -> bytes:
@@ -121,3 +123,13 @@ def test_a_process_is_let_open_a_connection_to_every_rank_or_the_limit_is_named(
     process.start()
     process.join()
     assert process.exitcode == 0
+
+
+def test_plans_that_differ_in_a_prefix_alone_have_other_digests() -> None:
+    found = set()
+    for prefix in (0, 4):
+        head, tail = (MicroBatch((piece,), 1) for piece in (Piece(0, 7, 0, 4), Piece(0, 7, 4, 8, prefix)))
+        told = hashlib.blake2b(digest_size=8)
+        update_digest(told, IterationPlan(0, (), ((head,), (tail,)), ()))
+        found.add(told.digest())
+    assert len(found) == 2

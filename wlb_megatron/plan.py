@@ -16,14 +16,18 @@ PADDING = -1
 class Piece(NamedTuple):
     """Tokens [start, end) of a document: a whole one, or a part where a packer had to cut.
 
-    A piece is attended as a document of its own: own mask, positions from 0. (A named tuple rather than a
-    dataclass: an iteration of a large job makes tens of thousands, and these cost a third.)
+    prefix: how many tokens of the document right before `start` the piece attends to. They belong to earlier
+    micro-batches of the same iteration and data-parallel rank, and its positions count from the first of them. With
+    prefix 0 a piece is attended as a document of its own: own mask, positions from 0. A piece that arrives or waits has
+    none. (A named tuple rather than a dataclass: an iteration of a large job makes tens of thousands, and these cost a
+    third.)
     """
 
     epoch: int
     document: int
     start: int
     end: int
+    prefix: int = 0
 
     @property
     def tokens(self) -> int:

@@ -162,6 +162,7 @@ class DocumentStream:
         self._rows = np.concatenate(blocks)[order]
         self._owner = np.repeat(np.arange(len(blocks)), [len(rows) for rows in blocks])[order]
         columns = [self._rows[:, column].tolist() for column in (EPOCH, DOCUMENT, START, END)]
+        columns.append([0] * len(self._rows))  # no prefix
         self._block = list(map(Piece._make, zip(*columns, strict=True)))
         self._taken = 0
         if not self._block:

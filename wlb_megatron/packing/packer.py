@@ -180,7 +180,7 @@ def _make_varlen(
 
 def encode(waiting: Iterable[Waiting]) -> list[list[int]]:
     """Waiting pieces as JSON: [epoch, document, start, end, entry]."""
-    return [[*item.piece, item.entry] for item in waiting]
+    return [[*item.piece[:4], item.entry] for item in waiting]
 
 
 def decode(rows: Iterable[Sequence[int]]) -> list[Waiting]:

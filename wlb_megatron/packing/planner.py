@@ -110,7 +110,7 @@ class Planner:
             "taken": self.taken,
             "trained": self.trained,
             "ended": self._ended,
-            "put_back": [list(piece) for piece in self._put_back],
+            "put_back": [list(piece[:4]) for piece in self._put_back],
             "put_back_so_far": self.put_back,
             "sample_tokens": self._tokens(1),
             "batches": [list(step) for step in self.schedule.steps],

@@ -151,7 +151,7 @@ class VarlenPacker:
         return [item for item in items if item.tokens < shortest]
 
     def _make_items(self, arrivals: Sequence[tuple[Piece, int]]) -> list[Item]:
-        lengths = [end - start for (_, _, start, end), _ in arrivals]
+        lengths = [end - start for (_, _, start, end, _), _ in arrivals]
         longest = max(lengths, default=0)
         if longest > self._limits.window:
             piece, _ = arrivals[lengths.index(longest)]

@@ -138,7 +138,7 @@ def update_digest(digest: Any, plan: IterationPlan) -> None:
     for row in plan.micro_batches:
         for micro_batch in row:
             digest.update(
-                np.array([*micro_batch.pieces, (plan.iteration, -2, 0, 0)], dtype=np.int64).tobytes()
+                np.array([*micro_batch.pieces, (plan.iteration, -2, 0, 0, 0)], dtype=np.int64).tobytes()
             )
 
 
