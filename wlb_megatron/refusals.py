@@ -17,6 +17,10 @@ class Refused(SystemExit):
     """Raised with one line a person can act on; exits with status 1."""
 
 
+class RefusedHere(Refused):
+    """Refused for a file or a GPU of this rank; another rank of the same node may pass."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """`applies(args, config)` on Megatron's validated args; `flag` and `cure` make the message."""

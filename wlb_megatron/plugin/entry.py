@@ -18,7 +18,8 @@ from wlb_megatron.plugin import source as sources
 from wlb_megatron.plugin import versions
 from wlb_megatron.plugin.batch_sizes import ramp_as_steps
 from wlb_megatron.plugin.limits import fit_to_memory
-from wlb_megatron.refusals import Refused, refuse_unsupported
+from wlb_megatron.plugin.telling import checked
+from wlb_megatron.refusals import Refused, RefusedHere, refuse_unsupported
 
 _sources: dict[str, sources.Source] | None = None
 _validated = False
@@ -56,7 +57,7 @@ def _only_if_off(args: Any) -> None:
     global _validated
     args.wlb_off = "--wlb-off" in sys.argv
     if not args.wlb_off:
-        _one_line_on_rank_zero(
+        checked(
             partial(
                 _refuse,
                 "wlb_megatron refuses --yaml-cfg: Megatron then ignores every flag, --wlb-* too, and checks settings "
@@ -78,9 +79,9 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
             if args.wlb_off:
                 raise
             said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-            _one_line_on_rank_zero(partial(_refuse, f"Megatron refuses these flags: {said}"))
+            checked(partial(_refuse, f"Megatron refuses these flags: {said}"))
         if not args.wlb_off:
-            _one_line_on_rank_zero(lambda: _take_over(args))
+            checked(lambda: _take_over(args))
         _validated = True
         return result
 
@@ -188,7 +189,7 @@ def _take_over(args: Any) -> None:
         config = fit_to_memory(args, config, sources.token_alignment(args))
         _sources = sources.open_sources(args, config)
     except ValueError as error:  # WlbErrors, and settings that do not fit together
-        raise Refused(f"wlb_megatron: {_naming_the_flag(str(error))}") from None
+        raise RefusedHere(f"wlb_megatron: {_naming_the_flag(str(error))}") from None
     args.wlb_quadratic_at = config.quadratic_at
     _set(
         args,
@@ -232,13 +233,3 @@ def _set(args: Any, name: str, value: Any, why: str) -> None:
 def _say(what: str) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"> wlb_megatron {what}", flush=True)
-
-
-def _one_line_on_rank_zero(check: Callable[[], None]) -> None:
-    """Every rank checks and exits alike; only rank 0 says why."""
-    try:
-        check()
-    except Refused as refused:
-        if int(os.environ.get("RANK", "0")) == 0:
-            raise
-        raise SystemExit(1) from refused

@@ -52,12 +52,13 @@ def enable() -> None:
     Before or after the script's Megatron imports, and before its arguments are parsed. SystemExit with one line where
     this Megatron is not one the plugin was tried with.
     """
+    from wlb_megatron.plugin.telling import checked
     from wlb_megatron.plugin.versions import check_megatron
 
-    check_megatron()
+    checked(check_megatron)
     from wlb_megatron.plugin import hooks
 
-    hooks.install()
+    checked(hooks.install)
 
 
 def enable_when_asked() -> None:
