@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 import struct
@@ -17,6 +18,7 @@ import pytest
 
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.indexed import IndexedCorpus, read_index
+from wlb_megatron.packing.token_files import TokenFiles
 
 # Each document is a list of sequences, each sequence a number of tokens.
 DOCUMENTS = [[5], [3, 0, 4], [0], [1], [], [2, 2, 2], [7], []]
@@ -269,3 +271,25 @@ def test_a_document_far_behind_is_checked_too(tmp_path: Path) -> None:
     write_index(tmp_path / "corpus.idx", np.ones(1_500_000), offsets, np.arange(1_500_001))
     with pytest.raises(WlbError, match="sequence 1400000 has a byte offset out of range"):
         read_index(tmp_path / "corpus")
+
+
+def test_of_many_corpora_only_the_files_read_last_stay_open(tmp_path: Path) -> None:
+    readers, opened = [], len(os.listdir("/proc/self/fd"))
+    for number in range(6):
+        write_corpus(tmp_path / str(number), [[4]], np.int32)
+        readers.append(IndexedCorpus(tmp_path / str(number)))
+    mapped = len(os.listdir("/proc/self/fd"))
+    assert mapped <= opened + len(readers)  # the indices
+    files = TokenFiles(most_open=2)
+    for reader in [*readers, *readers]:
+        assert files.read(reader.bin_path, 4, 12) == reader.bin_path.read_bytes()[4:]
+    assert len(os.listdir("/proc/self/fd")) == mapped + 2
+
+
+def test_a_bin_that_shrinks_or_goes_is_an_error_that_names_it(corpus: Path) -> None:
+    reader = IndexedCorpus(corpus)
+    os.truncate(reader.bin_path, 2)
+    with pytest.raises(WlbError, match=r"corpus\.bin ends before byte 10, .* changed since the start"):
+        reader.read(0, 0, 5)
+    with pytest.raises(WlbError, match=r"cannot read .*other\.bin: No such file"):
+        TokenFiles().read(corpus.with_name("other.bin"), 0, 1)

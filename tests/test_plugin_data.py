@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from itertools import islice
@@ -269,6 +271,31 @@ def test_workers_outlive_the_signal_that_tells_the_trainer_to_save_and_exit(tmp_
     (worker,) = batches._workers  # type: ignore[attr-defined]
     os.kill(worker.pid, signal.SIGTERM)
     assert [int(batch["tokens"][0, 0]) for batch in batches] == list(range(1, 8))
+
+
+def test_closing_ends_a_worker_that_ignores_the_signal_and_is_stuck_in_a_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = corpus_of(tmp_path, [[d] * 4 for d in range(8)])
+    items = [[planned([Piece(0, d, 0, 4)], 1, "per-document")] for d in range(8)]
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    reading = multiprocessing.Event()
+    monkeypatch.setattr(corpus, "read", lambda *_: (reading.set(), threading.Event().wait()))
+    loader = make_loader(
+        corpus,
+        items,  # type: ignore[arg-type]
+        Layout(0, 1, 8, True),
+        workers=1,
+        micro_batches=1,
+        pin_memory=False,
+        ignored_signal=signal.SIGTERM,
+    )
+    iterator = MicroBatchIterator(loader)
+    (worker,) = iterator._iterator._workers  # type: ignore[attr-defined]
+    assert reading.wait(30)
+    iterator.close()
+    worker.join(10)
+    assert worker.exitcode == -signal.SIGKILL
 
 
 def test_reading_a_long_micro_batch_takes_memory_for_its_tokens_and_no_mask_of_their_square(

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.blocks import SIZE, Lengths, blocks
+from wlb_megatron.packing.token_files import FILES
 
 IntArray = npt.NDArray[np.int64]
 
@@ -143,7 +144,7 @@ def _documents(
 
 
 class IndexedCorpus:
-    """A .bin/.idx pair. A pickled copy reads the files anew; the .bin is opened on first use."""
+    """A .bin/.idx pair. A pickled copy reads the .idx anew; the .bin is opened when tokens are read."""
 
     def __init__(self, path: str | Path) -> None:
         """path: prefix, .idx or .bin. WlbError if a file is missing, damaged, truncated or without tokens."""
@@ -160,7 +161,6 @@ class IndexedCorpus:
                 f"{self.bin_path} is truncated: {size} bytes, its index asks for {self.index.bin_bytes}; "
                 f"copy it again or {_REBUILD}"
             )
-        self._tokens: npt.NDArray[np.uint8] | None = None
 
     def __reduce__(self) -> tuple[type[IndexedCorpus], tuple[Path]]:
         return IndexedCorpus, (self.index.path,)
@@ -169,11 +169,12 @@ class IndexedCorpus:
         return len(self.index.lengths)
 
     def read(self, document: int, start: int, end: int) -> IntArray:
-        """Tokens [start, end) of a document, int64[end - start]. IndexError outside the document."""
+        """Tokens [start, end) of a document, int64[end - start]. IndexError outside the document, WlbError where
+        its tokens cannot be read."""
         length = int(self.index.lengths[document])
         if not (document >= 0 and 0 <= start <= end <= length):
             raise IndexError(f"tokens [{start}, {end}) of document {document}, which has {length}")
-        if self._tokens is None:
-            self._tokens = np.memmap(self.bin_path, mode="r", dtype=np.uint8)
-        offset = int(self.index.offsets[document]) + start * self.index.token_type.itemsize
-        return np.frombuffer(self._tokens, self.index.token_type, end - start, offset).astype(np.int64)
+        token_type = self.index.token_type
+        offset = int(self.index.offsets[document]) + start * token_type.itemsize
+        read = FILES.read(self.bin_path, offset, (end - start) * token_type.itemsize)
+        return np.frombuffer(read, token_type).astype(np.int64)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from wlb_megatron.packing.blend import Blend
 from wlb_megatron.plan import PADDING
@@ -163,9 +164,14 @@ class MicroBatchIterator:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the workers, by leaving the loader's iterator to its destructor."""
-        self._iterator = iter(())
+        """End the workers. The traceback of an error that they raised keeps the loader's iterator, so that its
+        destructor does not run; Python's exit would then wait for ever for workers that ignore SIGTERM."""
+        iterator, self._iterator = self._iterator, iter(())
         self._drawn.clear()
+        if isinstance(iterator, _MultiProcessingDataLoaderIter):
+            iterator._shutdown_workers()
+            for worker in iterator._workers:
+                worker.kill()  # one that is stuck in a read has not ended
 
     def __iter__(self) -> MicroBatchIterator:
         return self
