@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from wlb_megatron.pipeline.orders import Step, pipeline_orders
+from wlb_megatron.pipeline.orders import Step, grouped_orders, pipeline_orders
 
 Transfer = tuple[int, Step]
 """What travels: the stage that sends, and its step whose result it is."""
@@ -26,11 +26,23 @@ class Node(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def pipeline_graph(stages: int, micro_batches: int, chunks: int, blocking: bool) -> tuple[Node, ...]:
-    """Nodes in an order in which each comes after all that it waits for."""
+def pipeline_graph(
+    stages: int, micro_batches: int, chunks: int, blocking: bool, groups: tuple[int, ...] | None = None
+) -> tuple[Node, ...]:
+    """Nodes in an order in which each comes after all that it waits for.
+
+    groups: sizes of consecutive groups of micro-batches whose backwards run last first (see `grouped_orders`).
+    """
     if blocking and chunks > 1:
         raise ValueError("an interleaved schedule does not block on transfers: set blocking=False")
-    orders = pipeline_orders(stages, micro_batches, chunks)
+    if groups is None:
+        orders = pipeline_orders(stages, micro_batches, chunks)
+    elif chunks > 1 or sum(groups) != micro_batches:
+        raise ValueError(
+            f"groups of {list(groups)} of {micro_batches} micro-batches on {chunks} model chunks"
+        )
+    else:
+        orders = grouped_orders(stages, groups)
     return _blocking_graph(orders) if blocking else _free_graph(orders, chunks)
 
 

@@ -37,13 +37,14 @@ def pipeline_events(
     *,
     transfer: float = 0.0,
     blocking: bool = False,
+    groups: Sequence[int] | None = None,
 ) -> list[Event]:
     """Events of one step, in order of start. See `pipeline_ends`; a float[m] is of equal stages of one chunk.
 
     Equal micro-batches of forward f and backward b take (m + P - 1) * (f + b): the bubble is (P - 1) / m.
     """
     times = [_as_grid(one, stages) for one in (forward, backward)]
-    graph = pipeline_graph(stages, times[0].shape[-1], times[0].shape[-2], blocking)
+    graph = pipeline_graph(stages, times[0].shape[-1], times[0].shape[-2], blocking, _key(groups))
     ends = _solve(graph, times[0][None], times[1][None], transfer)[:, 0]
     events = [
         Event(
@@ -61,24 +62,35 @@ def pipeline_events(
 
 
 def pipeline_ends(
-    forward: FloatArray, backward: FloatArray, *, transfer: float = 0.0, blocking: bool = False
+    forward: FloatArray,
+    backward: FloatArray,
+    *,
+    transfer: float = 0.0,
+    blocking: bool = False,
+    groups: Sequence[int] | None = None,
 ) -> FloatArray:
     """float64[n, P]: when each stage of each of n steps is done.
 
     forward, backward: float[n, P, V, m], time of micro-batch m in chunk V of stage P. transfer: from one stage to
     the next. blocking: a stage that sends waits until the other receives, as Megatron's 1F1B does; only with
-    V = 1 (the interleaved schedule sends and receives while it computes). Raises ValueError on other shapes.
+    V = 1 (the interleaved schedule sends and receives while it computes). groups: sizes of consecutive groups of
+    micro-batches, the same in all steps, whose backwards run last first (see `grouped_orders`); only with V = 1.
+    Raises ValueError on other shapes.
     """
     if forward.shape != backward.shape or forward.ndim != 4:
         raise ValueError(f"forward {forward.shape} and backward {backward.shape} must be alike, [n, P, V, m]")
     _, stages, chunks, micro_batches = forward.shape
-    graph = pipeline_graph(stages, micro_batches, chunks, blocking)
+    graph = pipeline_graph(stages, micro_batches, chunks, blocking, _key(groups))
     ends = _solve(graph, forward, backward, transfer)
     done = np.zeros((len(forward), stages))
     for node, end in zip(graph, ends, strict=True):
         if node.step is not None:
             np.maximum(done[:, node.stage], end, out=done[:, node.stage])
     return done
+
+
+def _key(groups: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if groups is None else tuple(groups)
 
 
 def _as_grid(times: npt.ArrayLike, stages: int) -> FloatArray:

@@ -1,0 +1,217 @@
+"""Groups of micro-batches whose backwards run last first: their order, their memory, their time."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb_megatron.pipeline.groups import groups, joined_groups
+from wlb_megatron.pipeline.orders import Step, grouped_orders, in_flight, pipeline_orders
+from wlb_megatron.pipeline.schedule import pipeline_events
+from wlb_megatron.pipeline.step_time import step_time
+from wlb_megatron.plan import Piece
+
+_sizes = st.lists(st.integers(1, 7), min_size=1, max_size=16).map(tuple)
+
+
+def _told(order: list[Step]) -> str:
+    return " ".join("FB"[step.backward] + str(step.micro_batch) for step in order)
+
+
+def _bounds(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """First and end of each micro-batch's group."""
+    found = []
+    for size in sizes:
+        found += [(len(found), len(found) + size)] * size
+    return found
+
+
+def test_two_stages_with_groups_of_two_and_one_by_hand():
+    assert [_told(order) for order in grouped_orders(2, (2, 1))] == ["F0 F1 F2 B1 B0 B2", "F0 F1 B1 F2 B0 B2"]
+
+
+def test_groups_of_one_are_megatrons_own_1f1b():
+    assert [_told(order) for order in grouped_orders(3, (1,) * 4)] == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+    assert grouped_orders(5, (1,) * 7) == pipeline_orders(5, 7)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 8), _sizes)
+def test_backwards_of_a_group_follow_all_its_forwards_and_run_last_first_on_every_stage(stages, sizes):
+    bounds, orders = _bounds(sizes), grouped_orders(stages, sizes)
+    for order in orders:
+        assert [step.micro_batch for step in order if not step.backward] == list(range(sum(sizes)))
+        backwards = [step.micro_batch for step in order if step.backward]
+        assert sorted(backwards) == list(range(sum(sizes)))
+        for first, second in pairwise(backwards):
+            same = bounds[first] == bounds[second]
+            assert second == first - 1 if same else bounds[second][0] == bounds[first][1]
+        for m, (_, end) in enumerate(bounds):
+            done = order[: order.index(Step(m, 0, True))]
+            assert sum(not step.backward for step in done) >= end
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 8), _sizes, st.data())
+def test_tokens_in_flight_are_those_counted_by_hand(stages, sizes, data):
+    total = sum(sizes)
+    tokens = data.draw(st.lists(st.integers(1, 1000), min_size=total, max_size=total))
+    orders = grouped_orders(stages, sizes)
+    expected = []
+    for order in orders:
+        held = [
+            {step.micro_batch for step in order[:at] if not step.backward}
+            - {step.micro_batch for step in order[:at] if step.backward}
+            for at in range(len(order) + 1)
+        ]
+        expected.append(max(sum(tokens[m] for m in now) for now in held))
+    assert in_flight(orders, tokens) == expected
+    most = [min(total, stages - stage - 1 + max(sizes)) for stage in range(stages)]
+    assert in_flight(orders, [1] * total) == most
+
+
+def _megatron_waits(stage: int, stages: int, sizes: tuple[int, ...]) -> list[list[tuple[str, int, int]]]:
+    """What a stage waits for together, as forward_backward_pipelining_without_interleaving sends and receives.
+
+    A transfer is (direction, sending stage, its number in that direction).
+    """
+    total = sum(sizes)
+    warm_up = min(total, stages - stage - 1 + max(sizes) - 1)
+    counts = {"send F": 0, "receive F": 0, "send B": 0, "receive B": 0}
+    waits: list[list[tuple[str, int, int]]] = []
+
+    def wait(*ways: str) -> None:
+        together = []
+        for way in ways:
+            send, forward = way.startswith("send"), way.endswith("F")
+            other = stage + (1 if send == forward else -1)
+            if 0 <= other < stages:
+                together.append((way[-1], stage if send else other, counts[way]))
+                counts[way] += 1
+        if together:
+            waits.append(together)
+
+    for _ in range(warm_up):
+        wait("receive F")
+        wait("send F")
+    if warm_up < total:
+        wait("receive F")
+    for at in range(total - warm_up):
+        wait("send F", "receive B")
+        wait(*(["send B"] if at == total - warm_up - 1 else ["send B", "receive F"]))
+    for _ in range(warm_up):
+        wait("receive B")
+        wait("send B")
+    return waits
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 8), st.lists(st.integers(1, 40), min_size=1, max_size=40))
+def test_no_stage_waits_for_ever_in_megatrons_own_loop_with_coupled_transfers(stages, sizes):
+    while sum(sizes) > 40:
+        sizes.pop() if len(sizes) > 1 else sizes.__setitem__(0, 40)
+    waits = [_megatron_waits(stage, stages, tuple(sizes)) for stage in range(stages)]
+    at = [0] * stages
+    sides: dict[tuple[str, int, int], set[int]] = {}
+    moved = True
+    while moved:
+        moved = False
+        for stage in range(stages):
+            while at[stage] < len(waits[stage]):
+                for transfer in waits[stage][at[stage]]:
+                    sides.setdefault(transfer, set()).add(stage)
+                if any(len(sides[transfer]) < 2 for transfer in waits[stage][at[stage]]):
+                    break
+                at[stage] += 1
+                moved = True
+    assert at == [len(mine) for mine in waits]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 8), _sizes, st.booleans(), st.integers(0, 2**32))
+def test_step_time_is_the_end_of_the_last_event(stages, sizes, blocking, seed):
+    rng = random.Random(seed)
+    forward, backward = ([rng.randint(1, 10**12) for _ in range(sum(sizes))] for _ in range(2))
+    events = pipeline_events(forward, backward, stages, blocking=blocking, groups=sizes)
+    assert step_time(forward, backward, stages, sizes, blocking=blocking) == max(e.end for e in events)
+    done = {(e.stage, e.micro_batch, e.backward): e for e in events}
+    assert len(done) == len(events) == 2 * stages * sum(sizes)
+    for (stage, m, back), event in done.items():
+        before = [(stage + (1 if back else -1), m, back), (stage, m, False) if back else None]
+        assert all(event.start >= done[other].end for other in before if other in done)
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("sizes", [(1,) * 8, (4, 4), (1, 3, 2, 1, 1), (1, 1, 1, 5), (8,)])
+def test_equal_micro_batches_have_the_bubble_of_1f1b_whatever_their_groups(sizes, blocking):
+    assert step_time([1] * 8, [2] * 8, 4, sizes, blocking=blocking) == 3 * (8 + 3)
+
+
+def test_bad_groups_are_refused():
+    with pytest.raises(ValueError, match="each must be at least 1"):
+        grouped_orders(2, (1, 0))
+    with pytest.raises(ValueError, match="each must be at least 1"):
+        grouped_orders(2, ())
+    with pytest.raises(ValueError, match=r"groups of \[2\] of 3 micro-batches"):
+        pipeline_events([1.0] * 3, [1.0] * 3, 2, groups=(2,))
+
+
+def test_micro_batches_that_share_a_document_in_chunks_form_a_group():
+    rows = [
+        [Piece(0, 7, 0, 4)],
+        [Piece(0, 7, 4, 6, 4), Piece(0, 8, 0, 2)],
+        [Piece(0, 9, 0, 5)],
+        [Piece(0, 9, 5, 6, 5)],
+    ]
+    assert groups(rows) == (2, 2)
+    assert groups([[Piece(0, 7, 0, 4)], [Piece(0, 7, 4, 8)]]) == (1, 1)  # cut, not in chunks
+    assert groups([]) == ()
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
+def test_groups_are_found_whatever_documents_connect_them(sizes, data):
+    rows: list[list[Piece]] = [[] for _ in range(sum(sizes))]
+    document = 0
+    for first, size in zip([sum(sizes[:at]) for at in range(len(sizes))], sizes, strict=True):
+        links = [(at, at + 1) for at in range(first, first + size - 1)]
+        extra = data.draw(st.lists(st.sets(st.integers(first, first + size - 1), min_size=1), max_size=2))
+        for places in [*links, *map(sorted, extra), (first,)]:
+            begin = data.draw(st.integers(0, 5))  # of the part of a long document
+            start = begin
+            for place in places:
+                end = start + data.draw(st.integers(1, 9))
+                rows[place].append(Piece(0, document, start, end, start - begin))
+                start = end
+            document += 1
+    assert groups([data.draw(st.permutations(row)) for row in rows]) == tuple(sizes)
+
+
+def test_a_prefix_without_its_earlier_part_is_an_error():
+    head, tail = Piece(0, 7, 0, 4), Piece(0, 7, 4, 6, 4)
+    for rows in ([[tail]], [[tail], [head]], [[head, tail]], [[head], [Piece(1, 7, 4, 6, 4)]]):
+        with pytest.raises(ValueError, match="continues no piece of an earlier micro-batch"):
+            groups(rows)
+    with pytest.raises(ValueError, match="continues no piece"):  # another part of the same document
+        groups([[Piece(0, 7, 0, 4)], [Piece(0, 7, 4, 6, 2)]])
+
+
+def test_a_document_that_skips_a_micro_batch_outside_its_group_is_an_error():
+    with pytest.raises(ValueError, match="micro-batches 0 and 2 share documents in chunks"):
+        groups([[Piece(0, 7, 0, 4)], [Piece(0, 1, 0, 1)], [Piece(0, 7, 4, 6, 4)]])
+
+
+def test_joined_groups_contain_those_of_every_rank():
+    assert joined_groups([(1, 2, 1), (2, 1, 1)]) == (3, 1)
+    assert joined_groups([(1, 1), (1, 1)]) == (1, 1)
+    assert joined_groups([(2, 2)]) == (2, 2)
+    with pytest.raises(ValueError, match="not of equally many"):
+        joined_groups([(1, 2), (2, 2)])

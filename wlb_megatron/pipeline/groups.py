@@ -1,0 +1,73 @@
+"""Groups: consecutive micro-batches that share documents in chunks, so that their backwards run last first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from wlb_megatron.plan import Piece
+
+
+def groups(micro_batches: Sequence[Sequence[Piece]]) -> tuple[int, ...]:
+    """Sizes of the groups of one data-parallel rank's micro-batches, in order.
+
+    Micro-batches are in one group if a document in chunks connects them, directly or through others. A piece with a
+    prefix continues a piece of an earlier micro-batch that ends where it starts and belongs to the same part of the
+    document (start - prefix is equal). Pieces (document, start, end, prefix) in 4 micro-batches:
+    [(7, 0, 4, 0)] [(7, 4, 6, 4), (8, 0, 2, 0)] [(9, 0, 5, 0)] [(9, 5, 6, 5)] make groups of 2, 2.
+    Raises ValueError where a prefix has no earlier part, or micro-batches in a group are not consecutive.
+    """
+    wanted = {
+        (piece.epoch, piece.document, piece.start) for row in micro_batches for piece in row if piece.prefix
+    }
+    ends: dict[tuple[int, int, int], tuple[int, int]] = {}  # micro-batch and start of the document's part
+    joined = list(range(len(micro_batches)))  # the first micro-batch connected to each, so far as is known
+    for index, row in enumerate(micro_batches if wanted else ()):
+        for piece in row:
+            epoch, document, start, _, prefix = piece
+            if not prefix:
+                continue
+            before, part = ends.get((epoch, document, start), (-1, 0))
+            if before < 0 or part != start - prefix:
+                raise ValueError(
+                    f"{piece} of micro-batch {index} continues no piece of an earlier micro-batch"
+                )
+            _join(joined, before, index)
+        for epoch, document, start, end, prefix in row:
+            if (epoch, document, end) in wanted:
+                ends[epoch, document, end] = index, start - prefix
+    firsts = [_first(joined, index) for index in range(len(joined))]
+    sizes: list[int] = []
+    for index, first in enumerate(firsts):
+        if first == index:
+            sizes.append(1)
+        elif first == index - sizes[-1]:
+            sizes[-1] += 1
+        else:
+            raise ValueError(
+                f"micro-batches {first} and {index} share documents in chunks, those between them do not"
+            )
+    return tuple(sizes)
+
+
+def joined_groups(ranks: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The smallest groups that contain each rank's groups: for ranks that must run the same order.
+
+    Ranks that share experts or parameters (expert parallelism, FSDP) meet in every forward and backward.
+    ranks: group sizes of each, all of the same number of micro-batches. (1, 2, 1) and (2, 1, 1) give (3, 1).
+    """
+    cuts = set.intersection(*({sum(sizes[:at]) for at in range(1, len(sizes) + 1)} for sizes in ranks))
+    if len({sum(sizes) for sizes in ranks}) != 1:
+        raise ValueError(f"groups {[list(sizes) for sizes in ranks]} are not of equally many micro-batches")
+    ends = sorted(cuts)
+    return tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False))
+
+
+def _first(joined: list[int], index: int) -> int:
+    while joined[index] != index:
+        index = joined[index]
+    return index
+
+
+def _join(joined: list[int], one: int, other: int) -> None:
+    first, second = sorted((_first(joined, one), _first(joined, other)))
+    joined[second] = first

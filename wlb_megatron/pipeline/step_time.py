@@ -1,0 +1,50 @@
+"""How long one pipeline step takes, in exact integers: for a packer that compares many plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from wlb_megatron.pipeline.graph import pipeline_graph
+
+
+def step_time(
+    forward: Sequence[int],
+    backward: Sequence[int],
+    stages: int,
+    group_sizes: tuple[int, ...],
+    *,
+    blocking: bool = False,
+) -> int:
+    """Time of one non-interleaved step of equal stages, transfers free: the last end of `pipeline_events`.
+
+    forward, backward: of each micro-batch on one stage, in any integer unit. group_sizes: see `grouped_orders`; all 1
+    is Megatron's own 1F1B. blocking: a stage that sends waits until the other receives.
+    """
+    times = [0, *forward, *backward]
+    ends = [0]
+    add = ends.append
+    for one, other, at in _program(stages, group_sizes, blocking):
+        first, second = ends[one], ends[other]
+        add((first if first > second else second) + times[at])
+    return max(ends)
+
+
+@lru_cache(maxsize=512)
+def _program(stages: int, group_sizes: tuple[int, ...], blocking: bool) -> tuple[tuple[int, int, int], ...]:
+    """Entry i makes end i + 1: the later of two ends (end 0 is time 0), plus a time (time 0 is none)."""
+    total = sum(group_sizes)
+    program: list[tuple[int, int, int]] = []
+    place: list[int] = []  # of each node's end
+    for node in pipeline_graph(stages, total, 1, blocking, group_sizes):
+        one, *more = sorted({place[before] for before in (*node.after, *node.sent)}) or [0]
+        step = node.step
+        at = 0 if step is None else 1 + step.micro_batch + total * step.backward
+        for other in more[:-1]:  # a wait for more than two is several entries
+            program.append((one, other, 0))
+            one = len(program)
+        if more or at:
+            program.append((one, more[-1] if more else 0, at))
+            one = len(program)
+        place.append(one)
+    return tuple(program)
