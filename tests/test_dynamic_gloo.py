@@ -171,12 +171,14 @@ def test_rank_0_s_failure_to_plan_reaches_the_others_who_would_wait_for_it(
     from wlb_megatron.plugin import dynamic as module
     from wlb_megatron.plugin import shared_solver
     from wlb_megatron.plugin.board import Board
+    from wlb_megatron.plugin.signing import Signer
 
     def fails(*_: object) -> Outcome:
         raise MemoryError("no plan")
 
     notes, answers = (Board.__new__(Board) for _ in range(2))
     notes._store, answers._store = dist.HashStore(), dist.HashStore()
+    notes._signer = answers._signer = Signer(b"secret")
     cost = group_cost(h100(), 300.0, STAGE.sizes)
     settings = module.DynamicSettings(cost.sizes, cost.tables, fails, 0, lambda: False, notes)
     monkeypatch.setattr(shared_solver, "solve", fails)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 import resource
-import socket
 import time
 from collections import Counter
 
@@ -17,7 +16,7 @@ from megatron_runs import free_port
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin import board
 from wlb_megatron.plugin.agreement import PlanAgreement, shared_gpu
-from wlb_megatron.plugin.board import KEPT, Board, common_store, own_address, wait_for
+from wlb_megatron.plugin.board import KEPT, Board, common_store, wait_for
 from wlb_megatron.plugin.open_files import allow_open_files
 from wlb_megatron.plugin.planning import update_digest
 
@@ -83,16 +82,6 @@ def rank_of_three(rank: int, port: int) -> None:
 
 def test_equal_digests_pass_and_one_different_rank_is_named_on_all() -> None:
     multiprocessing.spawn(rank_of_three, (free_port(),), nprocs=3, join=True)
-
-
-def test_a_board_is_reached_where_rank_0_is_and_not_where_torchs_store_is() -> None:
-    assert own_address("127.0.0.1", 29500) == "127.0.0.1"
-    assert own_address("localhost", 29500) == "localhost"
-    assert own_address(socket.gethostname(), 29500) == socket.gethostname()
-    assert own_address("no-such-host.invalid", 29500) == "no-such-host.invalid"
-    assert (
-        own_address("192.0.2.7", 29500) != "127.0.0.1"
-    )  # no machine's: this one's address on the way, or no way
 
 
 def test_waiting_logs_nothing_however_long_and_ends_when_given_up_or_told(

@@ -2,6 +2,9 @@
 
 A rank holds one connection, to rank 0, however many ranks there are. (A gloo group of all ranks is a connection to each
 of them: at 4,000 ranks, 4,000 on every rank and eight million in all.)
+
+The store knows no passwords: whoever reaches its port can read and write. So notes are signed with a secret that rank 0
+tells the others over a collective, and the store listens only at the address that ranks use.
 """
 
 from __future__ import annotations
@@ -19,11 +22,16 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from wlb_megatron.plugin.addresses import listener, own_address, resolved, served_at
 from wlb_megatron.plugin.open_files import allow_open_files
+from wlb_megatron.plugin.signing import Signer
 
 KEPT = 256
 """Notes that stay readable: more than iterations are planned and read ahead, which is how far a reader is behind (with
 one micro-batch an iteration, a few and one for every data worker)."""
+
+_OLDEST = "oldest"
+"""Where the number of the oldest note is kept."""
 
 _FAILED = b"failed"
 """The note of what could not be made."""
@@ -41,22 +49,38 @@ class Board:
 
     def __init__(self) -> None:
         common = common_store("board")
+        self._signer = Signer(_shared_secret())
+        host, port = served_at(common)
+        known = [""] * dist.get_world_size()
+        dist.all_gather_object(known, resolved(host, port))
         if dist.get_rank() == 0:
             allow_open_files(dist.get_world_size())
-            host = own_address(*_served_at(common))
-            self._store: Any = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            self._store.set("oldest", "0")
-            common.set("board", f"{self._store.port} {host}")
+            self._store: Any = _serve(own_address(host, port), host, known)
+            self._keep_from(0)
+            common.set("board", f"{self._store.port} {self._store.host}")
         else:
-            port, host = common.get("board").decode().split(" ", 1)
-            self._store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+            at, address = common.get("board").decode().split(" ", 1)
+            self._store = dist.TCPStore(address, int(at), is_master=False, wait_for_workers=False)
 
     def put(self, number: int, note: bytes) -> None:
         """Leave a note for all; that of KEPT before goes."""
-        self._store.set(str(number), zlib.compress(note, 1))
+        self._store.set(str(number), self._signer.sign(str(number), zlib.compress(note, 1)))
         if number >= KEPT:
-            self._store.set("oldest", str(number - KEPT + 1))
+            self._keep_from(number - KEPT + 1)
             self._store.delete_key(str(number - KEPT))
+
+    def _keep_from(self, number: int) -> None:
+        self._store.set(_OLDEST, self._signer.sign(_OLDEST, str(number).encode()))
+
+    def _read(self, place: str) -> bytes:
+        note = self._signer.read(place, self._store.get(place))
+        if note is None:
+            raise RuntimeError(
+                f"wlb_megatron: rank {dist.get_rank()} on {socket.gethostname()} reads a plan that rank 0 has not "
+                f"signed: another program writes to {self._store.host}:{self._store.port}. End it, or let no other "
+                "machine reach the job's ports, and start the job again from its last checkpoint"
+            )
+        return note
 
     def leave(self, number: int, make: Callable[[], bytes]) -> bytes:
         """Put the note that `make` makes. Where it fails the others hear of that, and its error goes on here: they
@@ -70,12 +94,12 @@ class Board:
 
     def take(self, number: int, given_up: Callable[[], bool]) -> bytes | None:
         """The note, waited for without a limit (rank 0 may be saving a checkpoint); None once `given_up`. Raises
-        DistNetworkError where rank 0 is gone, RuntimeError where the note is (rank 0 is more than KEPT notes ahead), or
-        where rank 0 could not make it."""
+        DistNetworkError where rank 0 is gone, RuntimeError where the note is (rank 0 is more than KEPT notes ahead),
+        where rank 0 could not make it, or where it is not rank 0's."""
         questions = itertools.count(1)
 
         def over() -> bool:
-            if next(questions) % _LOOK_BACK == 0 and (oldest := int(self._store.get("oldest"))) > number:
+            if next(questions) % _LOOK_BACK == 0 and (oldest := int(self._read(_OLDEST))) > number:
                 raise RuntimeError(
                     f"wlb_megatron: rank {dist.get_rank()} on {socket.gethostname()} asks for rank 0's plan {number}, "
                     f"those before {oldest} are no longer kept: this rank is {KEPT} plans or more behind the others. "
@@ -85,10 +109,33 @@ class Board:
 
         if not wait_for(self._store, str(number), over):
             return None
-        note = zlib.decompress(self._store.get(str(number)))
+        note = zlib.decompress(self._read(str(number)))
         if note == _FAILED:
             raise RuntimeError("wlb_megatron: rank 0 could not make a plan; its own error says why")
         return note
+
+
+def _serve(own: str, host: str, known: list[str]) -> Any:
+    """A store's server at the address at which ranks reach this machine; see addresses.listener."""
+    listening, address = listener(own, host, known)
+    if listening is None:
+        print(
+            f"> wlb_megatron: ranks know {host} as {', '.join(sorted({*known}))}: the board of plans listens on all "
+            "interfaces of rank 0's machine",
+            flush=True,
+        )
+        return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    port = listening.getsockname()[1]
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+
+
+def _shared_secret() -> bytes:
+    """Rank 0's random secret of a board, told to all ranks over a collective and written nowhere."""
+    told = [secrets.token_bytes(32)]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
 
 
 def common_store(name: str) -> Any:
@@ -128,28 +175,6 @@ _attempt: str | None = None
 
 _calls: Counter[str] = Counter()
 """How often a name was asked for in this process: counted here, as another rank may be a call ahead."""
-
-
-def _served_at(store: Any) -> tuple[str, int]:
-    """Host and port of the server of torch's own store."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR", "localhost")
-    return host, getattr(store, "port", None) or 1
-
-
-def own_address(host: str, port: int) -> str:
-    """How other ranks reach this machine: as `host`, if that is this machine, which they have reached by that name;
-    else by the address that faces it. (torchrun's store is kept by the agent that was first, which after a change of
-    nodes need not be rank 0's.)"""
-    try:
-        family, kind, *_, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(there)  # sends nothing: it asks for the route
-            here = str(probe.getsockname()[0])
-    except OSError:
-        return host
-    return host if here == there[0] or here.startswith("127.") or here == "::1" else here
 
 
 def wait_for(store: Any, key: str, given_up: Callable[[], bool]) -> bool:
