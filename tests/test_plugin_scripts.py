@@ -11,6 +11,7 @@ import forked_ranks
 import pytest
 from megatron_runs import ROOT, cpu_environment, flags, free_port, logged_losses
 
+from wlb_megatron.patching import hunks
 from wlb_megatron.plugin import entry
 from wlb_megatron.refusals import Refused
 
@@ -44,10 +45,19 @@ PATCHED = '''
 """As patches/ make it: no launcher, the plugin is asked for by a flag when megatron.training has been imported."""
 import pathlib, runpy
 import megatron.training
-from wlb_megatron.plugin.launch import enable_when_asked
-enable_when_asked()
+PATCH
 runpy.run_path(str(pathlib.Path(__file__).with_name("users_script.py")), run_name="__main__")
 '''
+
+
+def patch_lines() -> str:
+    """What patches/ add to megatron/training/__init__.py, the same for every version."""
+    added = {
+        "\n".join(line[1:] for line in hunks(patch) if line.startswith("+"))
+        for patch in (ROOT / "patches").glob("*/0002-other-scripts.patch")
+    }
+    (lines,) = added
+    return lines
 
 
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -65,7 +75,8 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[s
 @pytest.mark.megatron
 @pytest.mark.parametrize("start", ["-m wlb_megatron.launch wrapper.py", "patched.py"])
 def test_a_wrapped_script_of_ones_own_trains_with_its_flags(start: str, corpus: Path, tmp_path: Path) -> None:
-    for name, text in (("users_script", USERS_SCRIPT), ("wrapper", WRAPPER), ("patched", PATCHED)):
+    patched = PATCHED.replace("PATCH", patch_lines())
+    for name, text in (("users_script", USERS_SCRIPT), ("wrapper", WRAPPER), ("patched", patched)):
         (tmp_path / f"{name}.py").write_text(text)
     *entry_words, script = start.split()
     done = run(
@@ -78,6 +89,14 @@ def test_a_wrapped_script_of_ones_own_trains_with_its_flags(start: str, corpus: 
     assert "trained by us" in done.stdout
     assert "[wlb] iteration 2" in done.stdout
     assert len(logged_losses(done.stdout)) == 2
+
+
+def test_a_patched_fork_runs_without_the_plugin_installed_unless_a_flag_asks_for_it() -> None:
+    bare = [sys.executable, "-I", "-S", "-c", patch_lines()]  # no site packages, no folder of this project
+    for flags_given, missing in ((["--lr", "1"], False), (["--wlb-log", "steps.jsonl"], True)):
+        done = subprocess.run([*bare, *flags_given], capture_output=True, text=True, check=False)
+        assert (done.returncode != 0) == missing, done.stderr
+        assert ("No module named 'wlb_megatron'" in done.stderr) == missing
 
 
 @pytest.mark.megatron

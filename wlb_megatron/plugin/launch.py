@@ -59,9 +59,3 @@ def enable() -> None:
     from wlb_megatron.plugin import hooks
 
     checked(hooks.install)
-
-
-def enable_when_asked() -> None:
-    """enable() if a --wlb-* flag stands on the command line: for scripts of a fork that do not always train."""
-    if any(argument.startswith("--wlb-") for argument in sys.argv[1:]):
-        enable()
