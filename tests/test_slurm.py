@@ -79,7 +79,9 @@ DATA=() TRAINING=() WLB=(--wlb-log {folder}/steps.jsonl)
 
 SRUN = """#!/usr/bin/env bash
 # Stands for srun: notes its own arguments, runs the task for ranks 0, 1 and 2 of 3, one on each node, ends with STATUS.
+# With SIGNAL, the batch script is signalled first.
 printf '%s\\0' "$@" >"$TOLD/srun"
+[ -z "$SIGNAL" ] || kill -s "$SIGNAL" "$PPID"
 while [ "${1:0:1}" = - ]; do shift; done
 for rank in 0 1 2; do SLURM_PROCID=$rank SLURM_LOCALID=0 SLURM_NTASKS=3 "$@"; done
 exit "$STATUS"
@@ -93,14 +95,15 @@ printf '%s\\n' "$@" >"$TOLD/trainer"
 
 
 def run_with_stubs(
-    script: Path, folder: Path, status: int, saved: str, *flags: str
+    script: Path, folder: Path, status: int, saved: str, *flags: str, signal: str = ""
 ) -> tuple[int, str, list[str]]:
     """A batch script run with a srun that starts three tasks here: exit code, log, and srun's arguments."""
-    (folder / "bin").mkdir()
+    (folder / "bin").mkdir(exist_ok=True)
     hosts, asked = "printf 'node%s\\n' 7 8 9", 'echo "$*" >>"$TOLD/scontrol"'
     for name, text in (
         ("srun", SRUN),
         ("python3", TRAINER),
+        ("scancel", "#!/usr/bin/env bash\n"),
         ("scontrol", f'#!/usr/bin/env bash\nif [ "$1" = show ]; then {hosts}; else {asked}; fi\n'),
     ):
         (folder / "bin" / name).write_text(text)
@@ -111,6 +114,7 @@ def run_with_stubs(
         "TOLD": str(folder),
         "STATUS": str(status),
         "SAVED": saved,
+        "SIGNAL": signal,
         "SLURM_JOB_ID": "40123",
         "SLURM_JOB_NAME": "night",
         "SLURM_JOB_NODELIST": "node[7-9]",
@@ -191,6 +195,19 @@ def test_a_run_that_fails_is_queued_again_only_where_it_had_come_further(
     assert code == (0 if queued else status)
     asked = tmp_path / "scontrol"
     assert (asked.read_text() if asked.exists() else "") == ("requeue 40123\n" if queued else "")
+
+
+def test_a_job_signalled_three_times_before_it_has_saved_is_not_queued_again(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "night").mkdir(parents=True)
+    asked, queued = tmp_path / "scontrol", []
+    for start, saved in enumerate(["", "", "700", "", "", ""]):
+        code, log, _ = run_with_stubs(SCRIPTS[0], tmp_path, 0, saved, signal="USR1")
+        assert "signalled: the trainers save and exit" in log
+        queued.append(asked.exists())
+        asked.unlink(missing_ok=True)
+        assert code == (0 if queued[-1] else 1), (start, log)
+    assert queued == [True, True, True, True, True, False], "saving begins the count anew"
+    assert "signalled in three starts in a row before it saved a checkpoint: raise --time" in log
 
 
 def test_a_release_checkpoint_counts_as_iteration_0(tmp_path: Path) -> None:
