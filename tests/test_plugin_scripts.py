@@ -91,6 +91,29 @@ def test_a_wrapped_script_of_ones_own_trains_with_its_flags(start: str, corpus: 
     assert len(logged_losses(done.stdout)) == 2
 
 
+@pytest.mark.megatron
+def test_the_same_flags_train_with_the_plugin_off_though_nothing_is_evaluated(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """Megatron counts samples by --eval-interval, which has no default: an A/B ended in its TypeError."""
+    (tmp_path / "users_script.py").write_text(USERS_SCRIPT)
+    given = [
+        *flags(),
+        "--global-batch-size",
+        "2",
+        "--train-iters",
+        "2",
+        "--data-path",
+        str(corpus),
+        "--wlb-off",
+    ]
+    assert "--eval-iters" in given and "--eval-interval" not in given
+    done = run(["-m", "wlb_megatron.launch", str(tmp_path / "users_script.py"), *given])
+    assert "the plugin did not replace this" in done.stderr, done.stderr[
+        -2000:
+    ]  # the script's own data provider
+
+
 def test_a_patched_fork_runs_without_the_plugin_installed_unless_a_flag_asks_for_it() -> None:
     bare = [sys.executable, "-I", "-S", "-c", patch_lines()]  # no site packages, no folder of this project
     for flags_given, missing in ((["--lr", "1"], False), (["--wlb-log", "steps.jsonl"], True)):

@@ -82,6 +82,10 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
             checked(partial(_refuse, f"Megatron refuses these flags: {said}"))
         if not args.wlb_off:
             checked(lambda: _take_over(args))
+        if args.eval_interval is None:
+            args.eval_interval = (
+                1000  # Megatron divides by it, though nothing is evaluated, also with --wlb-off
+            )
         _validated = True
         return result
 
@@ -201,8 +205,6 @@ def _take_over(args: Any) -> None:
     asked = getattr(args, "cp_comm_type", None) or ["p2p"]
     if args.context_parallel_size > 1 and {*([asked] if isinstance(asked, str) else asked)} != {"p2p"}:
         _say("does not use --cp-comm-type: keys that another rank's queries need travel as the plan says")
-    if args.eval_interval is None:
-        args.eval_interval = 1000  # Megatron divides by it, though nothing is evaluated
     # Megatron clears this in validate_args; shapes then come from the plan, not from an exchange.
     args.variable_seq_lengths = True
     if args.num_experts is None:
