@@ -47,7 +47,12 @@ def test_ids_run_on_over_the_corpora_and_read_their_tokens(two: list[str]) -> No
     assert blend.read(6, 1, 4).tolist() == [206, 207, 208]
     assert blend.read(7, 0, 6).tolist() == list(range(210, 216))
     assert [blend.length(document) for document in range(8)] == [3, 0, 2, 4, 1, 5, 5, 6]
+    documents = np.array([7, 0, 5, 4, 1, 7])
+    assert blend.lengths_of(documents).tolist() == [blend.length(int(document)) for document in documents]
+    assert not len(blend.lengths_of(documents[:0]))
     for document in (-1, 8):
+        with pytest.raises(IndexError):
+            blend.lengths_of(np.array([0, document]))
         with pytest.raises(IndexError):
             blend.length(document)
         with pytest.raises(IndexError):

@@ -81,6 +81,16 @@ def test_experts_over_ranks_of_several_groups_train_as_the_single_process_does(
     trained_alike(ranks, train(arguments, 1, tmp_path / "single"))
 
 
+def test_several_tokens_predicted_in_groups_train_as_the_single_process_does(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """A depth's losses have one factor an iteration, whoever shares a micro-batch."""
+    arguments = [*flags(), *RUN, "--mtp-num-layers", "2", "--data-path", str(corpus)]
+    more = ["--context-parallel-size=2", "--wlb-cp-mode", "dynamic"]
+    ranks = train([*arguments, *more], 4, tmp_path / "ranks", WORKER_RANDOM_GROUPS="5")
+    trained_alike(ranks, train(arguments, 1, tmp_path / "single"))
+
+
 def trained_alike(ranks: list[dict[str, Any]], single: list[dict[str, Any]]) -> None:
     """Losses and gradients of the single process, by plans that were mixed."""
     expected, found = losses(single), losses(ranks)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_runs import rewrite_corpus
+from megatron_runs import flags, rewrite_corpus, train, whole_gradients, write_corpus
 
 from wlb_megatron.attention.core_attention import WlbPackedSeqParams
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.blend import Blend
+from wlb_megatron.packing.predictions import predictions
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.data import Layout, PackedDocuments
@@ -78,8 +79,9 @@ def test_a_micro_batch_that_was_not_planned_for_it_is_an_error() -> None:
         roll(torch.ones(1, 4), packed_seq_params=WlbPackedSeqParams())
 
 
-def test_shares_are_of_what_the_micro_batch_predicts(tmp_path: Path) -> None:
-    """Documents of 7 and 2 tokens predict 6 and 1; a piece cut off at token 4 predicts 4, for the next is known."""
+def test_a_micro_batch_brings_the_factors_of_its_whole_iteration(tmp_path: Path) -> None:
+    """Of 128 predictions in the iteration 64 are left after a roll and none after two: factors 2 and 0. The ranks of
+    the micro-batch hold 6 of its own predictions: a document of 7 tokens has 6, its first 4 tokens alone have 4."""
     rewrite_corpus(tmp_path / "documents", [np.arange(7, dtype=np.int32), np.arange(2, dtype=np.int32)])
     corpus = Blend([str(tmp_path / "documents")])
     summary = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 0, 0.0, 0, 0)
@@ -90,35 +92,71 @@ def test_shares_are_of_what_the_micro_batch_predicts(tmp_path: Path) -> None:
     ):
         padded = pad(tuple(pieces), 4)
         plan = shard(np.array([piece.tokens for piece in padded]), 2, "per-document")
-        planned = PlannedMicroBatch(0, 0, padded, plan, summary, 0.0)
-        ranks = [
-            PackedDocuments(corpus, Layout(rank, 1, 8, True, follows=True))[planned] for rank in range(2)
-        ]
-        counts = [float(batch["loss_mask"].sum()) for batch in ranks]
-        assert sum(counts) == predicted
-        assert [batch["share"] for batch in ranks] == [count / predicted for count in counts]
+        planned = PlannedMicroBatch(0, 0, padded, plan, summary, 0.0, predictions=(128, 64, 0))
+        ranks = [PackedDocuments(corpus, Layout(rank, 1, 8, True, follows=2))[planned] for rank in range(2)]
+        assert sum(batch["predicted"] for batch in ranks) == predicted
+        assert [batch["predicted"] for batch in ranks] == [float(b["loss_mask"].sum()) for b in ranks]
+        assert all(batch["factors"] == [2.0, 0.0] for batch in ranks)
         assert all(batch["following"].tolist() == following(plan).tolist() for batch in ranks)
 
 
-def test_the_sum_told_makes_one_factor_for_all_ranks() -> None:
-    """3 of 4 predictions are this rank's; 2 remain after the roll: told 1.5, and 3 / 1.5 is 4 / 2."""
+def test_the_sum_told_leaves_each_depth_its_factor_alone() -> None:
+    """Megatron multiplies by (predictions without a roll / the sum told, at least 1)."""
     after = torch.tensor([1, 2, 4, 4], dtype=torch.int32)
-    params = WlbPackedSeqParams(following=after, share=0.75)
     roll = wrap_roll_tensor(lambda *_: None)
-    rolled, told = roll(torch.ones(1, 4), packed_seq_params=params, cp_group=None)
-    assert rolled.tolist() == [[1, 1, 0, 0]]
-    assert told == 1.5
-    few = WlbPackedSeqParams(
-        following=after, share=0.25
-    )  # 1 of 4: 2 remain, told 0.5, which Megatron takes for 1
-    rolled, told = roll(torch.ones(1, 4), packed_seq_params=few, cp_group=None)
-    assert (rolled * 1 / told.clamp(min=1)).tolist() == [[2, 2, 0, 0]]
-    rolled, told = roll(rolled, packed_seq_params=few, cp_group=None)  # one remains: 1 / 1 of 4 is 4
-    assert (rolled * 1 / told.clamp(min=1)).tolist() == [[4, 0, 0, 0]]
-    rolled, told = roll(rolled, packed_seq_params=few, cp_group=None)
-    assert not rolled.any() and told == 0
-    mask = torch.tensor([[False, False, False, True]])
-    assert roll(mask, packed_seq_params=params)[0] is mask
+    for mask in ([1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]):
+        params = WlbPackedSeqParams(following=after, factors=iter([1.25, 4.0]), predicted=sum(mask))
+        rolled = torch.tensor([mask])
+        for factor in (1.25, 4.0):
+            expected = [factor * float(rolled[0, at] != 0) if at < 4 else 0.0 for at in after.tolist()]
+            rolled, told = roll(rolled, packed_seq_params=params, cp_group=None)
+            assert (rolled * sum(mask) / told.clamp(min=1)).tolist() == [expected]
+    padding = torch.tensor([[False, False, False, True]])
+    assert roll(padding, packed_seq_params=params)[0] is padding
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    pieces=st.lists(
+        st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(0, 9)).map(
+            lambda drawn: (sum(drawn), drawn[0], drawn[0] + drawn[1])
+        ),
+        max_size=8,
+    ),
+    further=st.integers(0, 3),
+)
+def test_predictions_are_those_counted_token_by_token(
+    pieces: list[tuple[int, int, int]], further: int
+) -> None:
+    expected = []
+    for depth in range(further + 1):
+        places = [(n, at, end) for n, start, end in pieces for at in range(start, end)]
+        expected.append(sum(at + 1 < n and at + depth < end and at + depth + 1 < n for n, at, end in places))
+    made = [Piece(0, number, start, end) for number, (_, start, end) in enumerate(pieces)]
+    lengths = np.array([length for length, _, _ in pieces], dtype=np.int64)
+    assert predictions(made, lengths, further) == tuple(expected)
+
+
+@pytest.mark.megatron
+def test_documents_in_one_micro_batch_or_in_two_have_the_same_gradient(tmp_path: Path) -> None:
+    """22 documents of 3 tokens and one of 62: packed apart, their own factors would be 2.0 and 1.02 at depth 1."""
+    write_corpus(tmp_path / "documents", [3] * 22 + [62])
+    further = ["--mtp-num-layers", "2", "--train-iters", "1", "--data-path", str(tmp_path / "documents")]
+    further += ["--wlb-max-delay", "0", "--split", "1,0,0"]
+    batches = {1: ["--seq-length", "128"], 2: []}
+    runs = {
+        number: train(
+            [*flags(), *further, *more, "--global-batch-size", str(number)], 1, tmp_path / str(number)
+        )
+        for number, more in batches.items()
+    }
+    documents = [[entry[2] for entry in run[0]["documents"]] for run in runs.values()]
+    assert [len(each) for each in documents] == [1, 2]
+    assert sorted(documents[0][0]) == sorted([*documents[1][0], *documents[1][1]])
+    assert max(piece[3] - piece[2] for piece in documents[0][0]) == 62
+    one, two = (whole_gradients(run) for run in runs.values())
+    for name, gradient in one.items():
+        assert torch.linalg.norm(two[name] - gradient) <= 1e-5 * torch.linalg.norm(gradient), name
 
 
 def test_a_model_of_several_depths_on_an_earlier_stage_is_refused() -> None:

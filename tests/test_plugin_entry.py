@@ -181,7 +181,6 @@ SETTINGS_REFUSED = [
         },
         {"cp_mode": "dynamic"},
     ),
-    ({"mtp_num_layers": 1}, {"cp_mode": "dynamic"}),
 ]
 """Arguments and settings of the rows that refuse the plugin's own settings."""
 

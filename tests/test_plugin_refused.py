@@ -57,7 +57,6 @@ WRONG: dict[str, str] = {
     "--fp8-dot-product-attention": "unrecognized arguments",
     "--wlb-log-plans": "give --wlb-log PATH",
     "--wlb-trace t.json --wlb-trace-iteration 1": "set it to 2 or later",
-    "--wlb-cp-mode dynamic --mtp-num-layers 1": "weighted by micro-batch",
     f"--wlb-cp-mode dynamic {MOE} --moe-token-dispatcher-type alltoall --moe-z-loss-coeff 0.001": "depend on the",
     # The plugin's own settings.
     "--wlb-packing best": "invalid choice",

@@ -53,12 +53,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "balance by --moe-router-enable-expert-bias, or use --wlb-cp-mode fixed",
     ),
     Refusal(
-        lambda a, c: c.cp_mode == "dynamic" and _get(a, "mtp_num_layers"),
-        "--wlb-cp-mode dynamic with --mtp-num-layers",
-        "its loss is weighted by micro-batch, and which documents share one would depend on the groups; use "
-        "--wlb-cp-mode fixed",
-    ),
-    Refusal(
         lambda a, c: a.micro_batch_size != 1,
         "--micro-batch-size other than 1",
         "a micro-batch is one packed sequence; set --micro-batch-size 1 and keep --global-batch-size",

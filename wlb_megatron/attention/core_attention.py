@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,10 @@ class WlbPackedSeqParams(PackedSeqParams):
     layout: DeviceLayout | None = None
     group: Any = None  # the ranks that share the micro-batch; None: Megatron's context-parallel group
     following: Tensor | None = None  # int32[T] of sharding.following, for multi-token prediction
-    share: float = 1.0  # of what the micro-batch's tokens predict, how much this rank's do
+    predicted: float = 0.0  # how many of the rank's tokens predict one
+    factors: Iterator[float] | None = (
+        None  # of each depth's losses in multi-token prediction, see multi_token.py
+    )
 
 
 def packed_seq_params(

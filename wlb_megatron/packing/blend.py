@@ -85,6 +85,17 @@ class Blend:
         reader, local = self._locate(document)
         return int(reader.index.lengths[local])
 
+    def lengths_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens of documents by their ids, int64[n] of int64[n]. IndexError if there is no such document."""
+        if len(documents) and not 0 <= documents.min() <= documents.max() < self.first_ids[-1]:
+            raise IndexError(f"documents {documents.min()} to {documents.max()} of {self.first_ids[-1]}")
+        owner = np.searchsorted(self.first_ids, documents, side="right") - 1
+        found = np.empty(len(documents), dtype=np.int64)
+        for corpus in np.unique(owner).tolist():
+            mine = owner == corpus
+            found[mine] = self.readers[corpus].index.lengths[documents[mine] - self.first_ids[corpus]]
+        return found
+
     def _locate(self, document: int) -> tuple[IndexedCorpus, int]:
         if not 0 <= document < self.first_ids[-1]:
             raise IndexError(f"document {document} of {self.first_ids[-1]}")

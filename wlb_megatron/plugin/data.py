@@ -33,8 +33,8 @@ class Layout:
 
     window: earlier keys that a query of the model's windowed layers sees, None where it has no such layers.
     stage_rank, cp_size: among the stage's data x context parallel ranks, and of Megatron's groups of them.
-    routes: the model has experts, whose routers must not count padding. follows: it predicts several tokens, and asks
-    for the next one of a document's.
+    routes: the model has experts, whose routers must not count padding. follows: how many further tokens it predicts,
+    each of which asks for the next one of a document.
     """
 
     cp_rank: int
@@ -45,7 +45,7 @@ class Layout:
     stage_rank: int = 0
     cp_size: int = 1
     routes: bool = False
-    follows: bool = False
+    follows: int = 0
 
     def within(self, group: RankGroup | None) -> Layout:
         """The same where another group than Megatron's context-parallel one shares the micro-batch."""
@@ -72,8 +72,8 @@ class PackedDocuments(Dataset[dict[str, Any]]):
     Keys: tokens, labels, position_ids (int64[1, t]), loss_mask (float32[1, t]), or none of them where no
     tokens are needed; `planned` is the plan itself, `attention` this rank's attention calls of it, `bounds` the
     real documents' cumulative lengths (int64[n + 1]). `padding_mask` (bool[1, t]) is there for routers alone, for
-    multi-token prediction `following` (int32[T]) and the rank's `share` of what is predicted. All of it is made here,
-    in a worker, not in a step.
+    multi-token prediction `following` (int32[T]), how many of the rank's tokens predict one (`predicted`), and the
+    `factors` of its losses. All of it is made here, in a worker, not in a step.
     """
 
     def __init__(self, corpus: Blend, layout: Layout) -> None:
@@ -109,13 +109,8 @@ class PackedDocuments(Dataset[dict[str, Any]]):
         batch["labels"] = torch.from_numpy(labels)[None]
         batch["loss_mask"] = torch.from_numpy(mask)[None]
         batch["position_ids"] = torch.from_numpy(plan.positions(rank))[None]
-        batch["share"] = float(mask.sum()) / max(1, self._predicted(planned))
+        batch["predicted"] = float(mask.sum())
         return batch
-
-    def _predicted(self, planned: PlannedMicroBatch) -> int:
-        """Tokens of the micro-batch that predict one."""
-        real = [piece for piece in planned.pieces if piece.document != PADDING]
-        return sum(min(p.end, self._corpus.length(p.document) - 1) - p.start for p in real)
 
 
 def with_plan(planned: PlannedMicroBatch, layout: Layout) -> dict[str, Any]:
@@ -135,6 +130,8 @@ def with_plan(planned: PlannedMicroBatch, layout: Layout) -> dict[str, Any]:
         batch["padding_mask"] = torch.from_numpy(padding_mask(planned, layout.cp_rank))[None]
     if layout.follows:
         batch["following"] = torch.from_numpy(following(planned.shard).astype(np.int32))
+        first, *further = planned.predictions
+        batch["factors"] = [first / count if count else 0.0 for count in further]
     return batch
 
 

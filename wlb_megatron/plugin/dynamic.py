@@ -151,6 +151,7 @@ def plan_groups(
         steps, source, gain = told
         update_digest(digest, plan)
         digest.update(steps.encode().tobytes())
+        counts = shards.predictions(pieces)
         micro_batches = []
         for index, group in enumerate(steps.of_rank(dynamic.stage_rank)):
             held = padded_group(group, pieces, shards)
@@ -160,7 +161,7 @@ def plan_groups(
             shared = RankGroup(group.start, group.size, len(steps.micro_steps), source, gain)
             seconds = time.perf_counter() - start
             micro_batches.append(
-                PlannedMicroBatch(plan.iteration, index, held, shard_plan, summary, seconds, shared)
+                PlannedMicroBatch(plan.iteration, index, held, shard_plan, summary, seconds, shared, counts)
             )
         predicted = None if dynamic.predict is None else dynamic.predict(steps, tokens)
         yield PlannedIteration(

@@ -39,7 +39,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         params = packed_seq_params(batch["attention"], batch["layout"].cp_rank, group=group)
         if "following" in batch:
             params.following = batch["following"].cuda(non_blocking=True)
-            params.share = batch.get("share", params.share)
+            params.factors, params.predicted = iter(batch["factors"]), batch.get("predicted", 0.0)
     timers("batch-generator").stop()
     with stimer:
         output = model(

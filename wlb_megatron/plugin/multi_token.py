@@ -37,25 +37,21 @@ def wrap_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
         group = packed_seq_params.group or cp_group
         if not tensor.is_floating_point():  # inputs and labels
             return next_in_document(tensor, packed_seq_params.following, group)
-        return next_mask(tensor, packed_seq_params.following, packed_seq_params.share, group)
+        return next_mask(tensor, packed_seq_params, group)
 
     return roll_tensor
 
 
-def next_mask(
-    mask: torch.Tensor, following: torch.Tensor, share: float, group: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss mask one place later, and the sum that Megatron is told of it. share: of what the micro-batch predicts
-    without the roll, this rank's.
+def next_mask(mask: torch.Tensor, params: Any, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss mask one place later times the depth's factor, and the sum that Megatron is told of it.
 
-    Megatron multiplies a rank's masked losses by (what it predicts without the roll / the sum told, at least 1). Told
-    the rank's share of the micro-batch's sum, that is one factor for all ranks, as in a single process. Where that is
-    below 1 the mask has it instead: of 7 predictions a rank has 1, after the roll 5 are left, 5/7 are its share, so
-    its mask is 7/5 and it tells 1.
+    Each depth's losses count in the gradient as if they were as many as the first predictions: times (predictions of
+    the iteration / those left at this depth). Megatron takes both counts of its own micro-batch, which would make a
+    document's weight depend on which others share it. It multiplies the masked losses by (what the rank predicts
+    without a roll / the sum told, at least 1), so it is told just that and the mask has the factor.
     """
-    own, total = next_in_document((mask != 0).to(mask.dtype), following, group)
-    told = total * share
-    return own / torch.where(told > 0, told.clamp(max=1), 1), torch.where(told > 0, told.clamp(min=1), 0)
+    later, _ = next_in_document((mask != 0).to(mask.dtype), params.following, group)
+    return later * next(params.factors), mask.new_full((), params.predicted)
 
 
 def next_in_document(
@@ -64,9 +60,9 @@ def next_in_document(
     """The values of the next tokens of the same documents (0 where there is none), and their sum over all ranks.
 
     tensor: [1, t], a value for each of the rank's tokens. following: int32[T] of sharding.following. group: the ranks
-    that share the micro-batch, None for this one alone; they exchange 8 bytes a token.
+    that share the micro-batch, unless this one holds all of it; they exchange 8 bytes a token.
     """
-    size = 1 if group is None else torch.distributed.get_world_size(group)
+    size = len(following) // tensor.numel()  # ranks hold equally many tokens
     rank = 0 if size == 1 else torch.distributed.get_rank(group)
     values = tensor.new_zeros(len(following) + 1)  # the last one is what follows a document's end
     if size == 1:

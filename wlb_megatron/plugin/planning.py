@@ -52,7 +52,8 @@ class RankGroup:
 class PlannedMicroBatch:
     """One item of the sampler. `pieces` and `shard` include the padding piece, if there is one.
 
-    group: who shares it; None: Megatron's context-parallel group.
+    group: who shares it; None: Megatron's context-parallel group. predictions: of the whole iteration, see
+    packing.predictions; empty where nothing asks for them.
     """
 
     iteration: int
@@ -62,6 +63,7 @@ class PlannedMicroBatch:
     summary: PlanSummary
     plan_seconds: float
     group: RankGroup | None = None
+    predictions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class ShardSettings:
     """How a data-parallel rank's micro-batches are padded and cut.
 
     predict: milliseconds of an iteration from its plan and shard plans, where this process reports them.
+    predictions: of an iteration's pieces, where losses are scaled by them.
     """
 
     dp_rank: int
@@ -93,6 +96,7 @@ class ShardSettings:
     sharding: str
     table: KernelTable
     predict: Callable[[IterationPlan, Sequence[ShardPlan]], float | None] | None = None
+    predictions: Callable[[Sequence[Piece]], tuple[int, ...]] = lambda _: ()
 
 
 def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[PlannedIteration]:
@@ -108,10 +112,13 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
         padded = [pad(row[settings.dp_rank].pieces, settings.alignment) for row in plan.micro_batches]
         lengths = [np.array([p.end - p.start for p in pieces], dtype=np.int64) for pieces in padded]
         shards = cut(lengths, settings.cp_size, settings.sharding, settings.table)
+        counts = settings.predictions(
+            [piece for row in plan.micro_batches for one in row for piece in one.pieces]
+        )
         seconds = time.perf_counter() - start
         update_digest(digest, plan)
         micro_batches = tuple(
-            PlannedMicroBatch(plan.iteration, index, pieces, shard_plan, summary, seconds)
+            PlannedMicroBatch(plan.iteration, index, pieces, shard_plan, summary, seconds, predictions=counts)
             for index, (pieces, shard_plan) in enumerate(zip(padded, shards, strict=True))
         )
         told = None if settings.predict is None else settings.predict(plan, shards)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from wlb_megatron.packing.predictions import predictions
+from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import metrics, timers, trace
 from wlb_megatron.plugin.agreement import EVERY, PlanAgreement, shared_gpu
 from wlb_megatron.plugin.board import common_store
@@ -169,6 +172,17 @@ def _reporting(settings: ShardSettings, args: Any) -> ShardSettings:
     return replace(settings, predict=predictor(args, costs, settings.dp_rank, settings.alignment))
 
 
+def _predictions(source: Source, args: Any) -> Callable[[Sequence[Piece]], tuple[int, ...]]:
+    """Counts an iteration's predictions by depth, where multi-token prediction asks for them."""
+    further = args.mtp_num_layers or 0
+
+    def count(pieces: Sequence[Piece]) -> tuple[int, ...]:
+        documents = np.array([piece.document for piece in pieces], dtype=np.int64)
+        return predictions(pieces, source.corpus.lengths_of(documents), further)
+
+    return count if further else lambda _: ()
+
+
 def _settings(source: Source, args: Any) -> ShardSettings:
     from megatron.core import parallel_state
 
@@ -186,6 +200,7 @@ def _settings(source: Source, args: Any) -> ShardSettings:
         alignment=token_alignment(args),
         sharding=source.config.sharding,
         table=table.scaled(heads=heads // tp, kv_heads=max(1, groups // tp), head_dim=channels),
+        predictions=_predictions(source, args),
     )
 
 
@@ -204,7 +219,7 @@ def _layout(args: Any) -> Layout:
         stage_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         cp_size=args.context_parallel_size,
         routes=bool(args.num_experts),
-        follows=bool(args.mtp_num_layers),
+        follows=args.mtp_num_layers or 0,
     )
 
 

@@ -43,7 +43,8 @@ def longest_micro_batch(
     plan = shard(sizes, settings.cp_size, "per-document")
     pieces = tuple(Piece(0, document, 0, int(size)) for document, size in enumerate(plan.lengths))
     summary = PlanSummary(REHEARSAL, usable, len(sizes), usable, 1.0, 1.0, 0, 0.0, 0, 0)
-    planned = PlannedMicroBatch(REHEARSAL, 0, pieces, plan, summary, 0.0)
+    counts = (usable,) * (1 + layout.follows)
+    planned = PlannedMicroBatch(REHEARSAL, 0, pieces, plan, summary, 0.0, predictions=counts)
     batch = with_plan(planned, layout)
     batch["graphs"] = (
         Met.of(usable, window, settings, documents, _of_a_window(window, settings, layout)),
@@ -54,6 +55,7 @@ def longest_micro_batch(
         zeros = torch.zeros(shape, dtype=torch.int64)
         positions = torch.from_numpy(plan.positions(layout.cp_rank))[None]
         batch.update(tokens=zeros, labels=zeros, loss_mask=torch.ones(shape), position_ids=positions)
+        batch["predicted"] = float(shape[1])
     return batch
 
 
