@@ -56,6 +56,8 @@ WRONG: dict[str, str] = {
     "--dataloader-inter-document-masking": "masks between documents already",
     "--fp8-dot-product-attention": "unrecognized arguments",
     "--wlb-log-plans": "give --wlb-log PATH",
+    "--wlb-log none/log.jsonl": "cannot write it",
+    "--wlb-trace none/trace.json": "cannot write it",
     "--wlb-trace t.json --wlb-trace-iteration 1": "set it to 2 or later",
     f"--wlb-cp-mode dynamic {MOE} --moe-token-dispatcher-type alltoall --moe-z-loss-coeff 0.001": "depend on the",
     # The plugin's own settings.

@@ -18,6 +18,7 @@ from wlb_megatron.plugin import source as sources
 from wlb_megatron.plugin import versions
 from wlb_megatron.plugin.batch_sizes import ramp_as_steps
 from wlb_megatron.plugin.limits import fit_to_memory
+from wlb_megatron.plugin.reporting import check_outputs
 from wlb_megatron.plugin.telling import checked
 from wlb_megatron.refusals import Refused, RefusedHere, refuse_unsupported
 
@@ -183,6 +184,7 @@ def _take_over(args: Any) -> None:
     try:
         config = sources.complete(args, config_from_args(args))
         refuse_unsupported(args, config)
+        check_outputs(config)
         if (steps := ramp_as_steps(args)) is not None:
             _set(
                 args,

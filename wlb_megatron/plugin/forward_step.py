@@ -11,6 +11,7 @@ from megatron.core.utils import StragglerDetector
 from megatron.training import get_args, get_timers
 
 from wlb_megatron.attention.core_attention import packed_seq_params
+from wlb_megatron.plugin import trace
 from wlb_megatron.plugin.groups import process_group
 from wlb_megatron.plugin.rehearsal import REHEARSAL
 from wlb_megatron.plugin.routing import stage_padding_mask
@@ -28,6 +29,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     with stimer(bdata=True):
         batch = next(data_iterator)
         planned = batch["planned"]
+        trace.begin_micro_batch(planned.index)
         tokens, labels, loss_mask, position_ids, padding = (
             batch[key].cuda(non_blocking=True) if key in batch else None
             for key in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")

@@ -19,12 +19,13 @@ import torch
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.drift import Drift
 from wlb_megatron.plugin.planning import PlannedIteration, PlannedMicroBatch
+from wlb_megatron.plugin.reporting import never_fatal
 from wlb_megatron.sharding.segments import ShardPlan
 
 _pending: tuple[dict[str, Any], float] | None = None
 """Figures of the iteration that is not yet logged, and when it began (perf_counter)."""
 _drift = Drift()
-_log_failed = False
+_NO_FIGURES = "figures of an iteration are not reported"
 
 
 def stepped(
@@ -38,16 +39,17 @@ def stepped(
     if not is_last_rank():
         return
     args = get_args()
-    figures = step_figures(batches, args.wlb_quadratic_at)
-    figures |= {
-        "plan_wait_ms": plan_wait_ms,
-        "put_back": planned.put_back,
-        "consumed_tokens": planned.state["trained"],
-        "predicted_ms": planned.predicted_ms,
-    }
-    if args.wlb_log_plans and planned.plan is not None:
-        figures["lengths"] = plan_lengths(planned.plan)
-    _pending = ({**figures, "iteration": args.curr_iteration + 1}, began)
+    with never_fatal(_NO_FIGURES):
+        figures = step_figures(batches, args.wlb_quadratic_at)
+        figures |= {
+            "plan_wait_ms": plan_wait_ms,
+            "put_back": planned.put_back,
+            "consumed_tokens": planned.state["trained"],
+            "predicted_ms": planned.predicted_ms,
+        }
+        if args.wlb_log_plans and planned.plan is not None:
+            figures["lengths"] = plan_lengths(planned.plan)
+        _pending = ({**figures, "iteration": args.curr_iteration + 1}, began)
 
 
 def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,9 +60,10 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(*args, **kwargs)
         if _pending is not None:
             (figures, began), _pending = _pending, None
-            seconds = time.perf_counter() - began
-            rate = figures["tokens"] / seconds / torch.distributed.get_world_size()
-            _report({**figures, "measured_ms": seconds * 1e3, "tokens_per_second_per_gpu": rate})
+            with never_fatal(_NO_FIGURES):
+                seconds = time.perf_counter() - began
+                rate = figures["tokens"] / seconds / torch.distributed.get_world_size()
+                _report({**figures, "measured_ms": seconds * 1e3, "tokens_per_second_per_gpu": rate})
         return result
 
     return training_log
@@ -73,34 +76,44 @@ def _report(figures: dict[str, Any]) -> None:
     warning = None
     if figures["predicted_ms"] is not None:
         warning = _drift.add(figures["predicted_ms"], figures["measured_ms"])
-    if iteration % args.log_interval == 0:
-        print(log_line(figures, _drift.scale), flush=True)
-    if warning is not None:
-        print(f"WARNING: wlb_megatron: {warning}", flush=True)
+    with never_fatal("the log line is not printed"):
+        if iteration % args.log_interval == 0:
+            print(log_line(figures, _drift.scale), flush=True)
+        if warning is not None:
+            print(f"WARNING: wlb_megatron: {warning}", flush=True)
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
     shown = {f"wlb/{name}": value for name, value in figures.items() if name not in ("iteration", "lengths")}
     if writer and iteration % args.tensorboard_log_interval == 0:
-        for name, value in shown.items():
-            if isinstance(value, int | float):
-                writer.add_scalar(name, value, iteration)
-        for kind, count in figures["shardings"].items():
-            writer.add_scalar(f"wlb/sharding-{kind}", count, iteration)
+        with never_fatal("TensorBoard gets no figures of plans"):
+            _add_scalars(writer, shown, iteration)
     if wandb:
-        wandb.log(shown, iteration)
+        with never_fatal("Weights & Biases gets no figures of plans"):
+            wandb.log(shown, iteration)
     if args.wlb_log:
-        append_line(args.wlb_log, json.dumps(figures))
+        with never_fatal(f"--wlb-log {args.wlb_log} cannot be written"):
+            append_line(args.wlb_log, json.dumps(figures))
+
+
+def _add_scalars(writer: Any, shown: dict[str, Any], iteration: int) -> None:
+    for name, value in shown.items():
+        if isinstance(value, int | float):
+            writer.add_scalar(name, value, iteration)
+    for kind, count in shown["wlb/shardings"].items():
+        writer.add_scalar(f"wlb/sharding-{kind}", count, iteration)
 
 
 def append_line(path: str, line: str) -> None:
-    """A log that cannot be written (a full disk) is told once, and training goes on."""
-    global _log_failed
-    try:
-        with open(path, "a", encoding="utf-8") as lines:
-            lines.write(line + "\n")
-    except OSError as error:
-        if not _log_failed:
-            print(f"WARNING: wlb_megatron: --wlb-log {path} cannot be written: {error}", flush=True)
-        _log_failed = True
+    """Append a whole line or nothing. OSError where it cannot be written, as on a full disk."""
+    with open(path, "ab", buffering=0) as lines:
+        size = lines.tell() if lines.seekable() else None
+        left = memoryview(f"{line}\n".encode())
+        try:
+            while left:
+                left = left[lines.write(left) :]
+        except OSError:
+            if size is not None:
+                lines.truncate(size)
+            raise
 
 
 def log_line(figures: dict[str, Any], scale: float | None) -> str:

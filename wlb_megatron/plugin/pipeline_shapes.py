@@ -111,7 +111,7 @@ def _orders(micro_batches: int, model: Any, chunks: int) -> dict[str, list[int]]
 
 def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*, data_iterator: Any, num_microbatches: int, **kwargs: Any) -> Any:
-        from wlb_megatron.plugin import data, timers
+        from wlb_megatron.plugin import data, timers, trace
         from wlb_megatron.plugin.rehearsal import rehearse
 
         # Model chunks of a stage have an iterator each, all the plugin's same one.
@@ -148,6 +148,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         batches = data.draw_step(first, num_microbatches)
         if training:
             timers.add("wlb-draw", time.perf_counter() - began)
+            trace.begin_step()
         result = step(batches)
         if training:
             source.after_step(batches)

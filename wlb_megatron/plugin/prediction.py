@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.plan import StepPlan
 from wlb_megatron.plan import IterationPlan
+from wlb_megatron.plugin.reporting import never_fatal
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.simulator.calibration import with_links
@@ -31,9 +33,8 @@ def predictor(args: Any, costs: Costs | None, dp_rank: int, alignment: int) -> P
 
     None for a job that the simulator does not take (a schedule of another kind): it trains all the same.
     """
-    try:
-        model = layer_model(args, costs)
-    except ValueError:
+    model = _model_or_none(args, costs)
+    if model is None:
         return lambda plan, shards: None
 
     def predict(plan: IterationPlan, shards: Sequence[ShardPlan]) -> float:
@@ -46,9 +47,8 @@ def predictor(args: Any, costs: Costs | None, dp_rank: int, alignment: int) -> P
 def group_predictor(args: Any, costs: Costs | None, cost: GroupCost) -> PredictGroups:
     """The same with dynamic groups, every rank of a stage with micro-batches of its own. cost: what they were planned
     by, which tells the attention of a group without sharding it."""
-    try:
-        given = layer_model(args, costs)
-    except ValueError:
+    given = _model_or_none(args, costs)
+    if given is None:
         return lambda plan, tokens: None
     ranks = given.layout.dp * given.layout.cp
     model = replace(given, layout=replace(given.layout, cp=1, dp=ranks))
@@ -69,20 +69,25 @@ def _until_it_fails(predict: Callable[..., float]) -> Callable[..., float | None
         nonlocal failed
         if failed:
             return None
-        try:
+        with never_fatal("no more predicted times, the simulator failed"):
             return predict(*args)
-        except Exception as error:
-            failed = True
-            print(
-                f"WARNING: wlb_megatron: no more predicted times, the simulator failed: {error!r}", flush=True
-            )
-            return None
+        failed = True
+        return None
 
     return guarded
 
 
+def _model_or_none(args: Any, costs: Costs | None) -> LayerModel | None:
+    with never_fatal("no predicted times, the simulator failed"), contextlib.suppress(ValueError):
+        return layer_model(args, costs)
+    return None
+
+
 def layer_model(args: Any, costs: Costs | None) -> LayerModel:
-    """Megatron's validated arguments as the simulator's model. Experts count as what they activate for a token."""
+    """Megatron's validated arguments as the simulator's model. Experts count as what they activate for a token.
+
+    Raises ValueError for a model or a schedule that the simulator does not take.
+    """
     from wlb_megatron.plugin.source import attention_shape
 
     heads, groups, channels = attention_shape(args)
@@ -106,6 +111,9 @@ def layer_model(args: Any, costs: Costs | None) -> LayerModel:
         dp=args.data_parallel_size,
         chunks=args.virtual_pipeline_model_parallel_size or 1,
     )
+    group = getattr(args, "microbatch_group_size_per_vp_stage", None) or layout.pp
+    if layout.chunks > 1 and group != layout.pp:
+        raise ValueError(f"an interleaved schedule by groups of {group} micro-batches on {layout.pp} stages")
     overlapped = getattr(args, "overlap_grad_reduce", False)
     return LayerModel(
         shape=shape,

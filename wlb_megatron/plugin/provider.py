@@ -119,7 +119,7 @@ def _training(sources: dict[str, Source], args: Any) -> MicroBatchIterator:
         timers.add("wlb-planning", planned.micro_batches[0].plan_seconds)
         timers.add("wlb-predicted", (planned.predicted_ms or 0.0) / 1e3)
         metrics.stepped(batches, planned, began=iterator.take_began(), plan_wait_ms=waited * 1e3)
-        trace.after_iteration(args.curr_iteration + 1, args, len(batches), spans)
+        trace.after_iteration(args.curr_iteration + 1, args, spans)
 
     wanted = {"auto": args.distributed_backend == "nccl", "always": True, "never": False}[
         source.config.rehearsal

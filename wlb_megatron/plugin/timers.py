@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from wlb_megatron.attention import kv_exchange
+from wlb_megatron.plugin.reporting import never_fatal
 
 LEVELS = {"wlb-draw": 1, "wlb-plan-wait": 1, "wlb-planning": 1, "wlb-predicted": 1, "wlb-key-exchange": 2}
 """--timing-log-level from which each is shown."""
@@ -31,8 +32,9 @@ def add(name: str, seconds: float) -> None:
     from megatron.training import get_args, get_timers
 
     if get_args().timing_log_level >= LEVELS[name]:
-        timer = get_timers()(name, log_level=LEVELS[name])
-        timer.set_elapsed(timer.elapsed(reset=False) + seconds)
+        with never_fatal(f"the timer {name} is not kept"):
+            timer = get_timers()(name, log_level=LEVELS[name])
+            timer.set_elapsed(timer.elapsed(reset=False) + seconds)
 
 
 def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +49,8 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
             timers.log, timers.write = _continued(timers.log, names), _continued(timers.write, names)
         if level >= LEVELS["wlb-key-exchange"]:
             kv_exchange.on_wait = _on_gpu if get_args().distributed_backend == "nccl" else _on_host
-            add("wlb-key-exchange", _read_waits())
+            with never_fatal("the timer wlb-key-exchange is not kept"):
+                add("wlb-key-exchange", _read_waits())
         return original(*args, **kwargs)
 
     return training_log

@@ -1,30 +1,49 @@
 """A real iteration as a trace for Perfetto: when each rank ran each micro-batch's forward and backward.
 
-Megatron's schedule calls one function for each; during the traced iteration a mark on the device is made before and
-after each call, otherwise nothing is done. The calls come in the order of the schedule, which tells the micro-batch.
+Megatron's schedule calls one function for each. During the traced iteration a mark on the device is made before and
+after each call; otherwise nothing is done. No order of the schedule is assumed. The plugin's forward step tells which
+micro-batch a forward is of, and a backward is of the micro-batch whose output it is given.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from wlb_megatron.pipeline.orders import pipeline_orders
 from wlb_megatron.pipeline.schedule import Event
+from wlb_megatron.plugin.board import wait_for
+from wlb_megatron.plugin.reporting import never_fatal
 from wlb_megatron.report.files import whole_file
 from wlb_megatron.report.trace import chrome_trace
 
 IntArray = npt.NDArray[np.int64]
 Mark = Any
 """A CUDA event, or the host's nanoseconds where the CPU is the device."""
+
+UNKNOWN = -1
+"""Stands for a micro-batch that a backward cannot be told to be of."""
+
+PATIENCE = 60
+"""Seconds that the last rank waits for the times of the others."""
+
+
+class Call(NamedTuple):
+    """A forward or backward of one micro-batch through one model chunk: begin and end."""
+
+    backward: bool
+    begin: Mark
+    end: Mark
+    micro_batch: int
+    chunk: int
 
 
 class Recorder:
@@ -33,27 +52,50 @@ class Recorder:
     def __init__(self, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
         self._zero: tuple[int, Mark] | None = None
-        self._calls: list[tuple[bool, Mark, Mark]] = []
+        self._calls: list[Call] = []
+        self._passed: Counter[int] = Counter()  # chunks that each micro-batch has passed forward
+        self._made: dict[
+            int, tuple[int, int]
+        ] = {}  # micro-batch and chunk by the id of what its forward returned
+        self.micro_batch = 0
+        """Of the forward that runs; set by the plugin's forward step."""
 
-    def run(self, backward: bool, call: Callable[[], Any]) -> Any:
-        """The call's result; its time is noted."""
-        if self._zero is None:
-            self._zero = self._now()
-        begin = self._mark()
+    def forward(self, call: Callable[[], Any]) -> Any:
+        """The result of a schedule's forward; its time is noted."""
+        begin = self._begin()
         result = call()
-        self._calls.append((backward, begin, self._mark()))
+        micro_batch = self.micro_batch
+        chunk = self._passed[micro_batch]
+        self._passed[micro_batch] += 1
+        # An id stays the output's until its backward: the schedule keeps the output so long.
+        self._made[_id(result[0])] = micro_batch, chunk
+        self._calls.append(Call(False, begin, self._mark(), micro_batch, chunk))
         return result
 
-    def spans(self) -> list[tuple[bool, int, int]]:
-        """Backward or not, begin and end of each call, in nanoseconds since 1970 by this host's clock."""
+    def backward(self, output: Any, call: Callable[[], Any]) -> Any:
+        """The result of a schedule's backward from `output`; its time is noted."""
+        micro_batch, chunk = self._made.get(_id(output), (UNKNOWN, 0))
+        begin = self._begin()
+        result = call()
+        self._calls.append(Call(True, begin, self._mark(), micro_batch, chunk))
+        return result
+
+    def calls(self) -> list[Call]:
+        """All calls, in nanoseconds since 1970 by this host's clock."""
         if self._on_gpu:
             torch.cuda.synchronize()
         if self._zero is None:
             return []
         clock, zero = self._zero
         return [
-            (back, clock + self._since(zero, a), clock + self._since(zero, b)) for back, a, b in self._calls
+            one._replace(begin=clock + self._since(zero, one.begin), end=clock + self._since(zero, one.end))
+            for one in self._calls
         ]
+
+    def _begin(self) -> Mark:
+        if self._zero is None:
+            self._zero = self._now()
+        return self._mark()
 
     def _now(self) -> tuple[int, Mark]:
         if self._on_gpu:
@@ -71,49 +113,78 @@ class Recorder:
         return int(zero.elapsed_time(mark) * 1e6) if self._on_gpu else mark - zero
 
 
+def _id(output: Any) -> int:
+    """Of a stage's output, which schedules hand on as a tensor or as a list of one."""
+    return id(output[0] if isinstance(output, list) else output)
+
+
+_due = False
+"""Whether the next training step is the traced one."""
+
 _recorder: Recorder | None = None
+
+
+def begin_step() -> None:
+    """Told before each training step. (Evaluation may run between two, and is not recorded.)"""
+    global _recorder, _due
+    if _due:
+        from megatron.training import get_args
+
+        _recorder, _due = Recorder(get_args().distributed_backend == "nccl"), False
+
+
+def begin_micro_batch(index: int) -> None:
+    """Told by the plugin's forward step: which micro-batch of the iteration it runs."""
+    if _recorder is not None:
+        _recorder.micro_batch = index
 
 
 def wrap_forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """A schedule's forward of one micro-batch, marked in a traced iteration."""
-    return _marked(original, False)
+
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        if _recorder is None:
+            return original(*args, **kwargs)
+        return _recorder.forward(lambda: original(*args, **kwargs))
+
+    return forward_step
 
 
 def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """A schedule's backward of one micro-batch, marked in a traced iteration."""
-    return _marked(original, True)
 
-
-def _marked(original: Callable[..., Any], backward: bool) -> Callable[..., Any]:
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if _recorder is None:
-            return original(*args, **kwargs)
-        return _recorder.run(backward, lambda: original(*args, **kwargs))
+            return original(input_tensor, output_tensor, *args, **kwargs)
+        return _recorder.backward(
+            output_tensor, lambda: original(input_tensor, output_tensor, *args, **kwargs)
+        )
 
-    return step
+    return backward_step
 
 
-def after_iteration(iteration: int, args: Any, micro_batches: int, store: Any) -> None:
-    """To be called by every rank after each iteration (from 1): begins before the traced one, writes after it.
+def after_iteration(iteration: int, args: Any, store: Any) -> None:
+    """To be called by every rank after each iteration (from 1): the one before the traced one makes it due, after the
+    traced one it is written.
 
     store: common to all ranks, over which they send their times to the last one, which writes --wlb-trace.
     """
-    global _recorder
+    global _recorder, _due
     if args.wlb_trace is None:
         return
     if iteration + 1 == args.wlb_trace_iteration:
-        _recorder = Recorder(args.distributed_backend == "nccl")
+        _due = True
     elif _recorder is not None:
-        spans, _recorder = _recorder.spans(), None
-        ranks = _gather(spans, store)
-        if ranks is not None:
-            chunks = args.virtual_pipeline_model_parallel_size or 1
-            _write(Path(args.wlb_trace), ranks, args, micro_batches, chunks)
+        recorder, _recorder = _recorder, None
+        with never_fatal("--wlb-trace writes nothing"):
+            _send(recorder, store)
+            if dist.get_rank() == dist.get_world_size() - 1:
+                _write(Path(args.wlb_trace), _gather(store), args)
 
 
-def _gather(spans: list[tuple[bool, int, int]], store: Any) -> list[IntArray] | None:
-    """On the last rank, int64[1 + calls, 4] of each rank: its data, pipeline, context and tensor rank, then its
-    calls. None on the others, which do not wait."""
+def _send(recorder: Recorder, store: Any) -> None:
+    """Leave int64[1 + calls, 5] in the store: this rank's data, pipeline, context and tensor rank, then its calls.
+    Nothing but the former where its times cannot be had: the last rank waits for an answer."""
     from megatron.core import parallel_state as state
 
     place = (
@@ -121,29 +192,37 @@ def _gather(spans: list[tuple[bool, int, int]], store: Any) -> list[IntArray] | 
         state.get_pipeline_model_parallel_rank(),
         state.get_context_parallel_rank(),
         state.get_tensor_model_parallel_rank(),
+        0,
     )
-    rows = np.array([place, *((int(back), a, b, 0) for back, a, b in spans)], dtype=np.int64)
-    store.set(str(dist.get_rank()), rows.tobytes())
-    if dist.get_rank() != dist.get_world_size() - 1:
-        return None
-    told = [store.get(str(rank)) for rank in range(dist.get_world_size())]
-    return [np.frombuffer(one, dtype=np.int64).reshape(-1, 4) for one in told]
+    calls: list[Call] = []
+    try:
+        calls = recorder.calls()
+    finally:
+        rows = np.array([place, *calls], dtype=np.int64)
+        store.set(str(dist.get_rank()), rows.tobytes())
 
 
-def _write(path: Path, ranks: list[IntArray], args: Any, micro_batches: int, chunks: int) -> None:
-    orders = pipeline_orders(args.pipeline_model_parallel_size, micro_batches, chunks)
+def _gather(store: Any) -> list[IntArray]:
+    """What the ranks have sent, in rank order. TimeoutError where one has not within PATIENCE."""
+    until = time.monotonic() + PATIENCE
+    told = []
+    for rank in range(dist.get_world_size()):
+        if not wait_for(store, str(rank), lambda: time.monotonic() > until):
+            raise TimeoutError(f"rank {rank} has not sent its times within {PATIENCE} s")
+        told.append(np.frombuffer(store.get(str(rank)), dtype=np.int64).reshape(-1, 5))
+    return told
+
+
+def _write(path: Path, ranks: list[IntArray], args: Any) -> None:
     cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
-    zero = min(int(rows[1:, 1].min()) for rows in ranks)
+    zero = min(int(rows[1:, 1].min()) for rows in ranks if len(rows) > 1)
     groups: dict[int, list[Event]] = {}
     for rows in ranks:
-        data, stage, context, tensor = rows[0].tolist()
-        for step, (backward, begin, end, _) in zip(orders[stage], rows[1:].tolist(), strict=True):
-            if step.backward != bool(backward):
-                raise RuntimeError(f"stage {stage} did not run the schedule that --wlb-trace knows")
-            row = (stage * cp + context) * tp + tensor
-            groups.setdefault(data, []).append(
-                Event(row, step.micro_batch, step.backward, begin - zero, end - zero, step.chunk)
-            )
+        data, stage, context, tensor, _ = rows[0].tolist()
+        row = (stage * cp + context) * tp + tensor
+        for backward, begin, end, micro_batch, chunk in rows[1:].tolist():
+            event = Event(row, micro_batch, bool(backward), begin - zero, end - zero, chunk)
+            groups.setdefault(data, []).append(event)
 
     def named(row: int) -> str:
         return f"stage {row // (cp * tp)}, context rank {row // tp % cp}, tensor rank {row % tp}"
@@ -152,5 +231,6 @@ def _write(path: Path, ranks: list[IntArray], args: Any, micro_batches: int, chu
     with whole_file(path, "--wlb-trace") as scratch:
         scratch.write_text(json.dumps(told) + "\n", encoding="utf-8")
     print(
-        f"> wlb_megatron: iteration {args.wlb_trace_iteration} is traced in {path}: open it in ui.perfetto.dev"
+        f"> wlb_megatron: iteration {args.wlb_trace_iteration} is traced in {path}: open it in ui.perfetto.dev",
+        flush=True,
     )

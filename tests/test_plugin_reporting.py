@@ -1,0 +1,189 @@
+"""What only reports never ends a job: refused at the start where it cannot be written, a warning from then on."""
+
+from __future__ import annotations
+
+import json
+import resource
+from argparse import Namespace
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import forked_ranks
+import pytest
+import torch.distributed as dist
+from megatron_runs import cpu_environment, failure, flags, launch
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.plugin import metrics, reporting, trace
+from wlb_megatron.plugin.reporting import check_outputs, never_fatal
+from wlb_megatron.refusals import RefusedHere
+
+
+@pytest.fixture(autouse=True)
+def nothing_warned_of() -> Iterator[None]:
+    reporting._warned.clear()
+    yield
+    reporting._warned.clear()
+
+
+def test_an_error_in_a_report_is_told_once_and_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(3):
+        with never_fatal("no report"):
+            raise KeyError("figure")
+    assert capsys.readouterr().out == "WARNING: wlb_megatron: no report: KeyError('figure')\n"
+    with pytest.raises(KeyboardInterrupt), never_fatal("no report"):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", ["log", "trace"])
+def test_a_report_that_cannot_be_written_is_refused_at_the_start_by_the_rank_that_writes_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config(path: Path) -> WlbConfig:
+        return WlbConfig(**{name: str(path)})  # type: ignore[arg-type]
+
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "2")
+    check_outputs(config(tmp_path / "file"))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RefusedHere, match=rf"--wlb-{name} .*/none/file: .*No such file or directory"):
+        check_outputs(config(tmp_path / "none" / "file"))
+    with pytest.raises(RefusedHere, match="Is a directory"):
+        check_outputs(config(tmp_path))
+    monkeypatch.setenv("RANK", "1")
+    check_outputs(config(tmp_path / "none" / "file"))
+
+
+def test_a_full_disk_leaves_no_half_line_in_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    metrics.append_line(str(log), json.dumps({"iteration": 1}))
+    whole = log.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 50, hard))  # so much fits
+    try:
+        with pytest.raises(OSError):
+            metrics.append_line(str(log), json.dumps({"iteration": 2, "text": 100 * "x"}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert log.read_bytes() == whole
+    metrics.append_line(str(log), json.dumps({"iteration": 3}))
+    assert [json.loads(line)["iteration"] for line in log.read_text().splitlines()] == [1, 3]
+
+
+class Broken:
+    """A writer whose service is gone."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConnectionError(name)
+
+
+def test_each_report_of_an_iteration_is_made_whatever_becomes_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = pytest.importorskip("megatron.training")
+    log = tmp_path / "log.jsonl"
+    args = Namespace(log_interval=1, tensorboard_log_interval=1, wlb_log=str(log))
+    monkeypatch.setattr(training, "get_args", lambda: args)
+    monkeypatch.setattr(training, "get_tensorboard_writer", Broken)
+    monkeypatch.setattr(training, "get_wandb_writer", Broken)
+    figures = {
+        "iteration": 1,
+        "predicted_ms": None,
+        "shardings": {"hybrid": 1},
+    }  # of which no log line can be made
+    metrics._report(figures)
+    assert json.loads(log.read_text()) == figures
+    said = capsys.readouterr().out
+    assert said.count("WARNING") == 3
+    assert "the log line is not printed: KeyError" in said and "TensorBoard" in said and "Weights" in said
+    args.wlb_log = str(tmp_path / "none" / "log.jsonl")
+    metrics._report(figures)
+    assert "none/log.jsonl cannot be written" in capsys.readouterr().out
+
+
+def test_a_rank_whose_times_cannot_be_had_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = pytest.importorskip("megatron.core").parallel_state
+    for place in ("data_parallel", "pipeline_model_parallel", "context_parallel", "tensor_model_parallel"):
+        monkeypatch.setattr(state, f"get_{place}_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(trace, "PATIENCE", 0.2)
+    args = Namespace(wlb_trace=str(tmp_path / "trace.json"), wlb_trace_iteration=3)
+    store = dist.HashStore()
+    for rank in (0, 1):
+        broken = trace.Recorder(on_gpu=False)
+        monkeypatch.setattr(broken, "calls", lambda: [][0])
+        monkeypatch.setattr(trace, "_recorder", broken)
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        trace.after_iteration(3, args, store)
+        assert store.check([str(rank)])
+    assert capsys.readouterr().out.count("--wlb-trace writes nothing: IndexError") == 1
+    reporting._warned.clear()
+    monkeypatch.setattr(trace, "_recorder", trace.Recorder(on_gpu=False))
+    trace.after_iteration(3, args, dist.HashStore())  # rank 0 has sent nothing there
+    assert "rank 0 has not sent its times within 0.2 s" in capsys.readouterr().out
+
+
+VIRTUAL = ["--num-layers", "8", "--num-layers-per-virtual-pipeline-stage", "2"]
+
+
+@pytest.mark.megatron
+def test_a_trace_of_interleaved_stages_knows_any_group_size_and_leaves_out_evaluation(
+    corpus: Path, tmp_path: Path
+) -> None:
+    traced = tmp_path / "trace.json"
+    arguments = [
+        *flags(pipeline=2),
+        *VIRTUAL,
+        *("--microbatch-group-size-per-virtual-pipeline-stage", "4", "--global-batch-size", "4"),
+        *("--data-path", str(corpus), "--split", "80,20,0", "--train-iters", "4"),
+        *("--eval-iters", "1", "--eval-interval", "2"),
+        *("--wlb-trace", str(traced), "--wlb-trace-iteration", "3"),
+    ]
+    done = launch(arguments, 2)
+    assert done.returncode == 0, failure(done)
+    assert "WARNING: wlb_megatron" not in done.stdout
+    events = [event for event in json.loads(traced.read_text())["traceEvents"] if event["ph"] == "X"]
+    at = {(e["tid"], e["name"]): (e["ts"], e["ts"] + e["dur"]) for e in events}
+    names = {f"{way}{m}{chunk}" for way in "FB" for m in range(4) for chunk in ("", ".1")}
+    assert set(at) == {(stage, name) for stage in (0, 1) for name in names} and len(events) == len(at)
+    for m in range(4):
+        # Forward through the chunks of stages 0, 1, 0, 1 and back: none begins before the one before it has ended.
+        path = [*((stage, f"F{m}{chunk}") for chunk in ("", ".1") for stage in (0, 1))]
+        path += [(stage, f"B{m}{chunk}") for chunk in (".1", "") for stage in (1, 0)]
+        for before, after in pairwise(path):
+            assert at[before][1] <= at[after][1] and at[before][0] <= at[after][0]
+
+
+FOLDER_GOES = """
+import pathlib, shutil, sys
+from wlb_megatron.plugin import trace
+begin = trace.begin_step
+def begin_step():
+    shutil.rmtree(sys.argv[sys.argv.index("--wlb-trace") + 1].rsplit("/", 1)[0], ignore_errors=True)
+    begin()
+trace.begin_step = begin_step
+import runpy
+runpy.run_module("wlb_megatron.pretrain_gpt", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.megatron
+def test_training_goes_on_where_log_and_trace_can_no_longer_be_written(corpus: Path, tmp_path: Path) -> None:
+    script, gone = tmp_path / "script.py", tmp_path / "gone"
+    script.write_text(FOLDER_GOES)
+    gone.mkdir()
+    arguments = [
+        *flags(),
+        *("--data-path", str(corpus), "--global-batch-size", "2", "--train-iters", "4", "--split", "1,0,0"),
+        *("--wlb-trace", str(gone / "trace.json"), "--wlb-trace-iteration", "2"),
+        *("--wlb-log", str(gone / "log.jsonl")),
+    ]
+    done = forked_ranks.run([str(script)], arguments, 1, cpu_environment(), timeout=120)
+    assert done.returncode == 0, failure(done)
+    assert "[wlb] iteration 4" in done.stdout
+    assert done.stdout.count("--wlb-trace writes nothing") == 1
+    assert done.stdout.count("log.jsonl cannot be written") == 1
