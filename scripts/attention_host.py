@@ -233,6 +233,9 @@ class NoKernels:
     def takes(self, dim: int, v_dim: int) -> bool:
         return True
 
+    def room(self, call: Any) -> tuple[int, int]:
+        return call.q_rows, call.kv_rows
+
     def forward(self, call: Any, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         return torch.empty_like(q), q.new_empty(q.shape[:2])
 

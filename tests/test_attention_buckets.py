@@ -20,6 +20,7 @@ from wlb_megatron.attention.graph_buckets import (
     padded_keys,
     padded_queries,
     repeated,
+    room,
 )
 from wlb_megatron.attention.torch_backend import TorchKernels
 from wlb_megatron.attention.warm_up import warm_up
@@ -67,7 +68,7 @@ def test_levels_stand_for_every_count_up_to_the_most(most, at):
 
 
 def graph(call):
-    return call.causal, call.window, bucket(len(call.cu_seqlens_q) - 1, call.q_rows, call.kv_rows)
+    return call.causal, call.window, bucket(len(call.cu_seqlens_q) - 1, *room(call))
 
 
 @settings(max_examples=200, deadline=None)

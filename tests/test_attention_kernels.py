@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from attention_oracle import (
@@ -20,14 +21,17 @@ from attention_oracle import (
 )
 from megatron.core.transformer.enums import AttnMaskType
 
+from wlb_megatron.attention import graph_buckets
 from wlb_megatron.attention.device_layout import device_layout
-from wlb_megatron.attention.graph_buckets import Equal, repeated
+from wlb_megatron.attention.graph_buckets import Equal, bucket, repeated
 from wlb_megatron.attention.sharded_attention import sharded_attention
 from wlb_megatron.attention.warm_up import warm_up
 from wlb_megatron.errors import WlbError
+from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
+from wlb_megatron.simulator.lengths import long_tailed
 
 
 def seen(mask, window, queries, keys, bottom_right):
@@ -78,6 +82,7 @@ class Asked:
     def forward(self, training, max_q, max_kv, cu_q, cu_kv, q, k, v, dtype, backend, **told):
         assert training
         self.calls.append(told)
+        self.bounds = cu_q, cu_kv
         if told["o_format"] == "thd":
             return self._forward(told, cu_q, cu_kv, q, k, v)
         assert q.shape[:2] == (len(cu_q) - 1, max_q) and k.shape[:2] == v.shape[:2] == (
@@ -181,8 +186,9 @@ def test_lengths_without_padding_are_told_by_one_tensor_twice(asked):
             keys = torch.zeros(call.kv_rows, 2, 2, 4, dtype=x.q.dtype)
             kernels.forward(call, random_tensors(call.q_rows).q, keys, SCALE)
             told = asked.calls[-1]
-            assert told["cu_seqlens_q_padded"] is call.cu_seqlens_q
-            assert told["cu_seqlens_kv_padded"] is call.cu_seqlens_kv
+            assert told["cu_seqlens_q_padded"] is asked.bounds[0]
+            assert told["cu_seqlens_kv_padded"] is asked.bounds[1]
+            assert (asked.bounds[0] is asked.bounds[1]) == call.causal
 
 
 def test_rectangles_have_no_mask_and_diagonals_the_fast_causal_one(asked):
@@ -324,8 +330,6 @@ def test_other_sizes_and_other_heads_than_expected_go_packed(asked):
 
 
 def test_a_plan_with_only_whole_documents_makes_one_call_each_way(asked):
-    import numpy as np
-
     plan = ShardPlan(np.array([8, 8]), (np.array([[0, 0, 8]]), np.array([[1, 0, 8]])))
     layout = device_layout(attention_layout(plan, 0), "cpu")
     x = random_tensors(8)
@@ -343,5 +347,62 @@ def test_one_call_is_a_bottom_right_one_over_each_segments_own_keys(asked):
     kernels.forward(single.call, random_tensors(single.call.q_rows).q, keys, SCALE)
     (told,) = asked.calls
     assert told["attn_mask_type"] == "padding_causal_bottom_right" and told["window_size"] == (-1, 0)
-    assert told["cu_seqlens_q_padded"].tolist() == [0, 16, 32]
-    assert told["cu_seqlens_kv_padded"].tolist() == [0, 16, 80]
+    assert told["cu_seqlens_q_padded"].tolist() == [0, 16, 32] + 30 * [32]
+    assert told["cu_seqlens_kv_padded"].tolist() == [0, 16, 80] + 30 * [80]
+
+
+@pytest.mark.parametrize("documents", [1, 31, 32, 33, 513])
+def test_the_number_of_sequences_is_told_rounded_up_with_empty_ones(asked, documents):
+    lengths = [1] * documents
+    forward, backward = alone(asked, lengths)
+    expected = bucket(documents, 1, 1).sequences
+    for told in (forward, backward):
+        bounds = told["cu_seqlens_q_padded"]
+        assert len(bounds) - 1 == expected and bounds is told["cu_seqlens_kv_padded"]
+        assert bounds.diff().tolist() == lengths + [0] * (expected - documents)
+
+
+def test_layers_of_a_micro_batch_share_the_rounded_bounds_and_keep_none_of_earlier_ones(asked):
+    kernels, x = asked.backend.TransformerEngineKernels(), random_tensors(24)
+    kv = torch.stack((x.k, x.v), dim=1)
+    for _ in range(2):
+        call = device_layout(attention_layout(shard([12, 7, 5], 1, "per-document"), 0), "cpu").diagonals
+        told = []
+        for _ in range(2):
+            kernels.forward(call, x.q, kv, SCALE)
+            told.append(asked.bounds[0])
+        assert told[0] is told[1]
+        assert len(asked.backend._rounded_bounds) == 1
+        del call
+        assert not len(asked.backend._rounded_bounds)
+
+
+def test_an_engine_that_keeps_graphs_by_the_number_of_sequences_finds_those_of_the_warm_up(
+    asked, monkeypatch
+):
+    """Forwards of long-tailed micro-batches, 128K over 4 ranks. From cuDNN 9.24 on Transformer Engine tells them apart
+    by rows rounded up and by the number of sequences as it is."""
+    met = set()
+
+    def forward(training, max_q, max_kv, cu_q, cu_kv, q, k, v, dtype, backend, **told):
+        causal = "causal" in told["attn_mask_type"]
+        met.add((causal, len(cu_q) - 1, graph_buckets.rows(len(q)), graph_buckets.rows(len(k))))
+        return torch.empty_like(q), [torch.empty(*q.shape[:2], 1), None]
+
+    monkeypatch.setattr(asked.backend, "fused_attn_fwd", forward)
+    kernels, cp, window = asked.backend.TransformerEngineKernels(), 4, 131072
+    pool, rng, numbers = long_tailed(window, 4096, 3), np.random.default_rng(3), set()
+    for step in range(60):
+        chosen = rng.permutation(pool)
+        chosen = chosen[np.cumsum(chosen) <= rng.uniform(0.4, 1.5) * window]
+        lengths = np.append(chosen, padding(int(chosen.sum()), cp) or cp)
+        layout = device_layout(attention_layout(shard(lengths, cp, "adaptive"), step % cp), "cpu")
+        for call in filter(None, (layout.diagonals, layout.rectangles)):
+            q, k = kernels.room(call)
+            kernels.forward(call, torch.empty(q, 1, 8), torch.empty(k, 2, 1, 8), SCALE)
+            numbers.add(len(call.cu_seqlens_q) - 1)
+    known = {
+        (causal, *bucket(*size))
+        for causal, _, size in graph_buckets.foreseen(3 * window // 2, cp, 2 * len(pool), 64, None)
+    }
+    assert met <= known and len(met) < len(numbers), (len(met), len(numbers))

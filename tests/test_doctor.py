@@ -92,6 +92,15 @@ def test_the_cpu_that_answers_for_a_gpu_is_not_taken_for_one(monkeypatch: pytest
     assert all(one.verdict != doctor.FIX for one in doctor.transformer_engine())
 
 
+@pytest.mark.parametrize(
+    ("version", "told"), [(91900, "rounds sizes up"), (92400, "rounded up here"), (92501, "rounded up here")]
+)
+def test_the_version_of_cudnn_says_who_rounds_the_sizes_of_graphs(version: int, told: str) -> None:
+    first, graphs = doctor.cudnn(version)
+    assert first.found == f"9.{version // 100 % 100}.{version % 100}" and told in graphs.found
+    assert [one.found for one in doctor.cudnn(None)] == ["missing"]
+
+
 def test_a_check_that_breaks_is_a_finding_and_not_the_end() -> None:
     def broken_part():  # type: ignore[no-untyped-def]
         yield doctor.Finding("first", "fine")

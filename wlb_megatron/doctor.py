@@ -110,7 +110,7 @@ def torch_and_gpus() -> Iterator[Finding]:
         )
     else:
         yield Finding("CUDA", built)
-        yield Finding("cuDNN", _dotted(torch.backends.cudnn.version()))
+        yield from cudnn(torch.backends.cudnn.version())
         nccl = torch.cuda.nccl.version() if gpus else _version(f"nvidia-nccl-cu{built.split('.')[0]}")
         yield Finding("NCCL", nccl if isinstance(nccl, str) else ".".join(map(str, nccl or ("unknown",))))
     if not gpus:
@@ -130,6 +130,24 @@ def torch_and_gpus() -> Iterator[Finding]:
             OK if able else FIX,
             "" if able else "attention over packed documents by cuDNN needs Hopper or newer (9.0)",
         )
+
+
+def cudnn(version: int | None) -> Iterator[Finding]:
+    """cuDNN, and whether the kernel graphs that are built before step 1 are those that its steps need."""
+    yield Finding("cuDNN", _dotted(version))
+    if version:
+        rounds = version < BY_SEQUENCES
+        yield Finding(
+            "attention graphs built before step 1",
+            "fit: Transformer Engine rounds sizes up"
+            if rounds
+            else "fit: the number of sequences is rounded up here, since Transformer Engine no longer does so with "
+            "this cuDNN (counted from plans, not run on a GPU with it)",
+        )
+
+
+BY_SEQUENCES = 92400
+"""cuDNN 9.24.0, from which on Transformer Engine keeps forward graphs by the number of sequences."""
 
 
 def transformer_engine() -> Iterator[Finding]:

@@ -177,8 +177,9 @@ class WlbCoreAttention:
     def warm_up(self, graphs: list[Warmable]) -> None:
         """Build these kernel graphs for this layer's heads, scale and recomputation."""
         config, tp = self.config, self.config.tensor_model_parallel_size
+        kernels: Any = self._kernels
         warm_up(
-            self._kernels,
+            kernels,
             graphs,
             heads=config.num_attention_heads // tp,
             kv_heads=max(1, (config.num_query_groups or config.num_attention_heads) // tp),

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wlb_megatron.attention.graph_buckets import padded_keys, padded_queries
 from wlb_megatron.sharding.attention_calls import AttentionLayout
 from wlb_megatron.sharding.exchange import ExchangePlan
 from wlb_megatron.sharding.varlen_call import AttentionCall
@@ -22,9 +21,9 @@ class DeviceCall:
     """sharding.varlen_call.AttentionCall with int32 tensors, and its mask.
 
     causal: queries are the last of their sequence's keys, and none sees a later one. window: keys before itself that
-    a query sees, None for all. q_rows, kv_rows: of the buffers that the call is given; what lies beyond the sequences
-    in them is never read (graph_buckets.py). sizes: (queries, keys) of each sequence, on the host, for backends that
-    go one by one. equal: AttentionCall.equal. Queries and keys are one and the same where cu_seqlens_q is
+    a query sees, None for all. q_rows, kv_rows: of all sequences; the buffers that the call is given may have more
+    (sharded_attention.Kernels.room). sizes: (queries, keys) of each sequence, on the host, for backends that go one by
+    one. equal: AttentionCall.equal. Queries and keys are one and the same where cu_seqlens_q is
     cu_seqlens_kv.
     """
 
@@ -140,8 +139,6 @@ def _take_near(near: WindowLayout, shipped: Iterator[Tensor]) -> DeviceWindow:
 def _call(
     call: AttentionCall, cu_seqlens: tuple[Tensor, Tensor], window: int | None = None, causal: bool = True
 ) -> DeviceCall:
-    """Rectangles' queries and exchanged keys are copied, and so can be given rows to spare; a rank's own are not."""
-    rows, keys = int(call.cu_seqlens_q[-1]), int(call.cu_seqlens_kv[-1])
     sizes = zip(np.diff(call.cu_seqlens_q).tolist(), np.diff(call.cu_seqlens_kv).tolist(), strict=True)
     return DeviceCall(
         causal,
@@ -149,8 +146,8 @@ def _call(
         *cu_seqlens,
         call.max_q,
         call.max_kv,
-        rows if causal else padded_queries(rows),
-        keys if cu_seqlens[0] is cu_seqlens[1] else padded_keys(keys),
+        int(call.cu_seqlens_q[-1]),
+        int(call.cu_seqlens_kv[-1]),
         tuple(sizes),
         call.equal,
     )

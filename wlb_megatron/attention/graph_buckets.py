@@ -2,8 +2,9 @@
 
 cuDNN's attention runs from a graph that is built on first use, 0.1 s or so, and kept by its sizes. Transformer Engine
 rounds the sizes of packed sequences up, so that one graph serves a range of them (its get_max_batch_size and
-get_max_tokens, version 2.20). Each of the two threads of a step keeps graphs of its own: forward runs in the main
-thread, backward in autograd's, and recomputed forwards there, too.
+get_max_tokens, version 2.20). With cuDNN 9.24 and later it no longer rounds a forward's number of sequences, so the
+backend gives it rounded numbers (te_backend.py). Each of the two threads of a step keeps graphs of its own: forward
+runs in the main thread, backward in autograd's, and recomputed forwards there, too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from wlb_megatron.attention.device_layout import DeviceCall
 from wlb_megatron.sharding.attention_calls import AttentionLayout
 from wlb_megatron.sharding.one_call import MOST_KEYS, MOST_ROWS
 from wlb_megatron.sharding.varlen_call import AttentionCall
@@ -27,12 +29,25 @@ class Bucket(NamedTuple):
 
 def bucket(sequences: int, queries: int, keys: int) -> Bucket:
     """The graph that serves a call of these sizes: 40 sequences of 5,000 rows run in the graph of 64 of 8,192."""
-    return Bucket(_sequences(sequences), rows(queries), rows(keys))
+    return Bucket(sequences_like(sequences), rows(queries), rows(keys))
 
 
 def rows(tokens: int) -> int:
     """1,024; the next power of two up to 32,768; then the next multiple of that."""
     return max(1024, _power(tokens)) if tokens <= 32768 else -(-tokens // 32768) * 32768
+
+
+def sequences_like(count: int) -> int:
+    """32; the next power of two up to 512; then the next multiple of that."""
+    return max(32, _power(count)) if count <= 512 else -(-count // 512) * 512
+
+
+def room(call: DeviceCall) -> tuple[int, int]:
+    """Rows of a call's buffers: of rectangles' queries and exchanged keys, which are copied, some to spare, so that few
+    graphs serve all. A rank's own rows are not copied."""
+    own = call.cu_seqlens_q is call.cu_seqlens_kv
+    queries = call.q_rows if call.causal else padded_queries(call.q_rows)
+    return queries, call.kv_rows if own else padded_keys(call.kv_rows)
 
 
 def padded_queries(count: int) -> int:
@@ -100,7 +115,7 @@ def foreseen(
     are those of the micro-batch at most. One call instead of two has few of either (sharding/one_call.py).
     """
     share = -(-tokens // cp_size)
-    counts, few = (_ladder(32, _sequences(most), _sequences) for most in (sequences, cut))
+    counts, few = (_ladder(32, sequences_like(most), sequences_like) for most in (sequences, cut))
     found: list[Warmable] = []
     if full:
         found += [(True, None, Bucket(b, t, t)) for b in counts for t in levels(share)]
@@ -148,10 +163,6 @@ def _ladder(first: int, most: int, above: Callable[[int], int]) -> list[int]:
     while found[-1] < most:
         found.append(min(above(found[-1] + 1), most))
     return found
-
-
-def _sequences(count: int) -> int:
-    return max(32, _power(count)) if count <= 512 else -(-count // 512) * 512
 
 
 def _power(count: int) -> int:

@@ -30,8 +30,8 @@ class Kernels(Protocol):
     def takes(self, dim: int, v_dim: int) -> bool:
         """Whether values may be narrower than keys in this way; else they are padded with zeros."""
 
-    def expect(self, call: DeviceCall, q: Tensor, kv: Tensor) -> None:
-        """Calls of these very sizes (`call.equal`) will come again and again: they may be served apart."""
+    def room(self, call: DeviceCall) -> tuple[int, int]:
+        """Rows of the buffers that the call's queries and keys are copied to. Rows beyond its own are never read."""
 
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp."""
@@ -124,9 +124,9 @@ class _ShardedAttention(_Attention):
         layout, kernels, scale = ctx.layout, ctx.kernels, ctx.scale
         finish = start_gather(layout.exchange, kv, ctx.group) if layout.exchange else None
         out, lse = kernels.forward(layout.diagonals, q, kv, scale)
-        earlier = finish(_key_rows(layout)) if finish else None
+        earlier = finish(_key_rows(layout, kernels)) if finish else None
         if call := layout.rectangles:
-            queries = spread_rows(q, layout.queries.owner, call.q_rows)
+            queries = spread_rows(q, layout.queries.owner, kernels.room(call)[0])
             part, part_lse = kernels.forward(call, queries, earlier, scale)
             merge_rows(out, lse, part, part_lse, layout.queries)
         return out, lse, earlier
@@ -145,10 +145,11 @@ class _ShardedAttention(_Attention):
         if earlier is None:  # keys travel again, under the diagonals
             finish = start_gather(layout.exchange, kv, group)
             own = diagonals()
-            earlier = finish(_key_rows(layout))
+            earlier = finish(_key_rows(layout, kernels))
         dq_part, dearlier = None, earlier
         if call := layout.rectangles:
-            queries, *picked = spread_four((q, out, lse, dout), layout.queries.owner, call.q_rows)
+            rows, _ = kernels.room(call)
+            queries, *picked = spread_four((q, out, lse, dout), layout.queries.owner, rows)
             dq_part, dearlier = kernels.backward(call, queries, earlier, *picked, scale)
         if own is None and not layout.hide_return:
             own = diagonals()
@@ -160,9 +161,9 @@ class _ShardedAttention(_Attention):
         return dq, dkv
 
 
-def _key_rows(layout: DeviceLayout) -> int:
+def _key_rows(layout: DeviceLayout, kernels: Kernels) -> int:
     """Rows of the buffer of earlier keys; none on a rank that only gives some to others."""
-    return layout.rectangles.kv_rows if layout.rectangles else 0
+    return kernels.room(layout.rectangles)[1] if layout.rectangles else 0
 
 
 class _OneCall(_Attention):
@@ -171,7 +172,7 @@ class _OneCall(_Attention):
     @classmethod
     def attend(cls, ctx: Any, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         near: DeviceWindow = ctx.layout
-        keys = start_gather(near.exchange, kv, ctx.group)(near.call.kv_rows) if near.exchange else None
+        keys = _all_keys(ctx, kv) if near.exchange else None
         out, lse = ctx.kernels.forward(near.call, q, kv if keys is None else keys, ctx.scale)
         return out, lse, keys
 
@@ -182,8 +183,15 @@ class _OneCall(_Attention):
         if near.exchange is None:
             return ctx.kernels.backward(near.call, q, kv, out, lse, dout, ctx.scale)
         if keys is None:
-            keys = start_gather(near.exchange, kv, ctx.group)(near.call.kv_rows)
+            keys = _all_keys(ctx, kv)
         dq, dkeys = ctx.kernels.backward(near.call, q, keys, out, lse, dout, ctx.scale)
         dkv = torch.zeros_like(kv)
         start_return(near.exchange, dkeys, ctx.group)(dkv)
         return dq, dkv
+
+
+def _all_keys(ctx: Any, kv: Tensor) -> Tensor:
+    """The buffer of each segment's keys, exchanged."""
+    near: DeviceWindow = ctx.layout
+    assert near.exchange is not None
+    return start_gather(near.exchange, kv, ctx.group)(ctx.kernels.room(near.call)[1])

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformer_engine.pytorch.cpp_extensions.fused_attn import (
     FusedAttnBackend,
     fused_attn_bwd,
     fused_attn_fwd,
 )
 
+from wlb_megatron.attention import graph_buckets
 from wlb_megatron.attention.device_layout import DeviceCall
 from wlb_megatron.attention.pairs import apart, side_by_side
 from wlb_megatron.errors import WlbError
@@ -51,14 +53,16 @@ class TransformerEngineKernels:
         """cuDNN 9.19 on Hopper: any up to 128, and DeepSeek's 192 / 128."""
         return v_dim % 8 == 0 and (dim <= 128 or (dim, v_dim) == (192, 128))
 
+    def room(self, call: DeviceCall) -> tuple[int, int]:
+        return graph_buckets.room(call)
+
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         form, (q, k, v) = self._form(call, q, kv)
         out, (stats, self._rng, *_) = fused_attn_fwd(
             True,
             call.max_q,
             call.max_kv,
-            call.cu_seqlens_q,
-            call.cu_seqlens_kv,
+            *form.bounds,
             q,
             k,
             v,
@@ -86,8 +90,7 @@ class TransformerEngineKernels:
         dq, dk, dv, *_ = fused_attn_bwd(
             call.max_q,
             call.max_kv,
-            call.cu_seqlens_q,
-            call.cu_seqlens_kv,
+            *form.bounds,
             q,
             k,
             v,
@@ -134,12 +137,13 @@ class TransformerEngineKernels:
         mask, window = _mask(call)
         told: dict[str, Any] = {"attn_mask_type": mask, "window_size": window}
         if call.equal is None or self._key(call, q, kv) not in _expected:
-            told |= {"cu_seqlens_q_padded": call.cu_seqlens_q, "cu_seqlens_kv_padded": call.cu_seqlens_kv}
-            return _Form("thd", layouts["thd"], told), (q, k, v)
+            bounds = _rounded(call.cu_seqlens_q), _rounded(call.cu_seqlens_kv)
+            told |= {"cu_seqlens_q_padded": bounds[0], "cu_seqlens_kv_padded": bounds[1]}
+            return _Form("thd", layouts["thd"], bounds, told), (q, k, v)
         count, queries, keys = call.equal
         told["attn_mask_type"] = _UNPADDED[mask]
         batch = _batch(q, count, queries), _batch(k, count, keys), _batch(v, count, keys)
-        return _Form("bshd", layouts["bshd"], told), batch
+        return _Form("bshd", layouts["bshd"], (call.cu_seqlens_q, call.cu_seqlens_kv), told), batch
 
     def _rng_state(self, device: torch.device) -> Tensor:
         """Dropout's state, which the kernels want though there is none."""
@@ -151,12 +155,13 @@ class TransformerEngineKernels:
 class _Form(NamedTuple):
     """rows: Transformer Engine's name for packed sequences, or for a batch of equal ones; layout: of all three.
 
-    told: mask and window, and of packed sequences where they begin, in one tensor twice: told by two it takes padding
-    for granted.
+    bounds: cu_seqlens of queries and of keys. told: mask and window, and of packed sequences the bounds once more: told
+    by other tensors than these it takes padding for granted.
     """
 
     rows: str
     layout: str
+    bounds: tuple[Tensor, Tensor]
     told: dict[str, Any]
 
     @property
@@ -170,6 +175,26 @@ _UNPADDED = {
     "padding_causal_bottom_right": "causal_bottom_right",
 }
 """Masks where all sequences are as long as the batch has room for."""
+
+
+_rounded_bounds = WeakTensorKeyDictionary()
+"""By the bounds of a micro-batch: all its layers share them."""
+
+
+def _rounded(bounds: Tensor) -> Tensor:
+    """cu_seqlens with empty sequences up to a number that many micro-batches have.
+
+    With cuDNN 9.24 and later Transformer Engine keeps a forward's graph by the very number of sequences it is told;
+    before, and for backward, it rounds that up itself, to the same numbers (graph_buckets.py).
+    """
+    count = len(bounds) - 1
+    missing = graph_buckets.sequences_like(count) - count
+    if not missing:
+        return bounds
+    found = _rounded_bounds.get(bounds)
+    if found is None:
+        found = _rounded_bounds[bounds] = torch.cat((bounds, bounds[-1:].expand(missing)))
+    return found
 
 
 def _batch(x: Tensor, count: int, rows: int) -> Tensor:

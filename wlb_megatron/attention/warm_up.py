@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,15 @@ from wlb_megatron.attention.pairs import side_by_side
 from wlb_megatron.attention.sharded_attention import Kernels
 
 
+class GraphKernels(Kernels, Protocol):
+    """Kernels that run from graphs, kept by sizes."""
+
+    def expect(self, call: DeviceCall, q: Tensor, kv: Tensor) -> None:
+        """Calls of these very sizes (`call.equal`) will come again and again: they may be served apart."""
+
+
 def warm_up(
-    kernels: Kernels,
+    kernels: GraphKernels,
     graphs: Iterable[Warmable],
     *,
     heads: int,
