@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from megatron_runs import rewrite_corpus
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.blend import Blend
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
@@ -38,6 +39,7 @@ from wlb_megatron.plugin.data import (
 )
 from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, PlannedMicroBatch, pad
 from wlb_megatron.plugin.provider import Again
+from wlb_megatron.refusals import Refused
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.workload.cost_model import CostModel
 
@@ -92,6 +94,42 @@ def test_a_cut_piece_still_predicts_the_token_that_follows_it(tmp_path: Path) ->
     tail = read(corpus, planned([Piece(0, 0, 3, 5)], 1, "per-document"), 0)
     assert (head["labels"], head["loss_mask"]) == ([2, 3, 4], [1, 1, 1])
     assert (tail["tokens"], tail["position_ids"], tail["loss_mask"]) == ([4, 5], [0, 1], [1, 0])
+
+
+@pytest.mark.parametrize(("wild", "at"), [(-7, 2), (50, 2), (50, 6)])
+def test_a_token_id_outside_the_vocabulary_is_an_error_that_names_corpus_document_and_token(
+    wild: int, at: int, tmp_path: Path
+) -> None:
+    """Token 6 is no token of the piece, but the last one's label."""
+    document = [49, 0, 1, 2, 3, 4, 5, 6]
+    document[at] = wild
+    corpus = corpus_of(tmp_path, [[1], document])
+    micro_batch = planned([Piece(0, 1, 1, 6)], 1, "per-document")
+    right = PackedDocuments(corpus, Layout(0, 1, 8, True, vocabulary=100))
+    with pytest.raises(
+        WlbError, match=f"documents: document 1 has token id {wild} at token {at}, .* ends at 49"
+    ):
+        PackedDocuments(corpus, Layout(0, 1, 8, True, vocabulary=50))[micro_batch]
+    assert wild < 0 or right[micro_batch]["labels"][0, -1] == document[6]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_workers_error_ends_the_run_with_its_own_line(workers: int, tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, [[1, 2], [3, 99]])
+    micro_batches = [planned([Piece(0, number, 0, 2)], 1, "per-document") for number in range(2)]
+    iteration = PlannedIteration(tuple(micro_batches), {}, b"")
+    layout = Layout(0, 1, 8, True, vocabulary=50)
+    loader = make_loader(
+        corpus, MicroBatchSampler([iteration]), layout, workers=workers, micro_batches=2, pin_memory=False
+    )
+    iterator = MicroBatchIterator(loader)
+    next(iterator)
+    iterator.draw_ahead(1)
+    with pytest.raises(Refused) as refused:
+        next(iterator)
+    iterator.close()
+    assert str(refused.value).startswith(f"wlb_megatron: {tmp_path}/documents: document 1 has token id 99")
+    assert "\n" not in str(refused.value)
 
 
 def test_padding_and_documents_are_told_apart_by_place_and_not_by_token(tmp_path: Path) -> None:

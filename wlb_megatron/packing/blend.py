@@ -96,6 +96,12 @@ class Blend:
             found[mine] = self.readers[corpus].index.lengths[documents[mine] - self.first_ids[corpus]]
         return found
 
+    def name(self, document: int) -> str:
+        """Corpus and number of a document by its id, for messages. IndexError if there is none."""
+        self._locate(document)
+        corpus = bisect_right(self.first_ids, document) - 1
+        return f"{self.paths[corpus]}: document {document - self.first_ids[corpus]}"
+
     def _locate(self, document: int) -> tuple[IndexedCorpus, int]:
         if not 0 <= document < self.first_ids[-1]:
             raise IndexError(f"document {document} of {self.first_ids[-1]}")

@@ -20,9 +20,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.blend import Blend
 from wlb_megatron.plan import PADDING
 from wlb_megatron.plugin.planning import PlannedIteration, PlannedMicroBatch, RankGroup
+from wlb_megatron.refusals import Refused
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.following import following
 
@@ -34,7 +36,7 @@ class Layout:
     window: earlier keys that a query of the model's windowed layers sees, None where it has no such layers.
     stage_rank, cp_size: among the stage's data x context parallel ranks, and of Megatron's groups of them.
     routes: the model has experts, whose routers must not count padding. follows: how many further tokens it predicts,
-    each of which asks for the next one of a document.
+    each of which asks for the next one of a document. vocabulary: rows of the embedding, which token ids must be below.
     """
 
     cp_rank: int
@@ -46,6 +48,7 @@ class Layout:
     cp_size: int = 1
     routes: bool = False
     follows: int = 0
+    vocabulary: int | None = None
 
     def within(self, group: RankGroup | None) -> Layout:
         """The same where another group than Megatron's context-parallel one shares the micro-batch."""
@@ -100,6 +103,7 @@ class PackedDocuments(Dataset[dict[str, Any]]):
                 first = piece.start + start
                 last = min(first + length + 1, self._corpus.length(piece.document))
                 read = self._corpus.read(piece.document, first, last)
+                self._check_ids(piece.document, first, read)
                 tokens[at : at + length] = read[:length]
                 predicted = len(read) - 1
                 labels[at : at + predicted] = read[1:]
@@ -111,6 +115,18 @@ class PackedDocuments(Dataset[dict[str, Any]]):
         batch["position_ids"] = torch.from_numpy(plan.positions(rank))[None]
         batch["predicted"] = float(mask.sum())
         return batch
+
+    def _check_ids(self, document: int, first: int, read: np.ndarray) -> None:
+        """WlbError if a token id has no row in the embedding: tensor-parallel ranks would take it for one of another
+        rank's, and train on zeros."""
+        rows = self.layout.vocabulary
+        if rows is None or (read.min() >= 0 and read.max() < rows):
+            return
+        at = int(((read < 0) | (read >= rows)).argmax())
+        raise WlbError(
+            f"{self._corpus.name(document)} has token id {read[at]} at token {first + at}, but the vocabulary ends at "
+            f"{rows - 1}: tokenize the corpus with this run's tokenizer, or correct --vocab-size"
+        )
 
 
 def with_plan(planned: PlannedMicroBatch, layout: Layout) -> dict[str, Any]:
@@ -175,9 +191,14 @@ class MicroBatchIterator:
 
     def __next__(self) -> dict[str, Any]:
         self._began = self._began or time.perf_counter()
-        drawn = self._drawn.popleft() if self._drawn else next(self._iterator)
-        if isinstance(drawn, Exception):
-            raise drawn
+        try:
+            drawn = self._drawn.popleft() if self._drawn else next(self._iterator)
+            if isinstance(drawn, Exception):
+                raise drawn
+        except WlbError as error:
+            # A worker's error comes with its stack in front of its line.
+            line = str(error).strip().splitlines()[-1].removeprefix(f"{WlbError.__module__}.WlbError: ")
+            raise Refused(f"wlb_megatron: {line}") from None
         return drawn
 
     def take_began(self) -> float:

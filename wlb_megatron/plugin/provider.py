@@ -220,6 +220,7 @@ def _layout(args: Any) -> Layout:
         cp_size=args.context_parallel_size,
         routes=bool(args.num_experts),
         follows=args.mtp_num_layers or 0,
+        vocabulary=args.padded_vocab_size,
     )
 
 

@@ -1,0 +1,24 @@
+"""Corpora that a run cannot train rightly, through Megatron's loop: one line, and a status that is not 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from megatron_runs import LENGTHS, flags, launch, rewrite_corpus, write_corpus
+
+pytestmark = pytest.mark.megatron
+
+RUN = ["--global-batch-size", "4", "--train-iters", "8", "--split", "1,0,0"]
+
+
+def test_a_token_id_outside_the_vocabulary_ends_the_run_on_tensor_parallel_ranks(tmp_path: Path) -> None:
+    """Each rank's embedding would take it for one of the other's rows, and the loss would look fine."""
+    documents = write_corpus(tmp_path / "corpus", LENGTHS)
+    documents[17][60] = 4999
+    rewrite_corpus(tmp_path / "corpus", documents)
+    done = launch([*flags(tensor=2), *RUN, "--data-path", str(tmp_path / "corpus"), "--num-workers", "1"], 2)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"wlb_megatron: {tmp_path}/corpus: document 17 has token id 4999 at token 60")
+    assert "Traceback" not in done.stderr
