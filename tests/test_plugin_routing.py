@@ -11,9 +11,15 @@ import torch
 
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
+from wlb_megatron.plugin import hooks
 from wlb_megatron.plugin.data import padding_mask
 from wlb_megatron.plugin.planning import PlannedMicroBatch, pad
-from wlb_megatron.plugin.routing import stage_padding_mask, wrap_apply_expert_bias, wrap_token_counts
+from wlb_megatron.plugin.routing import (
+    stage_padding_mask,
+    wrap_apply_expert_bias,
+    wrap_set_loss_scale,
+    wrap_token_counts,
+)
 from wlb_megatron.sharding.select import shard
 
 SUMMARY = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 0, 0.0, 0, 0)
@@ -58,6 +64,29 @@ def test_biases_count_no_padding_and_megatron_gets_no_mask_to_fail_on() -> None:
         routes.tolist(),
     ]
     assert all(len(given) == 2 for given in seen)
+
+
+def test_routers_losses_weigh_by_the_whole_micro_batch_before_0_19(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TP=2 with CP=3: up to 0.18 a router multiplies its losses by its own sixth of the tokens alone."""
+    from megatron.core import parallel_state
+    from megatron.training import global_vars
+
+    ranks = SimpleNamespace(size=lambda: 6)
+    monkeypatch.setattr(parallel_state, "get_tensor_and_context_parallel_group", lambda: ranks)
+    scales: list[float] = []
+    set_loss_scale = wrap_set_loss_scale(lambda scale: scales.append(float(scale)))
+    for wlb_off in (False, True):
+        monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace(wlb_off=wlb_off))
+        set_loss_scale(torch.tensor([2.0]))
+    assert scales == [12.0, 2.0]
+
+
+@pytest.mark.parametrize(("version", "mended"), [("0.16.2", True), ("0.18.3", True), ("0.19.1", False)])
+def test_the_strength_of_routers_losses_is_mended_where_megatron_does_not(
+    version: str, mended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "megatron_version", lambda: version)
+    assert any(hook.wrap is wrap_set_loss_scale for hook in hooks.hooks()) == mended
 
 
 def test_a_later_stage_gets_its_part_of_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:

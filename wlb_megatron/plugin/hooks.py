@@ -182,6 +182,13 @@ HOOKS: tuple[Hook, ...] = (
         routing.wrap_apply_expert_bias,
     ),
     Hook(
+        "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale",
+        ("scale",),
+        "gives routers' losses their strength under tensor and context parallelism, as Megatron does from 0.19",
+        routing.wrap_set_loss_scale,
+        before=(0, 19),
+    ),
+    Hook(
         "megatron.training.training:num_floating_point_operations",
         ("args", "batch_size"),
         "counts FLOPs of the documents trained; from 0.18 Megatron can itself",

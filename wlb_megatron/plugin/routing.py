@@ -2,7 +2,8 @@
 
 Megatron's routers take a padding mask (True where nothing is to be counted) for their balancing losses and their
 experts' biases; the plugin's forward_step gives it. What remains is here: the mask of a pipeline stage under sequence
-parallelism, and two places where Megatron's routers do not expect that ranks hold unequally much padding.
+parallelism, two places where Megatron's routers do not expect that ranks hold unequally much padding, and the strength
+of routers' losses before 0.19.
 """
 
 from __future__ import annotations
@@ -63,3 +64,22 @@ def wrap_apply_expert_bias(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, routing_map)
 
     return _apply_expert_bias
+
+
+def wrap_set_loss_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+    """MoEAuxLossAutoScaler.set_loss_scale, for Megatron before 0.19: times the ranks that share a micro-batch.
+
+    Gradients are divided by the tokens of all micro-batches. Up to 0.18 a router therefore multiplies its losses
+    (balancing and z-loss) by the tokens of its own rank: with tensor parallelism of T (and sequence parallelism) and
+    context parallelism of C, 1/(T * C) of the micro-batch. From 0.19 it multiplies by T * C as well.
+    """
+
+    def set_loss_scale(scale: torch.Tensor) -> None:
+        from megatron.core import parallel_state
+        from megatron.training import get_args
+
+        if not getattr(get_args(), "wlb_off", True):
+            scale = scale * parallel_state.get_tensor_and_context_parallel_group().size()
+        original(scale)
+
+    return set_loss_scale
