@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron_combinations import CPU
 from megatron_runs import MACHINE, MODEL, TRAINING, differences, train
 
-from wlb_megatron.plugin.pipeline_shapes import ShapeQueue, transfer_orders
+from wlb_megatron.plugin import hooks, pipeline_shapes
+from wlb_megatron.plugin.pipeline_shapes import ShapeQueue, transfer_orders, wrap_send_forward_recv_forward
 
 ROWS = {row.name: row for row in CPU}
 ITERATIONS = 2
@@ -92,3 +95,44 @@ def test_a_tensor_of_another_shape_than_planned_is_an_error_on_the_host() -> Non
         queue.check("send forward", Tensor())
     with pytest.raises(RuntimeError, match="but the step has 2"):
         queue.check("send forward", Tensor())
+
+
+class Transfer:
+    """A send that reads its tensor when it is waited for, as late as a real one may."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.received = tensor, torch.empty(0)
+
+    def wait(self) -> None:
+        self.received = self.tensor.clone()
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_before_0_18_an_output_has_been_sent_when_megatron_frees_it(
+    frees: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's interleaved schedule frees what it sent as soon as the call is back (deallocate_output_tensor)."""
+    monkeypatch.setattr(pipeline_shapes, "_current", object())
+    output = torch.arange(6.0)
+    transfer = Transfer(output)
+    communicator = SimpleNamespace(config=SimpleNamespace(deallocate_pipeline_outputs=frees))
+
+    def original(self: Any, output: Any, *, overlap_p2p_comm: bool) -> Any:
+        return ("input", {"send_next": transfer, "recv_prev": "later"}) if overlap_p2p_comm else "input"
+
+    send = wrap_send_forward_recv_forward(original)
+    assert send(communicator, output, overlap_p2p_comm=False) == "input"
+    _, handles = send(communicator, output, overlap_p2p_comm=True)
+    assert "recv_prev" in handles
+    assert ("send_next" in handles) != frees
+    if frees:
+        output.data = torch.empty(1)
+        assert transfer.received.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("version", "mended"), [("0.16.2", True), ("0.17.2", True), ("0.18.2", False)])
+def test_outputs_are_waited_for_where_megatron_does_not(
+    version: str, mended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "megatron_version", lambda: version)
+    assert any(hook.wrap is wrap_send_forward_recv_forward for hook in hooks.hooks()) == mended

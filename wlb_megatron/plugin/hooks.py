@@ -109,6 +109,13 @@ HOOKS: tuple[Hook, ...] = (
         pipeline_shapes.wrap_communicate_shapes,
     ),
     Hook(
+        "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator.send_forward_recv_forward",
+        (),
+        "waits until an output is sent before Megatron frees it, as Megatron does from 0.18",
+        pipeline_shapes.wrap_send_forward_recv_forward,
+        before=(0, 18),
+    ),
+    Hook(
         "megatron.training.training:training_log",
         (),
         "hands the packing state to the next checkpoint; reports the plugin's figures after each iteration, its "

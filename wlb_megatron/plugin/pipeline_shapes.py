@@ -88,6 +88,25 @@ def wrap_communicate_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
     return communicate_shapes
 
 
+def wrap_send_forward_recv_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """P2PCommunicator.send_forward_recv_forward, for Megatron before 0.18: waits until activations are sent.
+
+    The interleaved schedule frees a stage's output while it is still being sent, and the next stage may receive
+    whatever takes its memory. From 0.18 Megatron waits at this place.
+    """
+
+    def send_forward_recv_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if _current is None or not self.config.deallocate_pipeline_outputs or not isinstance(result, tuple):
+            return result
+        _, handles = result  # of an exchange that goes on beside computation
+        if handles and "send_next" in handles:
+            handles.pop("send_next").wait()
+        return result
+
+    return send_forward_recv_forward
+
+
 def wrap_get_forward_backward_func(original: Callable[..., Any]) -> Callable[..., Any]:
     """get_forward_backward_func whose function draws all micro-batches of the step before it starts."""
 
