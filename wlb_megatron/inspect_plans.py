@@ -17,6 +17,7 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen_packer import longest_micro_batch
 from wlb_megatron.plan import PADDING, IterationPlan, Piece
 from wlb_megatron.sharding.alignment import multiple, padding
+from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.workload.cost_model import CostModel
 
@@ -76,7 +77,8 @@ def inspect_plans(
 def _show(plan: IterationPlan, sharding: str, cp: int, alignment: int) -> dict[str, Any]:
     grid = [(rank, micro_batch) for row in plan.micro_batches for rank, micro_batch in enumerate(row)]
     padded = [_pad(micro_batch.pieces, alignment) for _, micro_batch in grid]
-    shards = shard_all([[piece.tokens for piece in pieces] for pieces in padded], cp, sharding)
+    lengths = [[piece.tokens for piece in pieces] for pieces in padded]
+    shards = shard_all(lengths, cp, sharding, links=links_of(padded))
     return {
         "arrived": [_row(piece) for piece in plan.arrived],
         "micro_batches": [
@@ -102,6 +104,5 @@ def _row(piece: Piece) -> list[int]:
 
 def _segments(pieces: tuple[Piece, ...], rows: list[list[int]]) -> list[list[int]]:
     """A rank's segments within their documents: (0, 2, 4) of a piece of document 7 that begins at 16 is [7, 18, 20]."""
-    return [
-        [pieces[at].document, pieces[at].start + start, pieces[at].start + end] for at, start, end in rows
-    ]
+    first = [piece.start - piece.prefix for piece in pieces]
+    return [[pieces[at].document, first[at] + start, first[at] + end] for at, start, end in rows]

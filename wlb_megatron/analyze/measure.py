@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from wlb_megatron.plan import IterationPlan, MicroBatch
 from wlb_megatron.sharding.alignment import padding
+from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
@@ -102,7 +103,8 @@ def measure(plans: Iterable[IterationPlan], sharding: str, cost: CostModel, layo
 def _add(measured: Measured, plan: IterationPlan, sharding: str, cost: CostModel, layout: Layout) -> None:
     grid = [micro_batch for row in plan.micro_batches for micro_batch in row]
     padded = [_padded_lengths(micro_batch, layout.cp * layout.tp) for micro_batch in grid]
-    shards = shard_all(padded, layout.cp, sharding)
+    links = links_of([micro_batch.pieces for micro_batch in grid])
+    shards = shard_all(padded, layout.cp, sharding, links=links)
     shares = np.array([rank_work(shard, cost) for shard in shards])
     work = np.array([[m.work for m in row] for row in plan.micro_batches], dtype=np.float64)
     measured.work.append(work / UNITS_PER_TOKEN)

@@ -24,6 +24,7 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary, Summariser
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.sharding.alignment import padding
+from wlb_megatron.sharding.chunks import Link, links_of
 from wlb_megatron.sharding.one_call import in_fewest_calls
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard_all
@@ -111,7 +112,7 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
         summary = summariser.summarise(plan)
         padded = [pad(row[settings.dp_rank].pieces, settings.alignment) for row in plan.micro_batches]
         lengths = [np.array([p.end - p.start for p in pieces], dtype=np.int64) for pieces in padded]
-        shards = cut(lengths, settings.cp_size, settings.sharding, settings.table)
+        shards = cut(lengths, settings.cp_size, settings.sharding, settings.table, links_of(padded))
         counts = settings.predictions(
             [piece for row in plan.micro_batches for one in row for piece in one.pieces]
         )
@@ -126,11 +127,15 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
 
 
 def cut(
-    lengths: Sequence[npt.NDArray[np.int64]], cp_size: int, sharding: str, table: KernelTable
+    lengths: Sequence[npt.NDArray[np.int64]],
+    cp_size: int,
+    sharding: str,
+    table: KernelTable,
+    links: Sequence[Link] = (),
 ) -> list[ShardPlan]:
     """Shard plans of micro-batches. Where the table chooses how to cut, it chooses the kernel calls, too; the fixed
-    ways stay what the paper has them be."""
-    shards = shard_all(lengths, cp_size, sharding, table)
+    ways stay what the paper has them be. links: see select.shard_all."""
+    shards = shard_all(lengths, cp_size, sharding, table, links)
     return in_fewest_calls(shards, table) if sharding in CHOOSING else shards
 
 

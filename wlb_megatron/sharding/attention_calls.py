@@ -31,8 +31,8 @@ PAIRS_WORTH_A_KEY = 4096
 class AttentionLayout:
     """What one rank computes for one micro-batch.
 
-    tokens: t, the rank's. longest: tokens of the micro-batch's longest piece. positions: int64[t], inside
-        their pieces.
+    tokens: t, the rank's. longest: tokens of the micro-batch's longest piece, prefix included. positions: int64[t],
+        inside their pieces.
     diagonals: causal, on the t local rows. rectangles: no mask, queries are the local rows query_rows (a row
     comes as often as it sees runs of earlier keys), keys the exchanged ones; None where there are no earlier keys.
     hide_return: whether gradients of exchanged keys travel back under the backward of the diagonals, the same on all
@@ -63,9 +63,9 @@ def attention_layout(plan: ShardPlan, rank: int, window: int | None = None) -> A
 
     Raises ValueError where the tokens do not fit the kernels' int32 offsets.
     """
-    if plan.tokens > np.iinfo(np.int32).max:
+    if plan.key_starts[-1] > np.iinfo(np.int32).max:
         raise ValueError(
-            f"a micro-batch of {plan.tokens} tokens exceeds the kernels' int32 offsets: lower max_tokens"
+            f"a micro-batch of {int(plan.key_starts[-1])} tokens exceeds the kernels' int32 offsets: lower max_tokens"
         )
     rows = plan.ranks[rank]
     size = rows[:, 2] - rows[:, 1]
@@ -85,11 +85,11 @@ def attention_layout(plan: ShardPlan, rank: int, window: int | None = None) -> A
     query_rows = _ranges(first_row[members], first_row[members] + size[members])
     running = np.concatenate(([0], np.cumsum(size[chosen])))
     queries = running[last] - running[:-1]
-    buffer = _ranges(plan.piece_starts[piece] + key_start, plan.piece_starts[piece] + start)
+    buffer = _ranges(plan.key_starts[piece] + key_start, plan.key_starts[piece] + start)
     reaches = [_reach(plan, held) for held in plan.ranks]
     return AttentionLayout(
         int(size.sum()),
-        int(plan.lengths.max()),
+        int((plan.prefixes + plan.lengths).max()),
         plan.positions(rank),
         varlen_call(size, size),
         varlen_call(queries, start - key_start) if count else None,

@@ -18,8 +18,8 @@ from wlb_megatron.sharding.segments import IntArray, ShardPlan, _ranges
 class ExchangePlan:
     """One rank's part in the exchange of one micro-batch.
 
-    send_rows: int64[s], local rows it sends, by receiver, rank 0's first (itself included: its own earlier
-        rows come the same way). send_counts, recv_counts: rows to and from each rank.
+    send_rows: int64[s], rows it sends of those that it holds (ShardPlan.held_keys), by receiver, rank 0's first (itself
+        included: its own earlier rows come the same way). send_counts, recv_counts: rows to and from each rank.
     place: int64[n], row i of the key buffer is row place[i] of all that arrives, rank 0's first.
     remote: whether any rank sends anything to another; where not, no rank communicates.
     """
@@ -34,19 +34,20 @@ class ExchangePlan:
 def exchange_plan(plan: ShardPlan, rank: int, reaches: Sequence[IntArray], buffer: IntArray) -> ExchangePlan:
     """The part of `rank`.
 
-    reaches: for each rank, int64[pieces], how many first tokens of each piece it needs. buffer: int64[n], the
-    packed tokens that `rank` needs, in the order in which it wants their keys.
+    reaches: for each rank, int64[pieces], how many first keys of each piece it needs. buffer: int64[n], the keys that
+    `rank` needs, as ShardPlan.key_index counts them, in the order in which it wants them.
 
     Pieces [4], rank 0 holds (0, 0, 1) (0, 3, 4), rank 1 (0, 1, 3); rank 0 needs 3 tokens, rank 1 needs 1.
     Rank 0 sends row 0 to itself and to rank 1; rank 1 sends rows 0, 1 to rank 0.
     """
-    sent = [_rows_within(plan.ranks[rank], reach) for reach in reaches]
-    arrived = [_packed_within(plan, rows, reaches[rank]) for rows in plan.ranks]
-    arrival = np.empty(plan.tokens, dtype=np.int64)
-    tokens = np.concatenate(arrived)
-    arrival[tokens] = np.arange(len(tokens))
+    held = [plan.held_keys(holder) for holder in range(plan.cp_size)]
+    sent = [_rows_within(held[rank], reach) for reach in reaches]
+    arrived = [_keys_within(plan, rows, reaches[rank]) for rows in held]
+    arrival = np.empty(plan.key_starts[-1], dtype=np.int64)
+    keys = np.concatenate(arrived)
+    arrival[keys] = np.arange(len(keys))
     needed = sum(int(reach.sum()) for reach in reaches)
-    at_home = sum(int(_inside(rows, reach).sum()) for rows, reach in zip(plan.ranks, reaches, strict=True))
+    at_home = sum(int(_inside(rows, reach).sum()) for rows, reach in zip(held, reaches, strict=True))
     return ExchangePlan(
         np.concatenate(sent),
         tuple(map(len, sent)),
@@ -67,20 +68,23 @@ def _rows_within(rows: IntArray, reach: IntArray) -> IntArray:
     return _ranges(local, local + _inside(rows, reach))
 
 
-def _packed_within(plan: ShardPlan, rows: IntArray, reach: IntArray) -> IntArray:
-    packed = plan.piece_starts[rows[:, 0]] + rows[:, 1]
-    return _ranges(packed, packed + _inside(rows, reach))
+def _keys_within(plan: ShardPlan, rows: IntArray, reach: IntArray) -> IntArray:
+    first = plan.key_starts[rows[:, 0]] + rows[:, 1]
+    return _ranges(first, first + _inside(rows, reach))
 
 
-def exchange_buffers(plan: ShardPlan, rank: int, buffers: Sequence[IntArray]) -> ExchangePlan:
-    """The part of `rank` where each rank wants any packed tokens, in any order and as often as it likes.
+def exchange_buffers(
+    plan: ShardPlan, rank: int, buffers: Sequence[IntArray], window: int | None = None
+) -> ExchangePlan:
+    """The part of `rank` where each rank wants any keys, in any order and as often as it likes.
 
-    buffers: for each rank, int64[n], the packed tokens it wants. Tokens [0, 1] on rank 0 and [2, 3] on rank 1; rank 0
-    wants 1 2 1: it sends rows 1 1 to itself, rank 1 sends it row 0, and buffer rows 0 1 2 are arrivals 0 2 1.
+    buffers: for each rank, int64[n], the keys it wants, as ShardPlan.key_index counts them. window: of the layers, by
+    which ranks hold keys of prefixes. Tokens [0, 1] on rank 0 and [2, 3] on rank 1; rank 0 wants 1 2 1: it sends rows
+    1 1 to itself, rank 1 sends it row 0, and buffer rows 0 1 2 are arrivals 0 2 1.
     """
-    owner, local = np.empty((2, plan.tokens), dtype=np.int64)
+    owner, local = np.empty((2, plan.key_starts[-1]), dtype=np.int64)
     for holder in range(plan.cp_size):
-        index = plan.packed_index(holder)
+        index = plan.key_index(plan.held_keys(holder, window))
         owner[index], local[index] = holder, np.arange(len(index))
     owners = [owner[tokens] for tokens in buffers]
     place = np.empty(len(buffers[rank]), dtype=np.int64)

@@ -33,38 +33,45 @@ class _Way(NamedTuple):
     least: float
     degree: list[int]
     share_ns: list[int]
-    prices: Callable[[int, float], list[float]]
+    prices: Callable[[int, float, float], list[float]]
     fill: Callable[[Ranks], None]
 
 
-def mix(lengths: npt.ArrayLike, cp_size: int, table: KernelTable) -> ShardPlan:
-    """Plan of one micro-batch. lengths: int[n] tokens of each piece, padding piece included.
+def mix(
+    lengths: npt.ArrayLike, cp_size: int, table: KernelTable, prefixes: npt.ArrayLike | None = None
+) -> ShardPlan:
+    """Plan of one micro-batch. lengths: int[n] tokens of each piece, padding piece included. prefixes: int[n], earlier
+    tokens that each attends to (default none).
 
     Lengths [16, 4, 4, 4, 4], CP=2: each rank holds two short pieces whole and 8 tokens of the long one.
     Raises ValueError where the total is not a positive multiple of cp_size.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
+    before = np.zeros_like(lengths) if prefixes is None else np.asarray(prefixes, dtype=np.int64)
     slot_bounds(int(lengths.sum()), cp_size)  # refuses totals that would leave ranks unequal
     order = np.argsort(-lengths, kind="stable")[: int(np.count_nonzero(lengths))].tolist()
     whole_ns = table.diagonal_ns(lengths)
+    chunks = np.flatnonzero(before * lengths)
+    whole_ns[chunks] += table.rectangle_ns(lengths[chunks], before[chunks])
     size, leveller = lengths.tolist(), order[0]
     best: Ranks | None = None
-    ways = sorted(_ways(lengths, whole_ns, leveller, cp_size, table), key=lambda way: way.least)
+    ways = sorted(_ways(lengths, before, whole_ns, leveller, cp_size, table), key=lambda way: way.least)
     for way in ways[:TRIES]:
         if best is not None and 1.01 * way.least >= best.worst():
             break
         mean_price = int(whole_ns[leveller]) / size[leveller]
-        ranks = Ranks(table, size, leveller, way.prices(cp_size, mean_price))
+        rise = size[leveller] / (size[leveller] + 2 * int(before[leveller]))
+        ranks = Ranks(table, size, leveller, way.prices(cp_size, mean_price, rise), before.tolist())
         _place(ranks, order[1:], way)
         way.fill(ranks)
         if best is None or ranks.worst() < best.worst():
             best = ranks
     assert best is not None
-    return _plan(lengths, cp_size, best.chunks)
+    return _plan(lengths, before, cp_size, best.chunks)
 
 
 def _ways(
-    lengths: IntArray, whole_ns: IntArray, leveller: int, cp_size: int, table: KernelTable
+    lengths: IntArray, before: IntArray, whole_ns: IntArray, leveller: int, cp_size: int, table: KernelTable
 ) -> list[_Way]:
     """Each way once. A piece cut over two ranks needs one kernel call on each, over more ranks mostly two."""
     degrees: dict[bytes, IntArray] = {}
@@ -76,7 +83,7 @@ def _ways(
             degrees.setdefault(degree.tobytes(), degree)
     ways = []
     for degree in degrees.values():
-        share_ns = _share_ns(lengths, whole_ns, degree, table)
+        share_ns = _share_ns(lengths, before, whole_ns, degree, table)
         mean = int((share_ns * degree).sum()) / cp_size
         most = int(degree.max())
         both = (degree.tolist(), share_ns.tolist())
@@ -87,11 +94,13 @@ def _ways(
     return ways
 
 
-def _share_ns(lengths: IntArray, whole_ns: IntArray, degree: IntArray, table: KernelTable) -> IntArray:
+def _share_ns(
+    lengths: IntArray, before: IntArray, whole_ns: IntArray, degree: IntArray, table: KernelTable
+) -> IntArray:
     """int64[n]: what a piece costs each of the ranks that it is cut over."""
     chunk = -(-lengths // (2 * degree))
     tiles = -(-chunk // TILE) * TILE / np.maximum(chunk, 1)
-    keys = (2 * degree - 1) * lengths // (2 * degree)
+    keys = before + (2 * degree - 1) * lengths // (2 * degree)
     cut_ns = whole_ns / degree * tiles + 2 * table.segment + table.earlier_key * keys
     return np.where(degree > 1, np.rint(cut_ns), whole_ns).astype(np.int64)
 
@@ -114,21 +123,21 @@ def _place(ranks: Ranks, order: list[int], way: _Way) -> None:
         ranks.spill(piece, way.share_ns[piece] * way.degree[piece])
 
 
-def _plan(lengths: IntArray, cp_size: int, chunks: dict[int, list[Chunk]]) -> ShardPlan:
+def _plan(lengths: IntArray, before: IntArray, cp_size: int, chunks: dict[int, list[Chunk]]) -> ShardPlan:
     """Segments in the order of their lengths, the longest first: kernels begin sequences in order, and one that is long
     and begins last keeps a few of a GPU's processors busy alone (docs/attention.md has what that costs)."""
     held: list[list[tuple[int, int, int]]] = [[] for _ in range(cp_size)]
     for piece in sorted(chunks):
-        end, before = 0, -1
+        end, last = int(before[piece]), -1
         for rank, tokens in chunks[piece]:
             if not tokens:
                 continue
             start, end = end, end + tokens
-            if rank == before:  # touches: one segment
+            if rank == last:  # touches: one segment
                 held[rank][-1] = (*held[rank][-1][:2], end)
                 continue
             held[rank].append((piece, start, end))
-            before = rank
+            last = rank
     for rows in held:
         rows.sort(key=lambda row: (row[1] - row[2], row))
     return ShardPlan(lengths, tuple(np.array(rows, dtype=np.int64).reshape(-1, 3) for rows in held))

@@ -13,20 +13,24 @@ ROUNDS = 4
 """Corrections of the early tokens; each moves the others' keys a little."""
 
 
-def prices_in_turn(ranks: int, mean: float) -> list[float]:
-    """Rank 0's chunk comes first and sees few keys, the last rank's sees nearly all: 1/4 3/4 5/4 7/4 of the mean."""
-    return [mean * (2 * rank + 1) / ranks for rank in range(ranks)]
+def prices_in_turn(ranks: int, mean: float, rise: float = 1.0) -> list[float]:
+    """Rank 0's chunk comes first and sees few keys, the last rank's sees nearly all: 1/4 3/4 5/4 7/4 of the mean.
+
+    rise: by how much the last token costs more than the mean one, over the mean: 1 for a whole piece, less with a
+    prefix, whose keys all tokens see."""
+    return [mean * (2 * rank + 1) / ranks * rise + mean * (1 - rise) for rank in range(ranks)]
 
 
-def prices_in_pairs(ranks: int, mean: float) -> list[float]:
+def prices_in_pairs(ranks: int, mean: float, rise: float = 1.0) -> list[float]:
     return [mean] * ranks
 
 
 def fill_in_turn(ranks: Ranks) -> None:
     """One chunk a rank, in the order of ranks."""
     size, load = ranks.size[ranks.leveller], ranks.load
-    pair_ns = 2.0 * sum(ranks.prices) / len(ranks.prices) / size
-    chunks, start = [], 0
+    start = ranks.before[ranks.leveller]
+    pair_ns = 2.0 * sum(ranks.prices) / len(ranks.prices) / (size + 2 * start)
+    chunks = []
     for rank, tokens in enumerate(ranks.room):
         if not tokens:
             continue
@@ -43,6 +47,8 @@ def fill_in_pairs(ranks: Ranks) -> None:
     Room 4 and 4, loads equal: chunks of 2 2 2 2 tokens. Where rank 1 is loaded more: 2 3 1 2.
     """
     size, load = ranks.size[ranks.leveller], ranks.load
+    begin = ranks.before[ranks.leveller]
+    end = begin + size
     price = ranks.prices[0]
     filling = [rank for rank, room in enumerate(ranks.room) if room]
     ends = [done + price * room for done, room in zip(load, ranks.room, strict=True)]
@@ -51,18 +57,18 @@ def fill_in_pairs(ranks: Ranks) -> None:
     filling.sort(key=lambda rank: -abs(ends[rank] - mean))
     room = [ranks.room[rank] for rank in filling]
     early = [tokens // 2 for tokens in room]
-    pair_ns = 2.0 * price / size
+    pair_ns = 2.0 * price / (begin + end)
     for _ in range(ROUNDS):
-        first, last, now = _loads([load[rank] for rank in filling], room, early, size, pair_ns)
+        first, last, now = _loads([load[rank] for rank in filling], room, early, begin, end, pair_ns)
         mean = sum(now) / len(now)
         for at, loaded in enumerate(now):
             # A token moved from early to late sees so many more keys.
             move = int((loaded - mean) / (pair_ns * max(last[at] - first[at], 1)))
             early[at] = min(max(early[at] + move, 0), room[at])
-    first, last, now = _loads([load[rank] for rank in filling], room, early, size, pair_ns)
+    first, last, now = _loads([load[rank] for rank in filling], room, early, begin, end, pair_ns)
     for at, rank in enumerate(filling):
-        load[rank] = int(now[at] + ranks.table.earlier_key * (first[at] + last[at]))
-        inner = 0 < at < len(filling) - 1
+        load[rank] = int(now[at] + ranks.table.earlier_key * (first[at] - begin + last[at]))
+        inner = (at > 0 or begin > 0) and at < len(filling) - 1
         both = 0 < early[at] < room[at]
         ranks.calls[rank] = max(ranks.calls[rank], 2 if inner and both else 1)
     late = [whole - part for whole, part in zip(room, early, strict=True)]
@@ -73,11 +79,10 @@ def fill_in_pairs(ranks: Ranks) -> None:
 
 
 def _loads(
-    load: list[int], room: list[int], early: list[int], size: int, pair_ns: float
+    load: list[int], room: list[int], early: list[int], start: int, end: int, pair_ns: float
 ) -> tuple[list[int], list[int], list[float]]:
-    """Where each rank's early chunk starts, where its late one does, and its load with both."""
+    """Where each rank's early chunk of [start, end) starts, where its late one does, and its load with both."""
     first, last, now = [], [], []
-    start, end = 0, size
     for base, tokens, before in zip(load, room, early, strict=True):
         after = tokens - before
         first.append(start)

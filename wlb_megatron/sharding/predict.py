@@ -45,7 +45,8 @@ def in_two_calls(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
     longest = np.zeros(len(counts))
     np.maximum.at(longest, rank, size)
     diagonal = np.maximum(diagonal, table.call + table.tile_key * longest)
-    exchange = _exchange(rank, start, size, opens, len(counts), table)
+    cached = _cached(plans, rank, piece)
+    exchange = _exchange(rank, start, size, opens, cached, len(counts), table)
     exposed = np.maximum(exchange - diagonal, 0.0)
     total = diagonal + exposed + _rectangles(rank, start, size, opens, len(counts), table)
     return np.rint(total).astype(np.int64).reshape(len(plans), cp_size)
@@ -65,7 +66,7 @@ def in_one_call(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
     opens[1:] = (rank[1:] != rank[:-1]) | (piece[1:] != piece[:-1])
     firsts = np.flatnonzero(opens)
     before = held[firsts] - (end - start)[firsts]
-    held -= np.repeat(before, np.diff(np.append(firsts, len(rank))))
+    held -= np.repeat(before, np.diff(np.append(firsts, len(rank)))) - _cached(plans, rank, piece)
 
     def per_rank(values: IntArray) -> np.ndarray:
         return np.bincount(rank, weights=values, minlength=len(counts))
@@ -101,18 +102,43 @@ def _rectangles(
 
 
 def _exchange(
-    rank: IntArray, start: IntArray, size: IntArray, opens: np.ndarray, ranks: int, table: KernelTable
+    rank: IntArray,
+    start: IntArray,
+    size: IntArray,
+    opens: np.ndarray,
+    cached: IntArray,
+    ranks: int,
+    table: KernelTable,
 ) -> np.ndarray:
     """float64[ranks]: keys from other ranks, and their gradients back.
 
-    Of each piece a rank needs the keys before its last segment; its own earlier segments it has. Segments
-    [0, 2) and [6, 8) need 6, have 2.
+    Of each piece a rank needs the keys before its last segment; its own earlier segments it has, and what is cached.
+    Segments [0, 2) and [6, 8) need 6, have 2.
     """
     firsts = np.flatnonzero(opens)
     lasts = np.append(firsts[1:], len(rank)) - 1
-    own = np.add.reduceat(size, firsts) - size[lasts] if len(firsts) else firsts
+    own = np.add.reduceat(size, firsts) - size[lasts] + cached[lasts] if len(firsts) else firsts
     remote = _per_rank(rank[lasts], (start[lasts] - own).astype(np.float64), ranks)
     return np.where(remote > 0, table.exchange + table.exchange_row * remote, 0.0)
+
+
+def _cached(plans: Sequence[ShardPlan], rank: IntArray, piece: IntArray) -> IntArray:
+    """int64[n]: keys of its prefix that the rank of each segment has of the segment's piece.
+
+    rank: the segment's, counted through all plans.
+    """
+    found = np.zeros_like(rank)
+    if all(plan.chunks is None for plan in plans):
+        return found
+    width = max(len(plan.lengths) for plan in plans)
+    held = np.zeros(sum(plan.cp_size for plan in plans) * width, dtype=np.int64)
+    first = 0
+    for plan in plans:
+        for rows in () if plan.chunks is None else plan.chunks.cached:
+            np.add.at(held, first * width + rows[:, 0], rows[:, 2] - rows[:, 1])
+            first += 1
+        first += plan.cp_size if plan.chunks is None else 0
+    return held[rank * width + piece]
 
 
 def _per_rank(rank: IntArray, values: np.ndarray, ranks: int) -> np.ndarray:

@@ -16,9 +16,13 @@ class Ranks:
     prices: nanoseconds of a leveller's token on each rank.
     """
 
-    def __init__(self, table: KernelTable, size: list[int], leveller: int, prices: list[float]) -> None:
+    def __init__(
+        self, table: KernelTable, size: list[int], leveller: int, prices: list[float], before: list[int]
+    ) -> None:
+        """size, before: tokens of each piece, and earlier ones that it attends to."""
         ranks = len(prices)
         self.table, self.size, self.leveller, self.prices = table, size, leveller, prices
+        self.before = before
         self.room = [sum(size) // ranks] * ranks
         self.load = [0] * ranks
         self.calls = [0] * ranks
@@ -61,6 +65,7 @@ class Ranks:
             return False
         self.room[best] -= size
         self.load[best] += ns
+        self.calls[best] = max(self.calls[best], int(self.before[piece] > 0))
         self.chunks[piece] = [(best, size)]
         return True
 
@@ -87,8 +92,9 @@ class Ranks:
             self.room[rank] -= tokens
         for at, rank in enumerate(fitting):
             self.load[rank] += ns
-            # The first one's early chunk sees no earlier keys, the last one's two chunks are one segment.
-            self.calls[rank] = max(self.calls[rank], 2 if 0 < at < g - 1 else 1)
+            # The first one's early chunk sees the prefix alone, the last one's two chunks are one segment.
+            both = (at > 0 or self.before[piece] > 0) and at < g - 1
+            self.calls[rank] = max(self.calls[rank], 2 if both else 1)
         return True
 
     def spill(self, piece: int, ns: int) -> None:
@@ -101,7 +107,7 @@ class Ranks:
                 break
             self.room[rank] -= tokens
             self.load[rank] += ns * tokens // self.size[piece]
-            self.calls[rank] = max(self.calls[rank], int(bool(chunks)))
+            self.calls[rank] = max(self.calls[rank], int(bool(chunks) or self.before[piece] > 0))
             chunks.append((rank, tokens))
             left -= tokens
         self.chunks[piece] = chunks

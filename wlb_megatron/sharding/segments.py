@@ -2,6 +2,9 @@
 
 A segment is tokens [start, end) of one of the micro-batch's pieces; it attends to that piece's keys [0, end)
 with a causal mask. Any way of cutting is a way of making segments, and one executor runs them all.
+
+A piece with a prefix of p tokens holds tokens [p, p + length) of its document, counted from the prefix's first token.
+Its keys [0, p) belong to earlier micro-batches (chunks.py).
 """
 
 from __future__ import annotations
@@ -16,29 +19,59 @@ IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """What a micro-batch shares with others of its iteration, where documents are in chunks.
+
+    micro_batch: its number among those of its data-parallel rank.
+    prefixes: int64[n], earlier tokens of its document that each piece attends to.
+    cached: one int64[k, 6] per CP rank, the keys of prefixes that it holds: rows (piece index, start, end, micro-batch,
+        piece index there, end of that piece). Rows of one earlier piece stand together, in the order in which the rank
+        holds them there; those of a piece tile [0, prefix) over the ranks.
+    continued: int64[c], ascending: pieces to which later micro-batches attend.
+    """
+
+    micro_batch: int
+    prefixes: IntArray
+    cached: tuple[IntArray, ...]
+    continued: IntArray
+
+
+@dataclass(frozen=True)
 class ShardPlan:
     """Segments of one micro-batch by rank.
 
-    lengths: int64[n], tokens of each piece in packed order, the padding piece (if any) last.
+    lengths: int64[n], tokens of each piece in packed order, the padding piece (if any) last; prefixes do not count.
     ranks: one int64[k, 3] per CP rank, rows (piece index, start, end), in the order in which the rank
         holds its tokens. No two rows of a rank touch (see `merge_touching`).
     one_call: whether one kernel call serves all segments of a rank (one_call.py), instead of two.
     kind: how it was cut, where that was chosen for this micro-batch; for reports alone.
+    chunks: None where it shares no document with another micro-batch.
     """
 
     lengths: IntArray
     ranks: tuple[IntArray, ...]
     one_call: bool = False
     kind: str = field(default="", compare=False)
+    chunks: Chunks | None = None
 
     @property
     def cp_size(self) -> int:
         return len(self.ranks)
 
     @cached_property
+    def prefixes(self) -> IntArray:
+        """int64[n]: earlier tokens of its document that each piece attends to."""
+        return np.zeros_like(self.lengths) if self.chunks is None else self.chunks.prefixes
+
+    @cached_property
     def piece_starts(self) -> IntArray:
         """int64[n + 1]: where each piece starts in the packed sequence; the last entry is the total."""
         return np.concatenate(([0], np.cumsum(self.lengths))).astype(np.int64)
+
+    @cached_property
+    def key_starts(self) -> IntArray:
+        """int64[n + 1]: where each piece's keys start if all are laid end to end, prefixes included; last the total."""
+        return np.concatenate(([0], np.cumsum(self.prefixes + self.lengths))).astype(np.int64)
 
     @property
     def tokens(self) -> int:
@@ -50,7 +83,8 @@ class ShardPlan:
         return tuple(int((rows[:, 2] - rows[:, 1]).sum()) for rows in self.ranks)
 
     def positions(self, rank: int) -> IntArray:
-        """int64[t]: position inside its piece of each token the rank holds, in the order it holds them.
+        """int64[t]: position of each token the rank holds, in the order it holds them: inside its piece, from the
+        first token of its prefix on.
 
         Segments (0, 0, 2), (1, 3, 6) give [0, 1, 3, 4, 5].
         """
@@ -63,7 +97,28 @@ class ShardPlan:
         With pieces of 4 and 6 tokens, segments (0, 0, 2), (1, 3, 6) give [0, 1, 7, 8, 9].
         """
         rows = self.ranks[rank]
-        starts = self.piece_starts[rows[:, 0]]
+        starts = (self.piece_starts[:-1] - self.prefixes)[rows[:, 0]]
+        return _ranges(starts + rows[:, 1], starts + rows[:, 2])
+
+    def cached(self, rank: int, window: int | None = None) -> IntArray:
+        """int64[k, 6]: rows of Chunks.cached of the keys that layers with this window need (None: without one)."""
+        if self.chunks is None:
+            return np.empty((0, 6), dtype=np.int64)
+        rows = self.chunks.cached[rank]
+        if window is None:
+            return rows
+        rows = rows.copy()
+        # The first query that may see them is the one after their piece's end.
+        rows[:, 1] = np.maximum(rows[:, 1], rows[:, 5] - window)
+        return rows[rows[:, 1] < rows[:, 2]]
+
+    def held_keys(self, rank: int, window: int | None = None) -> IntArray:
+        """int64[k, 3]: rows (piece index, start, end) of all keys the rank holds: its tokens', then its cached ones."""
+        return np.concatenate((self.ranks[rank], self.cached(rank, window)[:, :3]))
+
+    def key_index(self, rows: IntArray) -> IntArray:
+        """int64[k]: where the keys of rows (piece index, start, end, ..) stand if all are laid end to end."""
+        starts = self.key_starts[rows[:, 0]]
         return _ranges(starts + rows[:, 1], starts + rows[:, 2])
 
 
@@ -88,8 +143,10 @@ def merge_touching(rows: IntArray) -> IntArray:
 
 
 def validate(plan: ShardPlan) -> None:
-    """Raise ValueError unless every token of every piece is on exactly one rank, once, and no rows touch."""
+    """Raise ValueError unless every token of every piece is on exactly one rank, once, and no rows touch; and so with
+    the keys of prefixes."""
     pieces = len(plan.lengths)
+    last = plan.prefixes + plan.lengths
     for rank, rows in enumerate(plan.ranks):
         if rows.ndim != 2 or rows.shape[1] != 3:
             raise ValueError(
@@ -97,26 +154,43 @@ def validate(plan: ShardPlan) -> None:
             )
         if not ((rows[:, 0] >= 0) & (rows[:, 0] < pieces)).all():
             raise ValueError(f"rank {rank}: a segment names a piece outside 0..{pieces - 1}")
-        inside = (rows[:, 1] >= 0) & (rows[:, 1] < rows[:, 2]) & (rows[:, 2] <= plan.lengths[rows[:, 0]])
+        first = plan.prefixes[rows[:, 0]]
+        inside = (rows[:, 1] >= first) & (rows[:, 1] < rows[:, 2]) & (rows[:, 2] <= last[rows[:, 0]])
         if not inside.all():
             piece, start, end = rows[np.argmin(inside)]
             raise ValueError(f"rank {rank}: segment [{start}, {end}) is empty or outside piece {piece}")
         if len(merge_touching(rows)) != len(rows):
             raise ValueError(f"rank {rank}: segments of one piece touch; merge them with merge_touching")
-    rows = np.concatenate(plan.ranks)
+    _tiles(np.concatenate(plan.ranks), plan.piece_starts, plan.prefixes, "packed token")
+    if plan.chunks is None:
+        return
+    cached = np.concatenate(plan.chunks.cached)
+    if not ((cached[:, 0] >= 0) & (cached[:, 0] < pieces) & (cached[:, 1] < cached[:, 2])).all():
+        raise ValueError(f"a row of cached keys is empty, or of a piece outside 0..{pieces - 1}")
+    if not (cached[:, 3] < plan.chunks.micro_batch).all():
+        raise ValueError(
+            f"micro-batch {plan.chunks.micro_batch} is to take keys of one that is not before it"
+        )
+    starts = np.concatenate(([0], np.cumsum(plan.prefixes)))
+    _tiles(cached, starts, np.zeros_like(plan.prefixes), "prefix token")
+
+
+def _tiles(rows: IntArray, starts: IntArray, first: IntArray, what: str) -> None:
+    """Raise ValueError unless rows (piece, start, end, ..) cover each piece, from its position `first` on, once.
+
+    starts: int64[n + 1], where each piece starts if all are laid end to end.
+    """
     rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-    # In order, the segments must lay the packed sequence end to end: each begins where the one before ends.
-    begins = plan.piece_starts[rows[:, 0]] + rows[:, 1]
+    # In order, rows must lay all pieces end to end: each begins where the one before ends.
+    begins = (starts[:-1] - first)[rows[:, 0]] + rows[:, 1]
     expected = np.concatenate(([0], np.cumsum(rows[:, 2] - rows[:, 1])))
     if (begins != expected[:-1]).any():
         at = int(np.argmax(begins != expected[:-1]))
-        what = "twice" if begins[at] < expected[at] else "not at all"
+        how = "twice" if begins[at] < expected[at] else "not at all"
         token = min(int(begins[at]), int(expected[at]))
-        raise ValueError(f"packed token {token} is held {what}; each must be on one rank, once")
-    if expected[-1] != plan.tokens:
-        raise ValueError(
-            f"packed token {int(expected[-1])} is held not at all; each must be on one rank, once"
-        )
+        raise ValueError(f"{what} {token} is held {how}; each must be on one rank, once")
+    if expected[-1] != starts[-1]:
+        raise ValueError(f"{what} {int(expected[-1])} is held not at all; each must be on one rank, once")
 
 
 def _ranges(starts: IntArray, ends: IntArray) -> IntArray:

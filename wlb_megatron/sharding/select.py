@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.config import SHARDINGS
+from wlb_megatron.sharding.chunks import Holders, Link, prefixes_of
 from wlb_megatron.sharding.hybrid import mix
 from wlb_megatron.sharding.per_document import document_cuts
 from wlb_megatron.sharding.per_sequence import sequence_cuts
@@ -31,24 +33,54 @@ def shard(lengths: npt.ArrayLike, cp_size: int, kind: str, table: KernelTable | 
 
 
 def shard_all(
-    micro_batches: Sequence[npt.ArrayLike], cp_size: int, kind: str, table: KernelTable | None = None
+    micro_batches: Sequence[npt.ArrayLike],
+    cp_size: int,
+    kind: str,
+    table: KernelTable | None = None,
+    links: Sequence[Link] = (),
 ) -> list[ShardPlan]:
-    """Plans of several micro-batches in one pass, much faster than one by one. See `shard`."""
+    """Plans of several micro-batches in one pass, much faster than one by one. See `shard`.
+
+    links: of documents in chunks (chunks.links_of), where the micro-batches are all of one data-parallel rank's
+    iteration, in order.
+    """
     if kind not in SHARDINGS:
         raise ValueError(f"unknown sharding {kind!r}; choose one of {', '.join(SHARDINGS)}")
-    pieces = PieceList.of(micro_batches)
+    pieces = PieceList.of(micro_batches, prefixes_of(micro_batches, links) if links else None)
+    choices = _choices(pieces, cp_size, kind, table or h100())
+    if not links:
+        return _fastest(choices, table or h100())
+    # Which rank a prefix's keys lie on is known once the micro-batches before are cut.
+    holders, found = Holders(links), []
+    for index, first in enumerate(pieces.first[:-1].tolist()):
+        chunks = holders.chunks(index, pieces.prefixes[first : pieces.first[index + 1]], cp_size)
+        mine = {name: [replace(plans[index], chunks=chunks)] for name, plans in choices.items()}
+        found += _fastest(mine, table or h100())
+        holders.settled(index, found[-1])
+    return found
+
+
+def _choices(pieces: PieceList, cp_size: int, kind: str, table: KernelTable) -> dict[str, list[ShardPlan]]:
+    """The plans of all micro-batches by each way that `kind` chooses from; of equals the first is to be taken."""
     if kind == "per-sequence":
-        return deal(pieces, sequence_cuts(pieces, cp_size))
+        return {"": deal(pieces, sequence_cuts(pieces, cp_size))}
     by_document = deal(pieces, document_cuts(pieces, cp_size))
     if kind == "per-document" or cp_size == 1 or not by_document:
-        return by_document
-    table = table or h100()
+        return {"": by_document}
     by_sequence = deal(pieces, sequence_cuts(pieces, cp_size))
-    mixed = [mix(plan.lengths, cp_size, table) for plan in by_document]
-    choices = [("hybrid", mixed), ("per-document", by_document), ("per-sequence", by_sequence)]
-    if kind == "adaptive":
-        choices.reverse()
-    times = predict_all([plan for _, plans in choices for plan in plans], table).max(axis=1)
-    # argmin takes the first of equals
+    prefixes = np.split(pieces.prefixes, pieces.first[1:-1])
+    mixed = [
+        mix(plan.lengths, cp_size, table, before) for plan, before in zip(by_document, prefixes, strict=True)
+    ]
+    choices = {"hybrid": mixed, "per-document": by_document, "per-sequence": by_sequence}
+    return choices if kind == "hybrid" else dict(reversed(choices.items()))
+
+
+def _fastest(choices: dict[str, list[ShardPlan]], table: KernelTable) -> list[ShardPlan]:
+    """Of each micro-batch, the plan that is predicted fastest, the first of equals."""
+    if len(choices) == 1:
+        return next(iter(choices.values()))
+    times = predict_all([plan for plans in choices.values() for plan in plans], table).max(axis=1)
     chosen = times.reshape(len(choices), -1).argmin(axis=0).tolist()
-    return [replace(choices[choice][1][at], kind=choices[choice][0]) for at, choice in enumerate(chosen)]
+    names = list(choices)
+    return [replace(choices[names[choice]][at], kind=names[choice]) for at, choice in enumerate(chosen)]

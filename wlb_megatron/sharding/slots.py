@@ -21,24 +21,27 @@ from wlb_megatron.sharding.segments import IntArray, ShardPlan
 class PieceList:
     """Pieces of several micro-batches, end to end.
 
-    lengths: int64[n], tokens of each piece. first: int64[m + 1], index of each micro-batch's first piece; the
-    last entry is n. owner: int64[n], micro-batch of each piece.
+    lengths: int64[n], tokens of each piece. prefixes: int64[n], earlier tokens that it attends to. first: int64[m + 1],
+    index of each micro-batch's first piece; the last entry is n. owner: int64[n], micro-batch of each piece.
     """
 
     lengths: IntArray
+    prefixes: IntArray
     first: IntArray
     owner: IntArray
 
     @staticmethod
-    def of(micro_batches: Sequence[npt.ArrayLike]) -> PieceList:
-        """From the lengths of each micro-batch's pieces. Raises ValueError on a negative length."""
+    def of(micro_batches: Sequence[npt.ArrayLike], prefixes: Sequence[IntArray] | None = None) -> PieceList:
+        """From the lengths of each micro-batch's pieces, and their prefixes (default none). Raises ValueError on a
+        negative length."""
         each = [np.asarray(lengths, dtype=np.int64) for lengths in micro_batches]
         lengths = np.concatenate(each) if each else np.empty(0, dtype=np.int64)
         if len(lengths) and lengths.min() < 0:
             raise ValueError(f"a piece has {int(lengths.min())} tokens; lengths must not be negative")
         counts = np.array([len(one) for one in each], dtype=np.int64)
         first = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
-        return PieceList(lengths, first, np.repeat(np.arange(len(each)), counts))
+        before = np.concatenate(prefixes) if prefixes else np.zeros_like(lengths)
+        return PieceList(lengths, before, first, np.repeat(np.arange(len(each)), counts))
 
     def before(self, values: IntArray) -> IntArray:
         """int64[n]: sum of `values` over the earlier pieces of the same micro-batch."""
@@ -54,7 +57,8 @@ class PieceList:
 def deal(pieces: PieceList, cuts: IntArray) -> list[ShardPlan]:
     """The plan of each micro-batch, when piece p's tokens [cuts[p, s], cuts[p, s + 1]) go to slot s.
 
-    cuts: int64[n, 2 * CP + 1]. Rank i holds slot i's segments in piece order, then slot 2CP-1-i's. Where a
+    cuts: int64[n, 2 * CP + 1], counted from the piece's first token, whatever its prefix: work is even over pairs of
+    slots with any. Rank i holds slot i's segments in piece order, then slot 2CP-1-i's. Where a
     piece's two chunks touch, they are one segment at the place of the first (always so on rank CP-1, whose
     slots are neighbours; elsewhere when the chunks between them are empty). One rank alone holds the pieces
     whole, in packed order.
@@ -76,7 +80,10 @@ def deal(pieces: PieceList, cuts: IntArray) -> list[ShardPlan]:
     # numpy sorts 16-bit integers by radix, 20 times as fast as 64-bit ones
     order = np.argsort(key.astype(np.uint16) if key.max(initial=0) < 2**16 else key, kind="stable")
     rows = np.empty((len(order), 3), dtype=np.int64)
-    for column, values in enumerate((piece - pieces.first[owner], starts[keep], ends[keep])):
+    before = pieces.prefixes[piece]
+    for column, values in enumerate(
+        (piece - pieces.first[owner], before + starts[keep], before + ends[keep])
+    ):
         rows[:, column] = values[order]
     count = len(pieces.first) - 1
     bounds = np.concatenate(([0], np.cumsum(np.bincount(share, minlength=count * cp_size)))).tolist()

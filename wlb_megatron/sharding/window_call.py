@@ -38,7 +38,7 @@ def window_layout(plan: ShardPlan, rank: int, size: int | None) -> WindowLayout:
     return WindowLayout(
         size,
         varlen_call(rows[:, 2] - rows[:, 1], rows[:, 2] - _first_key(rows, size)),
-        exchange_buffers(plan, rank, [_buffer(plan, held, size) for held in plan.ranks]),
+        exchange_buffers(plan, rank, [_buffer(plan, held, size) for held in plan.ranks], size),
     )
 
 
@@ -47,6 +47,6 @@ def _first_key(rows: IntArray, size: int | None) -> IntArray:
 
 
 def _buffer(plan: ShardPlan, rows: IntArray, size: int | None) -> IntArray:
-    """int64[n]: packed tokens whose keys a rank's segments see, segment by segment."""
-    begins = plan.piece_starts[rows[:, 0]]
+    """int64[n]: the keys that a rank's segments see, segment by segment, as ShardPlan.key_index counts them."""
+    begins = plan.key_starts[rows[:, 0]]
     return _ranges(begins + _first_key(rows, size), begins + rows[:, 2])

@@ -1,0 +1,157 @@
+"""Documents in chunks: which piece goes on where another ends, and which rank holds the keys of earlier chunks.
+
+Keys stay on the rank that computed them, and travel anew to each later chunk (docs/attention.md has the figures).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.plan import Piece
+from wlb_megatron.sharding.segments import Chunks, IntArray, ShardPlan, _ranges
+
+
+class Link(NamedTuple):
+    """Piece `piece` of `micro_batch` goes on where piece `earlier_piece` of micro-batch `earlier` ends."""
+
+    micro_batch: int
+    piece: int
+    earlier: int
+    earlier_piece: int
+
+
+def links_of(micro_batches: Sequence[Sequence[Piece]]) -> tuple[Link, ...]:
+    """The links of one data-parallel rank's micro-batches in order; none where no piece has a prefix.
+
+    Raises ValueError where a prefix is not all of its document that earlier micro-batches hold up to the piece's start,
+    or where two pieces have one and the same.
+    """
+    if not any(piece.prefix for pieces in micro_batches for piece in pieces):
+        return ()
+    ends: dict[tuple[int, int, int], tuple[int, int]] = {}
+    links = []
+    for index, pieces in enumerate(micro_batches):
+        for at, piece in enumerate(pieces):
+            if not piece.prefix:
+                continue
+            found = ends.pop((piece.epoch, piece.document, piece.start), None)
+            before = None if found is None else micro_batches[found[0]][found[1]]
+            if found is None or before is None or before.prefix + before.tokens != piece.prefix:
+                raise ValueError(
+                    f"micro-batch {index}: tokens [{piece.start}, {piece.end}) of document {piece.document} attend to "
+                    f"{piece.prefix} before them, which earlier micro-batches of the rank do not hold as one prefix"
+                )
+            links.append(Link(index, at, *found))
+        # After the loop above: no piece goes on inside its own micro-batch.
+        ends |= {(piece.epoch, piece.document, piece.end): (index, at) for at, piece in enumerate(pieces)}
+    return tuple(links)
+
+
+def prefixes_of(micro_batches: Sequence[npt.ArrayLike], links: Sequence[Link]) -> list[IntArray]:
+    """int64[n] of each micro-batch: earlier tokens that each piece attends to. micro_batches: lengths of the pieces."""
+    lengths = [np.asarray(each, dtype=np.int64) for each in micro_batches]
+    prefixes = [np.zeros_like(each) for each in lengths]
+    for index, piece, earlier, earlier_piece in sorted(links):
+        prefixes[index][piece] = prefixes[earlier][earlier_piece] + lengths[earlier][earlier_piece]
+    return prefixes
+
+
+class Holders:
+    """Which rank holds the keys of which chunk, while the micro-batches of a data-parallel rank are cut in order."""
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self._links: dict[int, list[Link]] = {}
+        self._continued: dict[int, set[int]] = {}
+        for link in links:
+            self._links.setdefault(link.micro_batch, []).append(link)
+            self._continued.setdefault(link.earlier, set()).add(link.earlier_piece)
+        self._plans: dict[int, ShardPlan] = {}
+
+    def chunks(self, index: int, prefixes: IntArray, cp_size: int) -> Chunks | None:
+        """What micro-batch `index` shares with others, once all before it are `settled`. prefixes: int64[n]."""
+        links, continued = self._links.get(index, []), sorted(self._continued.get(index, ()))
+        if not links and not continued:
+            return None
+        cached = tuple(
+            np.concatenate([np.empty((0, 6), np.int64), *(self._held(link, rank) for link in links)])
+            for rank in range(cp_size)
+        )
+        return Chunks(index, prefixes, cached, np.array(continued, dtype=np.int64))
+
+    def settled(self, index: int, plan: ShardPlan) -> None:
+        if plan.chunks is not None:
+            self._plans[index] = plan
+
+    def _held(self, link: Link, rank: int) -> IntArray:
+        """Rows of Chunks.cached of the piece that goes on: what its earlier part attended to, and that itself."""
+        plan = self._plans[link.earlier]
+        assert plan.chunks is not None
+        before = plan.chunks.cached[rank]
+        before = before[before[:, 0] == link.earlier_piece]
+        own = plan.ranks[rank]
+        own = own[own[:, 0] == link.earlier_piece]
+        end = int(plan.prefixes[link.earlier_piece] + plan.lengths[link.earlier_piece])
+        told = np.broadcast_to((link.earlier, link.earlier_piece, end), (len(own), 3))
+        rows = np.concatenate((before, np.column_stack((own, told))))
+        rows[:, 0] = link.piece
+        return rows
+
+
+class Taken(NamedTuple):
+    """All keys, so many rows, that a rank keeps of a piece of an earlier micro-batch."""
+
+    micro_batch: int
+    piece: int
+    rows: int
+
+
+class Kept(NamedTuple):
+    """rows: int64[k], the rank's own rows of a piece whose keys it keeps for later micro-batches."""
+
+    piece: int
+    rows: IntArray
+
+
+class CachedKeys(NamedTuple):
+    """What a layer takes of its cache of keys, and puts there, in one micro-batch on one rank.
+
+    takes: in the order in which their rows follow the rank's own in ShardPlan.held_keys.
+    """
+
+    micro_batch: int
+    takes: tuple[Taken, ...]
+    keeps: tuple[Kept, ...]
+
+
+def cached_keys(plan: ShardPlan, rank: int, window: int | None = None) -> CachedKeys | None:
+    """Of layers with this window, by which only the last keys of a chunk stay; None where no document is in chunks.
+
+    Piece [0, 8) on two ranks, (0, 0, 2) (0, 6, 8) and (0, 2, 6), then piece [8, 12): the second micro-batch takes rows
+    4 of both ranks. Window 3: keys 5 6 7, rank 0 keeps its rows 2 3, rank 1 its row 3.
+    """
+    if plan.chunks is None:
+        return None
+    takes: list[Taken] = []
+    for _, start, end, index, piece, _ in plan.cached(rank, window).tolist():
+        if takes and takes[-1][:2] == (index, piece):
+            takes[-1] = takes[-1]._replace(rows=takes[-1].rows + end - start)
+        else:
+            takes.append(Taken(index, piece, end - start))
+    own = plan.ranks[rank]
+    size = own[:, 2] - own[:, 1]
+    first_row = np.cumsum(size) - size
+    keeps = []
+    for piece in plan.chunks.continued.tolist():
+        mine = own[:, 0] == piece
+        skip = np.zeros_like(size[mine])
+        if window is not None:
+            seen = plan.key_starts[piece + 1] - plan.key_starts[piece] - window
+            skip = np.clip(seen - own[mine, 1], 0, size[mine])
+        rows = _ranges(first_row[mine] + skip, first_row[mine] + size[mine])
+        if len(rows):
+            keeps.append(Kept(piece, rows))
+    return CachedKeys(plan.chunks.micro_batch, tuple(takes), tuple(keeps))
