@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 
 import numpy as np
@@ -49,6 +50,7 @@ def attend_in_groups(rank: int, world: int) -> None:
     """Random plans, micro-step by micro-step: each group's documents as if computed one at a time, in fp64."""
     from megatron.core import parallel_state
 
+    from wlb_megatron.plugin import groups
     from wlb_megatron.plugin.groups import make_groups, process_group
     from wlb_megatron.plugin.planning import RankGroup
 
@@ -56,7 +58,11 @@ def attend_in_groups(rank: int, world: int) -> None:
     # As with data parallelism 6: all blocks but that of all ranks are made.
     parallel_state.get_data_parallel_group = lambda with_context_parallel: dist.group.WORLD
     parallel_state.get_context_parallel_group = lambda: alone
-    make_groups()
+    make_groups(timedelta(minutes=77))
+    made = {size: group for size, group in groups._groups.items() if group is not dist.group.WORLD}
+    assert made  # their collectives wait as long as the flag says, not torch's own ten minutes on GPUs
+    for group in made.values():
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(minutes=77)
     mixed = set()
     for seed in range(3):
         plan = random_plan(LENGTHS, STAGE, seed)

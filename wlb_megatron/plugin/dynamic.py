@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ def training_plans(
 
     ahead: what runs the thread. config: complete. Costs are of the job's profile, or of the model's shape on H100s.
     """
-    make_groups()
+    make_groups(timedelta(minutes=args.distributed_timeout_minutes))
     stage_ranks = dist.get_process_group_ranks(
         parallel_state.get_data_parallel_group(with_context_parallel=True)
     )

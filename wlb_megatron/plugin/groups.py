@@ -9,6 +9,7 @@ rehearsal, which has shown that the longest micro-batches fit beside them.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,8 +27,11 @@ def process_group(group: RankGroup | None) -> Any:
     return None if group is None or group.size == 1 else _groups[group.size]
 
 
-def make_groups() -> None:
-    """Make this rank's groups of all sizes. Called on every rank, before training. Safe to call again."""
+def make_groups(timeout: timedelta) -> None:
+    """Make this rank's groups of all sizes. Called on every rank, before training. Safe to call again.
+
+    timeout: of their collectives, as of Megatron's own groups (--distributed-timeout-minutes).
+    """
     from megatron.core import parallel_state
 
     stage = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -49,6 +53,8 @@ def make_groups() -> None:
         elif size == len(ranks):
             made = stage
         else:
-            made = dist.new_group(ranks[start : start + size], use_local_synchronization=True)
+            members = ranks[start : start + size]
+            # Megatron's own way: the group is among those whose time limit it lowers once training runs.
+            made = parallel_state.create_group(members, timeout=timeout, use_local_synchronization=True)
         dist.all_reduce(torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu"), group=made)
         _groups[size] = made
