@@ -20,7 +20,7 @@ from test_megatron_layouts import trained
 from wlb_megatron.packing.batch_schedule import BatchSchedule, linear_ramp
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan
-from wlb_megatron.plugin.batch_sizes import batch_schedule, ramp_as_steps
+from wlb_megatron.plugin.batch_sizes import batch_schedule, misfit, ramp_as_steps
 
 LENGTHS = [3, 9, 1, 14, 2, 2, 16, 5, 7, 1, 12, 4, 4, 8, 16, 3]
 
@@ -68,6 +68,37 @@ def test_a_step_schedule_has_the_sizes_of_megatrons_calculator(sizes: list[int],
             consumed := consumed + schedule.size(consumed) for _ in range(schedule.alike(consumed, 3))
         ]
         assert following
+
+
+def test_an_interleaved_schedule_takes_what_megatrons_own_check_takes() -> None:
+    """The rule of forward_backward_pipelining_with_interleaving, by its text: PP <= group <= micro-batches, and no
+    last group of less than PP."""
+
+    def refused(micro_batches: int, group: int | None, chunks: int | None = 2) -> str | None:
+        return misfit(
+            3 * micro_batches,
+            argparse.Namespace(
+                data_parallel_size=3,
+                pipeline_model_parallel_size=2,
+                virtual_pipeline_model_parallel_size=chunks,
+                microbatch_group_size_per_vp_stage=group,
+            ),
+        )
+
+    taken = {
+        group: [count for count in range(1, 13) if refused(count, group) is None]
+        for group in (None, 1, 2, 3, 4, 5)
+    }
+    assert taken == {
+        None: [2, 4, 6, 8, 10, 12],
+        1: [],
+        2: [2, 4, 6, 8, 10, 12],
+        3: [3, 5, 6, 8, 9, 11, 12],
+        4: [4, 6, 7, 8, 10, 11, 12],
+        5: [5, 7, 8, 9, 10, 12],
+    }
+    assert "3 micro-batches" in str(refused(3, None)) and "12 would do" in str(refused(3, None))
+    assert refused(3, None, chunks=None) is None
 
 
 def test_a_ramp_that_megatron_would_ignore_becomes_its_step_schedule() -> None:

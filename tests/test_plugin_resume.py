@@ -23,7 +23,13 @@ def source(**settings: Any) -> Source:
 
 
 def megatron(iteration: int) -> argparse.Namespace:
-    return argparse.Namespace(iteration=iteration, consumed_train_samples=4 * iteration, data_parallel_size=1)
+    return argparse.Namespace(
+        iteration=iteration,
+        consumed_train_samples=4 * iteration,
+        data_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None,
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from wlb_megatron.errors import WlbError
@@ -17,6 +18,31 @@ def batch_schedule(args: Any) -> BatchSchedule:
         start, increment, samples = (int(value) for value in args.rampup_batch_size)
         return linear_ramp(start, increment, samples, args.global_batch_size)
     return BatchSchedule.constant(args.global_batch_size)
+
+
+def misfit(size: int, args: Any) -> str | None:
+    """Why Megatron cannot train a global batch of so many micro-batches in this layout; None where it can."""
+    ranks, stages = args.data_parallel_size, args.pipeline_model_parallel_size
+    if size % ranks:
+        return f"a global batch of {size} is not a multiple of the data-parallel size {ranks}: change one of them"
+    if (args.virtual_pipeline_model_parallel_size or 1) == 1:
+        return None
+    group = getattr(args, "microbatch_group_size_per_vp_stage", None) or stages
+    if group < stages:
+        return f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below the {stages} pipeline stages"
+    count = size // ranks
+    if _interleaves(count, group, stages):
+        return None
+    next_one = next(more for more in itertools.count(count) if _interleaves(more, group, stages))
+    return (
+        f"a global batch of {size} gives each data-parallel rank {count} micro-batches. Virtual pipeline stages take "
+        f"them in groups of {group}, and the last group must have {stages} or more: {next_one * ranks} would do"
+    )
+
+
+def _interleaves(micro_batches: int, group: int, stages: int) -> bool:
+    """Whether Megatron's interleaved schedule takes so many micro-batches, by groups of `group`."""
+    return micro_batches >= group and not 0 < micro_batches % group < stages
 
 
 def ramp_as_steps(args: Any) -> str | None:

@@ -16,7 +16,7 @@ from wlb_megatron.arguments import add_arguments, config_from_args
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin import source as sources
 from wlb_megatron.plugin import versions
-from wlb_megatron.plugin.batch_sizes import ramp_as_steps
+from wlb_megatron.plugin.batch_sizes import batch_schedule, misfit, ramp_as_steps
 from wlb_megatron.plugin.limits import fit_to_memory
 from wlb_megatron.plugin.reporting import check_outputs
 from wlb_megatron.plugin.telling import checked
@@ -184,6 +184,7 @@ def _take_over(args: Any) -> None:
     try:
         config = sources.complete(args, config_from_args(args))
         refuse_unsupported(args, config)
+        _refuse_misfits(args)
         check_outputs(config)
         if (steps := ramp_as_steps(args)) is not None:
             _set(
@@ -213,6 +214,18 @@ def _take_over(args: Any) -> None:
         args.moe_token_dispatcher_type = (
             "alltoall"  # asked of every model with variable lengths; no experts here
         )
+
+
+def _refuse_misfits(args: Any) -> None:
+    """Refuse the sizes of batches that every run comes to; those on the way there are looked at once the model has
+    loaded, when it is known where the run goes on."""
+    trained, tested = batch_schedule(args).largest, sources.evaluated(args)
+    stepped = getattr(args, "step_batch_size_schedule", None) is not None
+    if wrong := misfit(trained, args):
+        flag = "--step-batch-size-schedule" if stepped else "--global-batch-size"
+        raise Refused(f"wlb_megatron refuses {flag}: {wrong}")
+    if args.eval_iters and (wrong := misfit(tested, args)):
+        raise Refused(f"wlb_megatron refuses --eval-global-batch-size: {wrong}")
 
 
 def _naming_the_flag(message: str) -> str:

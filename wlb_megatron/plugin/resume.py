@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from wlb_megatron.plugin import checkpoint
+from wlb_megatron.plugin.batch_sizes import misfit
 from wlb_megatron.plugin.source import Source
 from wlb_megatron.refusals import Refused
 
@@ -20,13 +21,10 @@ def restore(source: Source, args: Any) -> None:
     """Bring the planner to where the loaded checkpoint was saved. SystemExit with one line if it cannot continue."""
     if args.iteration:  # else a new run, or --finetune
         _continue(source, args)
-    dp, planner = args.data_parallel_size, source.planner
+    planner = source.planner
     for size in planner.schedule.from_now(planner.samples):
-        if size % dp:
-            raise Refused(
-                f"wlb_megatron: a global batch of {size}, which this run comes to, is not a multiple of the "
-                f"data-parallel size {dp}: change one of them"
-            )
+        if wrong := misfit(size, args):
+            raise Refused(f"wlb_megatron: this run comes to global batches that cannot train: {wrong}")
 
 
 def _continue(source: Source, args: Any) -> None:

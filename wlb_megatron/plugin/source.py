@@ -58,7 +58,7 @@ def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
     sources = {"train": train}
     if args.eval_iters:
         plain = dataclasses.replace(config, packing="varlen", max_delay=0, thresholds="none")
-        batches = BatchSchedule.constant(_evaluated(args))
+        batches = BatchSchedule.constant(evaluated(args))
         if args.multiple_validation_sets:
             sources |= _validation_sets(args, plain, batches, opened)
         else:
@@ -123,11 +123,6 @@ def _source(
     endless: bool,
 ) -> Source:
     window, dp = args.seq_length, args.data_parallel_size
-    if batches.largest % dp:
-        raise WlbError(
-            f"the global batch of {batches.largest} is not a multiple of the data-parallel size {dp}; "
-            "change one of them"
-        )
     rules = Rules(window=window, overlong=config.overlong, seed=args.seed, endless=endless)
     stream = DocumentStream(corpora, rules)
     sample = [
@@ -223,6 +218,6 @@ def _known(value: float | None) -> float:
     return value
 
 
-def _evaluated(args: Any) -> int:
+def evaluated(args: Any) -> int:
     """Windows of an evaluation iteration; before 0.18 Megatron evaluates in training's batches."""
     return int(getattr(args, "eval_global_batch_size", None) or args.global_batch_size)
