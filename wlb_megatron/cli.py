@@ -75,6 +75,10 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     )
     add_layout(parser)
     add_settings(parser)
+    parser.add_argument("--pp", default=1, type=int, help="pipeline-parallel size (default: 1)")
+    parser.add_argument(
+        "--vpp", default=1, type=int, help="model chunks of a stage, interleaved (default: 1)"
+    )
     parser.add_argument("--iterations", type=int, help="stop after this many (iterations; default: all)")
     parser.add_argument("--json", metavar="PATH", help="write JSON there, - for stdout, instead of a table")
     parser.set_defaults(run=_inspect)
@@ -111,7 +115,12 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         help="tokens of each document: 4,12, a .npy of integers, or a Megatron .idx",
     )
     add("--window", required=True, type=int, help="--seq-length of the run (tokens)")
-    add("--micro-batches", default=1, type=int, help="of one data-parallel rank per iteration (default: 1)")
+    add(
+        "--micro-batches",
+        default=1,
+        type=int,
+        help="windows of one data-parallel rank per iteration, --global-batch-size over its ranks (default: 1)",
+    )
     add("--dp", default=1, type=int, help="data-parallel size (default: 1)")
     add("--cp", default=1, type=int, help="context-parallel size (default: 1)")
     add("--tp", default=1, type=int, help="tensor-parallel size; tokens are padded to CP x TP (default: 1)")
@@ -147,6 +156,8 @@ def _inspect(args: argparse.Namespace) -> None:
         dp=args.dp,
         cp=args.cp,
         tp=args.tp,
+        pp=args.pp,
+        vpp=args.vpp,
         iterations=args.iterations,
     )
     if args.json is None:

@@ -37,6 +37,17 @@ class WlbConfig:
         "a tenth to spare, if that is less)",
         type=int,
     )
+    micro_batches_per_window: str = _setting(
+        "auto",
+        "micro-batches that a data-parallel rank makes of each window it trains: auto (in every iteration the number "
+        "with the least predicted step; 1 without a pipeline), or a number from 1, such as 2 or 1.5",
+    )
+    micro_batch_cost: float | None = _setting(
+        None,
+        "what one more micro-batch costs by itself, as tokens of linear work (tokens; default: from the profile or "
+        "the model's shape, 1000 x context-parallel size where neither is known)",
+        type=float,
+    )
     max_delay: int = _setting(
         16, "a document trains at most this many iterations after it arrived (iterations)", type=int
     )

@@ -25,6 +25,10 @@ QUADRATIC_AT = 24576.0
 """Where neither quadratic_at nor a model's shape is given (tokens): near a 7B model's."""
 
 
+MICRO_BATCH_COST = 1000.0
+"""What a micro-batch costs by itself on each context-parallel rank, where no model is known (tokens of linear work)."""
+
+
 def inspect_plans(
     lengths: Lengths,
     config: WlbConfig,
@@ -34,11 +38,14 @@ def inspect_plans(
     dp: int = 1,
     cp: int = 1,
     tp: int = 1,
+    pp: int = 1,
+    vpp: int = 1,
     iterations: int | None = None,
 ) -> dict[str, Any]:
     """Plans of one pass over the documents, without a shuffle; at most `iterations` of them.
 
-    lengths: integers[n], tokens of each document; ids are positions in it. micro_batches: of one data-parallel rank.
+    lengths: integers[n], tokens of each document; ids are positions in it. micro_batches: windows of one data-parallel
+    rank, of which the plan may make more micro-batches; they are shown in the order of their forwards.
     Returns {"iterations": [{"arrived", "micro_batches", "waiting"}, ...]} where
     every piece and segment is [id, start, end) within its document; padding is [-1, 0, tokens].
     WlbError on settings that cannot work.
@@ -48,6 +55,8 @@ def inspect_plans(
         ("dp", dp),
         ("cp", cp),
         ("tp", tp),
+        ("pp", pp),
+        ("vpp", vpp),
         ("iterations", iterations),
     ):
         if value is not None and value < 1:
@@ -63,10 +72,13 @@ def inspect_plans(
             CostModel(
                 QUADRATIC_AT if config.quadratic_at is None else config.quadratic_at,
                 config.document_cost or 0.0,
+                MICRO_BATCH_COST * cp if config.micro_batch_cost is None else config.micro_batch_cost,
             ),
             window=window,
             micro_batches=micro_batches,
             dp=dp,
+            pp=pp,
+            vpp=vpp,
             sample=sample_lengths(lengths, window, config.overlong),
         )
         planner = Planner(stream, packer, global_tokens=micro_batches * dp * window)

@@ -52,10 +52,18 @@ class IterationPlan:
     """One global batch. `micro_batches[m][d]` is micro-batch m of data-parallel rank d.
 
     arrived: pieces taken from the stream for this iteration; waiting: queues and leftovers after it,
-    oldest first.
+    oldest first. predicted: the step by the packer's law (pipeline/step_law.py), in the cost model's units; ideal: the
+    same documents' work without bubble, waiting and what micro-batches cost by themselves.
     """
 
     iteration: int
     arrived: tuple[Piece, ...]
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     waiting: tuple[Piece, ...]
+    predicted: int = 0
+    ideal: int = 0
+
+    @property
+    def step_over_ideal(self) -> float:
+        """Predicted step time over that of the same work spread evenly with no bubble; 1 where nothing trains."""
+        return self.predicted / self.ideal if self.ideal else 1.0

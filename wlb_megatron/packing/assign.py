@@ -45,7 +45,7 @@ def assign_ranks(bins: Sequence[MicroBatch], ranks: Ranks) -> Grid:
     above, falling order 1 to 5 % less, the largest in the last place 10 to 20 % more. Micro-batches of like size
     run side by side where ranks wait for each other (expert parallelism).
     """
-    dp, pp, vpp = ranks
+    dp, pp, vpp, _ = ranks
     order = sorted(range(len(bins)), key=lambda i: (-bins[i].work, i))
     per_rank = len(bins) // dp
     work = np.array([bins[i].work for i in order], dtype=np.int64)

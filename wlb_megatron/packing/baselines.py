@@ -102,6 +102,7 @@ class OriginalPacker:
         self.max_tokens = window
         self.bins = bins
         self._ranks = ranks
+        self.law = ranks.law(cost)
         self._waiting: list[Waiting] = []
 
     @property
@@ -153,6 +154,7 @@ class FixedGreedyPacker:
         self.max_tokens = window
         self.bins = bins
         self._ranks = ranks
+        self.law = ranks.law(cost)
         self._remainder: list[Waiting] = []
         self._planned: list[list[Waiting]] = []  # windows of the coming iterations, in order
 

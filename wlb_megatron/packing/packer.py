@@ -11,19 +11,27 @@ from typing import Any, NamedTuple, Protocol
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
+from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import MicroBatch, Piece
-from wlb_megatron.workload.cost_model import CostModel
+from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 
 Grid = tuple[tuple[MicroBatch, ...], ...]
 """Micro-batches of one iteration: `grid[m][d]` is micro-batch m of data-parallel rank d."""
 
 
 class Ranks(NamedTuple):
-    """Data-parallel size, pipeline stages, and model chunks of a stage."""
+    """Data-parallel size, pipeline stages, model chunks of a stage, and of how many micro-batches an interleaved
+    schedule takes a multiple."""
 
     dp: int = 1
     pp: int = 1
     vpp: int = 1
+    group: int = 1
+
+    def law(self, cost: CostModel) -> StepLaw:
+        """What a step takes on these ranks."""
+        each, least = (round(UNITS_PER_TOKEN * t) for t in (cost.per_micro_batch, cost.least_micro_batch))
+        return StepLaw(self.pp, self.vpp, self.group, each, least)
 
 
 ONE_RANK = Ranks()
@@ -56,7 +64,11 @@ class Packer(Protocol):
     """State of one packing policy. Not thread-safe; every rank runs its own and all get the same plans."""
 
     bins: int
-    """Micro-batches of a global batch; of the largest one if batches grow."""
+    """Windows of a global batch, over all ranks; of the largest one if batches grow. There are as many micro-batches,
+    or as many more as the packer finds best."""
+
+    law: StepLaw
+    """What a step of these micro-batches is predicted to take."""
 
     @property
     def max_tokens(self) -> int:
@@ -93,14 +105,16 @@ def make_packer(
     dp: int = 1,
     pp: int = 1,
     vpp: int = 1,
+    group: int | None = None,
     alignment: int = 1,
     sample: Sequence[int] | None = None,
     adopt_max_tokens: int = 0,
 ) -> Packer:
     """The packer that `config.packing` names.
 
-    window: tokens of --seq-length. micro_batches: of one data-parallel rank, in the largest global batch. vpp: model
-    chunks of a stage. alignment: a micro-batch's tokens are padded up to a multiple of it. sample: document lengths
+    window: tokens of --seq-length. micro_batches: windows of one data-parallel rank, in the largest global batch. vpp:
+    model chunks of a stage; group: of how many micro-batches an interleaved schedule takes a multiple (default: pp).
+    alignment: a micro-batch's tokens are padded up to a multiple of it. sample: document lengths
     (tokens, at most the window) on which `thresholds=auto` is found; without one a rule of thumb serves.
     adopt_max_tokens: a loaded state brings its own Lmax if that, padded, is at most so many tokens.
     Raises ValueError on settings that cannot work.
@@ -124,7 +138,8 @@ def make_packer(
         )
     if config.max_documents < 1:
         raise WlbError(f"max_documents must be at least 1, got {config.max_documents}")
-    ranks = Ranks(dp, pp, vpp)
+    ranks = Ranks(dp, pp, vpp, (group or pp) if vpp > 1 else 1)
+    per_window = read_per_window(config.micro_batches_per_window)
     if config.packing == "varlen":
         return _make_varlen(config, cost, window, micro_batches, alignment, sample, ranks, adopt_max_tokens)
     fixed: dict[str, type[OriginalPacker | FixedGreedyPacker]] = {
@@ -132,6 +147,11 @@ def make_packer(
         "fixed-greedy": FixedGreedyPacker,
         "fixed-solver": FixedSolverPacker,
     }
+    if per_window not in (None, 1):
+        raise WlbError(
+            f"--wlb-micro-batches-per-window {config.micro_batches_per_window} needs --wlb-packing varlen: windows of "
+            "fixed length are one micro-batch each"
+        )
     if config.packing not in fixed:
         raise WlbError(f"unknown packing {config.packing!r}: choose {', '.join(fixed)} or varlen")
     return fixed[config.packing](config, cost, window=window, bins=micro_batches * dp, ranks=ranks)
@@ -160,22 +180,45 @@ def _make_varlen(
         max_documents=config.max_documents,
         max_delay=config.max_delay,
     )
+    # The paper's release knows one micro-batch a window alone.
+    per_window = read_per_window(config.micro_batches_per_window) if config.release == "balance" else 1
     thresholds = read_thresholds(config.thresholds)
     found = thresholds is None
     if thresholds is None:
         thresholds = (
-            find_thresholds(sample, cost, limits).thresholds if sample is not None else rule_of_thumb(window)
+            find_thresholds(sample, cost, limits, ranks, per_window).thresholds
+            if sample is not None
+            else rule_of_thumb(window)
         )
     return VarlenPacker(
         cost,
         limits,
         thresholds,
         ranks,
+        per_window=per_window,
         by_balance=config.release == "balance",
         adopt_thresholds=found,
         # Lmax need be no multiple of the alignment: what it is padded to must fit.
         adopt_capacity=adopt_max_tokens // alignment * alignment,
     )
+
+
+def read_per_window(text: str) -> float | None:
+    """Micro-batches for each window of `config.micro_batches_per_window`, None for auto."""
+    if text == "auto":
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value <= MOST_PER_WINDOW:
+        raise WlbError(
+            f"--wlb-micro-batches-per-window {text!r} is neither auto nor a number from 1 to {MOST_PER_WINDOW}"
+        )
+    return value
+
+
+MOST_PER_WINDOW = 64
 
 
 def encode(waiting: Iterable[Waiting]) -> list[list[int]]:

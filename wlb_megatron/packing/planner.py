@@ -73,7 +73,15 @@ class Planner:
             arrived = [piece for piece in arrived if piece not in refused]
             self._put_back.extendleft(reversed(put_back))
             self.put_back += len(put_back)
-        plan = IterationPlan(self.iteration, tuple(arrived), grid, self.packer.waiting)
+        columns = [[micro_batch.work for micro_batch in column] for column in zip(*grid, strict=True)]
+        plan = IterationPlan(
+            self.iteration,
+            tuple(arrived),
+            grid,
+            self.packer.waiting,
+            predicted=self.packer.law.step(columns),
+            ideal=sum(map(sum, columns)) // len(columns),
+        )
         self.iteration += 1
         self.samples += batch.bins
         self.trained += sum(micro_batch.tokens for row in grid for micro_batch in row)

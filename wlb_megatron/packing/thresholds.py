@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.delay_bound import Limits
 from wlb_megatron.packing.outlier_queues import OutlierQueues
+from wlb_megatron.packing.packer import ONE_RANK, Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen_packer import VarlenPacker
 from wlb_megatron.plan import Piece
@@ -30,8 +32,8 @@ ITERATIONS, MOST_BINS = 96, 8
 
 
 class Trial(NamedTuple):
-    """What a choice of thresholds did on the sample. slowdown: summed largest over summed mean work, so 1 is even.
-    delay: mean over tokens (iterations)."""
+    """What a choice of thresholds did on the sample. slowdown: summed largest over summed mean work, so 1 is even, or
+    summed steps over summed work. delay: mean over tokens (iterations)."""
 
     thresholds: tuple[int, ...]
     slowdown: float
@@ -61,25 +63,36 @@ def rule_of_thumb(window: int) -> tuple[int, ...]:
     return spread(window, FIRST_LEVELS[0], STEPS[0])
 
 
-def find_thresholds(sample: Sequence[int], cost: CostModel, limits: Limits) -> Trial:
+def find_thresholds(
+    sample: Sequence[int],
+    cost: CostModel,
+    limits: Limits,
+    ranks: Ranks = ONE_RANK,
+    per_window: float | None = 1,
+) -> Trial:
     """The thresholds with the least predicted step time on a sample of lengths whose mean delay keeps DELAY_BOUND.
 
     Each choice of a first level and of levels in a doubling (and waiting not at all) packs the sample, in one seeded
-    order and repeated where it is short, for ITERATIONS iterations; the step time is the sum of each iteration's
-    largest micro-batch. Of choices within 0.1 % the first counts, which is also what a run without a sample gets.
+    order and repeated where it is short, for ITERATIONS iterations. The step time is the sum of each iteration's
+    largest micro-batch or, where the number of micro-batches is free, of the predicted steps. Of choices within
+    0.1 % the first counts, which is also what a run without a sample gets.
     While training, thresholds stay, and a checkpoint brings its own. Lengths that drift are met by the price of waiting
     (delay_price.py, in the state): levels are geometric in the window, so what one corpus taught serves another within
     0.4 % of the steps' time, and learning anew from recent arrivals changes as little, either way
     (docs/results/packing_drift.csv).
     """
     lengths = np.random.default_rng(0).permutation(np.asarray(sample, dtype=np.int64))
-    limits = replace(limits, bins=min(limits.bins, MOST_BINS))
+    free = per_window != 1 and ranks.pp > 1
+    limits = replace(limits, bins=min(limits.bins // (ranks.dp if free else 1), MOST_BINS))
+    packers = partial(VarlenPacker, cost, limits)
+    if free:
+        packers = partial(packers, ranks=ranks._replace(dp=1), per_window=per_window)
     choices = [spread(limits.window, first, step) for first in FIRST_LEVELS for step in STEPS]
     if len(lengths) == 0 or lengths.max() < min(choices[0]):
         return Trial(choices[0], 1.0, 0.0)
     best = None
     for thresholds in [*choices, ()]:
-        trial = _try(lengths, cost, limits, thresholds)
+        trial = _try(lengths, limits, packers(thresholds))
         if best is None or _rank(trial) < _rank(best):
             best = trial
     assert best is not None
@@ -90,18 +103,17 @@ def _rank(trial: Trial) -> tuple[bool, int]:
     return trial.delay > DELAY_BOUND, round(trial.slowdown * 1000)
 
 
-def _try(lengths: np.ndarray, cost: CostModel, limits: Limits, thresholds: tuple[int, ...]) -> Trial:
-    packer = VarlenPacker(cost, limits, thresholds)
+def _try(lengths: np.ndarray, limits: Limits, packer: VarlenPacker) -> Trial:
     planner = Planner(Repeated(lengths), packer, global_tokens=limits.bins * limits.window)
-    largest = total = delayed = 0
+    slow = total = delayed = 0
     for _ in range(ITERATIONS):
         plan = planner.next_iteration()
         assert plan is not None
         work = [micro_batch.work for row in plan.micro_batches for micro_batch in row]
-        largest += max(work) * len(work)
+        slow += max(work) * len(work) if packer.law.pp == 1 else plan.predicted
         total += sum(work)
         delayed += sum(piece.tokens for piece in plan.waiting)
-    return Trial(thresholds, largest / total, delayed / planner.taken)
+    return Trial(packer.thresholds, slow / total, delayed / planner.taken)
 
 
 class Repeated:

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.arrange import Arranged, arrange
 from wlb_megatron.packing.assign import assign_ranks
 from wlb_megatron.packing.bins import UNBOUNDED, Bins
 from wlb_megatron.packing.delay_bound import Limits
 from wlb_megatron.packing.delay_price import DelayPrice
+from wlb_megatron.packing.height import FIRST_PRICE, Lot, choose_height
 from wlb_megatron.packing.improve import improve
 from wlb_megatron.packing.outlier_queues import Item, OutlierQueues
 from wlb_megatron.packing.packer import (
@@ -31,6 +33,16 @@ from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel
 
 _WORK, _TOKENS = itemgetter(0), itemgetter(1)  # of items: quicker than by name
+
+
+class _Ready(NamedTuple):
+    """What trains in any case, by age: due, of which counts[i] still stand in level i of the queues; leftovers and
+    short ones that are not due."""
+
+    due: list[Item]
+    counts: list[int]
+    leftovers: list[Item]
+    short: list[Item]
 
 
 def longest_micro_batch(config: WlbConfig, window: int, alignment: int = 1) -> int:
@@ -69,27 +81,36 @@ class VarlenPacker:
         thresholds: Sequence[int],
         ranks: Ranks = ONE_RANK,
         *,
+        per_window: float | None = 1,
         by_balance: bool = True,
         adopt_thresholds: bool = False,
         adopt_capacity: int = 0,
     ) -> None:
-        """thresholds: of the outlier queues (tokens), rising. adopt_thresholds: a loaded state brings its own.
+        """thresholds: of the outlier queues (tokens), rising. per_window: micro-batches for each window, None: as many
+        as give the least predicted step. adopt_thresholds: a loaded state brings its own.
         adopt_capacity: it brings its own Lmax, too, up to so many tokens."""
         self._cost = cost
         self.bins = limits.bins
         self._limits = limits
         self._ranks = ranks
+        self.law = ranks.law(cost)
+        self._per_window = per_window
         self._by_balance = by_balance
         self._adopt_thresholds = adopt_thresholds
         self._adopt_capacity = adopt_capacity
         self._queues = OutlierQueues(thresholds)
         self._left: list[Item] = []
-        self._price = DelayPrice()
+        free = per_window != 1 and ranks.pp > 1
+        self._price = DelayPrice(FIRST_PRICE) if free else DelayPrice()
         self._serial = 0
 
     @property
     def max_tokens(self) -> int:
         return self._limits.capacity
+
+    @property
+    def thresholds(self) -> tuple[int, ...]:
+        return self._queues.thresholds
 
     @property
     def waiting(self) -> tuple[Piece, ...]:
@@ -111,10 +132,53 @@ class VarlenPacker:
             level = self._queues.level_of(item.tokens)
             if level >= 0:
                 counts[level] += 1
-        bins, left = self._place_due(due)
         last_due = due[-1].serial if due else -1
         leftovers = [item for item in leftovers if item.serial > last_due]
         short = [item for item in short if item.serial > last_due]
+        ready = _Ready(due, counts, leftovers, short)
+        numbers = self.law.counts(self._limits.bins // self._ranks.dp, self._per_window)
+        same = [self._limits.bins // self._ranks.dp]
+        grid, left = (
+            self._balance(iteration, ready) if numbers == same else self._fit(iteration, ready, numbers)
+        )
+        self._left = self._sort_in(sorted(left, key=lambda item: item.serial))
+        put_back = self._put_back(iteration)
+        self._price.see_waiting(sum(item.tokens for item in self._by_age()))
+        return Packed(grid, put_back)
+
+    def _fit(self, iteration: int, ready: _Ready, numbers: Sequence[int]) -> Arranged:
+        """One of these numbers of micro-batches a rank, by the predicted step (height.py, arrange.py)."""
+        due, counts, leftovers, short = ready
+        certain = [*due, *leftovers, *short]
+        lot = Lot(sum(map(_WORK, certain)), sum(map(_TOKENS, certain)), max(map(_WORK, certain), default=0))
+        now = self._situation(iteration, leftovers + short)
+        counts = choose_height(self._queues, counts, lot, now, self.law, numbers, self._ranks.dp)
+        held = frozenset(item.serial for item in due)
+        released = [item for item in self._queues.release(counts) if item.serial not in held]
+        while len(due) + len(released) + len(leftovers) + len(short) < self._limits.bins and len(
+            self._queues
+        ):
+            released.append(self._queues.pop_oldest())
+        others = by_falling_work([*released, *leftovers, *short])
+
+        def fill(number: int) -> tuple[Bins, list[Item]]:
+            bins, left = self._place_due(due, number)
+            return bins, left + bins.add_all(others)
+
+        works = [item.work for item in (*due, *others)]
+        return arrange(
+            fill,
+            numbers,
+            (len(works), sum(works), max(works, default=0)),
+            self._limits,
+            self._ranks,
+            self.law,
+        )
+
+    def _balance(self, iteration: int, ready: _Ready) -> Arranged:
+        """As many micro-batches as windows, of like work."""
+        due, counts, leftovers, short = ready
+        bins, left = self._place_due(due, self._limits.bins)
         choice = self._release_levels(Choice(counts, bins))
         if self._by_balance:
             choice = choose_release(self._queues, choice, self._situation(iteration, leftovers + short))
@@ -132,10 +196,7 @@ class VarlenPacker:
             MicroBatch(tuple(item.piece for item in items), w)
             for items, w in zip(contents, bins.work, strict=True)
         ]
-        self._left = self._sort_in(sorted(left, key=lambda item: item.serial))
-        put_back = self._put_back(iteration)
-        self._price.see_waiting(sum(item.tokens for item in self._by_age()))
-        return Packed(assign_ranks(micro_batches, self._ranks), put_back)
+        return Arranged(assign_ranks(micro_batches, self._ranks), left)
 
     def _take_in(self, arrived: Sequence[Piece], iteration: int) -> list[Item]:
         items = self._make_items([(piece, iteration) for piece in arrived])
@@ -166,12 +227,12 @@ class VarlenPacker:
         rows = zip(work, lengths, serials, entries, pieces, strict=True)
         return list(map(tuple.__new__, repeat(Item), rows))  # Item._make, at half its time
 
-    def _place_due(self, due: list[Item]) -> tuple[Bins, list[Item]]:
+    def _place_due(self, due: list[Item], number: int) -> tuple[Bins, list[Item]]:
         """Balanced if all fit that way, else oldest first, which fits; returns what is left of an impossible lot."""
-        bins = Bins(self._limits.bins, self._limits.capacity, self._limits.max_documents)
+        bins = Bins(number, self._limits.capacity, self._limits.max_documents)
         left = bins.add_all(by_falling_work(due))
         if left:
-            bins = Bins(self._limits.bins, self._limits.capacity, self._limits.max_documents)
+            bins = Bins(number, self._limits.capacity, self._limits.max_documents)
             left = [item for item in due if not bins.add_shortest(item)]
         return bins, left
 

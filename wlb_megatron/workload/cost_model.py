@@ -17,16 +17,24 @@ class CostModel:
 
     quadratic_at: tokens at which attention (Wa, quadratic) equals everything else (Wl, linear).
     per_document: launch and tile cost of one more document, in tokens of linear work.
+    per_micro_batch: what one more micro-batch costs by itself: kernel calls, fixed kernels. least_micro_batch: what the
+    host needs to launch one, which it takes at least. Both in tokens of linear work; they do not enter `work`.
     """
 
     quadratic_at: float
     per_document: float = 0.0
+    per_micro_batch: float = 0.0
+    least_micro_batch: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.quadratic_at > 0:
             raise ValueError(f"quadratic_at must be positive, got {self.quadratic_at}")
         if self.per_document < 0:
             raise ValueError(f"per_document must not be negative, got {self.per_document}")
+        if not (self.per_micro_batch >= 0 and self.least_micro_batch >= 0):
+            raise ValueError(
+                f"a micro-batch's costs must not be negative, got {self.per_micro_batch} and {self.least_micro_batch}"
+            )
 
     def work(self, lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Work of documents of these lengths (tokens), int64 in 1/1024 token. Empty documents cost nothing.

@@ -1,0 +1,83 @@
+"""Which waiting outliers train now where the number of micro-batches is free: those up to a height.
+
+With as many micro-batches as the pipeline wants, an outlier keeps no other micro-batch waiting; what it costs is the
+pipeline's filling and draining at its pace, (pp - 1) / vpp times its work, once for all outliers up to that work. So
+each level of the queues proposes its largest work as a height, all that waits up to it is released with it, and the
+least predicted step over the same work without a bubble decides, against the price of waiting.
+Pipeline of 4, waiting works 9 and 8, 12 of other work: nothing released costs 3 * 1 / 12 (12 micro-batches of 1) = 0.25
+of the work, 8 alone 3 * 8 / 20 = 1.2, 9 and 8 together 3 * 9 / 29 = 0.93.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from wlb_megatron.packing.outlier_queues import Item, OutlierQueues
+from wlb_megatron.packing.release import FULL, SCALE, THIN, URGENCY, Situation
+from wlb_megatron.pipeline.step_law import StepLaw
+
+MOST = 200
+"""An iteration trains at most this percentage of a global batch's tokens, but for what its bound on delay demands."""
+
+FIRST_PRICE = SCALE // 6
+"""Where the price of waiting begins; it then keeps the mean delay at its aim."""
+
+
+class Lot(NamedTuple):
+    """What trains, so far: summed work and tokens, and the largest document's work."""
+
+    work: int
+    tokens: int
+    largest: int
+
+    def with_item(self, item: Item) -> Lot:
+        return Lot(self.work + item.work, self.tokens + item.tokens, max(self.largest, item.work))
+
+
+def choose_height(
+    queues: OutlierQueues,
+    due: Sequence[int],
+    lot: Lot,
+    now: Situation,
+    law: StepLaw,
+    counts: Sequence[int],
+    dp: int,
+) -> list[int]:
+    """How many of each level train now, oldest first; at least `due` of each, which `lot` holds with all else that
+    trains in any case. counts: micro-batches that a rank may get. dp: data-parallel ranks."""
+
+    def value(height: int) -> tuple[int, list[int]]:
+        released, after, gain = list(due), lot, 0
+        for level in reversed(range(len(released))):
+            for item in islice(queues.levels[level], released[level], None):
+                if item.work > height or after.tokens + item.tokens > now.global_tokens * MOST // 100:
+                    break
+                released[level] += 1
+                after = after.with_item(item)
+                age = now.iteration - item.entry
+                gain += item.work * (now.price + URGENCY * age * age // (now.max_delay * now.max_delay or 1))
+        return gain // max(now.mean_work, 1) - _cost(after, now, law, counts, dp), released
+
+    heights = [lot.largest, *(max(item.work for item in level) for level in queues.levels if level)]
+    # Of equal values the first counts: the lowest height that was proposed.
+    return max((value(height) for height in sorted(set(heights))), key=lambda choice: choice[0])[1]
+
+
+def _cost(lot: Lot, now: Situation, law: StepLaw, counts: Sequence[int], dp: int) -> int:
+    """Time that a step takes beside its documents' work, as a share of that work, and what a thin batch costs: in
+    1 / SCALE."""
+    if not lot.work:
+        return 0
+    share = lot.work // dp  # of one rank
+    beside = min(_beside(share, lot.largest, law, count) for count in counts)
+    missing = max(0, now.global_tokens * FULL // 100 - lot.tokens)
+    thin = missing * missing * THIN // (now.global_tokens * now.global_tokens)
+    return beside * SCALE // max(share, 1) + thin
+
+
+def _beside(work: int, largest: int, law: StepLaw, count: int) -> int:
+    """What `count` micro-batches of `work` in all, one of them at least `largest`, take beside that work."""
+    each = law.occupied(work // count)
+    return count * each - work + law.fill(max(law.occupied(largest), each))

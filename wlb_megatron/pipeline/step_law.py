@@ -1,0 +1,118 @@
+"""What a training step is predicted to take, from the work of its micro-batches: the packer's objective.
+
+A micro-batch occupies a stage for its documents' work, plus what it costs by itself (kernel calls, fixed kernels of a
+layer), and never less than the host needs to launch it. The step is 1F1B over these times, a third of each forward.
+The same events, with times instead of work, are the simulator's (schedule.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from wlb_megatron.pipeline.graph import pipeline_graph
+
+EXACT = 4
+"""Of many data-parallel ranks, the events of the costliest ones alone are worked out."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLaw:
+    """The pipeline of one data-parallel rank, and what a micro-batch costs beside its documents.
+
+    pp: stages. vpp: model chunks of a stage. group: an interleaved schedule takes its micro-batches in multiples of
+    it. per_micro_batch: work units that each micro-batch adds. least: work units that each takes at least.
+    """
+
+    pp: int = 1
+    vpp: int = 1
+    group: int = 1
+    per_micro_batch: int = 0
+    least: int = 0
+
+    def occupied(self, work: int) -> int:
+        """Work units for which a micro-batch of documents of `work` occupies a stage (all its chunks)."""
+        return max(work + self.per_micro_batch, self.least)
+
+    def fill(self, longest: int) -> int:
+        """Work units of filling and draining at the pace of a micro-batch that occupies `longest`."""
+        return (self.pp - 1) * longest // self.vpp
+
+    def rank(self, works: Sequence[int]) -> int:
+        """Work units from a rank's first forward to its last backward; works: of its micro-batches, in order.
+
+        Two stages, micro-batches of 3 and 3: F0 F1 B0 B1 on the first, 1 + 1 + (1 wait) .. in all 9 = (2 + 1) * 3.
+        """
+        times = [self.occupied(work) for work in works]
+        if self.pp == 1:
+            return sum(times)
+        missing = -len(times) % self.group if self.vpp > 1 else 0
+        return one_f_one_b(times + [0] * missing, self.pp, self.vpp)
+
+    def step(self, columns: Sequence[Sequence[int]]) -> int:
+        """Work units of a step: the slowest data-parallel rank. columns: works of each rank's micro-batches."""
+        if self.pp == 1:
+            return max(self.rank(works) for works in columns)
+        chosen = list(columns)
+        if len(chosen) > EXACT:
+            rough = [sum(map(self.occupied, works)) + self.fill(max(works)) for works in chosen]
+            order = sorted(range(len(chosen)), key=lambda i: (-rough[i], i))
+            chosen = [columns[i] for i in order[:EXACT]]
+        return max(self.rank(works) for works in chosen)
+
+    def counts(self, windows: int, per_window: float | None) -> list[int]:
+        """Numbers of micro-batches that a rank may be given, ascending; windows: that it trains in a step.
+
+        per_window: how many for each window, None: any of FACTORS, or 1 where there is no pipeline to fill. Each is
+        a multiple of the interleaved schedule's group. 3 windows with 1.5 are 5; in groups of 2 they are 6.
+        """
+        factors = FACTORS if per_window is None and self.pp > 1 else (per_window or 1,)
+        group = self.group if self.vpp > 1 else 1
+        found = []
+        for factor in factors:
+            # Fractions: 1.1 * 10 is 11, not 11.000000000000002 rounded up.
+            count = -(-Fraction(str(factor)) * windows // 1)
+            found.append(int(-(-count // group) * group))
+        return sorted(set(found))
+
+
+FACTORS = (1, 1.5, 2, 3, 4, 6, 8)
+"""Micro-batches for each window that are tried. More have paid nowhere: what each costs outweighs the bubble."""
+
+
+def one_f_one_b(times: Sequence[int], stages: int, chunks: int = 1) -> int:
+    """When the last backward of a 1F1B step ends, in the units of `times` (of a micro-batch on a stage, forward and
+    backward), rounded down. Integers: alike on every host."""
+    share = 3 * chunks
+    return _last_end(times, _sequence(stages, len(times), chunks), stages) // share
+
+
+def _last_end(times: Sequence[int], sequence: Sequence[tuple[int, int, int, int]], stages: int) -> int:
+    ends: list[int] = []
+    last = [0] * stages
+    for stage, micro_batch, thirds, before in sequence:
+        begin = last[stage]
+        if before >= 0 and ends[before] > begin:
+            begin = ends[before]
+        begin += thirds * times[micro_batch]
+        last[stage] = begin
+        ends.append(begin)
+    return max(last)
+
+
+@lru_cache(maxsize=256)
+def _sequence(stages: int, micro_batches: int, chunks: int) -> tuple[tuple[int, int, int, int], ...]:
+    """(stage, micro-batch, thirds of its time, index of the step it waits for or -1), each after what it waits for."""
+    nodes = pipeline_graph(stages, micro_batches, chunks, False)
+    own: dict[int, int] = {}  # stage: its latest node, which `after` repeats
+    sequence = []
+    for at, node in enumerate(nodes):
+        assert node.step is not None
+        before = [b for b in (*node.after, *node.sent) if b != own.get(node.stage)]
+        own[node.stage] = at
+        sequence.append(
+            (node.stage, node.step.micro_batch, 2 if node.step.backward else 1, before[0] if before else -1)
+        )
+    return tuple(sequence)
