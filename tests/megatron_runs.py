@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,30 +175,47 @@ def logged_losses(output: str) -> list[float]:
     return [float(value) for value in re.findall(r"lm loss: ([0-9.Ee+-]+)", output)]
 
 
-def mean_losses(ranks: list[dict[str, Any]], iterations: int, micro_batches: int = 4) -> list[float]:
-    """Loss per predicted token of each iteration, over all ranks of the last pipeline stage (first TP rank)."""
+def mean_losses(
+    ranks: list[dict[str, Any]], iterations: int, numbers: Sequence[int] | None = None
+) -> list[float]:
+    """Loss per predicted token of each iteration, over all ranks of the last pipeline stage (first TP rank).
+
+    numbers: micro-batches of each iteration; None: equally many.
+    """
     last = max(rank["place"]["pp"] for rank in ranks)
     scoring = [rank["losses"] for rank in ranks if rank["place"]["pp"] == last and rank["place"]["tp"] == 0]
     losses = []
     for iteration in range(iterations):
-        chosen = [entry for entries in scoring for entry in _iteration(entries, iteration, iterations)]
+        chosen = [
+            entry for entries in scoring for entry in _iteration(entries, iteration, iterations, numbers)
+        ]
         losses.append(sum(loss for loss, _ in chosen) / sum(count for _, count in chosen))
     return losses
 
 
-def _iteration(entries: list[tuple[float, int]], iteration: int, iterations: int) -> list[tuple[float, int]]:
+def _iteration(
+    entries: list[tuple[float, int]], iteration: int, iterations: int, numbers: Sequence[int] | None
+) -> list[tuple[float, int]]:
+    if numbers is not None:
+        assert len(entries) == sum(numbers)
+        return entries[sum(numbers[:iteration]) : sum(numbers[: iteration + 1])]
     size = len(entries) // iterations
     return entries[iteration * size : (iteration + 1) * size]
 
 
 def differences(
-    single: list[dict[str, Any]], ranks: list[dict[str, Any]], iterations: int
+    single: list[dict[str, Any]],
+    ranks: list[dict[str, Any]],
+    iterations: int,
+    numbers: Sequence[int] | None = None,
 ) -> tuple[float, float, str]:
     """Largest relative difference of an iteration's loss, of a gradient (norms), and that gradient's parameter.
 
+    numbers: micro-batches of the ranks in each iteration, where they change.
+
     KeyError where a parameter of the single process is on no rank.
     """
-    losses = zip(mean_losses(single, iterations), mean_losses(ranks, iterations), strict=True)
+    losses = zip(mean_losses(single, iterations), mean_losses(ranks, iterations, numbers), strict=True)
     loss = max(abs(found - expected) / abs(expected) for expected, found in losses)
     wanted, found = whole_gradients(single), whole_gradients(ranks)
     errors = {

@@ -203,7 +203,7 @@ def test_a_group_s_documents_are_counted_once_for_the_flops() -> None:
     from wlb_megatron.plugin.data import Layout, with_plan
     from wlb_megatron.plugin.planning import PlannedMicroBatch, RankGroup
 
-    summary = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 0, 0.0, 0, 0)
+    summary = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
     pieces = (Piece(0, 0, 0, 5), Piece(0, 1, 0, 9), Piece(0, -1, 0, 2))
     planned = PlannedMicroBatch(
         0, 0, pieces, shard([5, 9, 2], 4, "per-document"), summary, 0.0, RankGroup(0, 4, 1, "greedy", 1.0)

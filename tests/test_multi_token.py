@@ -84,7 +84,7 @@ def test_a_micro_batch_brings_the_factors_of_its_whole_iteration(tmp_path: Path)
     the micro-batch hold 6 of its own predictions: a document of 7 tokens has 6, its first 4 tokens alone have 4."""
     rewrite_corpus(tmp_path / "documents", [np.arange(7, dtype=np.int32), np.arange(2, dtype=np.int32)])
     corpus = Blend([str(tmp_path / "documents")])
-    summary = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 0, 0.0, 0, 0)
+    summary = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
     for pieces, predicted in (
         ([Piece(0, 0, 0, 7), Piece(0, 1, 0, 2)], 7),
         ([Piece(0, 0, 0, 4), Piece(0, 1, 0, 2)], 5),

@@ -248,7 +248,9 @@ def test_work_that_rises_to_the_middle_runs_fastest_through_the_pipeline() -> No
 @pytest.mark.parametrize(("dp", "pp"), [(1, 4), (4, 16)])
 def test_the_predicted_step_is_within_2_percent_of_its_lower_bound(dp: int, pp: int) -> None:
     lengths = paper_like(60_000)
-    packer = make_packer(WlbConfig(), COST, window=WINDOW, micro_batches=16, dp=dp, pp=pp)
+    packer = make_packer(
+        WlbConfig(micro_batches_per_window="1"), COST, window=WINDOW, micro_batches=16, dp=dp, pp=pp
+    )
     planner = Planner(ListStream(lengths.tolist(), True), packer, global_tokens=16 * dp * WINDOW)
     over = []
     for plan in run(planner, most=40):

@@ -98,6 +98,7 @@ def draw_run(rng: np.random.Generator, packing: str | None = None) -> Run:
     packing = packing or str(rng.choice(["varlen", "varlen", "varlen", "fixed-greedy", "original"]))
     thresholds = ["auto", "none", f"{window // 2}", f"{window // 4},{window // 2},{window - 1}"]
     config = WlbConfig(
+        micro_batches_per_window="1",
         packing=packing,
         max_tokens=[None, -(-window * 5 // 4 // 8) * 8 + 8, 2 * window, 3 * window][rng.integers(4)],
         max_delay=int(rng.choice([0, 1, 2, 5, 16])),
@@ -284,7 +285,13 @@ def test_so_does_one_whose_thresholds_were_learnt_from_a_sample_that_the_resumed
     rng = np.random.default_rng([2028, seed])
     lengths = np.where(rng.random(300) < 0.1, rng.integers(100, 513, 300), rng.integers(1, 60, 300))
     rules = Rules(window=512, seed=seed, endless=True)
-    run = Run(WlbConfig(max_delay=8), (Corpus("one", lengths),), rules, steps=((0, 4),), iterations=8)
+    run = Run(
+        WlbConfig(max_delay=8, micro_batches_per_window="1"),
+        (Corpus("one", lengths),),
+        rules,
+        steps=((0, 4),),
+        iterations=8,
+    )
     learnt, guessed = (
         run.planner(Layout(1, 1, 1), sample).state()["packer"]["settings"]["thresholds"]
         for sample in (lengths.tolist(), None)

@@ -43,7 +43,7 @@ from wlb_megatron.refusals import Refused
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.workload.cost_model import CostModel
 
-SUMMARY = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 0, 0.0, 0, 0)
+SUMMARY = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
 SHARDINGS = ["per-sequence", "per-document", "hybrid"]
 
 

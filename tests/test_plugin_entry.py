@@ -39,6 +39,8 @@ def test_the_list_of_flags_is_frozen() -> None:
         "--wlb-max-delay",
         "--wlb-max-documents",
         "--wlb-max-tokens",
+        "--wlb-micro-batch-cost",
+        "--wlb-micro-batches-per-window",
         "--wlb-off",
         "--wlb-overlong",
         "--wlb-packing",
@@ -181,6 +183,7 @@ SETTINGS_REFUSED = [
         },
         {"cp_mode": "dynamic"},
     ),
+    ({}, {"cp_mode": "dynamic", "micro_batches_per_window": "2"}),
 ]
 """Arguments and settings of the rows that refuse the plugin's own settings."""
 

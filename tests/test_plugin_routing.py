@@ -22,7 +22,7 @@ from wlb_megatron.plugin.routing import (
 )
 from wlb_megatron.sharding.select import shard
 
-SUMMARY = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 0, 0.0, 0, 0)
+SUMMARY = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
 
 
 @pytest.mark.parametrize("sharding", ["per-sequence", "per-document", "hybrid"])

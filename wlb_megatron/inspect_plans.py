@@ -20,13 +20,10 @@ from wlb_megatron.sharding.alignment import multiple, padding
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.workload.cost_model import CostModel
+from wlb_megatron.workload.micro_batch import MICRO_BATCH_TOKENS
 
 QUADRATIC_AT = 24576.0
 """Where neither quadratic_at nor a model's shape is given (tokens): near a 7B model's."""
-
-
-MICRO_BATCH_COST = 1000.0
-"""What a micro-batch costs by itself on each context-parallel rank, where no model is known (tokens of linear work)."""
 
 
 def inspect_plans(
@@ -72,7 +69,7 @@ def inspect_plans(
             CostModel(
                 QUADRATIC_AT if config.quadratic_at is None else config.quadratic_at,
                 config.document_cost or 0.0,
-                MICRO_BATCH_COST * cp if config.micro_batch_cost is None else config.micro_batch_cost,
+                MICRO_BATCH_TOKENS * cp if config.micro_batch_cost is None else config.micro_batch_cost,
             ),
             window=window,
             micro_batches=micro_batches,

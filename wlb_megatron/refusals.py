@@ -53,6 +53,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "balance by --moe-router-enable-expert-bias, or use --wlb-cp-mode fixed",
     ),
     Refusal(
+        lambda a, c: (
+            c.micro_batches_per_window not in ("auto", "1")
+            and (c.cp_mode == "dynamic" or c.release == "full")
+        ),
+        "--wlb-micro-batches-per-window with --wlb-cp-mode dynamic or --wlb-release full",
+        "dynamic groups decide how many micro-batches there are, and the paper's release knows one a window; leave "
+        "it out",
+    ),
+    Refusal(
         lambda a, c: a.micro_batch_size != 1,
         "--micro-batch-size other than 1",
         "a micro-batch is one packed sequence; set --micro-batch-size 1 and keep --global-batch-size",

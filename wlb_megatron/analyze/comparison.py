@@ -18,6 +18,7 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen_packer import longest_micro_batch
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.workload.cost_model import CostModel
+from wlb_megatron.workload.micro_batch import MICRO_BATCH_TOKENS
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Analysis:
     @property
     def speedup(self) -> float:
         """Predicted time per trained token, before over after."""
-        before, after = (m.steps(self.layout.pp).sum() / sum(m.lengths) for _, m in self.measured)
+        before, after = (m.steps.sum() / sum(m.lengths) for _, m in self.measured)
         return float(before / after)
 
     @property
@@ -91,7 +92,9 @@ def analyze(
     def run(chosen: WlbConfig) -> tuple[Measured, Packer]:
         with explain_bad_values():
             assert chosen.quadratic_at is not None
-            cost = CostModel(chosen.quadratic_at, chosen.document_cost or 0.0)
+            own = chosen.micro_batch_cost
+            own = MICRO_BATCH_TOKENS * layout.cp if own is None else own
+            cost = CostModel(chosen.quadratic_at, chosen.document_cost or 0.0, own)
             rules = Rules(layout.window, chosen.overlong, seed, endless=True)
             packer = make_packer(
                 chosen,

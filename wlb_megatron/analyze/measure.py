@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.packing.packer import Ranks
+from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import IterationPlan, MicroBatch
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.chunks import links_of
@@ -53,12 +55,15 @@ class Layout:
 class Measured:
     """What a packing and sharding did, iteration by iteration.
 
+    law: what a step takes of the slowest context-parallel ranks' work; cp: how many share a micro-batch.
     work: [iteration] float[micro-batch, dp], by the cost model (tokens of linear work). times: that of the
     slowest context-parallel rank. cp_imbalance: max/mean over a micro-batch's ranks. delays: tokens by iterations
     of delay. lengths: tokens of each micro-batch without padding; documents: its pieces. totals: tokens of each
     iteration over all data-parallel ranks, without padding.
     """
 
+    law: StepLaw = field(default_factory=StepLaw)
+    cp: int = 1
     work: list[npt.NDArray[np.float64]] = field(default_factory=list)
     times: list[npt.NDArray[np.float64]] = field(default_factory=list)
     cp_imbalance: list[float] = field(default_factory=list)
@@ -78,14 +83,23 @@ class Measured:
         """Iterations from arrival to training, over tokens."""
         return spread(list(self.delays.keys()), list(self.delays.values()))
 
-    def steps(self, pp: int) -> npt.NDArray[np.float64]:
-        """Predicted time of each iteration: over data-parallel ranks the largest sum + (pp - 1) x longest."""
-        return np.array([(t.sum(axis=0) + (pp - 1) * t.max(axis=0)).max() for t in self.times])
+    @property
+    def steps(self) -> npt.NDArray[np.float64]:
+        """Predicted time of each iteration: 1F1B of the slowest data-parallel rank (tokens of linear work)."""
+        grids = (np.rint(times * UNITS_PER_TOKEN).astype(np.int64).T.tolist() for times in self.times)
+        return np.array([self.law.step(grid) for grid in grids]) / UNITS_PER_TOKEN
+
+    @property
+    def step_over_ideal(self) -> Spread:
+        """Predicted step over the same work spread evenly over all ranks with no bubble."""
+        ideal = np.array([work.sum() / work.shape[1] / self.cp for work in self.work])
+        return spread(self.steps / ideal)
 
 
 def measure(plans: Iterable[IterationPlan], sharding: str, cost: CostModel, layout: Layout) -> Measured:
     """Go through the plans and gather their figures."""
-    measured = Measured()
+    own = CostModel(1.0, 0.0, cost.per_micro_batch / layout.cp)  # each rank's own part
+    measured = Measured(Ranks(layout.dp, layout.pp).law(own), layout.cp)
     entered: dict[tuple[int, int, int], int] = {}
     for plan in plans:
         for piece in plan.arrived:

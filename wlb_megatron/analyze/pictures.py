@@ -141,7 +141,7 @@ def _draw_timeline(path: Path, measured: Sequence[tuple[str, Measured]], layout:
     most = max(1, _MOST_EVENTS // (2 * layout.pp))
     plans = []
     for name, figures in measured:
-        steps = figures.steps(layout.pp)
+        steps = figures.steps
         iteration = int(np.abs(steps - steps.mean()).argmin())
         times = figures.times[iteration]
         slowest = int((times.sum(axis=0) + (layout.pp - 1) * times.max(axis=0)).argmax())

@@ -23,7 +23,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "max_tokens": analysis.capacity,
         "thresholds": analysis.thresholds,
         "results": {
-            key: {"packing": name, **figures(measured, layout.pp)}
+            key: {"packing": name, **figures(measured)}
             for key, (name, measured) in zip(("before", "after"), analysis.measured, strict=True)
         },
         "predicted_speedup": analysis.speedup,
@@ -31,7 +31,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def figures(measured: Measured, pp: int) -> dict[str, Any]:
+def figures(measured: Measured) -> dict[str, Any]:
     """All that is told of one packing."""
     tokens = sum(measured.lengths)
     return {
@@ -40,7 +40,9 @@ def figures(measured: Measured, pp: int) -> dict[str, Any]:
         "imbalance": asdict(measured.imbalance),
         "cp_imbalance": asdict(spread(measured.cp_imbalance)),
         "token_delay": asdict(measured.token_delay),
-        "step_work": asdict(spread(measured.steps(pp))),
+        "step_work": asdict(spread(measured.steps)),
+        "step_over_ideal": asdict(measured.step_over_ideal),
+        "micro_batches": asdict(spread([len(work) for work in measured.work])),
         "iteration_tokens": asdict(spread(measured.totals)),
         "micro_batch_tokens": asdict(spread(measured.lengths)),
         "micro_batch_documents": asdict(spread(measured.documents)),
@@ -55,7 +57,9 @@ def print_analysis(analysis: Analysis) -> None:
     for key, name, form in (
         ("imbalance", "imbalance of micro-batches (max/mean work)", "{:.3f}"),
         ("cp_imbalance", "imbalance of CP ranks (max/mean work)", "{:.3f}"),
+        ("step_over_ideal", "step over ideal (same work, no bubble)", "{:.3f}"),
         ("step_work", "step (tokens of linear work, predicted)", "{:,.0f}"),
+        ("micro_batches", "micro-batches of a rank", "{:,.1f}"),
         ("token_delay", "token delay (iterations)", "{:.2f}"),
         ("iteration_tokens", "tokens of an iteration (global batch)", "{:,.0f}"),
         ("micro_batch_tokens", "tokens of a micro-batch", "{:,.0f}"),

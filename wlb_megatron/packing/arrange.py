@@ -32,43 +32,62 @@ def arrange(
     """The grid with the least predicted step of those with counts[i] micro-batches a rank.
 
     lot: documents, their summed work and the largest one's work. No micro-batch is empty: there are at least as
-    many documents as bins, or the fewest bins are taken. What finds no room with a number of bins counts as waiting
-    for a step of its own, so that a number that leaves nothing is taken where there is one.
+    many documents as bins, or the fewest bins are taken. A number that leaves documents without room, or holds more
+    tokens at a time than one micro-batch a window may, counts only where all do.
     """
     documents, work, largest = lot
-    fitting = [count for count in counts if count * ranks.dp <= documents] or [counts[0]]
-    rough = [_rough(count, work // ranks.dp, largest, law) for count in fitting]
+    windows = limits.bins // ranks.dp
+    least = law.counts(windows, 1)
+    fitting = [count for count in counts if count * ranks.dp <= documents] or least
+    rough = [law.estimate(count, work // ranks.dp, largest) for count in fitting]
     tried = sorted(sorted(range(len(fitting)), key=lambda i: (rough[i], i))[:TRIED])
-    best: tuple[tuple[int, int], Bins, list[Item]] | None = None
-    for count in (fitting[i] for i in tried):
+    allowed = min(windows, held_at_once(law)) * limits.capacity
+    best: tuple[tuple[int, int, int], Bins, list[Item]] | None = None
+    # The fewest come last: they hold no more than allowed, and are filled only where nothing better does.
+    for count in sorted((fitting[i] for i in tried), reverse=True):
         bins, left = fill(count * ranks.dp)
-        if min(bins.documents) == 0 and best is not None:
-            continue
-        step = step_of(grid_of_works(bins.work, ranks), law)
-        price = sum(item.work for item in left), step
+        grid = assign_ranks(_micro_batches(bins), ranks)
+        over = max(0, most_held(grid, law) - allowed)
+        price = sum(item.work for item in left), over, law.step(_works(grid))
         if best is None or price < best[0]:
             best = price, bins, left
     assert best is not None
+    if best[0][1] and fitting != least:
+        return arrange(fill, least, lot, limits, ranks, law)
     _, bins, left = best
     contents = bins.contents()
     improve(contents, bins.work, limits.capacity, limits.max_documents)
-    micro_batches = [
-        MicroBatch(tuple(item.piece for item in items), w)
-        for items, w in zip(contents, bins.work, strict=True)
+    grid = assign_ranks(_micro_batches(bins, contents), ranks)
+    if most_held(grid, law) > allowed and fitting != least:
+        return arrange(fill, least, lot, limits, ranks, law)
+    return Arranged(grid, left)
+
+
+def held_at_once(law: StepLaw) -> int:
+    """Micro-batches whose activations the first stage holds at most, rounded up to whole ones."""
+    if law.vpp == 1:
+        return law.pp
+    return -(-(2 * (law.pp - 1) + (law.vpp - 1) * law.pp + 1) // law.vpp)
+
+
+def most_held(grid: Grid, law: StepLaw) -> int:
+    """Tokens, without padding, of the consecutive micro-batches that a rank's first stage holds at once, at most.
+
+    Stages 2, tokens 5 3 4: 8.
+    """
+    at_once, most = held_at_once(law), 0
+    for column in zip(*grid, strict=True):
+        tokens = [micro_batch.tokens for micro_batch in column]
+        most = max(most, *(sum(tokens[at : at + at_once]) for at in range(max(1, len(tokens) - at_once + 1))))
+    return most
+
+
+def _micro_batches(bins: Bins, contents: Sequence[Sequence[Item]] | None = None) -> list[MicroBatch]:
+    return [
+        MicroBatch(tuple(item.piece for item in items), work)
+        for items, work in zip(contents or bins.contents(), bins.work, strict=True)
     ]
-    return Arranged(assign_ranks(micro_batches, ranks), left)
 
 
-def grid_of_works(works: Sequence[int], ranks: Ranks) -> list[list[int]]:
-    """Works of each rank's micro-batches, in order, as assign_ranks would deal them."""
-    grid = assign_ranks([MicroBatch((), work) for work in works], ranks)
+def _works(grid: Grid) -> list[list[int]]:
     return [[one.work for one in column] for column in zip(*grid, strict=True)]
-
-
-def step_of(columns: Sequence[Sequence[int]], law: StepLaw) -> int:
-    return law.step(columns)
-
-
-def _rough(count: int, work: int, largest: int, law: StepLaw) -> int:
-    each = law.occupied(work // count)
-    return count * each + law.fill(max(law.occupied(largest), each))

@@ -21,8 +21,9 @@ from wlb_megatron.pipeline.step_law import StepLaw
 MOST = 200
 """An iteration trains at most this percentage of a global batch's tokens, but for what its bound on delay demands."""
 
-FIRST_PRICE = SCALE // 6
-"""Where the price of waiting begins; it then keeps the mean delay at its aim."""
+RISE = 4
+"""The price of waiting counts so many times: a bubble of a pipeline is a larger share of a step than imbalance is, and
+the price should begin near where it keeps the mean delay at its aim."""
 
 
 class Lot(NamedTuple):
@@ -57,7 +58,9 @@ def choose_height(
                 released[level] += 1
                 after = after.with_item(item)
                 age = now.iteration - item.entry
-                gain += item.work * (now.price + URGENCY * age * age // (now.max_delay * now.max_delay or 1))
+                gain += item.work * (
+                    RISE * now.price + URGENCY * age * age // (now.max_delay * now.max_delay or 1)
+                )
         return gain // max(now.mean_work, 1) - _cost(after, now, law, counts, dp), released
 
     heights = [lot.largest, *(max(item.work for item in level) for level in queues.levels if level)]
@@ -71,13 +74,7 @@ def _cost(lot: Lot, now: Situation, law: StepLaw, counts: Sequence[int], dp: int
     if not lot.work:
         return 0
     share = lot.work // dp  # of one rank
-    beside = min(_beside(share, lot.largest, law, count) for count in counts)
+    beside = min(law.estimate(count, share, lot.largest) for count in counts) - share
     missing = max(0, now.global_tokens * FULL // 100 - lot.tokens)
     thin = missing * missing * THIN // (now.global_tokens * now.global_tokens)
     return beside * SCALE // max(share, 1) + thin
-
-
-def _beside(work: int, largest: int, law: StepLaw, count: int) -> int:
-    """What `count` micro-batches of `work` in all, one of them at least `largest`, take beside that work."""
-    each = law.occupied(work // count)
-    return count * each - work + law.fill(max(law.occupied(largest), each))

@@ -39,7 +39,12 @@ class OutlierQueues:
         return bisect_right(self.thresholds, tokens) - 1
 
     def put(self, item: Item) -> None:
-        self.levels[self.level_of(item.tokens)].append(item)
+        """By age, also one that was released and found no room: a resumed run sorts what waits by age."""
+        level = self.levels[self.level_of(item.tokens)]
+        at = len(level)
+        while at and level[at - 1].serial > item.serial:
+            at -= 1
+        level.insert(at, item)
 
     def pop_oldest(self) -> Item:
         return min((level for level in self.levels if level), key=lambda level: level[0].serial).popleft()

@@ -182,6 +182,8 @@ def _make_varlen(
     )
     # The paper's release knows one micro-batch a window alone.
     per_window = read_per_window(config.micro_batches_per_window) if config.release == "balance" else 1
+    if config.cp_mode == "dynamic":  # groups decide how many micro-batches there are
+        per_window = 1
     thresholds = read_thresholds(config.thresholds)
     found = thresholds is None
     if thresholds is None:

@@ -13,6 +13,8 @@ class PlanSummary:
 
     imbalance: work, max/mean over all micro-batches of all data-parallel ranks.
     dp_imbalance: work, max/mean over data-parallel ranks.
+    step_over_ideal: predicted time of the step over that of the same work spread evenly with no bubble.
+    micro_batches: of each data-parallel rank.
     delayed: documents that train later than they arrived; token_delay: mean over all tokens (iterations).
     """
 
@@ -22,6 +24,8 @@ class PlanSummary:
     largest_micro_batch: int
     imbalance: float
     dp_imbalance: float
+    step_over_ideal: float
+    micro_batches: int
     delayed: int
     token_delay: float
     waiting_documents: int
@@ -55,6 +59,8 @@ class Summariser:
             largest_micro_batch=max((m.tokens for row in grid for m in row), default=0),
             imbalance=_max_over_mean(works),
             dp_imbalance=_max_over_mean(by_rank),
+            step_over_ideal=plan.step_over_ideal,
+            micro_batches=len(grid),
             delayed=sum(delay > 0 for delay, _ in delays),
             token_delay=sum(delay * size for delay, size in delays) / max(tokens, 1),
             waiting_documents=len(plan.waiting),

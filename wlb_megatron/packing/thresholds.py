@@ -82,7 +82,10 @@ def find_thresholds(
     (docs/results/packing_drift.csv).
     """
     lengths = np.random.default_rng(0).permutation(np.asarray(sample, dtype=np.int64))
-    free = per_window != 1 and ranks.pp > 1
+    share = limits.bins * limits.window * cost.work(lengths).sum() / max(lengths.sum(), 1) / ranks.dp
+    law = ranks.law(cost)
+    numbers = law.worthwhile(law.counts(limits.bins // ranks.dp, per_window), int(share))
+    free = numbers != law.counts(limits.bins // ranks.dp, 1)
     limits = replace(limits, bins=min(limits.bins // (ranks.dp if free else 1), MOST_BINS))
     packers = partial(VarlenPacker, cost, limits)
     if free:

@@ -15,7 +15,7 @@ from wlb_megatron.packing.assign import assign_ranks
 from wlb_megatron.packing.bins import UNBOUNDED, Bins
 from wlb_megatron.packing.delay_bound import Limits
 from wlb_megatron.packing.delay_price import DelayPrice
-from wlb_megatron.packing.height import FIRST_PRICE, Lot, choose_height
+from wlb_megatron.packing.height import Lot, choose_height
 from wlb_megatron.packing.improve import improve
 from wlb_megatron.packing.outlier_queues import Item, OutlierQueues
 from wlb_megatron.packing.packer import (
@@ -100,8 +100,7 @@ class VarlenPacker:
         self._adopt_capacity = adopt_capacity
         self._queues = OutlierQueues(thresholds)
         self._left: list[Item] = []
-        free = per_window != 1 and ranks.pp > 1
-        self._price = DelayPrice(FIRST_PRICE) if free else DelayPrice()
+        self._price = DelayPrice()
         self._serial = 0
 
     @property
@@ -136,8 +135,10 @@ class VarlenPacker:
         leftovers = [item for item in leftovers if item.serial > last_due]
         short = [item for item in short if item.serial > last_due]
         ready = _Ready(due, counts, leftovers, short)
-        numbers = self.law.counts(self._limits.bins // self._ranks.dp, self._per_window)
         same = [self._limits.bins // self._ranks.dp]
+        numbers = self.law.counts(same[0], self._per_window)
+        if self._per_window is None:
+            numbers = self.law.worthwhile(numbers, self._price.mean_work() // self._ranks.dp)
         grid, left = (
             self._balance(iteration, ready) if numbers == same else self._fit(iteration, ready, numbers)
         )

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 
-from wlb_megatron.pipeline.graph import pipeline_graph
+from wlb_megatron.pipeline.step_time import step_time
 
 EXACT = 4
 """Of many data-parallel ranks, the events of the costliest ones alone are worked out."""
@@ -39,6 +38,17 @@ class StepLaw:
     def fill(self, longest: int) -> int:
         """Work units of filling and draining at the pace of a micro-batch that occupies `longest`."""
         return (self.pp - 1) * longest // self.vpp
+
+    def estimate(self, count: int, work: int, largest: int = 0) -> int:
+        """About what `count` like micro-batches of `work` in all take, one of them at least `largest`."""
+        each = self.occupied(work // count)
+        return count * each + self.fill(max(self.occupied(largest), each))
+
+    def worthwhile(self, counts: Sequence[int], work: int) -> list[int]:
+        """The first of the counts, and those with which evenly spread work takes less time than with the first."""
+        first, *others = counts
+        least = self.estimate(first, work)
+        return [first, *(count for count in others if self.estimate(count, work) < least)]
 
     def rank(self, works: Sequence[int]) -> int:
         """Work units from a rank's first forward to its last backward; works: of its micro-batches, in order.
@@ -82,37 +92,9 @@ FACTORS = (1, 1.5, 2, 3, 4, 6, 8)
 """Micro-batches for each window that are tried. More have paid nowhere: what each costs outweighs the bubble."""
 
 
-def one_f_one_b(times: Sequence[int], stages: int, chunks: int = 1) -> int:
-    """When the last backward of a 1F1B step ends, in the units of `times` (of a micro-batch on a stage, forward and
-    backward), rounded down. Integers: alike on every host."""
-    share = 3 * chunks
-    return _last_end(times, _sequence(stages, len(times), chunks), stages) // share
-
-
-def _last_end(times: Sequence[int], sequence: Sequence[tuple[int, int, int, int]], stages: int) -> int:
-    ends: list[int] = []
-    last = [0] * stages
-    for stage, micro_batch, thirds, before in sequence:
-        begin = last[stage]
-        if before >= 0 and ends[before] > begin:
-            begin = ends[before]
-        begin += thirds * times[micro_batch]
-        last[stage] = begin
-        ends.append(begin)
-    return max(last)
-
-
-@lru_cache(maxsize=256)
-def _sequence(stages: int, micro_batches: int, chunks: int) -> tuple[tuple[int, int, int, int], ...]:
-    """(stage, micro-batch, thirds of its time, index of the step it waits for or -1), each after what it waits for."""
-    nodes = pipeline_graph(stages, micro_batches, chunks, False)
-    own: dict[int, int] = {}  # stage: its latest node, which `after` repeats
-    sequence = []
-    for at, node in enumerate(nodes):
-        assert node.step is not None
-        before = [b for b in (*node.after, *node.sent) if b != own.get(node.stage)]
-        own[node.stage] = at
-        sequence.append(
-            (node.stage, node.step.micro_batch, 2 if node.step.backward else 1, before[0] if before else -1)
-        )
-    return tuple(sequence)
+def one_f_one_b(
+    times: Sequence[int], stages: int, chunks: int = 1, groups: tuple[int, ...] | None = None
+) -> int:
+    """When the last backward of a step ends, in the units of `times` (of a micro-batch on a stage, forward and
+    backward), rounded down. Integers: alike on every host. groups: see pipeline.orders.grouped_orders."""
+    return step_time(times, [2 * time for time in times], stages, groups, chunks=chunks) // (3 * chunks)

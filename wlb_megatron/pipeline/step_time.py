@@ -12,31 +12,34 @@ def step_time(
     forward: Sequence[int],
     backward: Sequence[int],
     stages: int,
-    group_sizes: tuple[int, ...],
+    group_sizes: tuple[int, ...] | None = None,
     *,
+    chunks: int = 1,
     blocking: bool = False,
 ) -> int:
-    """Time of one non-interleaved step of equal stages, transfers free: the last end of `pipeline_events`.
+    """Time of one step of equal stages, transfers free: the last end of `pipeline_events`.
 
-    forward, backward: of each micro-batch on one stage, in any integer unit. group_sizes: see `grouped_orders`; all 1
-    is Megatron's own 1F1B. blocking: a stage that sends waits until the other receives.
+    forward, backward: of each micro-batch in one model chunk of a stage, in any integer unit. group_sizes: see
+    `grouped_orders`; None: Megatron's own schedule. chunks: of a stage, 1: not interleaved. blocking: a stage that
+    sends waits until the other receives.
     """
     times = [0, *forward, *backward]
     ends = [0]
     add = ends.append
-    for one, other, at in _program(stages, group_sizes, blocking):
+    for one, other, at in _program(stages, len(forward), chunks, group_sizes, blocking):
         first, second = ends[one], ends[other]
         add((first if first > second else second) + times[at])
     return max(ends)
 
 
 @lru_cache(maxsize=512)
-def _program(stages: int, group_sizes: tuple[int, ...], blocking: bool) -> tuple[tuple[int, int, int], ...]:
+def _program(
+    stages: int, total: int, chunks: int, group_sizes: tuple[int, ...] | None, blocking: bool
+) -> tuple[tuple[int, int, int], ...]:
     """Entry i makes end i + 1: the later of two ends (end 0 is time 0), plus a time (time 0 is none)."""
-    total = sum(group_sizes)
     program: list[tuple[int, int, int]] = []
     place: list[int] = []  # of each node's end
-    for node in pipeline_graph(stages, total, 1, blocking, group_sizes):
+    for node in pipeline_graph(stages, total, chunks, blocking, group_sizes):
         one, *more = sorted({place[before] for before in (*node.after, *node.sent)}) or [0]
         step = node.step
         at = 0 if step is None else 1 + step.micro_batch + total * step.backward

@@ -70,3 +70,11 @@ def _steps(text: str, window: int) -> tuple[tuple[int, int], ...]:
     except (AssertionError, ValueError) as error:
         raise WlbError(f"--step-batch-size-schedule {text!r}: {error}") from None
     return tuple((int(at), int(size)) for at, size in calculator.schedule)
+
+
+def micro_step_multiple(args: Any) -> int:
+    """The interleaved schedule takes micro-batches by groups of this many; 1F1B any number."""
+    if (args.virtual_pipeline_model_parallel_size or 1) == 1:
+        return 1
+    group = getattr(args, "microbatch_group_size_per_vp_stage", None)
+    return int(group or args.pipeline_model_parallel_size)

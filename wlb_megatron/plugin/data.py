@@ -246,12 +246,10 @@ def planned_iterator(data_iterator: Any) -> MicroBatchIterator | None:
     return found if isinstance(found, MicroBatchIterator) else None
 
 
-def draw_step(data_iterator: Any, count: int) -> list[dict[str, Any]]:
-    """A step's micro-batches: Megatron's `count` of them, or as many as the iteration was planned in groups with."""
+def draw_step(data_iterator: Any) -> list[dict[str, Any]]:
+    """A step's micro-batches: as many as the iteration was planned with, whatever Megatron counts."""
     first = next(data_iterator)
-    group = first["planned"].group
-    steps = count if group is None else group.steps
-    return [first, *(next(data_iterator) for _ in range(steps - 1))]
+    return [first, *(next(data_iterator) for _ in range(first["planned"].steps - 1))]
 
 
 def activation_shape(batch: dict[str, Any]) -> tuple[int, int, int]:

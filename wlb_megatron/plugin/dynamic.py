@@ -26,6 +26,7 @@ from wlb_megatron.dynamic.planner import FIXED, GREEDY, LATE, SOLVER, Outcome
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.plan import Piece
+from wlb_megatron.plugin.batch_sizes import micro_step_multiple
 from wlb_megatron.plugin.board import Board
 from wlb_megatron.plugin.groups import make_groups
 from wlb_megatron.plugin.plan_process import PlanProcess
@@ -106,14 +107,6 @@ def training_plans(
     return lambda: plan_groups(planner, shards, dynamic)
 
 
-def micro_step_multiple(args: Any) -> int:
-    """The interleaved schedule takes micro-batches by groups of this many; 1F1B any number."""
-    if (args.virtual_pipeline_model_parallel_size or 1) == 1:
-        return 1
-    group = getattr(args, "microbatch_group_size_per_vp_stage", None)
-    return int(group or args.pipeline_model_parallel_size)
-
-
 def plan_in_time(
     process: PlanProcess, ahead: PlanAhead, seconds: float, tokens: list[int], fixed: StepPlan
 ) -> Outcome:
@@ -162,7 +155,9 @@ def plan_groups(
             shared = RankGroup(group.start, group.size, len(steps.micro_steps), source, gain)
             seconds = time.perf_counter() - start
             micro_batches.append(
-                PlannedMicroBatch(plan.iteration, index, held, shard_plan, summary, seconds, shared, counts)
+                PlannedMicroBatch(
+                    plan.iteration, index, held, shard_plan, summary, seconds, shared, counts, shared.steps
+                )
             )
         predicted = None if dynamic.predict is None else dynamic.predict(steps, tokens)
         yield PlannedIteration(

@@ -120,7 +120,9 @@ def log_line(figures: dict[str, Any], scale: float | None) -> str:
     """One line of an iteration. scale: measured over predicted time, as the run's first iterations tell it."""
     line = (
         f" [wlb] iteration {figures['iteration']} | imbalance (max/mean work): micro-batches "
-        f"{figures['imbalance']:.3f}, CP ranks {figures['cp_imbalance']:.3f} | tokens: {figures['tokens']}, "
+        f"{figures['imbalance']:.3f}, CP ranks {figures['cp_imbalance']:.3f} | step over ideal: "
+        f"{figures['step_over_ideal']:.3f} with {figures['micro_batches']} micro-batches | "
+        f"tokens: {figures['tokens']}, "
         f"{figures['consumed_tokens']} so far, {figures['tokens_per_second_per_gpu']:.0f}/s/GPU | "
         f"delayed documents: {figures['delayed']} | mean token delay: {figures['token_delay']:.3f} | "
         f"plan ms: {figures['plan_ms']:.2f} (waited {figures['plan_wait_ms']:.2f})"

@@ -164,7 +164,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         if longest is not None:
             rehearse(lambda: step([longest] * num_microbatches), kwargs["model"], longest)
         began = time.perf_counter()
-        batches = data.draw_step(first, num_microbatches)
+        batches = data.draw_step(first)
         if training:
             timers.add("wlb-draw", time.perf_counter() - began)
             trace.begin_step()

@@ -54,7 +54,8 @@ class PlannedMicroBatch:
     """One item of the sampler. `pieces` and `shard` include the padding piece, if there is one.
 
     group: who shares it; None: Megatron's context-parallel group. predictions: of the whole iteration, see
-    packing.predictions; empty where nothing asks for them.
+    packing.predictions; empty where nothing asks for them. steps: micro-batches of the iteration on every rank, which
+    need not be as many as Megatron counts.
     """
 
     iteration: int
@@ -65,6 +66,7 @@ class PlannedMicroBatch:
     plan_seconds: float
     group: RankGroup | None = None
     predictions: tuple[int, ...] = ()
+    steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,16 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
         seconds = time.perf_counter() - start
         update_digest(digest, plan)
         micro_batches = tuple(
-            PlannedMicroBatch(plan.iteration, index, pieces, shard_plan, summary, seconds, predictions=counts)
+            PlannedMicroBatch(
+                plan.iteration,
+                index,
+                pieces,
+                shard_plan,
+                summary,
+                seconds,
+                predictions=counts,
+                steps=len(padded),
+            )
             for index, (pieces, shard_plan) in enumerate(zip(padded, shards, strict=True))
         )
         told = None if settings.predict is None else settings.predict(plan, shards)

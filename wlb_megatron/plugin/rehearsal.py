@@ -42,7 +42,7 @@ def longest_micro_batch(
     sizes = [window] * (usable // window) + [usable % window] * (usable % window > 0)
     plan = shard(sizes, settings.cp_size, "per-document")
     pieces = tuple(Piece(0, document, 0, int(size)) for document, size in enumerate(plan.lengths))
-    summary = PlanSummary(REHEARSAL, usable, len(sizes), usable, 1.0, 1.0, 0, 0.0, 0, 0)
+    summary = PlanSummary(REHEARSAL, usable, len(sizes), usable, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
     counts = (usable,) * (1 + layout.follows)
     planned = PlannedMicroBatch(REHEARSAL, 0, pieces, plan, summary, 0.0, predictions=counts)
     batch = with_plan(planned, layout)

@@ -15,7 +15,7 @@ from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.lengths import sample_lengths
 from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.plugin.batch_sizes import batch_schedule
+from wlb_megatron.plugin.batch_sizes import batch_schedule, micro_step_multiple
 from wlb_megatron.plugin.data_paths import documents
 from wlb_megatron.plugin.limits import adoptable_tokens
 from wlb_megatron.plugin.profile import profile_of
@@ -29,6 +29,7 @@ from wlb_megatron.workload.cost_model import (
     with_windows,
 )
 from wlb_megatron.workload.kernel_table import h100
+from wlb_megatron.workload.micro_batch import FIXED_NS, MICRO_BATCH_TOKENS, launch_ns, token_ns
 
 
 @dataclass(frozen=True)
@@ -136,13 +137,14 @@ def _source(
             "--wlb-overlong drop; check --data-path"
         )
     packer = make_packer(
-        config,
-        CostModel(_known(config.quadratic_at), _known(config.document_cost)),
+        config if endless else dataclasses.replace(config, micro_batches_per_window="1"),
+        cost_model(args, config),
         window=window,
         micro_batches=batches.largest // dp,
         dp=dp,
         pp=args.pipeline_model_parallel_size,
         vpp=args.virtual_pipeline_model_parallel_size or 1,
+        group=micro_step_multiple(args),
         alignment=token_alignment(args),
         sample=sample,
         adopt_max_tokens=adoptable_tokens(args, token_alignment(args)),
@@ -158,16 +160,7 @@ _SAMPLE = 65536
 def complete(args: Any, config: WlbConfig) -> WlbConfig:
     """The settings with what the user left to the model's shape filled in."""
     heads, groups, channels = attention_shape(args)
-    ffn = args.ffn_hidden_size
-    if args.num_experts:
-        ffn = (args.moe_ffn_hidden_size or ffn) * args.moe_router_topk
-    latent = getattr(args, "multi_latent_attention", False)
-    query, key = (0, 0) if latent else (heads * channels, groups * channels)
-    parameters = layer_parameters(args.hidden_size, query, key, ffn, gated=args.swiglu)
-    if latent:
-        dims = args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim
-        ranks = args.q_lora_rank or 0, args.kv_lora_rank
-        parameters += latent_parameters(args.hidden_size, heads, *ranks, dims)
+    parameters = _layer_parameters(args)
     balanced, document = config.quadratic_at, config.document_cost
     profile = profile_of(args)
     if profile is not None:
@@ -179,7 +172,51 @@ def complete(args: Any, config: WlbConfig) -> WlbConfig:
     if document is None:
         table = h100().scaled(heads=heads, kv_heads=groups, head_dim=channels)
         document = document_cost(table.segment, parameters) if args.distributed_backend == "nccl" else 0.0
-    return dataclasses.replace(config, quadratic_at=balanced, document_cost=document)
+    own = config.micro_batch_cost
+    if own is None:
+        own = micro_batch_cost(args, config)[0]
+    return dataclasses.replace(config, quadratic_at=balanced, document_cost=document, micro_batch_cost=own)
+
+
+def cost_model(args: Any, config: WlbConfig) -> CostModel:
+    """What packing balances by; config: completed."""
+    return CostModel(
+        _known(config.quadratic_at),
+        _known(config.document_cost),
+        _known(config.micro_batch_cost),
+        micro_batch_cost(args, config)[1],
+    )
+
+
+def micro_batch_cost(args: Any, config: WlbConfig) -> tuple[float, float]:
+    """What a micro-batch adds to its documents' work, and what it takes at least: the host's launches. In tokens of
+    linear work, over all context-parallel ranks, each of which launches for itself."""
+    ranks, profile = args.context_parallel_size, profile_of(args)
+    again = args.recompute_granularity == "full"
+    if profile is not None:
+        own, least = profile.costs.micro_batch(again)
+        return ranks * own, ranks * least
+    if args.distributed_backend != "nccl":
+        return MICRO_BATCH_TOKENS * ranks, 0.0
+    parameters = _layer_parameters(args) / args.tensor_model_parallel_size
+    token = token_ns(parameters, again)
+    return ranks * FIXED_NS / token, ranks * launch_ns(again) / token
+
+
+def _layer_parameters(args: Any) -> int:
+    """Weights of a layer's matrix products that a token passes."""
+    heads, groups, channels = attention_shape(args)
+    ffn = args.ffn_hidden_size
+    if args.num_experts:
+        ffn = (args.moe_ffn_hidden_size or ffn) * args.moe_router_topk
+    latent = getattr(args, "multi_latent_attention", False)
+    query, key = (0, 0) if latent else (heads * channels, groups * channels)
+    parameters = layer_parameters(args.hidden_size, query, key, ffn, gated=args.swiglu)
+    if latent:
+        dims = args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim
+        ranks = args.q_lora_rank or 0, args.kv_lora_rank
+        parameters += latent_parameters(args.hidden_size, heads, *ranks, dims)
+    return parameters
 
 
 def attention_shape(args: Any) -> tuple[int, int, int]:

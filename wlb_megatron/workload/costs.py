@@ -100,6 +100,17 @@ class Costs:
             **summed,
         )
 
+    def micro_batch(self, recompute: bool) -> tuple[float, float]:
+        """What a micro-batch adds to its documents' work, and what it takes at least, in tokens of linear work on one
+        context-parallel rank: a layer's and its attention's fixed time, and the host's launches of a layer.
+
+        recompute: the whole forward runs again in the backward.
+        """
+        slopes, fixed = self.layer.slope(), [float(way) for way in self.layer.at(0)]
+        token = sum(slopes) + recompute * slopes[0]
+        own = sum(fixed) + recompute * fixed[0] + self.table.call + self.table.second_call
+        return own / token, (sum(self.host) + recompute * self.host[0]) / token
+
     def told(self) -> dict[str, Any]:
         """JSON-able; from_told reads it back."""
         return asdict(self)

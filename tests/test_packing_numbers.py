@@ -1,0 +1,201 @@
+"""Plans that choose how many micro-batches they have: every token once, within all limits, by the predicted step."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packing_oracle import (
+    COST,
+    check_promises,
+    delays,
+    make_planner,
+    micro_batches,
+    one_f_one_b_time,
+    run,
+    trained,
+)
+from test_packing_plans import WINDOW, document_lengths
+
+from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.arrange import most_held
+from wlb_megatron.packing.packer import read_per_window
+from wlb_megatron.pipeline.step_law import FACTORS
+from wlb_megatron.plan import IterationPlan, Piece
+from wlb_megatron.simulator.lengths import long_tailed
+from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> dict[str, Any]:
+    pp = draw(st.sampled_from([2, 4]))
+    return {
+        "window": WINDOW,
+        "micro_batches": draw(st.integers(1, 6)),
+        "dp": draw(st.integers(1, 3)),
+        "pp": pp,
+        "max_documents": draw(st.sampled_from([2, 5, 4096])),
+        "max_tokens": draw(st.integers(WINDOW * 5 // 4, 2 * WINDOW)),
+        "max_delay": draw(st.integers(0, 6)),
+        "thresholds": draw(st.sampled_from(["none", "12", "6,13,24"])),
+        "micro_batches_per_window": draw(st.sampled_from(["auto", "1", "1.5", "2", "4", "8"])),
+    }
+
+
+@settings(max_examples=150, deadline=None)
+@given(document_lengths(), sizes(), st.booleans())
+def test_every_token_trains_once_uncut_within_its_limits_and_its_bound_on_delay(
+    lengths: list[int], size: dict[str, Any], endless: bool
+) -> None:
+    if endless and not lengths:
+        return
+    plans = run(make_planner(lengths, **size, endless=endless), most=12 if endless else 10_000)
+    check_promises(
+        plans,
+        bins=None,
+        capacity=size["max_tokens"],
+        most_documents=size["max_documents"],
+        cost=COST,
+        finite=not endless,
+    )
+    assert max(delays(plans).values(), default=0) <= size["max_delay"]
+    for plan in plans:
+        assert len({len(row) for row in plan.micro_batches}) == 1, (
+            "ranks have unlike numbers of micro-batches"
+        )
+        assert len(plan.micro_batches) in {
+            -(-round(f * size["micro_batches"] * 100) // 100) for f in (*FACTORS, 64)
+        }
+
+
+@settings(max_examples=60, deadline=None)
+@given(document_lengths().filter(bool), sizes(), st.integers(1, 8))
+def test_a_resumed_run_plans_what_the_first_would_have(
+    lengths: list[int], size: dict[str, Any], stop: int
+) -> None:
+    first = make_planner(lengths, **size, endless=True)
+    run(first, most=stop)
+    state = json.loads(json.dumps(first.state()))
+    second = make_planner(lengths, **size, endless=True)
+    second.load_state(state)
+    assert run(second, most=6) == run(first, most=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(document_lengths().filter(bool), sizes())
+def test_no_more_tokens_are_held_at_once_than_with_one_micro_batch_a_window(
+    lengths: list[int], size: dict[str, Any]
+) -> None:
+    planner = make_planner(lengths, **size, endless=True)
+    allowed = min(size["micro_batches"], size["pp"]) * size["max_tokens"]
+    for plan in run(planner, most=8):
+        assert most_held(plan.micro_batches, planner.packer.law) <= allowed
+
+
+@pytest.mark.parametrize("before", ["1", "auto"])
+def test_a_state_of_another_number_of_micro_batches_loads(before: str) -> None:
+    """States say nothing of it: the number of a run may change at resume."""
+    lengths = [(37 * at) % WINDOW + 1 for at in range(60)]
+    sizes = {"window": WINDOW, "micro_batches": 4, "pp": 4, "thresholds": "12", "endless": True}
+    after = {"1": "auto", "auto": "1"}[before]
+    first = make_planner(lengths, **sizes, micro_batches_per_window=before)
+    done = run(first, most=5)
+    second = make_planner(lengths, **sizes, micro_batches_per_window=after)
+    second.load_state(json.loads(json.dumps(first.state())))
+    done += run(second, most=5)
+    pieces = [piece for plan in done for piece in trained(plan)] + list(done[-1].waiting)
+    assert sorted(pieces) == sorted(piece for plan in done for piece in plan.arrived)
+
+
+def over_ideal(plans: list[IterationPlan]) -> float:
+    """At equal work: what waits at the end of so few iterations is not the same in both."""
+    return sum(plan.predicted for plan in plans) / sum(plan.ideal for plan in plans)
+
+
+def time_per_token(plans: list[IterationPlan], stages: int, own: int) -> float:
+    """By brute-force 1F1B events; own: what a micro-batch costs by itself (tokens)."""
+    time = sum(
+        one_f_one_b_time([one.work / UNITS_PER_TOKEN + own for one in micro_batches(plan)], stages) / 3
+        for plan in plans
+    )
+    return time / sum(one.tokens for plan in plans for one in micro_batches(plan))
+
+
+def test_a_long_tailed_corpus_gains_a_third_over_arrival_order_on_four_stages() -> None:
+    """One micro-batch a window gains 6 %: the bubble is the same, however even the micro-batches are."""
+    lengths = np.random.default_rng(0).permutation(long_tailed(131072))[:30_000].tolist()
+    job = {
+        "window": 131072,
+        "micro_batches": 4,
+        "pp": 4,
+        "endless": True,
+        "cost": CostModel(24576.0, 0.0, 1000.0),
+    }
+    plain = time_per_token(run(make_planner(lengths, **job, packing="original"), most=60), 4, 1000)
+    one, auto = (
+        run(make_planner(lengths, **job, micro_batches_per_window=number), most=60)
+        for number in ("1", "auto")
+    )
+    assert plain / time_per_token(auto, 4, 1000) >= 1.25
+    assert time_per_token(one, 4, 1000) / time_per_token(auto, 4, 1000) >= 1.2
+    assert max(delays(auto).values()) <= 16
+
+
+def test_many_windows_a_step_are_not_slower_than_one_micro_batch_each() -> None:
+    lengths = np.random.default_rng(0).permutation(long_tailed(131072))[:30_000].tolist()
+    job = {
+        "window": 131072,
+        "micro_batches": 32,
+        "pp": 4,
+        "endless": True,
+        "cost": CostModel(24576.0, 0.0, 1000.0),
+    }
+    one, auto = (
+        run(make_planner(lengths, **job, micro_batches_per_window=number), most=20)
+        for number in ("1", "auto")
+    )
+    assert over_ideal(auto) <= 1.01 * over_ideal(one)
+
+
+def test_without_a_pipeline_there_is_one_micro_batch_a_window() -> None:
+    lengths = [(37 * at) % WINDOW + 1 for at in range(60)]
+    plans = [
+        run(make_planner(lengths, window=WINDOW, micro_batches=2, micro_batches_per_window=number))
+        for number in ("1", "auto")
+    ]
+    assert plans[0] == plans[1]
+
+
+def test_what_a_micro_batch_costs_by_itself_keeps_their_number_down() -> None:
+    lengths = [(37 * at) % WINDOW + 1 for at in range(60)]
+    for own, least, many in ((0.0, 0.0, True), (1e4, 0.0, False), (0.0, 1e4, False)):
+        cost = CostModel(8.0, 0.0, own, least)
+        plans = run(
+            make_planner(
+                lengths, window=WINDOW, micro_batches=2, pp=4, cost=cost, micro_batches_per_window="auto"
+            )
+        )
+        assert (max(len(plan.micro_batches) for plan in plans) > 2) == many
+
+
+@pytest.mark.parametrize("wrong", ["0", "0.5", "two", "nan", "65", "-1"])
+def test_a_wrong_number_of_micro_batches_is_refused_by_its_flag(wrong: str) -> None:
+    with pytest.raises(WlbError, match="--wlb-micro-batches-per-window"):
+        read_per_window(wrong)
+
+
+def test_fixed_windows_cannot_be_divided() -> None:
+    with pytest.raises(WlbError, match="--wlb-micro-batches-per-window 2 needs --wlb-packing varlen"):
+        make_planner([4], window=8, micro_batches=1, packing="original", micro_batches_per_window="2")
+
+
+def test_pieces_stay_whole() -> None:
+    lengths = [WINDOW, 3, WINDOW - 1, 5, 7, 2] * 4
+    plans = run(make_planner(lengths, window=WINDOW, micro_batches=2, pp=4, micro_batches_per_window="auto"))
+    assert sorted(piece for plan in plans for piece in trained(plan)) == [
+        Piece(0, at, 0, tokens) for at, tokens in enumerate(lengths)
+    ]

@@ -1,0 +1,71 @@
+"""The predicted step: 1F1B events over work units, and how many micro-batches it asks for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packing_oracle import one_f_one_b_time
+
+from wlb_megatron.pipeline.schedule import pipeline_ends
+from wlb_megatron.pipeline.step_law import StepLaw, one_f_one_b
+
+WORKS = st.lists(st.integers(0, 10**6), min_size=1, max_size=24)
+
+
+@settings(max_examples=200, deadline=None)
+@given(WORKS, st.integers(1, 8))
+def test_a_step_is_that_of_1f1b_events_by_brute_force(works: list[int], stages: int) -> None:
+    assert one_f_one_b(works, stages) == int(one_f_one_b_time(works, stages)) // 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(2, 4), st.integers(2, 3), st.data())
+def test_an_interleaved_step_is_the_simulators(
+    groups: int, stages: int, chunks: int, data: st.DataObject
+) -> None:
+    import numpy as np
+
+    count = groups * stages
+    works = data.draw(st.lists(st.integers(0, 1000), min_size=count, max_size=count))
+    grid = np.broadcast_to(np.array(works, dtype=float) / (3 * chunks), (1, stages, chunks, count))
+    simulated = pipeline_ends(grid, 2 * grid).max()
+    assert one_f_one_b(works, stages, chunks) == pytest.approx(simulated, abs=1)
+
+
+def test_like_micro_batches_take_m_plus_stages_less_one_of_them() -> None:
+    assert StepLaw(pp=4).rank([30] * 8) == (8 + 3) * 30
+    assert StepLaw(pp=4, vpp=2, group=4).rank([30] * 8) == 8 * 30 + 3 * 30 // 2
+
+
+def test_a_micro_batch_costs_its_own_part_and_at_least_what_the_host_needs() -> None:
+    law = StepLaw(per_micro_batch=10, least=50)
+    assert law.rank([100, 20]) == 110 + 50
+
+
+def test_the_slowest_data_parallel_rank_is_the_step_however_many_there_are() -> None:
+    law, columns = StepLaw(pp=2), [[3 * at, 6, 9] for at in range(12)]
+    assert law.step(columns) == max(law.rank(works) for works in columns)
+
+
+@pytest.mark.parametrize(
+    ("law", "windows", "per_window", "counts"),
+    [
+        (StepLaw(pp=4), 4, None, [4, 6, 8, 12, 16, 24, 32]),
+        (StepLaw(pp=4), 4, 1.5, [6]),
+        (StepLaw(pp=4), 10, 1.1, [11]),
+        (StepLaw(), 4, None, [4]),
+        (StepLaw(), 4, 2, [8]),
+        (StepLaw(pp=2, vpp=2, group=2), 3, 1.5, [6]),
+        (StepLaw(pp=4, vpp=2, group=4), 4, None, [4, 8, 12, 16, 24, 32]),
+    ],
+)
+def test_a_rank_may_get_these_numbers_of_micro_batches(
+    law: StepLaw, windows: int, per_window: float | None, counts: list[int]
+) -> None:
+    assert law.counts(windows, per_window) == counts
+
+
+def test_more_micro_batches_are_not_looked_at_where_each_costs_more_than_the_bubble_it_saves() -> None:
+    assert StepLaw(pp=4, per_micro_batch=10**6).worthwhile([4, 8, 16], 10**5) == [4]
+    assert StepLaw(pp=4, per_micro_batch=10).worthwhile([4, 8, 16], 10**5) == [4, 8, 16]
