@@ -6,7 +6,7 @@ scripts/bench_4d.sh 8 --script ../Megatron-LM/pretrain_gpt.py --out out/4d
 A GPT of about 1.5B parameters (32 layers of 2048), full recompute, on text cut to long-tailed lengths. Layouts are
 TP,CP,PP,DP. Schemes: stock (Megatron without the plugin and without a document mask, another task: its loss does not
 compare), plain (arrival order, per-sequence, right mask), greedy (balanced windows), paper (two outlier queues released
-when full, per-document shards), ours (the defaults). All with the same data, seed and global batch. A run's log, its
+when full, per-document shards), one, two, four (ours with so many micro-batches a window), ours (the defaults). All with the same data, seed and global batch. A run's log, its
 figures of each iteration and the table are written as it ends, so that a call cut short keeps what it has; run again
 with other --layouts, the table takes in what is there. At equal work: by tokens and what their attention weighs, a
 second (plain windows cut documents, and balanced runs hold some back: a token is not the same work in each).
@@ -31,6 +31,8 @@ SHOWN = (
     "at_equal_work",
     "predicted_ms",
     "error",
+    "over_ideal",
+    "micro_batches",
     "imbalance",
     "cp_imbalance",
     "peak_mb",
@@ -54,6 +56,9 @@ def schemes(window: int) -> dict[str, list[str]]:
         "plain": ["--wlb-packing", "original", "--wlb-sharding", "per-sequence"],
         "greedy": ["--wlb-packing", "fixed-greedy", "--wlb-sharding", "per-sequence"],
         "paper": ["--wlb-release", "full", "--wlb-thresholds", levels, "--wlb-sharding", "per-document"],
+        "one": ["--wlb-micro-batches-per-window", "1"],
+        "two": ["--wlb-micro-batches-per-window", "2"],
+        "four": ["--wlb-micro-batches-per-window", "4"],
         "ours": [],
     }
 
@@ -177,6 +182,8 @@ def summary(result: dict[str, Any], warm_up: int) -> dict[str, Any] | None:
         "work_per_s_gpu": sum(row["work"] for row in timed) / total_ms * 1e3 / result["gpus"],
         "predicted_ms": median(predicted) if predicted else None,
         "error": sum(predicted) / total_ms - 1 if len(predicted) == len(timed) else None,
+        "over_ideal": sum(row["step_over_ideal"] for row in timed) / len(timed),
+        "micro_batches": sum(row["micro_batches"] for row in timed) / len(timed),
         "imbalance": sum(row["imbalance"] for row in timed) / len(timed),
         "cp_imbalance": sum(row["cp_imbalance"] for row in timed) / len(timed),
         "peak_mb": timed[-1]["peak_mb"],

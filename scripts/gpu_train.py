@@ -175,6 +175,8 @@ def run(
             "tokens": told(step).get("tokens", window),
             "work": sum(told(step).get("micro_batch_work", [float("nan")])),
             "imbalance": told(step).get("imbalance", float("nan")),
+            "step_over_ideal": told(step).get("step_over_ideal", float("nan")),
+            "micro_batches": told(step).get("micro_batches", options.global_batch_size),
             "cp_imbalance": told(step).get("cp_imbalance", float("nan")),
             "waiting_tokens": told(step).get("waiting_tokens", 0),
             "predicted_ms": told(step).get("predicted_ms"),
