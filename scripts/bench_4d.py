@@ -6,10 +6,12 @@ scripts/bench_4d.sh 8 --script ../Megatron-LM/pretrain_gpt.py --out out/4d
 A GPT of about 1.5B parameters (32 layers of 2048), full recompute, on text cut to long-tailed lengths. Layouts are
 TP,CP,PP,DP. Schemes: stock (Megatron without the plugin and without a document mask, another task: its loss does not
 compare), plain (arrival order, per-sequence, right mask), greedy (balanced windows), paper (two outlier queues released
-when full, per-document shards), one, two, four (ours with so many micro-batches a window), ours (the defaults). All with the same data, seed and global batch. A run's log, its
-figures of each iteration and the table are written as it ends, so that a call cut short keeps what it has; run again
-with other --layouts, the table takes in what is there. At equal work: by tokens and what their attention weighs, a
-second (plain windows cut documents, and balanced runs hold some back: a token is not the same work in each).
+when full, per-document shards), one, two, four (ours with so many micro-batches a window), ours (the defaults).
+
+All have the same data, seed and global batch. A run's log, its figures of each iteration and the table are written as
+it ends, so that a call cut short keeps what it has; run again with other --layouts, the table takes in what is there.
+At equal work: by tokens and what their attention weighs, a second (plain windows cut documents, and balanced runs hold
+some back: a token is not the same work in each).
 """
 
 from __future__ import annotations
