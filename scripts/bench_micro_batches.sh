@@ -5,6 +5,7 @@
 set -euo pipefail
 script=$1 lengths=$2 out=$3 profile=${4:-}
 here=$(dirname "${BASH_SOURCE[0]}")
+mkdir -p "$out"
 common=(--script "$script" --lengths "$lengths" --seq-length 65536 --warm-ranks)
 if [ -n "$profile" ]; then
     common+=(--profile "$profile")
