@@ -7,10 +7,11 @@ import threading
 import time
 from pathlib import Path
 
+import forked_ranks
 import pytest
-from megatron_runs import LENGTHS, flags, launch, write_corpus
+from megatron_runs import LENGTHS, cpu_environment, failure, flags, launch, write_corpus
 
-LIMIT = 60
+LIMIT = 200
 """Seconds within which a run that fails must have ended, its start included; a frozen one never does."""
 
 
@@ -39,3 +40,34 @@ def test_a_run_whose_tokens_cannot_be_read_any_more_ends_though_workers_ignore_t
     fault.join()
     assert done.returncode != 0
     assert f"{prefix}.bin ends before byte" in done.stderr
+
+
+FEW_FILES = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, int(sys.argv.pop(1))))
+from wlb_megatron.plugin import pretrain_gpt
+pretrain_gpt.main()
+"""
+
+
+@pytest.mark.megatron
+def test_a_blend_of_many_corpora_and_a_large_batch_train_though_few_files_are_allowed_at_first(
+    tmp_path: Path,
+) -> None:
+    write_corpus(tmp_path / "0", [20, 30, 7])
+    for number in range(1, 300):
+        for kind in ("bin", "idx"):
+            os.link(tmp_path / f"0.{kind}", tmp_path / f"{number}.{kind}")
+    (tmp_path / "script.py").write_text(FEW_FILES)
+    blend = [word for number in range(300) for word in ("1", str(tmp_path / str(number)))]
+    arguments = [*flags(), "--data-path", *blend, "--split", "1,0,0", "--train-iters", "3"]
+    arguments += ["--global-batch-size", "64", "--num-workers", "2"]
+    script = [str(tmp_path / "script.py")]
+    done = forked_ranks.run(script, ["8192", *arguments], 1, cpu_environment(), timeout=LIMIT)
+    assert done.returncode == 0, failure(done)
+    assert "[wlb] iteration 3 " in done.stdout
+    # The hard limit is too low: one line at the start, and the cure.
+    done = forked_ranks.run(script, ["512", *arguments], 1, cpu_environment(), timeout=LIMIT)
+    assert done.returncode == 1
+    assert "the mapped indices of all corpora need 300 open files, 556 with all others" in done.stderr
+    assert "Traceback" not in done.stderr

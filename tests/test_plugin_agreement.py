@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from megatron_runs import free_port
 
+from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin import board
 from wlb_megatron.plugin.agreement import PlanAgreement, shared_gpu
@@ -99,12 +100,14 @@ def test_waiting_logs_nothing_however_long_and_ends_when_given_up_or_told(
 
 def limits_of_many_ranks() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 8192))
-    allow_open_files(100)
+    allow_open_files(100, "plans")
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1124, 8192)
-    allow_open_files(7500)
+    allow_open_files(7500, "indices")
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (8192, 8192)
-    with pytest.raises(RuntimeError, match=r"16384 ranks.* may open 8192 files"):
-        allow_open_files(16384)
+    with pytest.raises(
+        WlbError, match=r"batches need 400 open files, 8256 with all others, .* may open 8192"
+    ):
+        allow_open_files(400, "batches")
 
 
 def test_a_process_is_let_open_a_connection_to_every_rank_or_the_limit_is_named() -> None:

@@ -54,7 +54,7 @@ class Board:
         known = [""] * dist.get_world_size()
         dist.all_gather_object(known, resolved(host, port))
         if dist.get_rank() == 0:
-            allow_open_files(dist.get_world_size())
+            allow_open_files(dist.get_world_size(), "plans sent to all ranks")
             self._store: Any = _serve(own_address(host, port), host, known)
             self._keep_from(0)
             common.set("board", f"{self._store.port} {self._store.host}")

@@ -259,6 +259,12 @@ def activation_shape(batch: dict[str, Any]) -> tuple[int, int, int]:
     return tokens // layout.activation_divisor, 1, layout.hidden_size
 
 
+def files_of_workers(micro_batches: int) -> int:
+    """Files that a process has open at most for what a loader's workers hand over: one a tensor, seven a micro-batch,
+    of two iterations read ahead, the one drawn ahead, and the one that trains."""
+    return 7 * 4 * micro_batches
+
+
 def make_loader(
     corpus: Blend,
     sampler: MicroBatchSampler,

@@ -9,6 +9,7 @@ from typing import Any
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.blend import SPLITS, Blend, parse_blend
 from wlb_megatron.packing.corpus import Corpus
+from wlb_megatron.plugin.open_files import allow_open_files
 
 
 def documents(
@@ -25,7 +26,9 @@ def documents(
         return None  # without a split, all documents train
     opened, key = {} if opened is None else opened, tuple(values or ())
     if key not in opened:
-        opened[key] = Blend(*parse_blend(key))
+        paths, weights = parse_blend(key)
+        allow_open_files(len(paths), "the mapped indices of all corpora")
+        opened[key] = Blend(paths, weights)
     blend = opened[key]
     corpora = blend.corpora(split, part)
     return (blend, corpora) if corpora or part == "train" else None

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import resource
 
+from wlb_megatron.errors import WlbError
 
-def allow_open_files(ranks: int) -> None:
-    """Let this process hold a connection of each rank beside what training opens: a process is often allowed 1,024
-    files until it asks for more. RuntimeError where the machine does not allow them."""
-    wanted = ranks + 1024
+SPARE, LEAST_SPARE = 1024, 256
+"""Files for all that is not counted here (torch, NCCL, checkpoints): asked for, and needed at least."""
+
+_counted: list[int] = []
+
+
+def allow_open_files(more: int, purpose: str) -> None:
+    """Let this process open `more` files beside those of earlier calls: often 1,024 are allowed until it asks for more.
+
+    purpose: what opens them, to begin the message. WlbError where the machine's hard limit is too low.
+    """
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY and most < ranks + 256:
-        raise RuntimeError(
-            f"wlb_megatron: rank 0 sends plans to {ranks} ranks, but a process may open {most} files here: raise the "
-            "hard limit (ulimit -Hn, Slurm's PropagateResourceLimits, the container's --ulimit nofile)"
+    counted = sum(_counted) + more
+    if most != resource.RLIM_INFINITY and most < counted + LEAST_SPARE:
+        raise WlbError(
+            f"{purpose} need {more} open files, {counted + LEAST_SPARE} with all others, but a process may open {most} "
+            "here: raise the hard limit (ulimit -Hn, Slurm's PropagateResourceLimits, the container's --ulimit nofile)"
         )
+    _counted.append(more)
+    wanted = counted + SPARE
     if allowed != resource.RLIM_INFINITY and allowed < wanted:
         within = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
         resource.setrlimit(resource.RLIMIT_NOFILE, (within, most))

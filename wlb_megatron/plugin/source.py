@@ -16,8 +16,10 @@ from wlb_megatron.packing.lengths import sample_lengths
 from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.batch_sizes import batch_schedule, micro_step_multiple
+from wlb_megatron.plugin.data import files_of_workers
 from wlb_megatron.plugin.data_paths import documents
 from wlb_megatron.plugin.limits import adoptable_tokens
+from wlb_megatron.plugin.open_files import allow_open_files
 from wlb_megatron.plugin.profile import profile_of
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.workload.cost_model import (
@@ -124,6 +126,8 @@ def _source(
     endless: bool,
 ) -> Source:
     window, dp = args.seq_length, args.data_parallel_size
+    if args.num_workers:
+        allow_open_files(files_of_workers(batches.largest // dp), "tensors from --num-workers")
     rules = Rules(window=window, overlong=config.overlong, seed=args.seed, endless=endless)
     stream = DocumentStream(corpora, rules)
     sample = [
