@@ -270,6 +270,15 @@ def plan_at_random(seed: int) -> None:
     dynamic.PlanProcess = RandomPlans
 
 
+def group_micro_batches(sizes: str) -> None:
+    """Groups without documents in chunks, "1,3,2": what trains must not depend on them. One for each data-parallel
+    rank, "1,2;2,1"."""
+    from wlb_megatron.plugin import planning
+
+    given = [tuple(map(int, each.split(","))) for each in sizes.split(";")]
+    planning.chunk_groups = lambda plan, settings: given[settings.dp_rank % len(given)]
+
+
 if __name__ == "__main__":
     del __file__  # else the process that collects what checkpoint writers say imports all this again
     watch()
@@ -278,5 +287,7 @@ if __name__ == "__main__":
     norms_for_sequence_parallelism()
     if "WORKER_RANDOM_GROUPS" in os.environ:
         plan_at_random(int(os.environ["WORKER_RANDOM_GROUPS"]))
+    if "WORKER_GROUPS" in os.environ:
+        group_micro_batches(os.environ["WORKER_GROUPS"])
     pretrain_gpt.main()
     torch.save(seen, OUT / f"rank{os.environ['RANK']}.pt")

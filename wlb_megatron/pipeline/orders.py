@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 
@@ -49,6 +50,7 @@ def grouped_orders(stages: int, group_sizes: Sequence[int]) -> list[list[Step]]:
     n + (P - p - 1) + max(group_sizes) - 1 forwards (at most all) before its n-th backward, n from 1. All of a group's
     forwards then precede its backwards, and a forward and a backward still alternate on all stages. So no stage waits
     for groups, and the step has 1F1B's bubble. A stage holds (P - p - 1) + max(group_sizes) micro-batches at most.
+    One stage has no neighbour to keep busy: it runs each group's forwards, then its backwards.
 
     2 stages, groups of 2, 1: F0 F1 F2 B1 B0 B2 on stage 0, F0 F1 B1 F2 B0 B2 on stage 1.
     Raises ValueError where a size is below 1.
@@ -63,6 +65,9 @@ def grouped_orders(stages: int, group_sizes: Sequence[int]) -> list[list[Step]]:
         group = range(len(forwards), len(forwards) + size)
         forwards += [Step(m, 0, False) for m in group]
         backwards += [Step(m, 0, True) for m in reversed(group)]
+    if stages == 1:
+        bounds = list(accumulate(group_sizes, initial=0))
+        return [[s for a, b in pairwise(bounds) for s in (*forwards[a:b], *backwards[a:b])]]
     ahead = max(group_sizes) - 1
     return [_order(forwards, backwards, stages - stage - 1 + ahead) for stage in range(stages)]
 

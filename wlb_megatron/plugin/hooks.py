@@ -19,6 +19,7 @@ from typing import Any
 from wlb_megatron.plugin import (
     checkpoint,
     entry,
+    grouped_steps,
     multi_token,
     offloading,
     pipeline_shapes,
@@ -45,6 +46,8 @@ class Hook:
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     before: tuple[int, int] | None = None
     """Only for releases before this one (major, minor)."""
+    since: tuple[int, int] = (0, 0)
+    """Only for releases from this one on."""
 
 
 def _wrap_flops(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,6 +72,14 @@ def _wrap_cyclic_iter(original: Callable[..., Any]) -> Callable[..., Any]:
     from wlb_megatron.plugin import evaluation
 
     return evaluation.wrap_cyclic_iter(original)
+
+
+def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    return grouped_steps.wrap_forward_step(trace.wrap_forward_step(original))
+
+
+def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    return grouped_steps.wrap_backward_step(trace.wrap_backward_step(original))
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -136,15 +147,22 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "megatron.core.pipeline_parallel.schedules:forward_step",
-        (),
-        "marks a micro-batch's forward in the iteration of --wlb-trace",
-        trace.wrap_forward_step,
+        ("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor"),
+        "keeps a micro-batch's tensors where documents are in chunks; marks its forward for --wlb-trace",
+        _wrap_forward,
     ),
     Hook(
         "megatron.core.pipeline_parallel.schedules:backward_step",
-        (),
-        "marks a micro-batch's backward in the iteration of --wlb-trace",
-        trace.wrap_backward_step,
+        ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
+        "runs a document's last chunk first; marks a micro-batch's backward for --wlb-trace",
+        _wrap_backward,
+    ),
+    Hook(
+        "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator.total_stages",
+        ("self",),
+        "more forwards run ahead in a step with documents in chunks",
+        grouped_steps.wrap_total_stages,
+        since=(0, 17),
     ),
     Hook(
         "megatron.training.checkpointing:_load_base_checkpoint",
@@ -208,19 +226,21 @@ HOOKS: tuple[Hook, ...] = (
 def hooks() -> tuple[Hook, ...]:
     """The rows of HOOKS that are for the Megatron that is here."""
     major, minor = (int(part) for part in megatron_version().split(".")[:2])
-    return tuple(hook for hook in HOOKS if hook.before is None or (major, minor) < hook.before)
+    here = (major, minor)
+    return tuple(hook for hook in HOOKS if hook.since <= here and (hook.before is None or here < hook.before))
 
 
 def install() -> None:
     """Replace every symbol of HOOKS; nothing is replaced unless all can be. Safe to call again."""
     found = [(hook, *locate(hook)) for hook in hooks()]
     for hook, owner, name in found:
-        original = getattr(owner, name)
+        symbol = getattr(owner, name)
+        original = _function(symbol)
         if hasattr(original, ORIGINAL):
             continue
         replacement = functools.wraps(original)(hook.wrap(original))
         setattr(replacement, ORIGINAL, original)
-        setattr(owner, name, replacement)
+        setattr(owner, name, property(replacement) if isinstance(symbol, property) else replacement)
         for module, alias in _aliases(original):
             setattr(module, alias, replacement)
 
@@ -239,7 +259,7 @@ def describe() -> str:
 def locate(hook: Hook) -> tuple[Any, str]:
     """The object that holds the hook's symbol, and its name there. ImportError if this Megatron has another."""
     owner, name = _locate(hook.place)
-    parameters = inspect.signature(getattr(owner, name)).parameters
+    parameters = inspect.signature(_function(getattr(owner, name))).parameters
     missing = [parameter for parameter in hook.takes if parameter not in parameters]
     if missing:
         raise ImportError(
@@ -247,6 +267,11 @@ def locate(hook: Hook) -> tuple[Any, str]:
             f"{', '.join(missing)}, which wlb_megatron relies on"
         )
     return owner, name
+
+
+def _function(symbol: Any) -> Any:
+    """What a symbol calls: itself, or a property's getter."""
+    return symbol.fget if isinstance(symbol, property) else symbol
 
 
 def _aliases(original: Any) -> Iterator[tuple[Any, str]]:

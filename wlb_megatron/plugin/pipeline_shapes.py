@@ -13,11 +13,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from wlb_megatron.pipeline.orders import grouped_orders
+
 Shape = tuple[int, int, int]
 
 
 def transfer_orders(
-    micro_batches: int, stage: int, stages: int, chunks: int = 1, group: int = 1
+    micro_batches: int,
+    stage: int,
+    stages: int,
+    chunks: int = 1,
+    group: int = 1,
+    backward_groups: Sequence[int] = (),
 ) -> dict[str, list[int]]:
     """The micro-batch of each transfer of a step, by direction, on one pipeline stage (1F1B or interleaved).
 
@@ -26,6 +33,7 @@ def transfer_orders(
     on to the first stage. 2 stages of 2 chunks, group 2, 3 micro-batches: every stage's forwards are of micro-batches
     0 1 | 0 1 | 2 | 2, by turns of chunk 0 and 1; the last stage sends 0 1 2, after its chunk 0, the first sends all.
     Backwards go the same way, through the chunks in reverse order. (Megatron's get_schedule_table.)
+    backward_groups: sizes of groups whose backwards run last first (pipeline.orders.grouped_orders), with one chunk.
     """
     table = [
         (index, chunk)
@@ -34,13 +42,15 @@ def transfer_orders(
         for index in range(first, min(first + group, micro_batches))
     ]
     through = [index for index, _ in table]
+    order = grouped_orders(stages, backward_groups)[stage] if backward_groups else ()
+    back = [step.micro_batch for step in order if step.backward] or through
     wrapped = [index for index, chunk in table if chunk < chunks - 1]
     is_first, is_last = stage == 0, stage == stages - 1
     return {
         "send forward": wrapped if is_last else through,
         "receive forward": wrapped if is_first else through,
-        "send backward": wrapped if is_first else through,
-        "receive backward": wrapped if is_last else through,
+        "send backward": wrapped if is_first else back,
+        "receive backward": wrapped if is_last else back,
     }
 
 
@@ -116,21 +126,21 @@ def wrap_get_forward_backward_func(original: Callable[..., Any]) -> Callable[...
     return get_forward_backward_func
 
 
-def _orders(micro_batches: int, model: Any, chunks: int) -> dict[str, list[int]]:
+def _orders(micro_batches: int, model: Any, chunks: int, groups: Sequence[int]) -> dict[str, list[int]]:
     from megatron.core import parallel_state
     from megatron.core.utils import get_model_config
 
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if chunks == 1:
-        return transfer_orders(micro_batches, stage, stages)
+        return transfer_orders(micro_batches, stage, stages, backward_groups=groups)
     group = get_model_config(model[0]).microbatch_group_size_per_vp_stage
     return transfer_orders(micro_batches, stage, stages, chunks, group)
 
 
 def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*, data_iterator: Any, num_microbatches: int, **kwargs: Any) -> Any:
-        from wlb_megatron.plugin import data, timers, trace
+        from wlb_megatron.plugin import data, grouped_steps, timers, trace
         from wlb_megatron.plugin.rehearsal import rehearse
 
         # Model chunks of a stage have an iterator each, all the plugin's same one.
@@ -144,13 +154,17 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             model = kwargs["model"]
             chunks = len(model) if isinstance(model, list) else 1
             shapes = [data.activation_shape(batch) for batch in batches]
-            _current = ShapeQueue(shapes, _orders(len(batches), model, chunks))
+            groups = batches[0]["planned"].chunk_groups if training else ()
+            _current = ShapeQueue(shapes, _orders(len(batches), model, chunks, groups))
             ahead = draw_ahead if training and batches[0] is not longest else None
             drawn = [_drawn(batches, ahead), *(_drawn(batches) for _ in range(chunks - 1))]
             try:
-                return forward_backward(
-                    data_iterator=drawn if chunks > 1 else drawn[0], num_microbatches=len(batches), **kwargs
-                )
+                with grouped_steps.running(groups, len(batches), chunks):
+                    return forward_backward(
+                        data_iterator=drawn if chunks > 1 else drawn[0],
+                        num_microbatches=len(batches),
+                        **kwargs,
+                    )
             finally:
                 _current = None
 

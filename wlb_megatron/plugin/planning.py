@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary, Summariser
+from wlb_megatron.pipeline.groups import groups, joined_groups
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.chunks import Link, links_of
@@ -55,7 +56,8 @@ class PlannedMicroBatch:
 
     group: who shares it; None: Megatron's context-parallel group. predictions: of the whole iteration, see
     packing.predictions; empty where nothing asks for them. steps: micro-batches of the iteration on every rank, which
-    need not be as many as Megatron counts.
+    need not be as many as Megatron counts. chunk_groups: sizes of the groups that this rank's micro-batches form
+    (pipeline/groups.py); empty where no document is in chunks.
     """
 
     iteration: int
@@ -67,6 +69,7 @@ class PlannedMicroBatch:
     group: RankGroup | None = None
     predictions: tuple[int, ...] = ()
     steps: int = 1
+    chunk_groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ class ShardSettings:
 
     predict: milliseconds of an iteration from its plan and shard plans, where this process reports them.
     predictions: of an iteration's pieces, where losses are scaled by them.
+    in_step: data-parallel ranks meet in every forward and backward (experts, FSDP): all must run the same order.
     """
 
     dp_rank: int
@@ -100,6 +104,7 @@ class ShardSettings:
     table: KernelTable
     predict: Callable[[IterationPlan, Sequence[ShardPlan]], float | None] | None = None
     predictions: Callable[[Sequence[Piece]], tuple[int, ...]] = lambda _: ()
+    in_step: bool = False
 
 
 def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[PlannedIteration]:
@@ -120,6 +125,7 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
         )
         seconds = time.perf_counter() - start
         update_digest(digest, plan)
+        together = chunk_groups(plan, settings)
         micro_batches = tuple(
             PlannedMicroBatch(
                 plan.iteration,
@@ -130,11 +136,19 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
                 seconds,
                 predictions=counts,
                 steps=len(padded),
+                chunk_groups=together,
             )
             for index, (pieces, shard_plan) in enumerate(zip(padded, shards, strict=True))
         )
         told = None if settings.predict is None else settings.predict(plan, shards)
         yield PlannedIteration(micro_batches, planner.state(), digest.digest(), planner.put_back, told, plan)
+
+
+def chunk_groups(plan: IterationPlan, settings: ShardSettings) -> tuple[int, ...]:
+    """Sizes of the groups of this rank's micro-batches, empty where all are 1."""
+    ranks = range(len(plan.micro_batches[0])) if settings.in_step else (settings.dp_rank,)
+    sizes = joined_groups([groups([row[rank].pieces for row in plan.micro_batches]) for rank in ranks])
+    return sizes if max(sizes) > 1 else ()
 
 
 def cut(

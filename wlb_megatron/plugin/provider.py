@@ -18,6 +18,7 @@ from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import metrics, timers, trace
 from wlb_megatron.plugin.agreement import EVERY, PlanAgreement, shared_gpu
 from wlb_megatron.plugin.board import common_store
+from wlb_megatron.plugin.chunk_limits import in_step
 from wlb_megatron.plugin.data import (
     EvaluationIterator,
     Layout,
@@ -199,6 +200,7 @@ def _settings(source: Source, args: Any) -> ShardSettings:
         cp_size=args.context_parallel_size,
         alignment=token_alignment(args),
         sharding=source.config.sharding,
+        in_step=in_step(args),
         table=table.scaled(heads=heads // tp, kv_heads=max(1, groups // tp), head_dim=channels),
         predictions=_predictions(source, args),
     )

@@ -1,0 +1,224 @@
+"""Steps in groups as Megatron's loops see them: which tensors a backward gets, and that nothing of a step stays."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from wlb_megatron.pipeline.orders import grouped_orders
+from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
+from wlb_megatron.plugin import chunk_limits, grouped_steps, planning
+from wlb_megatron.plugin.chunk_limits import chunks_refused, in_step
+from wlb_megatron.plugin.pipeline_shapes import transfer_orders
+from wlb_megatron.workload.kernel_table import h100
+
+
+class Loop:
+    """Megatron's 1F1B of one stage, or its loop without a pipeline, with forwards and backwards that take notes."""
+
+    def __init__(self, stage: int, stages: int, micro_batches: int) -> None:
+        self.stage, self.stages, self.micro_batches = stage, stages, micro_batches
+        self.ran: list[str] = []
+        self.quiet: list[bool] = []
+        self.outputs: list[weakref.ref[torch.Tensor]] = []
+        self.config = SimpleNamespace(no_sync_func=self.no_sync)
+        self._quiet = False
+        self.forward = grouped_steps.wrap_forward_step(self._forward)
+        self.backward = grouped_steps.wrap_backward_step(self._backward)
+        self.total_stages = grouped_steps.wrap_total_stages(lambda _: stages)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._quiet = self._quiet, True
+        yield
+        self._quiet = before
+
+    def _forward(self, func: Any, data: Any, model: Any, count: int, inputs: Any) -> Any:
+        number = sum(name[0] == "F" for name in self.ran)
+        self.ran.append(f"F{number}")
+        output = torch.tensor(float(number))
+        self.outputs.append(weakref.ref(output))
+        return output if inputs is None else [output], 0
+
+    def _backward(self, inputs: Any, outputs: Any, gradient: Any, config: Any) -> Any:
+        (output,) = outputs if isinstance(outputs, list) else [outputs]
+        self.ran.append(f"B{int(output)}")
+        self.quiet.append(self._quiet)
+        return [gradient]
+
+    def pipelined(self, fail_after: int = -1) -> None:
+        ahead = min(self.micro_batches, self.total_stages(self) - self.stage - 1)
+        waiting: list[Any] = []
+        for done in range(self.micro_batches + ahead):
+            if done == fail_after:
+                raise RuntimeError("a fault")
+            if done < self.micro_batches:
+                inputs: list[Any] = [None]
+                output, _ = self.forward(None, None, None, self.micro_batches, inputs)
+                waiting.append((inputs, output))
+            if done >= ahead:
+                assert self.backward(*waiting.pop(0), [done], self.config) == [[done]]
+
+    def alone(self) -> None:
+        with self.no_sync():
+            for _ in range(self.micro_batches - 1):
+                self._both()
+        self._both()
+
+    def _both(self) -> None:
+        output, _ = self.forward(None, None, None, self.micro_batches, None)
+        self.backward(None, output, None, self.config)
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from megatron.core import parallel_state
+
+    def of(count: int) -> None:
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: count)
+
+    return of
+
+
+def _names(order: Any) -> list[str]:
+    return ["FB"[step.backward] + str(step.micro_batch) for step in order]
+
+
+@pytest.mark.parametrize("sizes", [(1, 3, 2), (6,), (2, 1, 1, 2)])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_megatrons_loop_runs_the_order_that_was_planned(
+    stage: int, sizes: tuple[int, ...], stages: Any
+) -> None:
+    stages(3)
+    loop = Loop(stage, 3, 6)
+    with grouped_steps.running(sizes, 6):
+        loop.pipelined()
+    assert loop.ran == _names(grouped_orders(3, sizes)[stage])
+
+
+def test_one_stage_runs_backwards_when_their_group_is_whole_and_reduces_in_the_very_last_alone(
+    stages: Any,
+) -> None:
+    stages(1)
+    loop = Loop(0, 1, 6)
+    with grouped_steps.running((2, 1, 3), 6):
+        loop.alone()
+    assert " ".join(loop.ran) == "F0 F1 B1 B0 F2 B2 F3 F4 F5 B5 B4 B3"
+    assert loop.quiet == [True] * 5 + [False]
+    assert loop.ran == _names(grouped_orders(1, (2, 1, 3))[0])
+
+
+def test_a_step_without_groups_is_megatrons_own(stages: Any) -> None:
+    stages(2)
+    loop = Loop(0, 2, 3)
+    with grouped_steps.running((), 3):
+        loop.pipelined()
+    assert loop.ran == _names(grouped_orders(2, (1, 1, 1))[0])
+
+
+def test_a_step_that_fails_in_the_middle_leaves_nothing_behind(stages: Any) -> None:
+    stages(2)
+    loop = Loop(0, 2, 4)
+    with pytest.raises(RuntimeError, match="a fault"), grouped_steps.running((3, 1), 4):
+        loop.pipelined(fail_after=3)
+    gc.collect()
+    assert len(loop.outputs) == 3 and not any(output() is not None for output in loop.outputs)
+    again = Loop(0, 2, 3)
+    again.pipelined()
+    assert again.ran == _names(grouped_orders(2, (1, 1, 1))[0])
+
+
+def test_tensors_of_a_micro_batch_are_free_after_its_backward(stages: Any) -> None:
+    stages(2)
+    loop = Loop(1, 2, 3)
+    alive: list[list[int]] = []
+    original = loop._backward
+
+    def noting(*args: Any) -> Any:
+        gc.collect()
+        alive.append([number for number, output in enumerate(loop.outputs) if output() is not None])
+        return original(*args)
+
+    loop.backward = grouped_steps.wrap_backward_step(noting)
+    with grouped_steps.running((3,), 3):
+        loop.pipelined()
+    assert alive == [[0, 1, 2], [0, 1], [0]]
+
+
+def test_groups_of_another_number_of_micro_batches_or_with_model_chunks_are_an_error(stages: Any) -> None:
+    stages(2)
+    for micro_batches, chunks in ((4, 1), (3, 2)):
+        with (
+            pytest.raises(RuntimeError, match=r"groups of \[2, 1\]"),
+            grouped_steps.running((2, 1), micro_batches, chunks),
+        ):
+            pass
+
+
+def test_gradients_pass_between_stages_in_the_order_of_backwards() -> None:
+    for stage in range(3):
+        orders = transfer_orders(6, stage, 3, backward_groups=(1, 3, 2))
+        back = [0, 3, 2, 1, 5, 4]
+        assert orders["send forward"] == ([] if stage == 2 else [*range(6)])
+        assert orders["receive forward"] == ([] if stage == 0 else [*range(6)])
+        assert orders["send backward"] == ([] if stage == 0 else back)
+        assert orders["receive backward"] == ([] if stage == 2 else back)
+
+
+def test_groups_are_of_this_rank_or_of_all_that_meet_in_every_step() -> None:
+    def batch(*pieces: Piece) -> MicroBatch:
+        return MicroBatch(pieces, 1)
+
+    whole = batch(Piece(0, 1, 0, 4))
+    head, tail = batch(Piece(0, 2, 0, 4)), batch(Piece(0, 2, 4, 8, 4))
+    plan = IterationPlan(0, (), ((whole, head), (whole, tail), (whole, whole)), ())
+
+    def of(rank: int, in_step: bool) -> tuple[int, ...]:
+        return planning.chunk_groups(
+            plan, planning.ShardSettings(rank, 1, 1, "hybrid", h100(), in_step=in_step)
+        )
+
+    assert [of(0, False), of(1, False), of(0, True), of(1, True)] == [(), (2, 1), (2, 1), (2, 1)]
+
+
+def arguments(**given: Any) -> SimpleNamespace:
+    plain = {
+        "pipeline_model_parallel_size": 2,
+        "tensor_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": None,
+        "moe_router_load_balancing_type": "aux_loss",
+    }
+    return SimpleNamespace(**{**plain, **given})
+
+
+def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert chunks_refused(arguments()) == []
+    for name, flag in {
+        "virtual_pipeline_model_parallel_size": "--num-virtual-stages",
+        "fine_grained_activation_offloading": "--fine-grained-activation-offloading",
+        "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
+    }.items():
+        ((told, cure),) = chunks_refused(arguments(**{name: 2}))
+        assert told.startswith(flag) and cure
+    monkeypatch.setattr(chunk_limits, "megatron_version", lambda: "0.16.2")
+    ((told, _),) = chunks_refused(arguments())
+    assert told.startswith("megatron-core 0.16.2")
+    assert chunks_refused(arguments(pipeline_model_parallel_size=1)) == []
+
+
+def test_ranks_that_share_experts_or_parameters_keep_in_step() -> None:
+    assert not in_step(arguments()) and not in_step(arguments(num_experts=4))
+    assert in_step(arguments(num_experts=4, expert_model_parallel_size=2))
+    assert in_step(arguments(num_experts=4, expert_tensor_parallel_size=2))
+    assert in_step(arguments(num_experts=4, moe_router_load_balancing_type=["global_aux_loss"]))
+    assert in_step(arguments(use_megatron_fsdp=True)) and in_step(arguments(use_torch_fsdp2=True))

@@ -1,0 +1,117 @@
+"""Steps whose backwards run last first inside groups of micro-batches, by Megatron's own schedules.
+
+Over several stages `pipeline.orders.grouped_orders` is Megatron's 1F1B with a longer warm-up and its backwards in
+another order. So Megatron's loop runs as it is. The communicator counts more stages, by as many as more forwards run
+ahead. Each backward gets the tensors of the micro-batch whose turn it is, not those of the oldest one. On one stage
+Megatron runs a backward right after its forward; here it waits for the last forward of its group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from wlb_megatron.pipeline.orders import grouped_orders
+
+
+class GroupedStep:
+    """What a step in groups keeps: the tensors of each micro-batch between its forward and its backward."""
+
+    def __init__(self, sizes: Sequence[int], stages: int) -> None:
+        self.ahead = max(sizes) - 1 if stages > 1 else 0
+        self._alone = stages == 1
+        self._backwards = [step.micro_batch for step in grouped_orders(stages, sizes)[0] if step.backward]
+        self._kept: dict[int, tuple[Any, Any]] = {}
+        self._forwards = self._done = 0
+
+    def keep(self, input_tensor: Any, output_tensor: Any) -> None:
+        """Tensors of the forward that has just run."""
+        self._kept[self._forwards] = input_tensor, output_tensor
+        self._forwards += 1
+
+    def backward(self, call: Callable[..., Any], gradient: Any, rest: tuple[Any, ...]) -> Any:
+        """Run the backward whose turn it is, or on one stage all that can run now; gradients to its inputs."""
+        if not self._alone:
+            return self._next(call, gradient, rest)
+        config = rest[-1]
+        while self._done < len(self._backwards) and self._ready():
+            last = self._done == len(self._backwards) - 1
+            # Megatron has ended its no_sync when it calls the last backward, but others may still be waiting.
+            quiet = contextlib.nullcontext if last or config.no_sync_func is None else config.no_sync_func
+            with quiet():
+                self._next(call, gradient, rest)
+        return None
+
+    def _ready(self) -> bool:
+        return self._backwards[self._done] in self._kept
+
+    def _next(self, call: Callable[..., Any], gradient: Any, rest: tuple[Any, ...]) -> Any:
+        inputs, outputs = self._kept.pop(self._backwards[self._done])
+        self._done += 1
+        result = call(inputs, outputs, gradient, *rest)
+        # Megatron's own lists hold both until the turn of the oldest has come: free what they are not needed for.
+        for held in (inputs, outputs):
+            if isinstance(held, list):
+                held.clear()
+        return result
+
+
+_running: GroupedStep | None = None
+
+
+@contextlib.contextmanager
+def running(sizes: Sequence[int], micro_batches: int, chunks: int = 1) -> Iterator[None]:
+    """Run one step of Megatron's schedule in groups of these sizes. Whatever ends it, nothing of it is left behind.
+
+    sizes: of the groups, in order, of all the step's micro-batches; empty: the step is Megatron's own. chunks: model
+    chunks of a stage. Raises RuntimeError where the step is of another number of micro-batches, or interleaved.
+    """
+    from megatron.core import parallel_state
+
+    global _running
+    if not sizes:
+        yield
+        return
+    if chunks > 1 or sum(sizes) != micro_batches:
+        raise RuntimeError(
+            f"groups of {list(sizes)} for {micro_batches} micro-batches on {chunks} model chunks a stage"
+        )
+    # Keys and values that attention keeps for later chunks belong to one step: cleared here, and below.
+    _running = GroupedStep(sizes, parallel_state.get_pipeline_model_parallel_world_size())
+    try:
+        yield
+    finally:
+        _running = None
+
+
+def wrap_forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A schedule's forward of one micro-batch, whose tensors a step in groups keeps."""
+
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if _running is not None:
+            _running.keep(args[4] if len(args) > 4 else kwargs["input_tensor"], result[0])
+        return result
+
+    return forward_step
+
+
+def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A schedule's backward of the oldest micro-batch: in a step in groups, of the one whose turn it is."""
+
+    def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, *rest: Any) -> Any:
+        if _running is None:
+            return original(input_tensor, output_tensor, output_tensor_grad, *rest)
+        return _running.backward(original, output_tensor_grad, rest)
+
+    return backward_step
+
+
+def wrap_total_stages(original: Callable[..., Any]) -> Callable[..., Any]:
+    """P2PCommunicator.total_stages, from which 1F1B takes how many forwards run ahead."""
+
+    def total_stages(self: Any) -> int:
+        return original(self) + (0 if _running is None else _running.ahead)
+
+    return total_stages
