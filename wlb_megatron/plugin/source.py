@@ -197,14 +197,16 @@ def micro_batch_cost(args: Any, config: WlbConfig) -> tuple[float, float]:
     linear work, over all context-parallel ranks, each of which launches for itself."""
     ranks, profile = args.context_parallel_size, profile_of(args)
     again = args.recompute_granularity == "full"
+    stages = args.pipeline_model_parallel_size
+    layers = max(1, args.num_layers // stages) if stages > 1 else None
     if profile is not None:
-        own, least = profile.costs.micro_batch(again)
+        own, least = profile.costs.micro_batch(again, layers)
         return ranks * own, ranks * least
     if args.distributed_backend != "nccl":
         return MICRO_BATCH_TOKENS * ranks, 0.0
     parameters = _layer_parameters(args) / args.tensor_model_parallel_size
     token = token_ns(parameters, again)
-    return ranks * FIXED_NS / token, ranks * launch_ns(again) / token
+    return ranks * FIXED_NS / token, ranks * launch_ns(again, layers) / token
 
 
 def _layer_parameters(args: Any) -> int:

@@ -22,6 +22,7 @@ from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 from wlb_megatron.workload.memory import RECOMPUTE
+from wlb_megatron.workload.micro_batch import STAGE_NS
 
 FloatArray = npt.NDArray[np.float64]
 EXCHANGE_LAUNCH = 200_000.0
@@ -176,6 +177,9 @@ class LayerModel:
         (forward, backward), (more, back) = self.costs.host, self.costs.host_second
         if self.recompute != "none":
             backward, back = backward + forward, back + more
+        if self.layout.pp > 1:  # of the stage, shared by its layers
+            each = STAGE_NS * self.layout.pp / self.shape.layers / 2
+            forward, backward = forward + each, backward + each
         return Times(forward + second * (more + exchange), backward + second * (back + exchange))
 
     def launches(self, cut: npt.ArrayLike) -> Launches:

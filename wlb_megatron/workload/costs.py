@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.workload.kernel_table import KernelTable
+from wlb_megatron.workload.micro_batch import STAGE_NS
 
 FloatArray = npt.NDArray[np.float64]
 SUMMED = (
@@ -100,16 +101,17 @@ class Costs:
             **summed,
         )
 
-    def micro_batch(self, recompute: bool) -> tuple[float, float]:
+    def micro_batch(self, recompute: bool, layers: int | None = None) -> tuple[float, float]:
         """What a micro-batch adds to its documents' work, and what it takes at least, in tokens of linear work on one
         context-parallel rank: a layer's and its attention's fixed time, and the host's launches of a layer.
 
-        recompute: the whole forward runs again in the backward.
+        recompute: the whole forward runs again in the backward. layers: of a pipeline stage; None: no pipeline.
         """
         slopes, fixed = self.layer.slope(), [float(way) for way in self.layer.at(0)]
         token = sum(slopes) + recompute * slopes[0]
         own = sum(fixed) + recompute * fixed[0] + self.table.call + self.table.second_call
-        return own / token, (sum(self.host) + recompute * self.host[0]) / token
+        launches = sum(self.host) + recompute * self.host[0] + (STAGE_NS / layers if layers else 0.0)
+        return own / token, launches / token
 
     def told(self) -> dict[str, Any]:
         """JSON-able; from_told reads it back."""

@@ -17,11 +17,20 @@ outside attention and 0.15 to 0.26 ms of attention's calls (profiles in docs/res
 LAUNCH_NS = (2.7e6, 3.3e6)
 """The host's time to launch a layer's forward and its backward (ns), on an H200's host (docs/results)."""
 
+STAGE_NS = 18e6
+"""What the host needs for a micro-batch on a pipeline stage beside its layers (ns), forward and backward: it draws it,
+and waits for the device at each transfer, so that nothing is launched ahead. On four H200s, 4 layers a stage with full
+recompute, 33 steps of 4 to 24 micro-batches took 48 to 57 ms a micro-batch however few its tokens were, of which
+layers' launches are 35 (docs/results/4x_h200/micro_batches_first.csv)."""
 
-def launch_ns(recompute: bool) -> float:
-    """Of a layer, both ways. recompute: the whole forward is launched again in the backward."""
+
+def launch_ns(recompute: bool, layers: int | None = None) -> float:
+    """The host's time for a micro-batch, both ways, over the layers of its stage (ns).
+
+    recompute: the whole forward is launched again in the backward. layers: of a pipeline stage; None: no pipeline.
+    """
     forward, backward = LAUNCH_NS
-    return (1 + recompute) * forward + backward
+    return (1 + recompute) * forward + backward + (STAGE_NS / layers if layers else 0.0)
 
 
 def token_ns(parameters: float, recompute: bool) -> float:
