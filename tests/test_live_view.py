@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_runs import failure, flags, launch
+from megatron_runs import failure, flags, launch, write_corpus
 from test_profile_fit import GPU, made_samples
 
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
@@ -60,6 +60,8 @@ def told(**changes: Any) -> dict[str, Any]:
     figures = {"iteration": 7, "imbalance": 1.01, "cp_imbalance": 1.0, "tokens": 100, "delayed": 2}
     figures |= {"token_delay": 0.5, "plan_ms": 1.0, "plan_wait_ms": 0.0, "measured_ms": 812.3}
     figures |= {"consumed_tokens": 700, "tokens_per_second_per_gpu": 61.55}
+    figures |= {"step_over_ideal": 1.1, "micro_batches": 4}
+    figures |= {"epochs": {"data/web": 0.25}, "overlong_documents": 0, "lost_tokens": 0}
     return figures | {"predicted_ms": 790.14} | changes
 
 
@@ -70,6 +72,43 @@ def test_the_log_line_puts_the_predicted_beside_the_measured_time() -> None:
     assert "| sharding: 3 hybrid, 1 per-document | ms" in metrics.log_line(
         told(shardings={"hybrid": 3, "per-document": 1}), None
     )
+
+
+def test_the_log_line_tells_epochs_and_what_was_left_out() -> None:
+    assert "| epochs: 0.250 |" in metrics.log_line(told(), None)
+    blend = {f"data/{name}": n / 10 for n, name in enumerate(["web", "code", "books", "wiki", "law", "math"])}
+    line = metrics.log_line(told(epochs=blend, overlong_documents=3, lost_tokens=70), None)
+    assert "| epochs: 0.500 math, 0.400 law, 0.300 wiki, 0.200 books, less of 2 others |" in line
+    assert "| documents above the window: 3, 70 of their tokens left out |" in line
+
+
+@pytest.mark.megatron
+def test_a_run_counts_the_passes_over_each_corpus_and_the_documents_that_it_drops(tmp_path: Path) -> None:
+    web, small = tmp_path / "web", tmp_path / "small"
+    write_corpus(web, [40, 100, 24] * 10)
+    write_corpus(small, [20, 40])
+    log = tmp_path / "log.jsonl"
+    blend = ["1", str(web), "1", str(small), "1", str(small)]
+    done = launch(
+        [
+            *(*flags(), "--data-path", *blend, "--split", "9,1,0", "--global-batch-size", "2"),
+            *("--train-iters", "10", "--log-interval", "5", "--wlb-overlong", "drop", "--wlb-log", str(log)),
+        ],
+        1,
+    )
+    assert done.returncode == 0, failure(done)
+    assert "> wlb_megatron: 31 documents of 34, packing" in done.stdout  # 27 of 30, 2 of 2, and these again
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["epochs"] is not None for row in rows] == ([False] * 4 + [True]) * 2
+    last = rows[-1]
+    # 1,280 tokens and at most one document more arrive, a third of them from each corpus; of 64 in web a 100 is passed.
+    epochs = last["epochs"]
+    assert list(epochs) == [str(web), str(small), f"{small} #2"]
+    assert epochs[str(small)] == pytest.approx(1280 / 3 / 60, abs=1) and epochs[str(web)] < 1
+    dropped = last["overlong_documents"]
+    assert abs(dropped - epochs[str(web)] * 9) <= 3 and last["lost_tokens"] == 100 * dropped > 0
+    assert last["most_epochs"] == pytest.approx(max(epochs.values()), abs=1e-4)
+    assert f"documents above the window: {dropped}, {100 * dropped} of their tokens left out" in done.stdout
 
 
 def test_a_chosen_sharding_is_named_in_its_plan() -> None:

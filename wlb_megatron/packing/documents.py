@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from wlb_megatron.packing.corpus import (
     DOCUMENT,
     END,
     EPOCH,
-    LOST,
     START,
     STATE,
     TOKENS,
@@ -27,25 +25,12 @@ from wlb_megatron.packing.corpus import (
     CorpusWalk,
     Rules,
 )
+from wlb_megatron.packing.passes import StreamCounts, counts
 from wlb_megatron.plan import Piece
 
 IntArray = npt.NDArray[np.int64]
 VERSION = 2
 """Of the state. 1: every epoch's order was stored and sorted, however large the corpus; such a run goes on so."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamCounts:
-    """What has been given out and what was left out, over all corpora and epochs so far.
-
-    tokens: given out. empty: documents without a token. overlong: documents above the window. lost_tokens:
-    tokens of truncated or dropped documents.
-    """
-
-    tokens: int
-    empty: int
-    overlong: int
-    lost_tokens: int
 
 
 class DocumentStream:
@@ -65,7 +50,7 @@ class DocumentStream:
             raise WlbError("ids of two corpora overlap; let each first_id follow the corpus before it")
         self.rules = rules
         self.fingerprint = _fingerprint(corpora, rules)
-        self._names = [corpus.name for corpus in corpora]
+        self.names = [corpus.name for corpus in corpora]
         self._weights = [corpus.weight for corpus in corpora]
         self._walks = [CorpusWalk(corpus, rules, position) for position, corpus in enumerate(corpora)]
         self._version = VERSION
@@ -87,7 +72,7 @@ class DocumentStream:
 
     def counts(self) -> StreamCounts:
         """Counts up to the last piece taken."""
-        return StreamCounts(*(int(n) for n in np.sum(self._places(), axis=0)[TOKENS : LOST + 1]))
+        return counts(self.state())
 
     def state(self) -> dict[str, Any]:
         """JSON-able: after `load_state` of it, `next` gives what it would have given here."""
@@ -103,7 +88,7 @@ class DocumentStream:
                 "resume with the release that saved it"
             )
         try:
-            changed = _differences(state["fingerprint"], self.fingerprint, self._names)
+            changed = _differences(state["fingerprint"], self.fingerprint, self.names)
             rows = [_row(saved) for saved in state["corpora"]]
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise WlbError("saved document stream is damaged; resume from another checkpoint") from None

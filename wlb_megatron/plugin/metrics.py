@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from wlb_megatron.packing import passes
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.drift import Drift
 from wlb_megatron.plugin.planning import PlannedIteration, PlannedMicroBatch
@@ -25,13 +26,21 @@ from wlb_megatron.sharding.segments import ShardPlan
 _pending: tuple[dict[str, Any], float] | None = None
 """Figures of the iteration that is not yet logged, and when it began (perf_counter)."""
 _drift = Drift()
+_LONG = ("iteration", "lengths", "epochs")
+"""Figures that are no number of an iteration, or many: not for TensorBoard and Weights & Biases."""
 _NO_FIGURES = "figures of an iteration are not reported"
 
 
 def stepped(
-    batches: Sequence[dict[str, Any]], planned: PlannedIteration, *, began: float, plan_wait_ms: float
+    batches: Sequence[dict[str, Any]],
+    planned: PlannedIteration,
+    *,
+    began: float,
+    plan_wait_ms: float,
+    corpora: Sequence[str],
 ) -> None:
-    """Note the iteration whose micro-batches were just launched. Only the last rank does, as Megatron logs there."""
+    """Note the iteration whose micro-batches were just launched. Only the last rank does, as Megatron logs there.
+    corpora: names of those that train, in the stream's order."""
     global _pending
     from megatron.training import get_args
     from megatron.training.utils import is_last_rank
@@ -46,6 +55,7 @@ def stepped(
             "put_back": planned.put_back,
             "consumed_tokens": planned.state["trained"],
             "predicted_ms": planned.predicted_ms,
+            **passes.figures(planned.state["stream"], corpora),
         }
         if args.wlb_log_plans and planned.plan is not None:
             figures["lengths"] = plan_lengths(planned.plan)
@@ -82,7 +92,7 @@ def _report(figures: dict[str, Any]) -> None:
         if warning is not None:
             print(f"WARNING: wlb_megatron: {warning}", flush=True)
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
-    shown = {f"wlb/{name}": value for name, value in figures.items() if name not in ("iteration", "lengths")}
+    shown = {f"wlb/{name}": value for name, value in figures.items() if name not in _LONG}
     if writer and iteration % args.tensorboard_log_interval == 0:
         with never_fatal("TensorBoard gets no figures of plans"):
             _add_scalars(writer, shown, iteration)
@@ -91,7 +101,9 @@ def _report(figures: dict[str, Any]) -> None:
             wandb.log(shown, iteration)
     if args.wlb_log:
         with never_fatal(f"--wlb-log {args.wlb_log} cannot be written"):
-            append_line(args.wlb_log, json.dumps(figures))
+            # The epochs of a blend of thousands are long: they stand in the lines that are logged, too.
+            kept = figures if iteration % args.log_interval == 0 else {**figures, "epochs": None}
+            append_line(args.wlb_log, json.dumps(kept))
 
 
 def _add_scalars(writer: Any, shown: dict[str, Any], iteration: int) -> None:
@@ -127,6 +139,7 @@ def log_line(figures: dict[str, Any], scale: float | None) -> str:
         f"delayed documents: {figures['delayed']} | mean token delay: {figures['token_delay']:.3f} | "
         f"plan ms: {figures['plan_ms']:.2f} (waited {figures['plan_wait_ms']:.2f})"
     )
+    line += passes.told(figures)
     if figures.get("shardings"):
         line += " | sharding: " + ", ".join(f"{n} {kind}" for kind, n in figures["shardings"].items())
     if figures["predicted_ms"] is None:

@@ -58,7 +58,7 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
         train = sources["train"]
         restore(train, args)
         print_rank_0(
-            f"> wlb_megatron: {train.corpus.first_ids[-1]:,} documents, packing {train.config.packing}, micro-batches "
+            f"> wlb_megatron: {_trained_of(train)}, packing {train.config.packing}, micro-batches "
             f"of at most {train.planner.packer.max_tokens:,} tokens, sharding {train.config.sharding}, "
             f"attention equals the rest at {train.config.quadratic_at:.0f} tokens"
         )
@@ -75,6 +75,12 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
 
     provider.is_distributed = True  # type: ignore[attr-defined]
     return provider
+
+
+def _trained_of(source: Source) -> str:
+    """How many documents train, and of how many, where others are held out."""
+    of = source.corpus.first_ids[-1]
+    return f"{source.documents:,} documents" + (f" of {of:,}" if of > source.documents else "")
 
 
 def _training(sources: dict[str, Source], args: Any) -> MicroBatchIterator:
@@ -119,7 +125,8 @@ def _training(sources: dict[str, Source], args: Any) -> MicroBatchIterator:
         timers.add("wlb-plan-wait", waited)
         timers.add("wlb-planning", planned.micro_batches[0].plan_seconds)
         timers.add("wlb-predicted", (planned.predicted_ms or 0.0) / 1e3)
-        metrics.stepped(batches, planned, began=iterator.take_began(), plan_wait_ms=waited * 1e3)
+        began = iterator.take_began()
+        metrics.stepped(batches, planned, began=began, plan_wait_ms=waited * 1e3, corpora=source.names)
         trace.after_iteration(args.curr_iteration + 1, args, spans)
 
     wanted = {"auto": args.distributed_backend == "nccl", "always": True, "never": False}[

@@ -14,6 +14,7 @@ from wlb_megatron.packing.corpus import Corpus, Rules
 from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.lengths import sample_lengths
 from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.passes import told_apart
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.batch_sizes import batch_schedule, micro_step_multiple
 from wlb_megatron.plugin.data import files_of_workers
@@ -38,7 +39,8 @@ from wlb_megatron.workload.micro_batch import FIXED_NS, MICRO_BATCH_TOKENS, laun
 class Source:
     """One part (train, valid or test) of the corpus and the planner over it.
 
-    micro_batches: of one DP rank, at most. mean_length: of a sample of the pieces (tokens).
+    micro_batches: of one DP rank, at most. mean_length: of a sample of the pieces (tokens). names: of the corpora that
+    have documents in this part; documents: how many, in all of them.
     """
 
     corpus: Blend
@@ -46,6 +48,8 @@ class Source:
     config: WlbConfig
     micro_batches: int
     mean_length: float
+    names: tuple[str, ...]
+    documents: int
 
 
 def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
@@ -154,7 +158,15 @@ def _source(
         adopt_max_tokens=adoptable_tokens(args, token_alignment(args)),
     )
     planner = Planner(stream, packer, global_tokens=batches.largest * window, schedule=batches)
-    return Source(blend, planner, config, batches.largest // dp, sum(sample) / len(sample))
+    return Source(
+        blend,
+        planner,
+        config,
+        batches.largest // dp,
+        mean_length=sum(sample) / len(sample),
+        names=tuple(told_apart([corpus.name for corpus in corpora])),
+        documents=sum(len(corpus.lengths) for corpus in corpora),
+    )
 
 
 _SAMPLE = 65536

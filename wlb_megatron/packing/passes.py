@@ -1,0 +1,78 @@
+"""How far a run has gone through its corpora, and what of them it left out, by a document stream's state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCounts:
+    """What has been given out and what was left out, over all corpora and epochs so far.
+
+    tokens: given out. empty: documents without a token. overlong: documents above the window. lost_tokens:
+    tokens of truncated or dropped documents.
+    """
+
+    tokens: int
+    empty: int
+    overlong: int
+    lost_tokens: int
+
+
+def counts(state: Mapping[str, Any]) -> StreamCounts:
+    """Of `DocumentStream.state()`, up to the piece that it was taken after."""
+    return StreamCounts(
+        *(
+            sum(corpus[name] for corpus in state["corpora"])
+            for name in ("tokens", "empty", "overlong", "lost_tokens")
+        )
+    )
+
+
+def epochs(state: Mapping[str, Any]) -> list[float]:
+    """How often each corpus has been gone through: 1.25 is once, and a quarter of its documents again."""
+    sizes = [corpus["documents"] for corpus in state["fingerprint"]["corpora"]]
+    return [
+        corpus["epoch"] + corpus["cursor"] / size
+        for corpus, size in zip(state["corpora"], sizes, strict=True)
+    ]
+
+
+def told_apart(names: Sequence[str]) -> list[str]:
+    """The names, numbered from the second time on that one occurs: a, b, a #2."""
+    seen: Counter[str] = Counter()
+    told = []
+    for name in names:
+        seen[name] += 1
+        told.append(name if seen[name] == 1 else f"{name} #{seen[name]}")
+    return told
+
+
+def figures(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """For a log: epochs by corpus, the most of them, documents above the window, and what was left out, so far."""
+    passed, counted = epochs(state), counts(state)
+    return {
+        "epochs": {name: round(each, 4) for name, each in zip(names, passed, strict=True)},
+        "most_epochs": max(passed),
+        "overlong_documents": counted.overlong,
+        "lost_tokens": counted.lost_tokens,
+        "empty_documents": counted.empty,
+    }
+
+
+def told(figures: Mapping[str, Any], most: int = 4) -> str:
+    """The figures' part of a log line: epochs of the corpora that were gone through most often, what was left out."""
+    passed = sorted(figures["epochs"].items(), key=lambda item: -item[1])
+    alone = len(passed) == 1
+    each = [f"{value:.3f}" + ("" if alone else f" {Path(name).name}") for name, value in passed[:most]]
+    line = " | epochs: " + ", ".join(each)
+    if len(passed) > most:
+        line += f", less of {len(passed) - most} others"
+    if figures["overlong_documents"]:
+        line += f" | documents above the window: {figures['overlong_documents']}"
+        line += f", {figures['lost_tokens']} of their tokens left out" if figures["lost_tokens"] else ""
+    return line
