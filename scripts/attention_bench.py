@@ -15,23 +15,43 @@ import torch.distributed as dist
 import transformer_engine.pytorch as te
 from torch import Tensor
 
-from wlb_megatron.attention.te_backend import TransformerEngineKernels
+from wlb_megatron.attention import kernel_choice
 from wlb_megatron.attention.torch_backend import TorchKernels
 from wlb_megatron.sharding.alignment import padding
 
 HEADS, KV_HEADS, DIM = 8, 2, 128
 SCALE = DIM**-0.5
-KERNELS = TransformerEngineKernels()
 Step = Callable[..., list[Tensor]]
 
 
+class Chosen:
+    """The kernels that are measured, cuDNN's until others are named."""
+
+    def __init__(self) -> None:
+        self.use("cudnn")
+
+    def use(self, name: str) -> None:
+        self.name, self._kernels = name, kernel_choice.kernels(name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+
+KERNELS: Any = Chosen()
+
+
 def tensors(
-    tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS, dim: int = DIM, v_dim: int | None = None
+    tokens: int,
+    heads: int = HEADS,
+    kv_heads: int = KV_HEADS,
+    dim: int = DIM,
+    v_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> SimpleNamespace:
     generator = torch.Generator("cuda").manual_seed(1)
 
     def normal(heads: int, dim: int) -> Tensor:
-        return torch.randn(tokens, heads, dim, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(tokens, heads, dim, generator=generator, device="cuda", dtype=dtype)
 
     v_dim = v_dim or dim
     return SimpleNamespace(
@@ -163,6 +183,8 @@ def machine() -> dict[str, str]:
         "torch": torch.__version__,
         "te": version("transformer_engine"),
         "cudnn": str(torch.backends.cudnn.version()),
+        "kernels": KERNELS.name,
+        "fa4": version("flash-attn-4") if KERNELS.name == "fa4" else "",
         "date": time.strftime("%Y-%m-%d"),
     }
 

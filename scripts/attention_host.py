@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import time
@@ -40,6 +41,11 @@ from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.select import shard
 
 LAYERS = 6
+ENTRIES = {
+    "cudnn": (("te_backend", "fused_attn_fwd", "forward"), ("te_backend", "fused_attn_bwd", "backward")),
+    "fa4": (("fa4_backend", "_flash_attn_fwd", "forward"), ("fa4_backend", "_flash_attn_bwd", "backward")),
+}
+"""Of each backend, what it calls."""
 DEFAULT = ("short2k", "paper-like A", "paper-like B", "paper-like C")
 # What a part is for, and the functions that do it.
 ROWS = ("add_rows", "merge_rows", "spread_four")
@@ -103,7 +109,7 @@ def host(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
     from attention_bench import KERNELS, SCALE, machine, padded_to, tensors
     from attention_steps import planned
 
-    from wlb_megatron.attention import row_sums_triton, te_backend
+    from wlb_megatron.attention import row_sums_triton
 
     cp = int(os.environ.get("WORLD_SIZE", "1"))
     if cp > 1:
@@ -111,8 +117,10 @@ def host(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
     rank, group = (dist.get_rank(), dist.group.WORLD) if cp > 1 else (0, None)
     say = print if rank == 0 else lambda *a, **k: None
     timers = [
-        (te_backend, "fused_attn_fwd", "TE forward"),
-        (te_backend, "fused_attn_bwd", "TE backward"),
+        *(
+            (importlib.import_module(f"wlb_megatron.attention.{where}"), name, f"kernels {way}")
+            for where, name, way in ENTRIES[KERNELS.name]
+        ),
         (kv_exchange, "_all_to_all", "all-to-all"),
         (kv_exchange, "_wait", "wait"),
         *((row_sums_triton, name, "Triton rows") for name in ROWS),

@@ -3,7 +3,7 @@
 
     python3 scripts/gpu_attention.py share --mixes mixes.json --out DIR          # each rank's share on one GPU
     torchrun --nproc-per-node 2 scripts/gpu_attention.py real --mixes mixes.json --out DIR
-    python3 scripts/gpu_attention.py breadth --out DIR   # errors: head dims, windows, sinks, MLA, deterministic
+    python3 scripts/gpu_attention.py breadth --out DIR   # errors: head dims, windows, sinks, MLA, deterministic, fp16
     python3 scripts/gpu_attention.py windows --mixes mixes.json --out DIR   # time of windowed layers beside full ones
     python3 scripts/gpu_attention.py warm --mixes mixes.json --out DIR      # kernel graphs: 200 random micro-batches
     python3 scripts/gpu_attention.py choice --mixes mixes.json --cp 2 4 8 --out DIR   # regret of adaptive, predictions
@@ -11,6 +11,7 @@
     torchrun --nproc-per-node 2 scripts/gpu_attention.py profile --mixes mixes.json --only NAMES --out DIR
     torchrun --nproc-per-node 2 scripts/gpu_attention.py host --mixes mixes.json --out DIR   # host time, by parts
 
+--kernels fa4 takes FlashAttention-4's in place of cuDNN's (Transformer Engine's own attention stays cuDNN's).
 mixes.json: {"name": [document lengths], ...}. Writes DIR/<mode>.csv and prints tables. Errors are norms of the
 difference to an fp32 reference over its norm, beside those of Transformer Engine's own unsharded attention.
 In `share` the exchange is simulated: its copies count, its transfer does not.
@@ -34,6 +35,7 @@ except ImportError:
         f"{__doc__}\nThis needs Transformer Engine and a GPU; here is no transformer_engine."
     ) from None
 from attention_bench import (
+    KERNELS,
     errors,
     machine,
     measure,
@@ -162,7 +164,12 @@ def main() -> None:
     parser.add_argument(
         "--profile", default="", help="comma list of mixes whose shares at the last CP are profiled"
     )
+    parser.add_argument("--kernels", choices=("cudnn", "fa4"), default="cudnn")
+    parser.add_argument(
+        "--cases", help="of `breadth`: I::N, every Nth from the Ith on, so that N processes share them"
+    )
     args = parser.parse_args()
+    KERNELS.use(args.kernels)
     args.windows = args.windows or ([16384, 131072] if args.mode == "host" else [32768, 65536, 131072])
     mixes: Mixes = {}
     for path in args.mixes or ():

@@ -283,7 +283,7 @@ if __name__ == "__main__":
     del __file__  # else the process that collects what checkpoint writers say imports all this again
     watch()
     if EXACT:
-        core_attention._kernels = lambda *_: TorchKernels()
+        core_attention._kernels = lambda *_: ("torch", TorchKernels())
     norms_for_sequence_parallelism()
     if "WORKER_RANDOM_GROUPS" in os.environ:
         plan_at_random(int(os.environ["WORKER_RANDOM_GROUPS"]))

@@ -232,7 +232,7 @@ class Clock:
 def test_graphs_are_built_while_there_is_time_and_told(monkeypatch, seconds, built):
     clock = Clock(monkeypatch, each=10.0)
     assert build_graphs([], a_rank(), seconds) == len(clock.built) == built
-    assert f"{built} of 10 attention graphs built in {10.0 * built}" in clock.lines[-1]
+    assert f"{built} of 10 attention kernels built in {10.0 * built}" in clock.lines[-1]
     assert ("--wlb-graph-seconds" in clock.lines[-1]) == (built < 10)
     assert len(clock.lines) == 1 + (built - 1) // 2 if built else 1
 
@@ -261,13 +261,15 @@ def test_graphs_of_usual_sizes_come_first():
 
 def test_kinds_of_graphs_are_built_by_turns():
     class Layer(WlbCoreAttention, torch.nn.Module):
+        whose = "cudnn"
+
         def __init__(self, windowed):
             torch.nn.Module.__init__(self)
             self._windowed, self.config = windowed, TransformerConfig()
 
         @property
         def kind(self):
-            return True, self._windowed
+            return self.whose, self._windowed
 
     class TransformerConfig:
         window_size = (4096, 0)
@@ -287,6 +289,14 @@ def test_kinds_of_graphs_are_built_by_turns():
         assert (window is None) == (module is chunks[0][0])
     for share in ((True, None), (False, None), (True, 4096)):
         assert sum(graph[:2] == share for _, graph in order[:30]) == 10
+    Layer.whose = "torch"
+    assert likeliest_first(chunks, a_rank()) == []
+    Layer.whose = "fa4"
+    kinds = [graph for _, graph in likeliest_first(chunks, a_rank(again=again))]
+    masks = [(causal, window, size.sequences) for causal, window, size in kinds]
+    assert masks == [(True, None, 1), (True, None, 257), (False, None, 1), (True, 4096, 1), (True, 4096, 257)]
+    few = [graph for _, graph in likeliest_first(chunks, a_rank(segments=40, cut=40, cp_size=1))]
+    assert [graph[:2] for graph in few] == [(True, None), (True, 4096)]
 
 
 @pytest.mark.parametrize(("cp", "sharding"), [(1, "adaptive"), (8, "adaptive"), (8, "per-document")])

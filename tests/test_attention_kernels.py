@@ -236,7 +236,8 @@ def test_the_flag_and_the_environment_variable_ask_for_it(asked, monkeypatch, mo
     else:
         monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", variable)
     module = build(base, mask=AttnMaskType.causal, deterministic_mode=mode, kv_channels=8)
-    assert module._kernels.deterministic is expected
+    name, kernels = module.kernels
+    assert name == "cudnn" and kernels.deterministic is expected
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from megatron_runs import cpu_environment
 
 from wlb_megatron import doctor, selftest
-from wlb_megatron.attention import torch_backend
+from wlb_megatron.attention import kernel_choice, torch_backend
 from wlb_megatron.cli import main
 from wlb_megatron.errors import WlbError
 
@@ -99,6 +99,22 @@ def test_the_version_of_cudnn_says_who_rounds_the_sizes_of_graphs(version: int, 
     first, graphs = doctor.cudnn(version)
     assert first.found == f"9.{version // 100 % 100}.{version % 100}" and told in graphs.found
     assert [one.found for one in doctor.cudnn(None)] == ["missing"]
+
+
+def test_flash_attention_of_another_version_is_told_and_not_to_be_fixed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def version(package: str) -> str:
+        return {**kernel_choice.TRIED, **changed}[package]
+
+    monkeypatch.setattr(kernel_choice, "version", version)
+    monkeypatch.setattr(doctor, "_version", version)
+    changed: dict[str, str] = {}
+    assert list(doctor.flash_attention()) == [doctor.Finding("FlashAttention-4", "4.0.0b36")]
+    changed["flash-attn-4"] = "4.0.0b11"
+    (one,) = doctor.flash_attention()
+    assert (one.found, one.verdict) == ("4.0.0b11", doctor.NOTE)
+    assert one.cure == "flash-attn-4 is 4.0.0b11, tried is 4.0.0b36"
 
 
 def test_a_check_that_breaks_is_a_finding_and_not_the_end() -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from wlb_megatron.attention import kernel_choice
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CONTRIBUTING.md"]
 
@@ -56,9 +58,11 @@ def test_the_package_alone_asks_for_numpy_and_extras_for_the_rest(wheel: Path) -
     needed = told.get_all("Requires-Dist") or []
     (alone,) = [line for line in needed if "extra ==" not in line]
     assert alone.startswith("numpy")
-    assert {"cpu", "gpu", "profile", "report"} <= set(told.get_all("Provides-Extra") or [])
+    assert {"cpu", "gpu", "fa4", "profile", "report"} <= set(told.get_all("Provides-Extra") or [])
     for line in needed:  # a release that nobody has tried is not taken
-        assert "<" in line or 'extra == "dev"' in line, line
+        assert "<" in line or "==" in line.split(";")[0] or 'extra == "dev"' in line, line
+    pinned = [line.split(";")[0].strip().split("==") for line in needed if 'extra == "fa4"' in line]
+    assert {name.split("[")[0]: version for name, version in pinned} == kernel_choice.TRIED
 
 
 def test_the_installed_wheel_plans_without_torch_megatron_or_a_checkout(wheel: Path, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def test_the_list_of_flags_is_frozen() -> None:
         "--wlb-document-cost",
         "--wlb-fresh-order",
         "--wlb-graph-seconds",
+        "--wlb-kernels",
         "--wlb-log",
         "--wlb-log-plans",
         "--wlb-max-delay",
@@ -175,6 +176,7 @@ def test_arguments_that_are_refused_together_get_one_line_with_a_cure(arguments:
 SETTINGS_REFUSED = [
     ({}, {"trace": "trace.json", "trace_iteration": 1}),
     ({}, {"log_plans": True}),
+    ({"transformer_impl": "local"}, {"kernels": "fa4"}),
     (
         {
             **ALLTOALL,

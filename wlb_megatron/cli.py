@@ -23,7 +23,7 @@ from wlb_megatron.profiler.command import add_profile
 from wlb_megatron.simulator.command import add_reproduce
 from wlb_megatron.simulator.simulate import add_simulate, print_simulation, run_simulate
 
-_NOT_HERE = ("graph_seconds", "log", "log_plans", "off", "profile", "trace", "trace_iteration")
+_NOT_HERE = ("graph_seconds", "kernels", "log", "log_plans", "off", "profile", "trace", "trace_iteration")
 
 
 class _Parser(argparse.ArgumentParser):

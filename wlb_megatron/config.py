@@ -9,6 +9,7 @@ PACKINGS = ("original", "fixed-greedy", "fixed-solver", "varlen")
 RELEASES = ("balance", "full")
 SHARDINGS = ("per-sequence", "per-document", "hybrid", "adaptive")
 OVERLONG = ("split", "truncate", "drop")
+KERNELS = ("auto", "cudnn", "fa4")
 
 
 def _setting(default: Any, help: str, **meta: Any) -> Any:
@@ -95,6 +96,12 @@ class WlbConfig:
         "a document longer than --seq-length is split at the window, truncated to it, or dropped (counted)",
         choices=OVERLONG,
     )
+    kernels: str = _setting(
+        "auto",
+        "attention's kernels on GPUs: cudnn (through Transformer Engine), fa4 (FlashAttention-4, the extra fa4), auto "
+        "(fa4 for the layers that it serves, where it is installed, else cudnn)",
+        choices=KERNELS,
+    )
     regather_keys: bool = _setting(
         False,
         "exchange keys again in backward instead of keeping them: less memory, one more exchange a layer",
@@ -107,8 +114,8 @@ class WlbConfig:
     )
     graph_seconds: float = _setting(
         60.0,
-        "time for building attention's kernel graphs before step 1, likeliest sizes first; others are built in the "
-        "step that first needs them, about 0.13 s each (seconds)",
+        "time for building attention's kernels before step 1: cuDNN's graphs, likeliest sizes first, of which others "
+        "are built in the step that first needs them, about 0.13 s each (seconds)",
         type=float,
     )
     fresh_order: bool = _setting(

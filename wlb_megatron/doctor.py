@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from wlb_megatron.attention.kernel_choice import Layer, chosen, not_installed, told
 from wlb_megatron.errors import WlbError
 
 OK, NOTE, FIX = "ok", "note", "FIX"
@@ -52,6 +53,7 @@ def run_doctor(args: argparse.Namespace) -> None:
         python,
         torch_and_gpus,
         transformer_engine,
+        flash_attention,
         apex,
         megatron,
     ]
@@ -167,14 +169,35 @@ def transformer_engine() -> Iterator[Finding]:
     fused = found is not None and gpus
     yield Finding(
         "attention with --transformer-impl transformer_engine",
-        "cuDNN's fused kernels through Transformer Engine, bf16 and fp16 (FlashAttention is not used, NVTE_* not read)"
-        if fused
-        else "cannot run here",
+        _kernels() if fused else "cannot run here",
         OK if fused or not gpus else FIX,
     )
     yield Finding(
         "attention with --transformer-impl local", "torch, one document at a time: any device, slow"
     )
+
+
+def _kernels() -> str:
+    """Which kernels --wlb-kernels auto takes for heads of 128 channels."""
+    import torch
+
+    layer = Layer(dim=128, v_dim=128, grouped=True, capability=torch.cuda.get_device_capability())
+    return f"{told(*chosen('auto', layer))}; bf16 and fp16 (--wlb-kernels auto; NVTE_* are not read)"
+
+
+def flash_attention() -> Iterator[Finding]:
+    """FlashAttention-4, which is optional, and whether its versions are those that were tried."""
+    found, lacks = _version("flash-attn-4"), not_installed()
+    if found is not None:
+        yield Finding("FlashAttention-4", found, OK if lacks is None else NOTE, lacks or "")
+        return
+    hopper = False
+    if _gpus():
+        import torch
+
+        hopper = torch.cuda.get_device_capability()[0] == 9
+    cure = "faster than cuDNN's kernels on this GPU: pip install 'wlb-megatron[fa4]'"
+    yield Finding("FlashAttention-4", "missing: optional", NOTE if hopper else OK, cure if hopper else "")
 
 
 def apex() -> Iterator[Finding]:

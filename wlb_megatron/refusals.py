@@ -62,6 +62,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "it out",
     ),
     Refusal(
+        lambda a, c: c.kernels == "fa4" and _get(a, "transformer_impl") == "local",
+        "--wlb-kernels fa4 with --transformer-impl local",
+        "attention there is plain torch, on any device; use --transformer-impl transformer_engine, or "
+        "--wlb-kernels auto",
+    ),
+    Refusal(
         lambda a, c: a.micro_batch_size != 1,
         "--micro-batch-size other than 1",
         "a micro-batch is one packed sequence; set --micro-batch-size 1 and keep --global-batch-size",

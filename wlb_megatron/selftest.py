@@ -79,11 +79,16 @@ def rank_error(device: str, size: int, meeting: str, rank: int) -> float:
     torch.set_num_threads(1)
     kernels: Any
     if device == "cuda":
-        from wlb_megatron.attention.te_backend import TransformerEngineKernels, refuse_unfit
+        from wlb_megatron.attention import kernel_choice
 
         torch.cuda.set_device(rank)
-        refuse_unfit(DIM, torch.cuda.get_device_capability())
-        kernels, dtype = TransformerEngineKernels(), torch.bfloat16
+        capability = torch.cuda.get_device_capability()
+        name, _ = kernel_choice.chosen("auto", kernel_choice.Layer(DIM, DIM, True, capability=capability))
+        if name == "cudnn":
+            from wlb_megatron.attention.te_backend import refuse_unfit
+
+            refuse_unfit(DIM, capability)
+        kernels, dtype = kernel_choice.kernels(name), torch.bfloat16
     else:
         from wlb_megatron.attention.torch_backend import TorchKernels
 

@@ -22,8 +22,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from wlb_megatron.attention import kernel_choice
 from wlb_megatron.attention.device_layout import DeviceLayout, device_layout
 from wlb_megatron.attention.graph_buckets import Warmable
+from wlb_megatron.attention.kernel_choice import Layer
 from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
 from wlb_megatron.attention.torch_backend import TorchKernels
 from wlb_megatron.attention.warm_up import warm_up
@@ -81,6 +83,8 @@ class WlbCoreAttention:
 
     keep_keys = True
     """Save exchanged keys for backward; if False, exchange them again there and save their memory."""
+    asked_kernels = "auto"
+    """One of config.KERNELS."""
 
     def __init__(
         self,
@@ -122,7 +126,6 @@ class WlbCoreAttention:
         self._windowed = window_of(config) is not None and is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
-        self._kernels = _kernels(type(self), bool(config.deterministic_mode), self._dim)
 
     def forward(
         self,
@@ -160,7 +163,7 @@ class WlbCoreAttention:
             value,
             packed_seq_params.layout,
             packed_seq_params.group or self._group(),
-            self._kernels,
+            self.kernels[1],
             self._scale,
             self.keep_keys,
             sink=getattr(self, "softmax_offset", None),  # the parent's, of its softmax type
@@ -168,18 +171,29 @@ class WlbCoreAttention:
         )
         return out.flatten(1).unsqueeze(1)
 
+    @functools.cached_property
+    def kernels(self) -> tuple[str, Kernels]:
+        """Whose kernels the layer runs ("cudnn", "fa4" or "torch"), and they. WlbError where none can serve it."""
+        config = self.config
+        layer = Layer(
+            dim=self._dim,
+            v_dim=self._v_dim,
+            grouped=(config.num_query_groups or config.num_attention_heads) != config.num_attention_heads,
+            dtype=str(config.params_dtype).removeprefix("torch."),
+            capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
+        )
+        return _kernels(type(self), self.asked_kernels, bool(config.deterministic_mode), layer)
+
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What a kernel graph is kept by beside its sizes; layers of one kind share graphs. (Torch keeps none.)"""
-        graphs = not isinstance(self._kernels, TorchKernels)
-        return graphs, self._windowed, self._dim, self._v_dim, self._scale
+        """What built kernels are kept by beside their sizes, whose they are first; layers of one kind share them."""
+        return self.kernels[0], self._windowed, self._dim, self._v_dim, self._scale
 
     def warm_up(self, graphs: list[Warmable]) -> None:
-        """Build these kernel graphs for this layer's heads, scale and recomputation."""
+        """Build these kernels for this layer's heads, scale and recomputation."""
         config, tp = self.config, self.config.tensor_model_parallel_size
-        kernels: Any = self._kernels
         warm_up(
-            kernels,
+            self.kernels[1],
             graphs,
             heads=config.num_attention_heads // tp,
             kv_heads=max(1, (config.num_query_groups or config.num_attention_heads) // tp),
@@ -213,15 +227,24 @@ def wlb_core_attention(base: Any) -> type:
     return found if issubclass(found, WlbCoreAttention) else _subclass(found)
 
 
-def _kernels(cls: type, deterministic: bool, dim: int) -> Kernels:
+def _kernels(cls: type, asked: str, deterministic: bool, layer: Layer) -> tuple[str, Kernels]:
     if not any(base.__module__.startswith("transformer_engine.") for base in cls.__mro__):
-        return TorchKernels()
-    from wlb_megatron.attention.te_backend import TransformerEngineKernels, refuse_unfit
+        return "torch", TorchKernels()
+    name, why = kernel_choice.chosen(asked, layer)
+    if name == "cudnn":
+        from wlb_megatron.attention.te_backend import refuse_unfit
 
-    refuse_unfit(dim, torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
+        refuse_unfit(layer.dim, layer.capability)
+    _say_once(f"attention of {layer.dim} channels a head: {kernel_choice.told(name, why)}")
     # As Transformer Engine's own attention decides it.
-    asked = os.getenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
-    return TransformerEngineKernels(deterministic or asked or torch.are_deterministic_algorithms_enabled())
+    deterministic |= os.getenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
+    return name, kernel_choice.kernels(name, deterministic or torch.are_deterministic_algorithms_enabled())
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"> wlb_megatron: {line}", flush=True)
 
 
 def window_of(config: Any) -> int | None:

@@ -24,7 +24,7 @@ class Kernels(Protocol):
     """What a backend provides: plain variable-length attention, all rows covered.
 
     q: [rows, heads, dim]; out, dout: [rows, heads, v dim]; lse: [rows, heads], log of the softmax denominator. kv: a
-    row a key, as pairs.side_by_side makes them. All contiguous.
+    row a key, as pairs.side_by_side makes them. All contiguous, but lse, which may be kept by heads.
     """
 
     def takes(self, dim: int, v_dim: int) -> bool:
@@ -128,7 +128,8 @@ class _ShardedAttention(_Attention):
         if call := layout.rectangles:
             queries = spread_rows(q, layout.queries.owner, kernels.room(call)[0])
             part, part_lse = kernels.forward(call, queries, earlier, scale)
-            merge_rows(out, lse, part, part_lse, layout.queries)
+            lse = lse.contiguous()
+            merge_rows(out, lse, part, part_lse.contiguous(), layout.queries)
         return out, lse, earlier
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Builds the kernels' graphs before a step needs them: an empty call of each size, forward and backward.
+"""Builds kernels before a step needs them: an empty call of each kind or size, forward and backward.
 
 Through autograd, since graphs belong to threads: forward in the caller's, backward in the engine's, where
 recomputation runs forwards as well.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,14 +20,14 @@ from wlb_megatron.attention.sharded_attention import Kernels
 
 
 class GraphKernels(Kernels, Protocol):
-    """Kernels that run from graphs, kept by sizes."""
+    """Kernels that run from graphs, kept by sizes: cuDNN's."""
 
     def expect(self, call: DeviceCall, q: Tensor, kv: Tensor) -> None:
         """Calls of these very sizes (`call.equal`) will come again and again: they may be served apart."""
 
 
 def warm_up(
-    kernels: GraphKernels,
+    kernels: Kernels,
     graphs: Iterable[Warmable],
     *,
     heads: int,
@@ -53,7 +53,7 @@ def warm_up(
         k, v = (torch.zeros(call.kv_rows, kv_heads, d, dtype=dtype, device=device) for d in (dim, v_dim))
         kv = side_by_side(k, v)
         if call.equal:
-            kernels.expect(call, q, kv)
+            cast(GraphKernels, kernels).expect(call, q, kv)
         out = _Once.apply(q, kv, call, kernels, scale, recompute)
         torch.autograd.grad(out, q, torch.zeros_like(out))
         done += 1

@@ -17,6 +17,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin import source as sources
 from wlb_megatron.plugin import versions
 from wlb_megatron.plugin.batch_sizes import batch_schedule, misfit, ramp_as_steps
+from wlb_megatron.plugin.kernels import kernels_of
 from wlb_megatron.plugin.limits import fit_to_memory
 from wlb_megatron.plugin.reporting import check_outputs
 from wlb_megatron.plugin.telling import checked
@@ -186,6 +187,7 @@ def _take_over(args: Any) -> None:
         refuse_unsupported(args, config)
         _refuse_misfits(args)
         check_outputs(config)
+        kernels_of(args)
         if (steps := ramp_as_steps(args)) is not None:
             _set(
                 args,

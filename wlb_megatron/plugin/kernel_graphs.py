@@ -1,7 +1,8 @@
-"""Kernel graphs built before step 1, within a budget of time: the likeliest first, the others when a step needs them.
+"""Kernels built before step 1, within a budget of time: the likeliest first, the others when a step needs them.
 
-A graph takes about 0.13 s (H100). A model of windows of 128K has some hundred, of 1M with sliding windows thousands,
-most of which no step will ever need; one that is not built here costs its time once, in the step that first meets it.
+FlashAttention-4 compiles one for each kind of call, some seconds each: a handful. cuDNN makes a graph for each size, in
+about 0.13 s (H100). A model of windows of 128K has some hundred, of 1M with sliding windows thousands, most of which no
+step will ever need; one that is not built here costs its time once, in the step that first meets it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from wlb_megatron.attention.graph_buckets import Equal, Warmable, by_likelihood, foreseen, repeated
+from wlb_megatron.attention.graph_buckets import (
+    Bucket,
+    Equal,
+    Warmable,
+    by_likelihood,
+    foreseen,
+    repeated,
+)
 from wlb_megatron.plugin.planning import CHOOSING, ShardSettings
 from wlb_megatron.sharding.attention_calls import AttentionLayout
 
@@ -80,7 +88,9 @@ def build_graphs(chunks: list[Any], met: Met, seconds: float) -> int:
         if now - began >= seconds and not (seconds and isinstance(graph[2], Equal)):
             break
         if now - told >= _TELL_EVERY:
-            print_rank_0(f"> wlb_megatron: {built} of {len(graphs)} attention graphs, {now - began:.0f} s ..")
+            print_rank_0(
+                f"> wlb_megatron: {built} of {len(graphs)} attention kernels, {now - began:.0f} s .."
+            )
             told = now
         module.warm_up([graph])
         built += 1
@@ -91,14 +101,15 @@ def build_graphs(chunks: list[Any], met: Met, seconds: float) -> int:
             "; others are built when a step needs them (--wlb-graph-seconds)" if built < len(graphs) else ""
         )
         print_rank_0(
-            f"> wlb_megatron: {built} of {len(graphs)} attention graphs built in {took:.1f} s{each}{rest}"
+            f"> wlb_megatron: {built} of {len(graphs)} attention kernels built in {took:.1f} s{each}{rest}"
         )
     return built
 
 
 def likeliest_first(chunks: list[Any], met: Met) -> list[tuple[Any, Warmable]]:
-    """Every graph that the model's layers can meet, with a layer of its kind: those of a document of a window, whose
-    layout comes `again`; then diagonals, rectangles and windows by turns, of each those nearest to usual sizes first.
+    """Every kernel that the model's layers can meet, with a layer of its kind: FlashAttention-4's, and cuDNN's graphs
+    of a document of a window, whose layout comes `again`; then graphs of diagonals, rectangles and windows by turns,
+    of each those nearest to usual sizes first.
     """
     from wlb_megatron.attention.core_attention import WlbCoreAttention, window_of
 
@@ -108,11 +119,13 @@ def likeliest_first(chunks: list[Any], met: Met) -> list[tuple[Any, Warmable]]:
             if isinstance(module, WlbCoreAttention):
                 kinds.setdefault(module.kind, module)
     turns = []
-    for (keeps_graphs, windowed, *_), module in kinds.items():
-        if keeps_graphs:
+    for (whose, windowed, *_), module in kinds.items():
+        window = window_of(module.config) if windowed else None
+        if whose == "fa4":
+            turns += [(-1, module, kind) for kind in compiled(met, window)]
+        elif whose == "cudnn":
             if met.again is not None:
                 turns += [(-1, module, graph) for graph in repeated(met.again, windowed=windowed)]
-            window = window_of(module.config) if windowed else None
             graphs = foreseen(
                 *(met.tokens, met.cp_size, met.segments, met.cut, window),
                 full=not windowed,
@@ -121,3 +134,17 @@ def likeliest_first(chunks: list[Any], met: Met) -> list[tuple[Any, Warmable]]:
             for kind in by_likelihood(graphs, met.usual_tokens, met.usual_segments):
                 turns += [(turn, module, graph) for turn, graph in enumerate(kind)]
     return [(module, graph) for _, module, graph in sorted(turns, key=lambda one: one[0])]
+
+
+MANY = 256
+"""Sequences in a call, above which FlashAttention-4 looks them up in another way, and compiles for it."""
+
+
+def compiled(met: Met, window: int | None) -> list[Warmable]:
+    """A call of each kind that FlashAttention-4 compiles for: a layer's mask, and few or many sequences. window: of the
+    layer, None where it sees whole documents."""
+    kinds = [(True, met.segments)]
+    if window is None and met.cp_size > 1:
+        kinds.append((False, met.cut))
+    counts = [(causal, count) for causal, most in kinds for count in (1, MANY + 1) if count <= max(1, most)]
+    return [(causal, window, Bucket(count, 128, 128 if causal else 256)) for causal, count in counts]

@@ -122,7 +122,7 @@ def prepare_model(chunks: list[Any]) -> list[Any]:
     from megatron.core.transformer.attention import Attention
     from megatron.training import get_args
 
-    keep_keys = not get_args().wlb_regather_keys
+    keep_keys, asked = not get_args().wlb_regather_keys, get_args().wlb_kernels
     for chunk in chunks:
         for name, module in chunk.named_modules():
             if not isinstance(module, Attention):
@@ -132,7 +132,8 @@ def prepare_model(chunks: list[Any]) -> list[Any]:
                     f"wlb_megatron: {name} was built with {type(module.core_attention).__name__}: "
                     "something replaced the layer spec after the plugin (--spec, --attention-backend local?)."
                 )
-            module.core_attention.keep_keys = keep_keys
+            module.core_attention.keep_keys, module.core_attention.asked_kernels = keep_keys, asked
+            _ = module.core_attention.kernels  # chosen now, and told; or refused
         plan_positions(chunk)
     return chunks
 

@@ -1,0 +1,100 @@
+"""Which attention kernels a layer gets: FlashAttention-4's where they are installed and fit it, else cuDNN's.
+
+Neither torch nor flash_attn is imported: `wlb-megatron doctor`, which may find neither, asks here, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from wlb_megatron.errors import WlbError
+
+NAMES = {"cudnn": "cuDNN", "fa4": "FlashAttention-4", "torch": "torch"}
+TRIED = {"flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1", "quack-kernels": "0.6.5"}
+"""The versions that were run. flash-attn-4 is a beta whose entry points are private, and what it is compiled by decides
+as much: other versions are not taken for granted. The extra `fa4` installs these."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What decides which kernels fit a layer.
+
+    dim, v_dim: channels of a head's queries and keys, and of its values. grouped: several query heads share a key head.
+    dtype: torch's name of it. capability: compute capability of the GPU, None where there is none.
+    """
+
+    dim: int
+    v_dim: int
+    grouped: bool = False
+    dtype: str = "bfloat16"
+    capability: tuple[int, int] | None = None
+
+
+def chosen(asked: str, layer: Layer) -> tuple[str, str]:
+    """ "fa4" or "cudnn", and why not the other, "" where there is nothing to tell.
+
+    asked: one of config.KERNELS. Raises WlbError where FlashAttention-4 is asked for and cannot serve the layer.
+    """
+    if asked == "cudnn":
+        return "cudnn", ""
+    lacks = not_installed() or unfit(layer)
+    if lacks is None:
+        return "fa4", ""
+    if asked == "fa4":
+        raise WlbError(
+            f"--wlb-kernels fa4 cannot be used: {lacks}; give --wlb-kernels auto for cuDNN's there"
+        )
+    return "cudnn", lacks
+
+
+def told(name: str, why: str) -> str:
+    """What `chosen` found, for a log."""
+    version = f" {TRIED['flash-attn-4']}" if name == "fa4" else ""
+    return f"{NAMES[name]}'s kernels{version}" + (f", not FlashAttention-4's: {why}" if why else "")
+
+
+def not_installed() -> str | None:
+    """Why FlashAttention-4 cannot be called here; None where it can."""
+    for package, tried in TRIED.items():
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            return f"{package} is not installed (pip install 'wlb-megatron[fa4]')"
+        if found != tried:
+            return f"{package} is {found}, tried is {tried}"
+    return None
+
+
+def unfit(layer: Layer) -> str | None:
+    """Why FlashAttention-4 does not serve this layer; None where it does."""
+    dim, v_dim = layer.dim, layer.v_dim
+    if layer.capability is None:
+        return "there is no GPU"
+    if layer.capability[0] != 9:
+        return f"tried on Hopper (compute capability 9.0), not on {layer.capability[0]}.{layer.capability[1]}"
+    if layer.dtype not in ("bfloat16", "float16"):
+        return f"it takes bf16 and fp16, not {layer.dtype}"
+    if dim % 8 or dim > 256:
+        return f"it takes head dims that are multiples of 8 up to 256, not {dim}"
+    if layer.grouped and v_dim != dim and narrow_values(dim, v_dim):
+        return f"its backward takes no values of {v_dim} channels beside grouped keys of {dim}"
+    return None
+
+
+def narrow_values(dim: int, v_dim: int) -> bool:
+    """Whether FlashAttention-4 is given values narrower than keys as they are: DeepSeek's alone were tried. Others are
+    padded with zeros."""
+    return (dim, v_dim) == (192, 128)
+
+
+def kernels(name: str, deterministic: bool = False) -> Any:
+    """The backend of that name, a sharded_attention.Kernels."""
+    if name == "fa4":
+        from wlb_megatron.attention.fa4_backend import FlashAttention4Kernels
+
+        return FlashAttention4Kernels(deterministic)
+    from wlb_megatron.attention.te_backend import TransformerEngineKernels
+
+    return TransformerEngineKernels(deterministic)
