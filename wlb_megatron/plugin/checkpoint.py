@@ -8,6 +8,7 @@ context or pipeline parallel size.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,7 @@ def remember_if_applied(args: Any, state: dict[str, Any]) -> None:
 def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     """training_log, which Megatron calls on every rank between the optimizer's step and the next checkpoint."""
 
+    @functools.wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
         global _computed
         if _computed is not None:

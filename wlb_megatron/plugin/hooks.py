@@ -128,7 +128,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "megatron.training.training:training_log",
-        (),
+        ("skipped_iter",),
         "hands the packing state to the next checkpoint; reports the plugin's figures after each iteration, its "
         "timers among Megatron's",
         _wrap_training_log,

@@ -7,11 +7,13 @@ norm in between.
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ _pending: tuple[dict[str, Any], float] | None = None
 _drift = Drift()
 _LONG = ("iteration", "lengths", "epochs")
 """Figures that are no number of an iteration, or many: not for TensorBoard and Weights & Biases."""
+_thrown_away: Counter[str] = Counter()
+"""What iterations held whose update Megatron threw away (in fp16, where a gradient overflows), since the last line."""
 _NO_FIGURES = "figures of an iteration are not reported"
 
 
@@ -64,6 +68,7 @@ def stepped(
 
 def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     """training_log, after which the plugin's own figures of the iteration follow."""
+    signature = inspect.signature(original)
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
         global _pending
@@ -73,7 +78,9 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
             with never_fatal(_NO_FIGURES):
                 seconds = time.perf_counter() - began
                 rate = figures["tokens"] / seconds / torch.distributed.get_world_size()
-                _report({**figures, "measured_ms": seconds * 1e3, "tokens_per_second_per_gpu": rate})
+                skipped = int(signature.bind(*args, **kwargs).arguments["skipped_iter"])
+                figures |= {"measured_ms": seconds * 1e3, "tokens_per_second_per_gpu": rate}
+                _report(figures | {"update_skipped": skipped})
         return result
 
     return training_log
@@ -86,9 +93,12 @@ def _report(figures: dict[str, Any]) -> None:
     warning = None
     if figures["predicted_ms"] is not None:
         warning = _drift.add(figures["predicted_ms"], figures["measured_ms"])
+    if figures.get("update_skipped"):
+        _thrown_away.update(iterations=1, documents=figures["documents"], tokens=figures["tokens"])
     with never_fatal("the log line is not printed"):
         if iteration % args.log_interval == 0:
-            print(log_line(figures, _drift.scale), flush=True)
+            print(log_line(figures, _drift.scale, _thrown_away), flush=True)
+            _thrown_away.clear()
         if warning is not None:
             print(f"WARNING: wlb_megatron: {warning}", flush=True)
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
@@ -128,8 +138,11 @@ def append_line(path: str, line: str) -> None:
             raise
 
 
-def log_line(figures: dict[str, Any], scale: float | None) -> str:
-    """One line of an iteration. scale: measured over predicted time, as the run's first iterations tell it."""
+def log_line(
+    figures: dict[str, Any], scale: float | None, thrown_away: Mapping[str, int] = MappingProxyType({})
+) -> str:
+    """One line of an iteration. scale: measured over predicted time, as the run's first iterations tell it.
+    thrown_away: iterations, documents and tokens whose update was not applied, since the last line."""
     line = (
         f" [wlb] iteration {figures['iteration']} | imbalance (max/mean work): micro-batches "
         f"{figures['imbalance']:.3f}, CP ranks {figures['cp_imbalance']:.3f} | step over ideal: "
@@ -140,6 +153,11 @@ def log_line(figures: dict[str, Any], scale: float | None) -> str:
         f"plan ms: {figures['plan_ms']:.2f} (waited {figures['plan_wait_ms']:.2f})"
     )
     line += passes.told(figures)
+    if thrown_away:
+        line += (
+            f" | updates thrown away: {thrown_away['iterations']}, with {thrown_away['documents']} documents, "
+            f"{thrown_away['tokens']} tokens"
+        )
     if figures.get("shardings"):
         line += " | sharding: " + ", ".join(f"{n} {kind}" for kind, n in figures["shardings"].items())
     if figures["predicted_ms"] is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from wlb_megatron.pipeline.orders import grouped_orders
@@ -138,6 +139,16 @@ def _orders(micro_batches: int, model: Any, chunks: int, groups: Sequence[int]) 
     return transfer_orders(micro_batches, stage, stages, chunks, group)
 
 
+def _mean_losses(model: Any, batches: Sequence[Any]) -> AbstractContextManager[None]:
+    """In fp16, losses are means; see loss_scale.py."""
+    from megatron.core.utils import get_model_config
+
+    from wlb_megatron.plugin.loss_scale import mean_losses
+
+    config = get_model_config(model[0] if isinstance(model, list) else model)
+    return mean_losses(config, max(1, batches[0]["planned"].predictions[0])) if config.fp16 else nullcontext()
+
+
 def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*, data_iterator: Any, num_microbatches: int, **kwargs: Any) -> Any:
         from wlb_megatron.plugin import data, grouped_steps, timers, trace
@@ -157,9 +168,10 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             groups = batches[0]["planned"].chunk_groups if training else ()
             _current = ShapeQueue(shapes, _orders(len(batches), model, chunks, groups))
             ahead = draw_ahead if training and batches[0] is not longest else None
+            means = _mean_losses(model, batches) if training else nullcontext()
             drawn = [_drawn(batches, ahead), *(_drawn(batches) for _ in range(chunks - 1))]
             try:
-                with grouped_steps.running(groups, len(batches), chunks):
+                with grouped_steps.running(groups, len(batches), chunks), means:
                     return forward_backward(
                         data_iterator=drawn if chunks > 1 else drawn[0],
                         num_microbatches=len(batches),

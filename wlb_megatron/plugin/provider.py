@@ -181,14 +181,14 @@ def _reporting(settings: ShardSettings, args: Any) -> ShardSettings:
 
 
 def _predictions(source: Source, args: Any) -> Callable[[Sequence[Piece]], tuple[int, ...]]:
-    """Counts an iteration's predictions by depth, where multi-token prediction asks for them."""
+    """Counts an iteration's predictions by depth, where losses are scaled by them: multi-token prediction, fp16."""
     further = args.mtp_num_layers or 0
 
     def count(pieces: Sequence[Piece]) -> tuple[int, ...]:
         documents = np.array([piece.document for piece in pieces], dtype=np.int64)
         return predictions(pieces, source.corpus.lengths_of(documents), further)
 
-    return count if further else lambda _: ()
+    return count if further or args.fp16 else lambda _: ()
 
 
 def _settings(source: Source, args: Any) -> ShardSettings:

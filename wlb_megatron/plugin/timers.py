@@ -11,6 +11,7 @@ Nothing here synchronises: exchanges are marked on the device, and read when the
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +41,7 @@ def add(name: str, seconds: float) -> None:
 def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     """training_log whose lists of timers are continued by the plugin's, on every rank alike."""
 
+    @functools.wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args, get_timers
 
