@@ -169,6 +169,31 @@ def test_a_truncated_bin_is_refused(corpus: Path) -> None:
         IndexedCorpus(corpus)
 
 
+def test_an_index_of_uint8_over_a_bin_of_uint16_is_refused(tmp_path: Path) -> None:
+    """Else it would train in silence, on halves of tokens."""
+    write_corpus(tmp_path / "wide", [[4], [6]], np.uint16)
+    write_index(tmp_path / "wide.idx", [4, 6], [0, 4], [0, 1, 2], code=1)
+    with pytest.raises(WlbError, match=r"wide\.bin has 20 bytes, its index of uint8 tokens covers 10: "):
+        IndexedCorpus(tmp_path / "wide")
+
+
+def test_a_folder_in_place_of_a_file_is_one_line(corpus: Path) -> None:
+    corpus.with_suffix(".bin").unlink()
+    corpus.with_suffix(".bin").mkdir()
+    with pytest.raises(WlbError, match=r"corpus\.bin is no file"):
+        IndexedCorpus(corpus)
+    corpus.with_suffix(".idx").unlink()
+    corpus.with_suffix(".idx").mkdir()
+    with pytest.raises(WlbError, match=r"cannot read index .*corpus\.idx: Is a directory"):
+        IndexedCorpus(corpus)
+
+
+@pytest.mark.parametrize("prefix", ["s3://bucket/corpus", "msc://profile/corpus.idx"])
+def test_object_storage_is_named_as_not_read(prefix: str) -> None:
+    with pytest.raises(WlbError, match=f"{prefix} is in object storage, which is not read: copy"):
+        IndexedCorpus(prefix)
+
+
 @pytest.mark.parametrize("documents", [[], [[0], []]])
 def test_a_corpus_without_tokens_is_refused(tmp_path: Path, documents: list[list[int]]) -> None:
     write_corpus(tmp_path / "corpus", documents, np.uint16)

@@ -11,6 +11,8 @@ file, mapped: the processes of a node share them in its page cache. Else each pr
 
 from __future__ import annotations
 
+import os
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +48,13 @@ class Index:
 
 
 def index_path(path: str | Path) -> Path:
-    """The .idx of a prefix as given to --data-path; a path that ends in .idx or .bin serves too."""
+    """The .idx of a prefix as given to --data-path; a path that ends in .idx or .bin serves too. WlbError for an
+    address in object storage."""
     text = str(path)
+    if "://" in text:
+        raise WlbError(
+            f"{text} is in object storage, which is not read: copy the .bin and .idx to a file system"
+        )
     return Path((text[:-4] if text.endswith((".idx", ".bin")) else text) + ".idx")
 
 
@@ -143,24 +150,36 @@ def _documents(
     return np.diff(before[bounds]), np.append(pointers, 0)[bounds[:-1]]
 
 
+def _check_bin(path: Path, index: Index) -> None:
+    """WlbError unless the .bin is a file that can be read and has the size that its index gives it."""
+    try:
+        about = path.stat()
+    except OSError as error:
+        raise WlbError(f"cannot read tokens {path}: {error.strerror}; put the .bin beside its .idx") from None
+    if not stat.S_ISREG(about.st_mode):
+        raise WlbError(f"{path} is no file; put the .bin beside its .idx")
+    if not os.access(path, os.R_OK):
+        raise WlbError(f"cannot read tokens {path}: permission denied; make it readable")
+    if about.st_size < index.bin_bytes:
+        raise WlbError(
+            f"{path} is truncated: {about.st_size} bytes, its index asks for {index.bin_bytes}; copy it again or "
+            f"{_REBUILD}"
+        )
+    if about.st_size > index.bin_bytes:
+        raise WlbError(
+            f"{path} has {about.st_size} bytes, its index of {index.token_type.name} tokens covers "
+            f"{index.bin_bytes}: they are not of one corpus; copy both again or {_REBUILD}"
+        )
+
+
 class IndexedCorpus:
     """A .bin/.idx pair. A pickled copy reads the .idx anew; the .bin is opened when tokens are read."""
 
     def __init__(self, path: str | Path) -> None:
-        """path: prefix, .idx or .bin. WlbError if a file is missing, damaged, truncated or without tokens."""
+        """path: prefix, .idx or .bin. WlbError if a file is missing, damaged, of another size or without tokens."""
         self.index = read_index(path)
         self.bin_path = self.index.path.with_suffix(".bin")
-        try:
-            size = self.bin_path.stat().st_size
-        except OSError as error:
-            raise WlbError(
-                f"cannot read tokens {self.bin_path}: {error.strerror}; put the .bin beside its .idx"
-            ) from None
-        if size < self.index.bin_bytes:
-            raise WlbError(
-                f"{self.bin_path} is truncated: {size} bytes, its index asks for {self.index.bin_bytes}; "
-                f"copy it again or {_REBUILD}"
-            )
+        _check_bin(self.bin_path, self.index)
 
     def __reduce__(self) -> tuple[type[IndexedCorpus], tuple[Path]]:
         return IndexedCorpus, (self.index.path,)
