@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run every configuration of tests/megatron_combinations.py through Megatron's loop against the single process.
 
-python scripts/check_combinations.py --device cpu [--only NAME ...] [--out DIR]
+python scripts/check_combinations.py --device cpu [--only NAME ...] [--repeat N] [--load PROCESSES] [--out DIR]
 python scripts/check_combinations.py --device gpu --jobs 6 --budget 220 [--out DIR]        (two GPUs)
 
 The model, its first weights and the documents of every iteration are the same; each iteration's loss and the first
@@ -10,17 +10,21 @@ iteration's gradients (parts of all ranks joined) are compared. In fp32 (CPU) wi
 error of the single process in bf16, by parameters of one kind in all layers. Rows that also run without the plugin
 (tensor parallelism) pass, too, where they differ from the single process by at most 1.5 times as much as Megatron's
 own does from its own. Prints a table, writes combinations.csv after each row, exits 1 if one is over its bound.
+What depends on which of two transfers is first shows beside busy processes (--load), in some of many runs (--repeat).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import TimeoutExpired
@@ -57,6 +61,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "combinations", help="folder of results")
     parser.add_argument("--iterations", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each configuration")
+    parser.add_argument("--load", type=int, default=0, help="busy processes beside the runs")
     parser.add_argument("--timeout", type=float, default=120, help="seconds after which a run is given up")
     parser.add_argument(
         "--budget", type=float, default=1e9, help="seconds after which none is begun or goes on"
@@ -72,8 +78,12 @@ def main() -> None:
         if combination.needs and find_spec(combination.needs) is None:
             print(f"{combination.name}: not run, for Megatron needs the package {combination.needs} for it")
     chosen = [c for c in chosen if not c.needs or find_spec(c.needs)]
+    if options.repeat > 1:
+        chosen = [
+            replace(c, name=f"{c.name}, run {run}") for c in chosen for run in range(1, options.repeat + 1)
+        ]
     rows: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(options.jobs) as pool:
+    with busy(options.load), ThreadPoolExecutor(options.jobs) as pool:
         check = in_bf16 if options.bf16 or options.device == "gpu" else in_fp32
         jobs = Jobs(pool, options)
         checks = [(combination, check(jobs, combination)) for combination in chosen]
@@ -85,6 +95,18 @@ def main() -> None:
     failed = [row["configuration"] for row in rows if row["result"] not in ("equal", "as stock")]
     print(f"{len(rows) - len(failed)} of {len(rows)} equal the single process")
     raise SystemExit(1 if failed else 0)
+
+
+@contextlib.contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """This many processes that compute without end beside what is run."""
+    running = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 def in_fp32(jobs: Jobs, combination: Combination) -> Callable[[], dict[str, Any]]:

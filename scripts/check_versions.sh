@@ -2,7 +2,9 @@
 # Trains three steps of a small GPT (CPU, CP=2) on each megatron-core that the plugin takes, by each way in, evaluates it
 # on a validation and a test set, and compares the losses, which must be the same everywhere: the wheels of PyPI by
 # `-m wlb_megatron.pretrain_gpt`, and with a clone of Megatron-LM its branches by the launcher and patched. Prints a
-# table; fails if one way in differs.
+# table; fails if one way in differs. Without FLAGS it then compares losses and gradients of each with one process:
+# routers' losses under context and tensor parallelism, and a virtual pipeline beside busy processes, several times,
+# because what is sent too early or too late shows only in some runs.
 # usage: scripts/check_versions.sh [CLONE [FLAGS ..]]     FLAGS: another layout of the two processes
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -15,6 +17,7 @@ if { [ -n "$clone" ] && ! git -C "$clone" rev-parse --git-dir >/dev/null 2>&1; }
     exit 2
 fi
 layout=("${@:2}")
+compared=$((${#layout[@]} == 0))
 [ ${#layout[@]} -gt 0 ] || layout=(--context-parallel-size 2)
 wheels=(0.19.2 0.18.2 0.17.1)
 branches=(core_r0.19.0 core_r0.18.0 core_r0.17.0 core_r0.16.0 main)
@@ -51,10 +54,21 @@ train() { # train NAME MEGATRON ENTRY..: a row of the table
     fi
 }
 
+compare() { # compare NAME MEGATRON: rows of tests/megatron_combinations.py against one process
+    [ "$compared" = 1 ] || return 0
+    local rows=(--device cpu --iterations 2 --timeout 600 --out "$scratch/rows" --only)
+    echo "$1 against one process"
+    PYTHONPATH="$PYTHONPATH:$2:$scratch/needs" "$python" "$root/scripts/check_combinations.py" "${rows[@]}" \
+        "MoE, CP2" "MoE with z-loss" "MoE, global aux loss, CP2" EP2xTP2 2>"$scratch/log" | sed 1d || failed=1
+    PYTHONPATH="$PYTHONPATH:$2:$scratch/needs" "$python" "$root/scripts/check_combinations.py" --load 2 --repeat 4 \
+        "${rows[@]}" "VPP2 on PP2, CP2" 2>"$scratch/log" | sed 1d || failed=1
+}
+
 for version in "${wheels[@]}"; do
     "$python" -m pip install --quiet --no-deps --target "$scratch/$version" "megatron-core==$version" \
         2>"$scratch/pip.log" || { cat "$scratch/pip.log"; exit 1; }
     train "$version -m wlb_megatron.pretrain_gpt" "$scratch/$version" -m wlb_megatron.pretrain_gpt
+    compare "$version" "$scratch/$version"
 done
 [ -n "$clone" ] || exit "$failed"
 for branch in "${branches[@]}"; do
@@ -65,6 +79,7 @@ for branch in "${branches[@]}"; do
     cp "$scratch"/0.19.2/megatron/core/datasets/helpers_cpp*.so "$tree/megatron/core/datasets/" # else make builds them
     commit=$(git -C "$clone" rev-parse --short "$name")
     train "$branch $commit launcher" "" -m wlb_megatron.launch "$tree/pretrain_gpt.py"
+    compare "$branch" "$tree"
     "$python" -m wlb_megatron.cli patch --apply "$tree" >/dev/null
     train "$branch $commit patched" "" "$tree/pretrain_gpt.py"
 done

@@ -246,6 +246,14 @@ def norms_for_sequence_parallelism() -> None:
     WrappedTorchNorm.__new__ = marked
 
 
+def routers_without_transformer_engine() -> None:
+    """Routers of 0.16 ask for the name of a kernel of Transformer Engine's that they import where it is there alone."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
 def plan_at_random(seed: int) -> None:
     """Dynamic groups by chance: what trains must not depend on the plan."""
     from random_groups import random_plan
@@ -285,6 +293,7 @@ if __name__ == "__main__":
     if EXACT:
         core_attention._kernels = lambda *_: ("torch", TorchKernels())
     norms_for_sequence_parallelism()
+    routers_without_transformer_engine()
     if "WORKER_RANDOM_GROUPS" in os.environ:
         plan_at_random(int(os.environ["WORKER_RANDOM_GROUPS"]))
     if "WORKER_GROUPS" in os.environ:
