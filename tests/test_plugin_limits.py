@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.limits import adoptable_tokens, fit_to_memory, model_and_layout
-from wlb_megatron.workload.memory import GIB, logits_bytes, memory_needed
+from wlb_megatron.workload.memory import GIB, ParallelLayout, chunks_in_flight, logits_bytes, memory_needed
 
 
 def arguments(**changed: Any) -> argparse.Namespace:
@@ -85,6 +86,73 @@ def test_the_estimate_holds_what_was_measured_on_h100s(context: int, measured_mb
     shape, layout = model_and_layout(arguments(context_parallel_size=context))
     estimate = memory_needed(shape, layout, 48652) / 2**20
     assert measured_mb <= estimate <= 1.1 * measured_mb
+
+
+ARRIVES = {
+    "tensor": ({"tensor_model_parallel_size": 2}, 2),
+    "context": ({"context_parallel_size": 4}, 4),
+    "pipeline": ({"pipeline_model_parallel_size": 2}, 2),
+    "data": ({"data_parallel_size": 2}, 2),
+    "virtual": ({"virtual_pipeline_model_parallel_size": 5}, 5),
+    "group": ({"microbatch_group_size_per_vp_stage": 16}, 16),
+    "micro_batches": ({"data_parallel_size": 2, "global_batch_size": 24}, 12),
+    "sequence": ({"sequence_parallel": True}, True),
+    "distributed_optimizer": ({"use_distributed_optimizer": False}, False),
+    "recompute": ({"recompute_granularity": "full"}, "full"),
+    "recompute_layers": ({"recompute_num_layers": 3}, 3),
+    "recompute_block": ({"recompute_method": "block"}, True),
+    "keep_keys": ({"wlb_regather_keys": True}, False),
+}
+"""Megatron's arguments that set a field of the layout, and its value then."""
+
+
+def test_each_field_of_the_layout_is_looked_at_here() -> None:
+    assert [*ARRIVES] == [field.name for field in fields(ParallelLayout)]
+
+
+@pytest.mark.parametrize("name", ARRIVES)
+def test_each_field_of_the_layout_arrives(name: str) -> None:
+    changed, value = ARRIVES[name]
+    assert getattr(model_and_layout(arguments())[1], name) != value
+    assert getattr(model_and_layout(arguments(**changed))[1], name) == value
+
+
+def test_lmax_fits_with_virtual_stages_which_hold_more_micro_batches(memory: Any) -> None:
+    """70B on TP8 x CP4 x PP8: eight micro-batches' worth in flight without virtual stages, 10.2 with five."""
+    memory(79)
+    given = arguments(
+        **{"seq_length": 61440, "hidden_size": 8192, "ffn_hidden_size": 28672, "num_layers": 80, "vocab_size": 128256},
+        **{"num_attention_heads": 64, "num_query_groups": 8, "tensor_model_parallel_size": 8, "global_batch_size": 64},
+        **{"context_parallel_size": 4, "pipeline_model_parallel_size": 8, "sequence_parallel": True},
+        virtual_pipeline_model_parallel_size=5, wlb_regather_keys=True,
+    )  # fmt: skip
+    shape, layout = model_and_layout(given)
+    assert (chunks_in_flight(layout, 0), chunks_in_flight(replace(layout, virtual=1), 0)) == (47, 8)
+    lmax = fit_to_memory(given, WlbConfig(), 32).max_tokens
+    assert lmax is not None and lmax < 92160  # 1.5 windows, which would fit without virtual stages
+    assert (
+        memory_needed(shape, layout, 92160)
+        > 79 * GIB
+        > memory_needed(shape, replace(layout, virtual=1), 92160)
+    )
+    assert memory_needed(shape, layout, lmax) <= 0.9 * 79 * GIB
+
+
+@pytest.mark.parametrize(
+    ("changed", "layers"),
+    [
+        ({}, 2),
+        ({"decoder_first_pipeline_num_layers": 1}, 3),
+        ({"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 5}, 5),
+        ({"num_layers": 6, "account_for_embedding_in_pipeline_split": True}, 2),
+        ({"pipeline_model_parallel_layout": "E|ttt|t|tttt|t||t|L"}, 4),
+        ({"pipeline_model_parallel_layout": "Et|t|ttttt|tL"}, 5),
+    ],
+)
+def test_the_layers_are_those_of_the_fullest_stage(changed: dict[str, Any], layers: int) -> None:
+    """Eight layers on four stages."""
+    shape, _ = model_and_layout(arguments(pipeline_model_parallel_size=4, **changed))
+    assert shape.layers == layers
 
 
 def test_an_unknown_vocabulary_is_taken_to_be_large() -> None:

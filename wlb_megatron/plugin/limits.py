@@ -60,7 +60,7 @@ def model_and_layout(args: Any) -> tuple[ModelShape, ParallelLayout]:
     shape = ModelShape(
         hidden=args.hidden_size,
         ffn=args.ffn_hidden_size,
-        layers=-(-args.num_layers // pipeline) + further,  # of multi-token prediction, on the last stage
+        layers=_fullest_stage(args) + further,  # of multi-token prediction, on the last stage
         heads=heads,
         kv_heads=groups,
         head_dim=channels,
@@ -76,6 +76,8 @@ def model_and_layout(args: Any) -> tuple[ModelShape, ParallelLayout]:
         context=args.context_parallel_size,
         pipeline=pipeline,
         data=args.data_parallel_size,
+        virtual=getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
+        group=getattr(args, "microbatch_group_size_per_vp_stage", None) or 1,
         micro_batches=batch_schedule(args).largest // args.data_parallel_size,
         sequence=args.sequence_parallel,
         distributed_optimizer=args.use_distributed_optimizer,
@@ -85,3 +87,21 @@ def model_and_layout(args: Any) -> tuple[ModelShape, ParallelLayout]:
         keep_keys=not args.wlb_regather_keys,
     )
     return shape, layout
+
+
+def _fullest_stage(args: Any) -> int:
+    """Layers of the pipeline stage that has most, its virtual stages together."""
+    stages = args.pipeline_model_parallel_size
+    placed = getattr(args, "pipeline_model_parallel_layout", None)
+    if placed is not None:
+        from megatron.core.transformer.enums import LayerType
+        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+        if isinstance(placed, str):
+            placed = PipelineParallelLayerLayout.from_str(placed, stages)
+        return max(sum(chunk.count(LayerType.decoder) for chunk in stage) for stage in placed.layout)
+    ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    given = [layers for layers in (getattr(args, end, None) for end in ends) if layers is not None]
+    counted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    rest = args.num_layers - sum(given) + sum(bool(getattr(args, layer, False)) for layer in counted)
+    return max([*given, -(-rest // max(1, stages - len(given)))])

@@ -54,7 +54,9 @@ class ParallelLayout:
     """How the model is spread, in Megatron's arguments:
 
     tensor, context, pipeline: ..._model_parallel_size (context_parallel_size). data: data_parallel_size. sequence:
-    sequence_parallel. virtual: virtual_pipeline_model_parallel_size or 1. micro_batches: global_batch_size / data.
+    sequence_parallel. virtual: virtual_pipeline_model_parallel_size or 1. group: micro-batches that pass one virtual
+    stage before the next (microbatch_group_size_per_vp_stage), at least `pipeline`. micro_batches: global_batch_size /
+    data.
     distributed_optimizer: use_distributed_optimizer (its states are spread over data x context ranks).
     recompute: recompute_granularity or "none"; "selective" counts core attention only. recompute_layers:
     recompute_num_layers or 1. recompute_block: recompute_method is "block". keep_keys: exchanged keys are saved for
@@ -66,6 +68,7 @@ class ParallelLayout:
     pipeline: int = 1
     data: int = 1
     virtual: int = 1
+    group: int = 1
     micro_batches: int = 1
     sequence: bool = False
     distributed_optimizer: bool = False
@@ -190,7 +193,7 @@ def chunks_in_flight(layout: ParallelLayout, stage: int) -> int:
     behind = layout.pipeline - 1 - stage
     if layout.virtual == 1:
         return min(behind + 1, layout.micro_batches)
-    most = 2 * behind + (layout.virtual - 1) * layout.pipeline + 1
+    most = 2 * behind + (layout.virtual - 1) * max(layout.group, layout.pipeline) + 1
     return min(most, layout.micro_batches * layout.virtual)
 
 
