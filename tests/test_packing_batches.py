@@ -196,19 +196,21 @@ def seen_by(folder: Path, ranks: int) -> list[dict[str, Any]]:
 def test_a_ramp_trains_through_megatrons_loop_and_resumes_at_another_layout(
     corpus: Path, tmp_path: Path
 ) -> None:
-    """2, 2, 4, 4 micro-batches; Megatron counts 2, 4, 8, 12 samples. Resumed in the middle with DP=2."""
+    """2, 2, 4, 4 micro-batches; Megatron counts 2, 4, 8, 12 samples, at which the rate has fallen to 0. Resumed in the
+    middle with DP=2."""
     parts = tmp_path / "parts.json"
     parts.write_text(json.dumps({"train": [str(corpus)], "valid": [], "test": []}))
     ramp = ["--rampup-batch-size", "2", "2", "4", "--global-batch-size", "4"]
     ramp += ["--per-split-data-args-path", str(parts)]
-    ramp += ["--train-iters", "4", "--save", str(tmp_path / "checkpoints"), "--save-interval", "3"]
+    ramp += ["--train-samples", "12", "--save", str(tmp_path / "checkpoints"), "--save-interval", "3"]
     ramp += ["--ckpt-format", "torch"]
     done = launch([*flags(), *ramp], 1, out=tmp_path / "whole")
     assert done.returncode == 0, failure(done)
     logged = re.findall(r"consumed samples: +(\d+) .*? learning rate: (\S+) ", done.stdout)
-    # Samples are counted by global batches when they have trained; the rate falls by 1e-3 / (4 x 4) a sample.
+    # Samples are counted by global batches when they have trained; the rate falls by 1e-3 / 12 a sample.
     assert [int(samples) for samples, _ in logged] == [2, 4, 8, 12]
-    assert [float(rate) for _, rate in logged] == [1e-3 * (1 - samples / 16) for samples in (2, 4, 8, 12)]
+    rates = [1e-3 * (1 - samples / 12) for samples in (2, 4, 8, 12)]
+    assert [float(rate) for _, rate in logged] == pytest.approx(rates, rel=1e-6)
     whole = seen_by(tmp_path / "whole", 1)
     assert [entry[0] for entry in whole[0]["documents"]] == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3")

@@ -173,6 +173,22 @@ def test_arguments_that_are_refused_together_get_one_line_with_a_cure(arguments:
     assert line.startswith("wlb_megatron refuses --m") and ": " in line
 
 
+GROWING: list[dict[str, object]] = [
+    {"rampup_batch_size": ["2", "2", "100"], "global_batch_size": 6},
+    {"step_batch_size_schedule": "0:2 6400:4", "global_batch_size": 4},
+]
+
+
+@pytest.mark.parametrize("growing", GROWING)
+def test_batches_that_grow_are_refused_where_the_learning_rate_counts_iterations(
+    growing: dict[str, object],
+) -> None:
+    assert not refusals_of(Megatron(**growing, train_samples=100), WlbConfig())
+    assert not refusals_of(Megatron(**growing, train_iters=9, skip_train=True), WlbConfig())
+    (line,) = refusals_of(Megatron(**growing, train_iters=9), WlbConfig())
+    assert "--train-iters: " in line and "give --train-samples" in line
+
+
 SETTINGS_REFUSED = [
     ({}, {"trace": "trace.json", "trace_iteration": 1}),
     ({}, {"log_plans": True}),
@@ -224,7 +240,8 @@ def refusals_of(args: argparse.Namespace, config: WlbConfig) -> list[str]:
 
 
 def test_every_refusal_has_a_test() -> None:
-    assert len(REFUSALS) == len(REFUSED) + len(TOGETHER) + len(SETTINGS_REFUSED)
+    growing = 1  # a row that is tried with each way of growing batches
+    assert len(REFUSALS) == len(REFUSED) + len(TOGETHER) + len(SETTINGS_REFUSED) + growing
 
 
 def test_a_megatron_of_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,11 @@ def _balancing(args: Any) -> bool:
     return any(kind != "none" for kind in (kinds if isinstance(kinds, list) else [kinds])) and any(each)
 
 
+def _batches_grow(args: Any) -> bool:
+    ramp, steps = _get(args, "rampup_batch_size"), _get(args, "step_batch_size_schedule")
+    return len(str(steps).split()) > 1 if steps else bool(ramp) and int(ramp[0]) < args.global_batch_size
+
+
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda a, c: (
@@ -66,6 +71,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "--wlb-kernels fa4 with --transformer-impl local",
         "attention there is plain torch, on any device; use --transformer-impl transformer_engine, or "
         "--wlb-kernels auto",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "train_iters") and not _get(a, "skip_train") and _batches_grow(a),
+        "--rampup-batch-size / --step-batch-size-schedule with --train-iters",
+        "Megatron's learning rate counts samples as if every batch were the largest, so it would end too high; give "
+        "--train-samples (and --lr-decay-samples, --lr-warmup-samples)",
     ),
     Refusal(
         lambda a, c: a.micro_batch_size != 1,
