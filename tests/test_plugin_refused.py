@@ -94,6 +94,7 @@ WRONG: dict[str, str] = {
     "--seq-length 0": "window must be at least 1 token",
     "--split 1,2,3,4": "split",
     "--split 0,1,0": "give at least one",
+    "--rampup-batch-size 2 2 4": "give --train-samples",
     "--eval-iters 2 --split 1,0,0": "no document is left for validation",
     # Corpora; CORPUS stands for a good one, FOLDER for where the broken ones are.
     "--data-path": "at least one",
@@ -101,6 +102,8 @@ WRONG: dict[str, str] = {
     "--data-path FOLDER/cut": "is truncated",
     "--data-path FOLDER/short": "is truncated",
     "--data-path FOLDER/empty": "no token",
+    "--data-path FOLDER/single": "nothing to train: no document has a second token.*single",
+    "--data-path FOLDER/ending --split 50,50,0 --eval-iters 1": "nothing to evaluate: .*ending",
     "--data-path FOLDER/noise": "not a Megatron index",
     "--data-path -1 CORPUS 2 CORPUS": "not be negative",
     "--data-path 0 CORPUS 0 CORPUS": "not be negative nor all 0",
@@ -121,6 +124,8 @@ def lines(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
         (folder / f"{name}.idx").write_bytes(idx)
         (folder / f"{name}.bin").write_bytes(data)
     rewrite_corpus(folder / "empty", [np.empty(0, dtype=np.int32)] * 3)
+    rewrite_corpus(folder / "single", [np.ones(1, dtype=np.int32)] * 9)
+    rewrite_corpus(folder / "ending", [np.ones(1 + at // 2, dtype=np.int32) for at in (9, 9, 0, 0)])
     good = [*flags(), "--global-batch-size", "4", "--train-iters", "2", "--split", "90,10,0"]
     cases = [{"flags": [*good, "--data-path", str(corpus)], "world": 1}]
     for wrong in WRONG:

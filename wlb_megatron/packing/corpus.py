@@ -94,6 +94,10 @@ class Rules:
             else lengths * (lengths <= self.window)
         )
 
+    def predict(self, lengths: Lengths) -> bool:
+        """Whether any document of these lengths has a token that predicts another."""
+        return any(((block > 1) & (self.kept(block) > 0)).any() for block in blocks(lengths))
+
 
 class CorpusWalk:
     """Goes through a corpus by the rules, a block of pieces at a time. `position`: the corpus's in the blend."""

@@ -134,6 +134,11 @@ def _source(
         allow_open_files(files_of_workers(batches.largest // dp), "tensors from --num-workers")
     rules = Rules(window=window, overlong=config.overlong, seed=args.seed, endless=endless)
     stream = DocumentStream(corpora, rules)
+    if not any(rules.predict(corpus.lengths) for corpus in corpora):
+        raise WlbError(
+            f"nothing to {'train' if endless else 'evaluate'}: no document has a second token, which the first would "
+            f"predict, in {', '.join(corpus.name for corpus in corpora)}; correct the corpus or --split"
+        )
     sample = [
         length
         for c in corpora
