@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,11 @@ def from_json(
 def test_every_figure_equals_what_the_printed_plans_give(packing: str, layout: Layout) -> None:
     # Whole documents of distinct ids: a rank's segments tell which piece they are of.
     lengths = some_lengths()
-    config = WlbConfig(packing=packing, quadratic_at=QUADRATIC_AT, thresholds="24,40", max_delay=6)
+    config = WlbConfig(
+        packing=packing, quadratic_at=QUADRATIC_AT, thresholds="24,40", max_delay=6, micro_batch_cost=0.0
+    )
     told = analyze(lengths, config, layout, micro_batches=3, iterations=20, seed=None)
-    after = figures(told.after, layout.pp)
+    after = figures(told.after)
     expected = from_json(lengths, config, layout, micro_batches=3, iterations=20)
     flat = {key: after[key]["mean"] for key in ("imbalance", "cp_imbalance", "step_work", "token_delay")}
     flat |= {"tokens": after["tokens"], "padding_share": after["padding_share"]}
@@ -123,16 +126,24 @@ def test_before_is_arrival_order_by_sequence_whatever_the_settings() -> None:
     )
     plain = WlbConfig(quadratic_at=QUADRATIC_AT, packing="original", sharding="per-sequence")
     second = analyze(lengths, plain, layout, micro_batches=2, iterations=5, seed=1)
-    assert figures(first.before, 1) == figures(second.before, 1) == figures(second.after, 1)
+    assert figures(first.before) == figures(second.before) == figures(second.after)
     assert second.speedup == 1.0
 
 
 def test_balancing_is_predicted_to_help_long_tails_and_not_to_hurt_equal_lengths() -> None:
-    config = WlbConfig(quadratic_at=QUADRATIC_AT, sharding="per-document")
+    config = WlbConfig(
+        quadratic_at=QUADRATIC_AT,
+        sharding="per-document",
+        micro_batches_per_window="1",
+        micro_batch_cost=0.0,
+        chunks="off",
+    )
     layout = Layout(64, cp=2, pp=4)
     uneven = analyze(some_lengths(), config, layout, micro_batches=4, iterations=40, seed=1)
     assert uneven.after.imbalance.mean < uneven.before.imbalance.mean - 0.05
-    assert uneven.speedup > 1.05
+    assert uneven.speedup > 1.0, "the bubble stays: evenness alone gains little"
+    free = replace(config, micro_batches_per_window="auto", micro_batch_cost=2.0)
+    assert analyze(some_lengths(), free, layout, micro_batches=4, iterations=40, seed=1).speedup > 1.05
     equal = analyze(np.full(500, 16), config, layout, micro_batches=4, iterations=40, seed=1)
     assert equal.speedup == pytest.approx(1.0, abs=0.01)
 

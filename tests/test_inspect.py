@@ -284,7 +284,7 @@ def test_segments_of_one_piece_on_a_rank_never_touch() -> None:
         ({"iterations": 0}, "--iterations must be at least 1"),
         ({"packing": "varlen", "max_tokens": 19}, r"max_tokens of 19 is below 1\.25 windows"),
         ({"packing": "varlen", "thresholds": "8,x"}, "thresholds"),
-        ({"packing": "varlen", "max_delay": -1}, "max_delay"),
+        ({"packing": "varlen", "max_delay": -1}, "--wlb-max-delay"),
         ({"packing": "fixed-greedy", "balance_batches": 0}, "balance_batches"),
         ({"packing": "nonsense"}, "unknown packing"),
         ({"quadratic_at": 0.0}, "quadratic_at must be positive"),

@@ -234,7 +234,7 @@ def test_thresholds_found_on_a_sample_come_with_the_state() -> None:
     ("changed", "words"),
     [
         ({"max_tokens": 29}, "below 1.25 windows \\(30 tokens\\).*fixed-greedy"),
-        ({"max_delay": -1}, "max_delay must not be negative"),
+        ({"max_delay": -1}, "--wlb-max-delay must not be negative"),
         ({"max_documents": 0}, "max_documents must be at least 1"),
         ({"thresholds": "8,8"}, "thresholds '8,8' are not auto, none"),
         ({"thresholds": "short"}, "thresholds 'short' are not auto, none"),

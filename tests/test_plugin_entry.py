@@ -30,6 +30,7 @@ def test_the_list_of_flags_is_frozen() -> None:
     found = sorted(flag for action in parser._actions for flag in action.option_strings if "wlb" in flag)
     assert found == [
         "--wlb-balance-batches",
+        "--wlb-chunks",
         "--wlb-cp-mode",
         "--wlb-document-cost",
         "--wlb-fresh-order",

@@ -49,8 +49,16 @@ class WlbConfig:
         "the model's shape, 1000 x context-parallel size where neither is known)",
         type=float,
     )
-    max_delay: int = _setting(
-        16, "a document trains at most this many iterations after it arrived (iterations)", type=int
+    chunks: str = _setting(
+        "auto",
+        "train long documents in chunks, in several micro-batches of one iteration: auto (where it is predicted to be "
+        "faster and all that is asked for supports it), on, off. With chunks no document is delayed",
+        choices=("auto", "off", "on"),
+    )
+    max_delay: int | None = _setting(
+        None,
+        "a document trains at most this many iterations after it arrived (iterations; default: 16, with chunks 0)",
+        type=int,
     )
     thresholds: str = _setting(
         "auto",

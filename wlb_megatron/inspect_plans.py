@@ -9,6 +9,7 @@ from typing import Any
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.blocks import Lengths
+from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.lengths import sample_lengths
@@ -44,7 +45,9 @@ def inspect_plans(
     lengths: integers[n], tokens of each document; ids are positions in it. micro_batches: windows of one data-parallel
     rank, of which the plan may make more micro-batches; they are shown in the order of their forwards.
     Returns {"iterations": [{"arrived", "micro_batches", "waiting"}, ...]} where
-    every piece and segment is [id, start, end) within its document; padding is [-1, 0, tokens].
+    every piece and segment is [id, start, end) within its document; padding is [-1, 0, tokens]. Where
+    documents come in chunks, a micro-batch's "prefix" says of each of its "documents" how many earlier tokens of it are
+    attended to, 0 for a whole one.
     WlbError on settings that cannot work.
     """
     for name, value in (
@@ -80,10 +83,11 @@ def inspect_plans(
         )
         planner = Planner(stream, packer, global_tokens=micro_batches * dp * window)
     plans = islice(iter(planner.next_iteration, None), iterations)
-    return {"iterations": [_show(plan, config.sharding, cp, alignment) for plan in plans]}
+    chunked = isinstance(packer, ChunkPacker)
+    return {"iterations": [_show(plan, config.sharding, cp, alignment, chunked) for plan in plans]}
 
 
-def _show(plan: IterationPlan, sharding: str, cp: int, alignment: int) -> dict[str, Any]:
+def _show(plan: IterationPlan, sharding: str, cp: int, alignment: int, chunked: bool) -> dict[str, Any]:
     grid = [(rank, micro_batch) for row in plan.micro_batches for rank, micro_batch in enumerate(row)]
     padded = [_pad(micro_batch.pieces, alignment) for _, micro_batch in grid]
     lengths = [[piece.tokens for piece in pieces] for pieces in padded]
@@ -95,6 +99,7 @@ def _show(plan: IterationPlan, sharding: str, cp: int, alignment: int) -> dict[s
                 "dp": rank,
                 "documents": [_row(piece) for piece in pieces],
                 "ranks": [_segments(pieces, rows.tolist()) for rows in shard.ranks],
+                **({"prefix": [piece.prefix for piece in pieces]} if chunked else {}),
             }
             for (rank, _), pieces, shard in zip(grid, padded, shards, strict=True)
         ],

@@ -61,7 +61,9 @@ class Analysis:
         if not self.assumed:
             given["quadratic-at"] = f"{config.quadratic_at:.0f}"
         if config.packing == "varlen":
-            given |= {"max-tokens": self.capacity, "thresholds": thresholds, "max-delay": config.max_delay}
+            given |= {"max-tokens": self.capacity, "thresholds": thresholds}
+            if config.max_delay is not None:
+                given["max-delay"] = config.max_delay
         elif config.packing != "original":
             given["balance-batches"] = config.balance_batches
         return " ".join(f"--wlb-{name} {value}" for name, value in given.items())

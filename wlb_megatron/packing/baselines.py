@@ -103,6 +103,7 @@ class OriginalPacker:
         self.bins = bins
         self._ranks = ranks
         self.law = ranks.law(cost)
+        self.held_tokens = 0
         self._waiting: list[Waiting] = []
 
     @property
@@ -155,6 +156,7 @@ class FixedGreedyPacker:
         self.bins = bins
         self._ranks = ranks
         self.law = ranks.law(cost)
+        self.held_tokens = 0
         self._remainder: list[Waiting] = []
         self._planned: list[list[Waiting]] = []  # windows of the coming iterations, in order
 

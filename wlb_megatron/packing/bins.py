@@ -63,6 +63,10 @@ class Bins:
         self._put(item, at)
         return True
 
+    def place(self, item: Item, at: int) -> None:
+        """Into the bin `at`, whatever it holds."""
+        self._put(item, at)
+
     def _put(self, item: Item, at: int) -> None:
         self.work[at] += item[0]
         self.tokens[at] += item[1]

@@ -6,7 +6,9 @@ train in which iteration, and the state, do not depend on the layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from wlb_megatron.config import WlbConfig
@@ -67,6 +69,10 @@ class Packer(Protocol):
     """Windows of a global batch, over all ranks; of the largest one if batches grow. There are as many micro-batches,
     or as many more as the packer finds best."""
 
+    held_tokens: int
+    """Tokens that a pipeline stage holds at once at most, where groups of micro-batches hold more than the schedule
+    does by itself (chunk_packer.py); 0: no more than that."""
+
     law: StepLaw
     """What a step of these micro-batches is predicted to take."""
 
@@ -109,6 +115,8 @@ def make_packer(
     alignment: int = 1,
     sample: Sequence[int] | None = None,
     adopt_max_tokens: int = 0,
+    no_chunks: Sequence[tuple[str, str]] = (),
+    say: Callable[[str], None] = lambda _: None,
 ) -> Packer:
     """The packer that `config.packing` names.
 
@@ -116,7 +124,8 @@ def make_packer(
     model chunks of a stage; group: of how many micro-batches an interleaved schedule takes a multiple (default: pp).
     alignment: a micro-batch's tokens are padded up to a multiple of it. sample: document lengths
     (tokens, at most the window) on which `thresholds=auto` is found; without one a rule of thumb serves.
-    adopt_max_tokens: a loaded state brings its own Lmax if that, padded, is at most so many tokens.
+    adopt_max_tokens: a loaded state brings its own Lmax if that, padded, is at most so many tokens. no_chunks: (flag,
+    cure) of each setting under which documents cannot train in chunks. say: is told whether they do, and why.
     Raises ValueError on settings that cannot work.
     """
     from wlb_megatron.packing.baselines import FixedGreedyPacker, OriginalPacker
@@ -141,7 +150,13 @@ def make_packer(
     ranks = Ranks(dp, pp, vpp, (group or pp) if vpp > 1 else 1)
     per_window = read_per_window(config.micro_batches_per_window)
     if config.packing == "varlen":
-        return _make_varlen(config, cost, window, micro_batches, alignment, sample, ranks, adopt_max_tokens)
+        return _make_varlen(
+            config, cost, window, micro_batches, alignment, sample, ranks, adopt_max_tokens, no_chunks, say
+        )
+    if config.chunks == "on":
+        raise WlbError(
+            f"--wlb-chunks on needs --wlb-packing varlen, not {config.packing}: change one of them"
+        )
     fixed: dict[str, type[OriginalPacker | FixedGreedyPacker]] = {
         "original": OriginalPacker,
         "fixed-greedy": FixedGreedyPacker,
@@ -166,43 +181,57 @@ def _make_varlen(
     sample: Sequence[int] | None,
     ranks: Ranks,
     adopt_max_tokens: int,
+    no_chunks: Sequence[tuple[str, str]],
+    say: Callable[[str], None],
 ) -> Packer:
+    from wlb_megatron.packing.choose_chunks import choose_chunks, with_chunks
+    from wlb_megatron.packing.chunk_packer import ChunkPacker
     from wlb_megatron.packing.delay_bound import Limits
     from wlb_megatron.packing.thresholds import find_thresholds, read_thresholds, rule_of_thumb
     from wlb_megatron.packing.varlen_packer import VarlenPacker, longest_micro_batch
 
-    if config.max_delay < 0:
-        raise WlbError(f"max_delay must not be negative, got {config.max_delay}")
-    limits = Limits(
-        bins=micro_batches * ranks.dp,
-        window=window,
-        capacity=longest_micro_batch(config, window, alignment),
-        max_documents=config.max_documents,
-        max_delay=config.max_delay,
-    )
+    max_delay = MAX_DELAY if config.max_delay is None else config.max_delay
+    if max_delay < 0:
+        raise WlbError(f"--wlb-max-delay must not be negative, got {max_delay}")
     # The paper's release knows one micro-batch a window alone.
     per_window = read_per_window(config.micro_batches_per_window) if config.release == "balance" else 1
     if config.cp_mode == "dynamic":  # groups decide how many micro-batches there are
         per_window = 1
-    thresholds = read_thresholds(config.thresholds)
-    found = thresholds is None
-    if thresholds is None:
-        thresholds = (
-            find_thresholds(sample, cost, limits, ranks, per_window).thresholds
-            if sample is not None
-            else rule_of_thumb(window)
+    given = read_thresholds(config.thresholds)
+    by_balance = config.release == "balance"
+    limits = Limits(micro_batches * ranks.dp, window, window, config.max_documents, max_delay)
+
+    def whole(few: Limits, on: Ranks, thresholds: Sequence[int]) -> VarlenPacker:
+        capacity = longest_micro_batch(config, window, alignment)
+        few = replace(few, capacity=capacity, max_delay=max_delay)
+        return VarlenPacker(
+            cost,
+            few,
+            thresholds,
+            on,
+            per_window=per_window,
+            by_balance=by_balance,
+            adopt_thresholds=given is None,
+            # Lmax need be no multiple of the alignment: what it is padded to must fit.
+            adopt_capacity=adopt_max_tokens // alignment * alignment,
         )
-    return VarlenPacker(
-        cost,
-        limits,
-        thresholds,
-        ranks,
-        per_window=per_window,
-        by_balance=config.release == "balance",
-        adopt_thresholds=found,
-        # Lmax need be no multiple of the alignment: what it is padded to must fit.
-        adopt_capacity=adopt_max_tokens // alignment * alignment,
+
+    short = with_chunks(limits, config.max_tokens, alignment)
+    usual = rule_of_thumb(window) if given is None else given
+    chunks, why = choose_chunks(
+        config, cost, short, ranks, per_window, sample, no_chunks, partial(whole, thresholds=usual)
     )
+    say(f"documents in chunks: {'yes' if chunks else 'no'} ({why})")
+    if chunks:
+        return ChunkPacker(cost, short, ranks, per_window=per_window)
+    if given is None and sample is not None:
+        limits = replace(limits, capacity=longest_micro_batch(config, window, alignment))
+        usual = find_thresholds(sample, cost, limits, ranks, per_window).thresholds
+    return whole(limits, ranks, usual)
+
+
+MAX_DELAY = 16
+"""Iterations that a document waits at most, unless the user says otherwise."""
 
 
 def read_per_window(text: str) -> float | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.batch_schedule import BatchSchedule
 from wlb_megatron.packing.packer import Batch, Packer
-from wlb_megatron.plan import IterationPlan, Piece
+from wlb_megatron.pipeline.groups import groups
+from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 
 STATE_VERSION = 2
 
@@ -73,14 +75,14 @@ class Planner:
             arrived = [piece for piece in arrived if piece not in refused]
             self._put_back.extendleft(reversed(put_back))
             self.put_back += len(put_back)
-        columns = [[micro_batch.work for micro_batch in column] for column in zip(*grid, strict=True)]
+        works, together = zip(*(_works_and_groups(column) for column in zip(*grid, strict=True)), strict=True)
         plan = IterationPlan(
             self.iteration,
             tuple(arrived),
             grid,
             self.packer.waiting,
-            predicted=self.packer.law.step(columns),
-            ideal=sum(map(sum, columns)) // len(columns),
+            predicted=self.packer.law.step(works, together),
+            ideal=sum(map(sum, works)) // len(works),
         )
         self.iteration += 1
         self.samples += batch.bins
@@ -174,6 +176,14 @@ class Planner:
             "sample_tokens": state["global_tokens"] // bins,
             "batches": [[0, bins]],
         }
+
+
+def _works_and_groups(column: Sequence[MicroBatch]) -> tuple[list[int], tuple[int, ...] | None]:
+    """Of a data-parallel rank's micro-batches: works, and the sizes of groups, None where all are 1."""
+    works = [micro_batch.work for micro_batch in column]
+    pieces = [micro_batch.pieces for micro_batch in column]
+    chunked = any(piece.prefix for each in pieces for piece in each)
+    return works, groups(pieces) if chunked else None
 
 
 def _told(schedule: BatchSchedule) -> str:

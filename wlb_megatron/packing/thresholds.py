@@ -12,7 +12,7 @@ import numpy as np
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.delay_bound import Limits
 from wlb_megatron.packing.outlier_queues import OutlierQueues
-from wlb_megatron.packing.packer import ONE_RANK, Ranks
+from wlb_megatron.packing.packer import ONE_RANK, Packer, Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen_packer import VarlenPacker
 from wlb_megatron.plan import Piece
@@ -81,7 +81,7 @@ def find_thresholds(
     0.4 % of the steps' time, and learning anew from recent arrivals changes as little, either way
     (docs/results/packing_drift.csv).
     """
-    lengths = np.random.default_rng(0).permutation(np.asarray(sample, dtype=np.int64))
+    lengths = sampled(sample)
     share = limits.bins * limits.window * cost.work(lengths).sum() / max(lengths.sum(), 1) / ranks.dp
     law = ranks.law(cost)
     numbers = law.worthwhile(law.counts(limits.bins // ranks.dp, per_window), int(share))
@@ -100,6 +100,19 @@ def find_thresholds(
             best = trial
     assert best is not None
     return best
+
+
+def sampled(sample: Sequence[int]) -> np.ndarray:
+    """int64[n]: the sample's lengths in one seeded order."""
+    return np.random.default_rng(0).permutation(np.asarray(sample, dtype=np.int64))
+
+
+def step_over_ideal(lengths: np.ndarray, global_tokens: int, packer: Packer) -> float:
+    """Predicted steps over the same work without bubble and waiting, over ITERATIONS iterations of the sample."""
+    planner = Planner(Repeated(lengths), packer, global_tokens=global_tokens)
+    plans = [planner.next_iteration() for _ in range(ITERATIONS)]
+    predicted, ideal = (sum(getattr(plan, name) for plan in plans) for name in ("predicted", "ideal"))
+    return predicted / max(ideal, 1)
 
 
 def _rank(trial: Trial) -> tuple[bool, int]:

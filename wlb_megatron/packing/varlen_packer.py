@@ -73,6 +73,7 @@ class VarlenPacker:
     """
 
     intake_batches = 1
+    held_tokens = 0
 
     def __init__(
         self,
@@ -276,6 +277,9 @@ class VarlenPacker:
 
     def load_state(self, state: dict[str, Any]) -> None:
         saved = {"release": "balance"} | state["settings"]  # the first states had no other
+        own = self._settings()
+        if saved.get("chunks"):  # the documents that wait are all that a plan with chunks leaves behind
+            saved = own | {name: saved[name] for name in ("packing", "window")}
         thresholds = saved.get("thresholds", []) if self._adopt_thresholds else self._queues.thresholds
         capacity = saved.get("max_tokens", 0) if self._adopt_capacity else self._limits.capacity
         if capacity > max(self._limits.capacity, self._adopt_capacity):

@@ -50,8 +50,9 @@ class StepLaw:
         least = self.estimate(first, work)
         return [first, *(count for count in others if self.estimate(count, work) < least)]
 
-    def rank(self, works: Sequence[int]) -> int:
-        """Work units from a rank's first forward to its last backward; works: of its micro-batches, in order.
+    def rank(self, works: Sequence[int], groups: tuple[int, ...] | None = None) -> int:
+        """Work units from a rank's first forward to its last backward; works: of its micro-batches, in order; groups:
+        sizes of those whose backwards run last first (pipeline.orders.grouped_orders), None: all 1.
 
         Two stages, micro-batches of 3 and 3: F0 F1 B0 B1 on the first, 1 + 1 + (1 wait) .. in all 9 = (2 + 1) * 3.
         """
@@ -59,26 +60,28 @@ class StepLaw:
         if self.pp == 1:
             return sum(times)
         missing = -len(times) % self.group if self.vpp > 1 else 0
-        return one_f_one_b(times + [0] * missing, self.pp, self.vpp)
+        return one_f_one_b(times + [0] * missing, self.pp, self.vpp, groups)
 
-    def step(self, columns: Sequence[Sequence[int]]) -> int:
-        """Work units of a step: the slowest data-parallel rank. columns: works of each rank's micro-batches."""
-        if self.pp == 1:
-            return max(self.rank(works) for works in columns)
-        chosen = list(columns)
-        if len(chosen) > EXACT:
-            rough = [sum(map(self.occupied, works)) + self.fill(max(works)) for works in chosen]
+    def step(
+        self, columns: Sequence[Sequence[int]], groups: Sequence[tuple[int, ...] | None] | None = None
+    ) -> int:
+        """Work units of a step: the slowest data-parallel rank. columns: works of each rank's micro-batches; groups: of
+        each rank, see `rank`."""
+        chosen = list(zip(columns, groups or [None] * len(columns), strict=True))
+        if self.pp > 1 and len(chosen) > EXACT:
+            rough = [sum(map(self.occupied, works)) + self.fill(max(works)) for works in columns]
             order = sorted(range(len(chosen)), key=lambda i: (-rough[i], i))
-            chosen = [columns[i] for i in order[:EXACT]]
-        return max(self.rank(works) for works in chosen)
+            chosen = [chosen[i] for i in order[:EXACT]]
+        return max(self.rank(works, together) for works, together in chosen)
 
-    def counts(self, windows: int, per_window: float | None) -> list[int]:
+    def counts(self, windows: int, per_window: float | None, *, always: bool = False) -> list[int]:
         """Numbers of micro-batches that a rank may be given, ascending; windows: that it trains in a step.
 
-        per_window: how many for each window, None: any of FACTORS, or 1 where there is no pipeline to fill. Each is
-        a multiple of the interleaved schedule's group. 3 windows with 1.5 are 5; in groups of 2 they are 6.
+        per_window: how many for each window, None: any of FACTORS, or 1 where there is no pipeline to fill, unless
+        `always`. Each is a multiple of the interleaved schedule's group. 3 windows with 1.5 are 5; in groups of 2
+        they are 6.
         """
-        factors = FACTORS if per_window is None and self.pp > 1 else (per_window or 1,)
+        factors = FACTORS if per_window is None and (always or self.pp > 1) else (per_window or 1,)
         group = self.group if self.vpp > 1 else 1
         found = []
         for factor in factors:

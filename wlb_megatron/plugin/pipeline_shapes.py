@@ -188,7 +188,9 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         training = not kwargs.get("forward_only")
         longest = source.take_rehearsal() if training else None
         if longest is not None:
-            rehearse(lambda: step([longest] * num_microbatches), kwargs["model"], longest)
+            planned = longest["planned"]
+            count = planned.steps if planned.chunk_groups else num_microbatches
+            rehearse(lambda: step([longest] * count), kwargs["model"], longest)
         began = time.perf_counter()
         batches = data.draw_step(first)
         if training:

@@ -62,6 +62,8 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
             f"of at most {train.planner.packer.max_tokens:,} tokens, sharding {train.config.sharding}, "
             f"attention equals the rest at {train.config.quadratic_at:.0f} tokens"
         )
+        for line in train.said:
+            print_rank_0(f"> wlb_megatron: {line}")
         profile = profile_of(args)
         if profile is not None:
             print_rank_0(f"> wlb_megatron: {told(profile, args)}")
@@ -138,7 +140,8 @@ def _training(sources: dict[str, Source], args: Any) -> MicroBatchIterator:
     longest = None
     if wanted:
         seconds = source.config.graph_seconds
-        longest = longest_micro_batch(most, args.seq_length, settings, layout, documents, seconds)
+        held = -(-source.planner.packer.held_tokens // most)
+        longest = longest_micro_batch(most, args.seq_length, settings, layout, documents, seconds, held)
     iterator = MicroBatchIterator(_loader(source, sampler, layout, args), trained, longest)
     return iterator
 

@@ -9,6 +9,7 @@ as routers' counts of tokens) put back: training goes on as if nothing had been.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,12 @@ def longest_micro_batch(
     layout: Layout,
     documents: int = 1,
     graph_seconds: float = 0.0,
+    held: int = 0,
 ) -> dict[str, Any]:
     """A batch of max_tokens zeros as documents of one window, cut per document: every rank needs all keys.
 
-    documents: how many a micro-batch of max_tokens may hold. graph_seconds: for building kernel graphs before it.
+    documents: how many a micro-batch of max_tokens may hold. graph_seconds: for building kernel graphs before it. held:
+    micro-batches that run forward before the first backward, 0: as the schedule has it.
     """
     usable = max_tokens // settings.alignment * settings.alignment
     sizes = [window] * (usable // window) + [usable % window] * (usable % window > 0)
@@ -45,6 +48,8 @@ def longest_micro_batch(
     summary = PlanSummary(REHEARSAL, usable, len(sizes), usable, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
     counts = (usable,) * (1 + layout.follows)
     planned = PlannedMicroBatch(REHEARSAL, 0, pieces, plan, summary, 0.0, predictions=counts)
+    if held > 1:
+        planned = replace(planned, steps=held, chunk_groups=(held,))
     batch = with_plan(planned, layout)
     batch["graphs"] = (
         Met.of(usable, window, settings, documents, _of_a_window(window, settings, layout)),

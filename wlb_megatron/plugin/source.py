@@ -17,6 +17,7 @@ from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.passes import told_apart
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.batch_sizes import batch_schedule, micro_step_multiple
+from wlb_megatron.plugin.chunk_limits import chunks_refused
 from wlb_megatron.plugin.data import files_of_workers
 from wlb_megatron.plugin.data_paths import documents
 from wlb_megatron.plugin.limits import adoptable_tokens
@@ -40,7 +41,7 @@ class Source:
     """One part (train, valid or test) of the corpus and the planner over it.
 
     micro_batches: of one DP rank, at most. mean_length: of a sample of the pieces (tokens). names: of the corpora that
-    have documents in this part; documents: how many, in all of them.
+    have documents in this part; documents: how many, in all of them. said: what the packer's choice says of itself.
     """
 
     corpus: Blend
@@ -50,6 +51,7 @@ class Source:
     mean_length: float
     names: tuple[str, ...]
     documents: int
+    said: tuple[str, ...] = ()
 
 
 def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
@@ -149,8 +151,9 @@ def _source(
             "no document that was sampled can be trained: all are empty, or longer than the window under "
             "--wlb-overlong drop; check --data-path"
         )
+    said: list[str] = []
     packer = make_packer(
-        config if endless else dataclasses.replace(config, micro_batches_per_window="1"),
+        config if endless else dataclasses.replace(config, micro_batches_per_window="1", chunks="off"),
         cost_model(args, config),
         window=window,
         micro_batches=batches.largest // dp,
@@ -161,6 +164,8 @@ def _source(
         alignment=token_alignment(args),
         sample=sample,
         adopt_max_tokens=adoptable_tokens(args, token_alignment(args)),
+        no_chunks=chunks_refused(args),
+        say=said.append,
     )
     planner = Planner(stream, packer, global_tokens=batches.largest * window, schedule=batches)
     return Source(
@@ -171,6 +176,7 @@ def _source(
         mean_length=sum(sample) / len(sample),
         names=tuple(told_apart([corpus.name for corpus in corpora])),
         documents=sum(len(corpus.lengths) for corpus in corpora),
+        said=tuple(said),
     )
 
 

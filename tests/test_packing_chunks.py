@@ -1,0 +1,226 @@
+"""Plans with documents in chunks: every token once, prefixes complete, groups apart, nothing delayed."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packing_oracle import COST, make_planner, one_f_one_b_time, run, token_counts
+from test_packing_plans import WINDOW, document_lengths
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.chunk_packer import ChunkPacker, most_held
+from wlb_megatron.packing.chunked import chunk_counts, cut
+from wlb_megatron.packing.outlier_queues import Item
+from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.varlen_packer import VarlenPacker
+from wlb_megatron.pipeline.groups import groups
+from wlb_megatron.pipeline.orders import grouped_orders, in_flight
+from wlb_megatron.pipeline.step_law import StepLaw
+from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
+from wlb_megatron.simulator.lengths import long_tailed
+from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "window": WINDOW,
+        "micro_batches": draw(st.integers(1, 6)),
+        "dp": draw(st.integers(1, 3)),
+        "pp": draw(st.sampled_from([1, 2, 4])),
+        "max_documents": draw(st.sampled_from([2, 5, 4096])),
+        "micro_batches_per_window": draw(st.sampled_from(["auto", "1", "2", "4"])),
+        "chunks": "on",
+    }
+
+
+def columns(plan: IterationPlan) -> list[tuple[MicroBatch, ...]]:
+    return list(zip(*plan.micro_batches, strict=True))
+
+
+def work_of(piece: Piece) -> int:
+    """By the cost model's formula: the document's up to the piece's end less that up to its start."""
+    at = COST.quadratic_at
+    begin, end = piece.prefix, piece.prefix + piece.tokens
+    return round((piece.tokens + (end * end - begin * begin) / at + COST.per_document) * UNITS_PER_TOKEN)
+
+
+@settings(max_examples=150, deadline=None)
+@given(document_lengths(), sizes(), st.booleans())
+def test_every_token_trains_once_with_all_that_it_attends_to_before_it(
+    lengths: list[int], size: dict[str, Any], endless: bool
+) -> None:
+    if endless and not lengths:
+        return
+    plans = run(make_planner(lengths, **size, endless=endless), most=12 if endless else 10_000)
+    arrived: list[Piece] = []
+    done: list[Piece] = []
+    for plan in plans:
+        arrived += plan.arrived
+        for column in columns(plan):
+            held: dict[tuple[int, int], int] = defaultdict(int)
+            for micro_batch in column:
+                assert micro_batch.pieces or (not endless and plan is plans[-1])
+                assert micro_batch.tokens <= WINDOW * 3 // 4
+                assert len(micro_batch.pieces) <= size["max_documents"]
+                assert micro_batch.work == pytest.approx(sum(map(work_of, micro_batch.pieces)), abs=8)
+                for piece in micro_batch.pieces:
+                    # In order, on one rank, in one iteration: the prefix is what came before, from the first token on.
+                    assert piece.prefix == held[piece.epoch, piece.document] == piece.start
+                    assert piece.tokens > 0
+                for piece in micro_batch.pieces:
+                    held[piece.epoch, piece.document] += piece.tokens
+            for (_, document), tokens in held.items():
+                assert tokens == lengths[document]
+            done += [piece for one in column for piece in one.pieces]
+    waiting = list(plans[-1].waiting) if plans else []
+    assert token_counts(arrived) == token_counts(done + waiting)
+    assert endless or not waiting
+
+
+@settings(max_examples=100, deadline=None)
+@given(document_lengths().filter(bool), sizes())
+def test_a_group_has_one_document_in_chunks_so_groups_are_not_chained(
+    lengths: list[int], size: dict[str, Any]
+) -> None:
+    for plan in run(make_planner(lengths, **size, endless=True), most=8):
+        for column in columns(plan):
+            at = 0
+            for count in groups([one.pieces for one in column]):
+                pieces = [piece for one in column[at : at + count] for piece in one.pieces]
+                documents = [(piece.epoch, piece.document) for piece in pieces]
+                assert len({name for name in documents if documents.count(name) > 1}) <= 1
+                at += count
+
+
+@settings(max_examples=60, deadline=None)
+@given(document_lengths().filter(bool), sizes(), st.integers(1, 8))
+def test_a_resumed_run_plans_what_the_first_would_have(
+    lengths: list[int], size: dict[str, Any], stop: int
+) -> None:
+    first = make_planner(lengths, **size, endless=True)
+    run(first, most=stop)
+    second = make_planner(lengths, **size, endless=True)
+    second.load_state(json.loads(json.dumps(first.state())))
+    assert run(second, most=6) == run(first, most=6)
+
+
+@pytest.mark.parametrize("before", ["on", "off"])
+def test_a_run_may_be_resumed_with_chunks_or_without(before: str) -> None:
+    lengths = [(37 * at) % WINDOW + 1 for at in range(60)]
+    sizes = {"window": WINDOW, "micro_batches": 4, "pp": 4, "thresholds": "12", "endless": True}
+    first = make_planner(lengths, **sizes, chunks=before)
+    done = run(first, most=5)
+    second = make_planner(lengths, **sizes, chunks={"on": "off", "off": "on"}[before])
+    second.load_state(json.loads(json.dumps(first.state())))
+    done += run(second, most=5)
+    pieces = [p for plan in done for column in columns(plan) for one in column for p in one.pieces]
+    assert token_counts(pieces + list(done[-1].waiting)) == token_counts(
+        [p for plan in done for p in plan.arrived]
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(2, 5000), st.integers(2, 9), st.sampled_from([8.0, 500.0, 24576.0]))
+def test_chunks_are_of_like_work_and_tile_the_document(tokens: int, number: int, at: float) -> None:
+    number = min(number, tokens)
+    cost = CostModel(at, 3.0)
+    item = Item(int(cost.work([tokens])[0]), tokens, 0, 0, Piece(0, 7, 100, 100 + tokens))
+    chunks = cut(item, number, cost)
+    assert [chunk.piece.prefix for chunk in chunks] == [chunk.piece.start - 100 for chunk in chunks]
+    assert [chunk.piece.start for chunk in chunks[1:]] == [chunk.piece.end for chunk in chunks[:-1]]
+    assert (chunks[0].piece.start, chunks[-1].piece.end, len(chunks)) == (100, 100 + tokens, number)
+    assert all(chunk.tokens > 0 for chunk in chunks)
+    assert sum(chunk.work for chunk in chunks) == item.work + (number - 1) * 3 * UNITS_PER_TOKEN
+    last = (
+        1 + 2 * tokens / at
+    ) * UNITS_PER_TOKEN  # the document's last token's work: chunks end at whole tokens
+    even = item.work / number
+    if tokens > 4 * number:
+        assert all(abs(chunk.work - even) <= 2 * last + 6 * UNITS_PER_TOKEN for chunk in chunks)
+
+
+def test_documents_give_up_chunks_where_there_are_too_many_and_take_more_where_there_are_too_few() -> None:
+    assert sorted(chunk_counts([100, 100, 100], [9, 9, 9], 4, 100)) == [1, 1, 2]
+    assert sum(chunk_counts([100], [9], 4, 100)) == 4
+    assert chunk_counts([100, 1], [90, 1], 2, 30) == [3, 1], "a micro-batch's tokens ask for three"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(1, 5), st.data())
+def test_tokens_held_at_once_are_those_of_the_schedules_order(
+    sizes: list[int], stages: int, data: st.DataObject
+) -> None:
+    count = sum(sizes)
+    tokens = data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
+    expected = in_flight(grouped_orders(stages, sizes), tokens)[0]
+    assert most_held(tokens, sizes, StepLaw(pp=stages)) == expected
+
+
+def long_run(pp: int, windows: int, iterations: int, **settings: Any) -> list[IterationPlan]:
+    lengths = np.random.default_rng(0).permutation(long_tailed(131072))[:30_000].tolist()
+    cost = CostModel(24576.0, 0.0, 1000.0)
+    job = {"window": 131072, "micro_batches": windows, "pp": pp, "endless": True, "cost": cost}
+    settings = {"micro_batches_per_window": "auto"} | settings
+    return run(make_planner(lengths, **job, **settings), most=iterations)
+
+
+def test_a_long_tailed_corpus_gains_half_over_arrival_order_on_four_stages_with_nothing_delayed() -> None:
+    plain, cut = (long_run(4, 4, 50, **how) for how in ({"packing": "original"}, {"chunks": "on"}))
+
+    def per_token(plans: list[IterationPlan]) -> float:
+        """Whole documents alone: brute force knows no groups, whose step is never shorter."""
+        grids = [[one for column in columns(plan) for one in column] for plan in plans]
+        time = sum(one_f_one_b_time([m.work / UNITS_PER_TOKEN + 1000 for m in grid], 4) / 3 for grid in grids)
+        return time / sum(one.tokens for grid in grids for one in grid)
+
+    assert per_token(plain) / per_token(cut) >= 1.4
+    assert max(one.tokens for plan in cut for column in columns(plan) for one in column) <= 0.8 * 131072
+    assert all(not plan.waiting for plan in cut)
+    assert sum(plan.predicted for plan in cut) <= 1.2 * sum(plan.ideal for plan in cut)
+
+
+def test_the_tokens_in_flight_are_about_a_window_a_stage() -> None:
+    for plan in long_run(4, 4, 50, chunks="on"):
+        for column in columns(plan):
+            held = most_held([m.tokens for m in column], groups([m.pieces for m in column]), StepLaw(pp=4))
+            assert held <= 4 * 131072 * 1.1
+
+
+def chosen(**how: Any) -> tuple[type, list[str]]:
+    said: list[str] = []
+    sample = long_tailed(131072)[:20_000].tolist()
+    settings = {"chunks": how.pop("chunks", "auto"), "packing": how.pop("packing", "varlen")}
+    no_chunks = how.pop("no_chunks", [])
+    job = {"window": 131072, "micro_batches": 4, "pp": 4, "sample": sample} | how
+    packer = make_packer(
+        WlbConfig(**settings), CostModel(24576.0, 0.0, 1000.0), **job, no_chunks=no_chunks, say=said.append
+    )
+    return type(packer), said
+
+
+def test_auto_takes_chunks_where_they_are_predicted_to_pay_and_says_why() -> None:
+    kind, said = chosen()
+    assert kind is ChunkPacker and "yes (a step of" in said[0]
+    kind, said = chosen(pp=1)
+    assert kind is VarlenPacker and "no pipeline" in said[0]
+    kind, said = chosen(sample=[900] * 1000)
+    assert kind is VarlenPacker, "short documents balance whole"
+    kind, said = chosen(no_chunks=[("--flag", "drop it")])
+    assert kind is VarlenPacker and "not with --flag" in said[0]
+
+
+def test_chunks_that_are_asked_for_are_refused_by_the_flag_that_keeps_them_out() -> None:
+    with pytest.raises(WlbError, match="--wlb-chunks on does not go with --flag: drop it"):
+        chosen(chunks="on", no_chunks=[("--flag", "drop it")])
+    with pytest.raises(WlbError, match="an interleaved schedule"):
+        chosen(chunks="on", vpp=2)
+    with pytest.raises(WlbError, match="needs --wlb-packing varlen"):
+        chosen(chunks="on", packing="original")

@@ -1,0 +1,91 @@
+"""Whether long documents train in chunks: as asked for, or as a sample of the corpus predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.chunk_packer import ChunkPacker
+from wlb_megatron.packing.delay_bound import Limits
+from wlb_megatron.packing.packer import Packer, Ranks
+from wlb_megatron.packing.thresholds import MOST_BINS, sampled, step_over_ideal
+from wlb_megatron.workload.cost_model import CostModel
+
+LONGEST = (3, 4)
+"""Windows of the longest micro-batch of a plan with chunks (a ratio): a longer document comes in several."""
+
+PAYS = 0.98
+"""Chunks are taken where a step is predicted to take at most this share of the time that it takes with whole ones."""
+
+
+class Choice(NamedTuple):
+    chunks: bool
+    why: str
+
+
+def with_chunks(limits: Limits, max_tokens: int | None, alignment: int) -> Limits:
+    """The limits of a plan with chunks: nothing is delayed, micro-batches are shorter."""
+    most = limits.window * LONGEST[0] // LONGEST[1]
+    capacity = max(alignment, min(most, max_tokens or most) // alignment * alignment)
+    return replace(limits, capacity=capacity, max_delay=0)
+
+
+def choose_chunks(
+    config: WlbConfig,
+    cost: CostModel,
+    limits: Limits,
+    ranks: Ranks,
+    per_window: float | None,
+    sample: Sequence[int] | None,
+    refused: Sequence[tuple[str, str]],
+    whole: Callable[[Limits, Ranks], Packer],
+) -> Choice:
+    """limits: of the plan with chunks. sample: lengths of documents (tokens). refused: (flag, cure) of each setting
+    that chunks cannot be trained with. whole: the packer without chunks, for limits.bins windows on ranks.
+
+    WlbError where chunks are asked for and refused.
+    """
+    if config.chunks == "off":
+        return Choice(False, "--wlb-chunks off")
+    refused = [*refused, *_refused(config, ranks)]
+    if refused:
+        flag, cure = refused[0]
+        if config.chunks == "on":
+            raise WlbError(f"--wlb-chunks on does not go with {flag}: {cure}, or set --wlb-chunks auto")
+        return Choice(False, f"not with {flag}")
+    if config.chunks == "on":
+        return Choice(True, "--wlb-chunks on")
+    if ranks.pp == 1:
+        return Choice(False, "there is no pipeline to fill")
+    if not sample:
+        return Choice(False, "no documents to predict from")
+    windows = min(limits.bins // ranks.dp, MOST_BINS)
+    few, one = replace(limits, bins=windows), ranks._replace(dp=1)
+    lengths = sampled(sample)
+    cut, uncut = (
+        step_over_ideal(lengths, windows * limits.window, packer)
+        for packer in (ChunkPacker(cost, few, one, per_window=per_window), whole(few, one))
+    )
+    return Choice(
+        cut <= PAYS * uncut, f"a step of {cut:.2f} times the ideal one is predicted, with whole {uncut:.2f}"
+    )
+
+
+def _refused(config: WlbConfig, ranks: Ranks) -> list[tuple[str, str]]:
+    rows = (
+        (
+            config.cp_mode == "dynamic",
+            "--wlb-cp-mode dynamic",
+            "groups take whole documents; use --wlb-cp-mode fixed",
+        ),
+        (
+            config.release == "full",
+            "--wlb-release full",
+            "it is the paper's release of whole documents; leave it out",
+        ),
+        (ranks.vpp > 1, "an interleaved schedule", "use one model chunk a stage"),
+    )
+    return [(flag, cure) for applies, flag, cure in rows if applies]

@@ -1,0 +1,166 @@
+"""Micro-batches of like work out of documents as they arrive: long ones in chunks, none delayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.chunked import fill, in_order, spread_over_ranks
+from wlb_megatron.packing.delay_bound import Limits
+from wlb_megatron.packing.delay_price import DelayPrice
+from wlb_megatron.packing.outlier_queues import Item
+from wlb_megatron.packing.packer import (
+    ONE_RANK,
+    Batch,
+    Grid,
+    Packed,
+    Ranks,
+    Waiting,
+    check_settings,
+    decode,
+    encode,
+)
+from wlb_megatron.pipeline.step_law import StepLaw
+from wlb_megatron.plan import MicroBatch, Piece
+from wlb_megatron.workload.cost_model import CostModel
+
+TRIED = 3
+"""Numbers of micro-batches that are filled; a rough estimate chooses them."""
+
+HELD = 110
+"""Percent of the windows in flight, one a stage, that a stage should hold at once. A schedule with whole documents and
+an Lmax of 1.5 windows may hold 150."""
+
+
+class _Tried(NamedTuple):
+    price: tuple[int, int, int, int]
+    grid: Grid
+    left: list[Item]
+
+
+class ChunkPacker:
+    """Everything that arrived trains in its iteration, in as many micro-batches as give the least predicted step.
+
+    What finds no room (a capacity or a cap on documents set very low) trains in the next one. All chunks of a document
+    are in one iteration, on one data-parallel rank, in order. States are the varlen packer's: what waits.
+    """
+
+    intake_batches = 1
+
+    def __init__(
+        self, cost: CostModel, limits: Limits, ranks: Ranks = ONE_RANK, *, per_window: float | None = None
+    ) -> None:
+        """limits.capacity: tokens of a micro-batch; longer documents come in chunks. per_window: micro-batches for each
+        window, None: as many as give the least predicted step."""
+        if ranks.vpp > 1:
+            raise WlbError(
+                "documents in chunks need a schedule that is not interleaved: set --wlb-chunks off, or leave out "
+                "--num-virtual-stages-per-pipeline-rank"
+            )
+        self._cost = cost
+        self._limits = limits
+        self._ranks = ranks
+        self._per_window = per_window
+        self.bins = limits.bins
+        self.law = ranks.law(cost)
+        self.held_tokens = min(limits.bins // ranks.dp, ranks.pp) * limits.window * HELD // 100
+        self._waiting: list[Item] = []
+        self._serial = 0
+
+    @property
+    def max_tokens(self) -> int:
+        return self._limits.capacity
+
+    @property
+    def waiting(self) -> tuple[Piece, ...]:
+        return tuple(item.piece for item in self._waiting)
+
+    def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
+        self._limits = replace(self._limits, bins=batch.bins)
+        items = [*self._waiting, *self._items([(piece, iteration) for piece in arrived])]
+        ranks = spread_over_ranks(sorted(items, key=lambda item: -item.work), self._ranks.dp)
+        share = max(sum(item.work for item in rank) for rank in ranks)
+        windows = batch.bins // self._ranks.dp
+        counts = self.law.counts(windows, self._per_window)
+        rough = sorted(counts, key=lambda count: (self.law.estimate(count, share), count))[:TRIED]
+        tried = [self._try(ranks, count) for count in rough]
+        if min(one.price for one in tried)[:3] > (0, 0, 0):
+            # Documents longer than a micro-batch may ask for more of them than was asked for.
+            every = self.law.counts(windows, None, always=True)
+            tried += [self._try(ranks, count) for count in every if count not in rough]
+        best = min(tried, key=lambda one: one.price)
+        self._waiting = sorted(best.left, key=lambda item: item.serial)
+        return Packed(best.grid)
+
+    def _try(self, ranks: Sequence[Sequence[Item]], count: int) -> _Tried:
+        """price: documents left out, empty micro-batches, tokens held above what should be, and the predicted step."""
+        columns: list[list[MicroBatch]] = []
+        left: list[Item] = []
+        over = step = 0
+        for items in ranks:
+            units, out = fill(items, count, self._limits.capacity, self._limits.max_documents, self._cost)
+            left += out
+            column, groups = in_order(units)
+            columns.append(column)
+            if column:
+                step = max(step, self.law.rank([one.work for one in column], groups))
+                held = most_held([one.tokens for one in column], groups, self.law)
+                over = max(over, held - self.held_tokens)
+        empty = sum(not one.pieces for column in columns for one in column)
+        whole = all(len(column) == count for column in columns)
+        grid = tuple(zip(*columns, strict=True)) if whole else ()
+        return _Tried((len(left) if whole else 1 << 62, empty, over, step), grid, left)
+
+    def _items(self, arrivals: Sequence[tuple[Piece, int]]) -> list[Item]:
+        lengths = [piece.end - piece.start for piece, _ in arrivals]
+        works = self._cost.work(lengths).tolist()
+        items = [
+            Item(work, tokens, serial, entry, piece)
+            for serial, (work, tokens, (piece, entry)) in enumerate(
+                zip(works, lengths, arrivals, strict=True), start=self._serial
+            )
+        ]
+        self._serial += len(items)
+        return items
+
+    def state(self) -> dict[str, Any]:
+        waiting = [Waiting(item.piece, item.entry) for item in self._waiting]
+        return {"settings": self._settings(), "waiting": encode(waiting), "price": DelayPrice().state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """What waited trains in the next iteration, whatever bound on delay it had."""
+        check_settings(state["settings"], {name: self._settings()[name] for name in ("packing", "window")})
+        self._waiting = self._items(decode(state["waiting"]))
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "packing": "varlen",
+            "window": self._limits.window,
+            "max_tokens": self._limits.capacity,
+            "max_documents": self._limits.max_documents,
+            "chunks": True,
+        }
+
+
+def most_held(tokens: Sequence[int], groups: Sequence[int], law: StepLaw) -> int:
+    """Tokens that the first stage holds at once, at most, from their forward to the end of their backward.
+
+    Stages 2, tokens 5 3 4, groups 2 1: forwards 0 1 2, then backward 1, so 12 at most.
+    """
+    if law.pp == 1:  # one stage runs a group's backwards as soon as all its forwards have run
+        ends = list(accumulate(groups))
+        return max(sum(tokens[end - size : end]) for end, size in zip(ends, groups, strict=True))
+    backwards: list[int] = []
+    for size in groups:
+        backwards += range(len(backwards) + size - 1, len(backwards) - 1, -1)
+    ahead = law.pp - 1 + max(groups) - 1
+    held = most = 0
+    for at, size in enumerate(tokens):
+        held += size
+        most = max(most, held)
+        if at >= ahead:
+            held -= tokens[backwards[at - ahead]]
+    return most

@@ -1,0 +1,137 @@
+"""Long documents cut into chunks of like work, each in a micro-batch of its own, in order.
+
+A chunk [s, e) of a document attends to all of [0, e), so its work is the document's up to e less that up to s, and
+chunks of equal work get shorter towards the end: work d + d*d/8 of a document of 8 tokens is 16; two chunks of 8 are
+[0, 5) and [5, 8), of 8.1 and 7.9. Micro-batches that share a document form a group, whose backwards run last first;
+each group has one document in chunks, so that groups are not chained. Documents that stay whole fill all micro-batches
+to the same work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from wlb_megatron.packing.bins import Bins
+from wlb_megatron.packing.outlier_queues import Item
+from wlb_megatron.plan import MicroBatch
+from wlb_megatron.workload.cost_model import CostModel
+
+WHOLE = 115
+"""A document stays whole if its work is at most this percentage of a micro-batch's share."""
+
+
+class Unit(NamedTuple):
+    """Micro-batches that stay side by side, in order: a group, or one alone."""
+
+    micro_batches: tuple[MicroBatch, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.micro_batches)
+
+    @property
+    def mean_work(self) -> int:
+        return sum(one.work for one in self.micro_batches) // len(self.micro_batches)
+
+
+def spread_over_ranks(items: Sequence[Item], dp: int) -> list[list[Item]]:
+    """Whole documents to data-parallel ranks, by falling work, each to the rank with least work so far."""
+    ranks: list[list[Item]] = [[] for _ in range(dp)]
+    work = [0] * dp
+    for item in items:
+        rank = min(range(dp), key=work.__getitem__)
+        ranks[rank].append(item)
+        work[rank] += item.work
+    return ranks
+
+
+def fill(
+    items: Sequence[Item], count: int, capacity: int, most_documents: int, cost: CostModel
+) -> tuple[list[Unit], list[Item]]:
+    """`count` micro-batches of like work out of one rank's documents, and what found no room.
+
+    items: whole documents by falling work. capacity: tokens of a micro-batch. Fewer units than micro-batches where
+    some are groups. A micro-batch may be empty where there are fewer documents and chunks than micro-batches.
+    """
+    chunks = chunk_counts([item.work for item in items], [item.tokens for item in items], count, capacity)
+    if sum(number for number in chunks if number > 1) > count:
+        return [], list(items)
+    bins = Bins(count, capacity, most_documents)
+    groups: list[range] = []
+    at = 0
+    for item, number in zip(items, chunks, strict=True):
+        if number > 1:
+            for place, chunk in enumerate(cut(item, number, cost), start=at):
+                bins.place(chunk, place)
+            groups.append(range(at, at + number))
+            at += number
+    left = bins.add_all(item for item, number in zip(items, chunks, strict=True) if number == 1)
+    made = [
+        MicroBatch(tuple(item.piece for item in contents), work)
+        for contents, work in zip(bins.contents(), bins.work, strict=True)
+    ]
+    units = [Unit(tuple(made[place] for place in group)) for group in groups]
+    return units + [Unit((one,)) for one in made[at:]], left
+
+
+def chunk_counts(works: Sequence[int], tokens: Sequence[int], count: int, capacity: int) -> list[int]:
+    """Into how many chunks each document is cut, 1: it stays whole.
+
+    As many as bring its chunks nearest to a micro-batch's share of the work, and at least as many as `capacity` asks
+    for. Where these are more than `count`, those documents give one up whose chunks grow least by it, if any can.
+    """
+    share = max(1, sum(works) // count)
+    least = [-(-length // capacity) for length in tokens]
+    chosen = [
+        min(length, max(few, 1 if 100 * work <= WHOLE * share else max(2, round(work / share))))
+        for work, length, few in zip(works, tokens, least, strict=True)
+    ]
+    # Small ones share a micro-batch with chunks, the others ask for one of their own.
+    large = [i for i, work in enumerate(works) if 2 * work >= share]
+    while sum(chosen[i] for i in large) > count:
+        open_to = [i for i in large if chosen[i] > max(1, least[i])]
+        if not open_to:
+            break
+        i = min(open_to, key=lambda i: (works[i] / (chosen[i] - 1), i))
+        chosen[i] -= 1
+    # Every micro-batch gets something: a document more is cut, or into one chunk more, where there are too few.
+    while chosen and sum(chosen) < count:
+        open_to = [i for i, number in enumerate(chosen) if number < tokens[i]]
+        if not open_to:
+            break
+        chosen[max(open_to, key=lambda i: (works[i] / chosen[i], -i))] += 1
+    return chosen
+
+
+def cut(item: Item, number: int, cost: CostModel) -> list[Item]:
+    """The document in `number` chunks of about equal work, in order, none empty. Ends are whole tokens."""
+    length = item.tokens
+    whole = length + length * length / cost.quadratic_at
+    ends: list[int] = []
+    for at in range(1, number):
+        # d + d*d/q = w for d: sums, products and square roots round alike on every host.
+        work = whole * at / number
+        end = int((math.sqrt(cost.quadratic_at * (cost.quadratic_at + 4 * work)) - cost.quadratic_at) / 2)
+        ends.append(min(max(end, (ends[-1] if ends else 0) + 1), length - number + at))
+    ends.append(length)
+    works = cost.work(ends).tolist()
+    own = int(
+        cost.work([1])[0] - CostModel(cost.quadratic_at).work([1])[0]
+    )  # a document's own cost, for each chunk
+    chunks, start = [], 0
+    for end, upto, before in zip(ends, works, [own, *works], strict=False):
+        piece = item.piece._replace(
+            start=item.piece.start + start, end=item.piece.start + end, prefix=item.piece.prefix + start
+        )
+        chunks.append(item._replace(work=upto - before + own, tokens=end - start, piece=piece))
+        start = end
+    return chunks
+
+
+def in_order(units: Sequence[Unit]) -> tuple[list[MicroBatch], tuple[int, ...]]:
+    """Micro-batches with least work first and last, groups side by side; and the sizes of the groups."""
+    rising = sorted(range(len(units)), key=lambda i: (units[i].mean_work, i))
+    order = [units[i] for i in rising[::2] + rising[1::2][::-1]]
+    return [one for unit in order for one in unit.micro_batches], tuple(unit.size for unit in order)
