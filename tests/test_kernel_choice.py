@@ -17,6 +17,8 @@ from wlb_megatron.attention import core_attention, kernel_choice
 from wlb_megatron.attention.kernel_choice import TRIED, Layer, chosen, told
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.kernels import kernels_of
+from wlb_megatron.profiler.command import _backend
+from wlb_megatron.workload.profile import ProfiledModel
 
 HOPPER = Layer(dim=128, v_dim=128, grouped=True, capability=(9, 0))
 
@@ -141,6 +143,32 @@ def test_a_layer_gets_the_kernels_that_are_asked_for(on_hopper: None, installed:
     assert layer_of(128, "fa4", deterministic_mode=True).kernels == ("fa4", ("fa4", True))
     with pytest.raises(WlbError, match="not 260"):
         _ = layer_of(260, "fa4").kernels
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpu", "lacks", "found"),
+    [
+        ("auto", False, None, "torch"),
+        ("auto", True, None, "fa4"),
+        ("auto", True, "no", "te"),
+        ("te", True, None, "te"),
+        ("fa4", True, "no", "WlbError"),
+        ("fa4", False, None, "WlbError"),
+        ("torch", True, None, "torch"),
+    ],
+)
+def test_a_profile_is_made_with_the_kernels_that_training_takes(
+    monkeypatch: pytest.MonkeyPatch, asked: str, gpu: bool, lacks: str | None, found: str
+) -> None:
+    monkeypatch.setattr(kernel_choice, "not_installed", lambda: lacks)
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    cuda = SimpleNamespace(is_available=lambda: gpu, get_device_capability=lambda: (9, 0))
+    model = ProfiledModel(hidden=1024, ffn=4096, heads=8, kv_heads=2, head_dim=128, vocab=256)
+    try:
+        assert _backend(asked, model, SimpleNamespace(cuda=cuda)) == found
+    except WlbError as refused:
+        assert found == "WlbError" and f"--backend {asked}" in str(refused)
 
 
 def test_the_flags_say_beforehand_which_kernels_the_model_gets(

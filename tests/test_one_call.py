@@ -117,6 +117,20 @@ def test_one_call_is_taken_exactly_where_it_is_predicted_faster_and_small(data, 
     assert predict_all([plan, chosen], table).max(axis=1).argmin() == int(chosen.one_call)
 
 
+def test_kernels_that_are_not_built_by_size_take_one_call_however_long_where_it_is_faster():
+    """A table in which what is masked costs nothing, as FlashAttention-4's: one call of a long document, too."""
+    table = h100()
+    shares = [1 - min(0.5 / max(ratio, 1), 0.5) for ratio in table.ratios]
+    masked = tuple(
+        tuple(ns * share for ns, share in zip(row, shares, strict=True)) for row in table.rectangle
+    )
+    lighter = replace(table, bottom_right=masked)
+    plan = shard([131072], 4, "per-document")
+    assert not in_fewest_calls([plan], lighter)[0].one_call
+    assert in_fewest_calls([plan], replace(lighter, backend="fa4"))[0].one_call
+    assert not in_fewest_calls([plan], replace(table, backend="fa4"))[0].one_call, "it is not faster there"
+
+
 def test_a_short_cut_document_takes_one_call_and_a_long_one_two():
     short, long, whole = (shard(lengths, 2, "per-document") for lengths in ([2048], [131072], [64]))
     assert [p.one_call for p in in_fewest_calls([short, long], h100())] == [True, False]

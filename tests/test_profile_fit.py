@@ -50,6 +50,7 @@ def truth(way: str, *, executor: bool = True) -> Any:
     return replace(
         table,
         rectangle=part(table.rectangle),
+        bottom_right=part(table.bottom_right),
         diagonal=tuple(ns * share for ns in table.diagonal),
         call=EXTRAS.call * executor,
         segment=EXTRAS.segment * executor,
@@ -127,6 +128,39 @@ def test_a_fit_finds_the_costs_that_the_times_were_made_of(costs: Costs) -> None
         assert link.latency == pytest.approx(20_000, rel=0.01) and link.per_byte == pytest.approx(
             1 / 200, rel=0.01
         )
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "fa4"])
+def test_bottom_right_calls_have_the_times_that_were_measured_of_them(
+    samples: list[dict[str, Any]], backend: str
+) -> None:
+    """Half as much at as many keys as queries, where nothing masked is computed."""
+    shares = {1: 0.5, 1.5: 2 / 3, 2: 0.75, 4: 0.875, 8: 0.9375}
+
+    def lighter(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["part"] != "bottom_right":
+            return sample
+        ((queries, keys, copies),) = sample["sizes"]["bottom_right"]
+        share = shares.get(keys / queries, 1.0)
+        pairs = {
+            way: truth(way, executor=False).rectangle_ns(*map(np.array, (queries, keys))) for way in SHARES
+        }
+        beside = EXTRAS.call + copies * (EXTRAS.segment + EXTRAS.query * queries + EXTRAS.key * keys)
+        return sample | {way: [round(float(ns) * copies * share + beside)] * 3 for way, ns in pairs.items()}
+
+    table = fit(MODEL, [lighter(one) for one in samples], Device("a GPU", backend=backend)).table
+    assert table.backend == backend
+    for queries in (512, 2048, 8192):
+        for ratio, share in shares.items():
+            rows, keys = np.array([queries]), np.array([round(queries * ratio)])
+            rectangle, masked = (
+                float(ns[0]) - table.segment - table.query_row * queries - table.key_row * keys[0]
+                for ns in (
+                    replace(table, moved_query=0.0, moved_key=0.0).rectangle_ns(rows, keys),
+                    table.bottom_right_ns(rows, keys),
+                )
+            )
+            assert masked == pytest.approx(rectangle * share, rel=0.06), (queries, ratio)
 
 
 def test_forward_and_backward_sum_to_the_table_that_shardings_are_chosen_by(costs: Costs) -> None:

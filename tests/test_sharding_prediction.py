@@ -142,6 +142,10 @@ def test_a_table_is_written_and_read_back_whole(tmp_path):
     path = tmp_path / "table.json"
     path.write_text(h100().to_json())
     assert KernelTable.from_json(path) == h100()
+    older = json.loads(h100().to_json())
+    del older["backend"]
+    path.write_text(json.dumps(older))
+    assert KernelTable.from_json(path).backend == "cudnn", "before there were two"
 
 
 @pytest.mark.parametrize(

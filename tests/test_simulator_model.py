@@ -179,5 +179,6 @@ def test_seeded_lengths_are_alike_for_every_window_and_long_tailed():
 
 def test_built_in_tables_are_chosen_by_the_gpus_name() -> None:
     assert of_gpu("NVIDIA H200").device == "NVIDIA H200"
+    assert of_gpu("NVIDIA H200", "cudnn").backend == "cudnn"
     for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100", ""):
         assert of_gpu(name) is h100()

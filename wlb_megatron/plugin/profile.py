@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from wlb_megatron.attention.kernel_choice import NAMES
 from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin.kernels import kernels_of
 from wlb_megatron.workload.profile import Profile, read_profile
 
 
@@ -42,6 +44,10 @@ def told(profile: Profile, args: Any) -> str:
         here = torch.cuda.get_device_name(args.local_rank)
         if here != profile.device:
             line += f"; this GPU is another ({here}): its times are taken to be in proportion"
+    kernels, _ = kernels_of(args)
+    if kernels in ("cudnn", "fa4") and profile.costs.table.backend != kernels:
+        theirs = NAMES[profile.costs.table.backend]
+        line += f"; its attention is by {theirs}'s kernels, this job's by {NAMES[kernels]}'s"
     vocabulary = args.padded_vocab_size
     if vocabulary and vocabulary != profile.model.vocab:
         line += f"; its vocabulary is {profile.model.vocab:,}, not {vocabulary:,}: output and loss are predicted wrong"

@@ -28,6 +28,7 @@ from wlb_megatron.plugin.data import (
 )
 from wlb_megatron.plugin.dynamic import training_plans
 from wlb_megatron.plugin.flops import count_segments
+from wlb_megatron.plugin.kernels import kernels_of
 from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, ShardSettings, plan_iterations
 from wlb_megatron.plugin.prediction import predictor
 from wlb_megatron.plugin.profile import profile_of, told
@@ -67,6 +68,11 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
         profile = profile_of(args)
         if profile is not None:
             print_rank_0(f"> wlb_megatron: {told(profile, args)}")
+        elif kernels_of(args)[0] == "fa4" and _settings(train, args).table.backend != "fa4":
+            print_rank_0(
+                "> wlb_megatron: planning by cuDNN's kernel times: none of FlashAttention-4's are built in; "
+                "wlb-megatron profile measures them"
+            )
         # Training last: its planning thread must not hold a lock while evaluation's workers are forked.
         valid: Any = [_evaluation(sources[part], args) for part in sources if part.startswith("valid")]
         if not args.multiple_validation_sets:
@@ -91,7 +97,8 @@ def _training(sources: dict[str, Source], args: Any) -> MicroBatchIterator:
     remember(source, args, source.planner.state())
     settings, layout = _reporting(_settings(source, args), args), _layout(args)
     states = [json.dumps(each.planner.state(), sort_keys=True) for each in sources.values()]
-    agreement.begin(settings.table.to_json(), settings.sharding, source.config.cp_mode, *states)
+    decisive = settings.table.to_json(), settings.sharding, source.config.cp_mode, kernels_of(args)[0]
+    agreement.begin(*decisive, *states)
     make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
     if source.config.cp_mode == "dynamic":
         make = training_plans(source.planner, source.config, args, settings, lambda: ahead)
@@ -199,12 +206,15 @@ def _settings(source: Source, args: Any) -> ShardSettings:
 
     heads, groups, channels = attention_shape(args)
     tp, profile = args.tensor_model_parallel_size, profile_of(args)
+    kernels, _ = kernels_of(args)
     if profile is not None:
         table = profile.costs.table
     elif args.distributed_backend == "nccl":
-        table = of_gpu(shared_gpu(torch.cuda.get_device_name(args.local_rank)))
+        table = of_gpu(shared_gpu(torch.cuda.get_device_name(args.local_rank)), kernels)
     else:
         table = h100()
+    if kernels == "cudnn":
+        table = replace(table, backend=kernels)  # whoever's times: its graphs bound what one call may hold
     return ShardSettings(
         dp_rank=parallel_state.get_data_parallel_rank(),
         cp_size=args.context_parallel_size,

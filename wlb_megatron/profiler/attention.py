@@ -30,22 +30,23 @@ class AttentionBench:
         return self._share(point) if point.plan is not None else self._call(point)
 
     def _call(self, point: Point) -> Part:
-        """One kernel call, causal over diagonals or without mask over rectangles."""
-        causal = bool(point.sizes["diagonals"])
-        if causal:
-            sizes = np.array([(q, q) for q, n in point.sizes["diagonals"] for _ in range(n)])
+        """One kernel call, causal over diagonals or bottom-right ones, or without mask over rectangles."""
+        diagonals, masked = point.sizes["diagonals"], point.sizes.get("bottom_right", [])
+        if diagonals:
+            sizes = np.array([(q, q) for q, n in diagonals for _ in range(n)])
         else:
-            sizes = np.array([(q, k) for q, k, n in point.sizes["rectangles"] for _ in range(n)])
+            shapes = masked or point.sizes["rectangles"]
+            sizes = np.array([(q, k) for q, k, n in shapes for _ in range(n)])
         queries, keyed = (
             torch.from_numpy(np.concatenate(([0], np.cumsum(side))).astype(np.int32)).to(self.device)
             for side in sizes.T
         )
         rows, keys = (int(n) for n in sizes.sum(axis=0))
         call = DeviceCall(
-            causal=causal,
+            causal=bool(diagonals or masked),
             window=None,
             cu_seqlens_q=queries,
-            cu_seqlens_kv=queries if causal else keyed,
+            cu_seqlens_kv=queries if diagonals else keyed,
             max_q=int(sizes[:, 0].max()),
             max_kv=int(sizes[:, 1].max()),
             q_rows=rows,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from wlb_megatron.attention import kernel_choice
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.report.table import print_table
 from wlb_megatron.workload.costs import Costs
@@ -15,6 +16,9 @@ from wlb_megatron.workload.fit import fit
 from wlb_megatron.workload.leave_out import leave_out
 from wlb_megatron.workload.pairs_table import Device
 from wlb_megatron.workload.profile import ProfiledModel, read_samples, write_profile
+
+TABLES = {"te": "cudnn", "fa4": "fa4", "torch": "torch"}
+"""What a kernel table calls each backend's kernels."""
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +51,10 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--backend",
-        choices=("auto", "te", "torch"),
+        choices=("auto", "te", "fa4", "torch"),
         default="auto",
-        help="te: Transformer Engine on a GPU; torch: plain torch on the CPU (default: te where there is a GPU)",
+        help="attention's kernels. te: cuDNN's through Transformer Engine; fa4: FlashAttention-4's; torch: plain torch "
+        "on the CPU (default: those that --wlb-kernels auto trains with)",
     )
     add("--budget", type=float, default=170, help="begin no further point after this (seconds; default: 170)")
     parser.set_defaults(run=run_profile)
@@ -69,11 +74,7 @@ def run_profile(args: argparse.Namespace) -> None:
 
     with explain_bad_values():
         model = _model(args)
-    backend = args.backend
-    if backend == "auto":
-        backend = "te" if torch.cuda.is_available() else "torch"
-    if backend == "te":
-        _need_te(torch)
+    backend = _backend(args.backend, model, torch)
     out = Path(args.out)
     if not out.parent.is_dir():
         raise WlbError(f"cannot write {out}: there is no folder {out.parent}; make it or give another --out")
@@ -104,7 +105,8 @@ def _fit_and_write(path: Path, told: dict[str, Any]) -> None:
     """Fit, write, and show what was fitted and how well it predicts what it has not seen."""
     write_profile(path, told)  # what was measured is kept, whatever the fit says of it
     settings = told["settings"]
-    model, device = ProfiledModel(**settings["model"]), Device(settings["gpu"], settings["processors"])
+    model = ProfiledModel(**settings["model"])
+    device = Device(settings["gpu"], settings["processors"], TABLES[settings["backend"]])
     costs = fit(model, told["samples"], device)
     checks = leave_out(model, told["samples"], device)
     errors = {
@@ -164,23 +166,42 @@ def _model(args: argparse.Namespace) -> ProfiledModel:
     )
 
 
-def _need_te(torch: Any) -> None:
+def _backend(asked: str, model: ProfiledModel, torch: Any) -> str:
+    """te, fa4 or torch. WlbError where it cannot be."""
+    if asked == "torch" or (asked == "auto" and not torch.cuda.is_available()):
+        return "torch"
     if not torch.cuda.is_available():
-        raise WlbError("--backend te needs a GPU: run it there, or give --backend torch to try it on the CPU")
+        raise WlbError(
+            f"--backend {asked} needs a GPU: run it there, or give --backend torch to try it on the CPU"
+        )
     try:
         import transformer_engine.pytorch  # noqa: F401
     except ImportError as error:
-        raise WlbError(f"--backend te needs Transformer Engine, which does not import: {error}") from None
+        raise WlbError(
+            f"--backend {asked} needs Transformer Engine, which does not import: {error}"
+        ) from None
+    if asked == "te":
+        return "te"
+    layer = kernel_choice.Layer(
+        dim=model.head_dim,
+        v_dim=model.head_dim,
+        grouped=model.kv_heads != model.heads,
+        capability=torch.cuda.get_device_capability(),
+    )
+    lacks = kernel_choice.not_installed() or kernel_choice.unfit(layer)
+    if lacks and asked == "fa4":
+        raise WlbError(f"--backend fa4 cannot be used: {lacks}; give --backend te")
+    return "te" if lacks else "fa4"
 
 
 def _join(torch: Any, backend: str) -> tuple[int, int]:
     """Rank and number of processes; under torchrun, they are joined."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if backend == "te":
+    if backend != "torch":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if world == 1:
         return 0, 1
-    torch.distributed.init_process_group("nccl" if backend == "te" else "gloo")
+    torch.distributed.init_process_group("gloo" if backend == "torch" else "nccl")
     return torch.distributed.get_rank(), world
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,8 @@ MOST_ROWS = 1 << 19
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """queries, keys: of rectangles. diagonals: of causal segments. documents: (tokens, copies) of calls of unlike ones.
+    """queries, keys: of rectangles. diagonals: of causal segments. ratios: keys per query of bottom-right causal
+    segments, of as many queries as rectangles have. documents: (tokens, copies) of calls of unlike ones.
 
     windows: tokens of micro-batches that are cut over `cps` ranks as each of `kinds`, `samples` times, of which one
     share each is measured. tokens, loss_tokens: of a layer and of the model's ends. bytes: of collectives. most_flops:
@@ -35,6 +36,7 @@ class Grid:
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     diagonals: tuple[int, ...]
+    ratios: tuple[float, ...]
     documents: tuple[tuple[tuple[int, int], ...], ...]
     windows: tuple[int, ...]
     cps: tuple[int, ...]
@@ -55,6 +57,7 @@ GRIDS = {
         queries=tuple(128 * 2**n for n in range(9)),
         keys=tuple(128 * 2**n for n in range(11)),
         diagonals=(128, 256, 512, _K, 2 * _K, 4 * _K, 8 * _K, 16 * _K, 32 * _K, 64 * _K),
+        ratios=(1, 1.5, 2, 4, 8, 16, 64),
         documents=(
             ((16, 256),),
             ((16, 2048),),
@@ -78,6 +81,7 @@ GRIDS = {
         queries=(128, 512, 2 * _K, 8 * _K, 32 * _K),
         keys=(128, 512, 2 * _K, 8 * _K, 32 * _K),
         diagonals=(128, 256, 512, _K, 2 * _K, 4 * _K, 8 * _K, 16 * _K, 32 * _K),
+        ratios=(1, 1.5, 2, 4, 16),
         documents=(((16, 1024),), ((200, 512),), ((16 * _K, 1), (20, 256))),
         windows=(32 * _K, 48 * _K),
         cps=(1, 2),
@@ -94,6 +98,7 @@ GRIDS = {
         queries=(128, 256),
         keys=(128, 512),
         diagonals=(128, 256, 512),
+        ratios=(1, 2),
         documents=(((16, 8),), ((200, 1), (20, 4))),
         windows=(512,),
         cps=(1, 2),
@@ -113,7 +118,8 @@ GRIDS = {
 class Point:
     """One thing to measure. part: what of. sizes: JSON-able, what the fit needs to know of it.
 
-    Attention's sizes are "diagonals" [[queries, copies], ..] and "rectangles" [[queries, keys, copies], ..].
+    Attention's sizes are "diagonals" [[queries, copies], ..] and "rectangles" [[queries, keys, copies], ..]; or of one
+    part "bottom_right", as of rectangles.
     plan, rank: of a share of a micro-batch, through the whole executor.
     """
 
@@ -128,7 +134,8 @@ class Point:
 
 
 def attention_points(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
-    """Rectangles and diagonals of one shape, as many as fill a device; calls of unlike documents; whole shares."""
+    """Rectangles, diagonals and bottom-right segments of one shape, as many as fill a device; calls of unlike
+    documents; whole shares."""
     yield _segments("call", diagonals=[(1, 1)])
     for queries in grid.queries:
         for keys in grid.keys:
@@ -139,6 +146,12 @@ def attention_points(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
         copies = _copies(size, size, grid, model)
         if _flops(size * size * copies / 2, model) <= grid.most_flops:
             yield _segments("diagonal", diagonals=[(size, copies)])
+    for queries in grid.queries:
+        for keys in (round(queries * ratio) for ratio in grid.ratios):
+            copies = _copies(queries, keys, grid, model)
+            if keys <= grid.keys[-1] and _flops(queries * keys * copies, model) <= grid.most_flops:
+                point = _segments("bottom_right")
+                yield replace(point, sizes=point.sizes | {"bottom_right": [[queries, keys, copies]]})
     for documents in grid.documents:
         yield _segments("documents", diagonals=documents)
     yield from _shares(grid, model)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from wlb_megatron import __version__
+from wlb_megatron.attention import kernel_choice
 from wlb_megatron.errors import WlbError
 from wlb_megatron.profiler import network
 from wlb_megatron.profiler.attention import AttentionBench
@@ -32,7 +33,8 @@ from wlb_megatron.profiler.layer import (
 from wlb_megatron.profiler.points import GRIDS, Grid, Point, attention_points
 from wlb_megatron.workload.profile import FORMAT, ProfiledModel
 
-BACKENDS = ("te", "torch")
+BACKENDS = ("te", "fa4", "torch")
+"""cuDNN's kernels through Transformer Engine, FlashAttention-4's, plain torch."""
 Told = Callable[[str], None]
 
 
@@ -45,7 +47,7 @@ def profile(
     again. budget: seconds after which no further point is begun. tick: told each point; say: what is to be known.
     """
     began = time.perf_counter()
-    device = torch.device("cuda", torch.cuda.current_device()) if backend == "te" else torch.device("cpu")
+    device = torch.device("cpu") if backend == "torch" else torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(1)
     settings = _settings(model, grid, backend, device)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -101,7 +103,7 @@ class _Parts:
         self.ends: Any = keep_gradients(Ends(model).to(device, self.dtype))
 
     def step(self, point: Point) -> Part:
-        if point.part in ("call", "rectangle", "diagonal", "held_out", "documents", "share"):
+        if point.part in ("call", "rectangle", "diagonal", "bottom_right", "held_out", "documents", "share"):
             return self.attention.step(point)
         if point.part == "optimizer":
             return optimizer_step(self.layer)
@@ -113,7 +115,7 @@ class _Parts:
         return loss_step(self.ends, self.model, tokens, self.like, self.cross_entropy)
 
     def _layer(self, backend: str, say: Told) -> tuple[Any, Any, str]:
-        if backend == "te":
+        if backend != "torch":
             try:
                 from wlb_megatron.plugin.profiled_layer import megatron_layer
 
@@ -130,9 +132,7 @@ def _kernels(backend: str) -> Any:
         from wlb_megatron.attention.torch_backend import TorchKernels
 
         return TorchKernels()
-    from wlb_megatron.attention.te_backend import TransformerEngineKernels
-
-    return TransformerEngineKernels()
+    return kernel_choice.kernels("fa4" if backend == "fa4" else "cudnn")
 
 
 def _points(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
@@ -176,12 +176,13 @@ def _versions(backend: str) -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"wlb_megatron": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    for package in ("transformer_engine", "megatron-core"):
+    fa4 = kernel_choice.TRIED if backend == "fa4" else ()
+    for package in ("transformer_engine", "megatron-core", *fa4):
         try:
-            found[package] = version(package) if backend == "te" else ""
+            found[package] = version(package) if backend != "torch" else ""
         except PackageNotFoundError:
             found[package] = "unknown"
-    if backend == "te":
+    if backend != "torch":
         found |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return {name: value for name, value in found.items() if value}

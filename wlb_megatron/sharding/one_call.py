@@ -2,10 +2,10 @@
 
 Two calls (attention_calls.py) run the faster kernels: causal squares and rectangles without mask, the first while keys
 travel. One bottom-right call (window_call.py) also computes what it masks in backward, and waits for its keys; but it
-launches half as much, and no query is gathered and no output merged. So it is for short pieces cut over ranks: by the
-H100's table it is faster, in the median of 28 mixes of documents cut by hybrid, by 1 to 15 % at windows of 8K and 16K,
-and by 5 % at 32K over 8 ranks; from 64K on never (predicted: scripts/bench_calls.py,
-docs/results/simulated/one_call.csv).
+launches half as much, and no query is gathered and no output merged. So with cuDNN's kernels it is for short pieces cut
+over ranks: by the H100's table it is faster, in the median of 28 mixes of documents cut by hybrid, by 1 to 15 % at
+windows of 8K and 16K, and by 5 % at 32K over 8 ranks; from 64K on never (predicted: scripts/bench_calls.py,
+docs/results/simulated/one_call.csv). FlashAttention-4 leaves out what is masked in backward, too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.workload.kernel_table import KernelTable
 
 MOST_ROWS, MOST_KEYS = 8192, 32768
-"""Of a rank: where it has more, hybrid plans are not faster so, and graphs of such sizes need not be built."""
+"""Of a rank: where it has more, hybrid plans are not faster so with cuDNN's kernels, and graphs of such sizes need not
+be built. Of cuDNN alone."""
 
 
 def in_fewest_calls(plans: Sequence[ShardPlan], table: KernelTable) -> list[ShardPlan]:
     """The plans, of one CP size, with `one_call` where that is predicted faster: the same on all ranks."""
-    small = [at for at, plan in enumerate(plans) if _fits(plan)]
+    small = [at for at, plan in enumerate(plans) if _fits(plan, table)]
     found = list(plans)
     if small:
         chosen = [plans[at] for at in small]
@@ -35,10 +36,10 @@ def in_fewest_calls(plans: Sequence[ShardPlan], table: KernelTable) -> list[Shar
     return found
 
 
-def _fits(plan: ShardPlan) -> bool:
-    """Whether any rank sees earlier keys, and none has many rows or keys."""
-    return (
+def _fits(plan: ShardPlan, table: KernelTable) -> bool:
+    """Whether any rank sees earlier keys, and, where kernels are built by size, none has many rows or keys."""
+    few = table.backend != "cudnn" or (
         max(plan.tokens_per_rank) <= MOST_ROWS
         and max(int(rows[:, 2].sum()) for rows in plan.ranks) <= MOST_KEYS
-        and any(bool((rows[:, 1] > 0).any()) for rows in plan.ranks)
     )
+    return few and any(bool((rows[:, 1] > 0).any()) for rows in plan.ranks)

@@ -78,7 +78,7 @@ def fit_way(
 ) -> tuple[KernelTable, Extras]:
     """First, what a call, a segment and rows cost inside the kernels, by calls of all shapes at one rate of pairs; then
     the pairs' own times at each shape, without that; last, what the executor adds to whole shares."""
-    grid = [s for s in samples if s["part"] in ("rectangle", "diagonal")]
+    grid = [s for s in samples if s["part"] in ("rectangle", "diagonal", "bottom_right")]
     inside = _inside(model, samples, device, way)
     # Some of a call's time is its pairs', whatever the extras say of it.
     bare = [max(s[way][0] - float(_counts(s) @ inside), PAIRS_SHARE * s[way][0]) for s in grid]
@@ -122,13 +122,16 @@ def _pairs(sample: Sample) -> tuple[float, float]:
 def _pairs_ns(sample: Sample, table: KernelTable) -> float:
     diagonals = np.array(sample["sizes"]["diagonals"], dtype=np.int64).reshape(-1, 2)
     rectangles = np.array(sample["sizes"]["rectangles"], dtype=np.int64).reshape(-1, 3)
+    masked = np.array(sample["sizes"].get("bottom_right", []), dtype=np.int64).reshape(-1, 3)
     total = float((table.diagonal_ns(diagonals[:, 0]) * diagonals[:, 1]).sum())
-    return total + float((table.rectangle_ns(rectangles[:, 0], rectangles[:, 1]) * rectangles[:, 2]).sum())
+    total += float((table.rectangle_ns(rectangles[:, 0], rectangles[:, 1]) * rectangles[:, 2]).sum())
+    return total + float((table.bottom_right_ns(masked[:, 0], masked[:, 1]) * masked[:, 2]).sum())
 
 
 def _counts(sample: Sample) -> FloatArray:
     """float[7]: what of Extras a sample has. A share goes through the executor, which moves a second call's rows."""
     diagonals, rectangles = sample["sizes"]["diagonals"], sample["sizes"]["rectangles"]
+    rectangles = rectangles + sample["sizes"].get("bottom_right", [])
     own = sum(q * n for q, n in diagonals)
     second = np.array(
         [bool(rectangles), sum(q * n for q, _, n in rectangles), sum(k * n for _, k, n in rectangles)]

@@ -34,6 +34,7 @@ HALF = 64
 class KernelTable:
     """Times in nanoseconds of one layer's attention on one device: forward + backward, or one of them.
 
+    backend: whose kernels were timed, cudnn, fa4 (FlashAttention-4) or torch.
     heads, kv_heads, head_dim: of one tensor-parallel rank, the shape that was measured.
     queries: a ascending query counts, multiples of TILE. ratios: b ascending keys per query.
     rectangle, bottom_right: [a][b] time of a segment of queries[i] x (queries[i] * ratios[j]) rows; diagonal: [a].
@@ -66,6 +67,7 @@ class KernelTable:
     moved_query: float = 0.0
     moved_key: float = 0.0
     forward_share: float = 1 / 3.5
+    backend: str = "cudnn"
 
     def __post_init__(self) -> None:
         a, b = len(self.queries), len(self.ratios)
@@ -176,6 +178,7 @@ class KernelTable:
             raise ValueError(f"kernel table {path} is not JSON; {again}") from None
         if not isinstance(told, dict) or told.pop("version", None) != VERSION:
             raise ValueError(f"kernel table {path} is not of version {VERSION}; {again}")
+        told.setdefault("backend", "cudnn")  # there was no other
         names = {field.name for field in fields(KernelTable)}
         if set(told) != names:
             wrong = ", ".join(sorted(names.symmetric_difference(told)))
@@ -188,7 +191,8 @@ class KernelTable:
 
 @cache
 def builtin(name: str) -> KernelTable:
-    """A table of builtin_tables.py, which says with what it was measured: bf16, 8 query heads, 2 KV heads, d=128."""
+    """A table of builtin_tables.py, which says with what it was measured: bf16, 8 query heads, 2 KV heads, d=128.
+    FlashAttention-4's are those whose names end in -fa4."""
     return KernelTable(**TABLES[name])
 
 
@@ -197,9 +201,15 @@ def h100() -> KernelTable:
     return builtin("h100")
 
 
-def of_gpu(name: str) -> KernelTable:
-    """The built-in table of a GPU, by its driver's name: an H200's own, else an H100's."""
-    return builtin("h200" if "H200" in name else "h100")
+def of_gpu(name: str, backend: str = "cudnn") -> KernelTable:
+    """The built-in table of a GPU, by its driver's name: an H200's own, else an H100's. Of these kernels, where there
+    is one of any GPU, else of cuDNN's (its `backend` says which)."""
+    own = "h200" if "H200" in name else "h100"
+    if backend == "fa4":
+        measured = [gpu for gpu in (own, "h200", "h100") if f"{gpu}-fa4" in TABLES]
+        if measured:
+            return builtin(f"{measured[0]}-fa4")
+    return builtin(own)
 
 
 def _tiled(rows: IntArray, tile: int = TILE) -> IntArray:

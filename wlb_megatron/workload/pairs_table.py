@@ -19,10 +19,11 @@ WAYS: tuple[Way, Way] = ("forward", "backward")
 
 
 class Device(NamedTuple):
-    """Its name, and how many tiles it computes at once (multiprocessors)."""
+    """Its name, how many tiles it computes at once (multiprocessors), and whose kernels it ran."""
 
     name: str
     processors: int = 1
+    backend: str = "cudnn"
 
 
 def pairs_table(
@@ -34,6 +35,7 @@ def pairs_table(
     a rate between, on straight lines over logarithms; beyond them, the nearest.
     """
     rectangles: dict[int, dict[int, float]] = {}
+    masked: dict[int, dict[float, float]] = {}
     diagonals: dict[int, float] = {}
     tile = 0.0
     for sample, ns in zip(grid, times, strict=True):
@@ -41,11 +43,15 @@ def pairs_table(
             ((size, copies),) = sample["sizes"]["diagonals"]
             diagonals[size] = ns / copies / (size * (size + TILE))
             continue
-        ((queries, keys, copies),) = sample["sizes"]["rectangles"]
+        rows, keys, copies = shape_of(sample)
         full = filled(model, sample, device, way)
+        rate = ns * full / copies / rows / keys
+        if sample["part"] == "bottom_right":
+            masked.setdefault(rows, {})[keys / rows] = rate
+            continue
         if way == "forward" and full < 1:
             tile = max(tile, ns / keys)
-        rectangles.setdefault(queries, {})[keys] = ns * full / copies / queries / keys
+        rectangles.setdefault(rows, {})[keys] = rate
     if len(rectangles) < 2:
         missing("rectangles of two query counts")
     if len(diagonals) < 2:
@@ -53,7 +59,9 @@ def pairs_table(
     queries = sorted({*rectangles, *diagonals})
     most = max(max(row) for row in rectangles.values())
     ratios = [2.0**n for n in range(-10, 12) if TILE / queries[-1] <= 2.0**n <= most / queries[0]]
-    rows = _fill(rectangles, queries, ratios)
+    if masked:  # a third of the half that ratios 1 and 2 differ by is masked at 1.5
+        ratios = sorted({*ratios, 1.5})
+    filled_in = _fill(rectangles, queries, ratios)
     sizes = sorted(diagonals)
     rates = np.interp(np.log(queries), np.log(sizes), [diagonals[size] for size in sizes])
     return KernelTable(
@@ -63,8 +71,8 @@ def pairs_table(
         head_dim=model.head_dim,
         queries=tuple(float(q) for q in queries),
         ratios=tuple(ratios),
-        rectangle=rows,
-        bottom_right=_bottom_right(rows, ratios),
+        rectangle=filled_in,
+        bottom_right=_measured(masked, queries, ratios) if masked else _bottom_right(filled_in, ratios),
         diagonal=tuple(float(rate * q * (q + TILE)) for rate, q in zip(rates, queries, strict=True)),
         call=0.0,
         segment=0.0,
@@ -74,6 +82,7 @@ def pairs_table(
         exchange=0.0,
         exchange_row=0.0,
         forward_share=1.0 if way == "forward" else 0.0,
+        backend=device.backend,
     )
 
 
@@ -97,19 +106,44 @@ def _fill(
     return tuple(rows)
 
 
+def _measured(
+    found: dict[int, dict[float, float]], queries: Sequence[int], ratios: Sequence[float]
+) -> tuple[tuple[float, ...], ...]:
+    """[a][b] times of bottom-right causal calls; the rate per pair between measured ones on straight lines over
+    logarithms of keys per query, then of queries."""
+    known = sorted(found)
+    measured = [
+        np.interp(np.log(ratios), np.log(sorted(found[q])), [found[q][r] for r in sorted(found[q])])
+        for q in known
+    ]
+    columns = [np.interp(np.log(queries), np.log(known), column) for column in np.array(measured).T]
+    return tuple(
+        tuple(float(column[i] * q * q * r) for column, r in zip(columns, ratios, strict=True))
+        for i, q in enumerate(queries)
+    )
+
+
 def _bottom_right(
     rows: tuple[tuple[float, ...], ...], ratios: Sequence[float]
 ) -> tuple[tuple[float, ...], ...]:
-    """A bottom-right causal call computes its masked half in backward, and in forward only the diagonal's tiles."""
+    """Where none was measured, as cuDNN's are: a bottom-right causal call computes its masked half in backward, and in
+    forward only the diagonal's tiles."""
     shares = [1 - min(0.5 / (3.5 * max(r, 1)), 0.5) for r in ratios]
     return tuple(tuple(t * share for t, share in zip(row, shares, strict=True)) for row in rows)
 
 
 def filled(model: ProfiledModel, sample: Sample, device: Device, way: Way) -> float:
     """Share of the device that a call's tiles fill: of queries at once in a forward, of keys in a backward."""
-    ((queries, keys, copies),) = sample["sizes"]["rectangles"]
+    queries, keys, copies = shape_of(sample)
     tiles = -(-(queries if way == "forward" else keys) // TILE) * copies * model.rank_heads
     return min(1.0, tiles / device.processors)
+
+
+def shape_of(sample: Sample) -> tuple[int, int, int]:
+    """Queries, keys and copies of a call of rectangles, or bottom-right ones, of one shape."""
+    sizes = sample["sizes"]
+    ((queries, keys, copies),) = sizes.get("bottom_right") or sizes["rectangles"]
+    return queries, keys, copies
 
 
 def samples_of(samples: Sequence[Sample], part: str) -> list[Sample]:
