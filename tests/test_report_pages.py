@@ -30,7 +30,8 @@ def out(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("reproduction") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paper, "CONFIGURATIONS", paper.CONFIGURATIONS[:2])
-        patch.setattr(paper, "WINDOWS", paper.WINDOWS[:1])
+        for name in ("WINDOWS", "INTERLEAVED", "MANY"):
+            patch.setattr(paper, name, getattr(paper, name)[:1])
         patch.setattr(paper, "LARGE_JOB", paper.CONFIGURATIONS[0])
         patch.setattr(paper, "BREAKDOWN_OF", paper.CONFIGURATIONS[1])
         patch.setattr(paper, "SHARDING_OF", paper.CONFIGURATIONS[1])
@@ -98,7 +99,8 @@ def test_the_page_needs_nothing_else_and_says_that_it_is_simulated(out):
 def test_figures_agree_between_json_csv_and_markdown(out):
     told = json.loads((out / "reproduction.json").read_text())
     rows = list(csv.DictReader((out / "reproduction.csv").open()))
-    assert len(rows) == 4 * (len(told["configurations"]) + len(told["windows"]))
+    tables = ("configurations", "windows", "interleaved", "many_windows")
+    assert len(rows) == 5 * sum(len(told[key]) for key in tables)
     ours = next(r for r in rows if r["scheme"] == "ours")
     first = told["configurations"][0]
     assert float(ours["speedup"]) == first["schemes"]["ours"]["speedup"]

@@ -17,6 +17,7 @@ from wlb_megatron.workload.kernel_table import h100, of_gpu
 
 SMALL = ModelShape(layers=8, hidden=1024, heads=8, kv_heads=2, ffn=2048, vocab=1000)
 FREE = Assumptions(
+    host_launch=0,
     nvlink_rate=1e30,
     network_rate=1e30,
     nvlink_latency=0,
@@ -182,3 +183,53 @@ def test_built_in_tables_are_chosen_by_the_gpus_name() -> None:
     assert of_gpu("NVIDIA H200", "cudnn").backend == "cudnn"
     for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100", ""):
         assert of_gpu(name) is h100()
+
+
+def test_iterations_of_different_numbers_of_micro_batches_are_as_each_alone_and_in_order():
+    model = _model(pp=2, dp=2)
+    counts = [3, 1, 4, 3, 2, 4]
+    lengths = np.random.default_rng(3).integers(100, 5000, (len(counts), 4, 2))
+    shards = [
+        [[shard([int(one)], 1, "per-document") for one in row] for row in lengths[at, :count]]
+        for at, count in enumerate(counts)
+    ]
+    together = simulate(shards, model)
+    alone = [simulate([iteration], model) for iteration in shards]
+    assert together.steps.tolist() == [float(one.steps[0]) for one in alone]
+    assert together.tokens.tolist() == [int(one.tokens[0]) for one in alone]
+    assert together.busy.tolist() == [one.busy[0].tolist() for one in alone]
+    assert [times.shape for times in together.micro_batches] == [(count, 2) for count in counts]
+    assert together.micro_batch_count == pytest.approx(np.mean(counts))
+    assert together.step_over_ideal == pytest.approx(
+        np.mean([one.steps[0] / one.busy.mean() for one in alone])
+    )
+
+
+def test_documents_in_chunks_are_simulated_in_their_groups_order_on_each_rank():
+    model = _model(pp=2, dp=2)
+    plans = [[shard([size], 1, "per-document")] * 2 for size in (4000, 3000, 2000, 1000)]
+    orders = [[(2, 2), (1, 1, 1, 1)], [None, (4,)]]
+    told = simulate([plans, plans], model, orders=orders)
+    ends = [
+        [max(e.end for e in events) for events in group_events([plans], model, orders=[one])]
+        for one in orders
+    ]
+    assert told.steps.tolist() == pytest.approx([max(ranks) for ranks in ends])
+    assert ends[0][0] != ends[0][1] and ends[1][0] != ends[1][1]
+
+
+def test_a_micro_batch_costs_the_same_in_planning_as_training_says():
+    for recompute in ("none", "full"):
+        model = replace(_model(cp=2, tp=2), recompute=recompute)
+        cost, parameters = model.cost(), SMALL.layer_parameters / 2
+        token = (8 if recompute == "full" else 6) * parameters / 650e12 * 1e9
+        assert cost.per_micro_batch == pytest.approx(2 * 600e3 / token)
+        launches = 2.7e6 + 3.3e6 + (2.7e6 if recompute == "full" else 0)
+        assert cost.least_micro_batch == 0  # FREE: the host is ahead
+        for pp, stage in ((1, 0), (2, 18e6 / 4)):
+            hosts = replace(
+                model, assumptions=replace(FREE, host_launch=0.5), layout=replace(model.layout, pp=pp)
+            )
+            least = hosts.cost().least_micro_batch
+            assert least == pytest.approx(0.5 * 2 * (launches + stage) / token)
+            assert least / 2 * token == pytest.approx(float(sum(hosts.host(False))))

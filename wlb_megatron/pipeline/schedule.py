@@ -65,16 +65,17 @@ def pipeline_ends(
     forward: FloatArray,
     backward: FloatArray,
     *,
-    transfer: float = 0.0,
+    transfer: float | FloatArray = 0.0,
     blocking: bool = False,
     groups: Sequence[int] | None = None,
 ) -> FloatArray:
     """float64[n, P]: when each stage of each of n steps is done.
 
     forward, backward: float[n, P, V, m], time of micro-batch m in chunk V of stage P. transfer: from one stage to
-    the next. blocking: a stage that sends waits until the other receives, as Megatron's 1F1B does; only with
-    V = 1 (the interleaved schedule sends and receives while it computes). groups: sizes of consecutive groups of
-    micro-batches, the same in all steps, whose backwards run last first (see `grouped_orders`); only with V = 1.
+    the next, of all steps or float[n]. blocking: a stage that sends waits until the other receives, as Megatron's 1F1B
+    does; only with V = 1 (the interleaved schedule sends and receives while it computes). groups: sizes of consecutive
+    groups of micro-batches, the same in all steps, whose backwards run last first (see `grouped_orders`); only with
+    V = 1.
     Raises ValueError on other shapes.
     """
     if forward.shape != backward.shape or forward.ndim != 4:
@@ -98,7 +99,9 @@ def _as_grid(times: npt.ArrayLike, stages: int) -> FloatArray:
     return np.broadcast_to(grid, (stages, 1, len(grid))) if grid.ndim == 1 else grid
 
 
-def _solve(graph: Sequence[Node], forward: FloatArray, backward: FloatArray, transfer: float) -> FloatArray:
+def _solve(
+    graph: Sequence[Node], forward: FloatArray, backward: FloatArray, transfer: float | FloatArray
+) -> FloatArray:
     """float64[nodes, n]: end of each node."""
     ends = np.zeros((len(graph), len(forward)))
     for at, (stage, step, after, sent) in enumerate(graph):

@@ -32,8 +32,9 @@ from wlb_megatron.workload.cost_model import (
     quadratic_at,
     with_windows,
 )
+from wlb_megatron.workload.costs import micro_batch_cost as costs_of_micro_batch
 from wlb_megatron.workload.kernel_table import h100
-from wlb_megatron.workload.micro_batch import FIXED_NS, MICRO_BATCH_TOKENS, launch_ns, token_ns
+from wlb_megatron.workload.micro_batch import MICRO_BATCH_TOKENS
 
 
 @dataclass(frozen=True)
@@ -219,17 +220,16 @@ def micro_batch_cost(args: Any, config: WlbConfig) -> tuple[float, float]:
     """What a micro-batch adds to its documents' work, and what it takes at least: the host's launches. In tokens of
     linear work, over all context-parallel ranks, each of which launches for itself."""
     ranks, profile = args.context_parallel_size, profile_of(args)
-    again = args.recompute_granularity == "full"
     stages = args.pipeline_model_parallel_size
-    layers = max(1, args.num_layers // stages) if stages > 1 else None
-    if profile is not None:
-        own, least = profile.costs.micro_batch(again, layers)
-        return ranks * own, ranks * least
-    if args.distributed_backend != "nccl":
+    if profile is None and args.distributed_backend != "nccl":
         return MICRO_BATCH_TOKENS * ranks, 0.0
-    parameters = _layer_parameters(args) / args.tensor_model_parallel_size
-    token = token_ns(parameters, again)
-    return ranks * FIXED_NS / token, ranks * launch_ns(again, layers) / token
+    return costs_of_micro_batch(
+        None if profile is None else profile.costs,
+        _layer_parameters(args) / args.tensor_model_parallel_size,
+        ranks,
+        recompute=args.recompute_granularity == "full",
+        layers=max(1, args.num_layers // stages) if stages > 1 else None,
+    )
 
 
 def _layer_parameters(args: Any) -> int:

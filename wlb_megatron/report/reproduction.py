@@ -19,9 +19,20 @@ class Section(NamedTuple):
 
 def sections(report: dict[str, Any]) -> list[Section]:
     """All tables of a reproduction, in reading order."""
+    tables = {
+        "configurations": ("One model chunk a stage, as many windows a step as stages", False),
+        "interleaved": ("Two model chunks a stage", True),
+        "many_windows": ("16 windows a step", True),
+    }
     told = [
-        _speedups("Speed-up over plain 4D (simulated)", report["configurations"], report),
-        _speedups("By window, 7B (simulated)", report["windows"], None),
+        _speedups("Speed-up over plain 4D (simulated)", report["configurations"], report["paper"]["mean"]),
+        *(_balance(title, report[key]) for key, (title, _) in tables.items()),
+        _speedups("By window, 7B (simulated)", report["windows"]),
+        *(
+            _speedups(f"{title} (simulated)", report[key], {})
+            for key, (title, many) in tables.items()
+            if many
+        ),
         _plain("Breakdown at 7B-128K: speed-up over plain 4D", report["breakdown"]),
         _plain(
             "Micro-batch imbalance at 7B-128K, max/mean",
@@ -71,7 +82,27 @@ def _explained(report: dict[str, Any]) -> Section:
     return Section(title, ("how", "mean speed-up"), [[name, _cell(value)] for name, value in rows])
 
 
-def _speedups(title: str, rows: list[dict[str, Any]], report: dict[str, Any] | None) -> Section:
+def _balance(title: str, rows: list[dict[str, Any]]) -> Section:
+    """Each scheme's micro-batches and steps, means over the settings."""
+    table = []
+    for scheme in rows[0]["schemes"]:
+        figures = [
+            np.mean([row["schemes"][scheme][key] for row in rows])
+            for key in ("micro_batches", "imbalance", "step_over_ideal", "speedup", "equal_work_speedup")
+        ]
+        table.append([scheme, f"{figures[0]:.1f}", *(f"{figure:.3f}" for figure in figures[1:])])
+    header = ("", "micro-batches", "imbalance", "step over ideal", "speed-up", "at equal work")
+    return Section(
+        f"{title}: means over the settings (simulated)",
+        header,
+        table,
+        "Imbalance: max/mean of micro-batch times. Step over ideal: a step over its GPUs' computing spread evenly, "
+        "with neither bubble nor waiting.",
+    )
+
+
+def _speedups(title: str, rows: list[dict[str, Any]], paper_means: dict[str, float] | None = None) -> Section:
+    """paper_means: by part of the settings, of which means are told; None: no means."""
     schemes = list(rows[0]["schemes"])
     even = ("WLB-LLM", "ours")
     header = (
@@ -86,13 +117,18 @@ def _speedups(title: str, rows: list[dict[str, Any]], report: dict[str, Any] | N
         share = 100 * row["schemes"]["ours"]["of_bound"]
         work = [f"{row['schemes'][scheme]['equal_work_speedup']:.3f}" for scheme in even]
         table.append([row["name"], layout, *figures, f"{row['bound']:.3f}", f"{share:.1f} %", *work, paper])
-    if report is not None:
-        for part in report["means"]["ours"]:
+    if paper_means is not None:
+        for part in (
+            "all",
+            *sorted({row["name"].rpartition("-")[2] for row in rows}, key=lambda k: int(k[:-1])),
+        ):
             chosen = [r for r in rows if part == "all" or r["name"].endswith(f"-{part}")]
             bound = float(np.mean([r["bound"] for r in chosen]))
             share = 100 * float(np.mean([r["schemes"]["ours"]["of_bound"] for r in chosen]))
-            figures = [f"{report['means'][scheme][part]:.3f}" for scheme in schemes]
-            paper = _cell(report["paper"]["mean"].get(part)) or "-"
+            figures = [
+                f"{np.mean([r['schemes'][scheme]['speedup'] for r in chosen]):.3f}" for scheme in schemes
+            ]
+            paper = _cell(paper_means.get(part)) or "-"
             work = [
                 f"{np.mean([r['schemes'][scheme]['equal_work_speedup'] for r in chosen]):.3f}"
                 for scheme in even
@@ -138,7 +174,7 @@ def speedup_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {"table": key, "setting": row["name"], "scheme": scheme, **figures, "bound": row["bound"]}
         | {"quadratic_at": row["quadratic_at"], "paper_speedup": row["paper_speedup"]}
-        for key in ("configurations", "windows")
+        for key in ("configurations", "windows", "interleaved", "many_windows")
         for row in report[key]
         for scheme, figures in row["schemes"].items()
     ]

@@ -17,6 +17,8 @@ class Assumptions:
     tp_exposed: share of tensor parallelism's all-gathers and reduce-scatters that is not hidden by matrix products.
     dp_exposed: share of the gradient reduction and parameter gather that could be hidden by the last micro-batch's
         backward and the first one's forward but is not; 1: not overlapped at all.
+    host_launch: share of the host's launches, as measured (of a profile, else on an H200's host), that a micro-batch
+        takes at least; 0: the host is always ahead.
     step_overhead: of an iteration, outside all of that: data, logging, the first launches.
     gradient_bytes, parameter_bytes: of a parameter, as reduced and as gathered. optimizer_bytes: that the optimizer
         reads and writes for a parameter that a GPU owns.
@@ -33,6 +35,7 @@ class Assumptions:
     ffn_passes: float = 3
     tp_exposed: float = 0.3
     dp_exposed: float = 0.0
+    host_launch: float = 1.0
     step_overhead: float = 0.0
     gradient_bytes: float = 4
     parameter_bytes: float = 2
@@ -46,6 +49,8 @@ class Assumptions:
         for name in ("tp_exposed", "dp_exposed"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share from 0 to 1, got {getattr(self, name)}")
+        if not self.host_launch >= 0:
+            raise ValueError(f"host_launch must not be negative, got {self.host_launch}")
 
     def ring_rate(self, size: int, stride: int) -> float:
         """Bytes/s through each GPU of a ring of `size` ranks that lie `stride` GPUs apart.

@@ -1,8 +1,8 @@
-"""One iteration of 4D training from its shard plans, for all iterations of a run in one pass."""
+"""Iterations of 4D training from their shard plans: all of equally many micro-batches in one pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,20 +16,22 @@ from wlb_megatron.simulator.model import LayerModel, Times
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 Shards = Sequence[Sequence[Sequence[ShardPlan]]]
-"""Plans [iteration][micro-batch][data-parallel rank]."""
+"""Plans [iteration][micro-batch][data-parallel rank]; iterations need not have equally many micro-batches."""
+Orders = Sequence[Sequence[tuple[int, ...] | None]]
+"""Group sizes [iteration][data-parallel rank], see pipeline.groups; None: Megatron's own order."""
 
 
 @dataclass(frozen=True)
 class Simulated:
     """Simulated iterations; n iterations, all times in nanoseconds.
 
-    steps: float[n]. micro_batches: float[n, m, dp], forward + backward on a middle stage, the slowest context
-    rank's. busy: float[n, dp, pp, cp], what each GPU computes in an iteration (waits left out; tensor ranks are
-    alike). tokens: int[n], trained, with padding.
+    steps: float[n]. micro_batches: float[m, dp] of each iteration, forward + backward on a middle stage, the slowest
+    context rank's. busy: float[n, dp, pp, cp], what each GPU computes in an iteration (waits left out; tensor ranks
+    are alike). tokens: int[n], trained, with padding.
     """
 
     steps: FloatArray
-    micro_batches: FloatArray
+    micro_batches: list[FloatArray]
     busy: FloatArray
     tokens: npt.NDArray[np.int64]
 
@@ -40,21 +42,61 @@ class Simulated:
     @property
     def imbalance(self) -> float:
         """Micro-batch latency, max/mean in each iteration, mean over iterations."""
-        times = self.micro_batches.reshape(len(self.steps), -1)
-        return float((times.max(axis=1) / times.mean(axis=1)).mean())
+        return float(np.mean([times.max() / times.mean() for times in self.micro_batches]))
+
+    @property
+    def step_over_ideal(self) -> float:
+        """A step over its GPUs' computing spread evenly, with neither bubble nor waiting; mean over iterations."""
+        return float((self.steps / self.busy.mean(axis=(1, 2, 3))).mean())
+
+    @property
+    def micro_batch_count(self) -> float:
+        """Micro-batches of a data-parallel rank, mean over iterations."""
+        return float(np.mean([len(times) for times in self.micro_batches]))
 
 
-def simulate(shards: Shards, model: LayerModel, *, blocking: bool = True) -> Simulated:
+def simulate(
+    shards: Shards, model: LayerModel, *, blocking: bool = True, orders: Orders | None = None
+) -> Simulated:
     """Simulate a run. A micro-batch takes as long in a layer as its slowest context rank, each way.
 
-    blocking: transfers between stages as in Megatron's 1F1B (see pipeline_ends); no part in interleaved schedules.
+    Iterations of equally many micro-batches are simulated in one pass. blocking: transfers between stages as in
+    Megatron's 1F1B (see pipeline_ends); no part in interleaved schedules. orders: where documents are in chunks.
     Raises ValueError where plans are not of the model's layout.
     """
-    tokens, attention, cut = _measure(shards, model)
-    return run_steps(tokens, attention, model, blocking=blocking, cut=cut)
+
+    def several(chosen: list[int]) -> Simulated:
+        tokens, attention, cut = _measure([shards[at] for at in chosen], model)
+        own = None if orders is None else [sizes for at in chosen for sizes in orders[at]]
+        return run_steps(tokens, attention, model, blocking=blocking, cut=cut, orders=own)
+
+    return by_count([len(iteration) for iteration in shards], several)
 
 
-def group_events(shards: Shards, model: LayerModel, *, blocking: bool = True) -> list[list[Event]]:
+def by_count(counts: Sequence[int], several: Callable[[list[int]], Simulated]) -> Simulated:
+    """All iterations, in order, of passes over those with equally many micro-batches.
+
+    counts: of each iteration. several: simulates the iterations at these positions.
+    """
+    if not counts:
+        raise ValueError("no iteration to simulate")
+    alike: dict[int, list[int]] = {}
+    for at, count in enumerate(counts):
+        alike.setdefault(count, []).append(at)
+    parts = [several(chosen) for chosen in alike.values()]
+    back = np.argsort([at for chosen in alike.values() for at in chosen])
+    micro_batches = [times for part in parts for times in part.micro_batches]
+    return Simulated(
+        np.concatenate([part.steps for part in parts])[back],
+        [micro_batches[at] for at in back],
+        np.concatenate([part.busy for part in parts])[back],
+        np.concatenate([part.tokens for part in parts])[back],
+    )
+
+
+def group_events(
+    shards: Shards, model: LayerModel, *, blocking: bool = True, orders: Orders | None = None
+) -> list[list[Event]]:
     """Events (nanoseconds) of the first iteration's pipelines, one list for each data-parallel rank."""
     tokens, attention, cut = _measure(shards[:1], model)
     slowest = _slowest(tokens, attention, cut, model)
@@ -64,7 +106,14 @@ def group_events(shards: Shards, model: LayerModel, *, blocking: bool = True) ->
     layout, transfer = model.layout, _transfer(tokens, model)
     blocking = blocking and layout.chunks == 1
     return [
-        pipeline_events(forward[rank], backward[rank], layout.pp, transfer=transfer, blocking=blocking)
+        pipeline_events(
+            forward[rank],
+            backward[rank],
+            layout.pp,
+            transfer=float(transfer[0]),
+            blocking=blocking,
+            groups=None if orders is None else orders[0][rank],
+        )
         for rank in range(layout.dp)
     ]
 
@@ -72,7 +121,7 @@ def group_events(shards: Shards, model: LayerModel, *, blocking: bool = True) ->
 def _measure(shards: Shards, model: LayerModel) -> tuple[npt.NDArray[np.int64], Times, BoolArray]:
     """Tokens int[n, m, dp], attention float[n, m, dp, cp] of the plans, and whether any rank sees earlier keys."""
     layout = model.layout
-    n, m = len(shards), len(shards[0]) if shards else 0
+    n, m = len(shards), len(shards[0])
     plans = [plan for iteration in shards for row in iteration for plan in row]
     if not plans or len(plans) != n * m * layout.dp or any(plan.cp_size != layout.cp for plan in plans):
         raise ValueError(
@@ -97,9 +146,10 @@ def _slowest(tokens: npt.NDArray[np.int64], attention: Times, cut: BoolArray, mo
     return Times(*map(np.maximum, device, model.host(cut)))
 
 
-def _transfer(tokens: npt.NDArray[np.int64], model: LayerModel) -> float:
-    """The largest micro-batch's transfer stands for all: links are seldom what a stage waits for."""
-    return model.transfer_ns(float(tokens.max()) / model.layout.cp)
+def _transfer(tokens: npt.NDArray[np.int64], model: LayerModel) -> FloatArray:
+    """float[n]: an iteration's largest micro-batch's stands for all: links are seldom what a stage waits for."""
+    longest = tokens.max(axis=(1, 2)) / model.layout.cp
+    return np.array([model.transfer_ns(float(one)) for one in longest])
 
 
 def run_steps(
@@ -109,11 +159,13 @@ def run_steps(
     *,
     blocking: bool,
     cut: BoolArray | None = None,
+    orders: Sequence[tuple[int, ...] | None] | None = None,
 ) -> Simulated:
     """As `simulate`, from what the plans come to.
 
     tokens: int[n, m, dp] of each micro-batch. attention: float[n, m, dp, cp], nanoseconds of a layer. cut: bool[n, m,
-    dp], whether any rank sees earlier keys; None: all do where there are context ranks.
+    dp], whether any rank sees earlier keys; None: all do where there are context ranks. orders: group sizes of each
+    iteration's ranks, [n * dp].
     """
     n, _, dp = tokens.shape
     layout = model.layout
@@ -129,8 +181,13 @@ def run_steps(
     if whole:
         done = queued_ends(forward[:, 0, 0], backward[:, 0, 0], model.launches(_by_rank(cut)))
     else:
-        transfer = _transfer(tokens, model)
-        done = pipeline_ends(forward, backward, transfer=transfer, blocking=blocking and layout.chunks == 1)
+        done = _ends_by_order(
+            forward,
+            backward,
+            orders or [None] * (n * dp),
+            np.repeat(_transfer(tokens, model), dp),
+            blocking and layout.chunks == 1,
+        )
     done = done.reshape(n, dp, layout.pp).max(axis=1)
     linear = model.linear(tokens / layout.cp)
     both = (linear.forward + linear.backward)[..., None] + attention.forward + attention.backward
@@ -142,10 +199,29 @@ def run_steps(
         busy[:, :, -1] += times[1].sum(axis=1)[..., None]
     return Simulated(
         (done + _after(forward, backward, model, n)).max(axis=1) + 1e9 * model.assumptions.step_overhead,
-        (slowest[0] + slowest[1]) * int(layers.max()),
+        list((slowest[0] + slowest[1]) * int(layers.max())),
         busy,
         tokens.sum(axis=(1, 2)),
     )
+
+
+def _ends_by_order(
+    forward: FloatArray,
+    backward: FloatArray,
+    orders: Sequence[tuple[int, ...] | None],
+    transfer: FloatArray,
+    blocking: bool,
+) -> FloatArray:
+    """float[n * dp, P]: `pipeline_ends`, in one pass for all pipelines of one order."""
+    done = np.empty(forward.shape[:2])
+    alike: dict[tuple[int, ...] | None, list[int]] = {}
+    for at, sizes in enumerate(orders):
+        alike.setdefault(None if sizes is None or max(sizes) == 1 else sizes, []).append(at)
+    for sizes, rows in alike.items():
+        done[rows] = pipeline_ends(
+            forward[rows], backward[rows], transfer=transfer[rows], blocking=blocking, groups=sizes
+        )
+    return done
 
 
 def _by_rank(values: BoolArray) -> BoolArray:

@@ -19,10 +19,10 @@ from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.simulator.launching import Launches
 from wlb_megatron.workload.cost_model import CostModel
-from wlb_megatron.workload.costs import Costs
+from wlb_megatron.workload.costs import Costs, micro_batch_cost
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 from wlb_megatron.workload.memory import RECOMPUTE
-from wlb_megatron.workload.micro_batch import STAGE_NS
+from wlb_megatron.workload.micro_batch import LAUNCH_NS, STAGE_NS
 
 FloatArray = npt.NDArray[np.float64]
 EXCHANGE_LAUNCH = 200_000.0
@@ -171,25 +171,29 @@ class LayerModel:
     def host(self, cut: npt.ArrayLike) -> Times:
         """What the host needs to launch a layer, nanoseconds. cut: bool, whether a rank's queries see earlier keys."""
         second = np.asarray(cut, dtype=np.float64)
-        if self.costs is None:
-            return Times(0.0 * second, 0.0 * second)
         exchange = EXCHANGE_LAUNCH if self.layout.cp > 1 else 0.0
-        (forward, backward), (more, back) = self.costs.host, self.costs.host_second
+        (forward, backward), (more, back) = LAUNCH_NS, (0.0, 0.0)
+        if self.costs is not None:
+            (forward, backward), (more, back) = self.costs.host, self.costs.host_second
         if self.recompute != "none":
             backward, back = backward + forward, back + more
         if self.layout.pp > 1:  # of the stage, shared by its layers
             each = STAGE_NS * self.layout.pp / self.shape.layers / 2
             forward, backward = forward + each, backward + each
-        return Times(forward + second * (more + exchange), backward + second * (back + exchange))
+        share = self.assumptions.host_launch
+        return Times(
+            share * (forward + second * (more + exchange)), share * (backward + second * (back + exchange))
+        )
 
     def launches(self, cut: npt.ArrayLike) -> Launches:
         """Of micro-batches on a stage that is the whole pipeline."""
         forward, backward = self.host(cut)
+        layers = self.shape.layers
         if self.costs is None:
-            return Launches(forward, backward, 0.0)
-        layers, ends = self.shape.layers, (self.costs.host_embedding, self.costs.host_loss)
-        there, back = (sum(end[way] for end in ends) for way in (0, 1))
-        return Launches(layers * forward + there, layers * backward + back, ends[1][1])
+            return Launches(layers * forward, layers * backward, 0.0)
+        share, ends = self.assumptions.host_launch, (self.costs.host_embedding, self.costs.host_loss)
+        there, back = (share * sum(end[way] for end in ends) for way in (0, 1))
+        return Launches(layers * forward + there, layers * backward + back, share * ends[1][1])
 
     def linear(self, tokens: npt.ArrayLike) -> Times:
         """Of a layer, all but attention. tokens: of one context-parallel rank."""
@@ -267,7 +271,8 @@ class LayerModel:
         return 1e9 * owned * self.assumptions.optimizer_bytes / self.assumptions.memory_rate
 
     def cost(self) -> CostModel:
-        """Packing's cost model of this layout: a layer's attention against the rest, and a document's own cost.
+        """Packing's cost model of this layout: a layer's attention against the rest, and what a document and a
+        micro-batch cost by themselves.
 
         Attention of long documents is taken evenly over context ranks (diagonals of 64K, free of tile effects).
         """
@@ -277,7 +282,16 @@ class LayerModel:
         many = self.linear(np.array([0.0, 65536.0]))
         rows = self.table.query_row + self.table.key_row
         token = float((many.forward + many.backward) @ [-1, 1]) / 65536 + rows
-        return CostModel(quadratic_at=token / pair, per_document=self.table.segment / token)
+        layout, shape = self.layout, self.shape
+        each, least = micro_batch_cost(
+            self.costs,
+            shape.layer_parameters / layout.tp,
+            layout.cp,
+            recompute=self.recompute == "full",
+            layers=max(1, shape.layers // layout.pp) if layout.pp > 1 else None,
+        )
+        least *= self.assumptions.host_launch
+        return CostModel(token / pair, self.table.segment / token, each, least)
 
     def _held(self, stage: int) -> float:
         """Parameters on one GPU of a stage."""

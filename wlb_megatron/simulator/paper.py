@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from wlb_megatron.simulator.model import Layout, ModelShape
@@ -19,13 +20,14 @@ SHAPES = {
 
 
 class Setting(NamedTuple):
-    """One training job of the paper: a global batch of PP x DP windows. speedup: WLB-LLM over plain 4D, where the
-    paper says it in numbers."""
+    """One training job of the paper. speedup: WLB-LLM over plain 4D, where the paper says it in numbers. windows: of a
+    data-parallel rank and step; None: as many as pipeline stages, as the paper's are."""
 
     model: str
     window: int
     layout: Layout
     speedup: float | None = None
+    windows: int | None = None
 
     @property
     def name(self) -> str:
@@ -33,7 +35,7 @@ class Setting(NamedTuple):
 
     @property
     def micro_batches(self) -> int:
-        return self.layout.pp
+        return self.windows or self.layout.pp
 
 
 def _setting(
@@ -52,6 +54,9 @@ CONFIGURATIONS = (
     _setting("70B", 64, 16, 4, 4, 1),
     _setting("70B", 128, 16, 4, 4, 1),
 )
+INTERLEAVED = tuple(s._replace(layout=replace(s.layout, chunks=2), speedup=None) for s in CONFIGURATIONS)
+MANY = tuple(s._replace(windows=16, speedup=None) for s in CONFIGURATIONS)
+"""The same jobs with two model chunks a stage, and with 16 windows a step: both ours, with less of a bubble."""
 WINDOWS = tuple(
     _setting("7B", window, 8, 2, 4, 1, speedup)
     for window, speedup in ((32, None), (64, None), (96, None), (128, 1.33), (160, 1.40))

@@ -31,12 +31,13 @@ def reproduce(inputs: Inputs, tick: Callable[[str], None], *, large: bool = True
         "assumptions": asdict(inputs.assumptions),
         "lengths": "given" if inputs.lengths is not None else "seeded, long-tailed",
         "stretched": inputs.stretch,
+        "micro_batches_per_window": inputs.per_window,
         "iterations": inputs.iterations,
         "warm_up": inputs.warm_up,
         "seed": inputs.seed,
         "paper": {"mean": paper.MEAN, "over_fixed": paper.OVER_FIXED, "sharding": paper.SHARDING},
     }
-    for key, settings in (("configurations", paper.CONFIGURATIONS), ("windows", paper.WINDOWS)):
+    for key, settings in _tables().items():
         report[key] = []
         for setting in settings:
             tick(setting.name)
@@ -57,7 +58,16 @@ def reproduce(inputs: Inputs, tick: Callable[[str], None], *, large: bool = True
 
 def parts(large: bool) -> int:
     """How often `reproduce` ticks."""
-    return 5 * len(paper.CONFIGURATIONS) + len(paper.WINDOWS) + 1 + (3 if large else 0)
+    return sum(map(len, _tables().values())) + 4 * len(paper.CONFIGURATIONS) + 1 + (3 if large else 0)
+
+
+def _tables() -> dict[str, tuple[paper.Setting, ...]]:
+    return {
+        "configurations": paper.CONFIGURATIONS,
+        "windows": paper.WINDOWS,
+        "interleaved": paper.INTERLEAVED,
+        "many_windows": paper.MANY,
+    }
 
 
 def break_down(run: Run) -> list[dict[str, Any]]:
@@ -69,6 +79,8 @@ def break_down(run: Run) -> list[dict[str, Any]]:
         ("packing and delay (paper)", "paper-2", "per-sequence", paper.BREAKDOWN["packing and delay"]),
         ("packing and delay (ours)", "varlen", "per-sequence", None),
         ("all of WLB-LLM", "paper-2", "paper-adaptive", paper.BREAKDOWN["all"]),
+        ("packing and delay (ours), 1 micro-batch a window", "varlen-1", "per-sequence", None),
+        ("all of ours, 1 micro-batch a window", "varlen-1", "adaptive", None),
         ("all of ours", "varlen", "adaptive", None),
     ]
     rows: list[dict[str, Any]] = [
@@ -84,6 +96,7 @@ def compare_packings(run: Run) -> list[dict[str, Any]]:
         ("original", "original"),
         *((f"fixed-greedy over {k}", f"fixed-greedy-{k}") for k in (1, 2, 4, 8)),
         *((f"WLB-LLM, {q} queue{'s' * (q > 1)}", f"paper-{q}") for q in (1, 2, 3)),
+        ("ours, 1 micro-batch a window", "varlen-1"),
         ("ours", "varlen"),
     ]
     rows = []

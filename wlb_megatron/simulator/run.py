@@ -23,10 +23,12 @@ from wlb_megatron.workload.kernel_table import KernelTable, h100
 IntArray = npt.NDArray[np.int64]
 
 PLAIN, FIXED, PAPER, OURS = "plain-4D", "fixed-4D", "WLB-LLM", "ours"
+ONE = "ours, 1 micro-batch a window"
 SCHEMES = {
     PLAIN: ("original", ("per-sequence",)),
     FIXED: ("fixed-greedy-1", ("per-sequence", "per-document")),
     PAPER: ("paper-2", ("paper-adaptive",)),
+    ONE: ("varlen-1", ("adaptive",)),
     OURS: ("varlen", ("adaptive",)),
 }
 """Packing, and shardings of which the one that is faster over the whole run counts."""
@@ -36,7 +38,8 @@ SCHEMES = {
 class Inputs:
     """What is simulated with. iterations: few ones compare different documents, as outliers are few: 100 and more.
 
-    lengths: integers[n] of documents for a window of lengths_of tokens; None: seeded ones."""
+    lengths: integers[n] of documents for a window of lengths_of tokens; None: seeded ones. per_window: micro-batches a
+    window of ours, auto or a number."""
 
     lengths: Lengths | None = None
     lengths_of: int = 128 * paper.K
@@ -44,6 +47,7 @@ class Inputs:
     iterations: int = 300
     warm_up: int = 16
     seed: int = 1234
+    per_window: str = "auto"
     assumptions: Assumptions = field(default_factory=Assumptions)
     measured: KernelTable = field(default_factory=h100)
 
@@ -83,6 +87,7 @@ class Run:
                 iterations=given.iterations,
                 warm_up=given.warm_up,
                 seed=given.seed,
+                per_window=given.per_window,
             )
         return self.plans[packing]
 
@@ -133,9 +138,11 @@ def compare_schemes(inputs: Inputs, setting: Setting) -> dict[str, Any]:
             "step_ms": float(simulated.steps.mean() / 1e6),
             "ns_per_token": simulated.ns_per_token,
             "imbalance": simulated.imbalance,
+            "step_over_ideal": simulated.step_over_ideal,
+            "micro_batches": simulated.micro_batch_count,
             "equal_work_speedup": speedup * run.work_per_token(packing) / run.work_per_token("original"),
-            "lockstep_speedup": lockstep(run.simulated("original", "per-sequence"), setting)
-            / lockstep(simulated, setting),
+            "lockstep_speedup": lockstep(run.simulated("original", "per-sequence"), setting.layout.pp)
+            / lockstep(simulated, setting.layout.pp),
         }
     layout = setting.layout
     return {
@@ -151,14 +158,13 @@ def compare_schemes(inputs: Inputs, setting: Setting) -> dict[str, Any]:
     }
 
 
-def lockstep(simulated: Simulated, setting: Setting) -> float:
+def lockstep(simulated: Simulated, stages: int) -> float:
     """Nanoseconds per token if all stages of all pipelines advanced together, at the largest micro-batch's pace.
 
     A pipeline of m micro-batches then takes (m + P - 1) x the largest; 1F1B takes about sum + (P - 1) x largest.
     """
-    slots = setting.micro_batches + setting.layout.pp - 1
-    largest = simulated.micro_batches.max(axis=(1, 2)).sum()
-    return float(slots * largest / simulated.tokens.sum())
+    took = sum((len(times) + stages - 1) * float(times.max()) for times in simulated.micro_batches)
+    return took / float(simulated.tokens.sum())
 
 
 def means(rows: list[dict[str, Any]], key: str = "speedup") -> dict[str, dict[str, float]]:

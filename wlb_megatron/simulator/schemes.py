@@ -22,8 +22,8 @@ from wlb_megatron.sharding.alignment import multiple, padded_lengths
 from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard_all
-from wlb_megatron.simulator.iteration import Shards, Simulated, run_steps
-from wlb_megatron.simulator.model import FORWARD_SHARE, LayerModel, Times
+from wlb_megatron.simulator.iteration import Shards, Simulated, by_count, run_steps
+from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.paper import Setting
 from wlb_megatron.workload.cost_model import CostModel
 
@@ -45,13 +45,15 @@ def plan_run(
     iterations: int,
     warm_up: int,
     seed: int,
+    per_window: str = "auto",
 ) -> list[IterationPlan]:
     """Plans of `iterations` global batches after `warm_up` ones, in which queues fill; one stream for all packings.
 
-    packing: original, fixed-greedy[-K] (over K global batches), varlen, or paper-Q (WLB-LLM with Q queues).
+    packing: original, fixed-greedy[-K] (over K global batches), varlen (of per_window micro-batches a window), varlen-K
+    (of K), or paper-Q (WLB-LLM with Q queues).
     """
     sample = sample_lengths(lengths, setting.window, "split")
-    packer = _make_packer(packing, setting, cost, sample)
+    packer = _make_packer(packing, setting, cost, sample, per_window)
     rules = Rules(setting.window, "split", seed, endless=True)
     tokens = setting.micro_batches * setting.layout.dp * setting.window
     return run_packer(packer, lengths, rules, tokens, iterations=iterations, warm_up=warm_up)
@@ -66,7 +68,9 @@ def run_packer(
     return list(islice(iter(planner.next_iteration, None), warm_up, warm_up + iterations))
 
 
-def _make_packer(packing: str, setting: Setting, cost: CostModel, sample: Sequence[int]) -> Packer:
+def _make_packer(
+    packing: str, setting: Setting, cost: CostModel, sample: Sequence[int], per_window: str
+) -> Packer:
     layout = setting.layout
     name, _, count = packing.rpartition("-") if packing[-1].isdigit() else (packing, "", "1")
     aligned = multiple(layout.cp, layout.tp)
@@ -80,8 +84,13 @@ def _make_packer(packing: str, setting: Setting, cost: CostModel, sample: Sequen
         )
         thresholds = [int(share * setting.window) for share in QUEUES[int(count)]]
         return VarlenPacker(cost, limits, thresholds, Ranks(layout.dp), by_balance=False)
+    config = (
+        WlbConfig(micro_batches_per_window=per_window if packing == "varlen" else count)
+        if name == "varlen"
+        else WlbConfig(packing=name, balance_batches=int(count))
+    )
     return make_packer(
-        WlbConfig(packing=name, balance_batches=int(count)),
+        config,
         cost,
         window=setting.window,
         micro_batches=setting.micro_batches,
@@ -116,14 +125,23 @@ def _faster(first: list[ShardPlan], second: list[ShardPlan], model: LayerModel) 
 def perfectly_balanced(plans: Sequence[IterationPlan], model: LayerModel) -> Simulated:
     """A bound: the documents of these plans, their work spread evenly over all micro-batches and context ranks.
 
-    Each document at the rate of a whole one on one rank, one kernel call each way, no keys exchanged. One
-    iteration, which stands for all.
+    Each iteration keeps its documents and its number of micro-batches. Each document at the rate of a whole one on one
+    rank, one kernel call each way, no keys exchanged.
     """
     layout = model.layout
-    m = len(plans[0].micro_batches)
-    grids = [one for plan in plans for row in plan.micro_batches for one in row]
-    lengths = np.array([piece.end - piece.start for one in grids for piece in one.pieces], dtype=np.int64)
-    whole = float(model.table.diagonal_ns(lengths).sum()) / len(grids) / layout.cp + model.table.call
-    tokens = np.full((1, m, layout.dp), lengths.sum() // len(grids))
-    each = np.full((1, m, layout.dp, layout.cp), whole)
-    return run_steps(tokens, Times(each * FORWARD_SHARE, each * (1 - FORWARD_SHARE)), model, blocking=True)
+    grids = [[one for row in plan.micro_batches for one in row] for plan in plans]
+    lengths = [
+        np.array([piece.end - piece.start for one in grid for piece in one.pieces], dtype=np.int64)
+        for grid in grids
+    ]
+    tokens = np.array([one.sum() // len(grid) for one, grid in zip(lengths, grids, strict=True)])
+    whole = np.array([float(model.table.diagonal_ns(one).sum()) for one in lengths])
+    whole = whole / [len(grid) for grid in grids] / layout.cp + model.table.call
+
+    def several(chosen: list[int]) -> Simulated:
+        shape = len(chosen), len(plans[chosen[0]].micro_batches), layout.dp
+        each = np.broadcast_to(whole[chosen, None, None, None], (*shape, layout.cp))
+        held = np.broadcast_to(tokens[chosen, None, None], shape)
+        return run_steps(held, model.attention_ways(each), model, blocking=True)
+
+    return by_count([len(plan.micro_batches) for plan in plans], several)

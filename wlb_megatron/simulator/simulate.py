@@ -89,9 +89,13 @@ def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) 
             recompute=args.recompute,
         )
     cost = model.cost()
-    if config.quadratic_at is not None:
-        cost = replace(cost, quadratic_at=config.quadratic_at)
-    plain = replace(config, packing="original", sharding="per-sequence")
+    given = {
+        "quadratic_at": config.quadratic_at,
+        "per_document": config.document_cost,
+        "per_micro_batch": config.micro_batch_cost,
+    }
+    cost = replace(cost, **{name: value for name, value in given.items() if value is not None})
+    plain = replace(config, packing="original", sharding="per-sequence", micro_batches_per_window="1")
     rows: list[dict[str, Any]] = []
     bound = 0.0
     with progress(4) as tick:
@@ -128,7 +132,9 @@ def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) 
                     "step_ms": float(simulated.steps.mean() / 1e6),
                     "step_ms_p95": float(np.percentile(simulated.steps, 95) / 1e6),
                     "tokens_per_second": 1e9 / simulated.ns_per_token,
+                    "micro_batches": simulated.micro_batch_count,
                     "imbalance": simulated.imbalance,
+                    "step_over_ideal": simulated.step_over_ideal,
                 }
             )
     if args.trace is not None:
@@ -151,11 +157,22 @@ def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) 
 
 
 def print_simulation(told: dict[str, Any]) -> None:
-    header = ("", "packing", "sharding", "step ms", "p95", "tokens/s", "imbalance")
+    header = (
+        "",
+        "packing",
+        "sharding",
+        "step ms",
+        "p95",
+        "tokens/s",
+        "micro-batches",
+        "imbalance",
+        "over ideal",
+    )
     rows = [
         [
             *(r["scheme"], r["packing"], r["sharding"], f"{r['step_ms']:,.1f}", f"{r['step_ms_p95']:,.1f}"),
-            *(f"{r['tokens_per_second']:,.0f}", f"{r['imbalance']:.3f}"),
+            *(f"{r['tokens_per_second']:,.0f}", f"{r['micro_batches']:.1f}", f"{r['imbalance']:.3f}"),
+            f"{r['step_over_ideal']:.3f}",
         ]
         for r in told["schemes"]
     ]

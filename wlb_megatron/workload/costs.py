@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.workload.kernel_table import KernelTable
-from wlb_megatron.workload.micro_batch import STAGE_NS
+from wlb_megatron.workload.micro_batch import FIXED_NS, STAGE_NS, launch_ns, token_ns
 
 FloatArray = npt.NDArray[np.float64]
 SUMMED = (
@@ -141,3 +141,20 @@ def frozen(told: Any) -> Any:
 
 def _add(a: tuple[tuple[float, ...], ...], b: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(x + y for x, y in zip(p, q, strict=True)) for p, q in zip(a, b, strict=True))
+
+
+def micro_batch_cost(
+    costs: Costs | None, parameters: float, context_ranks: int, *, recompute: bool, layers: int | None
+) -> tuple[float, float]:
+    """What a micro-batch adds to its documents' work, and what it takes at least: the host's launches.
+
+    In tokens of linear work, over all context-parallel ranks, each of which launches for itself.
+    costs: of a profile; None: figures of H100 and H200 hosts. parameters: of a layer on one tensor-parallel rank.
+    recompute: the whole forward runs again in the backward. layers: of a pipeline stage; None: no pipeline.
+    """
+    if costs is not None:
+        own, least = costs.micro_batch(recompute, layers)
+    else:
+        token = token_ns(parameters, recompute)
+        own, least = FIXED_NS / token, launch_ns(recompute, layers) / token
+    return context_ranks * own, context_ranks * least
