@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_oracle import Member, ThreadGroup, one_document_at_a_time, random_tensors
+from attention_oracle import Member, Tensors, ThreadGroup, one_document_at_a_time, random_tensors
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -19,9 +19,12 @@ from wlb_megatron.attention.core_attention import (
     window_of,
     wlb_core_attention,
 )
+from wlb_megatron.attention.key_cache import cached_bytes, clear_caches
 from wlb_megatron.errors import WlbError
+from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.source import token_alignment
-from wlb_megatron.sharding.select import shard
+from wlb_megatron.sharding.chunks import links_of
+from wlb_megatron.sharding.select import shard, shard_all
 
 HEADS, KV_HEADS, DIM = 4, 2, 4
 
@@ -164,3 +167,34 @@ def test_windows_as_megatron_gives_them():
     assert window_of(SimpleNamespace(window_size=(128, 0))) == 128
     built = [build(window_size=(8, 0), window_attn_skip_freq=2, given={"layer_number": n}) for n in (1, 2)]
     assert [module._windowed for module in built] == [True, False]
+
+
+def test_each_layer_keeps_the_keys_of_a_document_in_chunks_for_itself():
+    pieces = [[Piece(0, 0, 0, 9)], [Piece(0, 0, 9, 16, 9)]]
+    plans = shard_all([[9], [7]], 1, "per-document", links=links_of(pieces))
+    x, layers = random_tensors(16), [build(), build()]
+    qkv = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
+    outs = []
+    for plan, rows in zip(plans, (slice(0, 9), slice(9, 16)), strict=True):
+        params = packed_seq_params(plan, 0, "cpu")
+        # Two layers whose keys differ, each with its own of the first chunk.
+        given = [t[rows].unsqueeze(1) for t in qkv]
+        outs.append(
+            [
+                layer(given[0], n * given[1], given[2], packed_seq_params=params)
+                for n, layer in enumerate(layers, 1)
+            ]
+        )
+    assert cached_bytes() == 2 * 9 * 2 * KV_HEADS * DIM * 8
+    for rows, both in ((slice(9, 16), outs[1]), (slice(0, 9), outs[0])):
+        torch.autograd.backward(both, [x.dout[rows].flatten(1).unsqueeze(1)] * 2)
+    assert cached_bytes() == 0
+    grads = []
+    for n in (1, 2):
+        one = Tensors(x.q, n * x.k, x.v, x.dout)
+        out, dq, dk, dv = one_document_at_a_time([16], one, scale=DIM**-0.5)
+        assert (torch.cat([each[n - 1] for each in outs]).squeeze(1) - out.flatten(1)).abs().max() < 1e-12
+        grads.append((dq, n * dk, dv))
+    for tensor, first, second in zip(qkv, *grads, strict=True):
+        assert (tensor.grad - first - second).abs().max() < 1e-12
+    clear_caches()

@@ -201,14 +201,16 @@ def _seen_from(rows, prefixes):
 
 
 def test_keys_outside_a_window_are_not_kept():
-    """The docstring's example: [0, 8) on two ranks, then [8, 12)."""
-    plans = shard_plans([[Piece(0, 5, 0, 8)], [Piece(0, 5, 8, 12, 8)]], 2, "per-document")[1]
+    """The docstring's example: [0, 8) on two ranks, then [8, 12), of which [12, 14) sees enough."""
+    pieces = [[Piece(0, 5, 0, 8)], [Piece(0, 5, 8, 12, 8)], [Piece(0, 5, 12, 14, 12)]]
+    plans = shard_plans(pieces, 2, "per-document")[1]
     kept = [[cached_keys(plans[0], rank, window).keeps for rank in range(2)] for window in (None, 3)]
     assert [[keep.rows.tolist() for keep in keeps] for keeps in kept[0]] == [[[0, 1, 2, 3]], [[0, 1, 2, 3]]]
     assert [[keep.rows.tolist() for keep in keeps] for keeps in kept[1]] == [[[2, 3]], [[3]]]
     takes = [[cached_keys(plans[1], rank, window).takes for rank in range(2)] for window in (None, 3)]
     assert takes == [[((0, 0, 4),), ((0, 0, 4),)], [((0, 0, 2),), ((0, 0, 1),)]]
-    assert [cached_keys(plan, 0).keeps for plan in plans[1:]] == [()]
+    assert cached_keys(plans[2], 0).takes == ((0, 0, 4), (1, 0, 2))
+    assert cached_keys(plans[2], 0, 3).takes == ((1, 0, 1),) and cached_keys(plans[2], 0).keeps == ()
 
 
 @each_kind

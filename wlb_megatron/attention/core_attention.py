@@ -26,6 +26,7 @@ from wlb_megatron.attention import kernel_choice
 from wlb_megatron.attention.device_layout import DeviceLayout, device_layout
 from wlb_megatron.attention.graph_buckets import Warmable
 from wlb_megatron.attention.kernel_choice import Layer
+from wlb_megatron.attention.key_cache import KeyCache
 from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
 from wlb_megatron.attention.torch_backend import TorchKernels
 from wlb_megatron.attention.warm_up import warm_up
@@ -126,6 +127,7 @@ class WlbCoreAttention:
         self._windowed = window_of(config) is not None and is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
+        self._cache = KeyCache()
 
     def forward(
         self,
@@ -168,6 +170,7 @@ class WlbCoreAttention:
             self.keep_keys,
             sink=getattr(self, "softmax_offset", None),  # the parent's, of its softmax type
             windowed=self._windowed,
+            cache=self._cache,
         )
         return out.flatten(1).unsqueeze(1)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from wlb_megatron.sharding.attention_calls import AttentionLayout
+from wlb_megatron.sharding.chunks import CachedKeys, Kept, Taken
 from wlb_megatron.sharding.exchange import ExchangePlan
 from wlb_megatron.sharding.varlen_call import AttentionCall
 from wlb_megatron.sharding.window_call import WindowLayout
@@ -43,8 +44,9 @@ class DeviceCall:
 class Bags:
     """Which rows of a source belong to which row of a target.
 
-    owner: int32[n], target row of each source row. The same grouped: target row targets[i] owns source rows
-    members[bounds[i] : bounds[i + 1]], in order; targets own at least one.
+    owner: int32[n], target row of each source row; where there are several targets, counted through all of them.
+    The same grouped, of one target: its row targets[i] owns source rows members[bounds[i] : bounds[i + 1]], in order;
+    targets own at least one.
     """
 
     owner: Tensor
@@ -57,16 +59,27 @@ class Bags:
 class DeviceExchange:
     """sharding.exchange.ExchangePlan with int32 tensors, and its inverse for the way back.
 
-    unplace: arriving row j is buffer row unplace[j]. returns: of local rows, the rows that come back.
+    unplace: arriving row j is buffer row unplace[j]. returns: of local rows, the rows that come back; then of the rows
+    of each of DeviceCache.takes.
     """
 
     send_rows: Tensor
     place: Tensor
     unplace: Tensor
-    returns: Bags
+    returns: tuple[Bags, ...]
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
     remote: bool
+
+
+@dataclass(frozen=True)
+class DeviceCache:
+    """sharding.chunks.CachedKeys on a device. keeps: (piece, int32[k] local rows) each, None for all rows in order."""
+
+    micro_batch: int
+    takes: tuple[Taken, ...]
+    keeps: tuple[tuple[int, Tensor | None], ...]
+    prefixed: bool
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,7 @@ class DeviceWindow:
 
     call: DeviceCall
     exchange: DeviceExchange | None
+    cache: DeviceCache | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,7 @@ class DeviceLayout:
 
     positions: int32[t]. queries: of local rows, the query rows of the rectangles. exchange: None where no rank
     needs earlier keys. window: for windowed layers. single: for the others, where one call serves them instead.
+    cache: None where the micro-batch shares no document with another, or single serves.
     """
 
     tokens: int
@@ -94,6 +109,7 @@ class DeviceLayout:
     hide_return: bool
     window: DeviceWindow | None = None
     single: DeviceWindow | None = None
+    cache: DeviceCache | None = None
 
 
 def device_layout(layout: AttentionLayout, device: torch.device | str) -> DeviceLayout:
@@ -105,7 +121,8 @@ def device_layout(layout: AttentionLayout, device: torch.device | str) -> Device
         arrays += _bags(layout.query_rows, layout.tokens)
     needed = rectangles is not None or exchange.remote
     if needed:
-        arrays += _moves(exchange, layout.tokens)
+        arrays += _moves(exchange, _parts(layout.cached, layout.tokens))
+    arrays += _keeps(layout.cached, layout.tokens)
     for near in filter(None, (layout.window, layout.single)):
         arrays += _near(near, layout.tokens)
     shipped = _ship(arrays, torch.device(device))
@@ -114,26 +131,68 @@ def device_layout(layout: AttentionLayout, device: torch.device | str) -> Device
     diagonals, others, queries = _call(layout.diagonals, (own, own)), None, None
     if rectangles:
         others = _call(rectangles, (next(shipped), next(shipped)), causal=False)
-        queries = _take_bags(shipped)
-    moves = _take_moves(exchange, shipped) if needed else None
-    one = [None if near is None else _take_near(near, shipped) for near in (layout.window, layout.single)]
-    return DeviceLayout(layout.tokens, positions, diagonals, others, queries, moves, layout.hide_return, *one)
-
-
-def _near(near: WindowLayout, rows: int) -> list[np.ndarray]:
-    """Where nothing is remote all pieces lie whole on a rank: their keys are the rank's own, in order."""
-    bounds = [near.call.cu_seqlens_q]
-    return (
-        [*bounds, near.call.cu_seqlens_kv, *_moves(near.exchange, rows)] if near.exchange.remote else bounds
+        (queries,) = _take_bags(shipped)
+    moves = _take_moves(exchange, _parts(layout.cached, layout.tokens), shipped) if needed else None
+    cache = _take_cache(layout.cached, layout.tokens, shipped)
+    window, single = (
+        None if near is None else _take_near(near, layout.tokens, shipped)
+        for near in (layout.window, layout.single)
+    )
+    return DeviceLayout(
+        layout.tokens,
+        positions,
+        diagonals,
+        others,
+        queries,
+        moves,
+        layout.hide_return,
+        window,
+        single,
+        cache,
     )
 
 
-def _take_near(near: WindowLayout, shipped: Iterator[Tensor]) -> DeviceWindow:
-    bounds = next(shipped)
-    if not near.exchange.remote:
-        return DeviceWindow(_call(near.call, (bounds, bounds), near.size), None)
-    call = _call(near.call, (bounds, next(shipped)), near.size)
-    return DeviceWindow(call, _take_moves(near.exchange, shipped))
+def _at_home(near: WindowLayout) -> bool:
+    """Where nothing is remote or cached all pieces lie whole on a rank: their keys are the rank's own, in order."""
+    return not near.exchange.remote and not (near.cached and near.cached.takes)
+
+
+def _near(near: WindowLayout, rows: int) -> list[np.ndarray]:
+    arrays: list[np.ndarray] = [near.call.cu_seqlens_q]
+    if not _at_home(near):
+        arrays += [near.call.cu_seqlens_kv, *_moves(near.exchange, _parts(near.cached, rows))]
+    return arrays + _keeps(near.cached, rows)
+
+
+def _take_near(near: WindowLayout, rows: int, shipped: Iterator[Tensor]) -> DeviceWindow:
+    bounds, moves = next(shipped), None
+    seen = bounds
+    if not _at_home(near):
+        seen, moves = next(shipped), _take_moves(near.exchange, _parts(near.cached, rows), shipped)
+    return DeviceWindow(
+        _call(near.call, (bounds, seen), near.size), moves, _take_cache(near.cached, rows, shipped)
+    )
+
+
+def _parts(cached: CachedKeys | None, rows: int) -> list[int]:
+    """Rows of each part of what a rank holds: its own, then each that it takes from its cache."""
+    return [rows, *(take.rows for take in cached.takes)] if cached else [rows]
+
+
+def _keeps(cached: CachedKeys | None, rows: int) -> list[np.ndarray]:
+    return [keep.rows for keep in cached.keeps if not _all(keep, rows)] if cached else []
+
+
+def _take_cache(cached: CachedKeys | None, rows: int, shipped: Iterator[Tensor]) -> DeviceCache | None:
+    if cached is None:
+        return None
+    keeps = [(keep.piece, None if _all(keep, rows) else next(shipped)) for keep in cached.keeps]
+    return DeviceCache(cached.micro_batch, cached.takes, tuple(keeps), cached.prefixed)
+
+
+def _all(keep: Kept, rows: int) -> bool:
+    """Whether all rows are kept, in order: none need be copied."""
+    return bool(np.array_equal(keep.rows, np.arange(rows)))
 
 
 def _call(
@@ -153,29 +212,39 @@ def _call(
     )
 
 
-def _moves(exchange: ExchangePlan, rows: int) -> list[np.ndarray]:
-    """Place, unplace and the bags of the way back. Place [1, 0, 2] is undone by [1, 0, 2], [1, 2, 0] by [2, 0, 1]."""
+def _moves(exchange: ExchangePlan, parts: Sequence[int]) -> list[np.ndarray]:
+    """Place, unplace, rows to send and the bags of the way back. Place [1, 0, 2] is undone by [1, 0, 2], [1, 2, 0] by
+    [2, 0, 1]. parts: rows of each target of what comes back, which send_rows counts through."""
     unplace = np.empty_like(exchange.place)
     unplace[exchange.place] = np.arange(len(unplace))
-    return [exchange.place, unplace, *_bags(exchange.send_rows, rows)]
+    return [exchange.place, unplace, *_bags(exchange.send_rows, *parts)]
 
 
-def _take_moves(exchange: ExchangePlan, shipped: Iterator[Tensor]) -> DeviceExchange:
-    place, back, returns = next(shipped), next(shipped), _take_bags(shipped)
+def _take_moves(exchange: ExchangePlan, parts: Sequence[int], shipped: Iterator[Tensor]) -> DeviceExchange:
+    place, back, returns = next(shipped), next(shipped), _take_bags(shipped, len(parts))
     counts = exchange.send_counts, exchange.recv_counts
-    return DeviceExchange(returns.owner, place, back, returns, *counts, exchange.remote)
+    return DeviceExchange(returns[0].owner, place, back, returns, *counts, exchange.remote)
 
 
-def _take_bags(shipped: Iterator[Tensor]) -> Bags:
-    return Bags(next(shipped), next(shipped), next(shipped), next(shipped))
+def _take_bags(shipped: Iterator[Tensor], parts: int = 1) -> tuple[Bags, ...]:
+    owner = next(shipped)
+    return tuple(Bags(owner, next(shipped), next(shipped), next(shipped)) for _ in range(parts))
 
 
-def _bags(owner: npt.NDArray[np.int64], rows: int) -> list[np.ndarray]:
-    """Owner, targets, bounds, members of Bags. Owners [3, 0, 3] of 4 rows: targets 0 3, members 1 | 0 2."""
-    counts = np.bincount(owner, minlength=rows)
-    targets = np.flatnonzero(counts)
-    bounds = np.concatenate(([0], np.cumsum(counts[targets])))
-    return [owner, targets, bounds, np.argsort(owner, kind="stable")]
+def _bags(owner: npt.NDArray[np.int64], *parts: int) -> list[np.ndarray]:
+    """Owner, and of each part of what it counts, of so many rows: targets, bounds, members of Bags.
+
+    Owners [3, 0, 3] of 4 rows: targets 0 3, members 1 | 0 2. Of 2 and 2 rows: target 0, member 1, then target 1,
+    members 0 2.
+    """
+    counts, members = np.bincount(owner, minlength=sum(parts)), np.argsort(owner, kind="stable")
+    arrays, row, taken = [owner], 0, 0
+    for rows in parts:
+        targets = np.flatnonzero(counts[row : row + rows])
+        bounds = np.concatenate(([0], np.cumsum(counts[row + targets])))
+        arrays += [targets, bounds, members[taken : taken + bounds[-1]]]
+        row, taken = row + rows, taken + bounds[-1]
+    return arrays
 
 
 def _ship(arrays: Sequence[np.ndarray], device: torch.device) -> Iterator[Tensor]:

@@ -21,14 +21,14 @@ on_wait: Callable[[Callable[[], Any]], None] | None = None
 
 
 def start_gather(exchange: DeviceExchange, kv: Tensor, group: Any) -> Callable[[int], Tensor]:
-    """Begin fetching the keys this rank needs. kv: [t, 2, heads, dim], the rank's own.
+    """Begin fetching the keys this rank needs. kv: [t, 2, heads, dim], those it holds (ShardPlan.held_keys).
 
     Returns a function that waits and gives [rows, 2, heads, dim] for the rows it is asked for: n in the order of the
     plan's key buffer, and others that nothing reads.
     """
-    sent = kv.index_select(0, exchange.send_rows)
     if not exchange.remote:
-        return lambda rows: spread_rows(sent, exchange.place, rows)
+        return lambda rows: spread_rows(kv, exchange.send_rows, rows)
+    sent = kv.index_select(0, exchange.send_rows)
     arrived, work = _all_to_all(sent, exchange.send_counts, exchange.recv_counts, group)
 
     def finish(rows: int) -> Tensor:
@@ -38,21 +38,22 @@ def start_gather(exchange: DeviceExchange, kv: Tensor, group: Any) -> Callable[[
     return finish
 
 
-def start_return(exchange: DeviceExchange, grad: Tensor, group: Any) -> Callable[[Tensor], None]:
+def start_return(exchange: DeviceExchange, grad: Tensor, group: Any) -> Callable[..., None]:
     """Begin returning gradients to the owners of the keys. grad: [rows, 2, heads, dim], as start_gather gave them.
 
     Returns a function that waits and adds what came back to the gradients of the rank's own keys,
-    [t, 2, heads, dim]: in fp32 at least, in rank order, rounded once.
+    [t, 2, heads, dim], and of each part of its cached ones: in fp32 at least, in rank order, rounded once.
     """
-    back = grad.index_select(0, exchange.unplace)
-    work = None
+    back, work = grad, None
     if exchange.remote:
+        back = grad.index_select(0, exchange.unplace)
         back, work = _all_to_all(back, exchange.recv_counts, exchange.send_counts, group)
 
-    def finish(own: Tensor) -> None:
+    def finish(*held: Tensor) -> None:
         if work is not None:
             _wait(work)
-        add_rows(own, back, exchange.returns)
+        for target, bags in zip(held, exchange.returns, strict=True):
+            add_rows(target, back, bags)
 
     return finish
 

@@ -29,15 +29,16 @@ def spread_four(sources: tuple[Tensor, Tensor, Tensor, Tensor], index: Tensor, r
 
 
 def add_rows(target: Tensor, source: Tensor, bags: Bags) -> None:
-    """target[owner[j]] += source[j] for all j. [rows, ..] each, contiguous; summed in fp32 at least, rounded once."""
+    """target[owner[j]] += source[j] for all j whose owner is one of the target's rows. [rows, ..] each, contiguous;
+    summed in fp32 at least, rounded once."""
     if target.is_cuda:
         from wlb_megatron.attention import row_sums_triton
 
         row_sums_triton.add_rows(target, source, bags)
         return
-    source = source[: len(bags.owner)]
+    owner = bags.targets.repeat_interleave(bags.bounds.diff())
     wide = torch.promote_types(target.dtype, torch.float32)
-    target.copy_(target.to(wide).index_add(0, bags.owner, source.to(wide)))
+    target.copy_(target.to(wide).index_add(0, owner, source.index_select(0, bags.members).to(wide)))
 
 
 def merge_rows(out: Tensor, lse: Tensor, parts: Tensor, parts_lse: Tensor, bags: Bags) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall, DeviceLayout, DeviceWindow
+from wlb_megatron.attention.key_cache import KeyCache
 from wlb_megatron.attention.kv_exchange import start_gather, start_return
 from wlb_megatron.attention.pairs import grads_apart, side_by_side
 from wlb_megatron.attention.row_sums import add_rows, merge_rows, spread_four, spread_rows
@@ -54,11 +55,13 @@ def sharded_attention(
     *,
     sink: Tensor | None = None,
     windowed: bool = False,
+    cache: KeyCache | None = None,
 ) -> Tensor:
     """[t, heads, v dim] from q [t, heads, dim], k [t, kv heads, dim], v [t, kv heads, v dim], the rank's own tokens.
 
     group: the context-parallel process group. keep_keys: save the exchanged keys for backward, else exchange
-    them again there. sink: [heads], see sinks.py. windowed: a layer that sees the layout's window.
+    them again there. sink: [heads], see sinks.py. windowed: a layer that sees the layout's window. cache: the layer's,
+    where documents come in chunks.
     Raises ValueError where shapes do not fit the layout.
     """
     if q.shape[0] != layout.tokens or k.shape[0] != layout.tokens:
@@ -81,7 +84,12 @@ def sharded_attention(
         v = torch.nn.functional.pad(v, (0, dim - v_dim))
     near = layout.window if windowed else layout.single
     function: Any = _ShardedAttention if near is None else _OneCall
-    out = function.apply(q, k, v, sink, near or layout, group, kernels, scale, keep_keys)
+    chosen = near or layout
+    if chosen.cache is not None:
+        if cache is None:
+            raise ValueError("a micro-batch that shares a document with another needs the layer's cache")
+        keep_keys = cache.start(chosen.cache) and keep_keys
+    out = function.apply(q, k, v, sink, chosen, group, kernels, scale, keep_keys, cache)
     return out[..., :v_dim] if pad else out
 
 
@@ -90,9 +98,11 @@ class _Attention(torch.autograd.Function):
 
     @classmethod
     def forward(cls, ctx: Any, *given: Any) -> Tensor:
-        q, k, v, sink, ctx.layout, ctx.group, ctx.kernels, ctx.scale, keep_keys = given
+        q, k, v, sink, ctx.layout, ctx.group, ctx.kernels, ctx.scale, keep_keys, ctx.cache = given
         q = q.contiguous()
         kv = side_by_side(k, v)
+        if ctx.layout.cache:
+            ctx.cache.keep(ctx.layout.cache, kv)
         out, lse, keys = cls.attend(ctx, q, kv)
         if sink is not None:
             out, lse = apply_sink(out, lse, sink)
@@ -104,8 +114,10 @@ class _Attention(torch.autograd.Function):
         q, kv, keys, out, lse, sink = ctx.saved_tensors
         dout = dout.contiguous()
         dq, dkv = cls.pull(ctx, q, kv, keys, out, lse, dout)
+        if ctx.layout.cache:
+            ctx.cache.finish(ctx.layout.cache, dkv)
         dsink = None if sink is None else sink_gradient(out, lse, dout, sink)
-        return dq, *grads_apart(dkv, q.shape[-1]), dsink, None, None, None, None, None
+        return dq, *grads_apart(dkv, q.shape[-1]), dsink, *(None,) * 6
 
     @classmethod
     def attend(cls, ctx: Any, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -122,7 +134,7 @@ class _ShardedAttention(_Attention):
     @classmethod
     def attend(cls, ctx: Any, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         layout, kernels, scale = ctx.layout, ctx.kernels, ctx.scale
-        finish = start_gather(layout.exchange, kv, ctx.group) if layout.exchange else None
+        finish = start_gather(layout.exchange, _held(ctx, kv), ctx.group) if layout.exchange else None
         out, lse = kernels.forward(layout.diagonals, q, kv, scale)
         earlier = finish(_key_rows(layout, kernels)) if finish else None
         if call := layout.rectangles:
@@ -144,7 +156,7 @@ class _ShardedAttention(_Attention):
             return diagonals()
         own = None
         if earlier is None:  # keys travel again, under the diagonals
-            finish = start_gather(layout.exchange, kv, group)
+            finish = start_gather(layout.exchange, _held(ctx, kv), group)
             own = diagonals()
             earlier = finish(_key_rows(layout, kernels))
         dq_part, dearlier = None, earlier
@@ -158,8 +170,17 @@ class _ShardedAttention(_Attention):
         dq, dkv = own or diagonals()
         if dq_part is not None:
             add_rows(dq, dq_part, layout.queries)
-        give_back(dkv)
+        give_back(dkv, *_cached_gradients(ctx))
         return dq, dkv
+
+
+def _held(ctx: Any, kv: Tensor) -> Tensor:
+    """All keys that the rank holds: its own, and those it kept in earlier micro-batches."""
+    return ctx.cache.take(ctx.layout.cache, kv) if ctx.layout.cache else kv
+
+
+def _cached_gradients(ctx: Any) -> list[Tensor]:
+    return ctx.cache.gradients(ctx.layout.cache) if ctx.layout.cache else []
 
 
 def _key_rows(layout: DeviceLayout, kernels: Kernels) -> int:
@@ -187,7 +208,7 @@ class _OneCall(_Attention):
             keys = _all_keys(ctx, kv)
         dq, dkeys = ctx.kernels.backward(near.call, q, keys, out, lse, dout, ctx.scale)
         dkv = torch.zeros_like(kv)
-        start_return(near.exchange, dkeys, ctx.group)(dkv)
+        start_return(near.exchange, dkeys, ctx.group)(dkv, *_cached_gradients(ctx))
         return dq, dkv
 
 
@@ -195,4 +216,4 @@ def _all_keys(ctx: Any, kv: Tensor) -> Tensor:
     """The buffer of each segment's keys, exchanged."""
     near: DeviceWindow = ctx.layout
     assert near.exchange is not None
-    return start_gather(near.exchange, kv, ctx.group)(ctx.kernels.room(near.call)[1])
+    return start_gather(near.exchange, _held(ctx, kv), ctx.group)(ctx.kernels.room(near.call)[1])

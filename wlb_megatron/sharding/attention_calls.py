@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from wlb_megatron.sharding.chunks import CachedKeys, cached_keys
 from wlb_megatron.sharding.exchange import ExchangePlan, exchange_plan
 from wlb_megatron.sharding.segments import IntArray, ShardPlan, _ranges
 from wlb_megatron.sharding.varlen_call import AttentionCall, varlen_call
@@ -40,6 +41,7 @@ class AttentionLayout:
         diagonals beside it slow down for as long (two H100s: 4 to 10 ms of 70); then all return them last.
     window: the layout of windowed layers, where the model has any. single: of the others, where the plan wants them
         in one call; diagonals, rectangles and exchange then serve nobody.
+    cached: of the diagonals and rectangles; None where the micro-batch shares no document with another.
     """
 
     tokens: int
@@ -52,6 +54,7 @@ class AttentionLayout:
     hide_return: bool
     window: WindowLayout | None = None
     single: WindowLayout | None = None
+    cached: CachedKeys | None = None
 
 
 def attention_layout(plan: ShardPlan, rank: int, window: int | None = None) -> AttentionLayout:
@@ -98,6 +101,7 @@ def attention_layout(plan: ShardPlan, rank: int, window: int | None = None) -> A
         _in_step(plan, reaches),
         None if window is None else window_layout(plan, rank, window),
         window_layout(plan, rank, None) if plan.one_call else None,
+        None if plan.one_call else cached_keys(plan, rank),
     )
 
 

@@ -119,12 +119,14 @@ class Kept(NamedTuple):
 class CachedKeys(NamedTuple):
     """What a layer takes of its cache of keys, and puts there, in one micro-batch on one rank.
 
-    takes: in the order in which their rows follow the rank's own in ShardPlan.held_keys.
+    takes: in the order in which their rows follow the rank's own in ShardPlan.held_keys. prefixed: whether any piece
+    has a prefix, the same on all ranks, though one may hold nothing of it.
     """
 
     micro_batch: int
     takes: tuple[Taken, ...]
     keeps: tuple[Kept, ...]
+    prefixed: bool
 
 
 def cached_keys(plan: ShardPlan, rank: int, window: int | None = None) -> CachedKeys | None:
@@ -154,4 +156,4 @@ def cached_keys(plan: ShardPlan, rank: int, window: int | None = None) -> Cached
         rows = _ranges(first_row[mine] + skip, first_row[mine] + size[mine])
         if len(rows):
             keeps.append(Kept(piece, rows))
-    return CachedKeys(plan.chunks.micro_batch, tuple(takes), tuple(keeps))
+    return CachedKeys(plan.chunks.micro_batch, tuple(takes), tuple(keeps), bool(plan.prefixes.any()))

@@ -6,7 +6,7 @@ one rank are needed by nobody else, so they send nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,8 @@ class ExchangePlan:
     send_rows: int64[s], rows it sends of those that it holds (ShardPlan.held_keys), by receiver, rank 0's first (itself
         included: its own earlier rows come the same way). send_counts, recv_counts: rows to and from each rank.
     place: int64[n], row i of the key buffer is row place[i] of all that arrives, rank 0's first.
-    remote: whether any rank sends anything to another; where not, no rank communicates.
+    remote: whether any rank sends anything to another; where not, no rank communicates, and send_rows are in the key
+        buffer's order already.
     """
 
     send_rows: IntArray
@@ -48,13 +49,7 @@ def exchange_plan(plan: ShardPlan, rank: int, reaches: Sequence[IntArray], buffe
     arrival[keys] = np.arange(len(keys))
     needed = sum(int(reach.sum()) for reach in reaches)
     at_home = sum(int(_inside(rows, reach).sum()) for rows, reach in zip(held, reaches, strict=True))
-    return ExchangePlan(
-        np.concatenate(sent),
-        tuple(map(len, sent)),
-        tuple(map(len, arrived)),
-        arrival[buffer],
-        needed > at_home,
-    )
+    return _in_order(sent, map(len, arrived), arrival[buffer], needed > at_home)
 
 
 def _inside(rows: IntArray, reach: IntArray) -> IntArray:
@@ -90,10 +85,15 @@ def exchange_buffers(
     place = np.empty(len(buffers[rank]), dtype=np.int64)
     place[np.argsort(owners[rank], kind="stable")] = np.arange(len(place))
     sent = [local[tokens[held == rank]] for tokens, held in zip(buffers, owners, strict=True)]
-    return ExchangePlan(
-        np.concatenate(sent),
-        tuple(map(len, sent)),
-        tuple(np.bincount(owners[rank], minlength=plan.cp_size).tolist()),
-        place,
-        any(bool((held != wanting).any()) for wanting, held in enumerate(owners)),
-    )
+    received = np.bincount(owners[rank], minlength=plan.cp_size).tolist()
+    remote = any(bool((held != wanting).any()) for wanting, held in enumerate(owners))
+    return _in_order(sent, received, place, remote)
+
+
+def _in_order(
+    sent: Sequence[IntArray], received: Iterable[int], place: IntArray, remote: bool
+) -> ExchangePlan:
+    rows = np.concatenate(sent)
+    if not remote:
+        rows, place = rows[place], np.arange(len(place))
+    return ExchangePlan(rows, tuple(map(len, sent)), tuple(received), place, remote)

@@ -107,8 +107,8 @@ class ShardPlan:
         rows = self.chunks.cached[rank]
         if window is None:
             return rows
-        rows = rows.copy()
-        # The first query that may see them is the one after their piece's end.
+        rows = rows[rows[:, 5] > self.prefixes[rows[:, 0]] - window]
+        # Of what is kept, the first query that may see it is the one after the end of the piece.
         rows[:, 1] = np.maximum(rows[:, 1], rows[:, 5] - window)
         return rows[rows[:, 1] < rows[:, 2]]
 

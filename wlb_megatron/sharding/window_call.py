@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from wlb_megatron.sharding.chunks import CachedKeys, cached_keys
 from wlb_megatron.sharding.exchange import ExchangePlan, exchange_buffers
 from wlb_megatron.sharding.segments import IntArray, ShardPlan, _ranges
 from wlb_megatron.sharding.varlen_call import AttentionCall, varlen_call
@@ -21,11 +22,12 @@ from wlb_megatron.sharding.varlen_call import AttentionCall, varlen_call
 @dataclass(frozen=True)
 class WindowLayout:
     """size: keys before itself that a query sees, None for all. call: bottom-right causal, the rank's rows on the
-    exchanged keys."""
+    exchanged keys. cached: None where the micro-batch shares no document with another."""
 
     size: int | None
     call: AttentionCall
     exchange: ExchangePlan
+    cached: CachedKeys | None = None
 
 
 def window_layout(plan: ShardPlan, rank: int, size: int | None) -> WindowLayout:
@@ -39,6 +41,7 @@ def window_layout(plan: ShardPlan, rank: int, size: int | None) -> WindowLayout:
         size,
         varlen_call(rows[:, 2] - rows[:, 1], rows[:, 2] - _first_key(rows, size)),
         exchange_buffers(plan, rank, [_buffer(plan, held, size) for held in plan.ranks], size),
+        cached_keys(plan, rank, size),
     )
 
 

@@ -1,0 +1,126 @@
+"""Keys and values that a layer keeps for later micro-batches of a step, and the gradients that come back to them.
+
+The forward of a chunk of a document keeps its keys; later chunks take them. Backwards of a document's chunks run last
+first: each adds its gradients of the keys it took to a sum in fp32, and the chunk that made them adds the sum in its
+own backward, after which nothing of it is left. Autograd knows nothing of this.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wlb_megatron.attention.device_layout import DeviceCache
+from wlb_megatron.sharding.chunks import Taken
+
+_caches: weakref.WeakSet[KeyCache] = weakref.WeakSet()
+
+
+def clear_caches() -> None:
+    """Drop what any layer still keeps: to be called where a step begins and where it ends, or fails."""
+    for cache in list(_caches):
+        cache.clear()
+
+
+def cached_bytes() -> int:
+    """Bytes of all that layers keep now, gradients included."""
+    return sum(cache.bytes for cache in list(_caches))
+
+
+@dataclass
+class _Entry:
+    """Keys of one piece on this rank. readers: later micro-batches that took them and whose backward is to come."""
+
+    kv: Tensor
+    grad: Tensor | None = None
+    readers: int = 0
+
+
+class KeyCache:
+    """One layer's. Calls for a micro-batch: start, keep, take (again where keys are not saved), gradients, finish."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[int, int], _Entry] = {}
+        self._recorded: dict[int, bool] = {}
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self._recorded.clear()
+
+    @property
+    def bytes(self) -> int:
+        held = [
+            each for entry in self._entries.values() for each in (entry.kv, entry.grad) if each is not None
+        ]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    def start(self, use: DeviceCache) -> bool:
+        """A forward begins. Returns whether it may save exchanged keys, so that backward need not take them again: on
+        all ranks alike, as they exchange together.
+
+        Saved, each chunk would hold all keys before it once more, until its backward. Where the first forward is not
+        recorded, a second one is, just before backward: that one may. (Checkpoints that record both forwards want the
+        same tensors saved in both.)
+        """
+        if use.micro_batch not in self._recorded:
+            _caches.add(self)
+            self._recorded[use.micro_batch] = torch.is_grad_enabled()
+            for take in use.takes:
+                self._entry(take, use).readers += 1
+        return not use.prefixed or not self._recorded[use.micro_batch]
+
+    def keep(self, use: DeviceCache, kv: Tensor) -> None:
+        """Keep the rows of kv that later micro-batches see, unless an earlier forward of this one has."""
+        for piece, rows in use.keeps:
+            if (use.micro_batch, piece) not in self._entries:
+                kept = kv if rows is None else kv.index_select(0, rows)
+                self._entries[use.micro_batch, piece] = _Entry(kept)
+
+    def take(self, use: DeviceCache, kv: Tensor) -> Tensor:
+        """The rank's own keys, and below them those of earlier micro-batches: what the exchange sends from."""
+        return torch.cat((kv, *(self._entry(take, use).kv for take in use.takes))) if use.takes else kv
+
+    def gradients(self, use: DeviceCache) -> list[Tensor]:
+        """Where the gradients of each of the takes are summed, in fp32 at least."""
+        found = []
+        for take in use.takes:
+            entry = self._entry(take, use)
+            if entry.grad is None:
+                wide = torch.promote_types(entry.kv.dtype, torch.float32)
+                entry.grad = torch.zeros_like(entry.kv, dtype=wide)
+            found.append(entry.grad)
+        return found
+
+    def finish(self, use: DeviceCache, dkv: Tensor) -> None:
+        """A backward ends: add what came back to the keys that were kept to dkv, and drop them.
+
+        Raises RuntimeError where a later chunk's backward is still to come.
+        """
+        for take in use.takes:
+            self._entry(take, use).readers -= 1
+        for piece, rows in use.keeps:
+            entry = self._entries.pop((use.micro_batch, piece))
+            if entry.readers:
+                raise RuntimeError(
+                    f"backward of micro-batch {use.micro_batch} before that of {entry.readers} later ones that see its "
+                    "keys: a document's chunks go backward last first"
+                )
+            if entry.grad is None:
+                continue
+            if rows is None:
+                dkv += entry.grad
+            else:
+                dkv.index_copy_(0, rows.long(), (dkv.index_select(0, rows) + entry.grad).to(dkv.dtype))
+        self._recorded.pop(use.micro_batch, None)
+
+    def _entry(self, take: Taken, use: DeviceCache) -> _Entry:
+        found = self._entries.get((take.micro_batch, take.piece))
+        if found is None:
+            raise RuntimeError(
+                f"micro-batch {use.micro_batch} sees keys of micro-batch {take.micro_batch}, of which the layer keeps "
+                "none: all micro-batches that share a document belong to one step, in order"
+            )
+        return found
