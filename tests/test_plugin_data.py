@@ -40,7 +40,8 @@ from wlb_megatron.plugin.data import (
 from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, PlannedMicroBatch, pad
 from wlb_megatron.plugin.provider import Again
 from wlb_megatron.refusals import Refused
-from wlb_megatron.sharding.select import shard
+from wlb_megatron.sharding.chunks import links_of
+from wlb_megatron.sharding.select import shard, shard_all
 from wlb_megatron.workload.cost_model import CostModel
 
 SUMMARY = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
@@ -94,6 +95,85 @@ def test_a_cut_piece_still_predicts_the_token_that_follows_it(tmp_path: Path) ->
     tail = read(corpus, planned([Piece(0, 0, 3, 5)], 1, "per-document"), 0)
     assert (head["labels"], head["loss_mask"]) == ([2, 3, 4], [1, 1, 1])
     assert (tail["tokens"], tail["position_ids"], tail["loss_mask"]) == ([4, 5], [0, 1], [1, 0])
+
+
+def chunked(micro_batches: list[list[Piece]], cp: int, sharding: str) -> list[PlannedMicroBatch]:
+    """An iteration of one data-parallel rank whose pieces may have prefixes."""
+    padded = [pad(tuple(pieces), cp) for pieces in micro_batches]
+    lengths = [np.array([piece.tokens for piece in pieces], dtype=np.int64) for pieces in padded]
+    plans = shard_all(lengths, cp, sharding, links=links_of(padded))
+    return [
+        PlannedMicroBatch(0, index, pieces, plan, SUMMARY, 0.0)
+        for index, (pieces, plan) in enumerate(zip(padded, plans, strict=True))
+    ]
+
+
+def test_a_chunks_last_token_predicts_the_first_of_the_next_and_positions_go_on(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, [[1, 2, 3, 4, 5, 6], [11, 12]])
+    head, middle, tail = chunked(
+        [[Piece(0, 0, 0, 3)], [Piece(0, 1, 0, 2), Piece(0, 0, 3, 4, 3)], [Piece(0, 0, 4, 6, 4)]],
+        1,
+        "per-document",
+    )
+    assert read(corpus, head, 0) == {
+        "tokens": [1, 2, 3],
+        "labels": [2, 3, 4],
+        "loss_mask": [1, 1, 1],
+        "position_ids": [0, 1, 2],
+    }
+    assert read(corpus, middle, 0) == {
+        "tokens": [11, 12, 4],
+        "labels": [12, 0, 5],
+        "loss_mask": [1, 0, 1],
+        "position_ids": [0, 1, 3],
+    }
+    assert read(corpus, tail, 0) == {
+        "tokens": [5, 6],
+        "labels": [6, 0],
+        "loss_mask": [1, 0],
+        "position_ids": [4, 5],
+    }
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_chunks_over_ranks_hold_together_what_the_whole_document_does(
+    cp: int, sharding: str, tmp_path: Path
+) -> None:
+    """Tokens, labels, masks and positions of every token; of a part [3, 41) of a document, too, cut from its front."""
+    documents = [list(range(100 * d, 100 * d + n)) for d, n in ((1, 41), (2, 30), (3, 7))]
+    corpus = corpus_of(tmp_path, documents)
+    iteration = [
+        [Piece(0, 0, 3, 17), Piece(0, 1, 0, 9)],
+        [Piece(0, 1, 9, 10, 9), Piece(0, 0, 17, 19, 14)],
+        [Piece(0, 2, 0, 7), Piece(0, 0, 19, 41, 16), Piece(0, 1, 10, 30, 10)],
+    ]
+    found = []
+    for micro_batch in chunked(iteration, cp, sharding):
+        for rank in range(cp):
+            rows = read(corpus, micro_batch, rank)
+            found += [row for row in zip(*rows.values(), strict=True) if row[0] >= 100]
+    expected = []
+    for d, first in ((0, 3), (1, 0), (2, 0)):
+        tokens = documents[d]
+        for at in range(first, len(tokens)):
+            label = tokens[at + 1] if at + 1 < len(tokens) else 0
+            expected.append((tokens[at], label, float(label > 0), at - first))
+    assert sorted(found) == sorted(expected)
+
+
+def test_a_step_counts_a_document_in_chunks_as_the_whole_one(tmp_path: Path) -> None:
+    """FLOPs are of tokens and squared lengths: chunk [s, e) has e * e - s * s of these, all together the document's."""
+    corpus = corpus_of(tmp_path, [[1] * 50, [2] * 8])
+    iteration = [
+        [Piece(0, 0, 0, 20)],
+        [Piece(0, 1, 0, 8), Piece(0, 0, 20, 33, 20)],
+        [Piece(0, 0, 33, 50, 33)],
+    ]
+    for layout in (Layout(0, 1, 8, True), Layout(1, 1, 8, False)):
+        batches = [PackedDocuments(corpus, layout)[each] for each in chunked(iteration, 4, "per-document")]
+        lengths = [batch["bounds"].diff().tolist() for batch in batches]
+        assert lengths == [[], [8], [50]]
 
 
 @pytest.mark.parametrize(("wild", "at"), [(-7, 2), (50, 2), (50, 6)])

@@ -74,9 +74,10 @@ class PackedDocuments(Dataset[dict[str, Any]]):
 
     Keys: tokens, labels, position_ids (int64[1, t]), loss_mask (float32[1, t]), or none of them where no
     tokens are needed; `planned` is the plan itself, `attention` this rank's attention calls of it, `bounds` the
-    real documents' cumulative lengths (int64[n + 1]). `padding_mask` (bool[1, t]) is there for routers alone, for
-    multi-token prediction `following` (int32[T]), how many of the rank's tokens predict one (`predicted`), and the
-    `factors` of its losses. All of it is made here, in a worker, not in a step.
+    real documents' cumulative lengths (int64[n + 1]; one in chunks counts whole, with its last). `padding_mask`
+    (bool[1, t]) is there for routers alone, for multi-token prediction `following` (int32[T]), how many of the rank's
+    tokens predict one (`predicted`), and the `factors` of its losses. All of it is made here, in a worker, not in a
+    step.
     """
 
     def __init__(self, corpus: Blend, layout: Layout) -> None:
@@ -99,8 +100,9 @@ class PackedDocuments(Dataset[dict[str, Any]]):
             length = end - start
             if piece.document != PADDING:
                 # One token more than held, for the last label. A document's last token predicts nothing; the
-                # last token of a piece cut off earlier still predicts the token that really follows it.
-                first = piece.start + start
+                # last token of a piece cut off earlier still predicts the token that really follows it, so does a
+                # chunk's.
+                first = piece.start - piece.prefix + start
                 last = min(first + length + 1, self._corpus.length(piece.document))
                 read = self._corpus.read(piece.document, first, last)
                 self._check_ids(piece.document, first, read)
@@ -131,8 +133,7 @@ class PackedDocuments(Dataset[dict[str, Any]]):
 
 def with_plan(planned: PlannedMicroBatch, layout: Layout) -> dict[str, Any]:
     """A batch's parts that are made from its plan alone."""
-    layout, lengths = layout.within(planned.group), planned.shard.lengths
-    real = lengths[:-1] if planned.pieces[-1].document == PADDING else lengths
+    layout, real = layout.within(planned.group), _whole_lengths(planned)
     if planned.group is not None:
         # Megatron sums over all ranks and divides by the context-parallel size: told by one rank, so many times.
         real = np.tile(real, layout.cp_size) if layout.cp_rank == 0 and len(real) else np.zeros(1, np.int64)
@@ -149,6 +150,19 @@ def with_plan(planned: PlannedMicroBatch, layout: Layout) -> dict[str, Any]:
         first, *further = planned.predictions
         batch["factors"] = [first / count if count else 0.0 for count in further]
     return batch
+
+
+def _whole_lengths(planned: PlannedMicroBatch) -> np.ndarray:
+    """int64[n]: tokens of the documents that end here, those of earlier chunks included; padding left out.
+
+    Counted so, a step's tokens and squared lengths are the documents', in however many chunks they came.
+    """
+    lengths = planned.shard.prefixes + planned.shard.lengths
+    last = len(lengths) - (planned.pieces[-1].document == PADDING)
+    ends = np.ones(last, dtype=bool)
+    if planned.shard.chunks is not None:
+        ends[planned.shard.chunks.continued] = False
+    return lengths[:last][ends]
 
 
 def padding_mask(planned: PlannedMicroBatch, rank: int) -> np.ndarray:

@@ -20,7 +20,8 @@ _counted: tuple[float, float] | None = None
 
 def count_segments(bounds: Sequence[torch.Tensor]) -> None:
     """Add a trained step's documents; bounds: of each micro-batch, int64[n + 1] on the CPU, cumulative lengths, padding
-    left out. Once a step, however often Megatron runs it again, and not for evaluation."""
+    left out; a document in chunks is whole in that of its last. Once a step, however often Megatron runs it again, and
+    not for evaluation."""
     lengths = torch.cat([each.diff() for each in bounds])
     if hasattr(training, "update_seqlen_stats_from_cu_seqlens"):
         whole = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
