@@ -161,9 +161,23 @@ def bad_files(tmp_path: Path) -> Path:
         ({"--lengths": "4.5"}, "cannot read lengths '4.5'"),
         ({"--lengths": "99999999999999999999"}, "cannot read lengths"),
         ({"--lengths": "0,0"}, "no token to train on in 2 documents"),
-        ({"--window": "0"}, "window must be at least 1 token, got 0"),
-        ({"--window": "many"}, "invalid int value: 'many'"),
-        ({"--cp": "0"}, "--cp must be at least 1, got 0"),
+        ({"--lengths": "99999999999"}, "document 0 has more than 2147483647 tokens"),
+        ({"--window": "0"}, "--window: '0' is not a whole number from 1 to 1073741824"),
+        ({"--window": "many"}, "--window: 'many' is not a whole number from 1 to 1073741824"),
+        ({"--window": "99999999999999999999"}, "--window: '99999999999999999999' is not a whole number"),
+        ({"--cp": "0"}, "--cp: '0' is not a whole number from 1 to 65536"),
+        ({"--dp": "99999999999999999999"}, "--dp: '99999999999999999999' is not"),
+        ({"--micro-batches": "99999999999999999999"}, "--micro-batches: '99999999999999999999' is not"),
+        ({"--max-delay": "-1"}, "wlb-megatron: --max-delay -1 is not from 0 to 1048576"),
+        ({"--max-tokens": "99999999999999999999"}, "--max-tokens 99999999999999999999 is not from 1 to"),
+        ({"--max-tokens": "17"}, "wlb-megatron: --max-tokens of 17 is below 1.25 windows"),
+        ({"--document-cost": "nan"}, "wlb-megatron: --document-cost nan is not from 0 to"),
+        ({"--document-cost": "inf"}, "--document-cost inf is not from 0 to"),
+        ({"--quadratic-at": "nan"}, "--quadratic-at nan is not from 1 to"),
+        ({"--quadratic-at": "1e-320"}, "--quadratic-at 1e-320 is not from 1 to"),
+        ({"--solver-seconds": "nan"}, "--solver-seconds nan is not from 0.001 to"),
+        ({"--solver-seconds": "-1"}, "--solver-seconds -1.0 is not from 0.001 to"),
+        ({"--thresholds": "nan"}, "wlb-megatron: --thresholds 'nan' are not auto"),
         ({"--packing": "best"}, "invalid choice: 'best'"),
         ({"--sharding": "best"}, "invalid choice: 'best'"),
         ({"--packing": "varlen", "--max-tokens": "19"}, "raise --max-tokens"),
@@ -185,6 +199,43 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
     assert message in err
     assert err.count("\n") == 1
     assert sorted(bad_files.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("analyze --hidden-size 100 --num-attention-heads 3", "--hidden-size 100 is no multiple of"),
+        (
+            "analyze --hidden-size 96 --num-attention-heads 32 --num-query-groups 5",
+            "--num-attention-heads 32 is no multiple of --num-query-groups 5",
+        ),
+        ("analyze --iterations 0", "--iterations: '0' is not a whole number from 1"),
+        ("analyze --seed -2", "--seed: '-2' is not a whole number from -1"),
+        ("simulate --num-query-groups 5", "--num-attention-heads 32 is no multiple of --num-query-groups 5"),
+        (
+            "simulate --tp 3 --window 18",
+            "--num-attention-heads 32 is no multiple of the tensor-parallel size 3",
+        ),
+        ("simulate --matmul-rate nan", "--matmul-rate: 'nan' is not a number from 0"),
+        ("simulate --matmul-rate 0", "wlb-megatron: --matmul-rate must be positive, got 0.0"),
+        ("simulate --tp-exposed 2", "wlb-megatron: --tp-exposed is a share from 0 to 1, got 2.0"),
+        ("simulate --step-overhead -1", "--step-overhead: '-1' is not a number from 0"),
+        (
+            "profile --out p.json --tp 3",
+            "--num-attention-heads 32 is no multiple of the tensor-parallel size 3",
+        ),
+        ("profile --out p.json --budget nan", "--budget: 'nan' is not a number from 0"),
+        ("profile --out p.json --num-attention-heads 0", "--num-attention-heads: '0' is not a whole number"),
+        ("reproduce --out d --lengths-of 0", "--lengths-of: '0' is not a whole number from 1"),
+    ],
+)
+def test_numbers_that_are_none_or_do_not_divide_are_refused_by_their_flag(
+    command: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *flags = command.split()
+    layout = ["--lengths", "4,12", "--window", "16"] if name in ("analyze", "simulate") else []
+    code, _, err = call(capsys, name, *layout, *flags)
+    assert code == 2 and message in err and err.count("\n") == 1, err
 
 
 def test_the_exit_code_reaches_the_shell() -> None:

@@ -7,6 +7,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
 
 PREFIX = "wlb_"
 
@@ -17,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         title="workload-balanced packing and context parallelism", description="wlb_megatron's settings."
     )
     for setting in fields(WlbConfig):
-        flag = "--" + (PREFIX + setting.name).replace("_", "-")
+        flag = _flag(PREFIX + setting.name)
         options: dict[str, Any] = {"dest": PREFIX + setting.name, "help": setting.metadata["help"]}
         assert setting.default is not MISSING
         if setting.default is False:
@@ -33,5 +34,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def config_from_args(args: argparse.Namespace) -> WlbConfig:
-    """The plugin's settings as the user gave them."""
-    return WlbConfig(**{setting.name: getattr(args, PREFIX + setting.name) for setting in fields(WlbConfig)})
+    """The plugin's settings as the user gave them. WlbError for a number that is out of range."""
+    config = WlbConfig(
+        **{setting.name: getattr(args, PREFIX + setting.name) for setting in fields(WlbConfig)}
+    )
+    check_numbers(config)
+    return config
+
+
+def check_numbers(config: WlbConfig) -> None:
+    """WlbError for a setting that is out of its range, or no number."""
+    for setting in fields(WlbConfig):
+        value, within = getattr(config, setting.name), setting.metadata.get("within")
+        if value is not None and within is not None and not within[0] <= value <= within[1]:
+            raise WlbError(f"{_flag(PREFIX + setting.name)} {value} is not from {within[0]} to {within[1]}")
+
+
+def name_flag(message: str, args: argparse.Namespace, prefix: str = "") -> str:
+    """A message that begins with a setting's name, with the flag instead. prefix: of the settings among `args`."""
+    name, *rest = message.split(" ", 1)
+    name = prefix + {"per_document": "document_cost"}.get(name, name)
+    return " ".join([_flag(name), *rest]) if hasattr(args, name) else message
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 from wlb_megatron.analyze.command import add_analyze, run_analyze
 from wlb_megatron.analyze.told import as_json, print_analysis
+from wlb_megatron.arguments import check_numbers, name_flag
+from wlb_megatron.bounds import RANKS, TOKENS, whole
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.doctor import add_doctor
 from wlb_megatron.errors import WlbError
@@ -51,12 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser("doctor", help="look at what is installed here, try it, and say what to fix")
     )
     given = list(sys.argv[1:] if argv is None else argv)
+    args = argparse.Namespace()
     try:
-        args = parser.parse_args(given)
+        parser.parse_args(given, args)
         args.run(args)
     except WlbError as error:
-        told = str(error) if given[:1] in (["patch"], ["doctor"]) else _rename(str(error))
+        told = name_flag(str(error), args)
+        told = told if given[:1] in (["patch"], ["doctor"]) else _rename(told)
         print(f"wlb-megatron: {told}", file=sys.stderr)
+        return 2
+    except MemoryError:
+        print("wlb-megatron: not enough memory for documents and sizes like these", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -75,11 +82,11 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     )
     add_layout(parser)
     add_settings(parser)
-    parser.add_argument("--pp", default=1, type=int, help="pipeline-parallel size (default: 1)")
+    parser.add_argument("--pp", default=1, type=whole(1, RANKS), help="pipeline-parallel size (default: 1)")
     parser.add_argument(
-        "--vpp", default=1, type=int, help="model chunks of a stage, interleaved (default: 1)"
+        "--vpp", default=1, type=whole(1, RANKS), help="model chunks of a stage, interleaved (default: 1)"
     )
-    parser.add_argument("--iterations", type=int, help="stop after this many (iterations; default: all)")
+    parser.add_argument("--iterations", type=whole(1), help="stop after this many (iterations; default: all)")
     parser.add_argument("--json", metavar="PATH", help="write JSON there, - for stdout, instead of a table")
     parser.set_defaults(run=_inspect)
 
@@ -114,16 +121,21 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="tokens of each document: 4,12, a .npy of integers, or a Megatron .idx",
     )
-    add("--window", required=True, type=int, help="--seq-length of the run (tokens)")
+    add("--window", required=True, type=whole(1, TOKENS), help="--seq-length of the run (tokens)")
     add(
         "--micro-batches",
         default=1,
-        type=int,
+        type=whole(1),
         help="windows of one data-parallel rank per iteration, --global-batch-size over its ranks (default: 1)",
     )
-    add("--dp", default=1, type=int, help="data-parallel size (default: 1)")
-    add("--cp", default=1, type=int, help="context-parallel size (default: 1)")
-    add("--tp", default=1, type=int, help="tensor-parallel size; tokens are padded to CP x TP (default: 1)")
+    add("--dp", default=1, type=whole(1, RANKS), help="data-parallel size (default: 1)")
+    add("--cp", default=1, type=whole(1, RANKS), help="context-parallel size (default: 1)")
+    add(
+        "--tp",
+        default=1,
+        type=whole(1, RANKS),
+        help="tensor-parallel size; tokens are padded to CP x TP (default: 1)",
+    )
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -142,9 +154,11 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(args: argparse.Namespace) -> WlbConfig:
-    """The settings as given."""
+    """The settings as given. WlbError for a number that is out of range."""
     names = [setting.name for setting in fields(WlbConfig) if setting.name not in _NOT_HERE]
-    return WlbConfig(**{name: getattr(args, name) for name in names})
+    config = WlbConfig(**{name: getattr(args, name) for name in names})
+    check_numbers(config)
+    return config
 
 
 def _inspect(args: argparse.Namespace) -> None:

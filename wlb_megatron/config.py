@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from wlb_megatron.bounds import COUNT, LARGEST, SECONDS, TOKENS
+
 PACKINGS = ("original", "fixed-greedy", "fixed-solver", "varlen")
 RELEASES = ("balance", "full")
 SHARDINGS = ("per-sequence", "per-document", "hybrid", "adaptive")
@@ -37,6 +39,7 @@ class WlbConfig:
         "most tokens of a micro-batch, Lmax (tokens; default: 1.5 x --seq-length, or what fits the GPU's memory with "
         "a tenth to spare, if that is less)",
         type=int,
+        within=(1, TOKENS),
     )
     micro_batches_per_window: str = _setting(
         "auto",
@@ -48,6 +51,7 @@ class WlbConfig:
         "what one more micro-batch costs by itself, as tokens of linear work (tokens; default: from the profile or "
         "the model's shape, 1000 x context-parallel size where neither is known)",
         type=float,
+        within=(0, TOKENS),
     )
     chunks: str = _setting(
         "auto",
@@ -59,6 +63,7 @@ class WlbConfig:
         None,
         "a document trains at most this many iterations after it arrived (iterations; default: 16, with chunks 0)",
         type=int,
+        within=(0, COUNT),
     )
     thresholds: str = _setting(
         "auto",
@@ -71,7 +76,10 @@ class WlbConfig:
         choices=RELEASES,
     )
     balance_batches: int = _setting(
-        1, "fixed-greedy and fixed-solver balance over this many global batches (iterations)", type=int
+        1,
+        "fixed-greedy and fixed-solver balance over this many global batches (iterations)",
+        type=int,
+        within=(1, COUNT),
     )
     cp_mode: str = _setting(
         "fixed",
@@ -80,24 +88,30 @@ class WlbConfig:
         choices=("fixed", "dynamic"),
     )
     solver_seconds: float = _setting(
-        1.0, "time limit for one plan of fixed-solver, or of dynamic groups (seconds)", type=float
+        1.0,
+        "time limit for one plan of fixed-solver, or of dynamic groups (seconds)",
+        type=float,
+        within=(1e-3, SECONDS),
     )
     quadratic_at: float | None = _setting(
         None,
         "length at which a document's attention costs as much as everything else: work = d + d*d/X "
         "(tokens; default: from the model's shape)",
         type=float,
+        within=(1, LARGEST),
     )
     document_cost: float | None = _setting(
         None,
         "fixed cost of a document in a micro-batch, as tokens of linear work (tokens; default: from the model's shape "
         "and a built-in H100 kernel table on GPUs, else 0)",
         type=float,
+        within=(0, TOKENS),
     )
     max_documents: int = _setting(
         4096,
         "most documents of a micro-batch; kernels launch one block row per document (documents)",
         type=int,
+        within=(1, COUNT),
     )
     overlong: str = _setting(
         "split",
@@ -125,6 +139,7 @@ class WlbConfig:
         "time for building attention's kernels before step 1: cuDNN's graphs, likeliest sizes first, of which others "
         "are built in the step that first needs them, about 0.13 s each (seconds)",
         type=float,
+        within=(0, SECONDS),
     )
     fresh_order: bool = _setting(
         False, "begin the document order anew from a checkpoint that holds no packing state"
@@ -143,6 +158,6 @@ class WlbConfig:
         None, "write one iteration's forwards and backwards on every rank there, for ui.perfetto.dev (path)"
     )
     trace_iteration: int = _setting(
-        10, "the iteration that --wlb-trace shows, 2 or later (iteration)", type=int
+        10, "the iteration that --wlb-trace shows, 2 or later (iteration)", type=int, within=(1, LARGEST)
     )
     off: bool = _setting(False, "leave Megatron untouched: the launcher then only runs the script")

@@ -12,6 +12,7 @@ from typing import Any
 from wlb_megatron.analyze.comparison import Analysis, analyze
 from wlb_megatron.analyze.measure import Layout
 from wlb_megatron.analyze.pictures import draw_all, need_matplotlib
+from wlb_megatron.bounds import RANKS, SEED, check_heads, whole
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import QUADRATIC_AT
@@ -23,12 +24,12 @@ from wlb_megatron.workload.profile import read_profile
 def add_analyze(parser: argparse.ArgumentParser) -> None:
     """The flags beyond layout and settings. Model flags are named as Megatron's."""
     add = parser.add_argument
-    add("--pp", default=1, type=int, help="pipeline-parallel size (default: 1)")
-    add("--iterations", default=200, type=int, help="global batches to plan (default: 200)")
+    add("--pp", default=1, type=whole(1, RANKS), help="pipeline-parallel size (default: 1)")
+    add("--iterations", default=200, type=whole(1), help="global batches to plan (default: 200)")
     add(
         "--seed",
         default=1234,
-        type=int,
+        type=whole(-1, SEED),
         help="of the shuffle, as in training; -1: given order (default: 1234)",
     )
     add("--json", metavar="PATH", help="write JSON there, - for stdout, instead of a table")
@@ -37,13 +38,13 @@ def add_analyze(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group(
         "model shape", "gives --quadratic-at where that is not set"
     ).add_argument
-    model("--hidden-size", type=int)
-    model("--num-attention-heads", type=int)
-    model("--num-query-groups", type=int, help="default: as many as heads")
-    model("--kv-channels", type=int, help="default: hidden size over heads")
+    model("--hidden-size", type=whole(1))
+    model("--num-attention-heads", type=whole(1))
+    model("--num-query-groups", type=whole(1), help="default: as many as heads")
+    model("--kv-channels", type=whole(1), help="default: hidden size over heads")
     model(
         "--ffn-hidden-size",
-        type=int,
+        type=whole(1),
         help="default: 4 x hidden size; with --swiglu 8/3 of it, a multiple of 64",
     )
     model("--swiglu", action="store_true")
@@ -58,8 +59,7 @@ def model_quadratic_at(args: argparse.Namespace) -> float:
         raise WlbError("--hidden-size needs --num-attention-heads; give both, or --quadratic-at")
     groups, channels = args.num_query_groups or heads, args.kv_channels or hidden // heads
     ffn = args.ffn_hidden_size or (int(4 * hidden * 2 / 3) // 64 * 64 if args.swiglu else 4 * hidden)
-    if min(hidden, heads, groups, channels, ffn) < 1:
-        raise WlbError("--hidden-size and the other sizes of the model must be positive; correct them")
+    check_heads(heads, groups, hidden=None if args.kv_channels else hidden, tp=args.tp)
     parameters = layer_parameters(hidden, heads * channels, groups * channels, ffn, gated=args.swiglu)
     return quadratic_at(heads * channels, parameters)
 

@@ -25,7 +25,16 @@ def read_lengths(text: str) -> Lengths:
         lengths = _load(Path(text))
     else:
         return read_index(text).lengths
-    return Corpus(f"--lengths {text}" if len(text) < 60 else "--lengths", lengths).lengths
+    name = f"--lengths {text}" if len(text) < 60 else "--lengths"
+    checked = Corpus(name, lengths).lengths
+    if len(checked) and checked.max() > LONGEST:
+        at = int(checked.argmax())
+        raise WlbError(f"{name}: document {at} has more than {LONGEST} tokens, as no index may")
+    return checked
+
+
+LONGEST = (1 << 31) - 1
+"""Tokens of a document: an index holds them as int32."""
 
 
 def sample_lengths(lengths: Lengths, window: int, overlong: str, most: int = 65536) -> list[int]:

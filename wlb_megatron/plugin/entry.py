@@ -8,12 +8,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from wlb_megatron.arguments import add_arguments, config_from_args
-from wlb_megatron.config import WlbConfig
+from wlb_megatron.arguments import PREFIX, add_arguments, config_from_args, name_flag
 from wlb_megatron.plugin import source as sources
 from wlb_megatron.plugin import versions
 from wlb_megatron.plugin.batch_sizes import batch_schedule, misfit, ramp_as_steps
@@ -198,7 +196,7 @@ def _take_over(args: Any) -> None:
         config = fit_to_memory(args, config, sources.token_alignment(args))
         _sources = sources.open_sources(args, config)
     except ValueError as error:  # WlbErrors, and settings that do not fit together
-        raise RefusedHere(f"wlb_megatron: {_naming_the_flag(str(error))}") from None
+        raise RefusedHere(f"wlb_megatron: {name_flag(str(error), args, PREFIX)}") from None
     args.wlb_quadratic_at = config.quadratic_at
     _set(
         args,
@@ -228,15 +226,6 @@ def _refuse_misfits(args: Any) -> None:
         raise Refused(f"wlb_megatron refuses {flag}: {wrong}")
     if args.eval_iters and (wrong := misfit(tested, args)):
         raise Refused(f"wlb_megatron refuses --eval-global-batch-size: {wrong}")
-
-
-def _naming_the_flag(message: str) -> str:
-    """A message that begins with a setting's name, with the flag instead."""
-    name, *rest = message.split(" ", 1)
-    name = {"per_document": "document_cost"}.get(name, name)
-    if name not in {setting.name for setting in fields(WlbConfig)}:
-        return message
-    return " ".join(["--wlb-" + name.replace("_", "-"), *rest])
 
 
 def _refuse(line: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wlb_megatron.attention import kernel_choice
+from wlb_megatron.bounds import RANKS, SECONDS, TOKENS, check_heads, real, whole
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.report.table import print_table
 from wlb_megatron.workload.costs import Costs
@@ -31,18 +32,23 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="PATH", help="file of the profile; PATH.partial is kept meanwhile")
     add("--refit", metavar="PATH", help="only fit an earlier profile's measurements anew, in place")
     model = parser.add_argument_group("model, in Megatron's flags").add_argument
-    model("--hidden-size", type=int, default=4096, help="(default: 4096)")
-    model("--ffn-hidden-size", type=int, help="(default: 4 x hidden)")
-    model("--num-attention-heads", type=int, default=32, help="(default: 32)")
-    model("--num-query-groups", type=int, help="(default: as many as heads)")
-    model("--kv-channels", type=int, help="(default: hidden / heads)")
-    model("--vocab-size", type=int, default=128256, help="padded (default: 128256)")
+    model("--hidden-size", type=whole(1), default=4096, help="(default: 4096)")
+    model("--ffn-hidden-size", type=whole(1), help="(default: 4 x hidden)")
+    model("--num-attention-heads", type=whole(1), default=32, help="(default: 32)")
+    model("--num-query-groups", type=whole(1), help="(default: as many as heads)")
+    model("--kv-channels", type=whole(1), help="(default: hidden / heads)")
+    model("--vocab-size", type=whole(1, TOKENS), default=128256, help="padded (default: 128256)")
     model("--swiglu", action="store_true", help="gated feed-forward")
     model(
         "--gradient-accumulation-fusion", action="store_true", help="as in training, where apex is installed"
     )
-    add("--tp", type=int, default=1, help="tensor-parallel size: one rank's shape is measured (default: 1)")
-    add("--cp", type=int, default=1, help="context-parallel size of the job (default: 1)")
+    add(
+        "--tp",
+        type=whole(1, RANKS),
+        default=1,
+        help="tensor-parallel size: one rank's shape is measured (default: 1)",
+    )
+    add("--cp", type=whole(1, RANKS), default=1, help="context-parallel size of the job (default: 1)")
     add(
         "--grid",
         choices=("full", "reduced", "tiny"),
@@ -56,7 +62,12 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
         help="attention's kernels. te: cuDNN's through Transformer Engine; fa4: FlashAttention-4's; torch: plain torch "
         "on the CPU (default: those that --wlb-kernels auto trains with)",
     )
-    add("--budget", type=float, default=170, help="begin no further point after this (seconds; default: 170)")
+    add(
+        "--budget",
+        type=real(0, SECONDS),
+        default=170,
+        help="begin no further point after this (seconds; default: 170)",
+    )
     parser.set_defaults(run=run_profile)
 
 
@@ -152,6 +163,8 @@ def fitted_rows(costs: Costs) -> list[list[str]]:
 
 def _model(args: argparse.Namespace) -> ProfiledModel:
     heads = args.num_attention_heads
+    hidden = None if args.kv_channels else args.hidden_size
+    check_heads(heads, args.num_query_groups, hidden=hidden, tp=args.tp)
     return ProfiledModel(
         hidden=args.hidden_size,
         ffn=args.ffn_hidden_size or 4 * args.hidden_size,

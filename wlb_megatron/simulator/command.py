@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from wlb_megatron import __version__
+from wlb_megatron.bounds import SEED, TOKENS, real, whole
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.lengths import read_lengths
 from wlb_megatron.packing.packer import read_per_window
@@ -39,7 +40,7 @@ def add_assumptions(parser: argparse.ArgumentParser, defaults: Assumptions) -> N
         "assumptions", "rates per second, latencies in seconds; see Assumptions"
     )
     for one in fields(Assumptions):
-        kind = int if one.name == "node" else float
+        kind = whole(1) if one.name == "node" else real(0)
         value = getattr(defaults, one.name)
         group.add_argument(
             f"--{one.name.replace('_', '-')}", type=kind, default=value, help=f"(default: {value:g})"
@@ -80,14 +81,19 @@ def add_reproduce(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         help="tokens of each document: a .npy of integers or an .idx (default: seeded, long-tailed)",
     )
-    add("--lengths-of", type=int, default=128 * K, help="window that the lengths belong to (default: 131072)")
+    add(
+        "--lengths-of",
+        type=whole(1, TOKENS),
+        default=128 * K,
+        help="window that the lengths belong to (default: 131072)",
+    )
     add(
         "--no-stretch",
         action="store_true",
         help="use lengths as they are at each window, split above it (default: stretched in proportion)",
     )
-    add("--iterations", type=int, default=300, help="simulated of each job (default: 300)")
-    add("--seed", type=int, default=1234, help="of the documents' order (default: 1234)")
+    add("--iterations", type=whole(1), default=300, help="simulated of each job (default: 300)")
+    add("--seed", type=whole(0, SEED), default=1234, help="of the documents' order (default: 1234)")
     add(
         "--micro-batches-per-window",
         default="auto",
@@ -111,8 +117,6 @@ def run_reproduce(args: argparse.Namespace) -> None:
     if args.compare is not None:
         _compare(Path(args.out), [Path(path) for path in args.compare])
         return
-    if args.iterations < 1:
-        raise WlbError(f"--iterations must be at least 1, got {args.iterations}")
     read_per_window(args.micro_batches_per_window)
     assumptions, measured, profile = read_assumptions(args)
     inputs = Inputs(

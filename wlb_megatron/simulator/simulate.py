@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from wlb_megatron.bounds import RANKS, SEED, check_heads, whole
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.errors import WlbError, explain_bad_values
+from wlb_megatron.errors import explain_bad_values
 from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.lengths import sample_lengths
@@ -33,20 +34,20 @@ from wlb_megatron.workload.profile import Profile
 def add_simulate(parser: argparse.ArgumentParser) -> None:
     """The flags beyond layout and settings. Model flags are named as Megatron's."""
     add = parser.add_argument
-    add("--pp", default=1, type=int, help="pipeline-parallel size (default: 1)")
-    add("--vpp", default=1, type=int, help="model chunks of a stage, interleaved (default: 1)")
+    add("--pp", default=1, type=whole(1, RANKS), help="pipeline-parallel size (default: 1)")
+    add("--vpp", default=1, type=whole(1, RANKS), help="model chunks of a stage, interleaved (default: 1)")
     add(
         "--recompute",
         choices=RECOMPUTE,
         default="none",
         help="activations made again in backward (default: none)",
     )
-    add("--iterations", default=100, type=int, help="to simulate (default: 100)")
-    add("--warm-up", default=16, type=int, help="planned before them, so that queues fill (default: 16)")
+    add("--iterations", default=100, type=whole(1), help="to simulate (default: 100)")
+    add("--warm-up", default=16, type=whole(0), help="planned before them, so that queues fill (default: 16)")
     add(
         "--seed",
         default=1234,
-        type=int,
+        type=whole(-1, SEED),
         help="of the shuffle, as in training; -1: given order (default: 1234)",
     )
     add("--json", metavar="PATH", help="write JSON there, - for stdout, instead of a table")
@@ -66,14 +67,12 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
         "ffn-hidden-size",
         "vocab-size",
     ):
-        model(f"--{name}", type=int)
+        model(f"--{name}", type=whole(1))
     add_assumptions(parser, Assumptions())
 
 
 def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -> dict[str, Any]:
     """Simulate as the flags say, with progress on stderr; write the trace if asked for. JSON-able figures."""
-    if args.iterations < 1 or args.warm_up < 0:
-        raise WlbError("--iterations must be at least 1 and --warm-up not negative; correct them")
     assumptions, measured, profile = read_assumptions(args)
     with explain_bad_values():
         layout = Layout(tp=args.tp, cp=args.cp, pp=args.pp, dp=args.dp, chunks=args.vpp)
@@ -204,7 +203,10 @@ def _shape(args: argparse.Namespace, profile: Profile | None) -> ModelShape:
     }
     given = {name: value for name, value in flags.items() if value is not None}
     known = SHAPES[args.model]
-    return replace(known if profile is None else profiled_shape(profile, known.layers), **given)
+    shape = replace(known if profile is None else profiled_shape(profile, known.layers), **given)
+    hidden = None if shape.channels else shape.hidden
+    check_heads(shape.heads, shape.kv_heads, hidden=hidden, tp=args.tp)
+    return shape
 
 
 def _write_trace(path: Path, shards: Shards, model: LayerModel) -> None:

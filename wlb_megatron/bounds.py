@@ -1,0 +1,67 @@
+"""Numbers that flags take. What is out of range, and NaN and infinity, which pass most comparisons, is refused."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+
+from wlb_megatron.errors import WlbError
+
+TOKENS = 1 << 30
+"""Of a window or micro-batch, at most: its square, the attention's work, is a 64-bit integer."""
+RANKS = 1 << 16
+COUNT = 1 << 20
+SEED = (1 << 31) - 1
+SECONDS = 1e7
+LARGEST = 1e30
+"""Of a rate or a cost, at most."""
+
+
+def whole(least: int, most: int = COUNT) -> Callable[[str], int]:
+    """An argparse type: a whole number from `least` to `most`."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        _check(text, "a whole number", value, least, most)
+        return value
+
+    return read
+
+
+def real(least: float, most: float = LARGEST) -> Callable[[str], float]:
+    """An argparse type: a number from `least` to `most`, never NaN."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        _check(text, "a number", value, least, most)
+        return value
+
+    return read
+
+
+def _check(text: str, kind: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind} from {least} to {most}")
+
+
+def check_heads(heads: int, groups: int | None, *, hidden: int | None = None, tp: int = 1) -> None:
+    """WlbError where attention heads do not divide as Megatron divides them. hidden: where heads' channels are its
+    share."""
+    for many, each, what in (
+        (
+            hidden or heads,
+            heads,
+            "--hidden-size {} is no multiple of --num-attention-heads {}; give --kv-channels",
+        ),
+        (heads, groups or heads, "--num-attention-heads {} is no multiple of --num-query-groups {}"),
+        (heads, tp, "--num-attention-heads {} is no multiple of the tensor-parallel size {}"),
+    ):
+        if many % each:
+            raise WlbError(what.format(many, each))
