@@ -6,7 +6,9 @@ scripts/bench_4d.sh 8 --script ../Megatron-LM/pretrain_gpt.py --out out/4d
 A GPT of about 1.5B parameters (32 layers of 2048), full recompute, on text cut to long-tailed lengths. Layouts are
 TP,CP,PP,DP. Schemes: stock (Megatron without the plugin and without a document mask, another task: its loss does not
 compare), plain (arrival order, per-sequence, right mask), greedy (balanced windows), paper (two outlier queues released
-when full, per-document shards), one, two, four (ours with so many micro-batches a window), ours (the defaults).
+when full, per-document shards), one, two, four (whole documents, so many micro-batches a window), whole (whole
+documents, as many micro-batches as the plan wants), nodelay (that, none delayed), chunks (long documents in chunks),
+ours (the defaults).
 
 All have the same data, seed and global batch. A run's log, its figures of each iteration and the table are written as
 it ends, so that a call cut short keeps what it has; run again with other --layouts, the table takes in what is there.
@@ -46,21 +48,26 @@ LAYOUTS = {
     8: ["1,2,4,1", "2,2,2,1", "1,4,2,1", "1,8,1,1", "2,1,4,1", "1,1,4,2"],
     4: ["1,2,2,1", "1,1,4,1", "1,4,1,1"],
     2: ["1,2,1,1", "1,1,2,1"],
+    1: ["1,1,1,1"],
 }
 """TP,CP,PP,DP for each number of GPUs."""
 
 
 def schemes(window: int) -> dict[str, list[str]]:
     """Name: flags."""
+    whole = ["--wlb-chunks", "off"]
     levels = f"{window * 3 // 8},{window * 11 // 16}"
     return {
         "stock": STOCK,
         "plain": ["--wlb-packing", "original", "--wlb-sharding", "per-sequence"],
         "greedy": ["--wlb-packing", "fixed-greedy", "--wlb-sharding", "per-sequence"],
         "paper": ["--wlb-release", "full", "--wlb-thresholds", levels, "--wlb-sharding", "per-document"],
-        "one": ["--wlb-micro-batches-per-window", "1"],
-        "two": ["--wlb-micro-batches-per-window", "2"],
-        "four": ["--wlb-micro-batches-per-window", "4"],
+        "one": [*whole, "--wlb-micro-batches-per-window", "1"],
+        "two": [*whole, "--wlb-micro-batches-per-window", "2"],
+        "four": [*whole, "--wlb-micro-batches-per-window", "4"],
+        "whole": whole,
+        "nodelay": [*whole, "--wlb-max-delay", "0"],
+        "chunks": ["--wlb-chunks", "on"],
         "ours": [],
     }
 

@@ -15,7 +15,6 @@ def chunks_refused(args: Any) -> list[tuple[str, str]]:
 
     stages = args.pipeline_model_parallel_size
     rows = (
-        (True, "attention as it is here", "keys of earlier chunks are not kept yet"),
         (
             (given("virtual_pipeline_model_parallel_size") or 1) > 1,
             "--num-virtual-stages-per-pipeline-rank / --num-layers-per-virtual-pipeline-stage",

@@ -1,0 +1,81 @@
+"""Through Megatron's own loop: documents in chunks train what the single process trains with whole ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_combinations import OVERLAPS
+from megatron_runs import MACHINE, MODEL, TRAINING, differences, train
+
+pytestmark = pytest.mark.megatron
+
+ITERATIONS = 3
+PP2 = "--pipeline-model-parallel-size 2"
+RECOMPUTE = "--recompute-granularity"
+MLA = (
+    "--multi-latent-attention --no-rope-fusion --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 "
+    "--qk-pos-emb-head-dim 4 --v-head-dim 8"
+)
+ROWS = {
+    "PP2": (2, PP2, ""),
+    "PP4": (4, "--pipeline-model-parallel-size 4", "--num-layers 4"),
+    "PP2xCP2": (4, f"{PP2} --context-parallel-size 2", ""),
+    "TP2xPP2+SP": (4, f"{PP2} --tensor-model-parallel-size 2 --sequence-parallel", ""),
+    "DP2xPP2, overlaps": (4, f"{PP2} {OVERLAPS}", ""),
+    "PP2, full recompute": (
+        2,
+        f"{PP2} {RECOMPUTE} full --recompute-method uniform --recompute-num-layers 1",
+        "",
+    ),
+    "PP2xCP2, selective recompute, keys sent again": (
+        4,
+        f"{PP2} --context-parallel-size 2 {RECOMPUTE} selective --wlb-regather-keys",
+        "",
+    ),
+    "PP2xCP2, windows, sinks": (
+        4,
+        f"{PP2} --context-parallel-size 2",
+        "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable",
+    ),
+    "PP2, MLA": (2, PP2, MLA),
+}
+CHUNKS = "--wlb-chunks on --wlb-quadratic-at 80 --wlb-micro-batch-cost 2 --wlb-max-tokens 80"
+
+
+def run(corpus: Path, out: Path, processes: int, flags: str) -> list[dict[str, Any]]:
+    base = [flag for part in (MODEL, MACHINE, TRAINING) for flag in part.split()]
+    if "--multi-latent-attention" in flags:
+        base.remove("--group-query-attention")
+    arguments = [*base, *flags.split(), "--data-path", str(corpus), "--global-batch-size", "8"]
+    return train([*arguments, "--train-iters", str(ITERATIONS), "--wlb-max-delay", "0"], processes, out)
+
+
+def numbers(ranks: list[dict[str, Any]]) -> list[int]:
+    of = [entry[0] for entry in ranks[0]["documents"]]
+    return [of.count(iteration) for iteration in sorted(set(of))]
+
+
+def chunks_of_a_document(ranks: list[dict[str, Any]]) -> int:
+    """The most pieces in which one document came, over the first rank's iterations."""
+    most = 0
+    for iteration in range(ITERATIONS):
+        pieces = [
+            p for at, _, pieces, _ in ranks[0]["documents"] if at == iteration for p in pieces if p[1] >= 0
+        ]
+        names = [tuple(piece[:2]) for piece in pieces]
+        most = max(most, *(names.count(name) for name in names))
+    return most
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_losses_and_gradients_equal_the_single_process(name: str, corpus: Path, tmp_path: Path) -> None:
+    processes, layout, model = ROWS[name]
+    whole = f"{model} --wlb-chunks off --wlb-max-tokens 256"
+    single = run(corpus, tmp_path / "single", 1, whole)
+    ranks = run(corpus, tmp_path / "ranks", processes, f"{layout} {model} {CHUNKS}")
+    assert chunks_of_a_document(ranks) >= 2
+    loss, gradient, parameter = differences(single, ranks, ITERATIONS, numbers(ranks))
+    assert loss <= 1e-6
+    assert gradient <= 1e-5, parameter
