@@ -122,7 +122,7 @@ def agree_on_plans(rank: int, world: int) -> None:
     assert len(planned) == 4  # on every rank, though only the sender was told to close
     fixed = [one for one, _ in zip(plan_iterations(small_planner(), shards), range(4), strict=False)]
     for mine, theirs in zip(planned, fixed, strict=True):
-        assert mine.state == theirs.state and mine.plan == theirs.plan
+        assert mine.state() == theirs.state() and mine.plan == theirs.plan
         group = mine.micro_batches[0].group
         assert group is not None and group.steps == len(mine.micro_batches)
         assert all(one.shard.cp_size == one.group.size for one in mine.micro_batches if one.group)

@@ -241,8 +241,9 @@ def check_resume(run: Run, rng: np.random.Generator, sample: list[int] | None = 
 
     stopped = run.planner(before, sample)
     assert digest(list(plans_of(stopped, stop))) == digest(plans[:stop]), "two planners differ"
-    state = json.loads(json.dumps(stopped.state()))
+    state, snapshot = json.loads(json.dumps(stopped.state())), stopped.snapshot()
     list(plans_of(stopped, 2))  # planned ahead and thrown away: no part of the state
+    assert json.loads(json.dumps(snapshot())) == state, "a snapshot that is read late differs"
 
     resumed = run.planner(after, None)
     resumed.load_state(state)

@@ -10,6 +10,7 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -277,7 +278,9 @@ def test_workers_read_ahead_without_changing_order_or_state(workers: int, tmp_pa
                 )
                 for m in range(2)
             )
-            made.append(PlannedIteration(items, {"iteration": iteration + 1}, bytes([iteration] * 8)))
+            made.append(
+                PlannedIteration(items, partial(dict, iteration=iteration + 1), bytes([iteration] * 8))
+            )
         return made
 
     sampler = MicroBatchSampler(PlanAhead(lambda: iter(plans()), depth=2))
@@ -289,7 +292,7 @@ def test_workers_read_ahead_without_changing_order_or_state(workers: int, tmp_pa
         for b in MicroBatchIterator(loader)
     ]
     assert seen == [(i, m, [2 * i + m] * 4) for i in range(6) for m in range(2)]
-    assert {i: p.state["iteration"] for i, p in sampler.passed.items()} == {i: i + 1 for i in range(6)}
+    assert {i: p.state()["iteration"] for i, p in sampler.passed.items()} == {i: i + 1 for i in range(6)}
 
 
 def test_a_step_draws_the_next_ones_micro_batches_and_leaves_an_error_to_it() -> None:

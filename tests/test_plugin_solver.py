@@ -44,7 +44,7 @@ def rank_of_two(rank: int, port: int) -> None:
     shared_solver.share_solver(shared.packer, ahead)
     planned = list(islice(ahead, ITERATIONS))
     assert [one.digest for one in planned] == [one.digest for one in alone]
-    assert [one.state for one in planned] == [one.state for one in alone]
+    assert [one.state() for one in planned] == [one.state() for one in alone]
     dist.barrier()
     ahead.close()
     # Another answer on rank 0, as another release of the solver might give, is everybody's answer.

@@ -7,7 +7,7 @@ a new piece, with its own mask and positions from 0.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
@@ -116,8 +116,12 @@ class OriginalPacker:
         self._waiting, put_back = keep_one_window(remainder, self._window, iteration)
         return Packed(in_given_order(freeze(windows, batch.bins, self._cost), self._ranks.dp), put_back)
 
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        settings, waiting = self._settings(), tuple(self._waiting)
+        return lambda: {"settings": settings, "waiting": encode(waiting)}
+
     def state(self) -> dict[str, Any]:
-        return {"settings": self._settings(), "waiting": encode(self._waiting)}
+        return self.snapshot()()
 
     def load_state(self, state: dict[str, Any]) -> None:
         check_settings(state["settings"], self._settings())
@@ -200,12 +204,17 @@ class FixedGreedyPacker:
         empty: list[list[Waiting]] = [[] for _ in range(windows)]
         return fill_greedily(items, empty, self._window, self._max_documents, self._cost)
 
-    def state(self) -> dict[str, Any]:
-        return {
-            "settings": self._settings(),
-            "waiting": encode(self._remainder),
-            "planned": [encode(window) for window in self._planned],
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        # Windows are not changed once they are planned.
+        settings, waiting, planned = self._settings(), tuple(self._remainder), tuple(self._planned)
+        return lambda: {
+            "settings": settings,
+            "waiting": encode(waiting),
+            "planned": [encode(window) for window in planned],
         }
+
+    def state(self) -> dict[str, Any]:
+        return self.snapshot()()
 
     def load_state(self, state: dict[str, Any]) -> None:
         check_settings(state["settings"], self._settings())

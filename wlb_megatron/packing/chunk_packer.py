@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -126,9 +126,16 @@ class ChunkPacker:
         self._serial += len(items)
         return items
 
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        settings, items = self._settings(), self._waiting  # a list that is not changed, but replaced
+        return lambda: {
+            "settings": settings,
+            "waiting": encode(Waiting(item.piece, item.entry) for item in items),
+            "price": DelayPrice().state(),
+        }
+
     def state(self) -> dict[str, Any]:
-        waiting = [Waiting(item.piece, item.entry) for item in self._waiting]
-        return {"settings": self._settings(), "waiting": encode(waiting), "price": DelayPrice().state()}
+        return self.snapshot()()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """What waited trains in the next iteration, whatever bound on delay it had."""

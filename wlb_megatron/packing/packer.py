@@ -95,6 +95,10 @@ class Packer(Protocol):
         when nothing waits any more.
         """
 
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """What `state` returns now, made when called, also after later calls of `pack`. Cheap: one is taken in each
+        iteration, and few are asked for."""
+
     def state(self) -> dict[str, Any]:
         """What waits, as JSON-able integers; to be taken between two calls of `pack`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from wlb_megatron.errors import WlbError
@@ -112,7 +112,12 @@ class Planner:
 
     def state(self) -> dict[str, Any]:
         """JSON-able; belongs to the iterations yielded so far."""
-        return {
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """What `state` returns now, made when called: cheap to take in each iteration."""
+        packer = self.packer.snapshot()
+        rest = {
             "version": STATE_VERSION,
             "iteration": self.iteration,
             "samples": self.samples,
@@ -125,8 +130,8 @@ class Planner:
             "sample_tokens": self._tokens(1),
             "batches": [list(step) for step in self.schedule.steps],
             "stream": self.stream.state(),
-            "packer": self.packer.state(),
         }
+        return lambda: {**rest, "packer": packer()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue after the iteration at which `state` was taken. Raises ValueError if it does not fit.

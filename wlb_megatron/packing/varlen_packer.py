@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import repeat
 from operator import itemgetter
@@ -271,9 +271,16 @@ class VarlenPacker:
         self._left = self._sort_in(waiting[:-count])
         return tuple(item.piece for item in waiting[-count:])
 
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        settings, items, price = self._settings(), self._by_age(), self._price.state()
+        return lambda: {
+            "settings": settings,
+            "waiting": encode(Waiting(item.piece, item.entry) for item in items),
+            "price": price,
+        }
+
     def state(self) -> dict[str, Any]:
-        waiting = [Waiting(item.piece, item.entry) for item in self._by_age()]
-        return {"settings": self._settings(), "waiting": encode(waiting), "price": self._price.state()}
+        return self.snapshot()()
 
     def load_state(self, state: dict[str, Any]) -> None:
         saved = {"release": "balance"} | state["settings"]  # the first states had no other

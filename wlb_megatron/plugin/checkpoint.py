@@ -15,19 +15,37 @@ from typing import Any
 
 ATTRIBUTE = "wlb_state"
 _loaded: dict[str, Any] | None = None
-_computed: tuple[Any, dict[str, Any]] | None = None
-"""Arguments, and the state after the iteration whose gradients are there but not yet applied."""
+
+MakeState = Callable[[], dict[str, Any]]
+_kept: MakeState | None = None
+"""Makes the state of the next checkpoint. Called where one is saved: with fixed windows over several global batches
+the state is megabytes."""
+
+_computed: MakeState | None = None
+"""The same of the iteration whose gradients are there but not yet applied."""
 
 
-def remember(args: Any, state: dict[str, Any]) -> None:
-    """Make `state` part of the next checkpoint."""
-    setattr(args, ATTRIBUTE, json.dumps(state))
+def remember(state: MakeState) -> None:
+    """Make what `state` returns part of the next checkpoint."""
+    global _kept
+    _kept = state
 
 
-def remember_if_applied(args: Any, state: dict[str, Any]) -> None:
+def remember_if_applied(state: MakeState) -> None:
     """The same, once Megatron has applied the iteration's gradients."""
     global _computed
-    _computed = (args, state)
+    _computed = state
+
+
+def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """generate_state_dict(args, ..) of arguments that hold the packing state: all that is saved goes through it."""
+
+    def generate_state_dict(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if _kept is not None and not getattr(args, "wlb_off", True):
+            setattr(args, ATTRIBUTE, json.dumps(_kept()))
+        return original(args, *rest, **kwargs)
+
+    return generate_state_dict
 
 
 def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +55,7 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     def training_log(*args: Any, **kwargs: Any) -> Any:
         global _computed
         if _computed is not None:
-            remember(*_computed)
+            remember(_computed)
             _computed = None
         return original(*args, **kwargs)
 

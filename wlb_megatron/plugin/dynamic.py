@@ -38,6 +38,7 @@ from wlb_megatron.plugin.planning import (
     ShardSettings,
     cut,
     pad,
+    planned_iteration,
     update_digest,
 )
 from wlb_megatron.plugin.prediction import PredictGroups, group_predictor
@@ -160,9 +161,7 @@ def plan_groups(
                 )
             )
         predicted = None if dynamic.predict is None else dynamic.predict(steps, tokens)
-        yield PlannedIteration(
-            tuple(micro_batches), planner.state(), digest.digest(), planner.put_back, predicted, plan
-        )
+        yield planned_iteration(planner, tuple(micro_batches), digest, predicted, plan)
 
 
 def padded_group(group: Group, pieces: Sequence[Piece], shards: ShardSettings) -> tuple[Piece, ...]:

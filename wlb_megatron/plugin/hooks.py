@@ -129,7 +129,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "megatron.training.training:training_log",
         ("skipped_iter",),
-        "hands the packing state to the next checkpoint; reports the plugin's figures after each iteration, its "
+        "keeps the packing state for the next checkpoint; reports the plugin's figures after each iteration, its "
         "timers among Megatron's",
         _wrap_training_log,
     ),
@@ -163,6 +163,12 @@ HOOKS: tuple[Hook, ...] = (
         "more forwards run ahead in a step with documents in chunks",
         grouped_steps.wrap_total_stages,
         since=(0, 17),
+    ),
+    Hook(
+        "megatron.training.checkpointing:generate_state_dict",
+        ("args",),
+        "puts the packing state into the arguments that a checkpoint holds",
+        checkpoint.wrap_generate_state_dict,
     ),
     Hook(
         "megatron.training.checkpointing:_load_base_checkpoint",

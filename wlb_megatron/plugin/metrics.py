@@ -57,9 +57,9 @@ def stepped(
         figures |= {
             "plan_wait_ms": plan_wait_ms,
             "put_back": planned.put_back,
-            "consumed_tokens": planned.state["trained"],
+            "consumed_tokens": planned.trained,
             "predicted_ms": planned.predicted_ms,
-            **passes.figures(planned.state["stream"], corpora),
+            **passes.figures(planned.stream, corpora),
         }
         if args.wlb_log_plans and planned.plan is not None:
             figures["lengths"] = plan_lengths(planned.plan)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -76,13 +76,17 @@ class PlannedMicroBatch:
 class PlannedIteration:
     """One data-parallel rank's micro-batches, the planner's state after them, and a digest of all plans so far.
 
+    state: makes the JSON-able state when called; stream: the document stream's part of it. trained: tokens of all
+    iterations so far.
     put_back: pieces so far that arrived an iteration later, as their bound on delay could not be promised.
     predicted_ms: of the whole iteration. plan: of all data-parallel ranks. Both None where they are not known.
     """
 
     micro_batches: tuple[PlannedMicroBatch, ...]
-    state: dict[str, Any]
+    state: Callable[[], dict[str, Any]]
     digest: bytes
+    stream: dict[str, Any] = field(default_factory=dict)
+    trained: int = 0
     put_back: int = 0
     predicted_ms: float | None = None
     plan: IterationPlan | None = None
@@ -141,7 +145,27 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
             for index, (pieces, shard_plan) in enumerate(zip(padded, shards, strict=True))
         )
         told = None if settings.predict is None else settings.predict(plan, shards)
-        yield PlannedIteration(micro_batches, planner.state(), digest.digest(), planner.put_back, told, plan)
+        yield planned_iteration(planner, micro_batches, digest, told, plan)
+
+
+def planned_iteration(
+    planner: Planner,
+    micro_batches: tuple[PlannedMicroBatch, ...],
+    digest: Any,
+    predicted_ms: float | None,
+    plan: IterationPlan,
+) -> PlannedIteration:
+    """The iteration that the planner has just planned, with its state after it."""
+    return PlannedIteration(
+        micro_batches,
+        planner.snapshot(),
+        digest.digest(),
+        planner.stream.state(),
+        planner.trained,
+        planner.put_back,
+        predicted_ms,
+        plan,
+    )
 
 
 def chunk_groups(plan: IterationPlan, settings: ShardSettings) -> tuple[int, ...]:

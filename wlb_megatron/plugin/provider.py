@@ -94,7 +94,7 @@ def _trained_of(source: Source) -> str:
 def _training(sources: dict[str, Source], args: Any) -> MicroBatchIterator:
     source = sources["train"]
     agreement, spans = PlanAgreement(), common_store("trace")
-    remember(source, args, source.planner.state())
+    remember(source, source.planner.snapshot())
     settings, layout = _reporting(_settings(source, args), args), _layout(args)
     states = [json.dumps(each.planner.state(), sort_keys=True) for each in sources.values()]
     decisive = settings.table.to_json(), settings.sharding, source.config.cp_mode, kernels_of(args)[0]
@@ -128,7 +128,7 @@ def _training(sources: dict[str, Source], args: Any) -> MicroBatchIterator:
             agreement.check()
         for passed in [number for number in sampler.passed if number < iteration]:
             del sampler.passed[passed]
-        remember(source, args, planned.state, applied=False)
+        remember(source, planned.state, applied=False)
         count_segments([batch["bounds"] for batch in batches])
         waited = ahead.take_waited()
         timers.add("wlb-plan-wait", waited)
@@ -159,7 +159,7 @@ def _evaluation(source: Source, args: Any) -> MicroBatchIterator:
     planned = plan_iterations(source.planner, _settings(source, args))
     chosen = planned if args.wlb_full_validation else itertools.islice(planned, args.eval_iters)
     plans = [
-        replace(each, state={}, plan=None) for each in chosen
+        replace(each, state=dict, plan=None) for each in chosen
     ]  # kept for the whole run, one rank's share
     each = len(plans) if args.wlb_full_validation else args.eval_iters
     loader = _loader(source, MicroBatchSampler(Again(plans, each)), _layout(args), args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from wlb_megatron.plugin import checkpoint
@@ -10,11 +11,11 @@ from wlb_megatron.plugin.source import Source
 from wlb_megatron.refusals import Refused
 
 
-def remember(source: Source, args: Any, planner_state: dict[str, Any], *, applied: bool = True) -> None:
+def remember(source: Source, planner_state: Callable[[], dict[str, Any]], *, applied: bool = True) -> None:
     """Make the planner's state after an iteration part of the next checkpoint. applied: else not before Megatron
     has applied its gradients."""
-    keep = checkpoint.remember if applied else checkpoint.remember_if_applied
-    keep(args, {"settings": _settings_of(source), "planner": planner_state})
+    keep, settings = checkpoint.remember if applied else checkpoint.remember_if_applied, _settings_of(source)
+    keep(lambda: {"settings": settings, "planner": planner_state()})
 
 
 def restore(source: Source, args: Any) -> None:
