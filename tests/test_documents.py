@@ -113,12 +113,20 @@ def reference(corpora: list[Corpus], rule: Rules) -> Iterator[Piece]:
                 draws = np.random.PCG64(np.random.SeedSequence([rule.seed, position, epoch]))
                 keys = [int(draws.random_raw()) for _ in order]
                 order.sort(key=keys.__getitem__)
-            for document in order:
+            found = []
+            for place, document in enumerate(order):
                 length = int(corpus.lengths[document])
                 if rule.overlong == "truncate":
                     length = min(length, rule.window)
-                for start in range(0, length, rule.window):
-                    yield Piece(epoch, corpus.first_id + document, start, min(start + rule.window, length))
+                starts = range(0, length, rule.window)
+                for number, start in enumerate(starts):
+                    # A document's pieces are evenly spaced over the epoch, from where its place in the order puts it.
+                    at = Fraction(place + number * len(order), len(starts))
+                    if rule.seed is None:
+                        at = Fraction(place)
+                    piece = Piece(epoch, corpus.first_id + document, start, min(start + rule.window, length))
+                    found.append((at, len(starts) > 1, document, piece))
+            yield from (piece for *_, piece in sorted(found))
             if not rule.endless:
                 return
             epoch += 1
@@ -374,10 +382,10 @@ def test_a_corpus_may_move_to_another_folder() -> None:
     DocumentStream.of_lengths([3, 4], Rules(8), name="there").load_state(state)
 
 
-@pytest.mark.parametrize("damage", [{"version": 3}, {"corpora": []}, {"corpora": [{}]}, {"fingerprint": 3}])
+@pytest.mark.parametrize("damage", [{"version": 4}, {"corpora": []}, {"corpora": [{}]}, {"fingerprint": 3}])
 def test_a_state_of_another_version_or_a_damaged_one_is_refused(damage: dict[str, Any]) -> None:
     stream = DocumentStream.of_lengths([3, 4], Rules(8))
-    with pytest.raises(WlbError, match=r"version 3|damaged"):
+    with pytest.raises(WlbError, match=r"version 4|damaged"):
         stream.load_state(stream.state() | damage)
 
 

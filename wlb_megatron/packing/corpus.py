@@ -10,12 +10,16 @@ import numpy.typing as npt
 from wlb_megatron.config import OVERLONG
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.blocks import Lengths, blocks
-from wlb_megatron.packing.epoch_order import epoch_order
+from wlb_megatron.packing.piece_order import PieceOrder
 
 IntArray = npt.NDArray[np.int64]
 
 EPOCH, DOCUMENT, START, END, CURSOR, RESUME, TOKENS, EMPTY, OVERLONG_COUNT, LOST = range(10)
 """Columns of a walk's rows: the piece (first four), then the walk's place and counts once it is taken."""
+
+VERSION = 3
+"""Of a stream's state, and of the order that a run with it goes on in. 1: every epoch's order was stored and sorted,
+however large the corpus. 2: the pieces of a split document came after each other."""
 
 STATE = {
     "epoch": EPOCH,
@@ -26,7 +30,8 @@ STATE = {
     "overlong": OVERLONG_COUNT,
     "lost_tokens": LOST,
 }
-"""A walk's state by column: documents passed in this epoch, tokens already out of the next one, running counts."""
+"""A walk's state by column: places passed in this epoch, pieces already out of the next one, running counts. (Where a
+document's pieces come after each other: the tokens that are out of them.)"""
 
 _BLOCK = 4096
 
@@ -109,13 +114,17 @@ class CorpusWalk:
                 f"(window {rules.window}, over-long documents: {rules.overlong}); give another corpus or window"
             )
         self._corpus, self._rules, self._position = corpus, rules, position
-        self._shuffled: tuple[int, bool] | None = None  # epoch that the order is of, and whether by version 1
-        self.place(np.zeros(10, dtype=np.int64))
+        # Only where they are split is a document several pieces.
+        window = rules.window if rules.overlong == "split" else np.iinfo(np.int64).max
+        self._order = PieceOrder(corpus.lengths, window)
+        self._begun: tuple[int, int] | None = None  # epoch and version that the order is of
+        self.place(np.zeros(10, dtype=np.int64), VERSION)
 
-    def place(self, row: IntArray, *, stored: bool = False) -> None:
-        """Go on after this row; only its STATE columns matter. stored: see epoch_order."""
-        self._row, self._stored = row.copy(), stored
-        self._shuffle(int(row[EPOCH]))
+    def place(self, row: IntArray, version: int) -> None:
+        """Go on after this row; only its STATE columns matter. version: of the state, see VERSION."""
+        self._row, self._version = row.copy(), version
+        self._begin_epoch()
+        self._fill(int(row[CURSOR]), int(row[RESUME]) // self._piece_unit)
 
     @property
     def row(self) -> IntArray:
@@ -124,59 +133,73 @@ class CorpusWalk:
 
     @property
     def finished(self) -> bool:
-        return not self._rules.endless and int(self._row[CURSOR]) == len(self._corpus.lengths)
+        return not self._rules.endless and self._epoch_is_out
+
+    @property
+    def _epoch_is_out(self) -> bool:
+        return self._taken >= len(self._ahead.place) and self._end >= len(self._corpus.lengths)
 
     def advance(self) -> IntArray:
         """int64[k, 10]: the next pieces, k >= 1, or k = 0 after the last one of a single pass."""
         while not self.finished:
-            if self._row[CURSOR] == len(self._corpus.lengths):
-                self._row[[EPOCH, CURSOR]] = self._row[EPOCH] + 1, 0
-                self._shuffle(int(self._row[EPOCH]))
-            cursor = int(self._row[CURSOR])
-            rows = self._cut(self._order(cursor, cursor + _BLOCK))
-            if len(rows):
-                return rows
+            if self._epoch_is_out:
+                self._row[[EPOCH, CURSOR, RESUME]] = self._row[EPOCH] + 1, 0, 0
+                self._begin_epoch()
+                self._fill(0)
+            elif self._taken >= len(self._ahead.place):
+                self._fill(self._end)
+            else:
+                rows = self._next_rows()
+                if len(rows):
+                    return rows
+        self._row[CURSOR] = len(self._corpus.lengths)
         return np.empty((0, 10), dtype=np.int64)
 
-    def _shuffle(self, epoch: int) -> None:
-        if self._shuffled == (epoch, self._stored):
-            return
-        seed = self._rules.seed
-        seeds = None if seed is None else [seed, self._position, epoch]
-        self._order = epoch_order(len(self._corpus.lengths), seeds, stored=self._stored)
-        self._shuffled = epoch, self._stored
+    def _begin_epoch(self) -> None:
+        epoch, seed = int(self._row[EPOCH]), self._rules.seed
+        spread = self._version >= 3 and seed is not None
+        self._piece_unit = 1 if spread else self._rules.window
+        if self._begun != (epoch, self._version):
+            seeds = None if seed is None else [seed, self._position, epoch]
+            self._order.begin(seeds, stored=self._version == 1, spread=spread)
+            self._begun = epoch, self._version
 
-    def _cut(self, documents: IntArray) -> IntArray:
-        """Rows of these documents, the next ones; moves the walk behind them.
+    def _fill(self, begin: int, out: int = 0) -> None:
+        """Take the epoch's next places, from `begin` on. out: entries of the first one that are given out already."""
+        self._end = min(begin + self._order.width(_BLOCK), len(self._corpus.lengths))
+        self._ahead, self._taken = self._order.between(begin, self._end), out
 
-        Window 4, split, lengths [0, 10, 3]: pieces (1, 0, 4), (1, 4, 8), (1, 8, 10), (2, 0, 3).
+    def _next_rows(self) -> IntArray:
+        """Rows of the next block of entries; moves the walk behind them.
+
+        Window 4, split, lengths [0, 10, 3], as they stand: (1, 0, 4), (1, 4, 8), (1, 8, 10), (2, 0, 3).
         """
-        lengths = self._corpus.lengths[documents].astype(np.int64)
+        block = slice(self._taken, self._taken + _BLOCK)
+        places = self._ahead.place
+        at = np.arange(len(places))[block]
+        # A place's entries are all in one stretch.
+        last_of_place = np.append(places[1:] > places[:-1], True)[block]
+        within = at - np.searchsorted(places, places[block])
+        documents = self._ahead.document[block]
         window, before = self._rules.window, self._row
+        lengths = self._corpus.lengths[documents].astype(np.int64)
         kept = self._rules.kept(lengths)
-        pieces = -(-kept // window)
-        which = np.repeat(np.arange(len(documents)), pieces)
-        start = (np.arange(len(which)) - (np.cumsum(pieces) - pieces)[which]) * window
-        ahead = (which > 0) | (start >= before[RESUME])
-        which, start = which[ahead], start[ahead]
-        end = np.minimum(start + window, kept[which])
-        last = end == kept[which]
-
-        def count(each: IntArray) -> IntArray:
-            """Running sum over the documents behind each row's piece; the total is the last entry."""
-            running = np.concatenate(([0], np.cumsum(each)))
-            return np.append(running[which + last], running[-1])
-
-        rows = np.zeros((len(which) + 1, 10), dtype=np.int64)  # the last row: behind all the documents
+        start = self._ahead.piece[block] * window
+        end = np.minimum(start + window, kept)
+        whole = end == kept  # of the document, with this piece
+        rows = np.zeros((len(at), 10), dtype=np.int64)
         rows[:, EPOCH] = before[EPOCH]
-        rows[:-1, DOCUMENT] = self._corpus.first_id + documents[which]
-        rows[:-1, START], rows[:-1, END] = start, end
-        rows[:, CURSOR] = before[CURSOR] + np.append(which + last, len(documents))
-        rows[:-1, RESUME] = np.where(last, 0, end)
-        rows[:-1, TOKENS] = before[TOKENS] + np.cumsum(end - start)
-        rows[-1, TOKENS] = before[TOKENS] + int((end - start).sum())
-        rows[:, EMPTY] = before[EMPTY] + count((lengths == 0).astype(np.int64))
-        rows[:, OVERLONG_COUNT] = before[OVERLONG_COUNT] + count((lengths > window).astype(np.int64))
-        rows[:, LOST] = before[LOST] + count(lengths - kept)
+        rows[:, DOCUMENT] = self._corpus.first_id + documents
+        rows[:, START], rows[:, END] = start, end
+        rows[:, CURSOR] = places[block] + last_of_place
+        rows[:, RESUME] = np.where(last_of_place, 0, (within + 1) * self._piece_unit)
+        for column, each in (
+            (TOKENS, end - start),
+            (EMPTY, whole & (lengths == 0)),
+            (OVERLONG_COUNT, whole & (lengths > window)),
+            (LOST, whole * (lengths - kept)),
+        ):
+            rows[:, column] = before[column] + np.cumsum(each)
+        self._taken += len(at)
         self._row = rows[-1].copy()
-        return rows[:-1]
+        return rows[end > start]

@@ -21,6 +21,7 @@ from wlb_megatron.packing.corpus import (
     START,
     STATE,
     TOKENS,
+    VERSION,
     Corpus,
     CorpusWalk,
     Rules,
@@ -29,8 +30,6 @@ from wlb_megatron.packing.passes import StreamCounts, counts
 from wlb_megatron.plan import Piece
 
 IntArray = npt.NDArray[np.int64]
-VERSION = 2
-"""Of the state. 1: every epoch's order was stored and sorted, however large the corpus; such a run goes on so."""
 
 
 class DocumentStream:
@@ -82,7 +81,7 @@ class DocumentStream:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken. WlbError, and no change, unless corpora and rules are the same."""
         version = state.get("version")
-        if version not in (1, VERSION):
+        if not isinstance(version, int) or not 1 <= version <= VERSION:
             raise WlbError(
                 f"saved document stream has version {version}, this one reads 1 to {VERSION}; "
                 "resume with the release that saved it"
@@ -104,7 +103,7 @@ class DocumentStream:
 
     def _restart(self, rows: list[IntArray]) -> None:
         for walk, row in zip(self._walks, rows, strict=True):
-            walk.place(row, stored=self._version == 1)
+            walk.place(row, self._version)
         self._settled = rows
         self._ahead = [np.empty((0, 10), dtype=np.int64) for _ in rows]  # cut, not yet in a block
         self._block: list[Piece] = []

@@ -6,46 +6,67 @@ order is a keyed permutation instead: any stretch of it comes from the places al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
-Order = Callable[[int, int], IntArray]
-"""Documents at places [begin, end) of an epoch, int64[min(end, count) - begin]."""
-
 MOST_STORED = 2**17
-"""Documents of a corpus up to which its order is stored: 1 MB. Changing it changes orders: see documents.VERSION."""
+"""Documents of a corpus up to which its order is stored: 1 MB. Changing it changes orders: see corpus.VERSION."""
 
 _ROUNDS = 8
 
 
-def epoch_order(count: int, seeds: Sequence[int] | None, *, stored: bool = False) -> Order:
+class EpochOrder:
+    """`order(begin, end)`: documents at places [begin, end) of an epoch, int64[min(end, count) - begin]."""
+
+    def __init__(
+        self, count: int, stored: IntArray | None = None, keys: npt.NDArray[np.uint64] | None = None
+    ) -> None:
+        """stored: the document of each place; or keys: of a permutation, see `permuted`; or neither: as they stand."""
+        self._count, self._stored, self._keys = count, stored, keys
+
+    def __call__(self, begin: int, end: int) -> IntArray:
+        places = np.arange(begin, min(end, self._count))
+        if self._stored is not None:
+            return self._stored[begin:end]
+        return places if self._keys is None else permuted(places, self._count, self._keys)
+
+    def places(self, documents: IntArray) -> IntArray:
+        """The place of each document, int64[n]."""
+        if self._stored is not None:
+            inverse = np.empty(self._count, dtype=np.int64)
+            inverse[self._stored] = np.arange(self._count)
+            return inverse[documents]
+        return documents if self._keys is None else permuted(documents, self._count, self._keys, back=True)
+
+
+def epoch_order(count: int, seeds: Sequence[int] | None, *, stored: bool = False) -> EpochOrder:
     """Order of `count` documents by seeds; None: as they stand. stored: a large corpus too, as version 1 did.
 
     Both kinds rest on raw 64-bit draws, whose stream numpy keeps the same from version to version.
     """
     if seeds is None:
-        return lambda begin, end: np.arange(begin, min(end, count))
+        return EpochOrder(count)
     draws = np.random.PCG64(np.random.SeedSequence(seeds))
     if stored or count <= MOST_STORED:
-        order = np.argsort(draws.random_raw(count), kind="stable")
-        return lambda begin, end: order[begin:end]
-    keys = draws.random_raw(_ROUNDS)
-    return lambda begin, end: permuted(np.arange(begin, min(end, count)), count, keys)
+        return EpochOrder(count, stored=np.argsort(draws.random_raw(count), kind="stable"))
+    return EpochOrder(count, keys=draws.random_raw(_ROUNDS))
 
 
-def permuted(places: IntArray, count: int, keys: npt.NDArray[np.uint64]) -> IntArray:
-    """Where a permutation of [0, count) takes each place. keys: uint64[even], one a round.
+def permuted(places: IntArray, count: int, keys: npt.NDArray[np.uint64], *, back: bool = False) -> IntArray:
+    """Where a permutation of [0, count) takes each place; back: what it takes there. keys: uint64[even], one a round.
 
     A Feistel network permutes [0, 2**bits), the least power of two of at least `count`; what lands beyond `count` goes
     through it again until it is within (cycle walking: less than twice in mean). Of 5: 0 to 6, and 6 to 3, is 0 to 3.
     """
     bits = max(2, (count - 1).bit_length())
-    found = _network(places.astype(np.uint64), bits, keys)
+    network = _network_back if back else _network
+    found = network(places.astype(np.uint64), bits, keys)
     while len(beyond := np.flatnonzero(found >= count)):
-        found[beyond] = _network(found[beyond], bits, keys)
+        found[beyond] = network(found[beyond], bits, keys)
     return found.astype(np.int64)
 
 
@@ -53,13 +74,28 @@ def _network(
     values: npt.NDArray[np.uint64], bits: int, keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
     """Each round adds a hash of one half of the bits to the other half (exclusive or), which undoes itself."""
-    below = np.uint64(bits // 2)
-    low_mask, high_mask = (np.uint64((1 << size) - 1) for size in (bits // 2, bits - bits // 2))
-    low, high = values & low_mask, values >> below
+    low, high, low_mask, high_mask = _halves(values, bits)
     for first, second in keys.reshape(-1, 2):
         high ^= _hash(low ^ first) & high_mask
         low ^= _hash(high ^ second) & low_mask
-    return high << below | low
+    return high << np.uint64(bits // 2) | low
+
+
+def _network_back(
+    values: npt.NDArray[np.uint64], bits: int, keys: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    """What `_network` takes to these values: its rounds undone, the last one first."""
+    low, high, low_mask, high_mask = _halves(values, bits)
+    for first, second in keys.reshape(-1, 2)[::-1]:
+        low ^= _hash(high ^ second) & low_mask
+        high ^= _hash(low ^ first) & high_mask
+    return high << np.uint64(bits // 2) | low
+
+
+def _halves(values: npt.NDArray[np.uint64], bits: int) -> tuple[Any, Any, np.uint64, np.uint64]:
+    """The lower and upper halves of the values' bits, and a mask of each."""
+    low_mask, high_mask = (np.uint64((1 << size) - 1) for size in (bits // 2, bits - bits // 2))
+    return values & low_mask, values >> np.uint64(bits // 2), low_mask, high_mask
 
 
 def _hash(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wlb_megatron.plan import IterationPlan
+from wlb_megatron.plan import IterationPlan, Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +33,30 @@ class PlanSummary:
 
 
 class Summariser:
-    """Summaries of consecutive plans; remembers only when the waiting documents arrived."""
+    """Summaries of consecutive plans; remembers only when what waits arrived."""
 
     def __init__(self) -> None:
-        self._arrived: dict[tuple[int, int], int] = {}
+        self._arrived: dict[tuple[int, int], dict[int, int]] = {}  # of a document's pieces: start, iteration
+
+    def _arrival(self, piece: Piece, default: int) -> int:
+        """When the piece arrived, or the one that it was cut from: the last one that does not begin after it.
+        default: where that is not known, as of what waited when the run was resumed."""
+        starts = self._arrived.get((piece.epoch, piece.document), {})
+        return starts.get(max((at for at in starts if at <= piece.start), default=-1), default)
 
     def summarise(self, plan: IterationPlan) -> PlanSummary:
         for piece in plan.arrived:
-            self._arrived[piece.epoch, piece.document] = plan.iteration
+            self._arrived.setdefault((piece.epoch, piece.document), {})[piece.start] = plan.iteration
         grid = plan.micro_batches
         works = [micro_batch.work for row in grid for micro_batch in row]
         by_rank = [sum(column) for column in zip(*([m.work for m in row] for row in grid), strict=True)]
         pieces = [piece for row in grid for micro_batch in row for piece in micro_batch.pieces]
         tokens = sum(piece.tokens for piece in pieces)
-        delays = [
-            (plan.iteration - self._arrived.get((p.epoch, p.document), plan.iteration), p.tokens)
-            for p in pieces
-        ]
-        waiting = {(p.epoch, p.document): None for p in plan.waiting}
-        self._arrived = {key: self._arrived.get(key, plan.iteration) for key in waiting}
+        delays = [(plan.iteration - self._arrival(p, plan.iteration), p.tokens) for p in pieces]
+        arrivals = [(p, self._arrival(p, plan.iteration)) for p in plan.waiting]
+        self._arrived = {}
+        for piece, iteration in arrivals:
+            self._arrived.setdefault((piece.epoch, piece.document), {})[piece.start] = iteration
         return PlanSummary(
             iteration=plan.iteration,
             tokens=tokens,
