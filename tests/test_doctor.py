@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_runs import cpu_environment
+from megatron_runs import ROOT, cpu_environment
 
-from wlb_megatron import doctor, selftest
+from wlb_megatron import doctor, extras, selftest
 from wlb_megatron.attention import kernel_choice, torch_backend
 from wlb_megatron.cli import main
 from wlb_megatron.errors import WlbError
@@ -75,10 +75,7 @@ def test_without_torch_the_rest_is_still_told(
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else known(name))
     assert main(["doctor"]) == 2
     told = capsys.readouterr()
-    assert (
-        'FIX   torch: missing\n      plans work without; to train: pip install "wlb-megatron[gpu]"'
-        in told.out
-    )
+    assert f"FIX   torch: missing\n      plans work without; to train: pip install '{ROOT}[gpu]'" in told.out
     assert "megatron-core: " in told.out and "self-test" not in told.out
     assert "to fix: torch" in told.err
 
@@ -151,3 +148,46 @@ def test_a_rank_that_fails_is_told_by_its_last_line(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(selftest.sys, "executable", shutil.which("false"))
     with pytest.raises(WlbError, match="self-test failed on cpu"):
         selftest.run(2, gpu=False)
+
+
+def test_a_checkout_without_dataset_helpers_is_told_what_megatrons_own_datasets_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = {"pybind11", "megatron.core.datasets.helpers_cpp"}
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name in known or None)
+    assert doctor.dataset_helpers().found == "built"
+    known -= {"megatron.core.datasets.helpers_cpp"}
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    told = doctor.dataset_helpers()
+    assert told.verdict == doctor.NOTE and "the plugin needs none, --wlb-off does" in told.found
+    assert "missing" not in told.cure
+    known.clear()
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    told = doctor.dataset_helpers()
+    assert "missing for it: make, a C++ compiler, python3-config, pybind11" in told.cure
+
+
+def test_an_extra_is_installed_from_a_checkout_and_never_from_an_index(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert extras.install("gpu") == f"pip install '{ROOT}[gpu]'"
+    monkeypatch.setattr(extras, "ROOT", tmp_path)
+    assert extras.install("gpu") == "pip install '.[gpu]' in a checkout of this project"
+    named = subprocess.run(
+        [
+            "git",
+            "grep",
+            "-lE",
+            r"install .*wlb.megatron\[",
+            "--",
+            "wlb_megatron",
+            "docs",
+            "README.md",
+            "scripts",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert named.stdout == ""

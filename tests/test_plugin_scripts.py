@@ -152,6 +152,20 @@ assert arguments.parse_args is before
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_megatrons_dataset_helpers_are_built_only_where_its_own_datasets_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[str] = []
+    compile_helpers = entry.wrap_compile_helpers(lambda: made.append("made"))
+    monkeypatch.setattr(entry.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(entry, "_sources", {})
+    compile_helpers()
+    assert not made
+    monkeypatch.setattr(entry, "_sources", None)  # --wlb-off
+    compile_helpers()
+    assert made
+
+
 def test_a_yaml_file_that_replaces_all_flags_is_refused_where_flags_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shutil
 import sys
 import time
 import warnings
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 from wlb_megatron.attention.kernel_choice import Layer, chosen, not_installed, told
 from wlb_megatron.errors import WlbError
+from wlb_megatron.extras import install
 
 OK, NOTE, FIX = "ok", "note", "FIX"
 
@@ -97,9 +99,7 @@ def python() -> Iterator[Finding]:
 def torch_and_gpus() -> Iterator[Finding]:
     """torch with its CUDA, cuDNN and NCCL, and the GPUs it sees."""
     if _version("torch") is None:
-        yield Finding(
-            "torch", "missing", FIX, 'plans work without; to train: pip install "wlb-megatron[gpu]"'
-        )
+        yield Finding("torch", "missing", FIX, f"plans work without; to train: {install('gpu')}")
         return
     import torch
 
@@ -196,7 +196,7 @@ def flash_attention() -> Iterator[Finding]:
         import torch
 
         hopper = torch.cuda.get_device_capability()[0] == 9
-    cure = "faster than cuDNN's kernels on this GPU: pip install 'wlb-megatron[fa4]'"
+    cure = f"faster than cuDNN's kernels on this GPU: {install('fa4')}"
     yield Finding("FlashAttention-4", "missing: optional", NOTE if hopper else OK, cure if hopper else "")
 
 
@@ -225,13 +225,7 @@ def megatron() -> Iterator[Finding]:
 
     count = len([hooks.locate(hook) for hook in hooks.hooks()])
     yield Finding("Megatron's symbols that the plugin replaces", f"all {count} found")
-    helpers = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
-    yield Finding(
-        "Megatron's dataset helpers",
-        "built" if helpers else "not built: Megatron runs make at the first start",
-        OK if helpers else NOTE,
-        "" if helpers else "that needs make, a C++ compiler and pybind11",
-    )
+    yield dataset_helpers()
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
         yield Finding(
             "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -239,6 +233,20 @@ def megatron() -> Iterator[Finding]:
             NOTE,
             "tensor and sequence parallelism want 1 in the job's environment (the batch scripts set it)",
         )
+
+
+def dataset_helpers() -> Finding:
+    """Megatron's C++ helpers. The plugin builds no samples and needs none; Megatron's own datasets do."""
+    what = "Megatron's dataset helpers"
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        return Finding(what, "built")
+    tools = {"make": "make", "a C++ compiler": "g++", "python3-config": "python3-config"}
+    missing = [name for name, command in tools.items() if shutil.which(command) is None]
+    missing += [] if importlib.util.find_spec("pybind11") else ["pybind11 (pip install pybind11)"]
+    cure = "Megatron then builds them at its start"
+    if missing:
+        cure += f"; missing for it: {', '.join(missing)}"
+    return Finding(what, "not built: the plugin needs none, --wlb-off does", NOTE, cure)
 
 
 def self_test() -> Iterator[Finding]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from wlb_megatron.analyze.measure import Layout, Measured
 from wlb_megatron.errors import WlbError
+from wlb_megatron.extras import install
 from wlb_megatron.packing.blocks import Lengths, blocks
 from wlb_megatron.report.timeline import draw_timelines
 
@@ -22,9 +23,7 @@ def need_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise WlbError(
-            "pictures need matplotlib: pip install 'wlb-megatron[report]', or leave --out away"
-        ) from None
+        raise WlbError(f"pictures need matplotlib: {install('report')}, or leave --out away") from None
 
 
 def draw_all(

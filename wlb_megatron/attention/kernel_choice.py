@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from wlb_megatron.errors import WlbError
+from wlb_megatron.extras import install
 
 NAMES = {"cudnn": "cuDNN", "fa4": "FlashAttention-4", "torch": "torch"}
 TRIED = {"flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1", "quack-kernels": "0.6.5"}
@@ -61,7 +62,7 @@ def not_installed() -> str | None:
         try:
             found = version(package)
         except PackageNotFoundError:
-            return f"{package} is not installed (pip install 'wlb-megatron[fa4]')"
+            return f"{package} is not installed ({install('fa4')})"
         if found != tried:
             return f"{package} is {found}, tried is {tried}"
     return None

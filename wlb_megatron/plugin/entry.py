@@ -164,10 +164,11 @@ def _choose_model_provider(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_compile_helpers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """compile_helpers that runs make only where no built helper is there."""
+    """compile_helpers that runs make only where Megatron's own datasets may be built (--wlb-off) and helpers are not:
+    PyPI's wheel brings them built, but no Makefile."""
 
     def compile_helpers() -> None:
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        if _sources is None and importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
             original()
 
     return compile_helpers

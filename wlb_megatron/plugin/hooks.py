@@ -179,7 +179,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "megatron.core.datasets.utils:compile_helpers",
         (),
-        "PyPI's wheel brings the dataset helpers built, but no Makefile: make is then not needed",
+        "builds no dataset helpers: documents come from the index, Megatron's samples are not built",
         entry.wrap_compile_helpers,
     ),
     Hook(

@@ -11,6 +11,7 @@ from typing import Any
 from wlb_megatron.attention import kernel_choice
 from wlb_megatron.bounds import RANKS, SECONDS, TOKENS, check_heads, real, whole
 from wlb_megatron.errors import WlbError, explain_bad_values
+from wlb_megatron.extras import install
 from wlb_megatron.report.table import print_table
 from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.fit import fit
@@ -80,7 +81,7 @@ def run_profile(args: argparse.Namespace) -> None:
     try:
         import torch
     except ImportError:
-        raise WlbError("profiling needs torch: pip install 'wlb_megatron[gpu]'") from None
+        raise WlbError(f"profiling needs torch: {install('gpu')}") from None
     from wlb_megatron.profiler.run import count_points, profile
 
     with explain_bad_values():
