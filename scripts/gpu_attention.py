@@ -7,6 +7,7 @@
     python3 scripts/gpu_attention.py windows --mixes mixes.json --out DIR   # time of windowed layers beside full ones
     python3 scripts/gpu_attention.py warm --mixes mixes.json --out DIR      # kernel graphs: 200 random micro-batches
     python3 scripts/gpu_attention.py choice --mixes mixes.json --cp 2 4 8 --out DIR   # regret of adaptive, predictions
+    python3 scripts/gpu_attention.py chunks --mixes mixes.json --out DIR    # a document in chunks (torchrun: over GPUs)
     python3 scripts/gpu_attention.py memory --mixes mixes.json --out DIR    # exchanged keys kept, or exchanged again
     torchrun --nproc-per-node 2 scripts/gpu_attention.py profile --mixes mixes.json --only NAMES --out DIR
     torchrun --nproc-per-node 2 scripts/gpu_attention.py host --mixes mixes.json --out DIR   # host time, by parts
@@ -48,6 +49,7 @@ from attention_bench import (
 )
 from attention_breadth import breadth, windows
 from attention_choice import choice
+from attention_chunks import chunks
 from attention_host import host
 from attention_memory import memory
 from attention_profile import profile as trace
@@ -135,6 +137,7 @@ OTHERS = {
     "breadth": breadth,
     "windows": windows,
     "warm": warm,
+    "chunks": chunks,
     "memory": memory,
     "profile": trace,
     "host": host,

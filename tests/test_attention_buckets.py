@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from chunk_oracle import iterations, shard_plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,6 +108,30 @@ def test_every_graph_that_a_micro_batch_needs_is_foreseen(kind, data):
         assert layout.rectangles is None or graph(layout.rectangles) in known
         assert layout.window is None or graph(layout.window.call) in known
         assert layout.single is None or graph(layout.single.call) in known
+
+
+@pytest.mark.parametrize("kind", ["per-document", "hybrid"])
+@settings(max_examples=25, deadline=None)
+@given(
+    micro_batches=iterations(most=40_000), cp=st.sampled_from([1, 2, 4]), window=st.sampled_from([None, 512])
+)
+def test_every_graph_that_documents_in_chunks_need_is_foreseen(kind, micro_batches, cp, window):
+    plans = shard_plans(micro_batches, cp, kind)[1]
+    most, prefix = max(plan.tokens for plan in plans), max(int(plan.prefixes.sum()) for plan in plans)
+    segments = 2 * max(len(plan.lengths) for plan in plans)
+    known = {
+        (causal, near, bucket(*size))
+        for causal, near, size in foreseen(most, cp, segments, segments, window, prefix=prefix)
+    }
+    for plan in plans:
+        for rank in range(cp):
+            layout = device_layout(attention_layout(plan, rank, window), "cpu")
+            calls = [
+                layout.diagonals,
+                layout.rectangles,
+                *(near and near.call for near in (layout.window, layout.single)),
+            ]
+            assert {graph(call) for call in calls if call} <= known
 
 
 def test_a_warm_up_calls_each_graph_forward_and_backward_and_again_where_recomputed():

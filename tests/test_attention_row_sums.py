@@ -25,6 +25,17 @@ def test_bags_group_source_rows_by_owner_in_order():
     assert grouped.members.tolist() == [1, 0, 2]
 
 
+def test_bags_of_several_targets_share_what_the_owners_count():
+    """Owners 3 0 3 of two targets of 2 rows: row 0 of the first has source row 1, row 1 of the second 0 2."""
+    _, *first_and_second = (x.tolist() for x in _bags(np.array([3, 0, 3]), 2, 2))
+    assert first_and_second == [[0], [0, 1], [1], [1], [0, 2], [0, 2]]
+    owner, *rest = (torch.from_numpy(x).int() for x in _bags(np.array([3, 0, 3]), 2, 2))
+    source = torch.tensor([[1.0], [10.0], [100.0]])
+    for part, expected in ((rest[:3], [10.0, 0.0]), (rest[3:], [0.0, 101.0])):
+        add_rows(target := torch.zeros(2, 1), source, Bags(owner, *part))
+        assert target.flatten().tolist() == expected
+
+
 def test_rows_are_added_in_fp32_and_rounded_once():
     target = torch.tensor([[256.0], [1.0]], dtype=torch.bfloat16)
     source = torch.ones(4, 1, dtype=torch.bfloat16)
@@ -73,6 +84,16 @@ for heads, dim in ((3, 64), (3, 96), (16, 128), (1, 256)):
     row_sums.add_rows(expected.flatten(1), parts.flatten(1), bags)
     row_sums_triton.add_rows(out.flatten(1), parts.flatten(1), bags)
     assert (out - expected).abs().max() < 1e-5
+    # Two targets of what the owners count, the second in fp32 beside a source in bf16, as cached keys' gradients are.
+    made = _bags(np.random.default_rng(1).integers(0, 30, 50), 20, 17)
+    owner, *rest = (torch.from_numpy(x).int() for x in made)
+    for first, rows, target in ((0, 20, out.bfloat16()), (3, 17, out)):
+        part, expected = Bags(owner, *rest[first : first + 3]), target[:rows].flatten(1).clone()
+        again, source = expected.clone(), parts.flatten(1).bfloat16()
+        row_sums.add_rows(expected, source, part)
+        row_sums_triton.add_rows(again, source, part)
+        assert (again - expected).abs().max() < (1e-5 if rows == 17 else 0.1)
+        assert not torch.equal(expected, target[:rows].flatten(1))
     index = torch.tensor([3, 0, 36, 3], dtype=torch.int32)
     sources = out, out.bfloat16()[..., :40].contiguous(), lse.double(), torch.randn(37, 1, 5)
     for source, spread in zip(sources, row_sums_triton.spread_four(sources, index, 6), strict=True):

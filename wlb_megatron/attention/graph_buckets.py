@@ -105,34 +105,37 @@ def foreseen(
     window: int | None,
     full: bool = True,
     one_call: bool = True,
+    prefix: int = 0,
 ) -> list[Warmable]:
     """Every graph that micro-batches of up to `tokens` tokens can need on a rank.
 
     sequences: segments that a rank can have; cut: those of them that see earlier keys. window: of the model's
     windowed layers. full: whether any layer sees whole documents. one_call: whether micro-batches may make one call
-    of two. A rank holds an even share of the tokens; its
-    rectangles' queries come at most twice (a document cut in causal pairs has two segments on a rank), their keys
-    are those of the micro-batch at most. One call instead of two has few of either (sharding/one_call.py).
+    of two. prefix: earlier tokens that a micro-batch's documents in chunks attend to at most, all together. A rank
+    holds an even share of the tokens; its rectangles' queries come at most twice (a document cut in causal pairs has
+    two segments on a rank), their keys are those of the micro-batch and its prefixes at most. One call instead of two
+    has few of either (sharding/one_call.py).
     """
+    earlier = cp_size > 1 or prefix > 0
     share = -(-tokens // cp_size)
     counts, few = (_ladder(32, sequences_like(most), sequences_like) for most in (sequences, cut))
     found: list[Warmable] = []
     if full:
         found += [(True, None, Bucket(b, t, t)) for b in counts for t in levels(share)]
-        if cp_size > 1:
+        if earlier:
             queries = _ladder(4096, padded_queries(2 * share), padded_queries)
-            keys = _ladder(16384, padded_keys(tokens), padded_keys)
+            keys = _ladder(16384, padded_keys(tokens + prefix), padded_keys)
             found += [(False, None, Bucket(b, q, k)) for b in few for q in queries for k in keys]
             short = levels(min(share, MOST_ROWS)), _ladder(16384, padded_keys(MOST_KEYS), padded_keys)
-        if cp_size > 1 and one_call:
+        if earlier and one_call:
             found += [(True, None, Bucket(b, t, k)) for b in counts for t in short[0] for k in short[1]]
     if window is not None:
         # A segment sees its own keys and, where it is cut, at most a window more.
         found += [(True, window, Bucket(b, t, t)) for b in counts for t in levels(share)]
-        if cp_size > 1:
+        if earlier:
             for b in counts:
                 for t in levels(share):
-                    most = padded_keys(min(tokens, t + min(b, cut) * window))
+                    most = padded_keys(min(tokens + prefix, t + min(b, cut) * window))
                     keys = _ladder(16384, most, padded_keys)
                     found += [(True, window, Bucket(b, t, k)) for k in keys if k > t]
     return found

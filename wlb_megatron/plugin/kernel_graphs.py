@@ -34,7 +34,7 @@ class Met:
     """What a rank can meet: a micro-batch's tokens over cp_size ranks in so many segments, `cut` of them with earlier
     keys, and the tokens and segments that it usually holds. one_call: whether it may make one call instead of two.
     again: this rank's layout of one document of a window, as which every long document comes in the end; None where it
-    is not known."""
+    is not known. prefix: earlier tokens that its documents in chunks attend to at most, all together."""
 
     tokens: int
     cp_size: int
@@ -44,6 +44,7 @@ class Met:
     usual_segments: int
     one_call: bool = True
     again: AttentionLayout | None = None
+    prefix: int = 0
 
     @classmethod
     def of(
@@ -53,6 +54,7 @@ class Met:
         settings: ShardSettings,
         documents: int,
         again: AttentionLayout | None = None,
+        prefix: int = 0,
     ) -> Met:
         """documents: of the longest micro-batch, which usually has a window's tokens; at most two segments of each."""
         segments = 2 * documents
@@ -69,6 +71,7 @@ class Met:
             usual,
             settings.sharding in CHOOSING,
             again,
+            prefix,
         )
 
 
@@ -130,6 +133,7 @@ def likeliest_first(chunks: list[Any], met: Met) -> list[tuple[Any, Warmable]]:
                 *(met.tokens, met.cp_size, met.segments, met.cut, window),
                 full=not windowed,
                 one_call=met.one_call,
+                prefix=met.prefix,
             )
             for kind in by_likelihood(graphs, met.usual_tokens, met.usual_segments):
                 turns += [(turn, module, graph) for turn, graph in enumerate(kind)]
@@ -144,7 +148,7 @@ def compiled(met: Met, window: int | None) -> list[Warmable]:
     """A call of each kind that FlashAttention-4 compiles for: a layer's mask, and few or many sequences. window: of the
     layer, None where it sees whole documents."""
     kinds = [(True, met.segments)]
-    if window is None and met.cp_size > 1:
+    if window is None and (met.cp_size > 1 or met.prefix):
         kinds.append((False, met.cut))
     counts = [(causal, count) for causal, most in kinds for count in (1, MANY + 1) if count <= max(1, most)]
     return [(causal, window, Bucket(count, 128, 128 if causal else 256)) for causal, count in counts]
