@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_runs import LENGTHS, flags, launch, logged_losses, train, write_corpus
+import torch
+from megatron_runs import LENGTHS, failure, flags, launch, logged_losses, train, write_corpus
 from test_megatron_layouts import mean_losses, trained
 
 pytestmark = pytest.mark.megatron
@@ -69,6 +70,25 @@ def test_a_resumed_run_trains_what_the_uninterrupted_one_does(
     chunks = 2 if more else 1  # the worker notes a micro-batch in each of a stage's
     assert trained(ranks) == [entry for entry in expected for _ in range(chunks)]
     assert mean_losses(ranks, 2) == pytest.approx(mean_losses(whole, 4)[2:], rel=1e-6)
+
+
+def test_a_skipped_iterations_documents_are_given_out_and_not_trained_at_resume_too(
+    corpus: Path, whole: Any, tmp_path: Path
+) -> None:
+    """Megatron's iteration 2 of 4 is skipped. The checkpoint after the third resumes with the fourth, on DP=2."""
+    saved = ["--save", str(tmp_path / "saved"), "--save-interval", "3", "--ckpt-format", "torch"]
+    arguments = [*RUN, "--data-path", str(corpus), *saved, "--iterations-to-skip", "2"]
+    done = launch([*flags(context=2), *arguments, "--num-workers", "1"], 2, out=tmp_path / "skipped")
+    assert done.returncode == 0, failure(done)
+    assert re.findall(r"consumed samples: +(\d+)", done.stdout) == ["4", "12", "16"]
+    skipped = [piece for iteration, piece in trained(whole) if iteration == 1]
+    tokens = sum(piece[3] - piece[2] for piece in skipped)
+    assert f"its {len(skipped)} documents, {tokens} tokens, are given out and not trained" in done.stdout
+    ranks = [torch.load(tmp_path / "skipped" / f"rank{at}.pt", weights_only=False) for at in range(2)]
+    assert trained(ranks) == [entry for entry in trained(whole) if entry[0] != 1]
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
+    ranks = train([*flags(), *arguments, "--load", str(tmp_path / "saved")], 2, tmp_path / "resumed")
+    assert trained(ranks) == [entry for entry in trained(whole) if entry[0] == 3]
 
 
 def test_a_changed_corpus_is_refused_with_what_changed(corpus: Path, stopped: Path, tmp_path: Path) -> None:

@@ -120,7 +120,6 @@ REFUSED = {
     "mock_data": True,
     "dataloader_type": "cyclic",
     "dataloader_save": "state",
-    "iterations_to_skip": [7],
     "attention_dropout": 0.1,
     "attention_backend": types.SimpleNamespace(name="flash"),
     "transformer_impl": "local",

@@ -29,7 +29,6 @@ WRONG: dict[str, str] = {
     "--multiple-validation-sets --eval-iters 1": "add --full-validation",
     "--full-validation --multiple-validation-sets --data-path CORPUS CORPUS --split 1,0,0": "no document is left",
     "--full-validation --multiple-validation-sets --data-path CORPUS --validation-set-names a b": "2 names for 1",
-    "--iterations-to-skip 3 4": "--iterations-to-skip",
     "--dataloader-type cyclic": "--dataloader-type cyclic",
     "--mock-data": "--data-path",
     "--sft": "only pre-training documents",

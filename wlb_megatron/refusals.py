@@ -163,11 +163,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the packing state is part of Megatron's own checkpoints; drop it",
     ),
     Refusal(
-        lambda a, c: _get(a, "iterations_to_skip"),
-        "--iterations-to-skip",
-        "Megatron would read a skipped iteration's batches itself; drop it",
-    ),
-    Refusal(
         lambda a, c: _get(a, "num_experts") and _get(a, "moe_token_dispatcher_type") != "alltoall",
         "--moe-token-dispatcher-type other than alltoall",
         "token counts vary between micro-batches; set --moe-token-dispatcher-type alltoall",

@@ -178,10 +178,11 @@ class MicroBatchIterator:
     def __init__(
         self,
         loader: DataLoader[dict[str, Any]],
-        trained: Callable[[list[dict[str, Any]]], None] | None = None,
+        trained: Callable[[list[dict[str, Any]], bool], None] | None = None,
         rehearsal: dict[str, Any] | None = None,
     ) -> None:
-        """trained: called with the micro-batches of a step when it is done. rehearsal: see rehearsal.py."""
+        """trained: called with the micro-batches of a step when it is done, and whether it was skipped. rehearsal: see
+        rehearsal.py."""
         self._iterator: Iterator[dict[str, Any]] = iter(loader)
         self._trained = trained
         self._rehearsal = rehearsal
@@ -225,9 +226,9 @@ class MicroBatchIterator:
         taken, self._rehearsal = self._rehearsal, None
         return taken
 
-    def after_step(self, batches: list[dict[str, Any]]) -> None:
+    def after_step(self, batches: list[dict[str, Any]], *, skipped: bool = False) -> None:
         if self._trained is not None:
-            self._trained(batches)
+            self._trained(batches, skipped)
 
     def draw_ahead(self, count: int) -> None:
         """Draw micro-batches of the next step until there are `count`. Called while the device is busy.

@@ -62,6 +62,12 @@ def _wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     return metrics.wrap_training_log(timers.wrap_training_log(checkpoint.wrap_training_log(original)))
 
 
+def _wrap_dummy_train_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    from wlb_megatron.plugin import skipping
+
+    return skipping.wrap_dummy_train_step(original)
+
+
 def _wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
     from wlb_megatron.plugin import evaluation
 
@@ -132,6 +138,12 @@ HOOKS: tuple[Hook, ...] = (
         "keeps the packing state for the next checkpoint; reports the plugin's figures after each iteration, its "
         "timers among Megatron's",
         _wrap_training_log,
+    ),
+    Hook(
+        "megatron.training.training:dummy_train_step",
+        ("data_iterator",),
+        "with --iterations-to-skip draws the planned micro-batches of an iteration that is not trained",
+        _wrap_dummy_train_step,
     ),
     Hook(
         "megatron.training.training:evaluate",

@@ -109,7 +109,7 @@ def _training(sources: dict[str, Source], args: Any) -> MicroBatchIterator:
     sampler = MicroBatchSampler(ahead)
     latest: int | None = None
 
-    def trained(batches: list[dict[str, Any]]) -> None:
+    def trained(batches: list[dict[str, Any]], skipped: bool) -> None:
         nonlocal latest
         iteration = batches[0]["planned"].iteration
         if iteration == latest or iteration not in sampler.passed:
@@ -128,13 +128,15 @@ def _training(sources: dict[str, Source], args: Any) -> MicroBatchIterator:
             agreement.check()
         for passed in [number for number in sampler.passed if number < iteration]:
             del sampler.passed[passed]
-        remember(source, planned.state, applied=False)
+        remember(source, planned.state, applied=skipped)
+        waited, began = ahead.take_waited(), iterator.take_began()
+        if skipped:
+            _tell_skipped(planned)
+            return
         count_segments([batch["bounds"] for batch in batches])
-        waited = ahead.take_waited()
         timers.add("wlb-plan-wait", waited)
         timers.add("wlb-planning", planned.micro_batches[0].plan_seconds)
         timers.add("wlb-predicted", (planned.predicted_ms or 0.0) / 1e3)
-        began = iterator.take_began()
         metrics.stepped(batches, planned, began=began, plan_wait_ms=waited * 1e3, corpora=source.names)
         trace.after_iteration(args.curr_iteration + 1, args, spans)
 
@@ -151,6 +153,16 @@ def _training(sources: dict[str, Source], args: Any) -> MicroBatchIterator:
         longest = longest_micro_batch(most, args.seq_length, settings, layout, documents, seconds, held)
     iterator = MicroBatchIterator(_loader(source, sampler, layout, args), trained, longest)
     return iterator
+
+
+def _tell_skipped(planned: PlannedIteration) -> None:
+    from megatron.training import print_rank_0
+
+    summary = planned.micro_batches[0].summary
+    print_rank_0(
+        f"> wlb_megatron: an iteration of --iterations-to-skip: its {summary.documents} documents, {summary.tokens} "
+        "tokens, are given out and not trained"
+    )
 
 
 def _evaluation(source: Source, args: Any) -> MicroBatchIterator:
