@@ -71,3 +71,32 @@ def test_a_blend_of_many_corpora_and_a_large_batch_train_though_few_files_are_al
     assert done.returncode == 1
     assert "the mapped indices of all corpora need 300 open files, 556 with all others" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.megatron
+def test_what_a_checkpoint_refuses_is_told_once_a_node(corpus: Path, tmp_path: Path) -> None:
+    arguments = [
+        *flags(context=2),
+        "--data-path",
+        str(corpus),
+        "--global-batch-size",
+        "2",
+        "--ckpt-format",
+        "torch",
+    ]
+    arguments += [
+        "--save",
+        str(tmp_path),
+        "--load",
+        str(tmp_path),
+        "--save-interval",
+        "1",
+        "--split",
+        "1,0,0",
+    ]
+    arguments += ["--train-iters", "2"]
+    saved = launch([*arguments, "--exit-interval", "1"], 2, timeout=LIMIT)
+    assert saved.returncode == 0, failure(saved)
+    done = launch([*arguments, "--wlb-quadratic-at", "77"], 2, timeout=LIMIT)
+    assert done.returncode == 1
+    assert done.stderr.count("cannot resume with other settings of the work: --wlb-quadratic-at was") == 1

@@ -34,6 +34,17 @@ def test_a_flag_that_is_refused_is_told_once_a_node(monkeypatch: pytest.MonkeyPa
     assert said(Refused("drop it"), "8", "0", monkeypatch) == f"rank 8 on {HOST}: drop it"
 
 
+def test_a_refusal_is_prefixed_once_though_checks_are_nested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "8")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+
+    def check() -> None:
+        raise Refused("drop it")
+
+    with pytest.raises(Refused, match=f"^rank 8 on {HOST}: drop it$"):
+        checked(lambda: checked(check))
+
+
 def test_a_file_that_is_refused_is_told_by_each_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(RefusedHere("no file"), "0", "0", monkeypatch) == "no file"
     assert said(RefusedHere("no file"), "5", "5", monkeypatch) == f"rank 5 on {HOST}: no file"

@@ -14,7 +14,9 @@ from wlb_megatron.config import WlbConfig
 
 
 class Refused(SystemExit):
-    """Raised with one line a person can act on; exits with status 1."""
+    """Raised with one line a person can act on; exits with status 1. told: which ranks print it is chosen."""
+
+    told = False
 
 
 class RefusedHere(Refused):

@@ -24,7 +24,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.blend import Blend
 from wlb_megatron.plan import PADDING
 from wlb_megatron.plugin.planning import PlannedIteration, PlannedMicroBatch, RankGroup
-from wlb_megatron.refusals import Refused
+from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.following import following
 
@@ -213,7 +213,7 @@ class MicroBatchIterator:
         except WlbError as error:
             # A worker's error comes with its stack in front of its line.
             line = str(error).strip().splitlines()[-1].removeprefix(f"{WlbError.__module__}.WlbError: ")
-            raise Refused(f"wlb_megatron: {line}") from None
+            raise RefusedHere(f"wlb_megatron: {line}") from None
         return drawn
 
     def take_began(self) -> float:

@@ -115,7 +115,9 @@ def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
             from wlb_megatron.plugin.spec import install_spec
 
             install_spec(given["cfg_container"].model)
-        return original(**given)
+        return checked(
+            lambda: original(**given)
+        )  # what a checkpoint or the model's layers tell is refused there
 
     return pretrain
 

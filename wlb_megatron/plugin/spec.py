@@ -8,7 +8,7 @@ from typing import Any
 
 from wlb_megatron.attention.core_attention import WlbCoreAttention, wlb_core_attention
 from wlb_megatron.attention.rope import PlannedRotaryEmbedding
-from wlb_megatron.refusals import Refused
+from wlb_megatron.refusals import Refused, RefusedHere
 
 
 def with_wlb_attention(spec: Any) -> Any:
@@ -23,7 +23,7 @@ def with_wlb_attention(spec: Any) -> Any:
         if inner is None and _token_by_token(layer):
             continue
         if inner is None or not hasattr(inner, "core_attention"):
-            raise Refused(
+            raise RefusedHere(
                 f"wlb_megatron found no core_attention in the layer spec {getattr(layer, 'module', layer)}: "
                 "use a GPT layer spec with self-attention."
             )
@@ -128,7 +128,7 @@ def prepare_model(chunks: list[Any]) -> list[Any]:
             if not isinstance(module, Attention):
                 continue
             if not isinstance(module.core_attention, WlbCoreAttention):
-                raise Refused(
+                raise RefusedHere(  # other pipeline stages have other layers
                     f"wlb_megatron: {name} was built with {type(module.core_attention).__name__}: "
                     "something replaced the layer spec after the plugin (--spec, --attention-backend local?)."
                 )

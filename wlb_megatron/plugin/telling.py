@@ -1,27 +1,35 @@
-"""Which ranks say why they stop at the start, before ranks can talk to each other."""
+"""Which ranks say why they stop. At the start they cannot talk to each other yet."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Callable
+from typing import TypeVar
 
 from wlb_megatron.refusals import Refused, RefusedHere
 
+Result = TypeVar("Result")
 
-def checked(check: Callable[[], object]) -> None:
-    """Run a check that may raise Refused, and choose which ranks print its line.
+
+def checked(check: Callable[[], Result]) -> Result:
+    """Run what may raise Refused, and choose which ranks print its line.
 
     Flags and packages are the same on all ranks of a node, so one rank of each node speaks. Files and GPUs may fail
     one rank alone (RefusedHere), so each failing rank speaks. All but rank 0 name themselves and their host. A rank
     that does not speak exits with status 1.
     """
     try:
-        check()
+        return check()
     except Refused as refused:
+        if refused.told:
+            raise
         rank = int(os.environ.get("RANK", "0"))
+        refused.told = True
         if rank == 0:
             raise
         if isinstance(refused, RefusedHere) or os.environ.get("LOCAL_RANK", "0") == "0":
-            raise type(refused)(f"rank {rank} on {socket.gethostname()}: {refused}") from refused
+            telling = type(refused)(f"rank {rank} on {socket.gethostname()}: {refused}")
+            telling.told = True
+            raise telling from refused
         raise SystemExit(1) from refused
