@@ -52,7 +52,14 @@ def longest_micro_batch(
         planned = replace(planned, steps=held, chunk_groups=(held,))
     batch = with_plan(planned, layout)
     batch["graphs"] = (
-        Met.of(usable, window, settings, documents, _of_a_window(window, settings, layout)),
+        Met.of(
+            usable,
+            window,
+            settings,
+            documents,
+            _of_a_window(window, settings, layout),
+            prefix=window if held > 1 else 0,  # of a document up to its last chunk
+        ),
         graph_seconds,
     )
     if layout.reads_tokens:
