@@ -24,6 +24,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from wlb_megatron.attention import graph_buckets
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.graph_buckets import Equal, bucket, repeated
+from wlb_megatron.attention.kernel_check import TOLERATED, worst_error
 from wlb_megatron.attention.sharded_attention import sharded_attention
 from wlb_megatron.attention.warm_up import warm_up
 from wlb_megatron.errors import WlbError
@@ -153,6 +154,53 @@ def asked(monkeypatch):
     stand_in.backend = importlib.import_module("wlb_megatron.attention.te_backend")
     yield stand_in
     sys.modules.pop("wlb_megatron.attention.te_backend", None)
+
+
+def error_of(asked):
+    return worst_error(asked.backend.TransformerEngineKernels(), torch.float64, "cpu", dim=8)
+
+
+def test_the_check_of_kernels_accepts_what_is_right_and_calls_every_form(asked):
+    assert error_of(asked) < 1e-12
+    forms = {(told["o_format"], told["attn_mask_type"], told["window_size"]) for told in asked.calls}
+    assert forms == {
+        ("thd", "padding_causal", (-1, 0)),
+        ("thd", "padding", (-1, -1)),
+        ("thd", "padding_causal_bottom_right", (-1, 0)),
+        ("thd", "padding_causal", (20, 0)),
+        ("thd", "padding_causal_bottom_right", (20, 0)),
+        ("bshd", "causal", (-1, 0)),
+        ("bshd", "no_mask", (-1, -1)),
+    }
+
+
+def top_left(told):
+    return told | {"attn_mask_type": told["attn_mask_type"].replace("_bottom_right", "")}
+
+
+def no_window(told):
+    return told | {"window_size": (-1, told["window_size"][1])}
+
+
+@pytest.mark.parametrize(
+    ("way", "change"),
+    [
+        ("_forward", lambda result, told: (result[0], [1.4427 * result[1][0], result[1][1]])),  # of base 2
+        ("_forward", lambda result, told: (torch.full_like(result[0], math.nan), result[1])),
+        ("_backward", lambda result, told: (result[0], result[2], result[1])),
+        ("_each", top_left),
+        ("_each", no_window),
+        ("_each", lambda told: told | {"attn_scale": 1.0}),
+    ],
+)
+def test_the_check_of_kernels_finds_an_entry_point_that_means_something_else(asked, monkeypatch, way, change):
+    right = getattr(asked, way)
+
+    def changed(told, *rest):
+        return right(change(told), *rest) if way == "_each" else change(right(told, *rest), told)
+
+    monkeypatch.setattr(asked, way, changed)
+    assert not error_of(asked) <= 3 * TOLERATED
 
 
 def alone(asked, lengths, window=None, deterministic=False, **shape):

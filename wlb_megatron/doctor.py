@@ -154,7 +154,7 @@ BY_SEQUENCES = 92400
 
 def transformer_engine() -> Iterator[Finding]:
     """Transformer Engine, and with it which attention will run."""
-    from wlb_megatron.plugin.versions import check_transformer_engine
+    from wlb_megatron.plugin.versions import check_transformer_engine, untried_transformer_engine
 
     gpus = _gpus()
     found = _version("transformer-engine")
@@ -165,7 +165,15 @@ def transformer_engine() -> Iterator[Finding]:
         yield Finding("Transformer Engine", "missing", FIX if gpus else NOTE, cure)
     else:
         check_transformer_engine("transformer_engine")
-        yield Finding("Transformer Engine", found)
+        untried = untried_transformer_engine("transformer_engine") is not None
+        yield Finding(
+            "Transformer Engine",
+            found,
+            NOTE if untried else OK,
+            "not tried with the plugin: its attention is checked here, where there is a GPU, and when a job starts"
+            if untried
+            else "",
+        )
     fused = found is not None and gpus
     yield Finding(
         "attention with --transformer-impl transformer_engine",

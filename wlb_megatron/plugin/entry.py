@@ -15,6 +15,7 @@ from wlb_megatron.arguments import PREFIX, add_arguments, config_from_args, name
 from wlb_megatron.plugin import source as sources
 from wlb_megatron.plugin import versions
 from wlb_megatron.plugin.batch_sizes import batch_schedule, misfit, ramp_as_steps
+from wlb_megatron.plugin.kernel_trial import try_transformer_engine
 from wlb_megatron.plugin.kernels import kernels_of
 from wlb_megatron.plugin.limits import fit_to_memory
 from wlb_megatron.plugin.reporting import check_outputs
@@ -188,6 +189,7 @@ def _take_over(args: Any) -> None:
         refuse_unsupported(args, config)
         _refuse_misfits(args)
         check_outputs(config)
+        try_transformer_engine(args)
         kernels_of(args)
         if (steps := ramp_as_steps(args)) is not None:
             _set(

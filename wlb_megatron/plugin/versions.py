@@ -16,7 +16,11 @@ are those of the branches core_r0.16.0 to core_r0.19.0 and of main (0.20.0)."""
 WHEELS = ("0.17.1", "0.18.2", "0.19.2")
 """Of these, the wheels on PyPI that bring megatron.training."""
 
-MINIMUM_TRANSFORMER_ENGINE = (2, 18)
+MINIMUM_TRANSFORMER_ENGINE, LATEST_TRANSFORMER_ENGINE = (2, 18), (2, 20)
+"""First and last release (major, minor) that was tried."""
+
+TRIED_TRANSFORMER_ENGINE = ">=2.18,<2.21"
+"""The same for pip, as setup.py has it."""
 
 
 def megatron_version() -> str:
@@ -78,10 +82,26 @@ def check_transformer_engine(transformer_impl: str) -> None:
                 "--transformer-impl local."
             ) from None
         return
-    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
-    if numbers < MINIMUM_TRANSFORMER_ENGINE:
+    if _release(found) < MINIMUM_TRANSFORMER_ENGINE:
         wanted = ".".join(map(str, MINIMUM_TRANSFORMER_ENGINE))
         raise Refused(
             f"Transformer Engine {found} is older than {wanted}, the first the plugin was tried with: "
             'pip install --upgrade "transformer-engine[pytorch]".'
         )
+
+
+def untried_transformer_engine(transformer_impl: str) -> str | None:
+    """The version of a Transformer Engine that is to run and is newer than those tried, or that tells no version; else
+    None."""
+    if transformer_impl != "transformer_engine":
+        return None
+    try:
+        found = importlib.metadata.version("transformer_engine")
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+    return found if _release(found) > LATEST_TRANSFORMER_ENGINE else None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor: (2, 20) of 2.20.2+cu13."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

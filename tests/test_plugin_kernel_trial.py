@@ -1,0 +1,100 @@
+"""A Transformer Engine that was not tried: told where its attention comes out right, else refused with a cure."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from wlb_megatron import doctor
+from wlb_megatron.attention import kernel_check
+from wlb_megatron.plugin import versions
+from wlb_megatron.plugin.kernel_trial import try_transformer_engine
+from wlb_megatron.refusals import Refused
+
+
+@pytest.fixture
+def trial(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """trial(version, error): a start with that Transformer Engine, whose attention is off by that much, or raises."""
+    backend = ModuleType("wlb_megatron.attention.te_backend")
+    backend.TransformerEngineKernels = object  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, backend.__name__, backend)
+    monkeypatch.setattr(torch.cuda, "device", lambda rank: contextlib.nullcontext())
+    known = importlib.metadata.version
+
+    def run(version: str | None, error: float | Exception, **changed: Any) -> None:
+        def found(name: str) -> str:
+            if name != "transformer_engine":
+                return known(name)
+            if version is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return version
+
+        def worst_error(*_: Any) -> float:
+            if isinstance(error, Exception):
+                raise error
+            return error
+
+        monkeypatch.setattr(importlib.metadata, "version", found)
+        monkeypatch.setattr(kernel_check, "worst_error", worst_error)
+        engine = {"transformer_impl": "transformer_engine", "distributed_backend": "nccl"}
+        args = {**engine, "local_rank": 0, "rank": 0, "wlb_kernels": "auto", **changed}
+        try_transformer_engine(Namespace(**args))
+
+    return run
+
+
+def test_a_version_that_was_tried_is_not_tried_again(trial: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for version in ("2.18", "2.20.2+cu13"):
+        trial(version, RuntimeError("called"))
+    trial("3.0", RuntimeError("called"), transformer_impl="local")
+    trial("3.0", RuntimeError("called"), wlb_kernels="fa4")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_newer_version_that_comes_out_right_is_told(trial: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    trial("2.21.0", 0.004)
+    assert "not tried with Transformer Engine 2.21.0; small calls" in capsys.readouterr().out
+    trial("2.21.0", 0.004, rank=3)
+    assert capsys.readouterr().out == ""
+    trial(None, 0.004)
+    assert "of unknown version" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (0.2, r"off by 2\.0e-01 of the largest value, 3e-02 is tolerated"),
+        (float("nan"), "off by nan"),
+        (
+            TypeError("fused_attn_fwd() takes 12"),
+            r"cannot be called \(TypeError\('fused_attn_fwd\(\) takes 12",
+        ),
+    ],
+)
+def test_a_newer_version_that_does_not_is_refused_with_those_that_were_tried(
+    trial: Any, error: float | Exception, says: str
+) -> None:
+    with pytest.raises(Refused, match=rf"Transformer Engine 2\.21.*{says}.*>=2\.18,<2\.21'\)"):
+        trial("2.21", error)
+
+
+def test_the_versions_tried_are_those_that_the_packages_asks_for() -> None:
+    setup = (Path(__file__).parents[1] / "setup.py").read_text()
+    assert f'"transformer-engine[pytorch]{versions.TRIED_TRANSFORMER_ENGINE}"' in setup
+    low, high = versions.MINIMUM_TRANSFORMER_ENGINE, versions.LATEST_TRANSFORMER_ENGINE
+    assert f">={low[0]}.{low[1]},<{high[0]}.{high[1] + 1}" == versions.TRIED_TRANSFORMER_ENGINE
+
+
+def test_doctor_tells_of_a_version_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.30")
+    monkeypatch.setattr(doctor, "_gpus", lambda: 0)
+    found = next(doctor.transformer_engine())
+    assert (found.verdict, found.found) == (doctor.NOTE, "2.30") and "not tried" in found.cure
