@@ -12,14 +12,19 @@ import numpy as np
 import pytest
 from test_cli import NUMPY_ALONE, call, run
 
-from wlb_megatron.analyze.command import model_quadratic_at
-from wlb_megatron.analyze.comparison import analyze
+from wlb_megatron.analyze.comparison import Analysis
+from wlb_megatron.analyze.comparison import analyze as analyze_job
 from wlb_megatron.analyze.measure import Layout, rank_work, spread
 from wlb_megatron.analyze.told import figures
 from wlb_megatron.arguments import add_arguments, config_from_args
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.simulator.job import Job
+from wlb_megatron.simulator.model import LayerModel
+from wlb_megatron.simulator.model import Layout as Sizes
+from wlb_megatron.simulator.paper import SHAPES
 from wlb_megatron.workload.cost_model import CostModel
 
 QUADRATIC_AT = 40.0
@@ -42,6 +47,27 @@ def test_the_work_of_ranks_adds_up_to_the_work_of_the_documents() -> None:
     # Rank 0: 4 + 2 tokens, 16/8 + 4/8 of attention; rank 1: 4 tokens, (36 - 4)/8.
     assert rank_work(halves, CostModel(8.0)) == [8.5, 8.0]
     assert rank_work(halves, CostModel(8.0, per_document=3.0)) == [14.5, 11.0]
+
+
+def analyze(
+    lengths: np.ndarray,
+    config: WlbConfig,
+    layout: Layout,
+    *,
+    micro_batches: int,
+    iterations: int,
+    seed: int | None,
+) -> Analysis:
+    sizes = Sizes(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)
+    job = Job(
+        model=LayerModel(shape=SHAPES["550M"], layout=sizes, assumptions=Assumptions(host_launch=0)),
+        window=layout.window,
+        micro_batches=micro_batches,
+        iterations=iterations,
+        warm_up=0,
+        seed=seed,
+    )
+    return analyze_job(lengths, config, job)
 
 
 def from_json(
@@ -84,7 +110,6 @@ def from_json(
     return {
         "imbalance": np.mean(imbalance),
         "cp_imbalance": np.mean(cp_imbalance),
-        "step_work": np.mean(steps),
         "token_delay": np.mean(delays),
         "largest delay": max(delays),
         "tokens": sum(sizes),
@@ -100,20 +125,25 @@ def test_every_figure_equals_what_the_printed_plans_give(packing: str, layout: L
     # Whole documents of distinct ids: a rank's segments tell which piece they are of.
     lengths = some_lengths()
     config = WlbConfig(
-        packing=packing, quadratic_at=QUADRATIC_AT, thresholds="24,40", max_delay=6, micro_batch_cost=0.0
+        packing=packing,
+        quadratic_at=QUADRATIC_AT,
+        thresholds="24,40",
+        max_delay=6,
+        micro_batch_cost=0.0,
+        document_cost=0.0,
+        sharding="per-document",  # adaptive's choice is by the model's kernel times, which inspect does not know
     )
     told = analyze(lengths, config, layout, micro_batches=3, iterations=20, seed=None)
     after = figures(told.after)
     expected = from_json(lengths, config, layout, micro_batches=3, iterations=20)
-    flat = {key: after[key]["mean"] for key in ("imbalance", "cp_imbalance", "step_work", "token_delay")}
+    flat = {key: after[key]["mean"] for key in ("imbalance", "cp_imbalance", "token_delay")}
     flat |= {"tokens": after["tokens"], "padding_share": after["padding_share"]}
     flat |= {"largest": after["micro_batch_tokens"]["max"], "largest delay": after["token_delay"]["max"]}
     flat["largest iteration"] = after["iteration_tokens"]["max"]
     if (
         packing != "varlen"
     ):  # pieces cut twice in one micro-batch have one id: ranks can't be told from the print
-        for key in ("cp_imbalance", "step_work"):
-            del flat[key]
+        del flat["cp_imbalance"]
     assert flat == pytest.approx({key: expected[key] for key in flat}, rel=1e-4)
     assert after["iterations"] == 20
 
@@ -132,32 +162,34 @@ def test_before_is_arrival_order_by_sequence_whatever_the_settings() -> None:
 
 def test_balancing_is_predicted_to_help_long_tails_and_not_to_hurt_equal_lengths() -> None:
     config = WlbConfig(
-        quadratic_at=QUADRATIC_AT,
+        quadratic_at=1024 * QUADRATIC_AT,
         sharding="per-document",
         micro_batches_per_window="1",
         micro_batch_cost=0.0,
         chunks="off",
     )
-    layout = Layout(64, cp=2, pp=4)
-    uneven = analyze(some_lengths(), config, layout, micro_batches=4, iterations=40, seed=1)
+    layout = Layout(65536, cp=2, pp=4)
+    uneven = analyze(1024 * some_lengths(), config, layout, micro_batches=4, iterations=40, seed=1)
     assert uneven.after.imbalance.mean < uneven.before.imbalance.mean - 0.05
-    assert uneven.speedup > 1.0, "the bubble stays: evenness alone gains little"
-    free = replace(config, micro_batches_per_window="auto", micro_batch_cost=2.0)
-    assert analyze(some_lengths(), free, layout, micro_batches=4, iterations=40, seed=1).speedup > 1.05
-    equal = analyze(np.full(500, 16), config, layout, micro_batches=4, iterations=40, seed=1)
+    assert uneven.equal_work_speedup > 1.0, "the bubble stays: evenness alone gains little"
+    free = replace(config, micro_batches_per_window="auto", micro_batch_cost=2048.0)
+    assert analyze(1024 * some_lengths(), free, layout, micro_batches=4, iterations=40, seed=1).speedup > 1.05
+    even = replace(config, sharding="adaptive")
+    equal = analyze(np.full(500, 16384), even, layout, micro_batches=4, iterations=40, seed=1)
     assert equal.speedup == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.parametrize(
     ("given", "packing"),
-    [("", "varlen"), ("--max-tokens 100 --thresholds 24,40 --max-delay 3", "varlen"), ("", "original"),
+    [("", "varlen"), ("--max-tokens 100000 --thresholds 24000,40000 --max-delay 3", "varlen"), ("", "original"),
      ("--balance-batches 2 --quadratic-at 99", "fixed-greedy")],
 )  # fmt: skip
 def test_the_flags_to_copy_set_the_same_packing_in_training(
     given: str, packing: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = (
-        f"analyze --lengths 9,30,4,64,0,7,64,2,2,40,12 --window 64 --packing {packing} --iterations 9 {given}"
+        "analyze --lengths 9000,30000,4000,64000,0,7000,64000,2000,2000,40000,12000 --window 64000 "
+        f"--micro-batches 4 --pp 4 --host-launch 0 --packing {packing} --iterations 9 {given}"
     )
     code, out, _ = call(capsys, *command.split(), "--json", "-")
     assert code == 0
@@ -167,9 +199,9 @@ def test_the_flags_to_copy_set_the_same_packing_in_training(
     assert (config.packing, config.quadratic_at) == (packing, told["quadratic_at"] if known else None)
     if packing == "varlen":
         assert config.max_tokens == told["max_tokens"]
-        assert config.thresholds == (",".join(map(str, told["thresholds"])) or "none")
+        assert config.thresholds == ("24000,40000" if "--thresholds" in given else "auto")
     if "--max-delay" in given:
-        assert (config.max_tokens, config.thresholds, config.max_delay) == (100, "24,40", 3)
+        assert (config.max_tokens, config.thresholds, config.max_delay) == (100000, "24000,40000", 3)
     if "--balance" in given:
         assert config.balance_batches == 2
 
@@ -197,18 +229,44 @@ def test_the_models_shape_sets_where_attention_costs_as_much_as_the_rest(
     assert call(capsys, *command, "--hidden-size", "4096")[0] == 2
 
 
-def test_megatrons_own_default_width_of_the_mlp_is_assumed() -> None:
-    shape = argparse.Namespace(
-        hidden_size=4096,
-        num_attention_heads=32,
-        num_query_groups=None,
-        kv_channels=None,
-        ffn_hidden_size=None,
-    )
-    shape.swiglu = True
-    default = model_quadratic_at(shape)
-    shape.ffn_hidden_size = 10880  # int(4 * 4096 * 2 / 3) // 64 * 64
-    assert model_quadratic_at(shape) == default
+def test_analyze_and_simulate_predict_the_same_gain_of_random_jobs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = np.random.default_rng(11)
+    np.save(tmp_path / "lengths.npy", np.minimum(random.lognormal(6.0, 1.4, 4000), 8192).astype(np.int64))
+    for _ in range(4):
+        pp, vpp = (int(random.choice(sizes)) for sizes in ([1, 2, 4], [1, 2]))
+        flags = (
+            f"--lengths {tmp_path / 'lengths.npy'} --window 8192 --micro-batches 4 --iterations 6 --warm-up 2 "
+            f"--model {random.choice(['550M', '7B'])} --cp {random.choice([1, 2, 4])} --pp {pp} "
+            f"--vpp {vpp if pp > 1 else 1} --dp {random.choice([1, 2])} --tp {random.choice([1, 2])} "
+            f"--host-launch {random.choice([0, 1])} --json -"
+        ).split()
+        told = []
+        for command, key in (("analyze", "predicted_speedup"), ("simulate", "speedup")):
+            code, out, err = call(capsys, command, *flags)
+            assert code == 0, err
+            told.append(json.loads(out)[key])
+        assert told[0] == pytest.approx(told[1], abs=0.005)
+
+
+@pytest.mark.parametrize("command", ["analyze", "simulate", "inspect"])
+def test_what_only_training_does_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    small = f"{command} --lengths 9,30,64 --window 64".split()
+    for flags in ("--cp-mode dynamic", "--rehearsal always", "--fresh-order", "--regather-keys banana"):
+        code, _, err = call(capsys, *small, *flags.split())
+        assert (code, err.count("\n")) == (2, 1), flags
+    assert call(capsys, *small, "--regather-keys", "--iterations", "1")[0] == 0
+
+
+def test_what_is_predicted_slower_is_not_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = np.full(400, 64)
+    config = WlbConfig(quadratic_at=QUADRATIC_AT, packing="fixed-greedy", sharding="per-sequence")
+    told = analyze(lengths, config, Layout(64), micro_batches=2, iterations=3, seed=1)
+    assert told.speedup == 1.0 and "--wlb-packing fixed-greedy" in told.flags
+    slower = replace(told, before=told.after, after=told.before)
+    slower.before.simulated = replace(told.after.simulated, steps=told.after.simulated.steps / 2)
+    assert slower.flags.startswith("--wlb-packing original --wlb-sharding per-sequence")
 
 
 def test_a_table_tells_both_packings_and_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +280,7 @@ def test_a_table_tells_both_packings_and_the_flags(capsys: pytest.CaptureFixture
         "imbalance of micro-batches (max/mean work)",
         "token delay (iterations)",
         "Lmax 96 tokens",
-        "predicted speed-up per token: ",
+        "predicted speed-up over arrival order with the same mask: ",
         "flags: --wlb-packing varlen --wlb-sharding adaptive",
     ):
         assert phrase in out
@@ -262,13 +320,13 @@ def test_numpy_alone_is_enough_without_pictures_and_pictures_ask_for_matplotlib(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("--pp 0", "--pp must be at least 1"),
-        ("--window 0", "--window must be at least 1"),
-        ("--iterations -1", "--iterations must be at least 1"),
+        ("--pp 0", "is not a whole number from 1"),
+        ("--window 0", "is not a whole number from 1"),
+        ("--iterations -1", "is not a whole number from 1"),
         ("--lengths 0", "no token to train on"),
         ("--cp 3", "not a multiple of 3"),
         ("--max-tokens 65", "raise --max-tokens"),
-        ("--hidden-size 64 --num-attention-heads 4 --ffn-hidden-size -1", "must be positive"),
+        ("--hidden-size 64 --num-attention-heads 4 --ffn-hidden-size -1", "is not a whole number from 1"),
         ("--out /dev/null/pictures", "cannot write to"),
     ],
 )

@@ -20,7 +20,8 @@ from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.data import Layout, PackedDocuments
 from wlb_megatron.plugin.multi_token import next_in_document, wrap_roll_tensor
-from wlb_megatron.plugin.planning import PlannedMicroBatch, pad
+from wlb_megatron.plugin.planning import PlannedMicroBatch
+from wlb_megatron.sharding.cut import pad
 from wlb_megatron.sharding.following import following
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard

@@ -38,10 +38,11 @@ from wlb_megatron.plugin.data import (
     PackedDocuments,
     make_loader,
 )
-from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, PlannedMicroBatch, pad
+from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, PlannedMicroBatch
 from wlb_megatron.plugin.provider import Again
 from wlb_megatron.refusals import Refused
 from wlb_megatron.sharding.chunks import links_of
+from wlb_megatron.sharding.cut import pad
 from wlb_megatron.sharding.select import shard, shard_all
 from wlb_megatron.workload.cost_model import CostModel
 

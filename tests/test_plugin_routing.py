@@ -13,13 +13,14 @@ from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import hooks
 from wlb_megatron.plugin.data import padding_mask
-from wlb_megatron.plugin.planning import PlannedMicroBatch, pad
+from wlb_megatron.plugin.planning import PlannedMicroBatch
 from wlb_megatron.plugin.routing import (
     stage_padding_mask,
     wrap_apply_expert_bias,
     wrap_set_loss_scale,
     wrap_token_counts,
 )
+from wlb_megatron.sharding.cut import pad
 from wlb_megatron.sharding.select import shard
 
 SUMMARY = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)

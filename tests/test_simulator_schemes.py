@@ -149,11 +149,11 @@ def test_simulate_tells_both_ways_and_writes_a_trace(tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tp", "3"], "16 attention heads cannot be divided over tensor-parallel 3"),
+        (["--tp", "3"], "--num-attention-heads 16 is no multiple of the tensor-parallel size 3"),
         (["--vpp", "20"], "24 layers are fewer than 2 stages x 20 model chunks"),
         (["--micro-batches", "3", "--vpp", "2"], "no multiple of 2 pipeline stages"),
         (["--tp-exposed", "2"], "tp_exposed is a share from 0 to 1"),
-        (["--iterations", "0"], "--iterations must be at least 1"),
+        (["--iterations", "0"], "is not a whole number from 1"),
         (["--trace", "/no/such/folder/t.json"], "give another --trace"),
     ],
 )

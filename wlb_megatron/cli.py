@@ -25,7 +25,11 @@ from wlb_megatron.profiler.command import add_profile
 from wlb_megatron.simulator.command import add_reproduce
 from wlb_megatron.simulator.simulate import add_simulate, print_simulation, run_simulate
 
-_NOT_HERE = ("graph_seconds", "kernels", "log", "log_plans", "off", "profile", "trace", "trace_iteration")
+_NOT_HERE = (
+    *("fresh_order", "graph_seconds", "kernels", "log", "log_plans", "off", "profile", "rehearsal", "trace"),
+    "trace_iteration",
+)
+"""Settings that matter in training alone."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -143,13 +147,17 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     for setting in fields(WlbConfig):
         if setting.name in _NOT_HERE:
             continue
+        flag, told = "--" + setting.name.replace("_", "-"), _rename(setting.metadata["help"])
+        if setting.default is False:
+            parser.add_argument(flag, action="store_true", help=told)
+            continue
         default = f" (default: {setting.default})" if setting.default is not None else ""
         parser.add_argument(
-            "--" + setting.name.replace("_", "-"),
+            flag,
             default=setting.default,
             type=setting.metadata.get("type", str),
             choices=setting.metadata.get("choices"),
-            help=_rename(setting.metadata["help"]) + default,
+            help=told + default,
         )
 
 

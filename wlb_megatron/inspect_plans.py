@@ -12,15 +12,14 @@ from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.job import plan_job
 from wlb_megatron.packing.lengths import sample_lengths
-from wlb_megatron.packing.packer import make_packer
-from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen_packer import longest_micro_batch
-from wlb_megatron.plan import PADDING, IterationPlan, Piece
-from wlb_megatron.sharding.alignment import multiple, padding
-from wlb_megatron.sharding.chunks import links_of
-from wlb_megatron.sharding.select import shard_all
+from wlb_megatron.plan import IterationPlan, Piece
+from wlb_megatron.sharding.alignment import multiple
+from wlb_megatron.sharding.cut import cut_plans, pad
 from wlb_megatron.workload.cost_model import CostModel
+from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.micro_batch import MICRO_BATCH_TOKENS
 
 QUADRATIC_AT = 24576.0
@@ -61,13 +60,16 @@ def inspect_plans(
     ):
         if value is not None and value < 1:
             raise WlbError(f"--{name} must be at least 1, got {value}")
+    if config.cp_mode != "fixed":
+        raise WlbError("--wlb-cp-mode dynamic is planned in training alone; leave it out here")
     with explain_bad_values():
         alignment = multiple(cp, tp)
         stream = DocumentStream.of_lengths(lengths, Rules(window, config.overlong), name="--lengths")
         if config.packing == "varlen":
             # Any window can be looked at, a multiple of CP x TP or not: a padded micro-batch keeps within Lmax.
             config = replace(config, max_tokens=longest_micro_batch(config, window, alignment))
-        packer = make_packer(
+        planner = plan_job(
+            stream,
             config,
             CostModel(
                 QUADRATIC_AT if config.quadratic_at is None else config.quadratic_at,
@@ -81,17 +83,16 @@ def inspect_plans(
             vpp=vpp,
             sample=sample_lengths(lengths, window, config.overlong),
         )
-        planner = Planner(stream, packer, global_tokens=micro_batches * dp * window)
     plans = islice(iter(planner.next_iteration, None), iterations)
-    chunked = isinstance(packer, ChunkPacker)
+    chunked = isinstance(planner.packer, ChunkPacker)
     return {"iterations": [_show(plan, config.sharding, cp, alignment, chunked) for plan in plans]}
 
 
 def _show(plan: IterationPlan, sharding: str, cp: int, alignment: int, chunked: bool) -> dict[str, Any]:
     grid = [(rank, micro_batch) for row in plan.micro_batches for rank, micro_batch in enumerate(row)]
-    padded = [_pad(micro_batch.pieces, alignment) for _, micro_batch in grid]
-    lengths = [[piece.tokens for piece in pieces] for pieces in padded]
-    shards = shard_all(lengths, cp, sharding, links=links_of(padded))
+    padded = [pad(micro_batch.pieces, alignment) for _, micro_batch in grid]
+    (rows,) = cut_plans([plan], cp, alignment, sharding, h100())
+    shards = [shard for row in rows for shard in row]
     return {
         "arrived": [_row(piece) for piece in plan.arrived],
         "micro_batches": [
@@ -105,11 +106,6 @@ def _show(plan: IterationPlan, sharding: str, cp: int, alignment: int, chunked: 
         ],
         "waiting": [_row(piece) for piece in plan.waiting],
     }
-
-
-def _pad(pieces: tuple[Piece, ...], alignment: int) -> tuple[Piece, ...]:
-    missing = padding(sum(piece.tokens for piece in pieces), alignment)
-    return (*pieces, Piece(0, PADDING, 0, missing)) if missing else pieces
 
 
 def _row(piece: Piece) -> list[int]:

@@ -1,37 +1,33 @@
-"""The same documents packed as Megatron would and as set, and both measured."""
+"""The same documents packed as Megatron would and as set, both simulated and measured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 from wlb_megatron.analyze.measure import Layout, Measured, measure
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.blocks import Lengths
-from wlb_megatron.packing.corpus import Rules
-from wlb_megatron.packing.documents import DocumentStream
-from wlb_megatron.packing.lengths import sample_lengths
-from wlb_megatron.packing.packer import Packer, make_packer
-from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.job import arrival_order
+from wlb_megatron.packing.packer import Packer
 from wlb_megatron.packing.varlen_packer import longest_micro_batch
 from wlb_megatron.plan import IterationPlan
-from wlb_megatron.workload.cost_model import CostModel
-from wlb_megatron.workload.micro_batch import MICRO_BATCH_TOKENS
+from wlb_megatron.simulator.job import Job
 
 
 @dataclass(frozen=True)
 class Analysis:
     """Before (arrival order, per-sequence sharding) and after (the given settings), with what was settled on.
 
-    assumed: no model was told, so `quadratic_at` is nobody's and not among the flags to copy.
+    assumed: no model was told, so a known one's figures stand for the user's.
     """
 
     lengths: Lengths
     config: WlbConfig
     layout: Layout
     micro_batches: int
+    quadratic_at: float
     capacity: int
     thresholds: list[int]
     before: Measured
@@ -46,80 +42,62 @@ class Analysis:
     @property
     def speedup(self) -> float:
         """Predicted time per trained token, before over after."""
-        before, after = (m.steps.sum() / sum(m.lengths) for _, m in self.measured)
-        return float(before / after)
+        return self.before.simulated.ns_per_token / self.after.simulated.ns_per_token
+
+    @property
+    def equal_work_speedup(self) -> float:
+        """The same per unit of the documents' work: arrival order cuts documents, and cut ones need less attention."""
+        before, after = (sum(map(float, (w.sum() for w in m.work))) / m.tokens for _, m in self.measured)
+        return self.speedup * after / before
 
     @property
     def flags(self) -> str:
-        """What to copy to the training command."""
-        thresholds = ",".join(map(str, self.thresholds)) or "none"
-        config = self.config
-        given: dict[str, object] = {
-            "packing": config.packing,
-            "sharding": config.sharding,
-        }
-        if not self.assumed:
-            given["quadratic-at"] = f"{config.quadratic_at:.0f}"
+        """What to copy to the training command; arrival order where the settings are predicted no faster."""
+        config = self.config if self.speedup >= 1 else arrival_order(self.config)
+        plain = WlbConfig()
+        given: dict[str, object] = {"packing": config.packing, "sharding": config.sharding}
+        names = ["quadratic_at", "document_cost", "micro_batch_cost", "overlong", "max_documents"]
         if config.packing == "varlen":
-            given |= {"max-tokens": self.capacity, "thresholds": thresholds}
-            if config.max_delay is not None:
-                given["max-delay"] = config.max_delay
+            given |= {"max-tokens": self.capacity, "thresholds": config.thresholds}
+            names += ["max_delay", "micro_batches_per_window", "chunks", "release"]
         elif config.packing != "original":
             given["balance-batches"] = config.balance_batches
-        return " ".join(f"--wlb-{name} {value}" for name, value in given.items())
+        for name in names:
+            value = getattr(config, name)
+            if value != getattr(plain, name):
+                given[name.replace("_", "-")] = value
+        regather = " --wlb-regather-keys" * config.regather_keys
+        return " ".join(f"--wlb-{name} {value}" for name, value in given.items()) + regather
 
 
 def analyze(
-    lengths: Lengths,
-    config: WlbConfig,
-    layout: Layout,
-    *,
-    micro_batches: int,
-    iterations: int,
-    seed: int | None,
-    progress: Callable[[], None] | None = None,
+    lengths: Lengths, config: WlbConfig, job: Job, progress: Callable[[], None] | None = None
 ) -> Analysis:
-    """Plan `iterations` global batches both ways over the same endless stream.
+    """Plan and simulate both ways over the same endless stream.
 
-    lengths: integers[n], tokens of each document. micro_batches: of one data-parallel rank. seed: of the shuffle,
-    None for the given order. progress: called after each planned iteration. WlbError on settings that cannot work.
+    lengths: integers[n], tokens of each document. progress: called after each planned iteration. WlbError on settings
+    that cannot work.
     """
-    sizes = asdict(layout) | {"micro-batches": micro_batches, "iterations": iterations}
-    for name, value in sizes.items():
-        if value < 1:
-            raise WlbError(f"--{name} must be at least 1, got {value}")
-    assert config.quadratic_at is not None
-    sample = sample_lengths(lengths, layout.window, config.overlong)
+    layout = Layout.of(job)
 
     def run(chosen: WlbConfig) -> tuple[Measured, Packer]:
-        with explain_bad_values():
-            assert chosen.quadratic_at is not None
-            own = chosen.micro_batch_cost
-            own = MICRO_BATCH_TOKENS * layout.cp if own is None else own
-            cost = CostModel(chosen.quadratic_at, chosen.document_cost or 0.0, own)
-            rules = Rules(layout.window, chosen.overlong, seed, endless=True)
-            packer = make_packer(
-                chosen,
-                cost,
-                window=layout.window,
-                micro_batches=micro_batches,
-                dp=layout.dp,
-                pp=layout.pp,
-                alignment=layout.cp * layout.tp,
-                sample=sample,
-            )
-            stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
-        planner = Planner(stream, packer, global_tokens=micro_batches * layout.dp * layout.window)
-        plans = islice(iter(planner.next_iteration, None), iterations)
-        return measure(_told(plans, progress), chosen.sharding, cost, layout), packer
+        planner = job.planner(lengths, chosen)
+        plans = list(
+            _told(islice(iter(planner.next_iteration, None), job.warm_up + job.iterations), progress)
+        )
+        looked = plans[job.warm_up :]
+        shards = job.shards(looked, chosen)
+        simulated = job.simulated(looked, shards)
+        return measure(plans, shards, simulated, job.cost(chosen), layout), planner.packer
 
     after, packer = run(config)
-    before, _ = run(replace(config, packing="original", sharding="per-sequence"))
+    before, _ = run(arrival_order(config))
     capacity = layout.window
     if config.packing == "varlen":
-        capacity = longest_micro_batch(config, layout.window, layout.cp * layout.tp)
+        capacity = longest_micro_batch(config, layout.window, job.alignment)
     thresholds = packer.state()["settings"].get("thresholds", [])
-    return Analysis(lengths, config, layout, micro_batches, capacity, list(thresholds), before, after)
+    at = job.cost(config).quadratic_at
+    return Analysis(lengths, config, layout, job.micro_batches, at, capacity, list(thresholds), before, after)
 
 
 def _told(plans: Iterable[IterationPlan], progress: Callable[[], None] | None) -> Iterator[IterationPlan]:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.packing.packer import Ranks
-from wlb_megatron.pipeline.step_law import StepLaw
-from wlb_megatron.plan import IterationPlan, MicroBatch
-from wlb_megatron.sharding.alignment import padding
-from wlb_megatron.sharding.chunks import links_of
+from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.sharding.select import shard_all
+from wlb_megatron.simulator.iteration import Shards, Simulated
+from wlb_megatron.simulator.job import Job
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 
 
@@ -49,21 +46,26 @@ class Layout:
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    vpp: int = 1
+
+    @classmethod
+    def of(cls, job: Job) -> Layout:
+        sizes = job.model.layout
+        return cls(job.window, sizes.dp, sizes.cp, sizes.tp, sizes.pp, sizes.chunks)
 
 
 @dataclass
 class Measured:
     """What a packing and sharding did, iteration by iteration.
 
-    law: what a step takes of the slowest context-parallel ranks' work; cp: how many share a micro-batch.
-    work: [iteration] float[micro-batch, dp], by the cost model (tokens of linear work). times: that of the
-    slowest context-parallel rank. cp_imbalance: max/mean over a micro-batch's ranks. delays: tokens by iterations
-    of delay. lengths: tokens of each micro-batch without padding; documents: its pieces. totals: tokens of each
-    iteration over all data-parallel ranks, without padding.
+    simulated: the same iterations' times. work: [iteration] float[micro-batch, dp], by the cost model (tokens of linear
+    work). times: that of the slowest context-parallel rank. cp_imbalance: max/mean over a micro-batch's ranks. delays:
+    tokens by iterations of delay. lengths: tokens of each micro-batch without padding; documents: its pieces. totals:
+    tokens of each iteration over all data-parallel ranks, without padding.
     """
 
-    law: StepLaw = field(default_factory=StepLaw)
-    cp: int = 1
+    simulated: Simulated
+    layout: Layout
     work: list[npt.NDArray[np.float64]] = field(default_factory=list)
     times: list[npt.NDArray[np.float64]] = field(default_factory=list)
     cp_imbalance: list[float] = field(default_factory=list)
@@ -84,56 +86,71 @@ class Measured:
         return spread(list(self.delays.keys()), list(self.delays.values()))
 
     @property
-    def steps(self) -> npt.NDArray[np.float64]:
-        """Predicted time of each iteration: 1F1B of the slowest data-parallel rank (tokens of linear work)."""
-        grids = (np.rint(times * UNITS_PER_TOKEN).astype(np.int64).T.tolist() for times in self.times)
-        return np.array([self.law.step(grid) for grid in grids]) / UNITS_PER_TOKEN
+    def tokens(self) -> int:
+        """Trained, without padding."""
+        return sum(self.lengths)
 
     @property
-    def step_over_ideal(self) -> Spread:
-        """Predicted step over the same work spread evenly over all ranks with no bubble."""
-        ideal = np.array([work.sum() / work.shape[1] / self.cp for work in self.work])
-        return spread(self.steps / ideal)
+    def steps(self) -> npt.NDArray[np.float64]:
+        """Predicted time of each iteration (ms)."""
+        return self.simulated.steps / 1e6
+
+    @property
+    def waiting(self) -> dict[str, float]:
+        """What a step spends beside its GPUs' computing, as shares of that, mean over iterations.
+
+        fill: filling and draining a pipeline of like micro-batches. dp_ranks, cp_ranks: waiting for the slowest rank.
+        rest: unlike micro-batches, the first and last stage, transfers, hosts, gradients.
+        """
+        ideal = self.simulated.busy.mean(axis=(1, 2, 3))
+        each = self.layout.pp - 1, self.layout.vpp
+        counts = np.array([len(times) for times in self.times])
+        fill = each[0] / each[1] / counts
+        ranks = [times.sum(axis=0) * self.layout.cp for times in self.times]
+        work = np.array([work.sum(axis=0).mean() for work in self.work])
+        slow = np.array([one.mean() for one in ranks]) / work - 1
+        uneven = np.array([one.max() - one.mean() for one in ranks]) / work
+        whole = float((self.simulated.steps / ideal - 1).mean())
+        parts = {"fill": float(fill.mean()), "cp_ranks": float(slow.mean()), "dp_ranks": float(uneven.mean())}
+        return {**parts, "rest": max(0.0, whole - sum(parts.values()))}
 
 
-def measure(plans: Iterable[IterationPlan], sharding: str, cost: CostModel, layout: Layout) -> Measured:
-    """Go through the plans and gather their figures."""
-    own = CostModel(1.0, 0.0, cost.per_micro_batch / layout.cp)  # each rank's own part
-    measured = Measured(Ranks(layout.dp, layout.pp).law(own), layout.cp)
+def measure(
+    plans: Sequence[IterationPlan], shards: Shards, simulated: Simulated, cost: CostModel, layout: Layout
+) -> Measured:
+    """Gather the figures of the last iterations of a run; plans: all of it. shards, simulated: of the last ones."""
+    measured = Measured(simulated, layout)
     entered: dict[tuple[int, int, int], int] = {}
-    for plan in plans:
+    first = len(plans) - len(shards)
+    for at, plan in enumerate(plans):
         for piece in plan.arrived:
             entered[piece.epoch, piece.document, piece.start // layout.window] = plan.iteration
         for piece in (piece for row in plan.micro_batches for m in row for piece in m.pieces):
             # A cut leaves the parts inside the piece that arrived, which began at a multiple of the window.
             arrival = entered[piece.epoch, piece.document, piece.start // layout.window]
-            measured.delays[plan.iteration - arrival] += piece.tokens
+            if at >= first:
+                measured.delays[plan.iteration - arrival] += piece.tokens
         waiting = {(p.epoch, p.document, p.start // layout.window): None for p in plan.waiting}
         entered = {key: entered[key] for key in waiting}
-        _add(measured, plan, sharding, cost, layout)
+        if at >= first:
+            _add(measured, plan, shards[at - first], cost)
     return measured
 
 
-def _add(measured: Measured, plan: IterationPlan, sharding: str, cost: CostModel, layout: Layout) -> None:
+def _add(
+    measured: Measured, plan: IterationPlan, rows: Sequence[Sequence[ShardPlan]], cost: CostModel
+) -> None:
     grid = [micro_batch for row in plan.micro_batches for micro_batch in row]
-    padded = [_padded_lengths(micro_batch, layout.cp * layout.tp) for micro_batch in grid]
-    links = links_of([micro_batch.pieces for micro_batch in grid])
-    shards = shard_all(padded, layout.cp, sharding, links=links)
+    shards = [shard for row in rows for shard in row]
     shares = np.array([rank_work(shard, cost) for shard in shards])
     work = np.array([[m.work for m in row] for row in plan.micro_batches], dtype=np.float64)
     measured.work.append(work / UNITS_PER_TOKEN)
-    measured.times.append(shares.max(axis=1).reshape(-1, layout.dp))
+    measured.times.append(shares.max(axis=1).reshape(work.shape))
     measured.cp_imbalance += (shares.max(axis=1) / shares.mean(axis=1)).tolist()
     measured.lengths += [micro_batch.tokens for micro_batch in grid]
     measured.totals.append(sum(micro_batch.tokens for micro_batch in grid))
     measured.documents += [len(micro_batch.pieces) for micro_batch in grid]
-    measured.padding += sum(map(sum, padded)) - sum(micro_batch.tokens for micro_batch in grid)
-
-
-def _padded_lengths(micro_batch: MicroBatch, alignment: int) -> list[int]:
-    lengths = [piece.end - piece.start for piece in micro_batch.pieces]
-    missing = padding(sum(lengths), alignment)
-    return [*lengths, missing] if missing else lengths
+    measured.padding += sum(shard.tokens for shard in shards) - measured.totals[-1]
 
 
 def rank_work(plan: ShardPlan, cost: CostModel) -> list[float]:

@@ -19,7 +19,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "empty_documents": sum(int((block == 0).sum()) for block in blocks(lengths)),
         "overlong_documents": sum(int((block > layout.window).sum()) for block in blocks(lengths)),
         "layout": asdict(layout) | {"micro_batches": analysis.micro_batches},
-        "quadratic_at": analysis.config.quadratic_at,
+        "quadratic_at": analysis.quadratic_at,
         "max_tokens": analysis.capacity,
         "thresholds": analysis.thresholds,
         "results": {
@@ -27,21 +27,25 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
             for key, (name, measured) in zip(("before", "after"), analysis.measured, strict=True)
         },
         "predicted_speedup": analysis.speedup,
+        "equal_work_speedup": analysis.equal_work_speedup,
+        "recommended": analysis.speedup >= 1,
         "flags": analysis.flags,
     }
 
 
 def figures(measured: Measured) -> dict[str, Any]:
     """All that is told of one packing."""
-    tokens = sum(measured.lengths)
+    tokens = measured.tokens
     return {
         "iterations": len(measured.work),
         "tokens": tokens,
         "imbalance": asdict(measured.imbalance),
         "cp_imbalance": asdict(spread(measured.cp_imbalance)),
         "token_delay": asdict(measured.token_delay),
-        "step_work": asdict(spread(measured.steps)),
-        "step_over_ideal": asdict(measured.step_over_ideal),
+        "step_ms": asdict(spread(measured.steps)),
+        "tokens_per_second": 1e9 / measured.simulated.ns_per_token,
+        "step_over_ideal": measured.simulated.step_over_ideal,
+        "waiting": measured.waiting,
         "micro_batches": asdict(spread([len(work) for work in measured.work])),
         "iteration_tokens": asdict(spread(measured.totals)),
         "micro_batch_tokens": asdict(spread(measured.lengths)),
@@ -57,8 +61,7 @@ def print_analysis(analysis: Analysis) -> None:
     for key, name, form in (
         ("imbalance", "imbalance of micro-batches (max/mean work)", "{:.3f}"),
         ("cp_imbalance", "imbalance of CP ranks (max/mean work)", "{:.3f}"),
-        ("step_over_ideal", "step over ideal (same work, no bubble)", "{:.3f}"),
-        ("step_work", "step (tokens of linear work, predicted)", "{:,.0f}"),
+        ("step_ms", "step (ms, simulated)", "{:,.1f}"),
         ("micro_batches", "micro-batches of a rank", "{:,.1f}"),
         ("token_delay", "token delay (iterations)", "{:.2f}"),
         ("iteration_tokens", "tokens of an iteration (global batch)", "{:,.0f}"),
@@ -67,6 +70,14 @@ def print_analysis(analysis: Analysis) -> None:
     ):
         cells = [form.format(result[key][which]) for result in (old, new) for which in ("mean", "p95", "max")]
         rows.append([name, *cells])
+    told_once = [
+        ("step over ideal (same work, no waiting)", lambda r: f"{r['step_over_ideal']:.3f}"),
+        ("- filling and draining the pipeline", lambda r: f"{r['waiting']['fill']:+.3f}"),
+        ("- slower context-parallel ranks", lambda r: f"{r['waiting']['cp_ranks']:+.3f}"),
+        ("- slower data-parallel ranks", lambda r: f"{r['waiting']['dp_ranks']:+.3f}"),
+        ("- unlike micro-batches, ends, hosts, transfers", lambda r: f"{r['waiting']['rest']:+.3f}"),
+    ]
+    rows += [[name, tell(old), "", "", tell(new), "", ""] for name, tell in told_once]
     rows.append(["padding", *(c for r in (old, new) for c in (f"{100 * r['padding_share']:.3f}%", "", ""))])
     print(
         f"{told['documents']:,} documents, {told['tokens']:,} tokens; {told['empty_documents']:,} empty (left out), "
@@ -77,13 +88,16 @@ def print_analysis(analysis: Analysis) -> None:
         ["", "mean", "p95", "max", "mean", "p95", "max"],
         rows,
     )
-    thresholds = ", ".join(f"{t:,}" for t in analysis.thresholds) or "none"
+    waits = f"from {min(analysis.thresholds):,} tokens" if analysis.thresholds else "no documents"
     print(
-        f"Lmax {analysis.capacity:,} tokens, thresholds {thresholds}; work = d + d*d/{told['quadratic_at']:,.0f}"
+        f"Lmax {analysis.capacity:,} tokens, documents wait {waits}; work = d + d*d/{told['quadratic_at']:,.0f}"
     )
-    print(f"predicted speed-up per token: {analysis.speedup:.3f}")
+    print(
+        f"predicted speed-up over arrival order with the same mask: {analysis.speedup:.3f} by token, "
+        f"{analysis.equal_work_speedup:.3f} at equal work"
+    )
+    if analysis.speedup < 1:
+        print("not worth it: arrival order is predicted to be faster, its flags follow")
     print(f"flags: {analysis.flags}")
     if analysis.assumed:
-        print(
-            "no model was told: a run weighs attention by its own; give --hidden-size and the like, or --profile"
-        )
+        print("no model was told, a 7B is assumed; give --model, --hidden-size and the like, or --profile")

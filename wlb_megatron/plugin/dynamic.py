@@ -36,13 +36,12 @@ from wlb_megatron.plugin.planning import (
     PlannedMicroBatch,
     RankGroup,
     ShardSettings,
-    cut,
-    pad,
     planned_iteration,
     update_digest,
 )
 from wlb_megatron.plugin.prediction import PredictGroups, group_predictor
 from wlb_megatron.plugin.profile import profile_of
+from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.simulator.calibration import with_links
 from wlb_megatron.workload.kernel_table import KernelTable

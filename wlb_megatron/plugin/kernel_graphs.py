@@ -19,8 +19,9 @@ from wlb_megatron.attention.graph_buckets import (
     foreseen,
     repeated,
 )
-from wlb_megatron.plugin.planning import CHOOSING, ShardSettings
+from wlb_megatron.plugin.planning import ShardSettings
 from wlb_megatron.sharding.attention_calls import AttentionLayout
+from wlb_megatron.sharding.cut import CHOOSING
 
 MOST_CUT = 64
 """Segments with earlier keys that a rank is taken to have at most, where sharding cuts only what pays."""

@@ -18,21 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary, Summariser
 from wlb_megatron.pipeline.groups import groups, joined_groups
 from wlb_megatron.plan import IterationPlan, Piece
-from wlb_megatron.sharding.alignment import padding
-from wlb_megatron.sharding.chunks import Link, links_of
-from wlb_megatron.sharding.one_call import in_fewest_calls
+from wlb_megatron.sharding.chunks import links_of
+from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.workload.kernel_table import KernelTable
-
-CHOOSING = ("hybrid", "adaptive")
-"""Shardings whose micro-batches may make one kernel call on a rank instead of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,25 +167,6 @@ def chunk_groups(plan: IterationPlan, settings: ShardSettings) -> tuple[int, ...
     ranks = range(len(plan.micro_batches[0])) if settings.in_step else (settings.dp_rank,)
     sizes = joined_groups([groups([row[rank].pieces for row in plan.micro_batches]) for rank in ranks])
     return sizes if max(sizes) > 1 else ()
-
-
-def cut(
-    lengths: Sequence[npt.NDArray[np.int64]],
-    cp_size: int,
-    sharding: str,
-    table: KernelTable,
-    links: Sequence[Link] = (),
-) -> list[ShardPlan]:
-    """Shard plans of micro-batches. Where the table chooses how to cut, it chooses the kernel calls, too; the fixed
-    ways stay what the paper has them be. links: see select.shard_all."""
-    shards = shard_all(lengths, cp_size, sharding, table, links)
-    return in_fewest_calls(shards, table) if sharding in CHOOSING else shards
-
-
-def pad(pieces: tuple[Piece, ...], alignment: int) -> tuple[Piece, ...]:
-    """The pieces with a padding piece appended where their tokens are no multiple of `alignment`."""
-    missing = padding(sum(piece.end - piece.start for piece in pieces), alignment)
-    return (*pieces, Piece(0, -1, 0, missing)) if missing else pieces
 
 
 def update_digest(digest: Any, plan: IterationPlan) -> None:

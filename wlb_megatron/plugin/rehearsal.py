@@ -19,8 +19,9 @@ from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.data import Layout, with_plan
 from wlb_megatron.plugin.kernel_graphs import Met, build_graphs
-from wlb_megatron.plugin.planning import PlannedMicroBatch, ShardSettings, cut
+from wlb_megatron.plugin.planning import PlannedMicroBatch, ShardSettings
 from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
+from wlb_megatron.sharding.cut import cut
 from wlb_megatron.sharding.select import shard
 
 REHEARSAL = -1

@@ -12,8 +12,8 @@ from wlb_megatron.packing.batch_schedule import BatchSchedule
 from wlb_megatron.packing.blend import Blend
 from wlb_megatron.packing.corpus import Corpus, Rules
 from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.job import plan_job
 from wlb_megatron.packing.lengths import sample_lengths
-from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.passes import told_apart
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.batch_sizes import batch_schedule, micro_step_multiple
@@ -153,11 +153,13 @@ def _source(
             "--wlb-overlong drop; check --data-path"
         )
     said: list[str] = []
-    packer = make_packer(
+    planner = plan_job(
+        stream,
         config if endless else dataclasses.replace(config, micro_batches_per_window="1", chunks="off"),
         cost_model(args, config),
         window=window,
         micro_batches=batches.largest // dp,
+        schedule=batches,
         dp=dp,
         pp=args.pipeline_model_parallel_size,
         vpp=args.virtual_pipeline_model_parallel_size or 1,
@@ -168,7 +170,6 @@ def _source(
         no_chunks=chunks_refused(args),
         say=said.append,
     )
-    planner = Planner(stream, packer, global_tokens=batches.largest * window, schedule=batches)
     return Source(
         blend,
         planner,

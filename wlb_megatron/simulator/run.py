@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.plan import IterationPlan
+from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.simulator import paper
 from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.simulator.iteration import Shards, Simulated, simulate
@@ -96,7 +97,9 @@ class Run:
 
     def simulated(self, packing: str, sharding: str) -> Simulated:
         if (packing, sharding) not in self.done:
-            self.done[packing, sharding] = simulate(self.shards(packing, sharding), self.model)
+            self.done[packing, sharding] = simulate(
+                self.shards(packing, sharding), self.model, orders=orders_of(self.planned(packing))
+            )
         return self.done[packing, sharding]
 
     def scheme(self, name: str) -> tuple[str, str, Simulated]:

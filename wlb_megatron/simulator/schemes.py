@@ -19,6 +19,7 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen_packer import VarlenPacker, longest_micro_batch
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.alignment import multiple, padded_lengths
+from wlb_megatron.sharding.cut import cut_plans
 from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard_all
@@ -85,7 +86,9 @@ def _make_packer(
         thresholds = [int(share * setting.window) for share in QUEUES[int(count)]]
         return VarlenPacker(cost, limits, thresholds, Ranks(layout.dp), by_balance=False)
     config = (
-        WlbConfig(micro_batches_per_window=per_window if packing == "varlen" else count)
+        WlbConfig(micro_batches_per_window=per_window)
+        if packing == "varlen"
+        else WlbConfig(micro_batches_per_window=count, chunks="off")
         if name == "varlen"
         else WlbConfig(packing=name, balance_batches=int(count))
     )
@@ -107,13 +110,11 @@ def shard_run(plans: Sequence[IterationPlan], sharding: str, model: LayerModel) 
     per-sequence and per-document."""
     layout = model.layout
     aligned = multiple(layout.cp, layout.tp)
+    if sharding != "paper-adaptive":
+        return cut_plans(plans, layout.cp, aligned, sharding, model.table)
     lengths = [padded_lengths(one, aligned) for plan in plans for row in plan.micro_batches for one in row]
-    if sharding == "paper-adaptive":
-        first, second = (shard_all(lengths, layout.cp, kind) for kind in ("per-sequence", "per-document"))
-        shards = _faster(first, second, model)
-    else:
-        shards = shard_all(lengths, layout.cp, sharding, model.table)
-    flat = iter(shards)
+    first, second = (shard_all(lengths, layout.cp, kind) for kind in ("per-sequence", "per-document"))
+    flat = iter(_faster(first, second, model))
     return [[[next(flat) for _ in row] for row in plan.micro_batches] for plan in plans]
 
 
@@ -135,7 +136,16 @@ def perfectly_balanced(plans: Sequence[IterationPlan], model: LayerModel) -> Sim
         for grid in grids
     ]
     tokens = np.array([one.sum() // len(grid) for one, grid in zip(lengths, grids, strict=True)])
-    whole = np.array([float(model.table.diagonal_ns(one).sum()) for one in lengths])
+    prefixes = [
+        np.array([piece.prefix for one in grid for piece in one.pieces], dtype=np.int64) for grid in grids
+    ]
+    diagonal = model.table.diagonal_ns
+    whole = np.array(
+        [
+            float((diagonal(before + one) - np.where(before > 0, diagonal(before), 0.0)).sum())
+            for before, one in zip(prefixes, lengths, strict=True)
+        ]
+    )
     whole = whole / [len(grid) for grid in grids] / layout.cp + model.table.call
 
     def several(chosen: list[int]) -> Simulated:

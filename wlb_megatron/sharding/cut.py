@@ -1,0 +1,76 @@
+"""Planned micro-batches padded and cut over context-parallel ranks: the same for training and every command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.pipeline.groups import groups
+from wlb_megatron.plan import PADDING, IterationPlan, Piece
+from wlb_megatron.sharding.alignment import padding
+from wlb_megatron.sharding.chunks import Link, links_of
+from wlb_megatron.sharding.one_call import in_fewest_calls
+from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.sharding.select import shard_all
+from wlb_megatron.workload.kernel_table import KernelTable
+
+CHOOSING = ("hybrid", "adaptive")
+"""Shardings whose micro-batches may make one kernel call on a rank instead of two."""
+
+
+def cut(
+    lengths: Sequence[npt.NDArray[np.int64]],
+    cp_size: int,
+    sharding: str,
+    table: KernelTable,
+    links: Sequence[Link] = (),
+) -> list[ShardPlan]:
+    """Shard plans of micro-batches. Where the table chooses how to cut, it chooses the kernel calls, too; the fixed
+    ways stay what the paper has them be. links: see select.shard_all."""
+    shards = shard_all(lengths, cp_size, sharding, table, links)
+    return in_fewest_calls(shards, table) if sharding in CHOOSING else shards
+
+
+def pad(pieces: tuple[Piece, ...], alignment: int) -> tuple[Piece, ...]:
+    """The pieces with a padding piece appended where their tokens are no multiple of `alignment`."""
+    missing = padding(sum(piece.end - piece.start for piece in pieces), alignment)
+    return (*pieces, Piece(0, PADDING, 0, missing)) if missing else pieces
+
+
+def cut_plans(
+    plans: Sequence[IterationPlan], cp_size: int, alignment: int, sharding: str, table: KernelTable
+) -> list[list[list[ShardPlan]]]:
+    """Shard plans [iteration][micro-batch][data-parallel rank], as each rank cuts its own in training."""
+    columns = [
+        [pad(one.pieces, alignment) for one in column]
+        for plan in plans
+        for column in zip(*plan.micro_batches, strict=True)
+    ]
+    links = [links_of(column) for column in columns]
+    lengths = [[_tokens(pieces) for pieces in column] for column in columns]
+    # All that have no documents in chunks at once, which is much faster than a rank's iteration by itself.
+    free = [one for column, linked in zip(lengths, links, strict=True) if not linked for one in column]
+    together = iter(cut(free, cp_size, sharding, table) if free else ())
+    shards = iter(
+        [
+            cut(column, cp_size, sharding, table, linked) if linked else [next(together) for _ in column]
+            for column, linked in zip(lengths, links, strict=True)
+        ]
+    )
+    ranks = [[next(shards) for _ in plan.micro_batches[0]] for plan in plans]
+    return [[list(row) for row in zip(*one, strict=True)] for one in ranks]
+
+
+def orders_of(plans: Sequence[IterationPlan]) -> list[list[tuple[int, ...] | None]]:
+    """Group sizes [iteration][data-parallel rank]; None where no document is in chunks."""
+    found: list[list[tuple[int, ...] | None]] = []
+    for plan in plans:
+        sizes = [groups([one.pieces for one in column]) for column in zip(*plan.micro_batches, strict=True)]
+        found.append([one if max(one) > 1 else None for one in sizes])
+    return found
+
+
+def _tokens(pieces: Sequence[Piece]) -> npt.NDArray[np.int64]:
+    return np.array([piece.end - piece.start for piece in pieces], dtype=np.int64)
