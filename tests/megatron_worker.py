@@ -280,11 +280,17 @@ def plan_at_random(seed: int) -> None:
 
 def group_micro_batches(sizes: str) -> None:
     """Groups without documents in chunks, "1,3,2": what trains must not depend on them. One for each data-parallel
-    rank, "1,2;2,1"."""
+    rank, "1,2;2,1". Each iteration begins with the next of them."""
     from wlb_megatron.plugin import planning
 
     given = [tuple(map(int, each.split(","))) for each in sizes.split(";")]
-    planning.chunk_groups = lambda plan, settings: given[settings.dp_rank % len(given)]
+
+    def chunk_groups(plan: Any, settings: Any) -> tuple[int, ...]:
+        mine = given[settings.dp_rank % len(given)]
+        first = plan.iteration % len(mine)
+        return mine[first:] + mine[:first]
+
+    planning.chunk_groups = chunk_groups
 
 
 if __name__ == "__main__":

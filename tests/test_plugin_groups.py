@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from wlb_megatron.attention.device_layout import DeviceCache
+from wlb_megatron.attention.key_cache import KeyCache, cached_bytes
 from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin import chunk_limits, grouped_steps, planning
@@ -125,9 +127,22 @@ def test_a_step_without_groups_is_megatrons_own(stages: Any) -> None:
 
 def test_a_step_that_fails_in_the_middle_leaves_nothing_behind(stages: Any) -> None:
     stages(2)
-    loop = Loop(0, 2, 4)
+    loop, cache = Loop(0, 2, 4), KeyCache()
+    use = DeviceCache(micro_batch=0, keeps=((0, None),), takes=(), prefixed=False)
+
+    def keep_keys() -> None:
+        cache.start(use)
+        cache.keep(use, torch.ones(3))
+
+    keep_keys()  # of an earlier step that was not in groups
+    with grouped_steps.running((3, 1), 4):
+        assert cached_bytes() == 0
+        keep_keys()
+    assert cached_bytes() == 0
     with pytest.raises(RuntimeError, match="a fault"), grouped_steps.running((3, 1), 4):
+        keep_keys()
         loop.pipelined(fail_after=3)
+    assert cached_bytes() == 0
     gc.collect()
     assert len(loop.outputs) == 3 and not any(output() is not None for output in loop.outputs)
     again = Loop(0, 2, 3)

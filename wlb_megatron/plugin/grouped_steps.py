@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from wlb_megatron.attention.key_cache import clear_caches
 from wlb_megatron.pipeline.orders import grouped_orders
 
 
@@ -77,12 +78,13 @@ def running(sizes: Sequence[int], micro_batches: int, chunks: int = 1) -> Iterat
         raise RuntimeError(
             f"groups of {list(sizes)} for {micro_batches} micro-batches on {chunks} model chunks a stage"
         )
-    # Keys and values that attention keeps for later chunks belong to one step: cleared here, and below.
+    clear_caches()
     _running = GroupedStep(sizes, parallel_state.get_pipeline_model_parallel_world_size())
     try:
         yield
     finally:
         _running = None
+        clear_caches()  # of a step that has failed; after a whole one nothing is left
 
 
 def wrap_forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
