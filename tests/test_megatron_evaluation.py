@@ -81,3 +81,38 @@ def test_all_validation_and_test_documents_without_training(corpus: Path, tmp_pa
     for ids, where in zip(parts, ("validation", "test"), strict=True):
         of_part = [each for each in rank if any(piece[1] in ids for piece in each[0])]
         assert printed(done.stdout, f"{where} set") == pytest.approx([mean(of_part)], rel=1e-6)
+
+
+def test_a_checkpoint_is_evaluated_on_other_data_at_another_window_and_batch(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """Without any training data; the packing state of the checkpoint is not asked."""
+    checkpoint = ["--ckpt-format", "torch", "--load", str(tmp_path / "checkpoint")]
+    trained = [
+        "--global-batch-size",
+        "2",
+        "--train-iters",
+        "2",
+        "--split",
+        "1,0,0",
+        "--data-path",
+        str(corpus),
+    ]
+    done = launch(
+        [*flags(), *checkpoint, *trained, "--save", str(tmp_path / "checkpoint"), "--save-interval", "2"], 1
+    )
+    assert done.returncode == 0, failure(done)
+    write_corpus(tmp_path / "other", SETS["short"], seed=5)
+    other = ["--valid-data-path", str(tmp_path / "other"), "--seq-length", "32", "--no-load-optim"]
+    done = launch([*flags(), *FROZEN, *checkpoint, *other, "--skip-train"], 2, out=tmp_path / "out")
+    assert done.returncode == 0, failure(done)
+    ranks = evaluated(tmp_path / "out", 2)
+    whole = [
+        (number, start, min(start + 32, length))
+        for number, length in enumerate(SETS["short"])
+        for start in range(0, length, 32)
+    ]
+    assert documents([*ranks[0], *ranks[1]]) == whole
+    seen = [each for rank in ranks for each in rank if documents([each])]
+    assert printed(done.stdout, "validation set") == pytest.approx([mean(seen)], rel=1e-6)
+    assert "10 documents, packing varlen" in done.stdout

@@ -95,6 +95,8 @@ WRONG: dict[str, str] = {
     "--split 0,1,0": "give at least one",
     "--rampup-batch-size 2 2 4": "give --train-samples",
     "--eval-iters 2 --split 1,0,0": "no document is left for validation",
+    "--skip-train": "--skip-train with --eval-iters 0 does nothing",
+    "--skip-train --eval-iters 2 --split 1,0,0": "no document is left for validation",
     # Corpora; CORPUS stands for a good one, FOLDER for where the broken ones are.
     "--data-path": "at least one",
     "--data-path FOLDER/missing": "cannot read index",
@@ -104,6 +106,8 @@ WRONG: dict[str, str] = {
     "--data-path FOLDER/single": "nothing to train: no document has a second token.*single",
     "--data-path FOLDER/ending --split 50,50,0 --eval-iters 1": "nothing to evaluate: .*ending",
     "--data-path FOLDER/noise": "not a Megatron index",
+    "--data-path s3://bucket/corpus": "s3://bucket/corpus is in object storage",
+    "--data-path FOLDER/folder": "folder.bin is no file",
     "--data-path -1 CORPUS 2 CORPUS": "not be negative",
     "--data-path 0 CORPUS 0 CORPUS": "not be negative nor all 0",
     "--data-path 1 CORPUS CORPUS": "cannot read index 1.idx",
@@ -122,6 +126,8 @@ def lines(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     ):
         (folder / f"{name}.idx").write_bytes(idx)
         (folder / f"{name}.bin").write_bytes(data)
+    (folder / "folder.idx").write_bytes(index)
+    (folder / "folder.bin").mkdir()
     rewrite_corpus(folder / "empty", [np.empty(0, dtype=np.int32)] * 3)
     rewrite_corpus(folder / "single", [np.ones(1, dtype=np.int32)] * 9)
     rewrite_corpus(folder / "ending", [np.ones(1 + at // 2, dtype=np.int32) for at in (9, 9, 0, 0)])

@@ -56,49 +56,58 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
         if vp_stage:
             return made[0]
         args = get_args()
-        train = sources["train"]
-        restore(train, args)
+        if "train" in sources:  # else --skip-train
+            restore(sources["train"], args)
+        first = next(iter(sources.values()))
         print_rank_0(
-            f"> wlb_megatron: {_trained_of(train)}, packing {train.config.packing}, micro-batches "
-            f"of at most {train.planner.packer.max_tokens:,} tokens, sharding {train.config.sharding}, "
-            f"attention equals the rest at {train.config.quadratic_at:.0f} tokens"
+            f"> wlb_megatron: {_documents_of(first)}, packing {first.config.packing}, micro-batches "
+            f"of at most {first.planner.packer.max_tokens:,} tokens, sharding {first.config.sharding}, "
+            f"attention equals the rest at {first.config.quadratic_at:.0f} tokens"
         )
-        for line in train.said:
+        for line in first.said:
             print_rank_0(f"> wlb_megatron: {line}")
         profile = profile_of(args)
         if profile is not None:
             print_rank_0(f"> wlb_megatron: {told(profile, args)}")
-        elif kernels_of(args)[0] == "fa4" and _settings(train, args).table.backend != "fa4":
+        elif kernels_of(args)[0] == "fa4" and _settings(first, args).table.backend != "fa4":
             print_rank_0(
                 "> wlb_megatron: planning by cuDNN's kernel times: none of FlashAttention-4's are built in; "
                 "wlb-megatron profile measures them"
             )
+        agreement = _agree(sources, args)
         # Training last: its planning thread must not hold a lock while evaluation's workers are forked.
         valid: Any = [_evaluation(sources[part], args) for part in sources if part.startswith("valid")]
         if not args.multiple_validation_sets:
             valid = valid[0] if valid else None
         test = _evaluation(sources["test"], args) if "test" in sources else None
-        made[:] = [(_training(sources, args), valid, test)]
+        train = _training(sources["train"], args, agreement) if "train" in sources else None
+        made[:] = [(train, valid, test)]
         return made[0]
 
     provider.is_distributed = True  # type: ignore[attr-defined]
     return provider
 
 
-def _trained_of(source: Source) -> str:
-    """How many documents train, and of how many, where others are held out."""
+def _documents_of(source: Source) -> str:
+    """How many documents train (or are evaluated), and of how many, where others are held out."""
     of = source.corpus.first_ids[-1]
     return f"{source.documents:,} documents" + (f" of {of:,}" if of > source.documents else "")
 
 
-def _training(sources: dict[str, Source], args: Any) -> MicroBatchIterator:
-    source = sources["train"]
-    agreement, spans = PlanAgreement(), common_store("trace")
+def _agree(sources: dict[str, Source], args: Any) -> PlanAgreement:
+    """Compare what decides all plans to come, of every part."""
+    agreement, first = PlanAgreement(), next(iter(sources.values()))
+    settings = _settings(first, args)
+    states = [json.dumps(each.planner.state(), sort_keys=True) for each in sources.values()]
+    decisive = settings.table.to_json(), settings.sharding, first.config.cp_mode, kernels_of(args)[0]
+    agreement.begin(*decisive, *states)
+    return agreement
+
+
+def _training(source: Source, args: Any, agreement: PlanAgreement) -> MicroBatchIterator:
+    spans = common_store("trace")
     remember(source, source.planner.snapshot())
     settings, layout = _reporting(_settings(source, args), args), _layout(args)
-    states = [json.dumps(each.planner.state(), sort_keys=True) for each in sources.values()]
-    decisive = settings.table.to_json(), settings.sharding, source.config.cp_mode, kernels_of(args)[0]
-    agreement.begin(*decisive, *states)
     make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
     if source.config.cp_mode == "dynamic":
         make = training_plans(source.planner, source.config, args, settings, lambda: ahead)

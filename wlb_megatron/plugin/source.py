@@ -56,16 +56,22 @@ class Source:
 
 
 def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
-    """Read the indices, make the packers, by part. Training is always there, the others where they evaluate: "valid"
-    (or "valid 0", "valid 1" .. of several sets) and "test".
+    """Read the indices, make the packers, by part: "train" first, unless --skip-train; where they evaluate "valid" (or
+    "valid 0", "valid 1" .. of several sets) and "test".
 
     WlbError (or ValueError) with one line for whatever is wrong with the data or the settings.
     Validation and test are packed whole and without delay, whatever packs the training, so that runs compare.
     """
     opened: dict[tuple[str, ...], Blend] = {}
-    train = open_part(args, config, "train", batch_schedule(args), opened)
-    assert train is not None  # without documents it has raised
-    sources = {"train": train}
+    sources: dict[str, Source] = {}
+    if not getattr(args, "skip_train", False):
+        train = open_part(args, config, "train", batch_schedule(args), opened)
+        assert train is not None  # without documents it has raised
+        sources["train"] = train
+    elif not args.eval_iters:
+        raise WlbError(
+            "--skip-train with --eval-iters 0 does nothing: give --eval-iters or --full-validation"
+        )
     if args.eval_iters:
         plain = dataclasses.replace(config, packing="varlen", max_delay=0, thresholds="none")
         batches = BatchSchedule.constant(evaluated(args))
