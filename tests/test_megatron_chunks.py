@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_combinations import OVERLAPS
+from megatron_combinations import EP, MOE, OVERLAPS
 from megatron_runs import MACHINE, MODEL, TRAINING, differences, train
 
 pytestmark = pytest.mark.megatron
@@ -40,6 +40,8 @@ ROWS = {
         "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable",
     ),
     "PP2, MLA": (2, PP2, MLA),
+    "DP2xCP2 on one stage, overlaps": (4, f"--context-parallel-size 2 {OVERLAPS}", ""),
+    "EP2xPP2, ranks that share experts in step": (4, f"{PP2} {EP}", MOE.replace("0.01", "0")),
 }
 CHUNKS = "--wlb-chunks on --wlb-quadratic-at 80 --wlb-micro-batch-cost 2 --wlb-max-tokens 80"
 
