@@ -2,61 +2,84 @@
 
 Each rank's share runs alone on one GPU, its copies for the exchange included; what would be seen of the transfer is
 added as the kernel table has it (measured between two GPUs). Windows below that of the mixes shrink every document.
+A way that is predicted to take 15 % longer than the best is not run. One call instead of two is a way of its own
+(with cuDNN's kernels where it is predicted to be faster).
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from attention_bench import DIM, HEADS, KV_HEADS, machine, padded_to, te_attention, tensors
+from attention_bench import DIM, HEADS, KERNELS, KV_HEADS, machine, padded_to, te_attention, tensors
 from attention_steps import Mixes, share
 
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.one_call import in_fewest_calls
 from wlb_megatron.sharding.predict import predict
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
-from wlb_megatron.workload.kernel_table import KernelTable, h100
+from wlb_megatron.workload.kernel_table import KernelTable, of_gpu
 from wlb_megatron.workload.profile import read_profile
 
 FIXED = ("per-sequence", "per-document", "hybrid")
 IDEAL_FLOPS = 510e12
 """Rate of a top-left causal call on one long document, forward + backward, on one H100."""
 
+HOPELESS = 1.15
+"""A way predicted to take so many times the best one's time is not run."""
 
-HOST_BOUND_MS, PAUSE_CYCLES = 6.0, 5_000_000
-"""Steps below this may wait for the host, which needs 1 to 2 ms to launch one; the pause is about 3 ms for each."""
+HOST_BOUND_MS, PAUSE_CYCLES = 6.0, 4_000_000
+"""Steps below this may wait for the host, which needs 1 to 2 ms to launch one; the pause is about 2 ms for each."""
 
 
-def choice(mixes: Mixes, args: argparse.Namespace) -> None:
-    table = h100()
-    if args.profile_of:
-        table = read_profile(args.profile_of).costs.table
-        table = table.scaled(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM)
+def choice(mixes: Mixes, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of DIR/choice_KERNELS.csv. After args.seconds no further mix is begun."""
+    until, table = time.perf_counter() + args.seconds, kernel_table(args)
     rows: list[dict[str, Any]] = []
     errors: list[dict[str, Any]] = []
     whole_window = max(sum(lengths) for lengths in mixes.values())
     for window in args.windows:
         for name, given in mixes.items():
+            if time.perf_counter() > until:
+                print(f"{window} {name}: no more time")
+                break
             lengths = padded_to([max(1, n * window // whole_window) for n in given], 16)
             x = tensors(int(lengths.sum()))
             kv = torch.stack((x.k, x.v), dim=1)
-            unsharded = timed(te_attention(lengths, x))[1]
+            alone = timed(share(shard(lengths, 1, "per-document"), 0, x, kv)[0])[1]
+            unsharded = timed(te_attention(lengths, x))[1] if KERNELS.name == "cudnn" else alone
+            told = []
             for cp in args.cp:
-                rows += degree(lengths, cp, x, kv, table, unsharded, errors, name, window)
-            told = [row for row in rows if row["mix"] == name and row["window"] == window]
+                told += degree(lengths, cp, x, kv, table, (unsharded, alone), errors, name, window)
+            rows += told
             line = "  ".join(
-                f"CP={row['cp']} {row['sharding']} {row['ms']:.2f}" for row in told if row["chosen"]
+                f"CP={row['cp']} {row['sharding']}{', one call' * (row['calls'] == 1)} {row['ms']:.2f}"
+                for row in told
+                if row["chosen"]
             )
-            print(f"{window:7} {name:14} TE / 1 {unsharded:8.2f}  chosen: {line}", flush=True)
-            write_csv(args.out / "choice.csv", rows)
-            write_csv(args.out / "choice_predicted.csv", errors)
+            print(f"{window:7} {name:14} unsharded {unsharded:8.2f}  chosen: {line}", flush=True)
+            stem = f"choice_{KERNELS.name}" + (f"_{window}" if len(args.windows) == 1 else "")
+            write_csv(args.out / f"{stem}.csv", rows)
+            write_csv(args.out / f"{stem}_predicted.csv", errors)
     report(rows, errors, args)
+    return rows
+
+
+def kernel_table(args: argparse.Namespace) -> KernelTable:
+    """Of a profile, if one is given, with the exchange as it was measured between two GPUs; else the built-in one."""
+    built_in = of_gpu(torch.cuda.get_device_name(), KERNELS.name)
+    if not args.profile_of:
+        return built_in
+    table = read_profile(args.profile_of).costs.table
+    table = table.scaled(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM)
+    return replace(table, exchange=built_in.exchange, exchange_row=built_in.exchange_row)
 
 
 def degree(
@@ -65,25 +88,32 @@ def degree(
     x: Any,
     kv: torch.Tensor,
     table: KernelTable,
-    unsharded: float,
+    unsharded: tuple[float, float],
     errors: list[dict[str, Any]],
     name: str,
     window: int,
 ) -> list[dict[str, Any]]:
-    """A row for each fixed sharding at one degree; the one whose plan adaptive takes is marked."""
-    adaptive = shard(lengths, cp, "adaptive", table)
+    """A row for each way that is run at one degree; the one whose plan adaptive takes is marked."""
+    (adaptive,) = in_fewest_calls([shard(lengths, cp, "adaptive", table)], table)
+    ways = [replace(shard(lengths, cp, kind, table), kind=kind) for kind in FIXED]
+    if table.backend != "cudnn" or adaptive.one_call:
+        cut = [plan for plan in ways if any(bool((rows[:, 1] > 0).any()) for rows in plan.ranks)]
+        ways += [replace(plan, one_call=True) for plan in cut]
+    predicted = [predict(plan, table).max() for plan in ways]
     measured: dict[bytes, tuple[list[Any], np.ndarray]] = {}
     rows, chosen = [], False
-    for kind in FIXED:
-        plan = shard(lengths, cp, kind, table)
+    for plan, expected in zip(ways, predicted, strict=True):
         key = identity(plan)
+        if expected > HOPELESS * min(predicted) and key != identity(adaptive):
+            continue
         if key not in measured:
             times = [timed(share(plan, rank, x, kv)[0]) for rank in range(cp)]
             kernels = predict(plan, replace(table, exchange=0.0, exchange_row=0.0)) / 1e6
             measured[key] = times, kernels
             busy = any(attention_layout(plan, rank).rectangles is not None for rank in range(cp))
             errors += [
-                {"window": window, "mix": name, "cp": cp, "rank": rank, "two_calls": busy}
+                {"window": window, "mix": name, "cp": cp, "rank": rank}
+                | {"calls": 1 if plan.one_call or not busy else 2}
                 | {"predicted_ms": float(kernels[rank]), "measured_ms": times[rank][1]}
                 for rank in range(cp)
             ]
@@ -94,18 +124,25 @@ def degree(
         taken = not chosen and key == identity(adaptive)
         chosen |= taken
         rows.append(
-            {"window": window, "mix": name, "cp": cp, "sharding": kind, "chosen": int(taken)}
-            | {"ms": p50, "p20_ms": p20, "p80_ms": p80, "exposed_ms": float(exposed[slowest])}
-            | {"predicted_ms": float((kernels + exposed).max()), "unsharded_ms": unsharded}
+            {
+                "window": window,
+                "mix": name,
+                "cp": cp,
+                "sharding": plan.kind,
+                "calls": 1 if plan.one_call else 2,
+            }
+            | {"chosen": int(taken), "ms": p50, "p20_ms": p20, "p80_ms": p80}
+            | {"exposed_ms": float(exposed[slowest]), "predicted_ms": float((kernels + exposed).max())}
+            | {"unsharded_ms": unsharded[0], "unsharded_own_ms": unsharded[1]}
             | parts(plan, lengths, table)
             | machine()
         )
-    assert chosen, "adaptive took a plan that is none of the fixed shardings'"
+    assert chosen, "adaptive took a plan that is none of the ways"
     return rows
 
 
 def identity(plan: ShardPlan) -> bytes:
-    return b"|".join(rows.tobytes() for rows in plan.ranks)
+    return b"|".join([bytes([plan.one_call]), *(rows.tobytes() for rows in plan.ranks)])
 
 
 def parts(plan: ShardPlan, lengths: np.ndarray, table: KernelTable) -> dict[str, float]:
@@ -134,8 +171,8 @@ def parts(plan: ShardPlan, lengths: np.ndarray, table: KernelTable) -> dict[str,
     }
 
 
-def timed(step: Any, most: int = 5, seconds: float = 0.12) -> tuple[float, float, float]:
-    """p20, p50, p80 of GPU ms, of 3 to `most` steps after two; the first one may build a kernel's graph.
+def timed(step: Any, most: int = 4, seconds: float = 0.06) -> tuple[float, float, float]:
+    """p20, p50, p80 of GPU ms, of 2 to `most` steps after one, or two; the first one may build a kernel's graph.
 
     Short steps are queued behind a pause, so that the device never waits for the host: in a model other work would
     fill that time.
@@ -148,7 +185,7 @@ def timed(step: Any, most: int = 5, seconds: float = 0.12) -> tuple[float, float
     marks[1].record()
     torch.cuda.synchronize()
     first = max(marks[0].elapsed_time(marks[1]), 1e-3)
-    count = max(3, min(most, int(seconds * 1e3 / first)))
+    count = max(2, min(most, int(seconds * 1e3 / first)))
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     if first < HOST_BOUND_MS:
         torch.cuda._sleep(PAUSE_CYCLES * count)
@@ -158,41 +195,46 @@ def timed(step: Any, most: int = 5, seconds: float = 0.12) -> tuple[float, float
         event.record()
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in pairwise(events)]
+    if count == 2:  # long ones: the second of all counts, too
+        times.append(first)
     return tuple(float(t) for t in np.percentile(times, (20, 50, 80)))  # type: ignore[return-value]
 
 
 def report(rows: list[dict[str, Any]], errors: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Regret of adaptive, sums over the mixes by degree, and errors of the predictions."""
+    """Of each window and degree: what adaptive takes, of unsharded / CP, its regret, its parts; then the errors of
+    predictions."""
     samples = {row["mix"] for row in rows if row["mix"].startswith("sample")} or {r["mix"] for r in rows}
     print(
-        f"\nsums over {len(samples)} mixes, ms; adaptive's gain, its regret over all, its parts (predicted)"
+        f"\n{KERNELS.name}: sums over {len(samples)} mixes, ms; adaptive's regret over all, its parts (predicted)"
     )
     for window in args.windows:
         for cp in args.cp:
             here = [row for row in rows if row["window"] == window and row["cp"] == cp]
-            sums = {
-                kind: sum(r["ms"] for r in here if r["sharding"] == kind and r["mix"] in samples)
-                for kind in FIXED
-            }
             taken = [row for row in here if row["chosen"]]
             mine = [row for row in taken if row["mix"] in samples]
+            if not mine:
+                continue
             total = sum(row["ms"] for row in mine)
-            bound = sum(row["unsharded_ms"] for row in mine) / cp
             apart = sum(row["ms"] - row["exposed_ms"] for row in mine)
+            of_te, of_own = (
+                sum(row[f"unsharded{which}_ms"] for row in mine) / cp / apart for which in ("", "_own")
+            )
             regrets = [row["ms"] / min(r["ms"] for r in here if r["mix"] == row["mix"]) - 1 for row in taken]
-            told = "  ".join(f"{kind} {ms:.2f}" for kind, ms in sums.items())
+            ones = sum(row["calls"] == 1 for row in taken)
             print(
-                f"{window:7} CP={cp}: {told}  adaptive {total:.2f}; {sums['per-sequence'] / total:.3f}x per-sequence, "
-                f"{bound / apart:.1%} of unsharded / CP; regret mean {np.mean(regrets):.2%}, most {max(regrets):.2%}"
+                f"{window:7} CP={cp}: adaptive {total:.2f}; {of_te:.1%} of unsharded / CP ({of_own:.1%} of its own "
+                f"kernels' CP=1); one call in {ones} of {len(taken)}; regret mean {np.mean(regrets):.2%}, "
+                f"most {max(regrets):.2%}"
             )
             split = {
                 part: sum(row[f"{part}_ms"] for row in mine)
                 for part in ("ideal", "tile", "launch", "exchange", "imbalance")
             }
             print("          " + "  ".join(f"{part} {ms:.2f}" for part, ms in split.items()))
-    wrong = np.array([abs(e["predicted_ms"] / e["measured_ms"] - 1) for e in errors])
-    weights = np.array([e["measured_ms"] for e in errors])
-    print(
-        f"prediction of {len(wrong)} shares: error mean {wrong.mean():.1%}, p95 {np.percentile(wrong, 95):.1%}, "
-        f"weighed by time {np.average(wrong, weights=weights):.1%}"
-    )
+    if errors:
+        wrong = np.array([abs(e["predicted_ms"] / e["measured_ms"] - 1) for e in errors])
+        weights = np.array([e["measured_ms"] for e in errors])
+        print(
+            f"prediction of {len(wrong)} shares: error mean {wrong.mean():.1%}, p95 "
+            f"{np.percentile(wrong, 95):.1%}, weighed by time {np.average(wrong, weights=weights):.1%}"
+        )

@@ -85,13 +85,14 @@ def share(
 ) -> tuple[Step, Simulated, Tensor, Tensor]:
     """One rank's step on one GPU, its simulated group, and the packed rows of its tokens and of what arrives."""
     arriving = []
-    for sender in range(plan.cp_size):
-        theirs = way.exchange(attention_layout(plan, sender, way.window))
+    layouts = _layouts(plan, way.window)
+    for sender, made in enumerate(layouts):
+        theirs = way.exchange(made)
         begin = sum(theirs.send_counts[:rank])
         rows = theirs.send_rows[begin : begin + theirs.send_counts[rank]]
         arriving.append(plan.packed_index(sender)[rows])
     packed = torch.from_numpy(np.concatenate(arriving)).cuda()
-    layout = device_layout(attention_layout(plan, rank, way.window), "cuda")
+    layout = device_layout(layouts[rank], "cuda")
     exchange = way.on_device(layout)
     group = Simulated(kv[packed], exchange.send_counts if exchange else ())
     step, index = sharded_step(layout, plan.packed_index(rank), x, group, way)
@@ -100,6 +101,18 @@ def share(
         return swapped(group.all_to_all, step, layers)
 
     return alone, group, index, packed
+
+
+_latest: tuple[ShardPlan, int | None, list[AttentionLayout]] | None = None
+
+
+def _layouts(plan: ShardPlan, window: int | None) -> list[AttentionLayout]:
+    """Of all ranks; kept for the plan that was asked for last, whose ranks come one after the other."""
+    global _latest
+    if _latest is None or _latest[0] is not plan or _latest[1] != window:
+        made = [attention_layout(plan, rank, window) for rank in range(plan.cp_size)]
+        _latest = plan, window, made
+    return _latest[2]
 
 
 def sharded_step(

@@ -10,6 +10,7 @@
     python3 scripts/gpu_attention.py chunks --mixes mixes.json --out DIR    # a document in chunks (torchrun: over GPUs)
     python3 scripts/gpu_attention.py memory --mixes mixes.json --out DIR    # exchanged keys kept, or exchanged again
     torchrun --nproc-per-node 2 scripts/gpu_attention.py profile --mixes mixes.json --only NAMES --out DIR
+    torchrun --nproc-per-node 2 scripts/gpu_attention.py backends --mixes mixes.json --profile-of FA4.json --out DIR
     torchrun --nproc-per-node 2 scripts/gpu_attention.py host --mixes mixes.json --out DIR   # host time, by parts
 
 --kernels fa4 takes FlashAttention-4's in place of cuDNN's (Transformer Engine's own attention stays cuDNN's).
@@ -35,6 +36,7 @@ except ImportError:
     raise SystemExit(
         f"{__doc__}\nThis needs Transformer Engine and a GPU; here is no transformer_engine."
     ) from None
+from attention_backends import backends
 from attention_bench import (
     KERNELS,
     errors,
@@ -141,6 +143,7 @@ OTHERS = {
     "memory": memory,
     "profile": trace,
     "host": host,
+    "backends": backends,
 }
 
 
@@ -158,7 +161,10 @@ def main() -> None:
     parser.add_argument(
         "--profile-of",
         type=Path,
-        help="of `choice`: predict by a wlb-megatron profile (default: the built-in table)",
+        help="of `choice` and `backends`: predict by a wlb-megatron profile (default: the built-in table)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="of `choice` and `backends`: begin no mix after these"
     )
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument(

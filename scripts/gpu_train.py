@@ -3,7 +3,8 @@
 
 python scripts/gpu_train.py --gpus 2 --script ../Megatron-LM/pretrain_gpt.py --out out/gpu
 
-cp1 / cpN: same documents on 1 and on N GPUs, through the launcher; cpN-module: -m wlb_megatron.pretrain_gpt; dynN and
+cp1 / cpN: same documents on 1 and on N GPUs, through the launcher; cpN-module: -m wlb_megatron.pretrain_gpt, without a
+--script; cp1-fa4-module and the like: by FlashAttention-4's kernels, or by cuDNN's; dynN and
 dynN-cp: dynamic groups over all N, with CP=1 or N; *-plain: arrival order, per-sequence sharding, right document mask;
 stock-*: Megatron without the plugin, without a document mask (its windows hold as many tokens, its loss is of another
 task). Losses are compared with cp1's, or the first run's; times are medians of Megatron's own per-iteration times
@@ -21,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -44,6 +46,7 @@ STEP = re.compile(
     r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([0-9.]+).*?lm loss: ([0-9.Ee+-]+).*?"
     r"grad norm: ([0-9.]+)"
 )
+FIRST = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+)\] iteration\s+1/")
 MEMORY = re.compile(r"max allocated: ([0-9.]+)")
 WLB = ["--wlb-packing", "varlen"]
 PLAIN = ["--wlb-packing", "original", "--wlb-sharding", "per-sequence"]
@@ -57,6 +60,11 @@ def runs(gpus: int) -> dict[str, tuple[int, list[str]]]:
         "cp1": (1, WLB),
         "cpN": (gpus, WLB + cp),
         "cpN-module": (gpus, WLB + cp),
+        **{
+            f"{layout}-{kernels}-module": (count, [*WLB, *flags, "--wlb-kernels", kernels])
+            for kernels in ("cudnn", "fa4")
+            for layout, count, flags in (("cp1", 1, []), ("cpN", gpus, cp))
+        },
         "cpN-plain": (gpus, PLAIN + cp),
         "ppN": (gpus, WLB + pp),
         "ppN-plain": (gpus, PLAIN + pp),
@@ -74,7 +82,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gpus", type=int, default=2, help="GPUs of the parallel runs")
-    parser.add_argument("--script", type=Path, required=True, help="Megatron-LM's pretrain_gpt.py")
+    parser.add_argument("--script", type=Path, help="Megatron-LM's pretrain_gpt.py (needed but for *-module)")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu", help="folder of results")
     parser.add_argument("--runs", default="cp1,cpN,cpN-module", help="comma list of: " + ", ".join(runs(2)))
     parser.add_argument(
@@ -118,7 +126,8 @@ def run(
     options: argparse.Namespace,
     extra_environment: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Per-iteration ms, loss, gradient norm, tokens (with the plugin) and peak memory (MB) of one run.
+    """Per-iteration ms, loss, gradient norm, tokens (with the plugin) and peak memory (MB) of one run; start_s: seconds
+    from its start to the end of step 1.
 
     work: in tokens of linear work, tokens and what their attention weighs (metrics.work_per_rank), of the first
     data-parallel rank's micro-batches. waiting_tokens: of documents held back after the iteration.
@@ -135,7 +144,7 @@ def run(
     ]
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
     environment |= extra_environment or {}
-    started = time.perf_counter()
+    started, began = time.perf_counter(), datetime.now()
     limit = getattr(options, "limit", None)
     if getattr(options, "warm_ranks", False):
         ranks = warm_ranks(gpus, environment, stock="--wlb-off" in flags)
@@ -159,6 +168,8 @@ def run(
         rows = [json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines()]
         tokens = {row["iteration"]: row for row in rows}
     window = options.seq_length * options.global_batch_size
+    first = FIRST.search(text)
+    start = (datetime.fromisoformat(first[1]) - began).total_seconds() if first else float("nan")
     memory = max((float(found) for found in MEMORY.findall(text)), default=0.0)
 
     def told(step: re.Match[str]) -> dict[str, Any]:
@@ -181,6 +192,7 @@ def run(
             "waiting_tokens": told(step).get("waiting_tokens", 0),
             "predicted_ms": told(step).get("predicted_ms"),
             "peak_mb": memory,
+            "start_s": start,
         }
         for step in STEP.finditer(text)
     ]
@@ -236,7 +248,7 @@ def report(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace
         f"{options.seq_length}, global batch {options.global_batch_size}, {options.iterations} iterations"
     )
     print(
-        f"run            ms/step   tokens/s     work/s   imb. CP imb.  peak MB     loss {'vs ' + named:>22}"
+        f"run            ms/step   tokens/s     work/s   imb. CP imb.  peak MB start s     loss {'vs ' + named:>22}"
     )
     for name, run_rows in results.items():
         timed = run_rows[options.warm_up :]
@@ -252,6 +264,7 @@ def report(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace
             f"{name:12} {median(r['ms'] for r in timed):9.1f} {speed:10,.0f} {worked:10,.0f} "
             f"{sum(r['imbalance'] for r in timed) / len(timed):6.3f} "
             f"{sum(r['cp_imbalance'] for r in timed) / len(timed):7.3f} {timed[-1]['peak_mb']:8.0f} "
+            f"{timed[-1]['start_s']:7.1f} "
             f"{run_rows[-1]['loss']:8.4f} {gap:>22}"
         )
 

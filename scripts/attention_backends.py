@@ -1,0 +1,113 @@
+"""One layer's attention over NCCL by cuDNN's and by FlashAttention-4's kernels, beside Transformer Engine's own.
+
+A process a rank. Ours is what adaptive takes by each backend's kernel table, one call or two. Transformer Engine's p2p
+and all-gather run on cuDNN, as they do where nothing else is asked for; its p2p on FlashAttention-4, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from attention_bench import KERNELS, Step, machine, measure, padded_to, te_context_parallel, tensors, timing
+from attention_choice import kernel_table
+from attention_steps import Mixes, sharded_step
+
+from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.report.files import write_csv
+from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.one_call import in_fewest_calls
+from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.sharding.select import shard
+
+TE = ("TE p2p", "TE all_gather")
+
+
+def backends(mixes: Mixes, args: argparse.Namespace) -> None:
+    """DIR/backends.csv: wall ms of the slower rank, its host's, and the peak of memory of the hungrier one."""
+    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    rank, cp, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    say = print if rank == 0 else lambda *a, **k: None
+    until = time.perf_counter() + args.seconds
+    profiled, tables = args.profile_of, {}
+    for name in ("cudnn", "fa4"):
+        KERNELS.use(name)
+        args.profile_of = profiled if name == "fa4" else None
+        tables[name] = kernel_table(args)
+
+    def agree(count: int) -> int:
+        least = torch.tensor(count, device="cuda")
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return int(least)
+
+    def ours(name: str, lengths: np.ndarray, x: Any) -> tuple[Step, ShardPlan]:
+        KERNELS.use(name)
+        table = tables[name]
+        (plan,) = in_fewest_calls([shard(lengths, cp, "adaptive", table)], table)
+        layout = device_layout(attention_layout(plan, rank), "cuda")
+        return sharded_step(layout, plan.packed_index(rank), x, group)[0], plan
+
+    rows: list[dict[str, Any]] = []
+    broken: set[str] = set()
+    for mix, given in mixes.items():
+        if agree(int(time.perf_counter() < until)) == 0:
+            say(f"{mix}: no more time")
+            break
+        lengths = padded_to(given, 16)
+        x = tensors(int(lengths.sum()))
+        ways: dict[str, Callable[[], tuple[Step, ShardPlan | None]]] = {
+            "ours, cudnn": lambda n=lengths, x=x: ours("cudnn", n, x),
+            "ours, fa4": lambda n=lengths, x=x: ours("fa4", n, x),
+            "TE p2p": lambda n=lengths: (te_context_parallel("p2p", n, group), None),
+            "TE all_gather": lambda n=lengths: (te_context_parallel("all_gather", n, group), None),
+            "TE p2p, fa4": lambda n=lengths: (te_context_parallel("p2p", n, group, "fa4"), None),
+        }
+        line = f"{mix:16}"
+        for way, make in ways.items():
+            if way in broken:
+                continue
+            torch.cuda.reset_peak_memory_stats()
+            before, failed = torch.cuda.memory_allocated(), ""
+            try:
+                step, plan = make()
+                step()
+            except Exception as error:
+                failed = f"{type(error).__name__}: {str(error)[:400]}"
+            if agree(int(not failed)) == 0:
+                say(f"{way} does not run: {failed or 'on another rank'}", flush=True)
+                broken.add(way)
+                continue
+            times = measure(step, agree, most=9, seconds=0.05)
+            peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+            found = torch.tensor([*times, peak], device="cuda")
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+            *slowest, peak = found.tolist()
+            calls = "" if plan is None else 1 if plan.one_call else 2
+            rows.append(timing(mix, cp, way, -1, slowest, machine()) | {"calls": calls, "peak_mib": peak})
+            line += f"  {way} {slowest[1]:.2f} ({slowest[3]:.2f})"
+        say(line, flush=True)
+        if rank == 0:
+            write_csv(args.out / "backends.csv", rows)
+    _gains(rows, say)
+    dist.destroy_process_group()
+
+
+def _gains(rows: list[dict[str, Any]], say: Callable[..., Any]) -> None:
+    took = {(row["mix"], row["attention"]): row["p50_ms"] for row in rows}
+    mixes = list(dict.fromkeys(row["mix"] for row in rows))
+    for few, only in (("all", mixes), ("samples", [mix for mix in mixes if mix.startswith("sample")])):
+        for ours in ("ours, cudnn", "ours, fa4"):
+            theirs = {m: min((took[m, te] for te in TE if (m, te) in took), default=None) for m in only}
+            each = {m: ms / took[m, ours] for m, ms in theirs.items() if ms is not None}
+            if each:
+                mean = float(np.exp(np.mean(np.log(list(each.values())))))
+                least = min(each, key=lambda m: each[m])
+                say(
+                    f"{few} ({len(only)}): {ours} {mean:.3f}x the faster of TE's, least {each[least]:.3f} ({least})"
+                )
