@@ -20,7 +20,7 @@ from test_megatron_layouts import trained
 from wlb_megatron.packing.batch_schedule import BatchSchedule, linear_ramp
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan
-from wlb_megatron.plugin.batch_sizes import batch_schedule, misfit, ramp_as_steps
+from wlb_megatron.plugin.batch_sizes import batch_schedule, evaluated, misfit, ramp_as_steps
 
 LENGTHS = [3, 9, 1, 14, 2, 2, 16, 5, 7, 1, 12, 4, 4, 8, 16, 3]
 
@@ -99,6 +99,23 @@ def test_an_interleaved_schedule_takes_what_megatrons_own_check_takes() -> None:
     }
     assert "3 micro-batches" in str(refused(3, None)) and "12 would do" in str(refused(3, None))
     assert refused(3, None, chunks=None) is None
+
+
+def test_batches_are_decreased_as_megatrons_calculator_decreases_them() -> None:
+    from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
+
+    for size, ranks in ((4, 3), (6, 3), (7, 4), (3, 3)):
+        theirs = ConstantNumMicroBatchesCalculator(size, 1, ranks, True, 1)
+        args = argparse.Namespace(
+            global_batch_size=size, data_parallel_size=ranks, decrease_batch_size_if_needed=True
+        )
+        assert batch_schedule(args).steps == ((0, theirs.get_current_running_global_batch_size()),)
+        assert evaluated(args) == ranks * theirs.get()
+    assert linear_ramp(4, 1, 30, 7).rounded(2).steps == ((0, 4), (20, 6))
+    with pytest.raises(ValueError, match="a global batch of 2 cannot be decreased to a multiple of 3"):
+        batch_schedule(argparse.Namespace(**{**vars(args), "global_batch_size": 2}))
+    with pytest.raises(ValueError, match="give sizes that the data-parallel size divides"):
+        batch_schedule(argparse.Namespace(**{**vars(args), "step_batch_size_schedule": "0:4"}))
 
 
 def test_a_ramp_that_megatron_would_ignore_becomes_its_step_schedule() -> None:

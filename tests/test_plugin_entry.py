@@ -115,6 +115,7 @@ REFUSED = {
     "dataloader_inter_document_masking": True,
     "reset_position_ids": True,
     "eod_mask_loss": True,
+    "ddp_average_in_collective": True,
     "sft": True,
     "fim_data": True,
     "mock_data": True,

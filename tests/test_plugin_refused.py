@@ -90,6 +90,8 @@ WRONG: dict[str, str] = {
     f"{VIRTUAL} --global-batch-size 6": "gives each data-parallel rank 6 micro-batches.*groups of 4.*: 8 would do",
     f"{VIRTUAL} --eval-iters 1 --eval-global-batch-size 3": "refuses --eval-global-batch-size.*: 4 would do",
     f"{VIRTUAL} --microbatch-group-size-per-virtual-pipeline-stage 3": "3 is below the 4 pipeline stages",
+    "--step-batch-size-schedule 0:4": "^Megatron refuses these flags: .*--step-batch-size-schedule",
+    "--ddp-average-in-collective": "drop --ddp-average-in-collective",
     "--seq-length 0": "window must be at least 1 token",
     "--split 1,2,3,4": "split",
     "--split 0,1,0": "give at least one",

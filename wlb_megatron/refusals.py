@@ -151,6 +151,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "--eod-mask-loss",
         "it masks by token value; a document's last token already predicts nothing. Drop it",
     ),
+    Refusal(
+        lambda a, c: _get(a, "ddp_average_in_collective"),
+        "--ddp-average-in-collective",
+        "the loss is summed per token, so gradients are summed and divided by all ranks' tokens; drop "
+        "--ddp-average-in-collective",
+    ),
     Refusal(lambda a, c: _get(a, "sft"), "--sft", "only pre-training documents are packed; drop it"),
     Refusal(lambda a, c: _get(a, "fim_data"), "--fim-data", "fill-in-the-middle rewrites documents; drop it"),
     Refusal(lambda a, c: _get(a, "mock_data"), "--mock-data", "give real documents with --data-path"),

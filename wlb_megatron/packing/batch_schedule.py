@@ -32,6 +32,17 @@ class BatchSchedule:
     def constant(cls, size: int) -> BatchSchedule:
         return cls(((0, size),))
 
+    def rounded(self, multiple: int) -> BatchSchedule:
+        """Sizes rounded down to a multiple: of 2, 4, 6 with 4 the sizes 4, 4. WlbError where one is below it."""
+        if self.steps[0][1] < multiple:
+            raise WlbError(
+                f"a global batch of {self.steps[0][1]} cannot be decreased to a multiple of {multiple}"
+            )
+        sizes = {
+            size // multiple * multiple: at for at, size in reversed(self.steps)
+        }  # of equal ones the first
+        return BatchSchedule(tuple((at, size) for size, at in reversed(sizes.items())))
+
     @property
     def largest(self) -> int:
         return self.steps[-1][1]

@@ -11,13 +11,30 @@ from wlb_megatron.packing.batch_schedule import BatchSchedule, linear_ramp
 
 def batch_schedule(args: Any) -> BatchSchedule:
     """Micro-batches of a global batch, over all ranks, by consumed samples. WlbError if the flags do not fit."""
-    text = getattr(args, "step_batch_size_schedule", None)
+    text, decreased = getattr(args, "step_batch_size_schedule", None), _decreased(args)
     if text is not None:
+        if decreased:
+            raise WlbError(
+                "--decrease-batch-size-if-needed does not go with batches that grow by --step-batch-size-schedule, as "
+                "which Megatron trains --rampup-batch-size, too: give sizes that the data-parallel size divides"
+            )
         return BatchSchedule(_steps(text, args.seq_length))
+    schedule = BatchSchedule.constant(args.global_batch_size)
     if getattr(args, "rampup_batch_size", None) is not None:
         start, increment, samples = (int(value) for value in args.rampup_batch_size)
-        return linear_ramp(start, increment, samples, args.global_batch_size)
-    return BatchSchedule.constant(args.global_batch_size)
+        schedule = linear_ramp(start, increment, samples, args.global_batch_size)
+    return schedule.rounded(args.data_parallel_size) if decreased else schedule
+
+
+def evaluated(args: Any) -> int:
+    """Micro-batches of an evaluation iteration over all ranks; before 0.18 Megatron evaluates in training's batches."""
+    size = int(getattr(args, "eval_global_batch_size", None) or args.global_batch_size)
+    return size - size % args.data_parallel_size if _decreased(args) else size
+
+
+def _decreased(args: Any) -> bool:
+    """Whether sizes that data-parallel ranks do not divide are rounded down, as Megatron does."""
+    return bool(getattr(args, "decrease_batch_size_if_needed", False))
 
 
 def misfit(size: int, args: Any) -> str | None:

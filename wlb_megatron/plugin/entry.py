@@ -9,12 +9,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from wlb_megatron.arguments import PREFIX, add_arguments, config_from_args, name_flag
 from wlb_megatron.plugin import source as sources
 from wlb_megatron.plugin import versions
-from wlb_megatron.plugin.batch_sizes import batch_schedule, misfit, ramp_as_steps
+from wlb_megatron.plugin.batch_sizes import batch_schedule, evaluated, misfit, ramp_as_steps
 from wlb_megatron.plugin.kernel_trial import try_transformer_engine
 from wlb_megatron.plugin.kernels import kernels_of
 from wlb_megatron.plugin.limits import fit_to_memory
@@ -75,11 +76,12 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
         global _validated
         try:
             result = original(args, defaults or {})
-        except AssertionError as error:
-            # Megatron asserts on flags that do not fit together: its text is the message, without the stack.
-            if args.wlb_off:
+        except (AssertionError, ValueError, RuntimeError) as error:
+            # Megatron raises these for flags that do not fit together: its text is the message, without the stack.
+            raised = traceback.extract_tb(error.__traceback__)[-1]
+            if args.wlb_off or "megatron" not in Path(raised.filename).parts:
                 raise
-            said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+            said = " ".join(str(error).split()) or raised.line
             checked(partial(_refuse, f"Megatron refuses these flags: {said}"))
         if not args.wlb_off:
             checked(lambda: _take_over(args))
@@ -224,7 +226,7 @@ def _take_over(args: Any) -> None:
 def _refuse_misfits(args: Any) -> None:
     """Refuse the sizes of batches that every run comes to; those on the way there are looked at once the model has
     loaded, when it is known where the run goes on."""
-    trained, tested = batch_schedule(args).largest, sources.evaluated(args)
+    trained, tested = batch_schedule(args).largest, evaluated(args)
     stepped = getattr(args, "step_batch_size_schedule", None) is not None
     if wrong := misfit(trained, args):
         flag = "--step-batch-size-schedule" if stepped else "--global-batch-size"

@@ -16,7 +16,7 @@ from wlb_megatron.packing.job import plan_job
 from wlb_megatron.packing.lengths import sample_lengths
 from wlb_megatron.packing.passes import told_apart
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.plugin.batch_sizes import batch_schedule, micro_step_multiple
+from wlb_megatron.plugin.batch_sizes import batch_schedule, evaluated, micro_step_multiple
 from wlb_megatron.plugin.chunk_limits import chunks_refused
 from wlb_megatron.plugin.data import files_of_workers
 from wlb_megatron.plugin.data_paths import documents
@@ -289,8 +289,3 @@ def token_alignment(args: Any) -> int:
 def _known(value: float | None) -> float:
     assert value is not None
     return value
-
-
-def evaluated(args: Any) -> int:
-    """Windows of an evaluation iteration; before 0.18 Megatron evaluates in training's batches."""
-    return int(getattr(args, "eval_global_batch_size", None) or args.global_batch_size)
