@@ -222,6 +222,7 @@ def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(
         "virtual_pipeline_model_parallel_size": "--num-virtual-stages",
         "fine_grained_activation_offloading": "--fine-grained-activation-offloading",
         "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
+        "mtp_num_layers": "--mtp-num-layers",
     }.items():
         ((told, cure),) = chunks_refused(arguments(**{name: 2}))
         assert told.startswith(flag) and cure

@@ -26,6 +26,11 @@ def chunks_refused(args: Any) -> list[tuple[str, str]]:
             "its schedule cannot be told to run more forwards ahead; use 0.17 or later",
         ),
         (
+            given("mtp_num_layers"),
+            "--mtp-num-layers",
+            "a chunk's last tokens would have no tokens further on to predict; train whole documents",
+        ),
+        (
             given("fine_grained_activation_offloading"),
             "--fine-grained-activation-offloading",
             "it brings activations back in the order in which micro-batches began, chunks go back last first; "
