@@ -152,7 +152,7 @@ def test_simulate_tells_both_ways_and_writes_a_trace(tmp_path: Path, capsys):
         (["--tp", "3"], "--num-attention-heads 16 is no multiple of the tensor-parallel size 3"),
         (["--vpp", "20"], "24 layers are fewer than 2 stages x 20 model chunks"),
         (["--micro-batches", "3", "--vpp", "2"], "no multiple of 2 pipeline stages"),
-        (["--tp-exposed", "2"], "tp_exposed is a share from 0 to 1"),
+        (["--tp-exposed", "2"], "tp-exposed is a share from 0 to 1"),
         (["--iterations", "0"], "is not a whole number from 1"),
         (["--trace", "/no/such/folder/t.json"], "give another --trace"),
     ],
