@@ -69,6 +69,13 @@ class DocumentStream:
         self._taken += 1
         return self._block[self._taken - 1]
 
+    def peek(self, most: int) -> list[int]:
+        """Tokens of the next pieces, at most so many. None of them is taken."""
+        before = self.state()
+        coming = [piece.end - piece.start for _ in range(most) if (piece := self.next()) is not None]
+        self.load_state(before)
+        return coming
+
     def counts(self) -> StreamCounts:
         """Counts up to the last piece taken."""
         return counts(self.state())

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.blocks import Lengths
-from wlb_megatron.packing.corpus import Corpus
+from wlb_megatron.packing.blocks import Lengths, blocks
+from wlb_megatron.packing.corpus import Corpus, Rules
 from wlb_megatron.packing.indexed import read_index
 
 
@@ -38,16 +39,29 @@ LONGEST = (1 << 31) - 1
 
 
 def sample_lengths(lengths: Lengths, window: int, overlong: str, most: int = 65536) -> list[int]:
-    """Tokens of about `most` pieces, from documents evenly spaced over the corpus: what thresholds are fitted to."""
-    step = -(-len(lengths) // most) if len(lengths) else 1
-    chosen = lengths[::step].astype(np.int64)
-    long = chosen > window
-    pieces = chosen[(chosen > 0) & ~long].tolist()
-    if overlong == "split":
-        pieces += [window] * int((chosen[long] // window).sum()) + (chosen[long] % window).tolist()
-    elif overlong == "truncate":
-        pieces += [window] * int(long.sum())
-    return [tokens for tokens in pieces if tokens]
+    """Tokens of at most `most` pieces, from so many documents, in random order: what thresholds are fitted to.
+
+    Documents and order are drawn by a fixed seed: an even stride would see one kind alone where kinds alternate. Where
+    none that was drawn has a piece, the first that have are taken. [] where none has.
+    """
+    generator = np.random.default_rng(_SEED)
+    drawn = lengths[generator.choice(len(lengths), min(most, len(lengths)), replace=False)]
+    found = (pieces_of(block, window, overlong) for block in chain((drawn,), blocks(lengths)))
+    pieces = next((some for some in found if len(some)), np.empty(0, dtype=np.int64))
+    return list(map(int, generator.permutation(pieces)[:most]))
+
+
+_SEED = 20250317
+
+
+def pieces_of(lengths: Lengths, window: int, overlong: str) -> npt.NDArray[np.int64]:
+    """int64[k], tokens of the pieces of these documents. Window 4, split, lengths [0, 10, 3]: [4, 4, 2, 3]."""
+    kept = Rules(window=window, overlong=overlong).kept(np.asarray(lengths, dtype=np.int64))
+    counts = -(-kept // window)
+    pieces = np.full(int(counts.sum()), window, dtype=np.int64)
+    some = kept > 0
+    pieces[np.cumsum(counts)[some] - 1] = kept[some] - (counts[some] - 1) * window
+    return pieces
 
 
 def _parse(text: str) -> npt.NDArray[np.int64]:

@@ -13,7 +13,6 @@ from wlb_megatron.packing.blend import Blend
 from wlb_megatron.packing.corpus import Corpus, Rules
 from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.job import plan_job
-from wlb_megatron.packing.lengths import sample_lengths
 from wlb_megatron.packing.passes import told_apart
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.batch_sizes import batch_schedule, evaluated, micro_step_multiple
@@ -148,16 +147,7 @@ def _source(
             f"nothing to {'train' if endless else 'evaluate'}: no document has a second token, which the first would "
             f"predict, in {', '.join(corpus.name for corpus in corpora)}; correct the corpus or --split"
         )
-    sample = [
-        length
-        for c in corpora
-        for length in sample_lengths(c.lengths, window, config.overlong, _SAMPLE // len(corpora))
-    ]
-    if not sample:
-        raise WlbError(
-            "no document that was sampled can be trained: all are empty, or longer than the window under "
-            "--wlb-overlong drop; check --data-path"
-        )
+    sample = stream.peek(_SAMPLE)  # in the order and the mixture that train
     said: list[str] = []
     planner = plan_job(
         stream,
@@ -189,7 +179,7 @@ def _source(
 
 
 _SAMPLE = 65536
-"""Documents from which thresholds are learnt."""
+"""Pieces from which thresholds are learnt: the first that train."""
 
 
 def complete(args: Any, config: WlbConfig) -> WlbConfig:
