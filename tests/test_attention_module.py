@@ -22,7 +22,7 @@ from wlb_megatron.attention.core_attention import (
 from wlb_megatron.attention.key_cache import cached_bytes, clear_caches
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin.source import token_alignment
+from wlb_megatron.plugin.source import token_alignment, window_misfit
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.select import shard, shard_all
 
@@ -159,6 +159,13 @@ def test_each_ranks_tokens_fit_the_rows_that_fp8_products_want(fp8, recipe, mult
     """CP=2, TP=2 with sequence parallelism: a rank's GEMMs see a quarter of a micro-batch's tokens."""
     args = SimpleNamespace(context_parallel_size=2, tensor_model_parallel_size=2, fp8=fp8, fp8_recipe=recipe)
     assert token_alignment(args) == multiple
+    args.seq_length = 5 * multiple
+    assert window_misfit(args) is None
+    args.seq_length = 4 * multiple + 2
+    told = window_misfit(args)
+    assert f"{4 * multiple + 2} tokens are no multiple of {multiple}," in told
+    assert f"set it to {5 * multiple}" in told
+    assert ("FP8" in told) == (fp8 is not None) and (f"x {multiple // 4} rows" in told) == (fp8 is not None)
 
 
 def test_windows_as_megatron_gives_them():

@@ -180,7 +180,7 @@ def bad_files(tmp_path: Path) -> Path:
         ({"--thresholds": "nan"}, "wlb-megatron: --thresholds 'nan' are not auto"),
         ({"--packing": "best"}, "invalid choice: 'best'"),
         ({"--sharding": "best"}, "invalid choice: 'best'"),
-        ({"--packing": "varlen", "--max-tokens": "19"}, "raise --max-tokens"),
+        ({"--packing": "varlen", "--max-tokens": "19"}, "set --max-tokens to 20 or more"),
         ({"--json": "{}/no/such/folder.json"}, "cannot write"),
         ({"--unknown": "1"}, "unrecognized arguments: --unknown"),
     ],

@@ -233,7 +233,18 @@ def test_thresholds_found_on_a_sample_come_with_the_state() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"max_tokens": 29}, "below 1.25 windows \\(30 tokens\\).*fixed-greedy"),
+        (
+            {"max_tokens": 29},
+            "max_tokens of 29 is below 1.25 windows \\(30 tokens\\).*to 30 or more.*fixed-greedy",
+        ),
+        (
+            {"max_tokens": 33, "alignment": 24},
+            "max_tokens of 33 \\(24 tokens in multiples of 24\\) is.* to 48 or more",
+        ),
+        (
+            {"alignment": 24},
+            "^1.5 windows \\(24 tokens in multiples of 24\\) is below .*set --wlb-max-tokens to 48",
+        ),
         ({"max_delay": -1}, "--wlb-max-delay must not be negative"),
         ({"max_documents": 0}, "max_documents must be at least 1"),
         ({"thresholds": "8,8"}, "thresholds '8,8' are not auto, none"),

@@ -92,6 +92,7 @@ WRONG: dict[str, str] = {
     f"{VIRTUAL} --microbatch-group-size-per-virtual-pipeline-stage 3": "3 is below the 4 pipeline stages",
     "--step-batch-size-schedule 0:4": "^Megatron refuses these flags: .*--step-batch-size-schedule",
     "--ddp-average-in-collective": "drop --ddp-average-in-collective",
+    "--seq-length 66 --tensor-model-parallel-size 4 --num-query-groups 4": "refuses --seq-length: 66 .* of 4.*to 68",
     "--seq-length 0": "window must be at least 1 token",
     "--split 1,2,3,4": "split",
     "--split 0,1,0": "give at least one",

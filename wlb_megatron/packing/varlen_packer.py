@@ -50,12 +50,17 @@ def longest_micro_batch(config: WlbConfig, window: int, alignment: int = 1) -> i
 
     Documents are not cut, so a micro-batch cannot always be filled: with less, documents would pile up.
     """
-    tokens = int(1.5 * window) if config.max_tokens is None else config.max_tokens
-    tokens = tokens // alignment * alignment
-    if 4 * tokens < 5 * window:
+    usual = int(1.5 * window)
+    asked = usual if config.max_tokens is None else config.max_tokens
+    tokens = asked // alignment * alignment
+    least = -(-5 * window // 4)
+    if tokens < least:
+        whose = "1.5 windows" if asked == usual else f"max_tokens of {asked}"
+        multiples = "" if tokens == asked else f" ({tokens} tokens in multiples of {alignment})"
         raise WlbError(
-            f"max_tokens of {tokens} is below 1.25 windows ({-(-5 * window // 4)} tokens), in which uncut documents "
-            "cannot be packed without piling up: raise --wlb-max-tokens, or use --wlb-packing fixed-greedy"
+            f"{whose}{multiples} is below 1.25 windows ({least} tokens), in which uncut documents cannot be packed "
+            f"without piling up: set --wlb-max-tokens to {-(-least // alignment) * alignment} or more, or use "
+            "--wlb-packing fixed-greedy"
         )
     return tokens
 

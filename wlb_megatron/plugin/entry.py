@@ -224,8 +224,12 @@ def _take_over(args: Any) -> None:
 
 
 def _refuse_misfits(args: Any) -> None:
-    """Refuse the sizes of batches that every run comes to; those on the way there are looked at once the model has
-    loaded, when it is known where the run goes on."""
+    """Refuse a window that does not divide, and the sizes of batches that every run comes to.
+
+    Sizes on the way there are looked at once the model has loaded, when it is known where the run goes on.
+    """
+    if wrong := sources.window_misfit(args):
+        raise Refused(f"wlb_megatron refuses --seq-length: {wrong}")
     trained, tested = batch_schedule(args).largest, evaluated(args)
     stepped = getattr(args, "step_batch_size_schedule", None) is not None
     if wrong := misfit(trained, args):
