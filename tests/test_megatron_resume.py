@@ -97,6 +97,7 @@ def test_a_changed_corpus_is_refused_with_what_changed(corpus: Path, stopped: Pa
     done = launch(arguments, 2)
     assert done.returncode != 0
     assert "cannot resume the document stream" in done.stderr
+    assert "or add --wlb-fresh-order" in done.stderr
 
 
 def test_changed_packing_is_refused_with_the_flag(corpus: Path, stopped: Path) -> None:
@@ -104,6 +105,35 @@ def test_changed_packing_is_refused_with_the_flag(corpus: Path, stopped: Path) -
     done = launch([*arguments, "--wlb-packing", "original"], 2)
     assert done.returncode != 0
     assert "packing" in done.stderr
+
+
+def test_a_changed_blend_window_and_packing_are_taken_up_and_go_on_when_queued_again(
+    corpus: Path, whole: Any, stopped: Path, tmp_path: Path
+) -> None:
+    """Annealing and context extension after iteration 2. What waited trains first, the corpus goes on: together with
+    what trained before, each of its tokens once an epoch. The same command goes on from its own checkpoint."""
+    write_corpus(tmp_path / "other", [7, 90, 33, 120, 5, 64, 50] * 4, seed=1)
+    blend = ["--data-path", "0.6", str(corpus), "0.4", str(tmp_path / "other"), "--seq-length", "128"]
+    packing = ["--wlb-packing", "fixed-greedy", "--wlb-balance-batches", "2", "--wlb-fresh-order"]
+    saving = ["--save", str(tmp_path / "saved"), "--save-interval", "3"]
+    arguments = [*flags(context=2), *RUN, *blend, *packing, *saving, "--train-iters", "4"]
+    out = tmp_path / "changed"
+    done = launch([*arguments, "--load", str(stopped)], 2, out=out)
+    assert done.returncode == 0, failure(done)
+    assert "takes up the document order at sample 8: the saved plan has windows of 64 tokens" in done.stdout
+    assert "corpora: 1 go on where they stood, 1 are new" in done.stdout
+    ranks = [torch.load(out / f"rank{at}.pt", weights_only=False) for at in range(2)]
+    before = [piece for iteration, piece in trained(whole) if iteration < 2]
+    after = [piece for _, piece in trained(ranks)]
+    mine = [piece for piece in before + after if piece[1] < len(LENGTHS)]
+    tokens = [(*piece[:2], at) for piece in mine for at in range(piece[2], piece[3])]
+    assert len(tokens) == len(set(tokens)) and len(tokens) > sum(p[3] - p[2] for p in before)
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
+    done = launch([*arguments, "--load", str(tmp_path / "saved")], 2, out=tmp_path / "again")
+    assert done.returncode == 0, failure(done)
+    assert "the document order taken up at sample 8 goes on" in done.stdout
+    again = [torch.load(tmp_path / "again" / f"rank{at}.pt", weights_only=False) for at in range(2)]
+    assert trained(again) == [entry for entry in trained(ranks) if entry[0] == 1]
 
 
 def test_a_changed_cost_of_work_is_refused_with_the_flag(corpus: Path, stopped: Path) -> None:

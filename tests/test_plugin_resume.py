@@ -7,11 +7,16 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
-from packing_oracle import make_planner
+from packing_oracle import COST, make_planner
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.blend import Blend
+from wlb_megatron.packing.corpus import Corpus, Rules
+from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin import checkpoint, resume
 from wlb_megatron.plugin.source import Source
 from wlb_megatron.refusals import Refused
@@ -127,3 +132,121 @@ def test_a_checkpoint_without_a_state_needs_to_be_told_to_begin_anew() -> None:
     unread = source()
     resume.restore(unread, megatron(0))  # --finetune: a new run
     assert unread.planner.samples == 0
+    with pytest.raises(Refused, match="refuses --wlb-fresh-order: training begins at iteration 0"):
+        resume.restore(source(fresh_order=True), megatron(0))
+
+
+def documents(*, fresh: bool = False, cost: float = 0.0, **changed: Any) -> Source:
+    """Training on one corpus in windows of 16 tokens, two a batch. changed: of lengths, weight, window, seed, bins, and
+    of settings of packing."""
+    lengths = changed.pop("lengths", [5, 9, 3, 16, 7, 12] * 4)
+    window, bins = changed.pop("window", 16), changed.pop("bins", 2)
+    corpus = Corpus("one", np.array(lengths), weight=changed.pop("weight", 1.0))
+    rules = Rules(window, seed=changed.pop("seed", 3), endless=True)
+    settings = {"packing": "fixed-greedy", "balance_batches": 3, "micro_batches_per_window": "1"} | changed
+    config = WlbConfig(quadratic_at=99.0, document_cost=cost, fresh_order=fresh, **settings)
+    packer = make_packer(config, COST, window=window, micro_batches=bins)
+    planner = Planner(DocumentStream([corpus], rules), packer, global_tokens=bins * window)
+    return Source(Blend([]), planner, config, bins, 8.0, (), 0)
+
+
+def loaded_after(iterations: int, of: Source, args: argparse.Namespace) -> Source:
+    """Save `of` after so many more iterations, and load that."""
+    for _ in range(iterations):
+        of.planner.next_iteration()
+    resume.remember(of, of.planner.snapshot())
+    load(save(args))
+    return of
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "sha256 of lengths was": {"lengths": [5, 9, 3, 16, 12, 7] * 4},
+    "documents was 24, is 12": {"lengths": [5, 9, 3, 16, 7, 12] * 2},
+    "weight was 1.0, is 2.0": {"weight": 2.0},
+    "windows of 16 tokens, this run of 32": {"window": 32},
+    "seed was 3, is 4": {"seed": 4},
+    "--global-batch-size": {"bins": 4},
+    "packing was 'fixed-greedy', is 'original'": {"packing": "original"},
+    "balance_batches was 3, is 2": {"balance_batches": 2},
+    "max_documents was 4096, is 9": {"max_documents": 9},
+    "--wlb-document-cost was 0.0, is 2.0": {"cost": 2.0},
+}
+"""What a refusal says, of what changed."""
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_what_changed_is_refused_with_the_flag_that_takes_it_up_and_taken_up_with_it(words: str) -> None:
+    args = megatron(4)
+    args.consumed_train_samples = 8
+    before = loaded_after(4, documents(), args)
+    with pytest.raises(Refused) as refused:
+        resume.restore(documents(**CHANGES[words]), args)
+    (line,) = str(refused.value).splitlines()
+    assert words in line and "or add --wlb-fresh-order: what waits trains first" in line
+    now = documents(fresh=True, **CHANGES[words])
+    said = resume.restore(now, args)
+    assert said[0].startswith("takes up the document order at sample 8: ") and words in said[0]
+    assert (now.planner.samples, now.planner.trained) == (8, before.planner.trained)
+    waiting = before.planner.packer.waiting
+    assert waiting
+    arrived = now.planner.next_iteration().arrived  # type: ignore[union-attr]
+    if "lengths" in CHANGES[words]:
+        assert said[1:3] == ["corpora: 1 are new, 1 are gone", said[2]] and "do not train" in said[2]
+        assert all(piece.start == piece.epoch == 0 for piece in arrived)
+        assert len({piece.document for piece in arrived}) == len(arrived)
+    else:
+        kept = sum(piece.tokens for piece in waiting)
+        assert f"{len(waiting)} documents ({kept} tokens) that waited train first" in said
+        assert set(arrived[: len(waiting)]) <= set(waiting)
+        assert (
+            said[1]
+            == f"corpora: 1 {'begin an epoch' if words.startswith('seed') else 'go on where they stood'}"
+        )
+
+
+def test_a_run_that_has_taken_up_an_order_goes_on_with_it_when_it_is_queued_again() -> None:
+    """The job's flags are the same at each start: the order is not begun anew each time."""
+    args = megatron(4)
+    args.consumed_train_samples = 8
+    loaded_after(4, documents(), args)
+    changed = documents(fresh=True, packing="original")
+    resume.restore(changed, args)
+    loaded_after(2, changed, args)
+    args.iteration, args.consumed_train_samples = 6, 12
+    again = documents(fresh=True, packing="original")
+    assert resume.restore(again, args) == [
+        "the document order taken up at sample 8 goes on: --wlb-fresh-order is done"
+    ]
+    for _ in range(5):
+        assert again.planner.next_iteration() == changed.planner.next_iteration()
+    other = documents(fresh=True, packing="original", max_documents=7)  # a second change is taken up, too
+    assert "max_documents was 4096, is 7" in resume.restore(other, args)[0]
+    assert other.planner.began == 12
+
+
+def test_the_flag_alone_begins_an_epoch_of_every_corpus() -> None:
+    args = megatron(4)
+    args.consumed_train_samples = 8
+    before = loaded_after(4, documents(), args)
+    now = documents(fresh=True)
+    said = resume.restore(now, args)
+    assert said[:2] == ["takes up the document order at sample 8: as --wlb-fresh-order asks", said[1]]
+    assert said[1] == "corpora: 1 begin an epoch"
+    waiting = before.planner.packer.waiting
+    arrived = now.planner.next_iteration().arrived  # type: ignore[union-attr]
+    assert sorted(arrived[: len(waiting)]) == sorted(waiting)[: len(arrived)]
+    assert {piece.epoch for piece in arrived if piece not in waiting} <= {1}
+
+
+@pytest.mark.parametrize("damage", [{"packer": {}}, {"packer": 3, "version": 9}, {"stream": {}}])
+def test_a_state_that_cannot_be_read_is_said_to_be_and_all_begins(damage: dict[str, Any]) -> None:
+    args = megatron(4)
+    args.consumed_train_samples = 8
+    before = documents()
+    state = {"settings": resume._settings_of(before), "planner": before.planner.state() | damage}
+    load(argparse.Namespace(wlb_state=json.dumps(state)))
+    with pytest.raises(Refused, match="--wlb-fresh-order"):
+        resume.restore(documents(), args)
+    now = documents(fresh=True)
+    assert "cannot be read" in resume.restore(now, args)[1]
+    assert now.planner.next_iteration().arrived == documents().planner.next_iteration().arrived  # type: ignore[union-attr]

@@ -142,7 +142,10 @@ class WlbConfig:
         within=(0, SECONDS),
     )
     fresh_order: bool = _setting(
-        False, "begin the document order anew from a checkpoint that holds no packing state"
+        False,
+        "go on from a checkpoint with other corpora, weights, --seq-length or packing, or of a run without the plugin: "
+        "what waits trains first, corpora go on where they stood, new ones begin; with another --seed, or nothing "
+        "else changed, all begin an epoch. A run that has done so goes on with it",
     )
     log: str | None = _setting(None, "append one JSON line per trained iteration to this file (path)")
     log_plans: bool = _setting(

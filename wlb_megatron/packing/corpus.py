@@ -113,11 +113,11 @@ class CorpusWalk:
                 f"{corpus.name}: no token to train on in {len(corpus.lengths)} documents "
                 f"(window {rules.window}, over-long documents: {rules.overlong}); give another corpus or window"
             )
-        self._corpus, self._rules, self._position = corpus, rules, position
+        self._corpus, self._rules, self.position = corpus, rules, position
         # Only where they are split is a document several pieces.
         window = rules.window if rules.overlong == "split" else np.iinfo(np.int64).max
         self._order = PieceOrder(corpus.lengths, window)
-        self._begun: tuple[int, int] | None = None  # epoch and version that the order is of
+        self._begun: tuple[int, int, int] | None = None  # epoch, version and position that the order is of
         self.place(np.zeros(10, dtype=np.int64), VERSION)
 
     def place(self, row: IntArray, version: int) -> None:
@@ -159,10 +159,10 @@ class CorpusWalk:
         epoch, seed = int(self._row[EPOCH]), self._rules.seed
         spread = self._version >= 3 and seed is not None
         self._piece_unit = 1 if spread else self._rules.window
-        if self._begun != (epoch, self._version):
-            seeds = None if seed is None else [seed, self._position, epoch]
+        if self._begun != (epoch, self._version, self.position):
+            seeds = None if seed is None else [seed, self.position, epoch]
             self._order.begin(seeds, stored=self._version == 1, spread=spread)
-            self._begun = epoch, self._version
+            self._begun = epoch, self._version, self.position
 
     def _fill(self, begin: int, out: int = 0) -> None:
         """Take the epoch's next places, from `begin` on. out: entries of the first one that are given out already."""

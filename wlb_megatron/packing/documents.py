@@ -37,7 +37,8 @@ class DocumentStream:
 
     A blend gives the next piece from the corpus that has had the fewest tokens for its weight so far (the
     first of equals): weights are shares of tokens, as Megatron's are. The order depends on the seed, the epoch
-    and the corpus's position in the blend, so a corpus given twice comes in two orders.
+    and the corpus's position in the blend, so a corpus given twice comes in two orders. A state keeps the positions:
+    see carry.py.
     """
 
     def __init__(self, corpora: Sequence[Corpus], rules: Rules) -> None:
@@ -82,7 +83,10 @@ class DocumentStream:
 
     def state(self) -> dict[str, Any]:
         """JSON-able: after `load_state` of it, `next` gives what it would have given here."""
-        corpora = [{name: int(row[column]) for name, column in STATE.items()} for row in self._places()]
+        corpora = [
+            {name: int(row[column]) for name, column in STATE.items()} | {"position": walk.position}
+            for row, walk in zip(self._places(), self._walks, strict=True)
+        ]
         return {"version": self._version, "fingerprint": self.fingerprint, "corpora": corpora}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -96,16 +100,19 @@ class DocumentStream:
         try:
             changed = _differences(state["fingerprint"], self.fingerprint, self.names)
             rows = [_row(saved) for saved in state["corpora"]]
+            positions = [int(saved.get("position", at)) for at, saved in enumerate(state["corpora"])]
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise WlbError("saved document stream is damaged; resume from another checkpoint") from None
         if changed:
             raise WlbError(
                 f"cannot resume the document stream: {'; '.join(changed)}; "
-                "resume with the same corpora and settings, or start without the saved state"
+                "resume with the same corpora and settings"
             )
         if len(rows) != len(self._walks):
             raise WlbError("saved document stream is damaged; resume from another checkpoint")
         self._version = version
+        for walk, position in zip(self._walks, positions, strict=True):
+            walk.position = position
         self._restart(rows)
 
     def _restart(self, rows: list[IntArray]) -> None:

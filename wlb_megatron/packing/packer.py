@@ -270,6 +270,5 @@ def check_settings(saved: dict[str, Any], now: dict[str, Any]) -> None:
     changed = [f"{key} was {saved.get(key)!r}, is {now[key]!r}" for key in now if saved.get(key) != now[key]]
     if changed:
         raise WlbError(
-            f"the saved packing state does not fit these settings: {'; '.join(changed)}. "
-            "Restore them, or start without the saved state"
+            f"the saved packing state does not fit these settings: {'; '.join(changed)}: set them as before"
         )

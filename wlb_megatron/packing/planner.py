@@ -51,6 +51,7 @@ class Planner:
         self.schedule = schedule or BatchSchedule.constant(packer.bins)
         self.iteration = 0
         self.samples = 0  # of all iterations so far, as Megatron counts them
+        self.began = 0  # samples at which this order began, in a run that has trained with another
         self.taken = 0  # tokens; a Python integer, so it does not end at 2**31
         self.put_back = 0  # pieces, so far
         self.trained = 0  # tokens of all iterations so far
@@ -58,10 +59,18 @@ class Planner:
         self._put_back: deque[Piece] = deque()
         self._ended = False
 
-    def begin_at(self, samples: int) -> None:
-        """Begin the stream in a run that has trained so many samples of another: batches have the size due there."""
-        self.samples, self.taken = samples, self._tokens(samples)
-        self.trained = self.taken
+    def begin_at(self, samples: int, waiting: Sequence[Piece] = (), trained: int | None = None) -> None:
+        """Begin an order in a run that has trained so many samples of another: batches have the size due there.
+
+        waiting: pieces that come before the stream's. trained: tokens so far, where they are known.
+        """
+        self.samples, self.taken, self.began = samples, self._tokens(samples), samples
+        self.trained = self.taken if trained is None else trained
+        self._put_back = deque(waiting)
+        if self.packer.waiting:  # of a state that was loaded before
+            self.packer.load_state({**self.packer.state(), "waiting": [], "planned": []})
+        self.iteration = self._supplied = self.put_back = 0
+        self._ended = False
 
     def next_iteration(self) -> IterationPlan | None:
         """The next iteration's plan, or None when a finite stream has ended and nothing waits."""
@@ -121,6 +130,7 @@ class Planner:
             "version": STATE_VERSION,
             "iteration": self.iteration,
             "samples": self.samples,
+            "began": self.began,
             "supplied": self._supplied,
             "taken": self.taken,
             "trained": self.trained,
@@ -158,8 +168,9 @@ class Planner:
                 f"the saved plan had global batches of {_told(saved)}, this run has {_told(self.schedule)}: keep "
                 f"--global-batch-size or --step-batch-size-schedule as they were up to sample {known}"
             )
-        self.packer.load_state(state["packer"])
         self.stream.load_state(state["stream"])
+        self.packer.load_state(state["packer"])
+        self.began = int(state.get("began", 0))
         self.iteration = int(state["iteration"])
         self.samples = samples
         self.taken = int(state["taken"])

@@ -57,7 +57,8 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
             return made[0]
         args = get_args()
         if "train" in sources:  # else --skip-train
-            restore(sources["train"], args)
+            for line in restore(sources["train"], args):
+                print_rank_0(f"> wlb_megatron: {line}")
         first = next(iter(sources.values()))
         print_rank_0(
             f"> wlb_megatron: {_documents_of(first)}, packing {first.config.packing}, micro-batches "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from wlb_megatron.packing.carry import Carried, take_up
 from wlb_megatron.plugin import checkpoint
 from wlb_megatron.plugin.batch_sizes import misfit
 from wlb_megatron.plugin.source import Source
@@ -18,50 +19,97 @@ def remember(source: Source, planner_state: Callable[[], dict[str, Any]], *, app
     keep(lambda: {"settings": settings, "planner": planner_state()})
 
 
-def restore(source: Source, args: Any) -> None:
-    """Bring the planner to where the loaded checkpoint was saved. SystemExit with one line if it cannot continue."""
-    if args.iteration:  # else a new run, or --finetune
-        _continue(source, args)
+CURE = "or add --wlb-fresh-order: what waits trains first, corpora go on where they stood, new ones begin"
+
+
+def restore(source: Source, args: Any) -> list[str]:
+    """Bring the planner to where the loaded checkpoint was saved; returns what there is to say of it. SystemExit with
+    one line if it cannot continue."""
+    said: list[str] = []
+    if args.iteration:
+        said = _continue(source, args)
+    elif source.config.fresh_order:  # a new run, or --finetune
+        raise Refused(
+            "wlb_megatron refuses --wlb-fresh-order: training begins at iteration 0, so there is no document order to "
+            "take up; drop it, or give --load (without --finetune)"
+        )
     planner = source.planner
     for size in planner.schedule.from_now(planner.samples):
         if wrong := misfit(size, args):
             raise Refused(f"wlb_megatron: this run comes to global batches that cannot train: {wrong}")
+    return said
 
 
-def _continue(source: Source, args: Any) -> None:
-    state, planner = checkpoint.loaded_state(), source.planner
-    if state is not None:
-        _check_settings(state["settings"], _settings_of(source))
-        try:
-            planner.load_state(state["planner"])
-        except ValueError as error:
-            raise Refused(f"wlb_megatron: {error}") from None
-        if planner.samples != args.consumed_train_samples:
+def _continue(source: Source, args: Any) -> list[str]:
+    state, planner, fresh = checkpoint.loaded_state(), source.planner, source.config.fresh_order
+    samples = args.consumed_train_samples
+    if state is None:
+        if not fresh:
             raise Refused(
-                f"wlb_megatron: the packing state has trained {planner.samples} samples, the checkpoint of iteration "
-                f"{args.iteration} {args.consumed_train_samples}: load the checkpoint as it was saved"
+                f"wlb_megatron: the checkpoint of iteration {args.iteration} holds no packing state, so which "
+                "documents it has trained is not known: add --wlb-fresh-order to begin the document order anew"
             )
-    elif source.config.fresh_order:
-        planner.begin_at(args.consumed_train_samples)
-    else:
-        raise Refused(
-            f"wlb_megatron: the checkpoint of iteration {args.iteration} holds no packing state, so which documents "
-            "it has trained is not known: add --wlb-fresh-order to begin the document order anew"
-        )
+        planner.begin_at(samples)
+        return [f"the document order begins at sample {samples:,}: the checkpoint has none"]
+    unmoved = planner.stream.state()
+    changed = _load(source, state, args)
+    if changed and not fresh:
+        raise Refused(f"wlb_megatron: {changed}; {CURE}")
+    if not changed and planner.began and fresh:
+        return [f"the document order taken up at sample {planner.began:,} goes on: --wlb-fresh-order is done"]
+    if not fresh:
+        return []
+    said = [f"takes up the document order at sample {samples:,}: {changed or 'as --wlb-fresh-order asks'}"]
+    try:
+        return [*said, *_told(take_up(planner, samples, state["planner"], next_epoch=not changed))]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        planner.stream.load_state(unmoved)
+        planner.begin_at(samples)
+        return [*said, "its state cannot be read: all corpora begin, and what waited is not known"]
+
+
+def _load(source: Source, state: dict[str, Any], args: Any) -> str:
+    """Load the state; what of it does not fit this run, empty if all does."""
+    changed = [
+        f"--wlb-{name.replace('_', '-')} was {state['settings'].get(name)}, is {value}"
+        for name, value in _settings_of(source).items()
+        if state["settings"].get(name) != value
+    ]
+    if changed:
+        return f"cannot resume with other settings of the work: {'; '.join(changed)}; set them as before"
+    try:
+        source.planner.load_state(state["planner"])
+    except ValueError as error:
+        return str(error)
+    except (KeyError, TypeError, AttributeError):
+        return "the packing state is damaged: resume from another checkpoint"
+    trained = source.planner.samples
+    if trained == args.consumed_train_samples:
+        return ""
+    return (
+        f"the packing state has trained {trained} samples, the checkpoint of iteration {args.iteration} "
+        f"{args.consumed_train_samples}: load the checkpoint as it was saved"
+    )
+
+
+def _told(carried: Carried) -> list[str]:
+    corpora = [
+        (carried.going_on, "go on where they stood"),
+        (carried.restarted, "begin an epoch"),
+        (carried.begun, "are new"),
+        (carried.gone, "are gone"),
+    ]
+    said = ["corpora: " + ", ".join(f"{count} {what}" for count, what in corpora if count)]
+    for pieces, what in (
+        (carried.kept, "train first"),
+        (carried.lost, "of corpora that are gone do not train"),
+    ):
+        if pieces:
+            tokens = sum(piece.tokens for piece in pieces)
+            said.append(f"{len(pieces):,} documents ({tokens:,} tokens) that waited {what}")
+    return said
 
 
 def _settings_of(source: Source) -> dict[str, Any]:
     """What plans depend on beside what the planner's own state checks."""
     return {"quadratic_at": source.config.quadratic_at, "document_cost": source.config.document_cost}
-
-
-def _check_settings(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    changed = [
-        f"--wlb-{name.replace('_', '-')} was {saved.get(name)}, now {value}"
-        for name, value in now.items()
-        if saved.get(name) != value
-    ]
-    if changed:
-        raise Refused(
-            f"wlb_megatron cannot resume with other settings of the work: {'; '.join(changed)}; set them as before"
-        )

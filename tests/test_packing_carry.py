@@ -1,0 +1,256 @@
+"""A run taken up with other corpora, weights, windows or packing: each document still trains once an epoch."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packing_oracle import COST
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.packing.carry import Carried, take_up, waiting_in
+from wlb_megatron.packing.corpus import Corpus, Rules
+from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.planner import Planner
+from wlb_megatron.plan import Piece
+
+WINDOW = 64
+LENGTHS = {
+    "a": [30, 64, 7, 50, 1, 22, 61, 9, 40, 64, 3, 55, 12, 33, 28, 64, 5, 44],
+    "b": [10, 20, 60, 2, 64, 31, 15, 48, 6],
+    "c": [5] * 40,
+}
+PACKINGS = [
+    {"packing": "varlen", "chunks": "off", "thresholds": "24,40"},
+    {"packing": "varlen", "chunks": "off", "thresholds": "none", "max_delay": 3, "max_tokens": 128},
+    {"packing": "original"},
+    {"packing": "fixed-greedy", "balance_batches": 3},
+]
+
+
+def corpora(*parts: tuple[str, float]) -> list[Corpus]:
+    """Corpora by name and weight, ids counted up."""
+    made, first = [], 0
+    for name, weight in parts:
+        lengths = np.array(LENGTHS[name])
+        made.append(Corpus(name, lengths, first, weight))
+        first += len(lengths)
+    return made
+
+
+def planner(
+    parts: list[Corpus],
+    packing: dict[str, Any],
+    *,
+    window: int = WINDOW,
+    bins: int = 2,
+    seed: int | None = 5,
+    endless: bool = True,
+    overlong: str = "split",
+) -> Planner:
+    config = WlbConfig(**({"micro_batches_per_window": "1"} | packing))
+    packer = make_packer(config, COST, window=window, micro_batches=bins)
+    rules = Rules(window, overlong, seed, endless)
+    return Planner(DocumentStream(parts, rules), packer, global_tokens=bins * window)
+
+
+def pieces_of(one: Planner, iterations: int | None = None) -> list[Piece]:
+    """Everything trained in so many iterations, or until the stream ends."""
+    found: list[Piece] = []
+    while iterations is None or iterations:
+        plan = one.next_iteration()
+        if plan is None:
+            break
+        found += [p for row in plan.micro_batches for m in row for p in m.pieces]
+        iterations = None if iterations is None else iterations - 1
+    return found
+
+
+def tokens_of(pieces: list[Piece], parts: list[Corpus]) -> Counter[tuple[str, int, int, int]]:
+    """(corpus, epoch, document, token) of all pieces: by name, not by id."""
+    found: Counter[tuple[str, int, int, int]] = Counter()
+    for piece in pieces:
+        corpus = next(c for c in parts if c.first_id <= piece.document < c.first_id + len(c.lengths))
+        local = piece.document - corpus.first_id
+        found.update((corpus.name, piece.epoch, local, at) for at in range(piece.start, piece.end))
+    return found
+
+
+def taken_up(before: Planner, after: Planner, **how: Any) -> Carried:
+    state = json.loads(json.dumps(before.state()))
+    return take_up(after, before.samples, state, **how)
+
+
+def arriving(one: Planner, iterations: int, parts: list[Corpus], skip: int = 0) -> dict[str, list[Piece]]:
+    """By corpus, the pieces that arrive, ids counted from its first one, after the first `skip`; all that "trained"."""
+    found: dict[str, list[Piece]] = {"trained": []}
+    arrived: list[Piece] = []
+    for _ in range(iterations):
+        plan = one.next_iteration()
+        assert plan is not None
+        arrived += plan.arrived
+        found["trained"] += [p for row in plan.micro_batches for m in row for p in m.pieces]
+    for corpus in parts:
+        ids = range(corpus.first_id, corpus.first_id + len(corpus.lengths))
+        mine = [piece for piece in arrived[skip:] if piece.document in ids]
+        found[corpus.name] = [piece._replace(document=piece.document - ids.start) for piece in mine]
+    return found
+
+
+@pytest.mark.parametrize("old", range(len(PACKINGS)))
+@pytest.mark.parametrize("new", range(len(PACKINGS)))
+def test_through_a_change_of_packing_every_token_trains_once_and_what_waited_first(
+    old: int, new: int
+) -> None:
+    parts = corpora(("a", 1.0), ("b", 2.0))
+    for stop in (1, 2, 4):
+        before, after = (planner(parts, PACKINGS[at], endless=False) for at in (old, new))
+        first = pieces_of(before, stop)
+        waiting = waiting_in(before.state())
+        assert sorted(waiting) == sorted(before.packer.waiting)
+        carried = taken_up(before, after)
+        assert sorted(carried.kept) == sorted(waiting) and not carried.lost
+        plan = after.next_iteration()
+        assert plan is not None
+        assert list(plan.arrived[: len(waiting)]) == list(carried.kept)[: len(plan.arrived)]
+        rest = [p for row in plan.micro_batches for m in row for p in m.pieces] + pieces_of(after)
+        tokens = tokens_of(first + rest, parts)
+        assert set(tokens.values()) == {1} and tokens.total() == sum(map(sum, (LENGTHS["a"], LENGTHS["b"])))
+
+
+def test_samples_and_trained_tokens_go_on_and_the_state_resumes() -> None:
+    parts = corpora(("a", 1.0))
+    before, after = planner(parts, PACKINGS[0]), planner(parts, PACKINGS[2])
+    trained = sum(p.tokens for p in pieces_of(before, 3))
+    taken_up(before, after)
+    assert (after.samples, after.began, after.trained) == (6, 6, trained)
+    pieces_of(after, 1)
+    state = json.loads(json.dumps(after.state()))
+    again = planner(parts, PACKINGS[2])
+    again.load_state(state)
+    assert again.began == 6
+    assert pieces_of(again, 5) == pieces_of(after, 5)
+
+
+def test_weights_count_from_the_change_on_and_make_up_for_nothing() -> None:
+    """After 200 iterations at 9 to 1, 1 to 9: the corpus that had little does not come alone for 1,500 more."""
+    before = planner(corpora(("a", 9.0), ("b", 1.0)), PACKINGS[2])
+    after = planner(corpora(("a", 1.0), ("b", 9.0)), PACKINGS[2])
+    pieces_of(before, 200)
+    taken_up(before, after)
+    found = tokens_of(pieces_of(after, 100), corpora(("a", 1.0), ("b", 9.0)))
+    share = sum(count for key, count in found.items() if key[0] == "b") / found.total()
+    assert share == pytest.approx(0.9, abs=0.02)
+    assert set(found.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [("b", 1.0), ("a", 1.0)],
+        [("c", 1.0), ("a", 1.0), ("b", 3.0)],
+        [("a", 1.0)],
+        [("c", 0.5), ("b", 1.0)],
+    ],
+)
+def test_corpora_go_on_wherever_they_stand_in_the_blend_and_those_that_are_gone_are_told(
+    parts: list[tuple[str, float]],
+) -> None:
+    """Each corpus's documents come in the order of a run without a change, from where it stood."""
+    old, new = corpora(("a", 1.0), ("b", 1.0)), corpora(*parts)
+    before, after = planner(old, PACKINGS[3]), planner(new, PACKINGS[0])
+    first = pieces_of(before, 4)
+    waited = tokens_of(waiting_in(before.state()), old)
+    assert {name for name, *_ in waited} == {"a", "b"}
+    carried = taken_up(before, after)
+    names = {name for name, _ in parts}
+    assert (carried.begun, carried.gone) == (len(names - {"a", "b"}), len({"a", "b"} - names))
+    assert tokens_of(list(carried.kept), new) == Counter({k: 1 for k in waited if k[0] in names})
+    assert tokens_of(list(carried.lost), old) == Counter({k: 1 for k in waited if k[0] not in names})
+    unchanged = planner(old, PACKINGS[3])
+    unchanged.load_state(before.state())
+    orders = arriving(unchanged, 40, old), arriving(after, 40, new, len(carried.kept))
+    rest = orders[1].pop("trained")
+    for corpus in (c for c in old if c.name in names):
+        seen = tokens_of(first, old) + tokens_of(rest, new)
+        mine = {key: count for key, count in seen.items() if key[0] == corpus.name}
+        assert set(mine.values()) == {1}
+        assert sum(1 for key in mine if key[1] == 0) == sum(LENGTHS[corpus.name])
+        # Their order is that of a run without the change.
+        pairs = list(zip(*(order[corpus.name] for order in orders), strict=False))
+        assert len(pairs) > 10 and all(expected == found for expected, found in pairs)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=5, max_size=40),
+    old=st.sampled_from([32, 64, 96]),
+    new=st.sampled_from([32, 64, 96]),
+    stop=st.integers(1, 6),
+)
+def test_with_another_window_documents_up_to_both_still_train_once(
+    lengths: list[int], old: int, new: int, stop: int
+) -> None:
+    parts = [Corpus("lengths", np.array(lengths))]
+    before, after = (planner(parts, PACKINGS[2], window=window, endless=False) for window in (old, new))
+    first = pieces_of(before, stop)
+    carried = taken_up(before, after)
+    assert all(piece.tokens <= new for piece in carried.kept)
+    tokens = tokens_of(first + pieces_of(after), parts)
+    short = {d for d, length in enumerate(lengths) if length <= min(old, new)}
+    wanted = {("lengths", 0, d, at) for d in short for at in range(lengths[d])}
+    assert {key for key in tokens if key[2] in short} == wanted
+    assert all(tokens[key] == 1 for key in wanted)
+    if old == new:
+        assert set(tokens.values()) == {1} and tokens.total() == sum(lengths)
+
+
+@pytest.mark.parametrize(("how", "seed"), [({"next_epoch": True}, 5), ({}, 6)])
+def test_asked_to_or_with_another_seed_all_corpora_begin_their_next_epoch(
+    how: dict[str, bool], seed: int
+) -> None:
+    parts = corpora(("a", 1.0), ("b", 1.0))
+    before, after = planner(parts, PACKINGS[0]), planner(parts, PACKINGS[0], seed=seed)
+    first = tokens_of(pieces_of(before, 3), parts)
+    waiting = waiting_in(before.state())
+    carried = taken_up(before, after, **how)
+    assert (carried.going_on, carried.restarted) == (0, 2)
+    rest = pieces_of(after, 40)
+    assert {piece.epoch for piece in rest if piece not in waiting} >= {1} and 0 not in {
+        piece.epoch for piece in rest if piece not in waiting
+    }
+    tokens = first + tokens_of(rest, parts)
+    assert set(tokens.values()) == {1}
+
+
+def test_a_state_of_before_goes_on_by_the_order_of_now() -> None:
+    """Version 2 gave a book's pieces after each other: documents up to the window still train once."""
+    lengths = [200, 30, 64, 7, 300, 50, 61, 9, 40]
+    parts = [Corpus("lengths", np.array(lengths))]
+    before, after = (planner(parts, PACKINGS[2], endless=False) for _ in range(2))
+    before.stream.load_state(before.stream.state() | {"version": 2})
+    first = pieces_of(before, 3)
+    taken_up(before, after)
+    assert after.stream.state()["version"] == 3
+    tokens = tokens_of(first + pieces_of(after), parts)
+    for document, length in enumerate(lengths):
+        if length <= WINDOW:
+            assert [tokens["lengths", 0, document, at] for at in range(length)] == [1] * length
+
+
+def test_a_planner_that_has_loaded_a_state_forgets_what_waited_there() -> None:
+    parts = corpora(("a", 1.0))
+    before, after = planner(parts, PACKINGS[3]), planner(parts, PACKINGS[3])
+    pieces_of(before, 4)
+    assert before.packer.waiting
+    after.load_state(before.state())
+    taken_up(before, after, next_epoch=True)
+    assert not after.packer.waiting
+    tokens = tokens_of(pieces_of(after, 20), parts)
+    assert set(tokens.values()) == {1}
