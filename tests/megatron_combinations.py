@@ -60,7 +60,7 @@ GPU: tuple[Combination, ...] = (
     Combination("CP2, Megatron-FSDP", 2, f"{CP} 2 {MEGATRON_FSDP}", needs="einops"),
     Combination("CP2, selective recompute", 2, f"{CP} 2 --recompute-granularity selective"),
     Combination("PP2, tied embeddings", 2, f"{PP} 2", without="--untie-embeddings-and-output-weights"),
-    Combination("CP2, FP8 delayed", 2, f"{CP} 2", f"{FP8} delayed"),
+    Combination("CP2, FP8 delayed, after a rehearsal", 2, f"{CP} 2 --wlb-rehearsal always", f"{FP8} delayed"),
     Combination("CP2, FP8 blockwise", 2, f"{CP} 2", f"{FP8} blockwise"),
     Combination("CP2", 2, f"{CP} 2"),
     Combination("TP2+SP", 2, f"{TP} 2 --sequence-parallel", stock=True),

@@ -42,6 +42,20 @@ def refuse_unfit(dim: int, capability: tuple[int, int] | None) -> None:
         )
 
 
+def delayed_scales() -> list[tuple[Tensor, Tensor]]:
+    """What FP8 with delayed scaling has learnt of every tensor that it has met: scales (fp32[n]) and histories of
+    largest values (fp32[length, n]), by module and direction. They are its own: changed in place, it goes on with them.
+    """
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    state = FP8GlobalStateManager.quantization_state
+    return [
+        pair
+        for key, scales in state.global_scale_buffer.items()
+        for pair in zip(scales, state.global_amax_history_buffer[key], strict=True)
+    ]
+
+
 class TransformerEngineKernels:
     """sharded_attention.Kernels in bf16 or fp16. deterministic: backward sums in a fixed order, slower."""
 

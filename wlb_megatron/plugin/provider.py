@@ -160,7 +160,9 @@ def _training(source: Source, args: Any, agreement: PlanAgreement) -> MicroBatch
     if wanted:
         seconds = source.config.graph_seconds
         held = -(-source.planner.packer.held_tokens // most)
-        longest = longest_micro_batch(most, args.seq_length, settings, layout, documents, seconds, held)
+        longest = longest_micro_batch(
+            most, args.seq_length, settings, layout, source.corpus, documents, seconds, held
+        )
     iterator = MicroBatchIterator(_loader(source, sampler, layout, args), trained, longest)
     return iterator
 

@@ -2,8 +2,8 @@
 
 It takes the memory that any later step can need, so that the order of micro-batches is free after that and a run
 that does not fit ends now, not at a step that happens to draw long ones. Before it, kernel graphs of the sizes that
-micro-batches can have are built (kernel_graphs.py). Gradients are cleared, random states and buffers (such
-as routers' counts of tokens) put back: training goes on as if nothing had been.
+micro-batches can have are built (kernel_graphs.py). Gradients are cleared and all other state is put back
+(kept_state.py): training goes on as if nothing had been.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from wlb_megatron.packing.blend import Blend
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.data import Layout, with_plan
+from wlb_megatron.plugin.kept_state import KeptState
 from wlb_megatron.plugin.kernel_graphs import Met, build_graphs
 from wlb_megatron.plugin.planning import PlannedMicroBatch, ShardSettings
 from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
@@ -27,20 +29,24 @@ from wlb_megatron.sharding.select import shard
 REHEARSAL = -1
 """Iteration number of a rehearsed micro-batch."""
 
+MOST_READ = 4096
+"""Documents read for it at most, however short they are."""
+
 
 def longest_micro_batch(
     max_tokens: int,
     window: int,
     settings: ShardSettings,
     layout: Layout,
+    corpus: Blend,
     documents: int = 1,
     graph_seconds: float = 0.0,
     held: int = 0,
 ) -> dict[str, Any]:
-    """A batch of max_tokens zeros as documents of one window, cut per document: every rank needs all keys.
+    """A batch of max_tokens as documents of one window, cut per document: every rank needs all keys.
 
-    documents: how many a micro-batch of max_tokens may hold. graph_seconds: for building kernel graphs before it. held:
-    micro-batches that run forward before the first backward, 0: as the schedule has it.
+    The tokens are the corpus's. documents: how many a micro-batch of max_tokens may hold. graph_seconds: for building
+    kernel graphs before it. held: micro-batches that run forward before the first backward, 0: as the schedule has it.
     """
     usable = max_tokens // settings.alignment * settings.alignment
     sizes = [window] * (usable // window) + [usable % window] * (usable % window > 0)
@@ -64,11 +70,13 @@ def longest_micro_batch(
         graph_seconds,
     )
     if layout.reads_tokens:
-        shape = (1, plan.tokens_per_rank[layout.cp_rank])
-        zeros = torch.zeros(shape, dtype=torch.int64)
-        positions = torch.from_numpy(plan.positions(layout.cp_rank))[None]
-        batch.update(tokens=zeros, labels=zeros, loss_mask=torch.ones(shape), position_ids=positions)
-        batch["predicted"] = float(shape[1])
+        index = plan.packed_index(layout.cp_rank)
+        ids = torch.from_numpy(text(corpus, plan.tokens + 1, settings.dp_rank, layout.vocabulary))
+        batch.update(
+            tokens=ids[index][None], labels=ids[index + 1][None], loss_mask=torch.ones(1, len(index))
+        )
+        batch["position_ids"] = torch.from_numpy(plan.positions(layout.cp_rank))[None]
+        batch["predicted"] = float(len(index))
     return batch
 
 
@@ -81,22 +89,31 @@ def _of_a_window(window: int, settings: ShardSettings, layout: Layout) -> Attent
     return attention_layout(plan, layout.cp_rank, layout.window)
 
 
+def text(corpus: Blend, tokens: int, seed: int, vocabulary: int | None) -> np.ndarray:
+    """int64[tokens] of documents drawn at random, one after the other; over again where the corpus has fewer.
+
+    Routers then choose experts as they do in training. Of one token repeated, all would go to the same experts, and
+    with expert parallelism a rank would get every rank's tokens. Ids without a row in the embedding become its last
+    one: they are told where they train.
+    """
+    drawn, found = [np.zeros(0, dtype=np.int64)], 0
+    for document in np.random.default_rng(seed).integers(corpus.first_ids[-1], size=MOST_READ).tolist():
+        if found == tokens:
+            break
+        drawn.append(corpus.read(document, 0, min(corpus.length(document), tokens - found)))
+        found += len(drawn[-1])
+    ids = np.resize(np.concatenate(drawn), tokens)
+    return ids if vocabulary is None else ids.clip(0, vocabulary - 1)
+
+
 def rehearse(step: Callable[[], Any], model: Any, batch: dict[str, Any]) -> None:
     """Build kernels, run `step` (a forward and backward of all micro-batches) and undo what it left behind."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
     chunks = model if isinstance(model, list) else [model]
-    tracker = get_cuda_rng_tracker()
-    states, cpu, gpu = tracker.get_states(), torch.get_rng_state(), torch.cuda.get_rng_state()
-    buffers = [(buffer, buffer.clone()) for chunk in chunks for _, buffer in chunk.named_buffers()]
+    kept = KeptState(chunks)
     build_graphs(chunks, *batch["graphs"])
     step()
     for chunk in chunks:
         chunk.zero_grad_buffer()
         for parameter in chunk.parameters():
             parameter.grad = None  # where FSDP2 keeps it
-    for buffer, before in buffers:
-        buffer.copy_(before)
-    tracker.set_states(states)
-    torch.set_rng_state(cpu)
-    torch.cuda.set_rng_state(gpu)
+    kept.restore()

@@ -1,0 +1,184 @@
+"""A rehearsal is of tokens that training can meet, and leaves no state behind."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron_runs import write_corpus
+
+from wlb_megatron.packing.blend import Blend
+from wlb_megatron.plugin.data import Layout
+from wlb_megatron.plugin.kept_state import KeptState
+from wlb_megatron.plugin.planning import ShardSettings
+from wlb_megatron.plugin.rehearsal import longest_micro_batch, rehearse, text
+from wlb_megatron.workload.kernel_table import h100
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> tuple[Blend, list[list[int]]]:
+    """A corpus of four documents, one of them empty, and their tokens."""
+    tokens = write_corpus(tmp_path / "corpus", [9, 0, 30, 5], vocabulary=100)
+    return Blend([str(tmp_path / "corpus")]), [document.tolist() for document in tokens]
+
+
+def test_the_tokens_are_of_whole_documents_and_begin_again_where_these_are_few(
+    documents: tuple[Blend, list[list[int]]],
+) -> None:
+    corpus, tokens = documents
+    found = text(corpus, 500, 0, None).tolist()
+    assert len(found) == 500
+    while found:
+        (document,) = [one for one in tokens if one and found[: len(one)] == one[: len(found)]]
+        del found[: len(document)]
+
+
+def test_data_parallel_ranks_rehearse_other_tokens_and_ids_without_a_row_are_replaced(
+    documents: tuple[Blend, list[list[int]]],
+) -> None:
+    corpus, _ = documents
+    assert text(corpus, 64, 3, None).tolist() == text(corpus, 64, 3, None).tolist()
+    assert text(corpus, 64, 3, None).tolist() != text(corpus, 64, 4, None).tolist()
+    assert text(corpus, 64, 3, 50).max() == 49
+
+
+def test_context_parallel_ranks_hold_parts_of_one_text_and_predict_its_next_tokens(
+    documents: tuple[Blend, list[list[int]]],
+) -> None:
+    corpus, _ = documents
+    settings = ShardSettings(0, 2, 2, "hybrid", h100())
+    whole, following = np.full(24, -1), np.full(24, -1)
+    for rank in range(2):
+        batch = longest_micro_batch(24, 16, settings, Layout(rank, 1, 8, True), corpus)
+        index = batch["planned"].shard.packed_index(rank)
+        whole[index], following[index] = batch["tokens"][0], batch["labels"][0]
+    stream = text(corpus, 25, 0, None)
+    assert whole.tolist() == stream[:-1].tolist() and following.tolist() == stream[1:].tolist()
+    assert len(set(whole.tolist())) > 4
+
+
+@dataclass
+class RecipeState:
+    """Transformer Engine's DelayedScalingRecipeState, as far as its buffers go."""
+
+    scale: torch.Tensor
+    amax_history: torch.Tensor
+
+    @staticmethod
+    def fresh(tensors: int = 3, length: int = 4) -> RecipeState:
+        return RecipeState(torch.ones(tensors), torch.zeros(length, tensors))
+
+    def learn(self, value: float) -> None:
+        """What reduce_and_update_fp8_tensors does at an autocast's end, in place."""
+        self.amax_history.copy_(self.amax_history.roll(-1, 0))
+        self.amax_history[0] = value
+        self.scale.fill_(448 / value)
+
+    def told(self) -> tuple[list[float], list[list[float]]]:
+        return self.scale.tolist(), self.amax_history.tolist()
+
+
+class Linear(torch.nn.Module):
+    """A module of Transformer Engine's: scales in fp8_meta, where they are from its first forward pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": None}
+
+
+class Chunk(torch.nn.ModuleDict):
+    def zero_grad_buffer(self) -> None:
+        pass
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Transformer Engine's global state; the plugin's backend is imported over stand-ins for its modules."""
+    from megatron.core.models.gpt import gpt_model  # noqa: F401  (Megatron looks for Transformer Engine when imported)
+    from megatron.training import global_vars
+
+    state = SimpleNamespace(global_scale_buffer={}, global_amax_history_buffer={})
+    attention = ModuleType("transformer_engine.pytorch.cpp_extensions.fused_attn")
+    attention.__dict__.update(
+        FusedAttnBackend={"F16_arbitrary_seqlen": 1}, fused_attn_fwd=None, fused_attn_bwd=None
+    )
+    quantization = ModuleType("transformer_engine.pytorch.quantization")
+    quantization.__dict__["FP8GlobalStateManager"] = SimpleNamespace(quantization_state=state)
+    for name in (
+        "transformer_engine",
+        "transformer_engine.pytorch",
+        "transformer_engine.pytorch.cpp_extensions",
+    ):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for module in (attention, quantization):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, "wlb_megatron.attention.te_backend", raising=False)
+    importlib.import_module("wlb_megatron.attention.te_backend")
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace(fp8="hybrid"))
+    monkeypatch.setattr("wlb_megatron.plugin.rehearsal.build_graphs", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: None)
+    yield state
+    sys.modules.pop("wlb_megatron.attention.te_backend", None)
+
+
+def joins(engine: Any, state: RecipeState, direction: str) -> None:
+    """add_fp8_tensors_to_global_buffer."""
+    key = f"{direction}_recipe=delayed,group=None"
+    engine.global_scale_buffer.setdefault(key, []).append(state.scale)
+    engine.global_amax_history_buffer.setdefault(key, []).append(state.amax_history)
+
+
+def test_fp8s_scales_and_histories_are_those_of_a_start_or_of_the_checkpoint(engine: Any) -> None:
+    """One module loaded, one loaded with a longer history than this run keeps, one that begins, one in no module."""
+    loaded, shortened, begun = Linear(), Linear(), Linear()
+    chunk = Chunk({"loaded": loaded, "shortened": shortened, "begun": begun})
+    for module, length in ((loaded, 4), (shortened, 8)):
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            module.fp8_meta[direction] = RecipeState.fresh(length=length)
+            for value in range(1, length + 1):
+                module.fp8_meta[direction].learn(float(value))
+    before = loaded.fp8_meta["scaling_fwd"].told()
+    kept_rows = shortened.fp8_meta["scaling_bwd"].amax_history[:4].tolist()
+    hidden = RecipeState.fresh()
+
+    def step() -> None:
+        for module in (loaded, shortened, begun):
+            for direction in ("forward", "backward"):
+                name = "scaling_fwd" if direction == "forward" else "scaling_bwd"
+                state = module.fp8_meta.setdefault(name, RecipeState.fresh())
+                state.amax_history = (
+                    state.amax_history[:4].clone() if module is shortened else state.amax_history
+                )
+                joins(engine, state, direction)
+        joins(engine, hidden, "forward")
+        for key, scales in engine.global_scale_buffer.items():
+            for state in map(RecipeState, scales, engine.global_amax_history_buffer[key]):
+                state.learn(1000.0)
+
+    rehearse(step, chunk, {"graphs": ((), 0.0)})
+    assert loaded.fp8_meta["scaling_fwd"].told() == loaded.fp8_meta["scaling_bwd"].told() == before
+    assert shortened.fp8_meta["scaling_bwd"].told() == ([56.0] * 3, kept_rows)
+    assert (
+        begun.fp8_meta["scaling_fwd"].told()
+        == begun.fp8_meta["scaling_bwd"].told()
+        == RecipeState.fresh().told()
+    )
+    assert hidden.told() == RecipeState.fresh().told()
+    held = engine.global_scale_buffer["forward_recipe=delayed,group=None"]
+    assert held[0] is loaded.fp8_meta["scaling_fwd"].scale  # it learns on in the same tensors
+
+
+def test_a_model_without_fp8_needs_no_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch, engine: Any
+) -> None:
+    monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", SimpleNamespace(fp8=None))
+    monkeypatch.setitem(sys.modules, "wlb_megatron.attention.te_backend", None)
+    KeptState([Chunk({"linear": torch.nn.Linear(2, 2)})]).restore()
