@@ -287,7 +287,7 @@ def test_so_does_one_whose_thresholds_were_learnt_from_a_sample_that_the_resumed
     lengths = np.where(rng.random(300) < 0.1, rng.integers(100, 513, 300), rng.integers(1, 60, 300))
     rules = Rules(window=512, seed=seed, endless=True)
     run = Run(
-        WlbConfig(max_delay=8, micro_batches_per_window="1"),
+        WlbConfig(max_delay=8, micro_batches_per_window="1", chunks="off"),
         (Corpus("one", lengths),),
         rules,
         steps=((0, 4),),

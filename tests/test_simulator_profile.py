@@ -117,7 +117,7 @@ def test_commands_take_a_profile(path: Path, capsys: pytest.CaptureFixture[str],
     if command == "simulate":
         flags += ["--tp", "4", "--cp", "2", "--profile", str(path), "--num-layers", "4", "--tp-exposed", "0"]
     else:
-        flags += ["--profile", str(path)]
+        flags += ["--tp", "4", "--profile", str(path), "--num-layers", "4"]
     assert main([command, *flags]) == 0
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert told["quadratic_at"] == pytest.approx(read_profile(path).costs.quadratic_at, rel=0.15)

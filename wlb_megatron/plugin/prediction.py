@@ -14,6 +14,7 @@ from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.plan import StepPlan
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.reporting import never_fatal
+from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.simulator.calibration import with_links
@@ -39,7 +40,8 @@ def predictor(args: Any, costs: Costs | None, dp_rank: int, alignment: int) -> P
 
     def predict(plan: IterationPlan, shards: Sequence[ShardPlan]) -> float:
         tokens, attention = _loads(plan, shards, model, dp_rank, alignment)
-        return float(run_steps(tokens, attention, model, blocking=True).steps[0]) / 1e6
+        (orders,) = orders_of([plan])
+        return float(run_steps(tokens, attention, model, blocking=True, orders=orders).steps[0]) / 1e6
 
     return _until_it_fails(predict)
 
