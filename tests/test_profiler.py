@@ -132,7 +132,7 @@ def test_a_budget_ends_measuring_but_keeps_what_was_measured(
                 "--num-query-groups",
                 "2",
             ],
-            "divide",
+            "no multiple of",
         ),
         (["--refit", "none.json"], "cannot read"),
     ],

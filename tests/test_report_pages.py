@@ -131,9 +131,9 @@ def test_two_runs_are_compared_setting_by_setting(out, tmp_path, capsys):
     ("flags", "message"),
     [
         ([], "give --out DIR"),
-        (["--out", "{}/x", "--iterations", "0"], "--iterations must be at least 1"),
+        (["--out", "{}/x", "--iterations", "0"], "is not a whole number from 1"),
         (["--out", "{}/x", "--lengths", "{}/none.npy"], "cannot read lengths"),
-        (["--out", "{}/x", "--matmul-rate", "0"], "matmul_rate must be positive"),
+        (["--out", "{}/x", "--matmul-rate", "0"], "--matmul-rate must be positive"),
         (["--out", "{}/file/x", "--iterations", "1"], "give another --out"),
         (["--out", "{}/x", "--compare", "{}/file", "{}/file"], "is not a reproduction's JSON"),
         (["--out", "{}/x", "--compare", "{}/none", "{}/file"], "cannot read"),
