@@ -27,7 +27,7 @@ class Foreign(Attention):
 
 
 def test_an_attention_that_came_in_after_the_plugins_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = argparse.Namespace(wlb_regather_keys=False)
+    args = argparse.Namespace(wlb_regather_keys=False, wlb_kernels="auto")
     monkeypatch.setattr(megatron.training, "get_args", lambda: args)
     with pytest.raises(Refused, match=r"0\.attention was built with Identity"):
         prepare_model([torch.nn.ModuleDict({"0": torch.nn.ModuleDict({"attention": Foreign()})})])
