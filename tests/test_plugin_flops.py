@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
 
+import forked_ranks
 import pytest
 import torch
+from megatron_runs import cpu_environment, failure, flags
 
 WINDOW = 64
 
@@ -49,6 +53,66 @@ def test_the_log_finds_the_step_that_the_loop_counted_and_steps_do_not_add_up(co
         tokens, squares = sum(lengths) + 3, sum(n * n for n in lengths) + 9
         assert count(args, 2) == count(args, 2) == pytest.approx(1000 * tokens + 3 * squares, rel=1e-12)
     assert args.seq_length == WINDOW
+
+
+@pytest.mark.parametrize("release", ["0.17", "0.19"])
+def test_throughput_is_of_all_iterations_since_the_last_line(
+    release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interval that Megatron's own timer has, which the line after the first iteration does not end."""
+    from wlb_megatron.plugin import flops
+
+    told: list[tuple[float, float]] = []
+    monkeypatch.setattr(flops, "get_args", lambda: argparse.Namespace(log_interval=3))
+
+    def log_of_17(loss, iteration, is_first_iteration=False):  # type: ignore[no-untyped-def]
+        told.append(flops._counted)
+
+    def log_of_19(  # type: ignore[no-untyped-def]
+        loss,
+        iteration,
+        is_first_iteration=False,
+        seqlen_squared_sum_in_batch=None,
+        total_real_tokens_in_batch=None,
+    ):
+        told.append((total_real_tokens_in_batch, seqlen_squared_sum_in_batch))
+
+    log = flops.wrap_training_log(log_of_17 if release == "0.17" else log_of_19)
+    for iteration in range(1, 7):
+        counted = (10.0 * iteration, 100.0 * iteration)
+        monkeypatch.setattr(flops, "_counted", counted)
+        later = {} if release == "0.17" else dict(zip(flops._TOTALS, counted, strict=True))
+        log(None, iteration, is_first_iteration=iteration == 1, **later)
+    assert [told[at] for at in (0, 2, 5)] == [(10, 100), (20, 200), (50, 500)]
+
+
+SCRIPT = """
+from megatron.training import training
+count = training.num_floating_point_operations
+
+def told(*args, **kwargs):
+    print(f"FLOPS {count(*args, **kwargs)!r}", flush=True)
+    return count(*args, **kwargs)
+
+training.num_floating_point_operations = told
+from wlb_megatron.plugin import pretrain_gpt
+pretrain_gpt.main()
+"""
+
+
+@pytest.mark.megatron
+def test_a_run_logs_the_flops_of_the_mean_iteration(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    arguments = [*flags(), "--data-path", str(corpus), "--split", "1,0,0", "--global-batch-size", "2"]
+    arguments += ["--train-iters", "6", "--log-interval", "3"]
+    done = forked_ranks.run([str(tmp_path / "script.py")], arguments, 1, cpu_environment(), timeout=200)
+    assert done.returncode == 0, failure(done)
+    found = [float(value) for value in re.findall(r"FLOPS (\S+)", done.stdout)]
+    # The loop counts each iteration; the log counts after iterations 1, 3 and 6.
+    first, logged, second, third, mean, *rest = found
+    assert first == logged and mean == pytest.approx((first + second + third) / 3, rel=1e-9)
+    assert "[wlb]" in done.stdout  # the other wrappers still find training_log's parameters by name
+    assert rest[3] == pytest.approx(sum(rest[:3]) / 3, rel=1e-9) and len(set(rest[:3])) > 1
 
 
 def test_megatrons_straggler_detector_gets_the_times_of_our_forwards() -> None:

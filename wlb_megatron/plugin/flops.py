@@ -7,11 +7,13 @@ own formula at s and 2 * s; a step of documents l then counts L * sum(l) + A * s
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.training import training
+from megatron.training import get_args, training
 
 _here: list[int] | None = None
 """Tokens and squared lengths of this rank's micro-batches since the last step's count; None outside of a step."""
@@ -49,6 +51,40 @@ def wrap_num_floating_point_operations(original: Callable[..., Any]) -> Callable
         return linear * _counted[0] + attention * _counted[1]
 
     return num_floating_point_operations
+
+
+def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
+    """training_log, given the mean FLOPs of the iterations since the last line.
+
+    Megatron divides the last iteration's FLOPs by the interval's mean time. That is the throughput only where all
+    iterations are alike.
+    """
+    signature, passed = inspect.signature(original), []
+
+    @functools.wraps(original)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        global _counted
+        given = signature.bind(*args, **kwargs).arguments
+        ours = set(_TOTALS) <= set(signature.parameters)
+        last = tuple(given.get(name) for name in _TOTALS) if ours else _counted
+        if last is None or None in last:
+            return original(*args, **kwargs)
+        passed.append(last)
+        mean = tuple(sum(each) / len(passed) for each in zip(*passed, strict=True))
+        if ours:
+            given |= dict(zip(_TOTALS, mean, strict=True))
+        else:
+            _counted = mean[0], mean[1]
+        # After the first iteration Megatron logs, but goes on summing times.
+        if given["iteration"] % get_args().log_interval == 0 and not given.get("is_first_iteration"):
+            passed.clear()
+        return original(**given)
+
+    return training_log
+
+
+_TOTALS = ("total_real_tokens_in_batch", "seqlen_squared_sum_in_batch")
+"""What training_log is given of an iteration from 0.18 on: tokens and squared lengths of documents, over all ranks."""
 
 
 def _over_all_ranks(here: list[int]) -> tuple[float, float]:

@@ -57,9 +57,10 @@ def _wrap_flops(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    from wlb_megatron.plugin import metrics, timers  # import torch's data loader
+    from wlb_megatron.plugin import flops, metrics, timers  # import torch's data loader, or megatron.training
 
-    return metrics.wrap_training_log(timers.wrap_training_log(checkpoint.wrap_training_log(original)))
+    logged = checkpoint.wrap_training_log(flops.wrap_training_log(original))
+    return metrics.wrap_training_log(timers.wrap_training_log(logged))
 
 
 def _wrap_dummy_train_step(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,9 +135,9 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "megatron.training.training:training_log",
-        ("skipped_iter",),
+        ("iteration", "skipped_iter"),
         "keeps the packing state for the next checkpoint; reports the plugin's figures after each iteration, its "
-        "timers among Megatron's",
+        "timers among Megatron's, and throughput over all iterations since the last line",
         _wrap_training_log,
     ),
     Hook(
