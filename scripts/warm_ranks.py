@@ -126,20 +126,21 @@ class Spans:
         self._recorder: Any = None
         self._host: list[int] = []
 
-    def after_iteration(self, iteration: int, args: Any, micro_batches: int, group: Any) -> None:
+    def after_iteration(self, iteration: int, args: Any, store: Any) -> None:
         """Stands for trace.after_iteration: called after each iteration's launches, on every rank."""
         from wlb_megatron.plugin import trace
 
         if iteration + 1 == self._first:
             self._recorder = trace._recorder = trace.Recorder(args.distributed_backend == "nccl")
-            self._recorder.run = self._timed(self._recorder.run)
+            self._recorder.forward = self._timed(self._recorder.forward)
+            self._recorder.backward = self._timed(self._recorder.backward)
         elif self._recorder is not None:
             self._ends.append((iteration, len(self._recorder._calls)))
 
     def _timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(backward: bool, call: Callable[[], Any]) -> Any:
+        def timed(*args: Any) -> Any:
             began = time.thread_time_ns()
-            result = run(backward, call)
+            result = run(*args)
             self._host.append(time.thread_time_ns() - began)
             return result
 
@@ -148,7 +149,7 @@ class Spans:
     def write(self) -> None:
         if self._recorder is None:
             return
-        calls, begin = self._recorder.spans(), 0
+        calls, begin = [call[:3] for call in self._recorder.calls()], 0
         with open(self._path, "w", encoding="utf-8") as file:
             for iteration, end in self._ends:
                 line = {"iteration": iteration, "calls": calls[begin:end], "host": self._host[begin:end]}

@@ -19,6 +19,7 @@ def test_a_token_id_outside_the_vocabulary_ends_the_run_on_tensor_parallel_ranks
     rewrite_corpus(tmp_path / "corpus", documents)
     done = launch([*flags(tensor=2), *RUN, "--data-path", str(tmp_path / "corpus"), "--num-workers", "1"], 2)
     assert done.returncode == 1
+    # A rank other than 0 puts its number and host before the line.
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"wlb_megatron: {tmp_path}/corpus: document 17 has token id 4999 at token 60")
+    assert f"wlb_megatron: {tmp_path}/corpus: document 17 has token id 4999 at token 60" in last
     assert "Traceback" not in done.stderr
