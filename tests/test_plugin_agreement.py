@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import resource
 import time
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from megatron_runs import free_port
 
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.corpus import Rules
+from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin import board
-from wlb_megatron.plugin.agreement import PlanAgreement, shared_gpu
+from wlb_megatron.plugin.agreement import EVERY, PlanAgreement, shared_gpu
 from wlb_megatron.plugin.board import KEPT, Board, common_store, wait_for
+from wlb_megatron.plugin.data import MicroBatchSampler
 from wlb_megatron.plugin.open_files import allow_open_files
-from wlb_megatron.plugin.planning import update_digest
+from wlb_megatron.plugin.planning import PlannedIteration, ShardSettings, plan_iterations, update_digest
+from wlb_megatron.sharding.digest import digest_of_cuts
+from wlb_megatron.sharding.segments import Chunks, ShardPlan
+from wlb_megatron.workload.cost_model import CostModel
+from wlb_megatron.workload.kernel_table import h100
 
 
 def digest(text: str) -> bytes:
@@ -41,8 +55,10 @@ def rank_of_three(rank: int, port: int) -> None:
     dist.barrier()
     kept = [at for at in range(5) if agreement._store.check([f"{at * 100}/answer"])]
     assert kept == [3, 4]
-    assert not any(agreement._store.check([f"100/{key}"]) for key in ("all", "digests", "digest 1"))
-    assert not agreement._store.check([f"100/{digest('same 1').hex()}"])
+    assert not any(
+        agreement._store.check([f"100/{key}"]) for key in ("all", "plans/digests", "plans/digest 1")
+    )
+    assert not agreement._store.check([f"100/plans/{digest('same 1').hex()}"])
     dist.barrier()
     with pytest.raises(RuntimeError) as told:
         agreement.compare(500, digest("other" if rank == 2 else "same"))  # on the last rank to come
@@ -83,6 +99,77 @@ def rank_of_three(rank: int, port: int) -> None:
 
 def test_equal_digests_pass_and_one_different_rank_is_named_on_all() -> None:
     multiprocessing.spawn(rank_of_three, (free_port(),), nprocs=3, join=True)
+
+
+def plans(dp_rank: int, differs_from: float) -> Iterator[PlannedIteration]:
+    """The documents are the same; from this iteration on they are cut in another way."""
+    found = []
+    for sharding in ("per-document", "per-sequence"):
+        stream = DocumentStream.of_lengths(
+            [60, 7, 200, 31, 90], Rules(256, "split", 1, endless=True), name="lengths"
+        )
+        packer = make_packer(WlbConfig(), CostModel(100.0), window=256, micro_batches=2, dp=2)
+        planner = Planner(stream, packer, global_tokens=4 * 256)
+        found.append(plan_iterations(planner, ShardSettings(dp_rank, 2, 2, sharding, h100())))
+    for ours, others in zip(*found, strict=True):
+        assert ours.digest == others.digest
+        yield others if ours.micro_batches[0].iteration >= differs_from else ours
+
+
+def rank_of_four(rank: int, port: int) -> None:
+    """Two data-parallel ranks of two context-parallel ranks each, of which rank 3 cuts differently: never, from the
+    start, or from iteration 100 on."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
+    for differs in (math.inf, 0, EVERY):
+        agreement = PlanAgreement()
+        agreement.begin("state")
+        see = partial(agreement.see, dp_rank=rank // 2)
+        given, micro_batches = (
+            -1,
+            iter(MicroBatchSampler(plans(rank // 2, differs if rank == 3 else math.inf), see)),
+        )
+        told = ""
+        try:
+            while given < EVERY + 1:
+                given = next(micro_batches)[0].iteration
+                agreement.check()
+            agreement.check(wait=True)
+        except RuntimeError as error:
+            told = str(error)
+        dist.barrier()
+        if differs == math.inf:
+            assert told == ""
+            continue
+        assert re.fullmatch(
+            rf"wlb_megatron: ranks have cut iteration {differs} differently: "
+            r"1 as rank [23] \(.*\); 1 as rank [23] \(.*\): the documents are the same, .*",
+            told,
+        )
+        assert given == -1 if not differs else given >= EVERY - 1
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_cuts_micro_batches_differently_is_named_before_the_first_of_them_is_given_out() -> None:
+    multiprocessing.spawn(rank_of_four, (free_port(),), nprocs=4, join=True)
+
+
+def test_digests_of_cuts_tell_segments_order_and_number_of_calls_apart() -> None:
+    rows = np.array([[0, 0, 4], [1, 0, 2]]), np.array([[1, 2, 8]])
+    lengths = np.array([4, 8])
+    cached = np.array([[0, 0, 4, 0, 1, 4]])
+    cuts = [
+        ShardPlan(lengths, rows),
+        ShardPlan(lengths, rows[::-1]),
+        ShardPlan(lengths, (rows[0][::-1], rows[1])),
+        ShardPlan(lengths, (rows[0][:1], np.concatenate((rows[0][1:], rows[1])))),
+        ShardPlan(lengths, rows, one_call=True),
+        ShardPlan(lengths, rows, chunks=Chunks(1, np.array([4, 0]), (cached, cached[:0]), np.array([1]))),
+        ShardPlan(lengths, rows, chunks=Chunks(1, np.array([4, 0]), (cached[:0], cached), np.array([1]))),
+    ]
+    assert len({digest_of_cuts([cut]) for cut in cuts}) == len(cuts)
+    assert digest_of_cuts(cuts[:1]) == digest_of_cuts(
+        [ShardPlan(lengths.copy(), (rows[0].copy(), rows[1]), kind="x")]
+    )
 
 
 def test_waiting_logs_nothing_however_long_and_ends_when_given_up_or_told(

@@ -56,14 +56,21 @@ class Layout:
 
 
 class MicroBatchSampler(Sampler[list[PlannedMicroBatch]]):
-    """Yields the micro-batches of planned iterations, one a batch; notes each iteration's state as it passes."""
+    """Yields the micro-batches of planned iterations, one a batch; notes each iteration's state as it passes.
 
-    def __init__(self, iterations: Iterable[PlannedIteration]) -> None:
+    see: called with each iteration before any of it is given out.
+    """
+
+    def __init__(
+        self, iterations: Iterable[PlannedIteration], see: Callable[[PlannedIteration], None] = lambda _: None
+    ) -> None:
         self._iterations = iterations
+        self._see = see
         self.passed: dict[int, PlannedIteration] = {}
 
     def __iter__(self) -> Iterator[list[PlannedMicroBatch]]:
         for planned in self._iterations:
+            self._see(planned)
             self.passed[planned.micro_batches[0].iteration] = planned
             for micro_batch in planned.micro_batches:
                 yield [micro_batch]

@@ -16,7 +16,7 @@ import torch
 from wlb_megatron.packing.predictions import predictions
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import metrics, timers, trace
-from wlb_megatron.plugin.agreement import EVERY, PlanAgreement, shared_gpu
+from wlb_megatron.plugin.agreement import PlanAgreement, shared_gpu
 from wlb_megatron.plugin.board import common_store
 from wlb_megatron.plugin.chunk_limits import in_step
 from wlb_megatron.plugin.data import (
@@ -116,7 +116,7 @@ def _training(source: Source, args: Any, agreement: PlanAgreement) -> MicroBatch
     if source.config.cp_mode == "dynamic":
         atexit.register(ahead.close)
     share_solver(source.planner.packer, ahead)
-    sampler = MicroBatchSampler(ahead)
+    sampler = MicroBatchSampler(ahead, partial(agreement.see, dp_rank=settings.dp_rank))
     latest: int | None = None
 
     def trained(batches: list[dict[str, Any]], skipped: bool) -> None:
@@ -131,11 +131,7 @@ def _training(source: Source, args: Any, agreement: PlanAgreement) -> MicroBatch
                 f"wlb_megatron: Megatron drew {len(batches)} micro-batches, iteration {iteration} was planned with "
                 f"{len(planned.micro_batches)}: the batch size was changed behind the plan"
             )
-        first = min(sampler.passed) == iteration and not agreement.started
-        if first or iteration % EVERY == 0:
-            agreement.compare(iteration, planned.digest, wait=first)
-        else:
-            agreement.check()
+        agreement.check()
         for passed in [number for number in sampler.passed if number < iteration]:
             del sampler.passed[passed]
         remember(source, planned.state, applied=skipped)
