@@ -90,18 +90,24 @@ def test_a_rehearsal_of_the_longest_micro_batches_leaves_no_trace(
     assert gradient <= 1e-5, parameter
 
 
-def test_after_a_rehearsal_every_logged_loss_is_that_of_a_run_without(corpus: Path) -> None:
-    """Routers' and multi-token losses, too, which Megatron adds up from layer to layer until it logs them."""
+def test_logged_losses_are_means_over_the_planned_micro_batches_and_leave_out_the_rehearsal(
+    corpus: Path,
+) -> None:
+    """Routers' and multi-token losses, too: Megatron adds them up until it logs them, and divides by the micro-batches
+    that its own calculator has. In twice as many micro-batches the same documents give nearly the same means."""
     routers = MOE.replace(
         "aux_loss --moe-aux-loss-coeff 0.01", "aux_loss global_aux_loss --moe-aux-loss-coeff 0.01 0.01"
     )
     arguments = [*flags(), *RUN, *routers.split(), "--moe-z-loss-coeff", "0.01", "--mtp-num-layers", "1"]
     told = []
-    for rehearsal in ("never", "always"):
-        done = launch([*arguments, "--data-path", str(corpus), "--wlb-rehearsal", rehearsal], 1)
+    for rehearsal, each in (("never", "1"), ("always", "1"), ("never", "2")):
+        plans = ["--wlb-rehearsal", rehearsal, "--wlb-micro-batches-per-window", each]
+        done = launch([*arguments, "--data-path", str(corpus), *plans], 1)
         assert done.returncode == 0, failure(done)
         told.append(re.findall(r"\| ([a-z_0-9 ]*loss): ([0-9.E+-]+)", done.stdout))
     assert {name for name, _ in told[0]} >= {
         *("lm loss", "load_balancing_loss", "global_load_balancing_loss", "z_loss", "mtp_1 loss"),
     }
     assert told[1] == told[0]
+    for (name, value), (same, twice) in zip(told[0], told[2], strict=True):
+        assert name == same and float(twice) == pytest.approx(float(value), rel=0.25), name

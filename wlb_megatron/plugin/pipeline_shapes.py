@@ -151,7 +151,7 @@ def _mean_losses(model: Any, batches: Sequence[Any]) -> AbstractContextManager[N
 
 def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*, data_iterator: Any, num_microbatches: int, **kwargs: Any) -> Any:
-        from wlb_megatron.plugin import data, grouped_steps, timers, trace
+        from wlb_megatron.plugin import data, grouped_steps, logged_losses, timers, trace
         from wlb_megatron.plugin.rehearsal import rehearse
 
         # Model chunks of a stage have an iterator each, all the plugin's same one.
@@ -198,6 +198,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             trace.begin_step()
         result = step(batches)
         if training:
+            logged_losses.stepped(num_microbatches, len(batches))
             source.after_step(batches)
         return result
 
