@@ -14,7 +14,7 @@ from wlb_megatron.analyze.pictures import draw_all, need_matplotlib
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.blocks import Lengths
-from wlb_megatron.simulator.job import add_job, read_job
+from wlb_megatron.simulator.job_flags import add_job, read_job
 
 
 def add_analyze(parser: argparse.ArgumentParser) -> None:

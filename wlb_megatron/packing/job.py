@@ -11,6 +11,9 @@ from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.planner import Planner, Stream
 from wlb_megatron.workload.cost_model import CostModel
 
+SAMPLE = 65536
+"""Pieces from which thresholds, and whether to train in chunks, are learnt: the first that train."""
+
 
 def plan_job(
     stream: Stream,

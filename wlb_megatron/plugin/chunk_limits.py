@@ -1,67 +1,41 @@
-"""What Megatron is told to do that documents in chunks cannot be trained with, and who must keep in step."""
+"""Megatron's arguments as far as they decide about documents in chunks."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from wlb_megatron.packing.chunk_limits import Trainer
 from wlb_megatron.plugin.versions import megatron_version
 
 
-def chunks_refused(args: Any) -> list[tuple[str, str]]:
-    """(flag, cure) of each setting under which steps cannot run in groups of micro-batches (grouped_steps.py)."""
+def trainer_of(args: Any) -> Trainer:
+    """args: Megatron's validated ones; what a release does not know is not given."""
 
     def given(name: str) -> Any:
         return getattr(args, name, None)
 
-    stages = args.pipeline_model_parallel_size
-    rows = (
-        (
-            (given("virtual_pipeline_model_parallel_size") or 1) > 1,
-            "--num-virtual-stages-per-pipeline-rank / --num-layers-per-virtual-pipeline-stage",
-            "chunks run in the non-interleaved schedule alone; use one model chunk a stage",
-        ),
-        (
-            stages > 1 and _release() < (0, 17),
-            f"megatron-core {megatron_version()} with --pipeline-model-parallel-size above 1",
-            "its schedule cannot be told to run more forwards ahead; use 0.17 or later",
-        ),
-        (
-            given("mtp_num_layers"),
-            "--mtp-num-layers",
-            "a chunk's last tokens would have no tokens further on to predict; train whole documents",
-        ),
-        (
-            given("fine_grained_activation_offloading"),
-            "--fine-grained-activation-offloading",
-            "it brings activations back in the order in which micro-batches began, chunks go back last first; "
-            "recompute instead",
-        ),
-        (
-            given("cpu_offloading") or given("cpu_offloading_num_layers"),
-            "--cpu-offloading-num-layers",
-            "it holds one micro-batch's activations at a time, chunks need those of several; recompute instead",
-        ),
+    balancing = args.moe_router_load_balancing_type
+    return Trainer(
+        stages=args.pipeline_model_parallel_size,
+        virtual=given("virtual_pipeline_model_parallel_size") or 1,
+        tensor=args.tensor_model_parallel_size,
+        experts=given("num_experts") or 0,
+        expert=args.expert_model_parallel_size or 1,
+        expert_tensor=args.expert_tensor_parallel_size,
+        balancing=tuple(balancing) if isinstance(balancing, list) else (str(balancing),),
+        shards_weights=bool(given("use_megatron_fsdp") or given("use_torch_fsdp2")),
+        mtp=given("mtp_num_layers") or 0,
+        offloads=bool(given("fine_grained_activation_offloading")),
+        offloads_layers=bool(given("cpu_offloading") or given("cpu_offloading_num_layers")),
+        release=megatron_version(),
     )
-    return [(flag, cure) for applies, flag, cure in rows if applies]
+
+
+def chunks_refused(args: Any) -> list[tuple[str, str]]:
+    """(flag, cure) of each setting under which steps cannot run in groups of micro-batches (grouped_steps.py)."""
+    return trainer_of(args).chunks_refused()
 
 
 def in_step(args: Any) -> bool:
-    """Whether data-parallel ranks meet in every forward and backward, so that they need the same groups.
-
-    Ranks that share experts exchange tokens there, routers that balance over all ranks (again under recompute) their
-    counts, FSDP's ranks parameters and gradients.
-    """
-    experts = bool(getattr(args, "num_experts", None)) and (
-        (args.expert_model_parallel_size or 1) > 1
-        or (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
-        > args.tensor_model_parallel_size
-        or "global_aux_loss" in str(args.moe_router_load_balancing_type)
-    )
-    return experts or bool(
-        getattr(args, "use_megatron_fsdp", False) or getattr(args, "use_torch_fsdp2", False)
-    )
-
-
-def _release() -> tuple[int, int]:
-    major, minor = megatron_version().split(".")[:2]
-    return int(major), int(minor)
+    """Whether data-parallel ranks meet in every forward and backward, so that they need the same groups."""
+    return trainer_of(args).in_step

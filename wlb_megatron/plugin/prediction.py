@@ -29,8 +29,11 @@ Predict = Callable[[IterationPlan, Sequence[ShardPlan]], float | None]
 """Milliseconds of an iteration from its plan and the shard plans of this data-parallel rank's micro-batches."""
 
 
-def predictor(args: Any, costs: Costs | None, dp_rank: int, alignment: int) -> Predict:
-    """The prediction of this job. costs: of a profile; None: built-in H100 attention, all else assumed.
+def predictor(
+    args: Any, costs: Costs | None, dp_rank: int, alignment: int, *, in_step: bool = False
+) -> Predict:
+    """The prediction of this job. costs: of a profile; None: built-in H100 attention, all else assumed. in_step: all
+    data-parallel ranks run the same groups of micro-batches.
 
     None for a job that the simulator does not take (a schedule of another kind): it trains all the same.
     """
@@ -40,7 +43,7 @@ def predictor(args: Any, costs: Costs | None, dp_rank: int, alignment: int) -> P
 
     def predict(plan: IterationPlan, shards: Sequence[ShardPlan]) -> float:
         tokens, attention = _loads(plan, shards, model, dp_rank, alignment)
-        (orders,) = orders_of([plan])
+        (orders,) = orders_of([plan], in_step=in_step)
         return float(run_steps(tokens, attention, model, blocking=True, orders=orders).steps[0]) / 1e6
 
     return _until_it_fails(predict)

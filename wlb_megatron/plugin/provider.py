@@ -207,7 +207,8 @@ def _reporting(settings: ShardSettings, args: Any) -> ShardSettings:
     if profile is None and args.distributed_backend != "nccl":
         return settings  # the built-in figures are a GPU's
     costs = None if profile is None else profile.costs
-    return replace(settings, predict=predictor(args, costs, settings.dp_rank, settings.alignment))
+    predict = predictor(args, costs, settings.dp_rank, settings.alignment, in_step=settings.in_step)
+    return replace(settings, predict=predict)
 
 
 def _predictions(source: Source, args: Any) -> Callable[[Sequence[Piece]], tuple[int, ...]]:

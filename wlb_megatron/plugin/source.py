@@ -12,7 +12,7 @@ from wlb_megatron.packing.batch_schedule import BatchSchedule
 from wlb_megatron.packing.blend import Blend
 from wlb_megatron.packing.corpus import Corpus, Rules
 from wlb_megatron.packing.documents import DocumentStream
-from wlb_megatron.packing.job import plan_job
+from wlb_megatron.packing.job import SAMPLE, plan_job
 from wlb_megatron.packing.passes import told_apart
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.batch_sizes import batch_schedule, evaluated, micro_step_multiple
@@ -147,7 +147,7 @@ def _source(
             f"nothing to {'train' if endless else 'evaluate'}: no document has a second token, which the first would "
             f"predict, in {', '.join(corpus.name for corpus in corpora)}; correct the corpus or --split"
         )
-    sample = stream.peek(_SAMPLE)  # in the order and the mixture that train
+    sample = stream.peek(SAMPLE)  # in the order and the mixture that train
     said: list[str] = []
     planner = plan_job(
         stream,
@@ -176,10 +176,6 @@ def _source(
         documents=sum(len(corpus.lengths) for corpus in corpora),
         said=tuple(said),
     )
-
-
-_SAMPLE = 65536
-"""Pieces from which thresholds are learnt: the first that train."""
 
 
 def complete(args: Any, config: WlbConfig) -> WlbConfig:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.pipeline.groups import groups
+from wlb_megatron.pipeline.groups import groups, joined_groups
 from wlb_megatron.plan import PADDING, IterationPlan, Piece
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.chunks import Link, links_of
@@ -63,11 +63,14 @@ def cut_plans(
     return [[list(row) for row in zip(*one, strict=True)] for one in ranks]
 
 
-def orders_of(plans: Sequence[IterationPlan]) -> list[list[tuple[int, ...] | None]]:
-    """Group sizes [iteration][data-parallel rank]; None where no document is in chunks."""
+def orders_of(plans: Sequence[IterationPlan], *, in_step: bool = False) -> list[list[tuple[int, ...] | None]]:
+    """Group sizes [iteration][data-parallel rank]; None where no document is in chunks. in_step: all ranks run the
+    same order (packing.chunk_limits)."""
     found: list[list[tuple[int, ...] | None]] = []
     for plan in plans:
         sizes = [groups([one.pieces for one in column]) for column in zip(*plan.micro_batches, strict=True)]
+        if in_step:
+            sizes = [joined_groups(sizes)] * len(sizes)
         found.append([one if max(one) > 1 else None for one in sizes])
     return found
 

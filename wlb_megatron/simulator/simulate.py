@@ -16,10 +16,9 @@ from wlb_megatron.packing.job import arrival_order
 from wlb_megatron.report.files import whole_file
 from wlb_megatron.report.table import print_table
 from wlb_megatron.report.trace import chrome_trace
-from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.simulator.command import progress
 from wlb_megatron.simulator.iteration import Orders, Shards, group_events
-from wlb_megatron.simulator.job import add_job, read_job
+from wlb_megatron.simulator.job_flags import add_job, read_job
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.schemes import perfectly_balanced
 
@@ -61,7 +60,7 @@ def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) 
             )
     if args.trace is not None:
         slowest = int(simulated.steps.argmax())
-        _write_trace(Path(args.trace), [shards[slowest]], model, orders_of([plans[slowest]]))
+        _write_trace(Path(args.trace), [shards[slowest]], model, job.orders([plans[slowest]]))
     before, after = (row["tokens_per_second"] for row in rows)
     return {
         "simulated": True,

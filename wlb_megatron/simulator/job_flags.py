@@ -1,0 +1,184 @@
+"""The flags that describe a job to analyze and simulate, and how they are read."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from wlb_megatron.bounds import RANKS, SEED, check_heads, whole
+from wlb_megatron.errors import WlbError, explain_bad_values
+from wlb_megatron.packing.chunk_limits import Trainer
+from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.simulator.calibration import profiled_shape
+from wlb_megatron.simulator.command import add_assumptions, read_assumptions
+from wlb_megatron.simulator.job import Job
+from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape
+from wlb_megatron.simulator.paper import SHAPES
+from wlb_megatron.workload.memory import RECOMPUTE
+from wlb_megatron.workload.profile import Profile
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """The flags beyond layout and settings. Model flags are named as Megatron's."""
+    add = parser.add_argument
+    add("--pp", default=1, type=whole(1, RANKS), help="pipeline-parallel size (default: 1)")
+    add("--vpp", default=1, type=whole(1, RANKS), help="model chunks of a stage, interleaved (default: 1)")
+    add(
+        "--recompute",
+        choices=RECOMPUTE,
+        default="none",
+        help="activations made again in backward (default: none)",
+    )
+    add("--iterations", default=100, type=whole(1), help="to look at (default: 100)")
+    add("--warm-up", default=16, type=whole(0), help="planned before them, so that queues fill (default: 16)")
+    add(
+        "--seed",
+        default=1234,
+        type=whole(-1, SEED),
+        help="of the shuffle, as in training; -1: given order (default: 1234)",
+    )
+    add("--json", metavar="PATH", help="write JSON there, - for stdout, instead of a table")
+    model = parser.add_argument_group(
+        "model", "a known shape, or --hidden-size and the others, missing ones as Megatron's defaults"
+    ).add_argument
+    model("--model", choices=SHAPES, help="a known shape, of which the others change parts (default: 7B)")
+    model("--num-layers", type=whole(1), help="default: the known shape's")
+    model("--hidden-size", type=whole(1))
+    model("--num-attention-heads", type=whole(1))
+    model("--num-query-groups", type=whole(1), help="default: as many as heads")
+    model("--kv-channels", type=whole(1), help="default: hidden size over heads")
+    model(
+        "--ffn-hidden-size",
+        type=whole(1),
+        help="default: 4 x hidden size; with --swiglu 8/3 of it, a multiple of 64",
+    )
+    model("--swiglu", action="store_true")
+    model("--vocab-size", type=whole(1), help="default: the known shape's")
+    _add_trainer(parser)
+    add_assumptions(parser, Assumptions())
+
+
+def _add_trainer(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "trainer",
+        "what else Megatron is told, as far as it decides whether documents train in chunks. Experts count as what "
+        "they activate for a token",
+    ).add_argument
+    add("--mtp-num-layers", type=whole(0), default=0, help="further tokens predicted (default: 0)")
+    add("--num-experts", type=whole(1), help="default: a dense model")
+    add("--moe-router-topk", type=whole(1), help="experts of a token (default: 2)")
+    add("--moe-ffn-hidden-size", type=whole(1), help="of an expert (default: --ffn-hidden-size)")
+    add("--moe-router-load-balancing-type", choices=BALANCING, help="default: aux_loss")
+    add("--expert-model-parallel-size", type=whole(1, RANKS), help="default: 1")
+    add("--expert-tensor-parallel-size", type=whole(1, RANKS), help="default: --tp", metavar="SIZE")
+    add("--use-megatron-fsdp", action="store_true", help="weights are sharded over data-parallel ranks")
+    add("--use-torch-fsdp2", action="store_true", help="the same by torch")
+    add("--fine-grained-activation-offloading", action="store_true", help="activations go to the host")
+    add("--cpu-offloading-num-layers", type=whole(0), default=0, help="layers that do (default: 0)")
+
+
+BALANCING = ("aux_loss", "global_aux_loss", "none")
+"""Megatron's kinds of routers' losses that training takes."""
+
+_EXPERTS = (
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_router_load_balancing_type",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+
+def read_trainer(args: argparse.Namespace) -> Trainer:
+    """What decides about chunks. WlbError for experts' flags without experts."""
+    for name in _EXPERTS if args.num_experts is None else ():
+        if getattr(args, name) is not None:
+            raise WlbError(f"--{name.replace('_', '-')} needs --num-experts; give both or neither")
+    return Trainer(
+        stages=args.pp,
+        virtual=args.vpp,
+        tensor=args.tp,
+        experts=args.num_experts or 0,
+        expert=args.expert_model_parallel_size or 1,
+        expert_tensor=args.expert_tensor_parallel_size,
+        balancing=(args.moe_router_load_balancing_type or BALANCING[0],),
+        shards_weights=args.use_megatron_fsdp or args.use_torch_fsdp2,
+        mtp=args.mtp_num_layers,
+        offloads=args.fine_grained_activation_offloading,
+        offloads_layers=args.cpu_offloading_num_layers > 0,
+    )
+
+
+def read_job(args: argparse.Namespace) -> Job:
+    """The job that the flags describe. WlbError on what cannot be."""
+    if args.cp_mode != "fixed":
+        raise WlbError("--wlb-cp-mode dynamic is planned in training alone; leave it out here")
+    assumptions, measured, profile = read_assumptions(args)
+    with explain_bad_values():
+        layout = Layout(tp=args.tp, cp=args.cp, pp=args.pp, dp=args.dp, chunks=args.vpp)
+        shape = activated(read_shape(args, profile), args)
+        check_heads(
+            shape.heads, shape.kv_heads, hidden=None if shape.channels else shape.hidden, tp=layout.tp
+        )
+        if profile is not None:
+            names = ("hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated")
+            profile.refuse_other({**{name: getattr(shape, name) for name in names}, "tp": layout.tp})
+        model = LayerModel(
+            shape=shape,
+            layout=layout,
+            assumptions=assumptions,
+            measured=measured,
+            costs=None if profile is None else profile.costs,
+            recompute=args.recompute,
+        )
+    return Job(
+        model=model,
+        window=args.window,
+        micro_batches=args.micro_batches,
+        iterations=args.iterations,
+        warm_up=args.warm_up,
+        seed=None if args.seed < 0 else args.seed,
+        profile=profile,
+        trainer=read_trainer(args),
+    )
+
+
+def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> ModelShape:
+    """The profiled model, else a known one, of which flags change parts; else all by flags and Megatron's defaults."""
+    known = SHAPES[args.model or "7B"]
+    flags = {
+        "layers": args.num_layers,
+        "hidden": args.hidden_size,
+        "heads": args.num_attention_heads,
+        "kv_heads": args.num_query_groups,
+        "ffn": args.ffn_hidden_size,
+        "vocab": args.vocab_size,
+        "channels": args.kv_channels,
+        "gated": args.swiglu or None,
+    }
+    given = {name: value for name, value in flags.items() if value is not None}
+    if profile is not None:
+        return replace(profiled_shape(profile, known.layers), **given)
+    if args.model is not None or args.hidden_size is None:
+        return replace(known, **given)
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    if not heads:
+        raise WlbError("--hidden-size needs --num-attention-heads; give both, or --model")
+    ffn = int(4 * hidden * 2 / 3) // 64 * 64 if args.swiglu else 4 * hidden
+    plain = ModelShape(
+        layers=known.layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        ffn=ffn,
+        vocab=known.vocab,
+        gated=False,
+    )
+    return replace(plain, **given)
+
+
+def activated(shape: ModelShape, args: argparse.Namespace) -> ModelShape:
+    """With experts, the shape of what a token passes, as training's plans count it."""
+    if args.num_experts is None:
+        return shape
+    return replace(shape, ffn=(args.moe_ffn_hidden_size or shape.ffn) * (args.moe_router_topk or 2))
