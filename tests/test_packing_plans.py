@@ -93,6 +93,10 @@ def test_an_endless_stream_never_gives_an_empty_micro_batch(
     lengths=[1] * 12 + [2] * 9 + [1],
     size={"window": 24, "micro_batches": 1, "dp": 1, "pp": 1, "max_documents": 1},
 )
+@example(  # ten pieces, as one is cut anew: more than the two windows they came from may hold
+    lengths=[4, 1, 1, 1, 17, 1, 3, 4, 14],
+    size={"window": 24, "micro_batches": 1, "dp": 3, "pp": 1, "max_documents": 5},
+)
 @given(lengths=document_lengths(), size=sizes())
 def test_fixed_windows_train_every_token_once_and_are_full(
     packing: str, batches: int, lengths: list[int], size: dict[str, Any]

@@ -181,7 +181,14 @@ class FixedGreedyPacker:
     def _plan_windows(self, iteration: int, batch: Batch) -> tuple[Piece, ...]:
         count = batch.bins * max(batch.iterations, 1)  # 0 where a finite stream ended before
         goods, remainder = cut_windows(self._remainder, self._window, count, self._max_documents)
-        filled, left = self._fill([item for window in goods for item in window], len(goods), batch.bins)
+        items = [item for window in goods for item in window]
+        filled, left = self._fill(items, len(goods), batch.bins)
+        # Pieces that are cut anew are more than the windows' documents may be. Where a finite stream ends there are
+        # windows to spare for them: nothing may wait while one is empty.
+        for windows in range(len(goods) + 1, count + 1):
+            if not left:
+                break
+            filled, left = self._fill(items, windows, batch.bins)
         remainder, put_back = keep_one_window(remainder, self._window, iteration)
         self._remainder = left + remainder
         self._planned = self._order(filled, batch.bins)
