@@ -257,11 +257,12 @@ def test_every_setting_of_training_has_its_flag_here(capsys: pytest.CaptureFixtu
     from dataclasses import fields
 
     from wlb_megatron.config import WlbConfig
+    from wlb_megatron.settings_flags import NOT_HERE
 
     with pytest.raises(SystemExit) as done:
         cli.main(["inspect", "--help"])
     assert done.value.code == 0
     shown: Any = capsys.readouterr().out
-    names = {setting.name for setting in fields(WlbConfig)} - set(cli._NOT_HERE)
+    names = {setting.name for setting in fields(WlbConfig)} - set(NOT_HERE)
     assert all("--" + name.replace("_", "-") in shown for name in names)
     assert "--wlb" not in shown

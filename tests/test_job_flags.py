@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from test_cli import call
 
-from wlb_megatron.cli import add_layout, add_settings, settings
 from wlb_megatron.packing.chunk_packer import ChunkPacker
+from wlb_megatron.settings_flags import add_layout, add_settings, settings
 from wlb_megatron.simulator.job import Job
 from wlb_megatron.simulator.job_flags import add_job, read_job
 

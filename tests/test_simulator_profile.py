@@ -75,6 +75,23 @@ def test_what_is_recomputed_runs_its_forward_again_in_backward(profile: Profile)
         replace(none, recompute="some")
 
 
+def test_keys_that_travel_again_add_half_of_their_exchange_to_the_backward(profile: Profile) -> None:
+    plans = [shard([8192], 2, "per-document")]
+    kept = modelled(profile, cp=2)
+    kept = replace(kept, assumptions=replace(kept.assumptions, node=1, network_rate=1e8))
+    again = replace(kept, regather=True)
+    assert (again.attention(plans).forward == kept.attention(plans).forward).all()
+    slower = replace(
+        kept.table, exchange=1.5 * kept.table.exchange, exchange_row=1.5 * kept.table.exchange_row
+    )
+    more = predict_all(plans, slower) - predict_all(plans, kept.table)
+    assert again.attention(plans).backward - kept.attention(plans).backward == pytest.approx(more)
+    assert (more > 0).all()
+    one = replace(modelled(profile), regather=True)
+    alone = [shard([8192], 1, "adaptive")]
+    assert (one.attention(alone).backward == modelled(profile).attention(alone).backward).all()
+
+
 def test_one_iteration_on_one_gpu_is_the_sum_of_its_parts(profile: Profile) -> None:
     model = modelled(profile)
     plan = shard([8192], 1, "adaptive")

@@ -7,33 +7,32 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from wlb_megatron.analyze.command import add_analyze, run_analyze
 from wlb_megatron.analyze.told import as_json, print_analysis
-from wlb_megatron.arguments import check_numbers, name_flag
-from wlb_megatron.bounds import RANKS, TOKENS, whole
-from wlb_megatron.config import WlbConfig
+from wlb_megatron.arguments import name_flag
+from wlb_megatron.bounds import RANKS, whole
 from wlb_megatron.doctor import add_doctor
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.packing.lengths import read_lengths
 from wlb_megatron.patching import add_patch
 from wlb_megatron.profiler.command import add_profile
+from wlb_megatron.settings_flags import NOT_HERE, add_layout, add_settings, renamed, settings
 from wlb_megatron.simulator.command import add_reproduce
 from wlb_megatron.simulator.simulate import add_simulate, print_simulation, run_simulate
-
-_NOT_HERE = (
-    *("fresh_order", "graph_seconds", "kernels", "log", "log_plans", "off", "profile", "rehearsal", "trace"),
-    "trace_iteration",
-)
-"""Settings that matter in training alone."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        for part in message.split() if "unrecognized arguments" in message else ():
+            name = part.split("=")[0].removeprefix("--").removeprefix("wlb-")
+            if part.startswith("--") and name.replace("-", "_") in NOT_HERE:
+                raise WlbError(f"--{name} changes nothing but training: leave it out here")
+            if part.startswith("--wlb-"):
+                raise WlbError(f"{part} is called --{name} here, where the command has it")
         raise WlbError(f"{message} (see {self.prog} --help)")
 
 
@@ -63,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.run(args)
     except WlbError as error:
         told = name_flag(str(error), args)
-        told = told if given[:1] in (["patch"], ["doctor"]) else _rename(told)
+        told = told if given[:1] in (["patch"], ["doctor"]) else renamed(told)
         print(f"wlb-megatron: {told}", file=sys.stderr)
         return 2
     except MemoryError:
@@ -72,11 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-
-
-def _rename(text: str) -> str:
-    """Flags as they are called here, where a message names them as in training."""
-    return text.replace("--wlb-", "--").replace("--seq-length", "--window")
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -115,58 +109,6 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
     add_simulate(parser)
     parser.set_defaults(run=_simulate)
-
-
-def add_layout(parser: argparse.ArgumentParser) -> None:
-    """Flags that say which documents, and how they are laid out over GPUs."""
-    add = parser.add_argument
-    add(
-        "--lengths",
-        required=True,
-        help="tokens of each document: 4,12, a .npy of integers, or a Megatron .idx",
-    )
-    add("--window", required=True, type=whole(1, TOKENS), help="--seq-length of the run (tokens)")
-    add(
-        "--micro-batches",
-        default=1,
-        type=whole(1),
-        help="windows of one data-parallel rank per iteration, --global-batch-size over its ranks (default: 1)",
-    )
-    add("--dp", default=1, type=whole(1, RANKS), help="data-parallel size (default: 1)")
-    add("--cp", default=1, type=whole(1, RANKS), help="context-parallel size (default: 1)")
-    add(
-        "--tp",
-        default=1,
-        type=whole(1, RANKS),
-        help="tensor-parallel size; tokens are padded to CP x TP (default: 1)",
-    )
-
-
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field of WlbConfig, named as in training but without --wlb."""
-    for setting in fields(WlbConfig):
-        if setting.name in _NOT_HERE:
-            continue
-        flag, told = "--" + setting.name.replace("_", "-"), _rename(setting.metadata["help"])
-        if setting.default is False:
-            parser.add_argument(flag, action="store_true", help=told)
-            continue
-        default = f" (default: {setting.default})" if setting.default is not None else ""
-        parser.add_argument(
-            flag,
-            default=setting.default,
-            type=setting.metadata.get("type", str),
-            choices=setting.metadata.get("choices"),
-            help=told + default,
-        )
-
-
-def settings(args: argparse.Namespace) -> WlbConfig:
-    """The settings as given. WlbError for a number that is out of range."""
-    names = [setting.name for setting in fields(WlbConfig) if setting.name not in _NOT_HERE]
-    config = WlbConfig(**{name: getattr(args, name) for name in names})
-    check_numbers(config)
-    return config
 
 
 def _inspect(args: argparse.Namespace) -> None:

@@ -61,7 +61,12 @@ def inspect_plans(
         if value is not None and value < 1:
             raise WlbError(f"--{name} must be at least 1, got {value}")
     if config.cp_mode != "fixed":
-        raise WlbError("--wlb-cp-mode dynamic is planned in training alone; leave it out here")
+        raise WlbError(
+            "--wlb-cp-mode dynamic is planned by a model's predicted times, which inspect does not know: use "
+            "wlb-megatron analyze or simulate, or leave it out"
+        )
+    if config.regather_keys:
+        raise WlbError("--wlb-regather-keys changes no plan, which is all that inspect shows: leave it out")
     with explain_bad_values():
         alignment = multiple(cp, tp)
         stream = DocumentStream.of_lengths(lengths, Rules(window, config.overlong), name="--lengths")

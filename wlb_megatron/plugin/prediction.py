@@ -126,6 +126,7 @@ def layer_model(args: Any, costs: Costs | None) -> LayerModel:
         assumptions=with_links(Assumptions(dp_exposed=0.0 if overlapped else 1.0), costs),
         costs=costs,
         recompute=args.recompute_granularity or "none",
+        regather=bool(getattr(args, "wlb_regather_keys", False)),
     )
 
 

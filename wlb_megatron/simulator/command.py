@@ -114,6 +114,7 @@ def run_reproduce(args: argparse.Namespace) -> None:
     if args.out is None:
         raise WlbError("reproduce writes files: give --out DIR")
     _need("matplotlib")
+    _refuse_idle(args)
     if args.compare is not None:
         _compare(Path(args.out), [Path(path) for path in args.compare])
         return
@@ -142,6 +143,21 @@ def run_reproduce(args: argparse.Namespace) -> None:
         _write(report, folder)
     _show(report)
     print(f"written to {args.out}: reproduction.html, .json, .csv, .md and pictures")
+
+
+def _refuse_idle(args: argparse.Namespace) -> None:
+    """WlbError for a flag that the others leave without effect."""
+    plain = argparse.ArgumentParser()
+    add_reproduce(plain)
+    changed = [name for name, default in vars(plain.parse_args([])).items() if getattr(args, name) != default]
+    if args.compare is not None:
+        idle, why = [name for name in changed if name not in ("out", "compare", "run")], "--compare"
+    else:
+        fixed = args.lengths is None and not args.no_stretch
+        idle = ["lengths_of"] if fixed and "lengths_of" in changed else []
+        why = "seeded lengths, which are made for each window; give --lengths, or --no-stretch"
+    if idle:
+        raise WlbError(f"--{idle[0].replace('_', '-')} changes nothing with {why}; or leave it out")
 
 
 def _write(report: dict[str, Any], folder: Path) -> None:

@@ -77,7 +77,7 @@ class Job:
                 vpp=layout.chunks,
                 alignment=self.alignment,
                 # What training learns from, too; of a handful of documents, a few epochs say as much.
-                sample=stream.peek(min(SAMPLE, 64 * len(lengths))),
+                sample=stream.peek(min(SAMPLE, 16 * len(lengths))),
                 no_chunks=self.trainer.chunks_refused(),
             )
 

@@ -114,6 +114,8 @@ def read_job(args: argparse.Namespace) -> Job:
     if args.cp_mode != "fixed":
         raise WlbError("--wlb-cp-mode dynamic is planned in training alone; leave it out here")
     assumptions, measured, profile = read_assumptions(args)
+    if profile is not None:
+        _refuse_measured(args)
     with explain_bad_values():
         layout = Layout(tp=args.tp, cp=args.cp, pp=args.pp, dp=args.dp, chunks=args.vpp)
         shape = activated(read_shape(args, profile), args)
@@ -130,6 +132,7 @@ def read_job(args: argparse.Namespace) -> Job:
             measured=measured,
             costs=None if profile is None else profile.costs,
             recompute=args.recompute,
+            regather=args.regather_keys,
         )
     return Job(
         model=model,
@@ -141,6 +144,22 @@ def read_job(args: argparse.Namespace) -> Job:
         profile=profile,
         trainer=read_trainer(args),
     )
+
+
+_MEASURED = ("matmul_rate", "memory_rate", "activation_passes", "ffn_passes", "optimizer_bytes")
+"""Assumptions for which a profile has measured times."""
+
+
+def _refuse_measured(args: argparse.Namespace) -> None:
+    """WlbError for flags that a profile leaves without effect."""
+    plain = Assumptions()
+    changed = [name for name in _MEASURED if getattr(args, name) != getattr(plain, name)]
+    if changed:
+        raise WlbError(
+            f"--{changed[0].replace('_', '-')} changes nothing with --profile, which has measured it: drop one"
+        )
+    if args.model is not None:
+        raise WlbError("--model changes nothing with --profile, which is of its own model: give --num-layers")
 
 
 def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> ModelShape:

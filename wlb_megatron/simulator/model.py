@@ -92,7 +92,8 @@ class LayerModel:
 
     costs: of a profile of this very shape and tensor-parallel size; they stand for `measured` and for the rates, and
     their links for the network within a node. recompute: of every layer in its backward, "full"; of its attention
-    alone, "selective"; "none". Raises ValueError where heads or layers do not divide.
+    alone, "selective"; "none". regather: keys are exchanged again in backward. Raises ValueError where heads or layers
+    do not divide.
     """
 
     shape: ModelShape
@@ -101,6 +102,7 @@ class LayerModel:
     measured: KernelTable = field(default_factory=h100)
     costs: Costs | None = None
     recompute: str = "none"
+    regather: bool = False
 
     def __post_init__(self) -> None:
         shape, layout = self.shape, self.layout
@@ -155,6 +157,11 @@ class LayerModel:
         else:
             both = predict_all(plans, self.table).astype(np.float64)
             forward, backward = both * FORWARD_SHARE, both * (1 - FORWARD_SHARE)
+        if self.regather:
+            # Of the table's exchange half is keys and values on their way there, which now travel twice.
+            table = self.table
+            more = replace(table, exchange=1.5 * table.exchange, exchange_row=1.5 * table.exchange_row)
+            backward = backward + predict_all(plans, more) - predict_all(plans, table)
         return self._recomputed(forward, backward)
 
     def attention_ways(self, both: FloatArray) -> Times:

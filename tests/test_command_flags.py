@@ -1,0 +1,253 @@
+"""Every flag of every planning command changes what it prints, or is refused: none is ignored."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import call
+
+from wlb_megatron.analyze.command import add_analyze
+from wlb_megatron.cli import main
+from wlb_megatron.settings_flags import NOT_HERE, add_layout, add_settings
+from wlb_megatron.simulator import command as reproduction
+from wlb_megatron.simulator.simulate import add_simulate
+
+LENGTHS = "--lengths 300,40,9,64,17,128,33,50,20,8 --window 128"
+LAYOUT = "--micro-batches 4 --dp 2 --cp 2 --tp 2 --pp 2 --iterations 3 --warm-up 1 --thresholds 64"
+WHERE_ALL_COUNTS = "--model 550M --node 1 --dp-exposed 0.5 --gradient-bytes 400"
+NO_HOST = f"{WHERE_ALL_COUNTS} --host-launch 0 --chunks off"
+WHOLE = f"{NO_HOST} --micro-batch-cost 0 --quadratic-at 8"
+CHUNKS = f"{NO_HOST} --chunks auto --micro-batch-cost 0 --quadratic-at 8 --pp 4 --dp 1"
+WAITING = f"{WHOLE} --pp 1 --dp 1 --iterations 8 --lengths 128,20,30,40,9,8,120,17,20,6,30,12,5,22,31"
+SHAPE = "--hidden-size 256 --num-attention-heads 4"
+EXPERTS = f"{NO_HOST} --num-experts 4 --chunks on"
+
+SIMULATE = {
+    # flag: (value, the flags beside it)
+    "lengths": ("300,40", NO_HOST),
+    "window": ("256", NO_HOST),
+    "micro-batches": ("2", NO_HOST),
+    "dp": ("1", NO_HOST),
+    "cp": ("4", NO_HOST),
+    "tp": ("4", NO_HOST),
+    "pp": ("4", NO_HOST),
+    "vpp": ("2", NO_HOST),
+    "packing": ("original", f"{NO_HOST} --thresholds auto"),
+    "sharding": ("per-sequence", NO_HOST),
+    "max-tokens": ("240", WAITING),
+    "micro-batches-per-window": ("2", WHOLE),
+    "micro-batch-cost": ("5000", WHOLE),
+    "chunks": ("on", NO_HOST),
+    "max-delay": ("0", WAITING),
+    "thresholds": ("none", WAITING),
+    "release": ("full", WHOLE),
+    "balance-batches": ("3", f"{NO_HOST} --packing fixed-greedy --thresholds auto"),
+    "quadratic-at": ("16", WHOLE),
+    "document-cost": ("500", WHOLE),
+    "max-documents": ("3", WHOLE),
+    "overlong": ("drop", NO_HOST),
+    "regather-keys": ("", NO_HOST),
+    "recompute": ("full", NO_HOST),
+    "iterations": ("2", NO_HOST),
+    "warm-up": ("3", NO_HOST),
+    "seed": ("7", NO_HOST),
+    "model": ("7B", NO_HOST),
+    "num-layers": ("8", NO_HOST),
+    "hidden-size": ("512", f"{SHAPE} --host-launch 0 --chunks off"),
+    "num-attention-heads": ("8", f"{SHAPE} --host-launch 0 --chunks off"),
+    "num-query-groups": ("2", f"{SHAPE} --host-launch 0 --chunks off"),
+    "kv-channels": ("128", f"{SHAPE} --host-launch 0 --chunks off"),
+    "ffn-hidden-size": ("512", f"{SHAPE} --host-launch 0 --chunks off"),
+    "swiglu": ("", f"{SHAPE} --host-launch 0 --chunks off"),
+    "vocab-size": ("512", NO_HOST),
+    "mtp-num-layers": ("1", CHUNKS),
+    "fine-grained-activation-offloading": ("", CHUNKS),
+    "cpu-offloading-num-layers": ("1", CHUNKS),
+    "num-experts": ("4", NO_HOST),
+    "moe-router-topk": ("3", f"{NO_HOST} --num-experts 4"),
+    "moe-ffn-hidden-size": ("64", f"{NO_HOST} --num-experts 4"),
+    "moe-router-load-balancing-type": ("global_aux_loss", EXPERTS),
+    "expert-model-parallel-size": ("2", EXPERTS),
+    "expert-tensor-parallel-size": ("4", EXPERTS),
+    "use-megatron-fsdp": ("", f"{NO_HOST} --chunks on"),
+    "use-torch-fsdp2": ("", f"{NO_HOST} --chunks on"),
+    "matmul-rate": ("1e12", NO_HOST),
+    "memory-rate": ("1e11", NO_HOST),
+    "nvlink-rate": ("1e6", "--model 550M --host-launch 0 --chunks off"),
+    "network-rate": ("1e6", NO_HOST),
+    "node": ("2", NO_HOST),
+    "nvlink-latency": ("1", "--model 550M --host-launch 0 --chunks off"),
+    "network-latency": ("1", NO_HOST),
+    "activation-passes": ("99", NO_HOST),
+    "ffn-passes": ("99", NO_HOST),
+    "tp-exposed": ("1", NO_HOST),
+    "dp-exposed": ("1", NO_HOST),
+    "host-launch": ("2", f"{WHERE_ALL_COUNTS} --chunks off"),
+    "step-overhead": ("1", NO_HOST),
+    "gradient-bytes": ("4", NO_HOST),
+    "parameter-bytes": ("1000", NO_HOST),
+    "optimizer-bytes": ("99", NO_HOST),
+    "kernel-table": ("h200", NO_HOST),
+}
+
+ELSEWHERE = {
+    "simulate": {
+        "json": "is how all others are looked at",
+        "trace": "test_simulator_schemes.py",
+        "profile": "test_simulator_profile.py",
+        "cp-mode": "below",
+        "solver-seconds": "bounds a search by the clock, and is refused where there is none, below",
+    },
+}
+
+
+def flags_of(add: Any) -> set[str]:
+    parser = argparse.ArgumentParser()
+    for one in add:
+        one(parser)
+    return names(parser)
+
+
+def names(parser: argparse.ArgumentParser) -> set[str]:
+    return {action.option_strings[-1][2:] for action in parser._actions} - {"help"}
+
+
+def told(capsys: pytest.CaptureFixture[str], command: str, flags: str) -> Any:
+    code, out, err = call(capsys, command, *flags.split(), "--json", "-")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_the_table_holds_every_flag_of_simulate_and_analyze_takes_the_same() -> None:
+    simulate = flags_of([add_layout, add_settings, add_simulate])
+    assert simulate == set(SIMULATE) | set(ELSEWHERE["simulate"])
+    assert flags_of([add_layout, add_settings, add_analyze]) == simulate - {"trace"} | {"out"}
+
+
+def test_every_flag_of_simulate_changes_what_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    before: dict[str, Any] = {}
+    idle = []
+    for flag, (value, beside) in SIMULATE.items():
+        flags = f"{LENGTHS} {LAYOUT} {beside}"
+        if beside not in before:
+            before[beside] = told(capsys, "simulate", flags)["schemes"]
+        if told(capsys, "simulate", f"{flags} --{flag} {value}")["schemes"] == before[beside]:
+            idle.append(flag)
+    assert not idle
+
+
+INSPECT = {
+    "lengths": ("30,40", ""),
+    "window": ("128", ""),
+    "micro-batches": ("4", ""),
+    "dp": ("2", ""),
+    "cp": ("4", ""),
+    "tp": ("8", ""),
+    "pp": ("4", "--micro-batch-cost 0 --quadratic-at 8"),
+    "vpp": ("2", "--pp 2 --micro-batches-per-window 1.5"),
+    "packing": ("original", "--thresholds auto"),
+    "sharding": ("per-sequence", ""),
+    "max-tokens": ("80", ""),
+    "micro-batches-per-window": ("2", ""),
+    "micro-batch-cost": ("99999", "--pp 4 --micro-batch-cost 0 --quadratic-at 8"),
+    "chunks": ("on", ""),
+    "max-delay": ("0", "--thresholds 20"),
+    "thresholds": ("20", ""),
+    "release": ("full", "--thresholds 20"),
+    "balance-batches": ("3", "--packing fixed-greedy --thresholds auto"),
+    "quadratic-at": ("4", ""),
+    "document-cost": ("500", ""),
+    "max-documents": ("2", ""),
+    "overlong": ("drop", ""),
+    "iterations": ("1", ""),
+}
+
+
+def test_every_flag_of_inspect_changes_its_plans_or_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = flags_of([add_layout, add_settings]) | {"pp", "vpp", "iterations"}
+    refused = {"cp-mode": "dynamic", "regather-keys": "", "solver-seconds": "2"}
+    assert shown == set(INSPECT) | set(refused)
+    base = "--lengths 64,40,9,64,17,28,33,50,100,8,8,8 --window 64 --micro-batches 2 --cp 2 --thresholds 60"
+    base += " --chunks off"
+    idle = []
+    for flag, (value, beside) in INSPECT.items():
+        flags = f"{base} {beside}"
+        if told(capsys, "inspect", f"{flags} --{flag} {value}") == told(capsys, "inspect", flags):
+            idle.append(flag)
+    assert not idle
+    for flag, value in refused.items():
+        code, _, err = call(capsys, "inspect", *f"{base} --{flag} {value}".split())
+        assert (code, err.count("\n")) == (2, 1) and f"--{flag}" in err, flag
+
+
+REPRODUCE = {
+    "lengths": "{}",
+    "lengths-of": "64",
+    "no-stretch": "",
+    "iterations": "7",
+    "seed": "7",
+    "micro-batches-per-window": "2",
+    "no-large-job": "",
+    "kernel-table": "h200",
+    **{
+        name: SIMULATE[name][0]
+        for name in SIMULATE
+        if name.replace("-", "_") in vars(reproduction.REPRODUCED)
+    },
+}
+
+
+def test_every_flag_of_reproduce_reaches_what_is_reproduced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numpy as np
+
+    parser = argparse.ArgumentParser()
+    reproduction.add_reproduce(parser)
+    assert names(parser) - set(REPRODUCE) == {"out", "compare", "profile"}
+    np.save(tmp_path / "lengths.npy", np.array([3, 4]))
+    asked: list[Any] = []
+
+    def stop(inputs: Any, tick: Any, *, large: bool) -> Any:
+        asked.append((str(inputs), large))
+        raise ValueError("seen")
+
+    monkeypatch.setattr(reproduction, "reproduce", stop)
+    monkeypatch.setattr(reproduction, "_need", lambda _: None)
+    base = ["reproduce", "--out", str(tmp_path / "out")]
+    assert main(base) == 2
+    for flag, value in REPRODUCE.items():
+        more = ["--no-stretch"] if flag == "lengths-of" else []
+        given = [value.format(tmp_path / "lengths.npy")] if value else []
+        assert main([*base, f"--{flag}", *given, *more]) == 2
+    assert len(set(asked)) == len(REPRODUCE) + 1
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        *((f"{{}} --{name.replace('_', '-')}", "changes nothing but training") for name in NOT_HERE[:6:2]),
+        ("inspect --wlb-packing varlen", "is called --packing here"),
+        ("simulate --wlb-packing varlen", "is called --packing here"),
+        ("inspect --model 7B", "unrecognized arguments: --model"),
+        ("{} --solver-seconds 2", "without --packing fixed-solver or --cp-mode dynamic"),
+        ("{} --packing original --thresholds 9", "changes nothing without --packing varlen"),
+        ("{} --packing fixed-greedy --max-delay 3", "changes nothing without --packing varlen"),
+        ("{} --balance-batches 2", "without --packing fixed-greedy or fixed-solver"),
+        ("{} --release full --micro-batches-per-window 2", "changes nothing without --release balance"),
+        ("reproduce --lengths-of 64", "seeded lengths"),
+        ("reproduce --compare a b --seed 3", "--seed changes nothing with --compare"),
+    ],
+)
+def test_what_would_change_nothing_is_refused_in_one_line(
+    command: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("inspect", "analyze", "simulate") if "{}" in command else ("",):
+        words = command.format(name).split()
+        layout = ["--out", "d"] if words[0] == "reproduce" else ["--lengths", "9,30", "--window", "64"]
+        code, _, err = call(capsys, *words, *layout)
+        assert code == 2 and said in err and err.count("\n") == 1, err

@@ -1,0 +1,97 @@
+"""The plugin's settings as flags of the commands, and which of them a command cannot do anything with."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+
+from wlb_megatron.arguments import check_numbers
+from wlb_megatron.bounds import RANKS, TOKENS, whole
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
+
+NOT_HERE = (
+    *("fresh_order", "graph_seconds", "kernels", "log", "log_plans", "off", "profile", "rehearsal", "trace"),
+    "trace_iteration",
+)
+"""Settings that matter in training alone."""
+
+
+def renamed(text: str) -> str:
+    """Flags as they are called here, where a message names them as in training."""
+    return text.replace("--wlb-", "--").replace("--seq-length", "--window")
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """Flags that say which documents, and how they are laid out over GPUs."""
+    add = parser.add_argument
+    add(
+        "--lengths",
+        required=True,
+        help="tokens of each document: 4,12, a .npy of integers, or a Megatron .idx",
+    )
+    add("--window", required=True, type=whole(1, TOKENS), help="--seq-length of the run (tokens)")
+    add(
+        "--micro-batches",
+        default=1,
+        type=whole(1),
+        help="windows of one data-parallel rank per iteration, --global-batch-size over its ranks (default: 1)",
+    )
+    add("--dp", default=1, type=whole(1, RANKS), help="data-parallel size (default: 1)")
+    add("--cp", default=1, type=whole(1, RANKS), help="context-parallel size (default: 1)")
+    add(
+        "--tp",
+        default=1,
+        type=whole(1, RANKS),
+        help="tensor-parallel size; tokens are padded to CP x TP (default: 1)",
+    )
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field of WlbConfig, named as in training but without --wlb."""
+    for setting in fields(WlbConfig):
+        if setting.name in NOT_HERE:
+            continue
+        flag, told = "--" + setting.name.replace("_", "-"), renamed(setting.metadata["help"])
+        if setting.default is False:
+            parser.add_argument(flag, action="store_true", help=told)
+            continue
+        default = f" (default: {setting.default})" if setting.default is not None else ""
+        parser.add_argument(
+            flag,
+            default=setting.default,
+            type=setting.metadata.get("type", str),
+            choices=setting.metadata.get("choices"),
+            help=told + default,
+        )
+
+
+def settings(args: argparse.Namespace) -> WlbConfig:
+    """The settings as given. WlbError for a number that is out of range, and for what would change nothing."""
+    names = [setting.name for setting in fields(WlbConfig) if setting.name not in NOT_HERE]
+    config = WlbConfig(**{name: getattr(args, name) for name in names})
+    check_numbers(config)
+    refuse_idle(config)
+    return config
+
+
+def refuse_idle(config: WlbConfig) -> None:
+    """WlbError for a setting that the others leave without effect."""
+    varlen, fixed = config.packing == "varlen", config.packing.startswith("fixed")
+    solves = config.packing == "fixed-solver" or config.cp_mode == "dynamic"
+    counts = config.release == "balance" and config.cp_mode == "fixed"
+    rows = (
+        (varlen, ("max_tokens", "thresholds", "max_delay", "release"), "--packing varlen"),
+        (fixed, ("balance_batches",), "--packing fixed-greedy or fixed-solver"),
+        (solves, ("solver_seconds",), "--packing fixed-solver or --cp-mode dynamic"),
+        (counts, ("micro_batches_per_window",), "--release balance and --cp-mode fixed"),
+    )
+    plain = WlbConfig()
+    for used, names, needed in rows:
+        for name in names:
+            value = getattr(config, name)
+            if not used and value not in (getattr(plain, name), "1"):
+                flag = name.replace("_", "-")
+                raise WlbError(
+                    f"--{flag} {value} changes nothing without {needed}: add that, or leave it out"
+                )
