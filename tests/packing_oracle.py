@@ -46,6 +46,7 @@ def make_planner(
     alignment: int = 1,
     endless: bool = False,
     cost: CostModel = COST,
+    longest: int | None = None,
     **settings: Any,
 ) -> Planner:
     packer = make_packer(
@@ -56,6 +57,7 @@ def make_planner(
         dp=dp,
         pp=pp,
         alignment=alignment,
+        longest=longest,
     )
     return Planner(ListStream(lengths, endless), packer, global_tokens=micro_batches * dp * window)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from megatron_combinations import EP, MOE, OVERLAPS
-from megatron_runs import MACHINE, MODEL, TRAINING, differences, train
+from megatron_runs import MACHINE, MODEL, TRAINING, differences, train, write_corpus
 
 pytestmark = pytest.mark.megatron
 
@@ -78,6 +78,26 @@ def test_losses_and_gradients_equal_the_single_process(name: str, corpus: Path, 
     single = run(corpus, tmp_path / "single", 1, whole)
     ranks = run(corpus, tmp_path / "ranks", processes, f"{layout} {model} {CHUNKS}")
     assert chunks_of_a_document(ranks) >= 2
+    loss, gradient, parameter = differences(single, ranks, ITERATIONS, numbers(ranks))
+    assert loss <= 1e-6
+    assert gradient <= 1e-5, parameter
+
+
+def test_a_document_of_four_windows_trains_whole_as_in_a_window_of_its_length(tmp_path: Path) -> None:
+    """Windows of 64 on two stages, after a rehearsal with keys of such a document, against windows of 256 on one."""
+    corpus = tmp_path / "long"
+    write_corpus(corpus, [30, 256, 64, 5, 300, 17, 130, 61, 200, 44])
+    base = [flag for part in (MODEL, MACHINE, TRAINING) for flag in part.split()]
+    base += [*("--data-path", str(corpus), "--train-iters", str(ITERATIONS), "--wlb-quadratic-at", "80")]
+    whole = "--seq-length 256 --max-position-embeddings 256 --global-batch-size 1 --wlb-chunks off --wlb-max-delay 0"
+    single = train([*base, *whole.split(), "--wlb-max-tokens", "1024"], 1, tmp_path / "single")
+    chunks = f"{PP2} --max-position-embeddings 512 --global-batch-size 4 --wlb-overlong chunk --wlb-micro-batch-cost 2"
+    ranks = train([*base, *chunks.split(), "--wlb-rehearsal", "always"], 2, tmp_path / "ranks")
+    for rank in ranks:
+        rank["documents"] = [entry for entry in rank["documents"] if entry[0] >= 0]
+    trained = [[entry[0], *piece] for entry in single[0]["documents"] for piece in entry[2]]
+    assert 256 in {end - start for _, _, _, start, end in trained}
+    assert chunks_of_a_document(ranks) >= 6
     loss, gradient, parameter = differences(single, ranks, ITERATIONS, numbers(ranks))
     assert loss <= 1e-6
     assert gradient <= 1e-5, parameter

@@ -41,6 +41,13 @@ def sizes(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@st.composite
+def beyond(draw: st.DrawFn, longest: int) -> list[int]:
+    """Lengths up to several windows, of which some documents have all."""
+    lengths = draw(document_lengths()) + draw(st.lists(st.integers(WINDOW, longest), max_size=8))
+    return draw(st.permutations([*lengths, longest]))
+
+
 def columns(plan: IterationPlan) -> list[tuple[MicroBatch, ...]]:
     return list(zip(*plan.micro_batches, strict=True))
 
@@ -57,8 +64,24 @@ def work_of(piece: Piece) -> int:
 def test_every_token_trains_once_with_all_that_it_attends_to_before_it(
     lengths: list[int], size: dict[str, Any], endless: bool
 ) -> None:
-    if endless and not lengths:
-        return
+    if lengths or not endless:
+        check_chunks(lengths, size, endless)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), sizes(), st.booleans(), st.sampled_from([None, 2, 7]))
+def test_documents_of_all_of_a_ranks_share_train_whole_in_one_iteration(
+    data: st.DataObject, size: dict[str, Any], endless: bool, most: int | None
+) -> None:
+    longest = WINDOW * size["micro_batches"]
+    lengths = data.draw(beyond(longest))
+    how = {"overlong": "chunk", "longest": longest, "chunks": "on", "max_tokens": most}
+    check_chunks(lengths, size | how, endless, most or WINDOW * 3 // 4)
+
+
+def check_chunks(
+    lengths: list[int], size: dict[str, Any], endless: bool, capacity: int = WINDOW * 3 // 4
+) -> None:
     plans = run(make_planner(lengths, **size, endless=endless), most=12 if endless else 10_000)
     arrived: list[Piece] = []
     done: list[Piece] = []
@@ -67,8 +90,8 @@ def test_every_token_trains_once_with_all_that_it_attends_to_before_it(
         for column in columns(plan):
             held: dict[tuple[int, int], int] = defaultdict(int)
             for micro_batch in column:
-                assert micro_batch.pieces or (not endless and plan is plans[-1])
-                assert micro_batch.tokens <= WINDOW * 3 // 4
+                assert micro_batch.pieces or (not endless and plan is plans[-1]) or "longest" in size
+                assert micro_batch.tokens <= capacity
                 assert len(micro_batch.pieces) <= size["max_documents"]
                 assert micro_batch.work == pytest.approx(sum(map(work_of, micro_batch.pieces)), abs=8)
                 for piece in micro_batch.pieces:

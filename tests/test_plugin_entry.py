@@ -98,6 +98,8 @@ class Megatron(argparse.Namespace):
             "attention_dropout": 0.0,
             "apply_rope_fusion": True,
             "distributed_backend": "nccl",
+            "seq_length": 64,
+            "max_position_embeddings": 128,
         }
         super().__init__(**{**accepted, **changed})
 
@@ -203,6 +205,8 @@ SETTINGS_REFUSED = [
         {"cp_mode": "dynamic"},
     ),
     ({}, {"cp_mode": "dynamic", "micro_batches_per_window": "2"}),
+    ({}, {"overlong": "chunk", "chunks": "off"}),
+    ({"max_position_embeddings": 64}, {"overlong": "chunk"}),
 ]
 """Arguments and settings of the rows that refuse the plugin's own settings."""
 

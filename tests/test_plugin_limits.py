@@ -12,7 +12,12 @@ import torch
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin.limits import adoptable_tokens, fit_to_memory, model_and_layout
+from wlb_megatron.plugin.limits import (
+    adoptable_tokens,
+    document_memory,
+    fit_to_memory,
+    model_and_layout,
+)
 from wlb_megatron.workload.memory import GIB, ParallelLayout, chunks_in_flight, logits_bytes, memory_needed
 
 
@@ -69,6 +74,19 @@ def test_a_saved_lmax_may_come_along_up_to_what_fits_unless_a_flag_sets_it(memor
     assert fits == fit_to_memory(arguments(), WlbConfig(), 8).max_tokens
     assert adoptable_tokens(arguments(wlb_max_tokens=49152), 8) == 0
     assert adoptable_tokens(arguments(wlb_max_tokens=None, distributed_backend="gloo"), 8) > 1 << 40
+
+
+def test_a_document_that_trains_whole_is_as_long_as_memory_allows_and_keys_are_told(memory: Any) -> None:
+    memory(80)
+    wide = document_memory(arguments(), WlbConfig(), 8)
+    assert wide is not None and "KiB a token" in wide.of
+    recomputed = document_memory(arguments(recompute_granularity="full"), WlbConfig(), 8)
+    assert recomputed is not None and wide.tokens < recomputed.tokens
+    memory(40)
+    narrow = document_memory(arguments(), WlbConfig(), 8)
+    assert narrow is not None and narrow.tokens < wide.tokens
+    assert document_memory(arguments(distributed_backend="gloo"), WlbConfig(), 8) is None
+    assert document_memory(arguments(num_experts=8), WlbConfig(), 8) is None
 
 
 def test_cards_of_which_drivers_keep_different_shares_give_one_lmax(memory: Any) -> None:

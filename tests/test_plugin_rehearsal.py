@@ -18,7 +18,7 @@ from wlb_megatron.packing.blend import Blend
 from wlb_megatron.plugin.data import Layout
 from wlb_megatron.plugin.kept_state import KeptState
 from wlb_megatron.plugin.planning import ShardSettings
-from wlb_megatron.plugin.rehearsal import longest_micro_batch, rehearse, text
+from wlb_megatron.plugin.rehearsal import longest_micro_batches, rehearse, text
 from wlb_megatron.workload.kernel_table import h100
 
 
@@ -56,12 +56,27 @@ def test_context_parallel_ranks_hold_parts_of_one_text_and_predict_its_next_toke
     settings = ShardSettings(0, 2, 2, "hybrid", h100())
     whole, following = np.full(24, -1), np.full(24, -1)
     for rank in range(2):
-        batch = longest_micro_batch(24, 16, settings, Layout(rank, 1, 8, True), corpus)
+        (batch,) = longest_micro_batches(24, 16, settings, Layout(rank, 1, 8, True), corpus)
         index = batch["planned"].shard.packed_index(rank)
         whole[index], following[index] = batch["tokens"][0], batch["labels"][0]
     stream = text(corpus, 25, 0, None)
     assert whole.tolist() == stream[:-1].tolist() and following.tolist() == stream[1:].tolist()
     assert len(set(whole.tolist())) > 4
+
+
+def test_a_document_in_chunks_is_rehearsed_whole_with_every_micro_batch_full(
+    documents: tuple[Blend, list[list[int]]],
+) -> None:
+    corpus, _ = documents
+    settings = ShardSettings(0, 2, 2, "hybrid", h100())
+    batches = longest_micro_batches(24, 64, settings, Layout(1, 1, 8, True), corpus, held=4, longest=60)
+    planned = [batch["planned"] for batch in batches]
+    chunks = [one.pieces[0] for one in planned]
+    assert [(chunk.prefix, chunk.tokens) for chunk in chunks] == [(0, 24), (24, 24), (48, 12), (0, 24)]
+    assert {one.shard.tokens for one in planned} == {24} and {one.steps for one in planned} == {4}
+    assert {one.chunk_groups for one in planned} == {(4,)}
+    assert [one.shard.prefixes.max() for one in planned] == [0, 24, 48, 0]
+    assert all(batch["graphs"][0].prefix == 60 for batch in batches)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_megatron.errors import WlbError
+from wlb_megatron.workload.chunk_memory import attended_bytes, chunked_bytes, fit_document, keys_bytes
 from wlb_megatron.workload.memory import (
     GIB,
     ModelShape,
@@ -90,6 +91,35 @@ def test_micro_batches_in_flight_are_those_of_megatrons_schedules() -> None:
     assert chunks_in_flight(dataclasses.replace(plain, micro_batches=2), 0) == 2
     interleaved = dataclasses.replace(plain, virtual=2)
     assert [chunks_in_flight(interleaved, stage) for stage in range(4)] == [11, 9, 7, 5]
+
+
+# --- documents in chunks ---
+
+
+def test_bytes_of_a_document_in_chunks_are_the_hand_computed_ones() -> None:
+    # Keys and values of a token 2 x 4 in 2 layers, in 2 bytes and their gradients in 4.
+    assert keys_bytes(SMALL, ParallelLayout()) == 2 * 8 * 6
+    # At work: own keys beside kept ones, all of the document's and their gradients, 8 x 2 each.
+    assert attended_bytes(SMALL, ParallelLayout()) == 3 * 16
+    weights, held = 1704 * 18, 150 * 460 + 50 * (216 + 32)
+    each = 96 + 48
+    assert chunked_bytes(SMALL, ParallelLayout(), longest=50, held=150, document=100) == (
+        weights + held + 100 * each
+    )
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_the_longest_document_is_what_just_fits_beside_an_iterations_tokens(context: int) -> None:
+    layout = ParallelLayout(context=context, pipeline=2, micro_batches=4)
+    room = chunked_bytes(SMALL, layout, longest=48, held=64 + 100, document=100)
+
+    def fits(memory: int) -> int:
+        return fit_document(SMALL, layout, memory, margin=0, longest=48, share=64)
+
+    assert fits(room) == 100
+    assert fits(room - 1) == 100 - context
+    assert fits(1000) == 0
+    assert fit_document(SMALL, layout, room, margin=0, longest=48, share=32) > 100
 
 
 # --- the fit ---

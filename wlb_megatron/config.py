@@ -10,7 +10,7 @@ from wlb_megatron.bounds import COUNT, LARGEST, SECONDS, TOKENS
 PACKINGS = ("original", "fixed-greedy", "fixed-solver", "varlen")
 RELEASES = ("balance", "full")
 SHARDINGS = ("per-sequence", "per-document", "hybrid", "adaptive")
-OVERLONG = ("split", "truncate", "drop")
+OVERLONG = ("split", "truncate", "drop", "chunk")
 KERNELS = ("auto", "cudnn", "fa4")
 
 
@@ -115,7 +115,9 @@ class WlbConfig:
     )
     overlong: str = _setting(
         "split",
-        "a document longer than --seq-length is split at the window, truncated to it, or dropped (counted)",
+        "a document longer than --seq-length is split at the window, truncated to it, or dropped (counted); chunk: it "
+        "trains whole, in chunks of one iteration, up to what memory, --max-position-embeddings and a data-parallel "
+        "rank's share of the iteration allow, and is split there",
         choices=OVERLONG,
     )
     kernels: str = _setting(

@@ -15,6 +15,7 @@ from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.job import plan_job
 from wlb_megatron.packing.lengths import sample_lengths
 from wlb_megatron.packing.varlen_packer import longest_micro_batch
+from wlb_megatron.packing.whole_documents import longest_whole
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.sharding.cut import cut_plans, pad
@@ -69,7 +70,8 @@ def inspect_plans(
         raise WlbError("--wlb-regather-keys changes no plan, which is all that inspect shows: leave it out")
     with explain_bad_values():
         alignment = multiple(cp, tp)
-        stream = DocumentStream.of_lengths(lengths, Rules(window, config.overlong), name="--lengths")
+        longest, _ = longest_whole(config.overlong, window, micro_batches)
+        stream = DocumentStream.of_lengths(lengths, Rules(longest, config.overlong), name="--lengths")
         if config.packing == "varlen":
             # Any window can be looked at, a multiple of CP x TP or not: a padded micro-batch keeps within Lmax.
             config = replace(config, max_tokens=longest_micro_batch(config, window, alignment))
@@ -86,7 +88,8 @@ def inspect_plans(
             dp=dp,
             pp=pp,
             vpp=vpp,
-            sample=sample_lengths(lengths, window, config.overlong),
+            sample=sample_lengths(lengths, longest, config.overlong),
+            longest=stream.longest,
         )
     plans = islice(iter(planner.next_iteration, None), iterations)
     chunked = isinstance(planner.packer, ChunkPacker)

@@ -69,6 +69,17 @@ REFUSALS: tuple[Refusal, ...] = (
         "it out",
     ),
     Refusal(
+        lambda a, c: c.overlong == "chunk" and (c.chunks == "off" or c.packing != "varlen"),
+        "--wlb-overlong chunk with --wlb-chunks off or another --wlb-packing than varlen",
+        "only in chunks does a document above the window train whole; leave them out, or use --wlb-overlong split",
+    ),
+    Refusal(
+        lambda a, c: c.overlong == "chunk" and a.max_position_embeddings <= a.seq_length,
+        "--wlb-overlong chunk with --max-position-embeddings of no more than --seq-length",
+        "positions run on in a document above the window; set it to the tokens of the longest document that is to "
+        "train whole",
+    ),
+    Refusal(
         lambda a, c: c.kernels == "fa4" and _get(a, "transformer_impl") == "local",
         "--wlb-kernels fa4 with --transformer-impl local",
         "attention there is plain torch, on any device; use --transformer-impl transformer_engine, or "

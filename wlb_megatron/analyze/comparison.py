@@ -88,7 +88,8 @@ def analyze(
         looked = plans[job.warm_up :]
         shards = job.shards(looked, chosen)
         simulated = job.simulated(looked, shards)
-        return measure(plans, shards, simulated, job.cost(chosen), layout), planner.packer
+        found = measure(plans, shards, simulated, job.cost(chosen), layout, job.longest(chosen))
+        return found, planner.packer
 
     after, packer = run(config)
     before, _ = run(arrival_order(config))

@@ -116,21 +116,28 @@ class Measured:
 
 
 def measure(
-    plans: Sequence[IterationPlan], shards: Shards, simulated: Simulated, cost: CostModel, layout: Layout
+    plans: Sequence[IterationPlan],
+    shards: Shards,
+    simulated: Simulated,
+    cost: CostModel,
+    layout: Layout,
+    longest: int | None = None,
 ) -> Measured:
-    """Gather the figures of the last iterations of a run; plans: all of it. shards, simulated: of the last ones."""
+    """Gather the figures of the last iterations of a run; plans: all of it. shards, simulated: of the last ones.
+    longest: tokens at which documents were split (default: the window)."""
+    unit = longest or layout.window
     measured = Measured(simulated, layout)
     entered: dict[tuple[int, int, int], int] = {}
     first = len(plans) - len(shards)
     for at, plan in enumerate(plans):
         for piece in plan.arrived:
-            entered[piece.epoch, piece.document, piece.start // layout.window] = plan.iteration
+            entered[piece.epoch, piece.document, piece.start // unit] = plan.iteration
         for piece in (piece for row in plan.micro_batches for m in row for piece in m.pieces):
-            # A cut leaves the parts inside the piece that arrived, which began at a multiple of the window.
-            arrival = entered[piece.epoch, piece.document, piece.start // layout.window]
+            # A cut leaves the parts inside the piece that arrived, which began at a multiple of `longest`.
+            arrival = entered[piece.epoch, piece.document, piece.start // unit]
             if at >= first:
                 measured.delays[plan.iteration - arrival] += piece.tokens
-        waiting = {(p.epoch, p.document, p.start // layout.window): None for p in plan.waiting}
+        waiting = {(p.epoch, p.document, p.start // unit): None for p in plan.waiting}
         entered = {key: entered[key] for key in waiting}
         if at >= first:
             _add(measured, plan, shards[at - first], cost)

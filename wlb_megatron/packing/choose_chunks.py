@@ -28,9 +28,13 @@ class Choice(NamedTuple):
 
 def with_chunks(limits: Limits, max_tokens: int | None, alignment: int) -> Limits:
     """The limits of a plan with chunks: nothing is delayed, micro-batches are shorter."""
-    most = limits.window * LONGEST[0] // LONGEST[1]
-    capacity = max(alignment, min(most, max_tokens or most) // alignment * alignment)
-    return replace(limits, capacity=capacity, max_delay=0)
+    return replace(limits, capacity=chunk_capacity(limits.window, max_tokens, alignment), max_delay=0)
+
+
+def chunk_capacity(window: int, max_tokens: int | None, alignment: int) -> int:
+    """Tokens of the longest micro-batch of a plan with chunks. max_tokens: as asked for, None: the longest of use."""
+    most = window * LONGEST[0] // LONGEST[1]
+    return max(alignment, min(most, max_tokens or most) // alignment * alignment)
 
 
 def choose_chunks(
@@ -40,24 +44,30 @@ def choose_chunks(
     ranks: Ranks,
     per_window: float | None,
     sample: Sequence[int] | None,
+    longest: int,
     refused: Sequence[tuple[str, str]],
     whole: Callable[[Limits, Ranks], Packer],
 ) -> Choice:
-    """limits: of the plan with chunks. sample: lengths of documents (tokens). refused: (flag, cure) of each setting
-    that chunks cannot be trained with. whole: the packer without chunks, for limits.bins windows on ranks.
+    """limits: of the plan with chunks. sample: lengths of documents (tokens); longest: of all. refused: (flag, cure) of
+    each setting that chunks cannot be trained with. whole: the packer without chunks, for limits.bins windows on ranks.
 
-    WlbError where chunks are asked for and refused.
+    WlbError where chunks are asked for, by --wlb-chunks or by --wlb-overlong, and refused.
     """
+    refused = [*refused, *_refused(config, ranks)]
+    asked = _asked_for(config)
+    if asked is not None and config.chunks == "off":
+        raise WlbError(f"{asked[0]} does not go with --wlb-chunks off: leave it out, or {asked[1]}")
     if config.chunks == "off":
         return Choice(False, "--wlb-chunks off")
-    refused = [*refused, *_refused(config, ranks)]
     if refused:
         flag, cure = refused[0]
-        if config.chunks == "on":
-            raise WlbError(f"--wlb-chunks on does not go with {flag}: {cure}, or set --wlb-chunks auto")
+        if asked is not None:
+            raise WlbError(f"{asked[0]} does not go with {flag}: {cure}, or {asked[1]}")
         return Choice(False, f"not with {flag}")
     if config.chunks == "on":
         return Choice(True, "--wlb-chunks on")
+    if longest > limits.window:
+        return Choice(True, f"documents of up to {longest:,} tokens train whole")
     if ranks.pp == 1:
         return Choice(False, "there is no pipeline to fill")
     if not sample:
@@ -72,6 +82,13 @@ def choose_chunks(
     return Choice(
         cut <= PAYS * uncut, f"a step of {cut:.2f} times the ideal one is predicted, with whole {uncut:.2f}"
     )
+
+
+def _asked_for(config: WlbConfig) -> tuple[str, str] | None:
+    """The flag that asks for chunks, and what to set instead; None where they may be left out."""
+    if config.overlong == "chunk":
+        return "--wlb-overlong chunk", "set --wlb-overlong split"
+    return ("--wlb-chunks on", "set --wlb-chunks auto") if config.chunks == "on" else None
 
 
 def _refused(config: WlbConfig, ranks: Ranks) -> list[tuple[str, str]]:

@@ -51,10 +51,17 @@ class ChunkPacker:
     intake_batches = 1
 
     def __init__(
-        self, cost: CostModel, limits: Limits, ranks: Ranks = ONE_RANK, *, per_window: float | None = None
+        self,
+        cost: CostModel,
+        limits: Limits,
+        ranks: Ranks = ONE_RANK,
+        *,
+        per_window: float | None = None,
+        longest: int = 0,
     ) -> None:
         """limits.capacity: tokens of a micro-batch; longer documents come in chunks. per_window: micro-batches for each
-        window, None: as many as give the least predicted step."""
+        window, None: as many as give the least predicted step. longest: tokens of the longest document, where that is
+        above the window."""
         if ranks.vpp > 1:
             raise WlbError(
                 "documents in chunks need a schedule that is not interleaved: set --wlb-chunks off, or leave out "
@@ -66,7 +73,10 @@ class ChunkPacker:
         self._per_window = per_window
         self.bins = limits.bins
         self.law = ranks.law(cost)
-        self.held_tokens = min(limits.bins // ranks.dp, ranks.pp) * limits.window * HELD // 100
+        windows = limits.bins // ranks.dp
+        self.held_tokens = min(windows, ranks.pp) * limits.window * HELD // 100
+        if longest > limits.window:
+            self.held_tokens = held_with(longest, windows * limits.window)
         self._waiting: list[Item] = []
         self._serial = 0
 
@@ -89,11 +99,15 @@ class ChunkPacker:
         tried = [self._try(ranks, count) for count in rough]
         if min(one.price for one in tried)[:3] > (0, 0, 0):
             # Documents longer than a micro-batch may ask for more of them than was asked for.
-            every = self.law.counts(windows, None, always=True)
-            tried += [self._try(ranks, count) for count in every if count not in rough]
+            every = {*self.law.counts(windows, None, always=True), self._least_count(ranks)}
+            tried += [self._try(ranks, count) for count in sorted(every) if count not in rough]
         best = min(tried, key=lambda one: one.price)
         self._waiting = sorted(best.left, key=lambda item: item.serial)
         return Packed(best.grid)
+
+    def _least_count(self, ranks: Sequence[Sequence[Item]]) -> int:
+        """Micro-batches in which every document, cut where it is too long for one, has one of its own."""
+        return max(1, *(sum(-(-item.tokens // self._limits.capacity) for item in rank) for rank in ranks))
 
     def _try(self, ranks: Sequence[Sequence[Item]], count: int) -> _Tried:
         """price: documents left out, empty micro-batches, tokens held above what should be, and the predicted step."""
@@ -150,6 +164,16 @@ class ChunkPacker:
             "max_documents": self._limits.max_documents,
             "chunks": True,
         }
+
+
+def held_with(document: int, share: int) -> int:
+    """Tokens that a stage may hold at once with a document of so many tokens in chunks. share: of a data-parallel rank
+    in an iteration.
+
+    Its group spans most of the iteration, and what ran before it is held, too; the document may be what crosses the
+    end of the share, and adds to it. Both are then in flight.
+    """
+    return share + document
 
 
 def most_held(tokens: Sequence[int], groups: Sequence[int], law: StepLaw) -> int:

@@ -55,7 +55,8 @@ def fill(
     items: whole documents by falling work. capacity: tokens of a micro-batch. Fewer units than micro-batches where
     some are groups. A micro-batch may be empty where there are fewer documents and chunks than micro-batches.
     """
-    chunks = chunk_counts([item.work for item in items], [item.tokens for item in items], count, capacity)
+    works, tokens = [item.work for item in items], [item.tokens for item in items]
+    chunks = chunk_counts(works, tokens, count, capacity, full=int(cost.work([capacity])[0]))
     if sum(number for number in chunks if number > 1) > count:
         return [], list(items)
     bins = Bins(count, capacity, most_documents)
@@ -63,7 +64,7 @@ def fill(
     at = 0
     for item, number in zip(items, chunks, strict=True):
         if number > 1:
-            for place, chunk in enumerate(cut(item, number, cost), start=at):
+            for place, chunk in enumerate(cut(item, number, cost, capacity), start=at):
                 bins.place(chunk, place)
             groups.append(range(at, at + number))
             at += number
@@ -76,20 +77,24 @@ def fill(
     return units + [Unit((one,)) for one in made[at:]], left
 
 
-def chunk_counts(works: Sequence[int], tokens: Sequence[int], count: int, capacity: int) -> list[int]:
+def chunk_counts(
+    works: Sequence[int], tokens: Sequence[int], count: int, capacity: int, full: int = 1 << 62
+) -> list[int]:
     """Into how many chunks each document is cut, 1: it stays whole.
 
     As many as bring its chunks nearest to a micro-batch's share of the work, and at least as many as `capacity` asks
-    for. Where these are more than `count`, those documents give one up whose chunks grow least by it, if any can.
+    for: where they are of equal work, the first is the longest, and has at most `full`, a document of `capacity`
+    tokens. Where these are more than `count`, those documents give one up whose chunks grow least by it, if any can.
     """
     share = max(1, sum(works) // count)
     least = [-(-length // capacity) for length in tokens]
+    even = [-(-work // full) for work in works]
     chosen = [
-        min(length, max(few, 1 if 100 * work <= WHOLE * share else max(2, round(work / share))))
-        for work, length, few in zip(works, tokens, least, strict=True)
+        min(length, max(few, equal, 1 if 100 * work <= WHOLE * share else max(2, round(work / share))))
+        for work, length, few, equal in zip(works, tokens, least, even, strict=True)
     ]
     # Small ones share a micro-batch with chunks, the others ask for one of their own.
-    large = [i for i, work in enumerate(works) if 2 * work >= share]
+    large = [i for i, work in enumerate(works) if 2 * work >= share or chosen[i] > 1]
     while sum(chosen[i] for i in large) > count:
         open_to = [i for i in large if chosen[i] > max(1, least[i])]
         if not open_to:
@@ -105,8 +110,9 @@ def chunk_counts(works: Sequence[int], tokens: Sequence[int], count: int, capaci
     return chosen
 
 
-def cut(item: Item, number: int, cost: CostModel) -> list[Item]:
-    """The document in `number` chunks of about equal work, in order, none empty. Ends are whole tokens."""
+def cut(item: Item, number: int, cost: CostModel, capacity: int = 1 << 62) -> list[Item]:
+    """The document in `number` chunks of about equal work, in order, none empty or of more than `capacity` tokens. Ends
+    are whole tokens."""
     length = item.tokens
     whole = length + length * length / cost.quadratic_at
     ends: list[int] = []
@@ -114,7 +120,9 @@ def cut(item: Item, number: int, cost: CostModel) -> list[Item]:
         # d + d*d/q = w for d: sums, products and square roots round alike on every host.
         work = whole * at / number
         end = int((math.sqrt(cost.quadratic_at * (cost.quadratic_at + 4 * work)) - cost.quadratic_at) / 2)
-        ends.append(min(max(end, (ends[-1] if ends else 0) + 1), length - number + at))
+        before, after = (ends[-1] if ends else 0), number - at
+        least = max(before + 1, length - after * capacity)
+        ends.append(min(max(end, least), length - after, before + capacity))
     ends.append(length)
     works = cost.work(ends).tolist()
     own = int(

@@ -69,7 +69,8 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Rules:
-    """How a corpus becomes pieces. window: most tokens of a piece. overlong: one of config.OVERLONG.
+    """How a corpus becomes pieces. window: most tokens of a piece (with overlong "chunk" that of the longest document
+    that trains whole). overlong: what becomes of longer documents, one of config.OVERLONG.
 
     seed: shuffles each epoch anew; None keeps the corpus's order. endless: epoch after epoch, or one pass.
     """
@@ -89,9 +90,14 @@ class Rules:
         if self.seed is not None and self.seed < 0:
             raise WlbError(f"seed must not be negative, got {self.seed}")
 
+    @property
+    def splits(self) -> bool:
+        """Whether a document above the window comes in several pieces."""
+        return self.overlong in ("split", "chunk")
+
     def kept(self, lengths: IntArray) -> IntArray:
         """Tokens that are given out of documents of these lengths."""
-        if self.overlong == "split":
+        if self.splits:
             return lengths
         return (
             np.minimum(lengths, self.window)
@@ -115,7 +121,7 @@ class CorpusWalk:
             )
         self._corpus, self._rules, self.position = corpus, rules, position
         # Only where they are split is a document several pieces.
-        window = rules.window if rules.overlong == "split" else np.iinfo(np.int64).max
+        window = rules.window if rules.splits else np.iinfo(np.int64).max
         self._order = PieceOrder(corpus.lengths, window)
         self._begun: tuple[int, int, int] | None = None  # epoch, version and position that the order is of
         self.place(np.zeros(10, dtype=np.int64), VERSION)

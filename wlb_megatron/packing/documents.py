@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class DocumentStream:
-    """Pieces of at most one window, one at a time.
+    """Pieces of at most rules.window tokens, one at a time.
 
     A blend gives the next piece from the corpus that has had the fewest tokens for its weight so far (the
     first of equals): weights are shares of tokens, as Megatron's are. The order depends on the seed, the epoch
@@ -51,6 +52,7 @@ class DocumentStream:
         self.rules = rules
         self.fingerprint = _fingerprint(corpora, rules)
         self.names = [corpus.name for corpus in corpora]
+        self._corpora = corpora
         self._weights = [corpus.weight for corpus in corpora]
         self._walks = [CorpusWalk(corpus, rules, position) for position, corpus in enumerate(corpora)]
         self._version = VERSION
@@ -60,6 +62,12 @@ class DocumentStream:
     def of_lengths(cls, lengths: npt.ArrayLike, rules: Rules, name: str = "lengths") -> DocumentStream:
         """Stream of one corpus whose documents have these lengths (tokens); ids are positions."""
         return cls([Corpus(name, np.asarray(lengths))], rules)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest piece that it may give."""
+        lengths = (int(block.max(initial=0)) for corpus in self._corpora for block in blocks(corpus.lengths))
+        return min(self.rules.window, max(lengths))
 
     def next(self) -> Piece | None:
         """The next piece; None after the last one of a single pass."""
@@ -90,7 +98,11 @@ class DocumentStream:
         return {"version": self._version, "fingerprint": self.fingerprint, "corpora": corpora}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. WlbError, and no change, unless corpora and rules are the same."""
+        """Go on where `state` was taken. WlbError, and no change, unless corpora and rules are the same.
+
+        Where documents above the window train whole, they are split at the state's length, if that is less: how long
+        they may be depends on the layout, the order of a run does not.
+        """
         version = state.get("version")
         if not isinstance(version, int) or not 1 <= version <= VERSION:
             raise WlbError(
@@ -98,7 +110,9 @@ class DocumentStream:
                 "resume with the release that saved it"
             )
         try:
-            changed = _differences(state["fingerprint"], self.fingerprint, self.names)
+            rules = self._rules_of(state["fingerprint"])
+            now = {**self.fingerprint, "window": rules.window}
+            changed = _differences(state["fingerprint"], now, self.names)
             rows = [_row(saved) for saved in state["corpora"]]
             positions = [int(saved.get("position", at)) for at, saved in enumerate(state["corpora"])]
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
@@ -110,10 +124,19 @@ class DocumentStream:
             )
         if len(rows) != len(self._walks):
             raise WlbError("saved document stream is damaged; resume from another checkpoint")
+        if rules != self.rules:
+            self.rules, self.fingerprint = rules, now
+            self._walks = [CorpusWalk(corpus, rules, at) for at, corpus in enumerate(self._corpora)]
         self._version = version
         for walk, position in zip(self._walks, positions, strict=True):
             walk.position = position
         self._restart(rows)
+
+    def _rules_of(self, saved: Mapping[str, Any]) -> Rules:
+        """The rules, with the saved length of whole documents where that is shorter."""
+        if not self.rules.overlong == saved["overlong"] == "chunk":
+            return self.rules
+        return replace(self.rules, window=min(int(saved["window"]), self.rules.window))
 
     def _restart(self, rows: list[IntArray]) -> None:
         for walk, row in zip(self._walks, rows, strict=True):
@@ -206,8 +229,9 @@ def _sha256(lengths: Lengths) -> str:
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """One phrase for each thing that changed."""
+    window = "length of whole documents" if now["overlong"] == "chunk" else "window"
     changed = [
-        f"{key} was {saved.get(key)}, is {value}"
+        f"{window if key == 'window' else key} was {saved.get(key)}, is {value}"
         for key, value in now.items()
         if key != "corpora" and saved.get(key) != value
     ]

@@ -37,6 +37,11 @@ def plan_job(
 
 def arrival_order(config: WlbConfig) -> WlbConfig:
     """What Megatron does with these documents, but for the mask: windows in arrival order, cut per sequence."""
-    return replace(
-        config, packing="original", sharding="per-sequence", micro_batches_per_window="1", chunks="off"
+    return without_chunks(
+        replace(config, packing="original", sharding="per-sequence", micro_batches_per_window="1")
     )
+
+
+def without_chunks(config: WlbConfig) -> WlbConfig:
+    """The settings where no document comes in chunks: those above the window are split at it."""
+    return replace(config, chunks="off", overlong="split" if config.overlong == "chunk" else config.overlong)

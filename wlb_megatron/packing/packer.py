@@ -88,7 +88,8 @@ class Packer(Protocol):
         """Pieces that arrived and have not trained, oldest first."""
 
     def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
-        """One iteration's micro-batches. Arrived pieces come in stream order, none empty or above the window.
+        """One iteration's micro-batches. Arrived pieces come in stream order, none empty or above the window (chunks:
+        the longest document).
         From one iteration to the next, batch.bins may grow.
 
         draining: the stream has ended, release what waits; only then may a micro-batch be empty, and only
@@ -118,6 +119,7 @@ def make_packer(
     group: int | None = None,
     alignment: int = 1,
     sample: Sequence[int] | None = None,
+    longest: int | None = None,
     adopt_max_tokens: int = 0,
     no_chunks: Sequence[tuple[str, str]] = (),
     say: Callable[[str], None] = lambda _: None,
@@ -127,7 +129,8 @@ def make_packer(
     window: tokens of --seq-length. micro_batches: windows of one data-parallel rank, in the largest global batch. vpp:
     model chunks of a stage; group: of how many micro-batches an interleaved schedule takes a multiple (default: pp).
     alignment: a micro-batch's tokens are padded up to a multiple of it. sample: document lengths
-    (tokens, at most the window) on which `thresholds=auto` is found; without one a rule of thumb serves.
+    (tokens, at most the window) on which `thresholds=auto` is found; without one a rule of thumb serves. longest:
+    tokens of the longest piece, above the window only where overlong is "chunk" (default: the window).
     adopt_max_tokens: a loaded state brings its own Lmax if that, padded, is at most so many tokens. no_chunks: (flag,
     cure) of each setting under which documents cannot train in chunks. say: is told whether they do, and why.
     Raises ValueError on settings that cannot work.
@@ -155,12 +158,15 @@ def make_packer(
     per_window = read_per_window(config.micro_batches_per_window)
     if config.packing == "varlen":
         return _make_varlen(
-            config, cost, window, micro_batches, alignment, sample, ranks, adopt_max_tokens, no_chunks, say
+            *(config, cost, window, micro_batches, alignment, sample, ranks),
+            *(longest or window, adopt_max_tokens, no_chunks, say),
         )
-    if config.chunks == "on":
-        raise WlbError(
-            f"--wlb-chunks on needs --wlb-packing varlen, not {config.packing}: change one of them"
-        )
+    for asked, flag in (
+        (config.chunks == "on", "--wlb-chunks on"),
+        (config.overlong == "chunk", "--wlb-overlong chunk"),
+    ):
+        if asked:
+            raise WlbError(f"{flag} needs --wlb-packing varlen, not {config.packing}: change one of them")
     fixed: dict[str, type[OriginalPacker | FixedGreedyPacker]] = {
         "original": OriginalPacker,
         "fixed-greedy": FixedGreedyPacker,
@@ -184,6 +190,7 @@ def _make_varlen(
     alignment: int,
     sample: Sequence[int] | None,
     ranks: Ranks,
+    longest: int,
     adopt_max_tokens: int,
     no_chunks: Sequence[tuple[str, str]],
     say: Callable[[str], None],
@@ -223,11 +230,12 @@ def _make_varlen(
     short = with_chunks(limits, config.max_tokens, alignment)
     usual = rule_of_thumb(window) if given is None else given
     chunks, why = choose_chunks(
-        config, cost, short, ranks, per_window, sample, no_chunks, partial(whole, thresholds=usual)
+        *(config, cost, short, ranks, per_window, sample, longest, no_chunks),
+        partial(whole, thresholds=usual),
     )
     say(f"documents in chunks: {'yes' if chunks else 'no'} ({why})")
     if chunks:
-        return ChunkPacker(cost, short, ranks, per_window=per_window)
+        return ChunkPacker(cost, short, ranks, per_window=per_window, longest=longest)
     if given is None and sample is not None:
         limits = replace(limits, capacity=longest_micro_batch(config, window, alignment))
         usual = find_thresholds(sample, cost, limits, ranks, per_window).thresholds

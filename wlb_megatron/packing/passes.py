@@ -13,7 +13,7 @@ from typing import Any
 class StreamCounts:
     """What has been given out and what was left out, over all corpora and epochs so far.
 
-    tokens: given out. empty: documents without a token. overlong: documents above the window. lost_tokens:
+    tokens: given out. empty: documents without a token. overlong: documents above rules.window. lost_tokens:
     tokens of truncated or dropped documents.
     """
 
@@ -53,7 +53,8 @@ def told_apart(names: Sequence[str]) -> list[str]:
 
 
 def figures(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """For a log: epochs by corpus, the most of them, documents above the window, and what was left out, so far."""
+    """For a log: epochs by corpus, the most of them, documents above the length at which they are split (truncated,
+    dropped), and what was left out, so far."""
     passed, counted = epochs(state), counts(state)
     return {
         "epochs": {name: round(each, 4) for name, each in zip(names, passed, strict=True)},

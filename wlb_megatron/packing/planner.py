@@ -16,7 +16,10 @@ STATE_VERSION = 2
 
 
 class Stream(Protocol):
-    """Pieces in the order in which they arrive: whole documents, over-long ones already split, none empty."""
+    """Pieces in the order in which they arrive: whole documents, over-long ones already split, none empty.
+
+    None has more than the tokens of a data-parallel rank's share of an iteration, so that each iteration takes one in.
+    """
 
     def next(self) -> Piece | None:
         """The next piece, or None at the end of a finite stream (and ever after)."""

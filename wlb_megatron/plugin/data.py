@@ -186,7 +186,7 @@ class MicroBatchIterator:
         self,
         loader: DataLoader[dict[str, Any]],
         trained: Callable[[list[dict[str, Any]], bool], None] | None = None,
-        rehearsal: dict[str, Any] | None = None,
+        rehearsal: list[dict[str, Any]] | None = None,
     ) -> None:
         """trained: called with the micro-batches of a step when it is done, and whether it was skipped. rehearsal: see
         rehearsal.py."""
@@ -228,8 +228,8 @@ class MicroBatchIterator:
         began, self._began = self._began, None
         return began or time.perf_counter()
 
-    def take_rehearsal(self) -> dict[str, Any] | None:
-        """The micro-batch to rehearse, the first time it is asked for."""
+    def take_rehearsal(self) -> list[dict[str, Any]] | None:
+        """The micro-batches to rehearse, the first time they are asked for."""
         taken, self._rehearsal = self._rehearsal, None
         return taken
 

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.packing.choose_chunks import chunk_capacity
+from wlb_megatron.packing.whole_documents import Bound
 from wlb_megatron.plugin.batch_sizes import batch_schedule
+from wlb_megatron.workload.chunk_memory import fit_document, keys_bytes
 from wlb_megatron.workload.memory import ModelShape, ParallelLayout, fit_max_tokens
 
 LARGE_VOCABULARY = 131072
@@ -33,8 +36,25 @@ def fitting_tokens(args: Any, alignment: int) -> int | None:
     experts (how many tokens one gets is not known ahead)."""
     if args.distributed_backend != "nccl" or args.num_experts:
         return None
-    memory = whole_gib(torch.cuda.get_device_properties(args.local_rank).total_memory)
-    return fit_max_tokens(*model_and_layout(args), memory, window=args.seq_length, alignment=alignment)
+    return fit_max_tokens(*model_and_layout(args), _memory(args), window=args.seq_length, alignment=alignment)
+
+
+def document_memory(args: Any, config: WlbConfig, alignment: int) -> Bound | None:
+    """What memory allows a document that trains whole in chunks. None where memory is not looked at."""
+    if args.distributed_backend != "nccl" or args.num_experts:
+        return None
+    shape, layout = model_and_layout(args)
+    fitting = fit_document(
+        *(shape, layout, _memory(args)),
+        longest=chunk_capacity(args.seq_length, config.max_tokens, alignment),
+        share=layout.micro_batches * args.seq_length,
+    )
+    each = keys_bytes(shape, layout) / layout.context / 1024
+    return Bound(fitting, f"memory (keys and their gradients take {each:,.1f} KiB a token of each GPU)")
+
+
+def _memory(args: Any) -> int:
+    return whole_gib(torch.cuda.get_device_properties(args.local_rank).total_memory)
 
 
 def whole_gib(total: int) -> int:

@@ -152,7 +152,7 @@ def _mean_losses(model: Any, batches: Sequence[Any]) -> AbstractContextManager[N
 def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*, data_iterator: Any, num_microbatches: int, **kwargs: Any) -> Any:
         from wlb_megatron.plugin import data, grouped_steps, logged_losses, timers, trace
-        from wlb_megatron.plugin.rehearsal import rehearse
+        from wlb_megatron.plugin.rehearsal import REHEARSAL, rehearse
 
         # Model chunks of a stage have an iterator each, all the plugin's same one.
         first = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
@@ -167,7 +167,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             shapes = [data.activation_shape(batch) for batch in batches]
             groups = batches[0]["planned"].chunk_groups if training else ()
             _current = ShapeQueue(shapes, _orders(len(batches), model, chunks, groups))
-            ahead = draw_ahead if training and batches[0] is not longest else None
+            ahead = draw_ahead if training and batches[0]["planned"].iteration != REHEARSAL else None
             means = _mean_losses(model, batches) if training else nullcontext()
             drawn = [_drawn(batches, ahead), *(_drawn(batches) for _ in range(chunks - 1))]
             try:
@@ -188,9 +188,8 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         training = not kwargs.get("forward_only")
         longest = source.take_rehearsal() if training else None
         if longest is not None:
-            planned = longest["planned"]
-            count = planned.steps if planned.chunk_groups else num_microbatches
-            rehearse(lambda: step([longest] * count), kwargs["model"], longest)
+            every = longest if len(longest) > 1 else longest * num_microbatches
+            rehearse(lambda: step(every), kwargs["model"], longest[0])
         began = time.perf_counter()
         batches = data.draw_step(first)
         if training:

@@ -32,7 +32,7 @@ from wlb_megatron.plugin.kernels import kernels_of
 from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, ShardSettings, plan_iterations
 from wlb_megatron.plugin.prediction import predictor
 from wlb_megatron.plugin.profile import profile_of, told
-from wlb_megatron.plugin.rehearsal import longest_micro_batch
+from wlb_megatron.plugin.rehearsal import longest_micro_batches
 from wlb_megatron.plugin.resume import remember, restore
 from wlb_megatron.plugin.shared_solver import share_solver
 from wlb_megatron.plugin.source import Source, attention_shape, token_alignment
@@ -156,8 +156,9 @@ def _training(source: Source, args: Any, agreement: PlanAgreement) -> MicroBatch
     if wanted:
         seconds = source.config.graph_seconds
         held = -(-source.planner.packer.held_tokens // most)
-        longest = longest_micro_batch(
-            most, args.seq_length, settings, layout, source.corpus, documents, seconds, held
+        longest = longest_micro_batches(
+            *(most, args.seq_length, settings, layout, source.corpus, documents, seconds, held),
+            longest=max(args.seq_length, source.longest),
         )
     iterator = MicroBatchIterator(_loader(source, sampler, layout, args), trained, longest)
     return iterator

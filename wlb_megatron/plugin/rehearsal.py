@@ -9,7 +9,6 @@ micro-batches can have are built (kernel_graphs.py). Gradients are cleared and a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,10 @@ from wlb_megatron.plugin.kept_state import KeptState
 from wlb_megatron.plugin.kernel_graphs import Met, build_graphs
 from wlb_megatron.plugin.planning import PlannedMicroBatch, ShardSettings
 from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
+from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import cut
-from wlb_megatron.sharding.select import shard
+from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.sharding.select import shard_all
 
 REHEARSAL = -1
 """Iteration number of a rehearsed micro-batch."""
@@ -33,7 +34,7 @@ MOST_READ = 4096
 """Documents read for it at most, however short they are."""
 
 
-def longest_micro_batch(
+def longest_micro_batches(
     max_tokens: int,
     window: int,
     settings: ShardSettings,
@@ -42,42 +43,66 @@ def longest_micro_batch(
     documents: int = 1,
     graph_seconds: float = 0.0,
     held: int = 0,
-) -> dict[str, Any]:
+    longest: int = 0,
+) -> list[dict[str, Any]]:
     """A batch of max_tokens as documents of one window, cut per document: every rank needs all keys.
 
     The tokens are the corpus's. documents: how many a micro-batch of max_tokens may hold. graph_seconds: for building
-    kernel graphs before it. held: micro-batches that run forward before the first backward, 0: as the schedule has it.
+    kernel graphs before it. held: micro-batches that run forward before the first backward: so many batches, of which
+    the first are a document of `longest` tokens in chunks; 0: as the schedule has it, one batch that stands for all.
     """
     usable = max_tokens // settings.alignment * settings.alignment
-    sizes = [window] * (usable // window) + [usable % window] * (usable % window > 0)
-    plan = shard(sizes, settings.cp_size, "per-document")
-    pieces = tuple(Piece(0, document, 0, int(size)) for document, size in enumerate(plan.lengths))
-    summary = PlanSummary(REHEARSAL, usable, len(sizes), usable, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
+    rows = in_chunks(usable, held, longest) if held > 1 else [_of_windows(usable, window)]
+    lengths = [[piece.tokens for piece in pieces] for pieces in rows]
+    plans = shard_all(lengths, settings.cp_size, "per-document", links=links_of(rows))
+    summary = PlanSummary(REHEARSAL, usable, len(rows[0]), usable, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
     counts = (usable,) * (1 + layout.follows)
-    planned = PlannedMicroBatch(REHEARSAL, 0, pieces, plan, summary, 0.0, predictions=counts)
-    if held > 1:
-        planned = replace(planned, steps=held, chunk_groups=(held,))
-    batch = with_plan(planned, layout)
-    batch["graphs"] = (
-        Met.of(
-            usable,
-            window,
-            settings,
-            documents,
-            _of_a_window(window, settings, layout),
-            prefix=window if held > 1 else 0,  # of a document up to its last chunk
-        ),
-        graph_seconds,
+    together = (held,) if held > 1 else ()
+    graphs = Met.of(
+        *(usable, window, settings, documents, _of_a_window(window, settings, layout)),
+        prefix=longest if held > 1 else 0,  # of a document up to its last chunk
     )
-    if layout.reads_tokens:
-        index = plan.packed_index(layout.cp_rank)
-        ids = torch.from_numpy(text(corpus, plan.tokens + 1, settings.dp_rank, layout.vocabulary))
-        batch.update(
-            tokens=ids[index][None], labels=ids[index + 1][None], loss_mask=torch.ones(1, len(index))
+    batches = []
+    for at, (pieces, plan) in enumerate(zip(rows, plans, strict=True)):
+        planned = PlannedMicroBatch(
+            *(REHEARSAL, at, pieces, plan, summary, 0.0),
+            predictions=counts,
+            steps=len(rows),
+            chunk_groups=together,
         )
-        batch["position_ids"] = torch.from_numpy(plan.positions(layout.cp_rank))[None]
-        batch["predicted"] = float(len(index))
-    return batch
+        batch = with_plan(planned, layout) | {"graphs": (graphs, graph_seconds)}
+        if layout.reads_tokens:
+            _read(batch, plan, corpus, layout, settings.dp_rank)
+        batches.append(batch)
+    return batches
+
+
+def in_chunks(tokens: int, count: int, longest: int) -> list[tuple[Piece, ...]]:
+    """`count` micro-batches of so many tokens, of which the first hold a document of `longest` ones in chunks.
+
+    4 tokens, 3 micro-batches, a document of 6: (0, 4) | (4, 6) (0, 2) | (0, 4).
+    """
+    rows: list[tuple[Piece, ...]] = []
+    for at in range(count):
+        start, end = at * tokens, min((at + 1) * tokens, longest)
+        chunk = (Piece(0, 0, start, end, start),) if start < end else ()
+        rest = tokens - sum(piece.tokens for piece in chunk)
+        rows.append((*chunk, Piece(0, 1 + at, 0, rest)) if rest else chunk)
+    return rows
+
+
+def _of_windows(tokens: int, window: int) -> tuple[Piece, ...]:
+    sizes = [window] * (tokens // window) + [tokens % window] * (tokens % window > 0)
+    return tuple(Piece(0, document, 0, size) for document, size in enumerate(sizes))
+
+
+def _read(batch: dict[str, Any], plan: ShardPlan, corpus: Blend, layout: Layout, seed: int) -> None:
+    """Add tokens of the corpus, each of which predicts the next one."""
+    index = plan.packed_index(layout.cp_rank)
+    ids = torch.from_numpy(text(corpus, plan.tokens + 1, seed, layout.vocabulary))
+    batch.update(tokens=ids[index][None], labels=ids[index + 1][None], loss_mask=torch.ones(1, len(index)))
+    batch["position_ids"] = torch.from_numpy(plan.positions(layout.cp_rank))[None]
+    batch["predicted"] = float(len(index))
 
 
 def _of_a_window(window: int, settings: ShardSettings, layout: Layout) -> AttentionLayout | None:

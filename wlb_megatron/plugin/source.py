@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
@@ -12,14 +11,15 @@ from wlb_megatron.packing.batch_schedule import BatchSchedule
 from wlb_megatron.packing.blend import Blend
 from wlb_megatron.packing.corpus import Corpus, Rules
 from wlb_megatron.packing.documents import DocumentStream
-from wlb_megatron.packing.job import SAMPLE, plan_job
+from wlb_megatron.packing.job import SAMPLE, plan_job, without_chunks
 from wlb_megatron.packing.passes import told_apart
 from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.whole_documents import Bound, longest_whole
 from wlb_megatron.plugin.batch_sizes import batch_schedule, evaluated, micro_step_multiple
 from wlb_megatron.plugin.chunk_limits import chunks_refused
 from wlb_megatron.plugin.data import files_of_workers
 from wlb_megatron.plugin.data_paths import documents
-from wlb_megatron.plugin.limits import adoptable_tokens
+from wlb_megatron.plugin.limits import adoptable_tokens, document_memory
 from wlb_megatron.plugin.open_files import allow_open_files
 from wlb_megatron.plugin.profile import profile_of
 from wlb_megatron.sharding.alignment import multiple
@@ -42,6 +42,7 @@ class Source:
 
     micro_batches: of one DP rank, at most. mean_length: of a sample of the pieces (tokens). names: of the corpora that
     have documents in this part; documents: how many, in all of them. said: what the packer's choice says of itself.
+    longest: tokens of a document that is not split, at most.
     """
 
     corpus: Blend
@@ -52,6 +53,7 @@ class Source:
     names: tuple[str, ...]
     documents: int
     said: tuple[str, ...] = ()
+    longest: int = 0
 
 
 def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
@@ -72,7 +74,7 @@ def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
             "--skip-train with --eval-iters 0 does nothing: give --eval-iters or --full-validation"
         )
     if args.eval_iters:
-        plain = dataclasses.replace(config, packing="varlen", max_delay=0, thresholds="none")
+        plain = replace(config, packing="varlen", max_delay=0, thresholds="none")
         batches = BatchSchedule.constant(evaluated(args))
         if args.multiple_validation_sets:
             sources |= _validation_sets(args, plain, batches, opened)
@@ -140,7 +142,12 @@ def _source(
     window, dp = args.seq_length, args.data_parallel_size
     if args.num_workers:
         allow_open_files(files_of_workers(batches.largest // dp), "tensors from --num-workers")
-    rules = Rules(window=window, overlong=config.overlong, seed=args.seed, endless=endless)
+    if not endless:
+        config = replace(without_chunks(config), micro_batches_per_window="1")
+    said: list[str] = []
+    smallest = min(size for _, size in batches.steps) // dp
+    longest, told = longest_whole(config.overlong, window, smallest, *_bounds(args, config))
+    rules = Rules(window=longest, overlong=config.overlong, seed=args.seed, endless=endless)
     stream = DocumentStream(corpora, rules)
     if not any(rules.predict(corpus.lengths) for corpus in corpora):
         raise WlbError(
@@ -148,10 +155,9 @@ def _source(
             f"predict, in {', '.join(corpus.name for corpus in corpora)}; correct the corpus or --split"
         )
     sample = stream.peek(SAMPLE)  # in the order and the mixture that train
-    said: list[str] = []
     planner = plan_job(
         stream,
-        config if endless else dataclasses.replace(config, micro_batches_per_window="1", chunks="off"),
+        config,
         cost_model(args, config),
         window=window,
         micro_batches=batches.largest // dp,
@@ -162,10 +168,12 @@ def _source(
         group=micro_step_multiple(args),
         alignment=token_alignment(args),
         sample=sample,
+        longest=stream.longest,
         adopt_max_tokens=adoptable_tokens(args, token_alignment(args)),
         no_chunks=chunks_refused(args),
         say=said.append,
     )
+    said += [told] * bool(told)
     return Source(
         blend,
         planner,
@@ -175,7 +183,16 @@ def _source(
         names=tuple(told_apart([corpus.name for corpus in corpora])),
         documents=sum(len(corpus.lengths) for corpus in corpora),
         said=tuple(said),
+        longest=longest,
     )
+
+
+def _bounds(args: Any, config: WlbConfig) -> tuple[list[Bound], Bound | None]:
+    """On documents that train whole, beside the iteration's tokens: the model's positions, and memory."""
+    if config.overlong != "chunk":
+        return [], None
+    positions = Bound(args.max_position_embeddings, "--max-position-embeddings")
+    return [positions], document_memory(args, config, token_alignment(args))
 
 
 def complete(args: Any, config: WlbConfig) -> WlbConfig:
@@ -196,7 +213,7 @@ def complete(args: Any, config: WlbConfig) -> WlbConfig:
     own = config.micro_batch_cost
     if own is None:
         own = micro_batch_cost(args, config)[0]
-    return dataclasses.replace(config, quadratic_at=balanced, document_cost=document, micro_batch_cost=own)
+    return replace(config, quadratic_at=balanced, document_cost=document, micro_batch_cost=own)
 
 
 def cost_model(args: Any, config: WlbConfig) -> CostModel:

@@ -14,6 +14,7 @@ from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.job import SAMPLE, plan_job
 from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.whole_documents import longest_whole
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.sharding.cut import cut_plans, orders_of
@@ -60,11 +61,16 @@ class Job:
             own.least_micro_batch,
         )
 
+    def longest(self, config: WlbConfig) -> int:
+        """Tokens of the longest document that is not split; memory is not looked at."""
+        return longest_whole(config.overlong, self.window, self.micro_batches)[0]
+
     def planner(self, lengths: Lengths, config: WlbConfig) -> Planner:
         """Raises WlbError on settings that cannot work."""
         layout = self.model.layout
         with explain_bad_values():
-            rules = Rules(self.window, config.overlong, self.seed, endless=True)
+            longest = self.longest(config)
+            rules = Rules(longest, config.overlong, self.seed, endless=True)
             stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
             return plan_job(
                 stream,
@@ -79,6 +85,7 @@ class Job:
                 # What training learns from, too; of a handful of documents, a few epochs say as much.
                 sample=stream.peek(min(SAMPLE, 16 * len(lengths))),
                 no_chunks=self.trainer.chunks_refused(),
+                longest=stream.longest,
             )
 
     def plans(self, planner: Planner) -> list[IterationPlan]:

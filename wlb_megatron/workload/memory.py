@@ -107,13 +107,13 @@ def fit_max_tokens(
     room = int(memory_bytes * (1 - margin))
     fitting = min(
         (room - weight_bytes(shape, layout, stage)) // token_bytes(shape, layout, stage)
-        for stage in _ends(layout)
+        for stage in ends(layout)
     )
     tokens = min(fitting * layout.context, MOST * window) // alignment * alignment
     if tokens * LEAST[1] < window * LEAST[0]:
         # Up to a multiple of the alignment: window 10, alignment 8 need 13 tokens, so 16.
         least = -(-window * LEAST[0] // (LEAST[1] * alignment)) * alignment
-        weights = max(weight_bytes(shape, layout, stage) for stage in _ends(layout))
+        weights = max(weight_bytes(shape, layout, stage) for stage in ends(layout))
         raise WlbError(
             f"a micro-batch of 1.25 windows ({least} tokens) needs {memory_needed(shape, layout, least) / GIB:.1f} "
             f"GiB a GPU, {weights / GIB:.1f} of them for weights and optimizer, but {room / GIB:.1f} GiB are there "
@@ -129,7 +129,7 @@ def memory_needed(shape: ModelShape, layout: ParallelLayout, tokens: int) -> int
     held = -(-tokens // layout.context)
     return max(
         weight_bytes(shape, layout, stage) + held * token_bytes(shape, layout, stage)
-        for stage in _ends(layout)
+        for stage in ends(layout)
     )
 
 
@@ -154,8 +154,14 @@ def weight_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
 def token_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
     """Most bytes that a stage needs at once for each token that a rank holds of a micro-batch.
 
-    What micro-batches in flight keep, and the larger of: a layer in its backward, the logits with their loss.
+    What micro-batches in flight keep, and what one of them needs beside.
     """
+    return kept_bytes(shape, layout, stage) + working_bytes(shape, layout, stage)
+
+
+def working_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
+    """Bytes for each token held of the micro-batch at work, beside what it keeps: the larger of a layer in its
+    backward, and the logits with their loss."""
     layer = _layer_bytes(shape, layout)
     keys = _keys_bytes(shape, layout)
     # Gradients of a layer take what its activations do; sequence parallelism gathers an input and a gradient.
@@ -166,16 +172,25 @@ def token_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
         remade = 1 if layout.recompute_block else min(layout.recompute_layers, _chunk_layers(shape, layout))
         working += remade * layer + (remade - 1) * keys * layout.keep_keys
     logits = logits_bytes(shape, layout) if _is_last(layout, stage) else 0
-    return kept_bytes(shape, layout, stage) + max(working, logits)
+    return max(working, logits)
 
 
 def kept_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
     """Bytes kept from forward to backward for each token held, over all micro-batches in flight on a stage."""
-    ids = 28  # tokens, labels and positions in int64, loss mask in fp32
-    embedded = _spread(shape.hidden, layout) if shape.dropout and _is_first(stage) else 0
     flight = chunks_in_flight(layout, stage)
     micro_batches = -(-flight // layout.virtual)
-    return flight * _chunk_bytes(shape, layout) + micro_batches * (ids + embedded)
+    return flight * _chunk_bytes(shape, layout) + micro_batches * _ends_bytes(shape, layout, stage)
+
+
+def micro_batch_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
+    """Of that, what one micro-batch keeps: all model chunks of the stage."""
+    return layout.virtual * _chunk_bytes(shape, layout) + _ends_bytes(shape, layout, stage)
+
+
+def _ends_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
+    """Kept for each token held outside the layers."""
+    ids = 28  # tokens, labels and positions in int64, loss mask in fp32
+    return ids + (_spread(shape.hidden, layout) if shape.dropout and _is_first(stage) else 0)
 
 
 def logits_bytes(shape: ModelShape, layout: ParallelLayout) -> int:
@@ -226,17 +241,18 @@ def _layer_bytes(shape: ModelShape, layout: ParallelLayout) -> int:
     spread = _spread(shape.hidden, layout) * (4 * b + 2 * shape.dropout)
     heads = -(-shape.heads // tp)
     attention = heads * (2 * shape.head_dim * b + 4)  # q, output; log-sum-exp in fp32
-    attention += _kv_elements(shape, layout) * b
+    attention += kv_elements(shape, layout) * b
     ffn = -(-shape.ffn // tp) * (3 if shape.gated else 2) * b
     return spread + attention + ffn
 
 
 def _keys_bytes(shape: ModelShape, layout: ParallelLayout) -> int:
     """Gathered keys and values of a layer for a token held: at most those of the whole micro-batch."""
-    return layout.context * _kv_elements(shape, layout) * shape.dtype_bytes if layout.context > 1 else 0
+    return layout.context * kv_elements(shape, layout) * shape.dtype_bytes if layout.context > 1 else 0
 
 
-def _kv_elements(shape: ModelShape, layout: ParallelLayout) -> int:
+def kv_elements(shape: ModelShape, layout: ParallelLayout) -> int:
+    """Elements of a token's keys and values in a layer, on one rank."""
     return 2 * -(-shape.kv_heads // layout.tensor) * shape.head_dim
 
 
@@ -245,7 +261,7 @@ def _spread(elements: int, layout: ParallelLayout) -> int:
     return -(-elements // layout.tensor) if layout.sequence else elements
 
 
-def _ends(layout: ParallelLayout) -> tuple[int, ...]:
+def ends(layout: ParallelLayout) -> tuple[int, ...]:
     """The stages that can be fullest: the first holds most micro-batches, the last the logits."""
     return tuple(sorted({0, layout.pipeline - 1}))
 

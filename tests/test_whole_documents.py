@@ -1,0 +1,111 @@
+"""Documents above the window that train whole, in chunks: how long they may be, and that a run goes on with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
+from wlb_megatron.inspect_plans import inspect_plans
+from wlb_megatron.packing.corpus import Rules
+from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.whole_documents import Bound, longest_whole
+
+
+def test_the_least_limit_decides_and_every_one_is_told() -> None:
+    positions, memory = Bound(200, "--max-position-embeddings"), Bound(150, "memory")
+    longest, told = longest_whole("chunk", 64, 4, [positions], memory)
+    assert longest == 150
+    assert "up to 150 tokens (2.3 windows) train whole" in told
+    for limit in ("share of an iteration 256", "--max-position-embeddings 200", "memory 150"):
+        assert limit in told
+    longest, told = longest_whole("chunk", 64, 2, [positions])
+    assert longest == 128 and "memory is not known" in told
+    assert longest_whole("split", 64, 4, [positions], memory) == (64, "")
+
+
+def test_where_no_more_than_the_window_can_train_whole_documents_are_split_at_it() -> None:
+    longest, told = longest_whole("chunk", 64, 4, memory=Bound(20, "memory"))
+    assert longest == 64 and "above the window of 64 tokens are split" in told
+
+
+def plans(lengths: list[int], micro_batches: int, **how: Any) -> list[dict[str, Any]]:
+    config = WlbConfig(**{"overlong": "chunk", "quadratic_at": 80.0, "micro_batch_cost": 2.0} | how)
+    shown = inspect_plans(
+        np.array(lengths), config, window=64, micro_batches=micro_batches, pp=2, iterations=None
+    )
+    return shown["iterations"]
+
+
+@pytest.mark.parametrize(("micro_batches", "parts"), [(4, [256]), (2, [128, 128]), (1, [64] * 4)])
+def test_inspect_shows_a_document_of_four_windows_whole_where_an_iteration_has_four(
+    micro_batches: int, parts: list[int]
+) -> None:
+    trained: list[int] = []
+    for iteration in plans([10, 256, 30], micro_batches):
+        ends: dict[int, int] = {}
+        for one in iteration["micro_batches"]:
+            for (document, start, end), prefix in zip(one["documents"], one.get("prefix", ()), strict=False):
+                if document == 1:
+                    ends[start - prefix] = end
+        trained += [end - first for first, end in sorted(ends.items())]
+    if micro_batches > 1:
+        assert trained == parts
+
+
+def stream(longest: int, overlong: str = "chunk") -> DocumentStream:
+    lengths = [300, 5, 80, 64, 200, 9, 31]
+    return DocumentStream.of_lengths(lengths, Rules(longest, overlong, seed=3, endless=True))
+
+
+def test_a_resumed_run_splits_where_the_saved_one_did_if_that_is_shorter() -> None:
+    first = stream(128)
+    for _ in range(5):
+        first.next()
+    saved = json.loads(json.dumps(first.state()))
+    second = stream(256)
+    second.load_state(saved)
+    assert second.rules.window == 128 and second.longest == 128
+    assert [second.next() for _ in range(30)] == [first.next() for _ in range(30)]
+    assert second.state() == first.state()
+
+
+def test_a_resumed_run_that_can_hold_less_is_refused() -> None:
+    saved = stream(256).state()
+    with pytest.raises(WlbError, match="length of whole documents was 256, is 128"):
+        stream(128).load_state(saved)
+    with pytest.raises(WlbError, match="overlong was chunk, is split"):
+        stream(256, "split").load_state(saved)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"chunks": "off"}, "--wlb-overlong chunk does not go with --wlb-chunks off"),
+        ({"packing": "original"}, "--wlb-overlong chunk needs --wlb-packing varlen"),
+        ({"release": "full"}, "--wlb-overlong chunk does not go with --wlb-release full"),
+    ],
+)
+def test_it_is_refused_where_there_are_no_chunks(flags: dict[str, Any], told: str) -> None:
+    with pytest.raises(WlbError, match=told):
+        plans([10, 256], 4, **flags)
+
+
+def test_analyze_tells_of_documents_above_the_window_whole_and_split(tmp_path: Path) -> None:
+    from wlb_megatron.cli import main
+
+    layout = "--lengths 900,5000,20,3000,700,60,64 --window 1024 --micro-batches 4 --pp 2 --iterations 6 --warm-up 1"
+    for overlong in ("chunk", "split"):
+        path = tmp_path / f"{overlong}.json"
+        assert main(["analyze", *layout.split(), "--overlong", overlong, "--json", str(path)]) == 0
+    whole, split = (json.loads((tmp_path / f"{how}.json").read_text()) for how in ("chunk", "split"))
+    # A document of 4,096 tokens needs an iteration's tokens at once, in more micro-batches than there are windows.
+    assert (
+        whole["results"]["after"]["micro_batches"]["max"] > split["results"]["after"]["micro_batches"]["max"]
+    )
+    assert whole["results"]["after"]["token_delay"]["max"] == 0
