@@ -14,5 +14,6 @@ ruff format --check .
 ruff check .
 mypy
 git ls-files -z '*.sh' '*.sbatch' .ci/run | xargs -0 -r shellcheck
-python -m pytest -m "not megatron"
-python -m pytest -m megatron
+# Two at a time: most tests wait for a process of their own, or for one core.
+python -m pytest -n 2 --dist worksteal -m "not megatron"
+python -m pytest -n 2 --dist worksteal -m megatron

@@ -31,7 +31,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "cpu"))
 from environment import cpu_environment, free_port
 
-PRELOADED = ("megatron.training.training", "megatron.training.checkpointing", "wlb_megatron.plugin.hooks")
+PRELOADED = (
+    "megatron.training.training",
+    "megatron.training.checkpointing",
+    "wlb_megatron.plugin.hooks",
+    "wlb_megatron.plugin.pretrain_gpt",
+    "wlb_megatron.plugin.provider",
+    "wlb_megatron.plugin.rehearsal",
+)
 LARGEST = 1 << 20
 """Bytes of a job's description."""
 
@@ -111,6 +118,7 @@ def _serve(jobs: socket.socket) -> tuple[dict[str, Any], int]:
 
     for module in PRELOADED:
         importlib.import_module(module)
+    _read_sources()
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:  # none of them would be in the ranks, and what they lock would stay locked
         raise SystemExit(f"importing Megatron starts {len(threads) - 1} threads: ranks cannot be forked")
@@ -129,6 +137,17 @@ def _serve(jobs: socket.socket) -> tuple[dict[str, Any], int]:
         leaders.append(leader)
         for end in ends:
             os.close(end)
+
+
+def _read_sources() -> None:
+    """Let each rank's parser find the sources that Megatron's argument groups take their help from: half a second."""
+    import argparse
+    import inspect
+
+    from megatron.training import arguments
+
+    inspect.getsource = functools.cache(inspect.getsource)
+    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def _lead(job: dict[str, Any], output: int, errors: int, status: int) -> int:

@@ -28,7 +28,8 @@ MACHINE = """--distributed-backend gloo --transformer-impl local --use-cpu-initi
 --no-persist-layer-norm"""
 TRAINING = """--micro-batch-size 1 --seq-length 64 --max-position-embeddings 128 --lr 1e-3 --log-interval 1
 --eval-iters 0 --seed 1234 --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 64
---num-workers 0 --clip-grad 1.0"""
+--num-workers 0 --clip-grad 1.0 --wlb-thresholds 16,19,22,26,32,38,45,53"""
+"""Thresholds are those of a run without a sample: to learn them takes each rank of each run a second."""
 
 
 GPU_MODEL = """--num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --group-query-attention

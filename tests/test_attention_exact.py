@@ -43,7 +43,7 @@ def test_what_is_compared_with_is_each_document_alone():
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("kind", SHARDINGS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_sharding_equals_attention_one_document_at_a_time(kind, cp, data):
     lengths = data.draw(mixes(cp))

@@ -66,7 +66,7 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 any_blend = settings(
-    deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

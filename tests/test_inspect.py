@@ -200,7 +200,7 @@ def _tokens(rows: Rows) -> list[tuple[int, int]]:
     return sorted((i, t) for i, start, end in rows for t in range(start, end))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 70), min_size=1, max_size=40).filter(any),
     packing=st.sampled_from(["original", "fixed-greedy", "varlen"]),

@@ -89,7 +89,7 @@ def test_filling_and_improving_is_within_2_percent_of_the_optimum(seed: int) -> 
     assert max(found) / 1024 <= 1.02 * best.objective
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=40),
     st.integers(1, 5),

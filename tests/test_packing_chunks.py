@@ -59,7 +59,7 @@ def work_of(piece: Piece) -> int:
     return round((piece.tokens + (end * end - begin * begin) / at + COST.per_document) * UNITS_PER_TOKEN)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(document_lengths(), sizes(), st.booleans())
 def test_every_token_trains_once_with_all_that_it_attends_to_before_it(
     lengths: list[int], size: dict[str, Any], endless: bool

@@ -46,7 +46,7 @@ def sizes(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(document_lengths(), sizes(), st.booleans())
 def test_every_token_trains_once_uncut_within_its_limits_and_its_bound_on_delay(
     lengths: list[int], size: dict[str, Any], endless: bool

@@ -1,4 +1,4 @@
-"""1,000 random runs, stopped anywhere and resumed at another layout: the same documents, each token once, in time."""
+"""Random runs, stopped anywhere and resumed at another layout: the same documents, each token once, in time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from wlb_megatron.workload.cost_model import CostModel
 Token = tuple[int, int, int]
 """Epoch, document, position."""
 
-RUNS = 1000
+RUNS = 400
 SOLVER_RUNS = 9
 
 

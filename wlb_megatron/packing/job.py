@@ -7,12 +7,22 @@ from typing import Any
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.batch_schedule import BatchSchedule
+from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.planner import Planner, Stream
 from wlb_megatron.workload.cost_model import CostModel
 
-SAMPLE = 65536
-"""Pieces from which thresholds, and whether to train in chunks, are learnt: the first that train."""
+SAMPLE, SAMPLE_EPOCHS = 65536, 16
+"""Pieces from which thresholds, and whether to train in chunks, are learnt: the first that train, at most. Of a
+handful of documents a few epochs say as much."""
+
+
+def sample_lengths_of(stream: DocumentStream, documents: int) -> list[int]:
+    """Lengths (tokens) of the pieces that a job learns from, in the order and the mixture in which they train.
+
+    documents: of all corpora together.
+    """
+    return stream.peek(min(SAMPLE, SAMPLE_EPOCHS * documents))
 
 
 def plan_job(

@@ -318,9 +318,8 @@ def _aliases(original: Any) -> Iterator[tuple[Any, str]]:
     """Where loaded modules of Megatron's, or the running script, hold the same object by name."""
     for name, module in sorted(sys.modules.items()):
         if name == "__main__" or name.startswith("megatron."):
-            for alias, value in sorted(vars(module).items(), key=lambda item: item[0]):
-                if value is original:
-                    yield module, alias
+            for alias in sorted(alias for alias, value in vars(module).items() if value is original):
+                yield module, alias
 
 
 def _locate(place: str) -> tuple[Any, str]:

@@ -11,7 +11,7 @@ from wlb_megatron.packing.batch_schedule import BatchSchedule
 from wlb_megatron.packing.blend import Blend
 from wlb_megatron.packing.corpus import Corpus, Rules
 from wlb_megatron.packing.documents import DocumentStream
-from wlb_megatron.packing.job import SAMPLE, plan_job, without_chunks
+from wlb_megatron.packing.job import plan_job, sample_lengths_of, without_chunks
 from wlb_megatron.packing.passes import told_apart
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.whole_documents import Bound, longest_whole
@@ -154,7 +154,7 @@ def _source(
             f"nothing to {'train' if endless else 'evaluate'}: no document has a second token, which the first would "
             f"predict, in {', '.join(corpus.name for corpus in corpora)}; correct the corpus or --split"
         )
-    sample = stream.peek(SAMPLE)  # in the order and the mixture that train
+    sample = sample_lengths_of(stream, sum(len(corpus.lengths) for corpus in corpora))
     planner = plan_job(
         stream,
         config,

@@ -12,7 +12,7 @@ from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.chunk_limits import Trainer
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
-from wlb_megatron.packing.job import SAMPLE, plan_job
+from wlb_megatron.packing.job import plan_job, sample_lengths_of
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.whole_documents import longest_whole
 from wlb_megatron.plan import IterationPlan
@@ -82,8 +82,7 @@ class Job:
                 pp=layout.pp,
                 vpp=layout.chunks,
                 alignment=self.alignment,
-                # What training learns from, too; of a handful of documents, a few epochs say as much.
-                sample=stream.peek(min(SAMPLE, 16 * len(lengths))),
+                sample=sample_lengths_of(stream, len(lengths)),
                 no_chunks=self.trainer.chunks_refused(),
                 longest=stream.longest,
             )
