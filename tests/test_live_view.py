@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_runs import failure, flags, launch, write_corpus
+from megatron_runs import ROOT, failure, flags, launch, write_corpus
 from test_profile_fit import GPU, made_samples
 
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
@@ -269,6 +269,8 @@ def test_a_run_reports_predicted_and_measured_times_and_traces_an_iteration(
     assert "its vocabulary is 100, not 128" in done.stdout
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+    documented = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "log.md").read_text(encoding="utf-8")))
+    assert set(rows[0]) <= documented
     for row in rows:
         assert row["predicted_ms"] > 0 and row["measured_ms"] > 0
         assert f"ms: {row['measured_ms']:.1f}, predicted {row['predicted_ms']:.1f}" in done.stdout

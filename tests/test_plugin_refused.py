@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,19 @@ WRONG: dict[str, str] = {
 """Flags after a good command line: words of the line to expect."""
 
 
+def readme_command(corpus: Path, folder: Path) -> list[str]:
+    """The flags of the README's command for eight GPUs, with this corpus and without fused kernels."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    (line,) = re.findall(
+        r"^torchrun --nproc-per-node 8 -m wlb_megatron.launch (.*--wlb-log.*)$", text, re.MULTILINE
+    )
+    given = [word.replace("~/data/corpus_text_document", str(corpus)) for word in shlex.split(line)[1:]]
+    given = [word.replace("~/checkpoints", str(folder)) for word in given]
+    cpu = "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-rope-fusion"
+    small = "--no-gradient-accumulation-fusion --split 90,10,0 --seq-length 64 --max-position-embeddings 128"
+    return [*given, *cpu.split(), *small.split()]
+
+
 @pytest.fixture(scope="module")
 def lines(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("broken")
@@ -143,6 +157,7 @@ def lines(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
         given = wrong.replace("CORPUS", str(corpus)).replace("FOLDER", str(folder)).split()
         before = [] if "--data-path" in given or "--mock-data" in given else ["--data-path", str(corpus)]
         cases.append({"flags": [*good, *before, *given], "world": 4 if "-size 4" in wrong else 1})
+    cases.append({"flags": readme_command(corpus, folder), "world": 8})
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "refused_flags.py")],
         input=json.dumps(cases),
@@ -153,11 +168,11 @@ def lines(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
         cwd=folder,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(["", *WRONG], json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return dict(zip(["", *WRONG, "README"], json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
 def test_a_right_command_line_is_accepted(lines: dict[str, str]) -> None:
-    assert lines[""] == "accepted"
+    assert lines[""] == lines["README"] == "accepted"
     assert len(WRONG) >= 60
 
 
