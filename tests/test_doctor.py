@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
@@ -191,3 +192,16 @@ def test_an_extra_is_installed_from_a_checkout_and_never_from_an_index(
         check=False,
     )
     assert named.stdout == ""
+
+
+def test_json_holds_what_the_lines_say_and_nothing_else_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for check in ("torch_and_gpus", "transformer_engine", "flash_attention", "apex"):
+        monkeypatch.setattr(doctor, check, lambda: iter(()))
+    wrong = doctor.Finding("Megatron", "none", doctor.FIX, "install it")
+    monkeypatch.setattr(doctor, "megatron", lambda: iter([wrong]))
+    assert main(["doctor", "--json", "--no-self-test"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found[0]["what"] == "Python" and found[0]["verdict"] == "ok"
+    assert found[-1] == {"what": "Megatron", "found": "none", "verdict": "FIX", "cure": "install it"}

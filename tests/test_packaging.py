@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import wlb_megatron
 from wlb_megatron.attention import kernel_choice
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,6 +59,10 @@ def test_the_package_alone_asks_for_numpy_and_extras_for_the_rest(wheel: Path) -
     needed = told.get_all("Requires-Dist") or []
     (alone,) = [line for line in needed if "extra ==" not in line]
     assert alone.startswith("numpy")
+    assert told["Version"] == wlb_megatron.__version__
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    (ruff,) = [line.split(";")[0].strip() for line in needed if line.startswith("ruff")]
+    assert f"rev: v{ruff.removeprefix('ruff==')}\n" in hooks
     assert {"cpu", "gpu", "fa4", "profile", "report"} <= set(told.get_all("Provides-Extra") or [])
     for line in needed:  # a release that nobody has tried is not taken
         assert "<" in line or "==" in line.split(";")[0] or 'extra == "dev"' in line, line

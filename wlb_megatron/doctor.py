@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import shutil
@@ -15,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from wlb_megatron.attention.kernel_choice import Layer, chosen, not_installed, told
 from wlb_megatron.errors import WlbError
@@ -41,6 +42,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
         "the GPU where there is one. Exit code 0 if nothing is to be fixed, else 2."
     )
     parser.add_argument("--checkout", metavar="PATH", help="look at this Megatron-LM checkout, not at pip's")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON, for an issue")
     parser.add_argument("--no-self-test", action="store_true", help="versions alone (about 10 seconds less)")
     parser.set_defaults(run=run_doctor)
 
@@ -65,11 +67,17 @@ def run_doctor(args: argparse.Namespace) -> None:
     for check in checks:
         for finding in examine(check):
             findings.append(finding)
+            if args.json:
+                continue
             cure = f"\n      {finding.cure}" if finding.cure else ""
             print(f"{finding.verdict:4}  {finding.what}: {finding.found}{cure}", flush=True)
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
     wrong = [finding.what for finding in findings if finding.verdict == FIX]
     if wrong:
         raise WlbError(f"training cannot start here yet; to fix: {', '.join(wrong)}")
+    if args.json:
+        return
     if _gpus():
         print("training can start here")
     else:
