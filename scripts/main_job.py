@@ -63,6 +63,12 @@ def train(name: str, flags: list[str], prefix: Path, options: argparse.Namespace
     return [{**row, "loss": losses[row["iteration"]]} for row in rows]
 
 
+def _drawn(name: str, row: dict[str, Any]) -> Any:
+    from wlb_megatron.report.timeline import Drawn
+
+    return Drawn(name, row["micro_batch_work"], row.get("chunk_groups"), row.get("chunks_of", ()))
+
+
 def report(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> None:
     """Print and write the comparison: loss at the same number of trained tokens, balance, delay, plan time."""
     from rich.console import Console
@@ -77,7 +83,7 @@ def report(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace
     shown = int(by_imbalance[len(by_imbalance) // 2])
     steps = draw_timelines(
         picture,
-        [(name, results[name][shown]["micro_batch_work"]) for name in results],
+        [_drawn(name, rows[shown]) for name, rows in results.items()],
         STAGES,
     )
     summary = {

@@ -77,7 +77,10 @@ def test_the_log_line_puts_the_predicted_beside_the_measured_time() -> None:
 def test_the_log_line_tells_epochs_and_what_was_left_out() -> None:
     assert "| epochs: 0.250 |" in metrics.log_line(told(), None)
     blend = {f"data/{name}": n / 10 for n, name in enumerate(["web", "code", "books", "wiki", "law", "math"])}
+    chunks = metrics.log_line(told(documents_in_chunks=3, chunks=11), None)
+    assert "micro-batches, 3 documents in 11 chunks |" in chunks
     line = metrics.log_line(told(epochs=blend, overlong_documents=3, lost_tokens=70), None)
+    assert "in 0 chunks" not in line
     assert "| epochs: 0.500 math, 0.400 law, 0.300 wiki, 0.200 books, less of 2 others |" in line
     assert "| documents above the window: 3, 70 of their tokens left out |" in line
 

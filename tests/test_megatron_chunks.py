@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,9 @@ def test_a_document_of_four_windows_trains_whole_as_in_a_window_of_its_length(tm
     whole = "--seq-length 256 --max-position-embeddings 256 --global-batch-size 1 --wlb-chunks off --wlb-max-delay 0"
     single = train([*base, *whole.split(), "--wlb-max-tokens", "1024"], 1, tmp_path / "single")
     chunks = f"{PP2} --max-position-embeddings 512 --global-batch-size 4 --wlb-overlong chunk --wlb-micro-batch-cost 2"
-    ranks = train([*base, *chunks.split(), "--wlb-rehearsal", "always"], 2, tmp_path / "ranks")
+    log, traced = tmp_path / "log.jsonl", tmp_path / "trace.json"
+    told = ["--wlb-log", str(log), "--wlb-trace", str(traced), "--wlb-trace-iteration", "2"]
+    ranks = train([*base, *chunks.split(), *told, "--wlb-rehearsal", "always"], 2, tmp_path / "ranks")
     for rank in ranks:
         rank["documents"] = [entry for entry in rank["documents"] if entry[0] >= 0]
     trained = [[entry[0], *piece] for entry in single[0]["documents"] for piece in entry[2]]
@@ -101,3 +105,24 @@ def test_a_document_of_four_windows_trains_whole_as_in_a_window_of_its_length(tm
     loss, gradient, parameter = differences(single, ranks, ITERATIONS, numbers(ranks))
     assert loss <= 1e-6
     assert gradient <= 1e-5, parameter
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    check_log_and_trace(lines, json.loads(traced.read_text()), ranks[0]["documents"])
+
+
+def check_log_and_trace(
+    lines: list[dict[str, Any]], trace: dict[str, Any], documents: list[tuple[Any, ...]]
+) -> None:
+    for number, line in enumerate(lines):
+        pieces = Counter(piece[1] for at, _, pieces, _ in documents if at == number for piece in pieces)
+        chunks = {document: count for document, count in pieces.items() if document >= 0 and count > 1}
+        assert (line["documents_in_chunks"], line["chunks"]) == (len(chunks), sum(chunks.values()))
+        assert line["documents"] == len([document for document in pieces if document >= 0])
+        assert line["longest_group"] == max(line["chunk_groups"]) == max(chunks.values())
+        assert len(line["chunks_of"]) == line["micro_batches"] == sum(line["chunk_groups"])
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    for event in events:
+        document = event["args"].get("document_in_chunks", -1)
+        assert document == lines[1]["chunks_of"][event["args"]["micro_batch"]]
+        assert ("(" in event["name"]) == (document >= 0)
+    letters = {e["args"]["document_in_chunks"]: e["name"][-3:] for e in events if "(" in e["name"]}
+    assert len({*letters.values()}) == len(letters) == len(trace["otherData"]["legend"]) >= 1

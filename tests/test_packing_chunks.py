@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from wlb_megatron.packing.chunk_packer import ChunkPacker, most_held
 from wlb_megatron.packing.chunked import chunk_counts, cut
 from wlb_megatron.packing.outlier_queues import Item
 from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.packing.varlen_packer import VarlenPacker
-from wlb_megatron.pipeline.groups import groups
+from wlb_megatron.pipeline.groups import documents_in_chunks, groups
 from wlb_megatron.pipeline.orders import grouped_orders, in_flight
 from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
@@ -168,6 +170,20 @@ def test_chunks_are_of_like_work_and_tile_the_document(tokens: int, number: int,
     even = item.work / number
     if tokens > 4 * number:
         assert all(abs(chunk.work - even) <= 2 * last + 6 * UNITS_PER_TOKEN for chunk in chunks)
+
+
+def test_a_summary_counts_documents_once_and_their_chunks() -> None:
+    piece = partial(Piece, 0)
+    rows = [[piece(7, 0, 4), piece(1, 0, 2)], [piece(7, 4, 6, 4)], [piece(7, 6, 7, 6), piece(2, 0, 3)]]
+    other = [[piece(8, 16, 20)], [piece(8, 20, 22, 4)], [piece(3, 0, 9)]]
+    grid = tuple((MicroBatch(tuple(a), 5), MicroBatch(tuple(b), 5)) for a, b in zip(rows, other, strict=True))
+    arrived = tuple(
+        piece(d, start, end) for d, start, end in ((7, 0, 7), (1, 0, 2), (2, 0, 3), (8, 16, 22), (3, 0, 9))
+    )
+    found = Summariser().summarise(IterationPlan(4, arrived, grid, ()))
+    assert (found.documents, found.documents_in_chunks, found.chunks, found.longest_group) == (5, 2, 5, 3)
+    assert (found.tokens, found.delayed) == (27, 0)
+    assert documents_in_chunks(rows) == [7, 7, 7] and documents_in_chunks(other) == [8, 8, -1]
 
 
 def test_documents_give_up_chunks_where_there_are_too_many_and_take_more_where_there_are_too_few() -> None:

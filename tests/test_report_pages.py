@@ -19,7 +19,8 @@ from wlb_megatron.pipeline.schedule import pipeline_events
 from wlb_megatron.report.files import as_csv, whole_file, whole_folder, write_csv
 from wlb_megatron.report.html import comparison_page, page
 from wlb_megatron.report.reproduction import Section, as_markdown
-from wlb_megatron.report.trace import chrome_trace
+from wlb_megatron.report.timeline import Drawn, draw_timelines
+from wlb_megatron.report.trace import _letters, chrome_trace
 from wlb_megatron.simulator import paper, reproduce
 from wlb_megatron.simulator.sensitivity import summarise
 
@@ -191,6 +192,37 @@ def test_a_trace_holds_every_event_in_microseconds():
     names = [e["args"]["name"] for e in told["traceEvents"] if e["ph"] == "M"]
     assert names == ["data-parallel rank 0 (simulated)", "stage 0", "stage 1"]
     json.dumps(told)
+
+
+def test_a_traces_chunks_of_a_document_carry_its_letter_and_a_legend():
+    events = pipeline_events([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], 1, groups=(2, 1))
+    told = chrome_trace([events], documents=[[7, 7, -1]])
+    work = [e for e in told["traceEvents"] if e["ph"] == "X"]
+    assert [e["name"] for e in work] == ["F0 (A)", "F1 (A)", "B1 (A)", "B0 (A)", "F2", "B2"]
+    assert [e["args"].get("document_in_chunks") for e in work] == [7, 7, 7, 7, None, None]
+    assert told["otherData"]["legend"] == {"data-parallel rank 0, (A)": "document 7 in chunks"}
+    assert _letters([*range(27), -1]) == dict(enumerate([*"ABCDEFGHIJKLMNOPQRSTUVWXYZ", "AA"]))
+
+
+def test_a_timeline_runs_groups_backwards_last_first_and_names_their_documents(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    shown = []
+    monkeypatch.setattr(pyplot, "close", shown.append)  # of the figure, which stays to be looked at
+    steps = [
+        Drawn("whole", [1.0, 1.0, 1.0]),
+        Drawn("chunks", [1.0, 1.0, 1.0], (2, 1), [40, 40, -1]),
+        Drawn("many", [1.0] * 16, (2,) * 8, [at // 2 for at in range(16)]),
+    ]
+    lengths = draw_timelines(tmp_path / "timeline.png", steps, 1)
+    assert lengths == pytest.approx([1, 1, 1]) and (tmp_path / "timeline.png").exists()
+    whole, chunks, many = (axes for axes in shown[0].axes if axes.get_title(loc="left"))
+    assert whole.get_legend() is None
+    assert [text.get_text() for text in chunks.get_legend().get_texts()] == ["document 40 in 2 chunks"]
+    assert "(and 2 more documents)" in many.get_legend().get_texts()[-1].get_text()
+    order = [text.get_text() for text in sorted(chunks.texts, key=lambda text: text.get_position()[0])]
+    assert order == ["0", "1", "1", "0", "2", "2"]
+    colours = [bar.get_facecolor() for bar in sorted(chunks.patches, key=lambda bar: bar.get_x())]
+    assert len({*colours[:4]}) == 1 and colours[0] not in colours[4:]
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")

@@ -88,7 +88,8 @@ def analyze(
         looked = plans[job.warm_up :]
         shards = job.shards(looked, chosen)
         simulated = job.simulated(looked, shards)
-        found = measure(plans, shards, simulated, job.cost(chosen), layout, job.longest(chosen))
+        settings = job.cost(chosen), layout, job.longest(chosen), job.orders(looked)
+        found = measure(plans, shards, simulated, *settings)
         return found, planner.packer
 
     after, packer = run(config)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.pipeline.groups import documents_in_chunks
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.simulator.iteration import Shards, Simulated
+from wlb_megatron.simulator.iteration import Orders, Shards, Simulated
 from wlb_megatron.simulator.job import Job
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 
@@ -61,7 +62,8 @@ class Measured:
     simulated: the same iterations' times. work: [iteration] float[micro-batch, dp], by the cost model (tokens of linear
     work). times: that of the slowest context-parallel rank. cp_imbalance: max/mean over a micro-batch's ranks. delays:
     tokens by iterations of delay. lengths: tokens of each micro-batch without padding; documents: its pieces. totals:
-    tokens of each iteration over all data-parallel ranks, without padding.
+    tokens of each iteration over all data-parallel ranks, without padding. chunked: [iteration][dp] of each micro-batch
+    the document that it has a chunk of, or -1; orders: [iteration][dp] sizes of the groups that go backward last first.
     """
 
     simulated: Simulated
@@ -74,6 +76,8 @@ class Measured:
     totals: list[int] = field(default_factory=list)
     padding: int = 0
     delays: Counter[int] = field(default_factory=Counter)
+    chunked: list[list[list[int]]] = field(default_factory=list)
+    orders: Orders = ()
 
     @property
     def imbalance(self) -> Spread:
@@ -84,6 +88,11 @@ class Measured:
     def token_delay(self) -> Spread:
         """Iterations from arrival to training, over tokens."""
         return spread(list(self.delays.keys()), list(self.delays.values()))
+
+    @property
+    def documents_in_chunks(self) -> Spread:
+        """Of all data-parallel ranks, over iterations."""
+        return spread([sum(len({*one} - {-1}) for one in ranks) for ranks in self.chunked])
 
     @property
     def tokens(self) -> int:
@@ -122,11 +131,12 @@ def measure(
     cost: CostModel,
     layout: Layout,
     longest: int | None = None,
+    orders: Orders = (),
 ) -> Measured:
     """Gather the figures of the last iterations of a run; plans: all of it. shards, simulated: of the last ones.
-    longest: tokens at which documents were split (default: the window)."""
+    longest: tokens at which documents were split (default: the window). orders: of the last ones, see Measured."""
     unit = longest or layout.window
-    measured = Measured(simulated, layout)
+    measured = Measured(simulated, layout, orders=orders)
     entered: dict[tuple[int, int, int], int] = {}
     first = len(plans) - len(shards)
     for at, plan in enumerate(plans):
@@ -157,6 +167,9 @@ def _add(
     measured.lengths += [micro_batch.tokens for micro_batch in grid]
     measured.totals.append(sum(micro_batch.tokens for micro_batch in grid))
     measured.documents += [len(micro_batch.pieces) for micro_batch in grid]
+    measured.chunked.append(
+        [documents_in_chunks([m.pieces for m in column]) for column in zip(*plan.micro_batches, strict=True)]
+    )
     measured.padding += sum(shard.tokens for shard in shards) - measured.totals[-1]
 
 

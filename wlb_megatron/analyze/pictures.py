@@ -13,7 +13,7 @@ from wlb_megatron.analyze.measure import Layout, Measured
 from wlb_megatron.errors import WlbError
 from wlb_megatron.extras import install
 from wlb_megatron.packing.blocks import Lengths, blocks
-from wlb_megatron.report.timeline import draw_timelines
+from wlb_megatron.report.timeline import Drawn, draw_timelines
 
 _MOST_EVENTS = 512
 _COLOURS = ("tab:gray", "tab:blue")
@@ -147,6 +147,10 @@ def _draw_timeline(path: Path, measured: Sequence[tuple[str, Measured]], layout:
         title = f"{name}, iteration {iteration}" + (
             f", first {most} micro-batches" if len(times) > most else ""
         )
-        plans.append((title, times[:most, slowest].tolist()))
+        # A step that is drawn in part is drawn without its groups, which may reach beyond that part.
+        whole = len(times) <= most
+        groups = figures.orders[iteration][slowest] if whole and figures.orders else None
+        chunked = figures.chunked[iteration][slowest]
+        plans.append(Drawn(title, times[:most, slowest].tolist(), groups, chunked[:most]))
     draw_timelines(path, plans, layout.pp)
     return path

@@ -49,6 +49,7 @@ def figures(measured: Measured) -> dict[str, Any]:
         "micro_batches": asdict(spread([len(work) for work in measured.work])),
         "iteration_tokens": asdict(spread(measured.totals)),
         "micro_batch_tokens": asdict(spread(measured.lengths)),
+        "documents_in_chunks": asdict(measured.documents_in_chunks),
         "micro_batch_documents": asdict(spread(measured.documents)),
         "padding_share": measured.padding / (tokens + measured.padding),
     }
@@ -63,6 +64,7 @@ def print_analysis(analysis: Analysis) -> None:
         ("cp_imbalance", "imbalance of CP ranks (max/mean work)", "{:.3f}"),
         ("step_ms", "step (ms, simulated)", "{:,.1f}"),
         ("micro_batches", "micro-batches of a rank", "{:,.1f}"),
+        ("documents_in_chunks", "documents in chunks (of an iteration)", "{:,.1f}"),
         ("token_delay", "token delay (iterations)", "{:.2f}"),
         ("iteration_tokens", "tokens of an iteration (global batch)", "{:,.0f}"),
         ("micro_batch_tokens", "tokens of a micro-batch", "{:,.0f}"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from wlb_megatron.plan import IterationPlan, Piece
@@ -14,7 +15,8 @@ class PlanSummary:
     imbalance: work, max/mean over all micro-batches of all data-parallel ranks.
     dp_imbalance: work, max/mean over data-parallel ranks.
     step_over_ideal: predicted time of the step over that of the same work spread evenly with no bubble.
-    micro_batches: of each data-parallel rank.
+    micro_batches: of each data-parallel rank. documents: a document in chunks counts once.
+    documents_in_chunks: of them; chunks: of all of those; longest_group: micro-batches that share one, at most.
     delayed: documents that train later than they arrived; token_delay: mean over all tokens (iterations).
     """
 
@@ -30,6 +32,9 @@ class PlanSummary:
     token_delay: float
     waiting_documents: int
     waiting_tokens: int
+    documents_in_chunks: int = 0
+    chunks: int = 0
+    longest_group: int = 1
 
 
 class Summariser:
@@ -52,7 +57,9 @@ class Summariser:
         by_rank = [sum(column) for column in zip(*([m.work for m in row] for row in grid), strict=True)]
         pieces = [piece for row in grid for micro_batch in row for piece in micro_batch.pieces]
         tokens = sum(piece.tokens for piece in pieces)
-        delays = [(plan.iteration - self._arrival(p, plan.iteration), p.tokens) for p in pieces]
+        delays = [(plan.iteration - self._arrival(p, plan.iteration), p) for p in pieces]
+        # A document in n chunks has n - 1 pieces with a prefix; the last one's is the longest.
+        later = Counter((p.epoch, p.document, p.start - p.prefix) for p in pieces if p.prefix)
         arrivals = [(p, self._arrival(p, plan.iteration)) for p in plan.waiting]
         self._arrived = {}
         for piece, iteration in arrivals:
@@ -60,16 +67,19 @@ class Summariser:
         return PlanSummary(
             iteration=plan.iteration,
             tokens=tokens,
-            documents=len(pieces),
+            documents=sum(not piece.prefix for piece in pieces),
             largest_micro_batch=max((m.tokens for row in grid for m in row), default=0),
             imbalance=_max_over_mean(works),
             dp_imbalance=_max_over_mean(by_rank),
             step_over_ideal=plan.step_over_ideal,
             micro_batches=len(grid),
-            delayed=sum(delay > 0 for delay, _ in delays),
-            token_delay=sum(delay * size for delay, size in delays) / max(tokens, 1),
+            delayed=sum(delay > 0 and not piece.prefix for delay, piece in delays),
+            token_delay=sum(delay * piece.tokens for delay, piece in delays) / max(tokens, 1),
             waiting_documents=len(plan.waiting),
             waiting_tokens=sum(piece.tokens for piece in plan.waiting),
+            documents_in_chunks=len(later),
+            chunks=sum(later.values()) + len(later),
+            longest_group=max(later.values(), default=0) + 1,
         )
 
 

@@ -49,6 +49,26 @@ def groups(micro_batches: Sequence[Sequence[Piece]]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def documents_in_chunks(micro_batches: Sequence[Sequence[Piece]]) -> list[int]:
+    """Of each of a data-parallel rank's micro-batches, the document that it has a chunk of, -1 where it has none.
+
+    Of several, the first. Pieces (document, start, end, prefix) [(7, 0, 4, 0)] [(7, 4, 6, 4), (8, 0, 2, 0)] [(9, 0, 5,
+    0)] give 7, 7, -1.
+    """
+    continued = {
+        (piece.epoch, piece.document, piece.start) for row in micro_batches for piece in row if piece.prefix
+    }
+    if not continued:
+        return [-1] * len(micro_batches)
+    return [
+        next(
+            (p.document for p in row if p.prefix or (p.epoch, p.document, p.end) in continued),
+            -1,
+        )
+        for row in micro_batches
+    ]
+
+
 def joined_groups(ranks: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The smallest groups that contain each rank's groups: for ranks that must run the same order.
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from wlb_megatron.packing import passes
+from wlb_megatron.pipeline.groups import documents_in_chunks
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.drift import Drift
 from wlb_megatron.plugin.planning import PlannedIteration, PlannedMicroBatch
@@ -146,7 +147,7 @@ def log_line(
     line = (
         f" [wlb] iteration {figures['iteration']} | imbalance (max/mean work): micro-batches "
         f"{figures['imbalance']:.3f}, CP ranks {figures['cp_imbalance']:.3f} | step over ideal: "
-        f"{figures['step_over_ideal']:.3f} with {figures['micro_batches']} micro-batches | "
+        f"{figures['step_over_ideal']:.3f} with {figures['micro_batches']} micro-batches{_in_chunks(figures)} | "
         f"tokens: {figures['tokens']}, "
         f"{figures['consumed_tokens']} so far, {figures['tokens_per_second_per_gpu']:.0f}/s/GPU | "
         f"delayed documents: {figures['delayed']} | mean token delay: {figures['token_delay']:.3f} | "
@@ -164,6 +165,11 @@ def log_line(
         return line
     line += f" | ms: {figures['measured_ms']:.1f}, predicted {figures['predicted_ms']:.1f}"
     return line if scale is None else line + f" (x {scale:.3f} so far)"
+
+
+def _in_chunks(figures: Mapping[str, Any]) -> str:
+    count = figures.get("documents_in_chunks")
+    return f", {count} documents in {figures['chunks']} chunks" if count else ""
 
 
 def plan_lengths(plan: IterationPlan) -> list[list[list[int]]]:
@@ -187,6 +193,18 @@ def step_figures(batches: Sequence[dict[str, Any]], quadratic_at: float) -> dict
         "micro_batch_work": [sum(share) for share in shares],
         "shardings": dict(Counter(item.shard.kind for item in planned if item.shard.kind)),
         **_groups(planned),
+        **_chunks(planned),
+    }
+
+
+def _chunks(planned: Sequence[PlannedMicroBatch]) -> dict[str, Any]:
+    """With documents in chunks: sizes of this rank's groups, and the document that each micro-batch has a chunk of."""
+    sizes = planned[0].chunk_groups
+    if not sizes:
+        return {}
+    return {
+        "chunk_groups": list(sizes),
+        "chunks_of": documents_in_chunks([one.pieces for one in planned]),
     }
 
 

@@ -144,7 +144,8 @@ def _training(source: Source, args: Any, agreement: PlanAgreement) -> MicroBatch
         timers.add("wlb-planning", planned.micro_batches[0].plan_seconds)
         timers.add("wlb-predicted", (planned.predicted_ms or 0.0) / 1e3)
         metrics.stepped(batches, planned, began=began, plan_wait_ms=waited * 1e3, corpora=source.names)
-        trace.after_iteration(args.curr_iteration + 1, args, spans)
+        pieces = [one.pieces for one in planned.micro_batches]
+        trace.after_iteration(args.curr_iteration + 1, args, spans, pieces)
 
     wanted = {"auto": args.distributed_backend == "nccl", "always": True, "never": False}[
         source.config.rehearsal

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from wlb_megatron.pipeline.groups import documents_in_chunks
 from wlb_megatron.pipeline.schedule import Event
+from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.board import wait_for
 from wlb_megatron.plugin.reporting import never_fatal
 from wlb_megatron.report.files import whole_file
@@ -163,10 +165,11 @@ def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return backward_step
 
 
-def after_iteration(iteration: int, args: Any, store: Any) -> None:
+def after_iteration(iteration: int, args: Any, store: Any, pieces: Sequence[Sequence[Piece]] = ()) -> None:
     """To be called by every rank after each iteration (from 1): the one before the traced one makes it due, after the
     traced one it is written.
 
+    pieces: of this rank's micro-batches, whose documents in chunks the trace tells apart.
     store: common to all ranks, over which they send their times to the last one, which writes --wlb-trace.
     """
     global _recorder, _due
@@ -177,14 +180,15 @@ def after_iteration(iteration: int, args: Any, store: Any) -> None:
     elif _recorder is not None:
         recorder, _recorder = _recorder, None
         with never_fatal("--wlb-trace writes nothing"):
-            _send(recorder, store)
+            _send(recorder, store, documents_in_chunks(pieces))
             if dist.get_rank() == dist.get_world_size() - 1:
                 _write(Path(args.wlb_trace), _gather(store), args)
 
 
-def _send(recorder: Recorder, store: Any) -> None:
-    """Leave int64[1 + calls, 5] in the store: this rank's data, pipeline, context and tensor rank, then its calls.
-    Nothing but the former where its times cannot be had: the last rank waits for an answer."""
+def _send(recorder: Recorder, store: Any, documents: Sequence[int]) -> None:
+    """Leave int64[1 + n + calls, 5] in the store: this rank's data, pipeline, context and tensor rank and n, its
+    micro-batches' documents in chunks, then its calls. Nothing but the first row where its times cannot be had: the
+    last rank waits for an answer."""
     from megatron.core import parallel_state as state
 
     place = (
@@ -192,13 +196,12 @@ def _send(recorder: Recorder, store: Any) -> None:
         state.get_pipeline_model_parallel_rank(),
         state.get_context_parallel_rank(),
         state.get_tensor_model_parallel_rank(),
-        0,
     )
-    calls: list[Call] = []
+    rows = np.array([(*place, 0)], dtype=np.int64)
     try:
-        calls = recorder.calls()
+        told = [(document, 0, 0, 0, 0) for document in documents]
+        rows = np.array([(*place, len(told)), *told, *recorder.calls()], dtype=np.int64)
     finally:
-        rows = np.array([place, *calls], dtype=np.int64)
         store.set(str(dist.get_rank()), rows.tobytes())
 
 
@@ -215,19 +218,27 @@ def _gather(store: Any) -> list[IntArray]:
 
 def _write(path: Path, ranks: list[IntArray], args: Any) -> None:
     cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
-    zero = min(int(rows[1:, 1].min()) for rows in ranks if len(rows) > 1)
+    calls = [rows[1 + int(rows[0, 4]) :] for rows in ranks]
+    zero = min(int(rows[:, 1].min()) for rows in calls if len(rows))
     groups: dict[int, list[Event]] = {}
-    for rows in ranks:
-        data, stage, context, tensor, _ = rows[0].tolist()
+    documents: dict[int, list[int]] = {}
+    for rows, timed in zip(ranks, calls, strict=True):
+        data, stage, context, tensor, count = rows[0].tolist()
+        documents[data] = rows[1 : 1 + count, 0].tolist() or documents.get(data, [])
         row = (stage * cp + context) * tp + tensor
-        for backward, begin, end, micro_batch, chunk in rows[1:].tolist():
+        for backward, begin, end, micro_batch, chunk in timed.tolist():
             event = Event(row, micro_batch, bool(backward), begin - zero, end - zero, chunk)
             groups.setdefault(data, []).append(event)
 
     def named(row: int) -> str:
         return f"stage {row // (cp * tp)}, context rank {row // tp % cp}, tensor rank {row % tp}"
 
-    told = chrome_trace([groups[data] for data in sorted(groups)], name="measured", thread=named)
+    told = chrome_trace(
+        [groups[data] for data in sorted(groups)],
+        name="measured",
+        thread=named,
+        documents=[documents[data] for data in sorted(groups)],
+    )
     with whole_file(path, "--wlb-trace") as scratch:
         scratch.write_text(json.dumps(told) + "\n", encoding="utf-8")
     print(

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from wlb_megatron.pipeline.schedule import pipeline_events
 
 
-def draw_timelines(
-    path: Path, plans: Sequence[tuple[str, Sequence[float]]], stages: int, *, backward: float = 2.0
-) -> list[float]:
-    """Draw a 1F1B step for each (title, work of each micro-batch), one above the other on one time axis.
+class Drawn(NamedTuple):
+    """A step to draw. work: of each micro-batch. groups: sizes of those whose backwards run last first, None: all 1.
+    documents: of each micro-batch the document that it has a chunk of, -1 where it has none; none at all: ()."""
+
+    title: str
+    work: Sequence[float]
+    groups: Sequence[int] | None = None
+    documents: Sequence[int] = ()
+
+    def document(self, micro_batch: int) -> int:
+        return self.documents[micro_batch] if self.documents else -1
+
+
+NAMED = 6
+"""Documents in chunks that a legend names."""
+
+
+def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward: float = 2.0) -> list[float]:
+    """Draw a 1F1B step for each plan, one above the other on one time axis.
+
+    Micro-batches are shaded by work; those that share a document in chunks have the document's colour, which a legend
+    tells.
 
     A micro-batch's forward takes its work, its backward `backward` times that, on each of `stages` equal stages:
     the times are simulated from work. The unit of time is the step's own work on one stage, so that steps of
@@ -24,23 +44,30 @@ def draw_timelines(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shares = [[w / ((1 + backward) * sum(work)) for w in work] for _, work in plans]
-    steps = [pipeline_events(share, [backward * s for s in share], stages) for share in shares]
+    shares = [[w / ((1 + backward) * sum(one.work)) for w in one.work] for one in plans]
+    steps = [
+        pipeline_events(share, [backward * s for s in share], stages, groups=one.groups)
+        for one, share in zip(plans, shares, strict=True)
+    ]
     lengths = [max(event.end for event in events) for events in steps]
-    heaviest = max(max(work) / sum(work) for _, work in plans)
+    heaviest = max(max(one.work) / sum(one.work) for one in plans)
     figure, rows = pyplot.subplots(
         len(plans), 1, sharex=True, squeeze=False, figsize=(11, 1.1 + 1.3 * len(plans)), layout="constrained"
     )
-    shades = pyplot.get_cmap("viridis_r")
-    for (title, work), events, length, axes in zip(plans, steps, lengths, rows[:, 0], strict=True):
+    shades, hues = pyplot.get_cmap("Greys"), pyplot.get_cmap("tab10")
+    if not any(map(_colours, plans)):
+        shades = pyplot.get_cmap("viridis_r")
+    for one, events, length, axes in zip(plans, steps, lengths, rows[:, 0], strict=True):
+        colours = _colours(one)
         for event in events:
-            share = work[event.micro_batch] / sum(work) / heaviest
+            share = one.work[event.micro_batch] / sum(one.work) / heaviest
+            colour = colours.get(one.document(event.micro_batch))
             axes.barh(
                 event.stage,
                 event.end - event.start,
                 left=event.start,
                 height=0.86,
-                color=shades(share),
+                color=shades(share) if colour is None else hues(colour),
                 edgecolor="white",
                 linewidth=1.2,
                 hatch="//" if event.backward else None,
@@ -52,23 +79,46 @@ def draw_timelines(
                 ha="center",
                 va="center",
                 fontsize=8,
-                color="white" if share > 0.5 else "black",
+                color="white" if share > 0.5 or colour is not None else "black",
+            )
+        if colours:
+            axes.legend(
+                [pyplot.Rectangle((0, 0), 1, 1, color=hues(colour)) for colour in colours.values()][:NAMED],
+                _legend(one)[:NAMED],
+                **{"loc": "upper left", "bbox_to_anchor": (0, -0.12), "ncols": NAMED, "fontsize": 7},
+                frameon=False,
             )
         axes.axvline(length, color="crimson", linewidth=1.5)
         axes.set_title(
-            f"{title}: the step takes {length:.2f} times its work, stages are busy {1 / length:.0%} of it",
+            f"{one.title}: the step takes {length:.2f} times its work, stages are busy {1 / length:.0%} of it",
             loc="left",
             fontsize=10,
         )
         axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
         axes.invert_yaxis()
     rows[-1, 0].set_xlabel(
-        "time (the step's work on a stage = 1, simulated from work; hatched: backward; number: micro-batch)"
+        "time (the step's work on a stage = 1, simulated from work; hatched: backward; number: micro-batch)",
+        labelpad=18 if plans and _colours(plans[-1]) else 4,  # below the legend
     )
-    colours = pyplot.cm.ScalarMappable(norm=pyplot.Normalize(0, heaviest), cmap=shades)
-    figure.colorbar(colours, ax=rows[:, 0].tolist(), label="share of the step's work")
+    scale = pyplot.cm.ScalarMappable(norm=pyplot.Normalize(0, heaviest), cmap=shades)
+    figure.colorbar(scale, ax=rows[:, 0].tolist(), label="share of the step's work")
     partial = path.with_name(f"{path.stem}.{os.getpid()}.partial{path.suffix}")
     figure.savefig(partial, dpi=120)
     pyplot.close(figure)
     partial.replace(path)
     return lengths
+
+
+def _colours(plan: Drawn) -> dict[int, int]:
+    """Of each document in chunks, in order, which of ten hues it has; neighbours differ."""
+    found = [document for document in dict.fromkeys(plan.documents) if document >= 0]
+    return {document: at % 10 for at, document in enumerate(found)}
+
+
+def _legend(plan: Drawn) -> list[str]:
+    """One label a document in chunks; the last one that is named tells how many others there are."""
+    counts = Counter(document for document in plan.documents if document >= 0)
+    labels = [f"document {document} in {count} chunks" for document, count in counts.items()]
+    if len(labels) > NAMED:
+        labels[NAMED - 1] += f" (and {len(labels) - NAMED} more documents)"
+    return labels

@@ -14,31 +14,60 @@ def chrome_trace(
     to_us: float = 1e-3,
     name: str = "simulated",
     thread: Callable[[int], str] = "stage {}".format,
+    documents: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
     """Trace Event Format, JSON-able. groups: each data-parallel rank's events, a process each; stages are threads.
 
     to_us: microseconds of a unit of the events' times (from nanoseconds: 0.001). thread: name of a stage's row.
+    documents: of each rank's micro-batches, the document that it has a chunk of, -1 where it has none. These carry a
+    letter for the document in their names, by which viewers choose a colour: "F3 (B)"; "legend" names the documents.
     """
     events: list[dict[str, Any]] = []
+    legend: dict[str, str] = {}
     for rank, group in enumerate(groups):
+        of = documents[rank] if documents else ()
+        letters = _letters(of)
+        legend |= {f"data-parallel rank {rank}, ({x})": f"document {d} in chunks" for d, x in letters.items()}
         events.append(_named("process_name", rank, 0, f"data-parallel rank {rank} ({name})"))
         for stage in sorted({event.stage for event in group}):
             events.append(_named("thread_name", rank, stage, thread(stage)))
         events += [
             {
                 "name": f"{'B' if event.backward else 'F'}{event.micro_batch}"
-                + (f".{event.chunk}" if event.chunk else ""),
+                + (f".{event.chunk}" if event.chunk else "")
+                + _told(of, event.micro_batch, letters),
                 "cat": "backward" if event.backward else "forward",
                 "ph": "X",
                 "ts": event.start * to_us,
                 "dur": (event.end - event.start) * to_us,
                 "pid": rank,
                 "tid": event.stage,
-                "args": {"micro_batch": event.micro_batch, "chunk": event.chunk},
+                "args": {"micro_batch": event.micro_batch, "chunk": event.chunk}
+                | _document(of, event.micro_batch),
             }
             for event in group
         ]
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"source": name}}
+    other = {"source": name} | ({"legend": legend} if legend else {})
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+
+
+def _letters(documents: Sequence[int]) -> dict[int, str]:
+    """A letter for each document in chunks, in order: A, B, .. Z, AA, AB, .. Viewers leave digits out of colours."""
+    found = [document for document in dict.fromkeys(documents) if document >= 0]
+    return {document: _letter(at) for at, document in enumerate(found)}
+
+
+def _letter(at: int) -> str:
+    return (_letter(at // 26 - 1) if at >= 26 else "") + chr(ord("A") + at % 26)
+
+
+def _document(documents: Sequence[int], micro_batch: int) -> dict[str, int]:
+    known = 0 <= micro_batch < len(documents) and documents[micro_batch] >= 0
+    return {"document_in_chunks": documents[micro_batch]} if known else {}
+
+
+def _told(documents: Sequence[int], micro_batch: int, letters: dict[int, str]) -> str:
+    return "".join(f" ({letters[found]})" for found in _document(documents, micro_batch).values())
 
 
 def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:

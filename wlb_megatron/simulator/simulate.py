@@ -13,6 +13,8 @@ import numpy as np
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.job import arrival_order
+from wlb_megatron.pipeline.groups import documents_in_chunks
+from wlb_megatron.plan import IterationPlan
 from wlb_megatron.report.files import whole_file
 from wlb_megatron.report.table import print_table
 from wlb_megatron.report.trace import chrome_trace
@@ -60,7 +62,8 @@ def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) 
             )
     if args.trace is not None:
         slowest = int(simulated.steps.argmax())
-        _write_trace(Path(args.trace), [shards[slowest]], model, job.orders([plans[slowest]]))
+        plan = plans[slowest]
+        _write_trace(Path(args.trace), plan, [shards[slowest]], model, job.orders([plan]))
     before, after = (row["tokens_per_second"] for row in rows)
     return {
         "simulated": True,
@@ -109,8 +112,9 @@ def print_simulation(told: dict[str, Any]) -> None:
     )
 
 
-def _write_trace(path: Path, shards: Shards, model: LayerModel, orders: Orders) -> None:
+def _write_trace(path: Path, plan: IterationPlan, shards: Shards, model: LayerModel, orders: Orders) -> None:
+    columns = zip(*plan.micro_batches, strict=True)
+    documents = [documents_in_chunks([one.pieces for one in column]) for column in columns]
+    told = chrome_trace(group_events(shards, model, orders=orders), documents=documents)
     with whole_file(path, "--trace") as scratch:
-        scratch.write_text(
-            json.dumps(chrome_trace(group_events(shards, model, orders=orders))) + "\n", encoding="utf-8"
-        )
+        scratch.write_text(json.dumps(told) + "\n", encoding="utf-8")
