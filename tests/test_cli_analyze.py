@@ -26,6 +26,7 @@ from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.model import Layout as Sizes
 from wlb_megatron.simulator.paper import SHAPES
 from wlb_megatron.workload.cost_model import CostModel
+from wlb_megatron.workload.memory import ModelShape, ParallelLayout, memory_needed
 
 QUADRATIC_AT = 40.0
 
@@ -57,6 +58,7 @@ def analyze(
     micro_batches: int,
     iterations: int,
     seed: int | None,
+    split: bool = False,
 ) -> Analysis:
     sizes = Sizes(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)
     job = Job(
@@ -67,7 +69,7 @@ def analyze(
         warm_up=0,
         seed=seed,
     )
-    return analyze_job(lengths, config, job)
+    return analyze_job(lengths, config, job, split=split)
 
 
 def from_json(
@@ -189,7 +191,7 @@ def test_the_flags_to_copy_set_the_same_packing_in_training(
 ) -> None:
     command = (
         "analyze --lengths 9000,30000,4000,64000,0,7000,64000,2000,2000,40000,12000 --window 64000 "
-        f"--micro-batches 4 --pp 4 --host-launch 0 --packing {packing} --iterations 9 {given}"
+        f"--micro-batches 4 --pp 4 --host-launch 0 --packing {packing} --iterations 9 --no-split {given}"
     )
     code, out, _ = call(capsys, *command.split(), "--json", "-")
     assert code == 0
@@ -198,7 +200,7 @@ def test_the_flags_to_copy_set_the_same_packing_in_training(
     known = "--quadratic-at" in given  # else a run's is its model's, which analyze was not told
     assert (config.packing, config.quadratic_at) == (packing, told["quadratic_at"] if known else None)
     if packing == "varlen":
-        assert config.max_tokens == told["max_tokens"]
+        assert config.max_tokens == (100000 if "--max-tokens" in given else None)
         assert config.thresholds == ("24000,40000" if "--thresholds" in given else "auto")
     if "--max-delay" in given:
         assert (config.max_tokens, config.thresholds, config.max_delay) == (100000, "24000,40000", 3)
@@ -243,8 +245,8 @@ def test_analyze_and_simulate_predict_the_same_gain_of_random_jobs(
             f"--host-launch {random.choice([0, 1])} --json -"
         ).split()
         told = []
-        for command, key in (("analyze", "predicted_speedup"), ("simulate", "speedup")):
-            code, out, err = call(capsys, command, *flags)
+        for command, key in (("analyze --no-split", "predicted_speedup"), ("simulate", "speedup")):
+            code, out, err = call(capsys, *command.split(), *flags)
             assert code == 0, err
             told.append(json.loads(out)[key])
         assert told[0] == pytest.approx(told[1], abs=0.005)
@@ -253,17 +255,95 @@ def test_analyze_and_simulate_predict_the_same_gain_of_random_jobs(
 @pytest.mark.parametrize("command", ["analyze", "simulate", "inspect"])
 def test_what_only_training_does_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     small = f"{command} --lengths 9,30,64 --window 64".split()
-    for flags in ("--cp-mode dynamic", "--rehearsal always", "--fresh-order", "--regather-keys banana"):
+    for flags in ("--rehearsal always", "--fresh-order", "--regather-keys banana"):
         code, _, err = call(capsys, *small, *flags.split())
         assert (code, err.count("\n")) == (2, 1), flags
-    assert call(capsys, *small, "--regather-keys", "--iterations", "1")[0] == 0
+    assert call(capsys, *small, "--regather-keys", "--iterations", "1")[0] == (
+        2 if command == "inspect" else 0
+    )
+
+
+def test_what_each_part_gains_is_what_simulate_says_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "lengths.npy", 256 * some_lengths(600))
+    job = f"--lengths {tmp_path / 'lengths.npy'} --window 16384 --micro-batches 4 --cp 2 --pp 2 --tp 2"
+    job += " --host-launch 0 --iterations 6 --warm-up 4 --json -"
+
+    def told(command: str, flags: str = "") -> dict[str, Any]:
+        code, out, err = call(capsys, command, *job.split(), *flags.split())
+        assert code == 0, err
+        return json.loads(out)
+
+    analysis = told("analyze")
+    gains = {gain["name"]: gain for gain in analysis["gains"]}
+    assert list(gains) == [
+        "sharding of each document", "packing of whole documents", "delay of long documents",
+        "number of micro-batches", "long documents in chunks", "fixed windows, balanced",
+    ]  # fmt: skip
+    one = "--micro-batches-per-window 1 --chunks off"
+    for name, flags in {
+        "sharding of each document": "--packing original --chunks off",
+        "packing of whole documents": f"{one} --max-delay 0 --thresholds none",
+        "delay of long documents": one,
+        "number of micro-batches": "--chunks off",
+        "long documents in chunks": "--chunks on",
+        "fixed windows, balanced": "--packing fixed-greedy --chunks off",
+    }.items():
+        assert gains[name]["by_token"] == pytest.approx(told("simulate", flags)["speedup"], abs=1e-9), name
+    alone = told("simulate", f"{one} --max-delay 0 --thresholds none --sharding per-sequence")["speedup"]
+    assert gains["packing of whole documents"]["alone"] == pytest.approx(alone)
+    best = max(1.0, analysis["predicted_speedup"], *(gain["by_token"] for gain in gains.values()))
+    assert best - 0.005 <= analysis["recommended"]["by_token"] <= best
+    for result in analysis["results"].values():
+        assert sum(result["waiting"].values()) == pytest.approx(result["step_over_ideal"] - 1)
+
+
+def test_without_a_mask_every_window_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    job = [
+        "--window",
+        "4096",
+        "--micro-batches",
+        "2",
+        "--cp",
+        "2",
+        "--dp",
+        "2",
+        "--iterations",
+        "2",
+        "--json",
+        "-",
+    ]
+    code, out, _ = call(capsys, "analyze", "--lengths", "900,4096,300,2000", *job)
+    assert code == 0
+    told = json.loads(out)
+    rate = told["results"]["after"]["tokens_per_second"] / told["speedup_over_unmasked"]
+    code, out, _ = call(capsys, "simulate", "--lengths", "4096", *job)
+    assert rate == pytest.approx(json.loads(out)["schemes"][0]["tokens_per_second"])
+
+
+def test_the_longest_micro_batch_that_fits_is_trainings(capsys: pytest.CaptureFixture[str]) -> None:
+    command = (
+        "analyze --lengths 900,4096 --window 4096 --tp 4 --cp 2 --pp 2 --iterations 1 --no-split --json -"
+    )
+    code, out, _ = call(capsys, *command.split(), "--gpu-memory", "40")
+    assert code == 0
+    told = json.loads(out)["fits"]
+    shape = ModelShape(hidden=4096, ffn=11008, layers=16, heads=32, kv_heads=8, head_dim=128, vocab=128_256)
+    layout = ParallelLayout(
+        tensor=4, context=2, pipeline=2, group=2, sequence=True, distributed_optimizer=True
+    )
+    room, most = int((40 << 30) * 0.9), told["micro_batch"]
+    assert memory_needed(shape, layout, most) <= room < memory_needed(shape, layout, most + 8)
+    assert told["window"] <= most * 4 / 5 < told["window"] + 1024
 
 
 def test_what_is_predicted_slower_is_not_recommended(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = np.full(400, 64)
     config = WlbConfig(quadratic_at=QUADRATIC_AT, packing="fixed-greedy", sharding="per-sequence")
     told = analyze(lengths, config, Layout(64), micro_batches=2, iterations=3, seed=1)
-    assert told.speedup == 1.0 and "--wlb-packing fixed-greedy" in told.flags
+    assert told.speedup == 1.0
+    assert told.flags == "--wlb-packing fixed-greedy --wlb-sharding per-sequence --wlb-quadratic-at 40.0"
     slower = replace(told, before=told.after, after=told.before)
     slower.before.simulated = replace(told.after.simulated, steps=told.after.simulated.steps / 2)
     assert slower.flags.startswith("--wlb-packing original --wlb-sharding per-sequence")
@@ -276,14 +356,18 @@ def test_a_table_tells_both_packings_and_the_flags(capsys: pytest.CaptureFixture
     assert (code, err) == (0, "")
     for phrase in (
         "5 documents, 202 tokens; 1 empty (left out), 1 above the window (split)",
-        "9 iterations: original, per-sequence   |   varlen, adaptive",
+        "9 iterations, mean / most",
+        "as set: varlen, adaptive",
         "imbalance of micro-batches (max/mean work)",
-        "token delay (iterations)",
-        "Lmax 96 tokens",
+        "token delay, iterations",
+        "weights alone do not fit 80 GiB a GPU",
+        "delay of long documents",
         "predicted speed-up over arrival order with the same mask: ",
-        "flags: --wlb-packing varlen --wlb-sharding adaptive",
+        "over Megatron without a document mask",
+        "flags: ",
     ):
         assert phrase in out
+    assert out.count("\n") <= 40 and max(map(len, out.splitlines())) <= 100
 
 
 def test_pictures_are_written_whole_and_nothing_beside_them(
@@ -292,12 +376,15 @@ def test_pictures_are_written_whole_and_nothing_beside_them(
     pytest.importorskip("matplotlib")
     np.save(tmp_path / "lengths.npy", some_lengths(500))
     out = tmp_path / "pictures"
-    command = f"--window 64 --micro-batches 300 --dp 2 --pp 2 --cp 2 --iterations 3 --out {out}"
+    command = (
+        f"--window 64 --micro-batches 140 --dp 2 --pp 2 --cp 2 --iterations 3 --no-split --pictures {out}"
+    )
     code, _, err = call(capsys, "analyze", "--lengths", str(tmp_path / "lengths.npy"), *command.split())
     assert code == 0, err
     assert sorted(path.name for path in out.iterdir()) == [
         "delay.png",
         "lengths.png",
+        "step.png",
         "timeline.png",
         "work.png",
     ]
@@ -311,9 +398,9 @@ def test_numpy_alone_is_enough_without_pictures_and_pictures_ask_for_matplotlib(
     done = run(*command, "--json", "-", code=NUMPY_ALONE)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["results"]["after"]["iterations"] == 5
-    done = run(*command, "--out", "nowhere", code=NUMPY_ALONE)
+    done = run(*command, "--pictures", "nowhere", code=NUMPY_ALONE)
     assert done.returncode == 2
-    assert done.stderr.startswith("wlb-megatron: pictures need matplotlib")
+    assert done.stderr.startswith("wlb-megatron: drawing needs matplotlib")
     assert not Path("nowhere").exists()
 
 
@@ -327,7 +414,7 @@ def test_numpy_alone_is_enough_without_pictures_and_pictures_ask_for_matplotlib(
         ("--cp 3", "not a multiple of 3"),
         ("--max-tokens 65", "set --max-tokens to 80"),
         ("--hidden-size 64 --num-attention-heads 4 --ffn-hidden-size -1", "is not a whole number from 1"),
-        ("--out /dev/null/pictures", "cannot write to"),
+        ("--pictures /dev/null/pictures", "cannot write to"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

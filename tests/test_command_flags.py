@@ -99,7 +99,7 @@ ELSEWHERE = {
         "json": "is how all others are looked at",
         "trace": "test_simulator_schemes.py",
         "profile": "test_simulator_profile.py",
-        "cp-mode": "below",
+        "cp-mode": "test_job_flags.py",
         "solver-seconds": "bounds a search by the clock, and is refused where there is none, below",
     },
 }
@@ -125,7 +125,11 @@ def told(capsys: pytest.CaptureFixture[str], command: str, flags: str) -> Any:
 def test_the_table_holds_every_flag_of_simulate_and_analyze_takes_the_same() -> None:
     simulate = flags_of([add_layout, add_settings, add_simulate])
     assert simulate == set(SIMULATE) | set(ELSEWHERE["simulate"])
-    assert flags_of([add_layout, add_settings, add_analyze]) == simulate - {"trace"} | {"out"}
+    assert flags_of([add_layout, add_settings, add_analyze]) == simulate - {"trace"} | {
+        "gpu-memory",
+        "no-split",
+        "pictures",
+    }
 
 
 def test_every_flag_of_simulate_changes_what_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:

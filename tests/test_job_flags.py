@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from test_cli import call
 
+from wlb_megatron.dynamic.blocks import Stage
+from wlb_megatron.dynamic.plan import validate
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.settings_flags import add_layout, add_settings, settings
 from wlb_megatron.simulator.job import Job
@@ -81,10 +85,47 @@ def test_documents_train_in_chunks_unless_the_trainer_cannot() -> None:
 def test_ranks_that_share_experts_are_timed_in_one_order() -> None:
     def orders(flags: str) -> list[list[tuple[int, ...] | None]]:
         chosen = job(f"--dp 2 --iterations 4 --warm-up 0 {flags}")
-        return chosen.orders(chosen.plans(chosen.planner(LENGTHS, settings(parsed(flags)))))
+        return chosen.orders(chosen.run(LENGTHS, settings(parsed(flags))).plans)
 
     alone, joined = orders(""), orders("--num-experts 8 --expert-model-parallel-size 2")
     assert any(one != other for one, other in alone) and all(one == other for one, other in joined)
+
+
+def test_dynamic_groups_are_planned_and_timed_alike_by_both_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "lengths.npy", np.tile([3000, 40000, 900, 65536, 1200, 2500, 9000], 9))
+    flags = f"--lengths {tmp_path / 'lengths.npy'} --window 65536 --micro-batches 2 --cp 2 --dp 2 --json -"
+    flags += " --host-launch 0 --iterations 3 --warm-up 1 --max-delay 0 --cp-mode "
+    told = {}
+    for command, key in (("analyze --no-split", "predicted_speedup"), ("simulate", "speedup")):
+        for mode in ("fixed", "dynamic"):
+            code, out, err = call(capsys, *command.split(), *flags.split(), mode)
+            assert code == 0, err
+            told[command, mode] = json.loads(out)[key]
+    assert told["simulate", "dynamic"] == pytest.approx(told["analyze --no-split", "dynamic"], abs=0.005)
+    assert told["simulate", "dynamic"] > told["simulate", "fixed"] + 0.01
+
+
+def test_every_document_of_an_iteration_is_in_one_of_its_groups() -> None:
+    chosen = job("--cp 2 --dp 2 --pp 2 --iterations 2 --warm-up 1 --cp-mode dynamic")
+    run = chosen.run(LENGTHS, settings(parsed("--cp-mode dynamic")))
+    assert run.steps is not None and run.shards is None
+    for plan, steps in zip(run.plans[1:], run.steps, strict=True):
+        held = [piece.tokens for row in plan.micro_batches for one in row for piece in one.pieces]
+        validate(steps, held, Stage.of(2, 2, run.planner.packer.max_tokens // 2 * 2))
+
+
+def test_dynamic_groups_are_refused_where_training_refuses_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, flags, said in (
+        ("simulate", "--num-experts 4 --moe-router-load-balancing-type aux_loss", "a router's loss"),
+        ("analyze", "--num-experts 4 --moe-router-load-balancing-type aux_loss", "a router's loss"),
+        ("simulate", "--trace t.json", "--trace shows fixed groups"),
+        ("inspect", "", "use wlb-megatron analyze or simulate"),
+    ):
+        given = f"{command} --lengths 9 --window 64 --cp-mode dynamic {flags}".split()
+        code, _, err = call(capsys, *given)
+        assert code == 2 and said in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["analyze", "simulate"])

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wlb_megatron.analyze.comparison import Analysis, analyze
+from wlb_megatron.analyze.comparison import Analysis, analyze, planned
 from wlb_megatron.analyze.pictures import draw_all, need_matplotlib
+from wlb_megatron.bounds import real
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.blocks import Lengths
@@ -21,25 +22,38 @@ def add_analyze(parser: argparse.ArgumentParser) -> None:
     """The flags beyond layout and settings: simulate's, and pictures."""
     add_job(parser)
     parser.add_argument(
-        "--out", metavar="DIR", help="write lengths.png, work.png, delay.png and timeline.png there"
+        "--gpu-memory",
+        type=real(1),
+        default=80.0,
+        metavar="GIB",
+        help="for which the longest micro-batch and window are told (GiB; default: 80)",
+    )
+    parser.add_argument(
+        "--no-split", action="store_true", help="do not tell what each part gains, which is most of the time"
+    )
+    parser.add_argument(
+        "--pictures",
+        metavar="DIR",
+        help="draw one step of these documents before and after, their lengths, work and delay there",
     )
 
 
 def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -> Analysis:
     """Analyse as the flags say, with progress on stderr, and draw the pictures if asked for."""
-    if args.out is not None:
+    if args.pictures is not None:
         need_matplotlib()
     job = read_job(args)
     told = args.model is not None or args.hidden_size is not None or job.profile is not None
-    with _progress(2 * (job.warm_up + job.iterations)) as advance:
-        analysis = analyze(lengths, config, job, advance)
-    if args.out is not None:
-        folder = Path(args.out)
+    settings = 2 if args.no_split else planned(config, job)
+    with _progress(settings * (job.warm_up + job.iterations)) as advance:
+        analysis = analyze(lengths, config, job, advance, memory=args.gpu_memory, split=not args.no_split)
+    if args.pictures is not None:
+        folder = Path(args.pictures)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            draw_all(folder, lengths, analysis.measured, analysis.layout, analysis.capacity)
+            draw_all(folder, analysis)
         except OSError as error:
-            raise WlbError(f"cannot write to {folder}: {error.strerror}; give another --out") from None
+            raise WlbError(f"cannot write to {folder}: {error.strerror}; give another --pictures") from None
     return replace(analysis, assumed=not told)
 
 
@@ -50,7 +64,7 @@ def _progress(total: int) -> Iterator[Any]:
         from rich.console import Console
         from rich.progress import Progress
     except ImportError:
-        yield None
+        yield lambda: None
         return
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

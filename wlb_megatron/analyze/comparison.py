@@ -1,37 +1,61 @@
-"""The same documents packed as Megatron would and as set, both simulated and measured."""
+"""The same documents packed as Megatron would, as set, and in parts: each simulated, and the best one told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 
+import numpy as np
+
+from wlb_megatron.analyze.credit import others, parts
+from wlb_megatron.analyze.fits import Fits, fits
 from wlb_megatron.analyze.measure import Layout, Measured, measure
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.job import arrival_order
-from wlb_megatron.packing.packer import Packer
 from wlb_megatron.packing.varlen_packer import longest_micro_batch
-from wlb_megatron.plan import IterationPlan
-from wlb_megatron.simulator.job import Job
+from wlb_megatron.sharding.select import shard_all
+from wlb_megatron.simulator.iteration import simulate
+from wlb_megatron.simulator.job import Job, Run
+
+CLOSE = 0.005
+"""What is set is recommended where no other setting gains so much more."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Of a part, or of other settings: over arrival order. slowest: step over arrival order's slowest one."""
+
+    name: str
+    config: WlbConfig
+    alone: float | None
+    by_token: float
+    equal_work: float
+    slowest: float
 
 
 @dataclass(frozen=True)
 class Analysis:
     """Before (arrival order, per-sequence sharding) and after (the given settings), with what was settled on.
 
-    assumed: no model was told, so a known one's figures stand for the user's.
+    gains: of the parts, each with all before it, and of other settings. unmasked: nanoseconds a token of windows in
+    which documents see each other, as Megatron trains without document masks. assumed: no model was told, so a known
+    one's figures stand for the user's. runs: of before and after.
     """
 
     lengths: Lengths
     config: WlbConfig
     layout: Layout
-    micro_batches: int
-    quadratic_at: float
+    job: Job
     capacity: int
     thresholds: list[int]
     before: Measured
     after: Measured
+    said: tuple[str, ...]
+    gains: tuple[Gain, ...]
+    unmasked: float
+    memory: Fits | None
+    runs: tuple[Run, Run]
     assumed: bool = False
 
     @property
@@ -47,63 +71,141 @@ class Analysis:
     @property
     def equal_work_speedup(self) -> float:
         """The same per unit of the documents' work: arrival order cuts documents, and cut ones need less attention."""
-        before, after = (sum(map(float, (w.sum() for w in m.work))) / m.tokens for _, m in self.measured)
-        return self.speedup * after / before
+        return self.speedup * self.after.work_per_token / self.before.work_per_token
+
+    @property
+    def over_unmasked(self) -> float:
+        """Time per trained token of Megatron without a mask, over the given settings'."""
+        return self.unmasked / self.after.simulated.ns_per_token
+
+    @property
+    def best(self) -> Gain:
+        """The settings to take: those given where no others are faster by more than CLOSE; never slower than arrival
+        order."""
+        given = Gain("as set", self.config, None, self.speedup, self.equal_work_speedup, 1.0)
+        plain = Gain("arrival order", arrival_order(self.config), None, 1.0, 1.0, 1.0)
+        # Documents above the window that are to train whole are not split for speed.
+        alike = (gain for gain in self.gains if gain.config.overlong == self.config.overlong)
+        found = max((plain, *alike), key=lambda gain: gain.by_token)
+        return given if self.speedup >= max(1.0, found.by_token - CLOSE) else found
 
     @property
     def flags(self) -> str:
-        """What to copy to the training command; arrival order where the settings are predicted no faster."""
-        config = self.config if self.speedup >= 1 else arrival_order(self.config)
-        plain = WlbConfig()
-        given: dict[str, object] = {"packing": config.packing, "sharding": config.sharding}
-        names = ["quadratic_at", "document_cost", "micro_batch_cost", "overlong", "max_documents"]
-        if config.packing == "varlen":
-            given |= {"max-tokens": self.capacity, "thresholds": config.thresholds}
-            names += ["max_delay", "micro_batches_per_window", "chunks", "release"]
-        elif config.packing != "original":
-            given["balance-batches"] = config.balance_batches
-        for name in names:
-            value = getattr(config, name)
-            if value != getattr(plain, name):
-                given[name.replace("_", "-")] = value
-        regather = " --wlb-regather-keys" * config.regather_keys
-        return " ".join(f"--wlb-{name} {value}" for name, value in given.items()) + regather
+        """What to copy to the training command: the settings to take, as far as they are not the defaults."""
+        chosen, plain = self.best.config, WlbConfig()
+        told = []
+        for field in fields(WlbConfig):
+            value = getattr(chosen, field.name)
+            if value != getattr(plain, field.name) and _matters(field.name, chosen):
+                flag = f"--wlb-{field.name.replace('_', '-')}"
+                told.append(flag if value is True else f"{flag} {value}")
+        return " ".join(told)
+
+
+def _matters(name: str, config: WlbConfig) -> bool:
+    """Whether the setting does anything with this packing."""
+    of_varlen = ("max_tokens", "micro_batches_per_window", "chunks", "max_delay", "thresholds", "release")
+    return config.packing == "varlen" or name not in of_varlen
 
 
 def analyze(
-    lengths: Lengths, config: WlbConfig, job: Job, progress: Callable[[], None] | None = None
+    lengths: Lengths,
+    config: WlbConfig,
+    job: Job,
+    progress: Callable[[], None] = lambda: None,
+    *,
+    memory: float = 80.0,
+    split: bool = True,
 ) -> Analysis:
-    """Plan and simulate both ways over the same endless stream.
+    """Plan and simulate all settings over the same endless stream.
 
-    lengths: integers[n], tokens of each document. progress: called after each planned iteration. WlbError on settings
-    that cannot work.
+    lengths: integers[n], tokens of each document. progress: called after each planned iteration. memory: of a GPU, GiB.
+    split: also what each part gains. WlbError on settings that cannot work.
     """
     layout = Layout.of(job)
+    runs = _Runs(lengths, job, progress)
+    plain = arrival_order(config)
+    after, before = runs.of(config), runs.of(plain)
 
-    def run(chosen: WlbConfig) -> tuple[Measured, Packer]:
-        planner = job.planner(lengths, chosen)
-        plans = list(
-            _told(islice(iter(planner.next_iteration, None), job.warm_up + job.iterations), progress)
-        )
-        looked = plans[job.warm_up :]
-        shards = job.shards(looked, chosen)
-        simulated = job.simulated(looked, shards)
-        settings = job.cost(chosen), layout, job.longest(chosen), job.orders(looked)
-        found = measure(plans, shards, simulated, *settings)
-        return found, planner.packer
+    def measured(run: Run) -> Measured:
+        orders = () if run.shards is None else job.orders(run.plans[job.warm_up :])
+        settings = job.cost(run.config), layout, job.longest(run.config), orders
+        return measure(run.plans, run.shards, run.timed, *settings)
 
-    after, packer = run(config)
-    before, _ = run(arrival_order(config))
     capacity = layout.window
     if config.packing == "varlen":
         capacity = longest_micro_batch(config, layout.window, job.alignment)
-    thresholds = packer.state()["settings"].get("thresholds", [])
-    at = job.cost(config).quadratic_at
-    return Analysis(lengths, config, layout, job.micro_batches, at, capacity, list(thresholds), before, after)
+    return Analysis(
+        lengths=lengths,
+        config=config,
+        layout=layout,
+        job=job,
+        capacity=capacity,
+        thresholds=list(after.planner.packer.state()["settings"].get("thresholds", [])),
+        before=measured(before),
+        after=measured(after),
+        said=after.said,
+        gains=_gains(config, job, runs, before) if split else (),
+        unmasked=_unmasked(job),
+        memory=fits(job, memory, keep_keys=not config.regather_keys),
+        runs=(before, after),
+    )
 
 
-def _told(plans: Iterable[IterationPlan], progress: Callable[[], None] | None) -> Iterator[IterationPlan]:
-    for plan in plans:
-        yield plan
-        if progress is not None:
-            progress()
+def planned(config: WlbConfig, job: Job) -> int:
+    """Settings that `analyze` plans: for a progress bar."""
+    return 2 + len(parts(config, job)) + len(others(config))
+
+
+class _Runs:
+    """Runs of settings, those that plan alike planned once."""
+
+    def __init__(self, lengths: Lengths, job: Job, progress: Callable[[], None]) -> None:
+        self._lengths, self._job, self._progress = lengths, job, progress
+        self._planned: dict[WlbConfig, Run] = {}
+        self._done: dict[WlbConfig, Run] = {}
+
+    def of(self, config: WlbConfig) -> Run:
+        if config not in self._done:
+            self._done[config] = self._run(config)
+        return self._done[config]
+
+    def _run(self, config: WlbConfig) -> Run:
+        if config.cp_mode == "dynamic":  # which shards by itself
+            return self._job.run(self._lengths, config, self._progress)
+        key = replace(config, sharding="per-sequence")
+        if key in self._planned:
+            return self._job.cut(self._planned[key], config)
+        self._planned[key] = run = self._job.run(self._lengths, config, self._progress)
+        return run
+
+
+def _gains(config: WlbConfig, job: Job, runs: _Runs, before: Run) -> tuple[Gain, ...]:
+    def gain(name: str, alone: WlbConfig | None, together: WlbConfig) -> Gain:
+        run = runs.of(together)
+        by_token = before.timed.ns_per_token / run.timed.ns_per_token
+        return Gain(
+            name,
+            together,
+            None if alone is None else before.timed.ns_per_token / runs.of(alone).timed.ns_per_token,
+            by_token,
+            by_token * _work_per_token(run) / _work_per_token(before),
+            float(run.timed.steps.max() / before.timed.steps.max()),
+        )
+
+    found = [gain(part.name, part.alone, part.together) for part in parts(config, job)]
+    return (*found, *(gain(name, None, other) for name, other in others(config)))
+
+
+def _work_per_token(run: Run) -> float:
+    looked = run.plans[len(run.plans) - len(run.timed.steps) :]
+    grids = [one for plan in looked for row in plan.micro_batches for one in row]
+    return sum(one.work for one in grids) / sum(one.tokens for one in grids)
+
+
+def _unmasked(job: Job) -> float:
+    """Nanoseconds a token of full windows, each one sequence to attention, cut as Megatron cuts it."""
+    layout = job.model.layout
+    window = np.array([job.window], dtype=np.int64)
+    (shard,) = shard_all([window], layout.cp, "per-sequence", job.model.table)
+    return simulate([[[shard] * layout.dp] * job.micro_batches], job.model).ns_per_token

@@ -60,8 +60,8 @@ class Measured:
     """What a packing and sharding did, iteration by iteration.
 
     simulated: the same iterations' times. work: [iteration] float[micro-batch, dp], by the cost model (tokens of linear
-    work). times: that of the slowest context-parallel rank. cp_imbalance: max/mean over a micro-batch's ranks. delays:
-    tokens by iterations of delay. lengths: tokens of each micro-batch without padding; documents: its pieces. totals:
+    work). cp_imbalance: max/mean over a micro-batch's ranks; empty with dynamic groups. delays: tokens by iterations of
+    delay. lengths: tokens of each micro-batch without padding; documents: its pieces. totals:
     tokens of each iteration over all data-parallel ranks, without padding. chunked: [iteration][dp] of each micro-batch
     the document that it has a chunk of, or -1; orders: [iteration][dp] sizes of the groups that go backward last first.
     """
@@ -69,7 +69,6 @@ class Measured:
     simulated: Simulated
     layout: Layout
     work: list[npt.NDArray[np.float64]] = field(default_factory=list)
-    times: list[npt.NDArray[np.float64]] = field(default_factory=list)
     cp_imbalance: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     documents: list[int] = field(default_factory=list)
@@ -105,40 +104,46 @@ class Measured:
         return self.simulated.steps / 1e6
 
     @property
-    def waiting(self) -> dict[str, float]:
-        """What a step spends beside its GPUs' computing, as shares of that, mean over iterations.
+    def work_per_token(self) -> float:
+        """Tokens of linear work for each trained token: less where documents are cut."""
+        return sum(float(work.sum()) for work in self.work) / self.tokens
 
-        fill: filling and draining a pipeline of like micro-batches. dp_ranks, cp_ranks: waiting for the slowest rank.
-        rest: unlike micro-batches, the first and last stage, transfers, hosts, gradients.
+    @property
+    def waiting(self) -> dict[str, float]:
+        """What a step spends beside its GPUs' computing, as shares of that, mean over iterations; they add up to
+        step_over_ideal - 1.
+
+        fill: filling and draining a pipeline of like micro-batches. micro_batches: that they are unlike, and stages,
+        transfers and hosts. cp_ranks, dp_ranks: waiting for the slowest rank. after: gradients, optimizer,
+        between steps.
         """
-        ideal = self.simulated.busy.mean(axis=(1, 2, 3))
-        each = self.layout.pp - 1, self.layout.vpp
-        counts = np.array([len(times) for times in self.times])
-        fill = each[0] / each[1] / counts
-        ranks = [times.sum(axis=0) * self.layout.cp for times in self.times]
-        work = np.array([work.sum(axis=0).mean() for work in self.work])
-        slow = np.array([one.mean() for one in ranks]) / work - 1
-        uneven = np.array([one.max() - one.mean() for one in ranks]) / work
-        whole = float((self.simulated.steps / ideal - 1).mean())
-        parts = {"fill": float(fill.mean()), "cp_ranks": float(slow.mean()), "dp_ranks": float(uneven.mean())}
-        return {**parts, "rest": max(0.0, whole - sum(parts.values()))}
+        told = self.simulated
+        ideal, paced = told.busy.mean(axis=(1, 2, 3)), told.paced.mean(axis=(1, 2))
+        counts = np.array([len(times) for times in told.micro_batches])
+        fill = paced * (self.layout.pp - 1) / self.layout.vpp / counts
+        cp, dp = paced - ideal, told.paced.mean(axis=2).max(axis=1) - paced
+        rest = told.pipeline - paced - fill - dp
+        after = told.steps - told.pipeline
+        shares = {"fill": fill, "micro_batches": rest, "cp_ranks": cp, "dp_ranks": dp, "after": after}
+        return {name: float((ns / ideal).mean()) for name, ns in shares.items()}
 
 
 def measure(
     plans: Sequence[IterationPlan],
-    shards: Shards,
+    shards: Shards | None,
     simulated: Simulated,
     cost: CostModel,
     layout: Layout,
     longest: int | None = None,
     orders: Orders = (),
 ) -> Measured:
-    """Gather the figures of the last iterations of a run; plans: all of it. shards, simulated: of the last ones.
+    """Gather the figures of the last iterations of a run; plans: all of it. shards, simulated: of the last ones;
+    shards None: dynamic groups.
     longest: tokens at which documents were split (default: the window). orders: of the last ones, see Measured."""
     unit = longest or layout.window
     measured = Measured(simulated, layout, orders=orders)
     entered: dict[tuple[int, int, int], int] = {}
-    first = len(plans) - len(shards)
+    first = len(plans) - len(simulated.steps)
     for at, plan in enumerate(plans):
         for piece in plan.arrived:
             entered[piece.epoch, piece.document, piece.start // unit] = plan.iteration
@@ -150,27 +155,26 @@ def measure(
         waiting = {(p.epoch, p.document, p.start // unit): None for p in plan.waiting}
         entered = {key: entered[key] for key in waiting}
         if at >= first:
-            _add(measured, plan, shards[at - first], cost)
+            _add(measured, plan, None if shards is None else shards[at - first], cost)
+    measured.padding = int(simulated.tokens.sum()) - measured.tokens
     return measured
 
 
 def _add(
-    measured: Measured, plan: IterationPlan, rows: Sequence[Sequence[ShardPlan]], cost: CostModel
+    measured: Measured, plan: IterationPlan, rows: Sequence[Sequence[ShardPlan]] | None, cost: CostModel
 ) -> None:
     grid = [micro_batch for row in plan.micro_batches for micro_batch in row]
-    shards = [shard for row in rows for shard in row]
-    shares = np.array([rank_work(shard, cost) for shard in shards])
     work = np.array([[m.work for m in row] for row in plan.micro_batches], dtype=np.float64)
     measured.work.append(work / UNITS_PER_TOKEN)
-    measured.times.append(shares.max(axis=1).reshape(work.shape))
-    measured.cp_imbalance += (shares.max(axis=1) / shares.mean(axis=1)).tolist()
+    if rows is not None:
+        shares = np.array([rank_work(shard, cost) for row in rows for shard in row])
+        measured.cp_imbalance += (shares.max(axis=1) / shares.mean(axis=1)).tolist()
     measured.lengths += [micro_batch.tokens for micro_batch in grid]
     measured.totals.append(sum(micro_batch.tokens for micro_batch in grid))
     measured.documents += [len(micro_batch.pieces) for micro_batch in grid]
     measured.chunked.append(
         [documents_in_chunks([m.pieces for m in column]) for column in zip(*plan.micro_batches, strict=True)]
     )
-    measured.padding += sum(shard.tokens for shard in shards) - measured.totals[-1]
 
 
 def rank_work(plan: ShardPlan, cost: CostModel) -> list[float]:

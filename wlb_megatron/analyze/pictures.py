@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from wlb_megatron.analyze.comparison import Analysis
 from wlb_megatron.analyze.measure import Layout, Measured
 from wlb_megatron.errors import WlbError
 from wlb_megatron.extras import install
 from wlb_megatron.packing.blocks import Lengths, blocks
+from wlb_megatron.plan import IterationPlan, MicroBatch
 from wlb_megatron.report.timeline import Drawn, draw_timelines
 
 _MOST_EVENTS = 512
@@ -23,36 +25,35 @@ def need_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise WlbError(f"pictures need matplotlib: {install('report')}, or leave --out away") from None
+        raise WlbError(f"drawing needs matplotlib: {install('report')}, or leave --pictures out") from None
 
 
-def draw_all(
-    folder: Path,
-    lengths: Lengths,
-    measured: Sequence[tuple[str, Measured]],
-    layout: Layout,
-    capacity: int,
-) -> list[Path]:
-    """Draw lengths.png, work.png, delay.png and timeline.png; each appears whole or not at all.
-
-    lengths: integers[n], tokens of each document. measured: (name, figures), the baseline first. capacity: Lmax.
-    """
+def draw_all(folder: Path, analysis: Analysis) -> list[Path]:
+    """Draw step.png, timeline.png, lengths.png, work.png and delay.png; each appears whole or not at all."""
+    measured, layout = analysis.measured, analysis.layout
     pictures = {
-        "lengths": lambda axes: _draw_lengths(axes, lengths, layout.window, capacity),
+        "lengths": lambda axes: _draw_lengths(axes, analysis.lengths, layout.window, analysis.capacity),
         "work": lambda axes: _draw_work(axes, measured),
         "delay": lambda axes: _draw_delay(axes, measured),
     }
-    paths = [_save(folder / f"{name}.png", draw) for name, draw in pictures.items()]
-    return [*paths, _draw_timeline(folder / "timeline.png", measured, layout)]
+    steps = measured[0][1].steps
+    shown = int(np.abs(steps - steps.mean()).argmin())  # of arrival order; the other's has arrived with it
+    runs = [
+        (name, run.plans[len(run.plans) - len(steps) + shown])
+        for (name, _), run in zip(measured, analysis.runs, strict=True)
+    ]
+    drawn = [_save(folder / f"{name}.png", draw) for name, draw in pictures.items()]
+    step = _save(folder / "step.png", lambda axes: draw_step(axes, runs), height=6.0)
+    return [step, _draw_timeline(folder / "timeline.png", measured, layout, shown), *drawn]
 
 
-def _save(path: Path, draw: Callable[[Any], None]) -> Path:
+def _save(path: Path, draw: Callable[[Any], None], height: float = 4.2) -> Path:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.2), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7.5, height), layout="constrained")
     draw(axes)
     axes.spines[["top", "right"]].set_visible(False)
     partial = path.with_name(f"{path.stem}.{os.getpid()}.partial.png")
@@ -135,22 +136,71 @@ def _draw_delay(axes: Any, measured: Sequence[tuple[str, Measured]]) -> None:
     axes.legend(frameon=False)
 
 
-def _draw_timeline(path: Path, measured: Sequence[tuple[str, Measured]], layout: Layout) -> Path:
-    """Of each, the iteration nearest to its mean step, on that iteration's slowest data-parallel rank."""
+def draw_step(axes: Any, runs: Sequence[tuple[str, IterationPlan]]) -> None:
+    """Micro-batches of one iteration, each a bar of its documents' work, the longest document first.
+
+    runs: (name, plan). Ranks of data parallelism lie side by side; a bar's parts are documents, shaded by their length.
+    """
+    longest = max(
+        piece.prefix + piece.tokens for _, plan in runs for _, one in _columns(plan) for piece in one.pieces
+    )
+    at, ticks = 0.0, []
+    for name, plan in runs:
+        begin = at
+        columns = _columns(plan)[:MOST_BARS]
+        works = [one.work for _, one in columns]
+        for _, one in columns:
+            weights = [piece.tokens * (1.0 + piece.prefix + piece.tokens / 2) for piece in one.pieces]
+            bottom = 0.0
+            for weight, piece in sorted(zip(weights, one.pieces, strict=True), reverse=True):
+                share = one.work / max(works) * weight / sum(weights)
+                shade = 0.15 + 0.85 * ((piece.prefix + piece.tokens) / longest) ** 0.5
+                axes.bar(
+                    at, share, 0.85, bottom, color=(0.12, 0.35, 0.65, shade), edgecolor="white", linewidth=0.4
+                )
+                bottom += share
+            at += 1
+        mean = sum(works) / len(works) / max(works)
+        axes.plot([begin - 0.5, at - 0.5], [mean, mean], color="crimson", linewidth=1)
+        ticks.append(
+            ((begin + at - 1) / 2, f"{name}\niteration {plan.iteration}: max/mean work {1 / mean:.2f}")
+        )
+        at += 1.5
+    axes.set_xticks([place for place, _ in ticks], [text for _, text in ticks])
+    axes.tick_params(axis="x", length=0)
+    axes.set_ylabel("work of a micro-batch over its step's largest")
+    axes.set_title(
+        "One step of these documents: a bar is a micro-batch, its parts documents (darker: longer), red the mean",
+        loc="left",
+        fontsize=9,
+    )
+
+
+MOST_BARS = 64
+"""Micro-batches of a step that a picture shows."""
+
+
+def _columns(plan: IterationPlan) -> list[tuple[int, MicroBatch]]:
+    """(data-parallel rank, micro-batch), rank by rank."""
+    return [
+        (rank, one) for rank, column in enumerate(zip(*plan.micro_batches, strict=True)) for one in column
+    ]
+
+
+def _draw_timeline(
+    path: Path, measured: Sequence[tuple[str, Measured]], layout: Layout, iteration: int
+) -> Path:
+    """Of each, the same iteration on its slowest data-parallel rank, by simulated times."""
     most = max(1, _MOST_EVENTS // (2 * layout.pp))
     plans = []
     for name, figures in measured:
-        steps = figures.steps
-        iteration = int(np.abs(steps - steps.mean()).argmin())
-        times = figures.times[iteration]
+        times = figures.simulated.micro_batches[iteration]
         slowest = int((times.sum(axis=0) + (layout.pp - 1) * times.max(axis=0)).argmax())
-        title = f"{name}, iteration {iteration}" + (
-            f", first {most} micro-batches" if len(times) > most else ""
-        )
+        title = name + (f", first {most} micro-batches" if len(times) > most else "")
         # A step that is drawn in part is drawn without its groups, which may reach beyond that part.
-        whole = len(times) <= most
-        groups = figures.orders[iteration][slowest] if whole and figures.orders else None
-        chunked = figures.chunked[iteration][slowest]
-        plans.append(Drawn(title, times[:most, slowest].tolist(), groups, chunked[:most]))
+        whole = len(times) <= most and bool(figures.orders)
+        groups = figures.orders[iteration][slowest] if whole else None
+        chunked = figures.chunked[iteration][slowest][:most] if figures.orders else ()
+        plans.append(Drawn(title, times[:most, slowest].tolist(), groups, chunked))
     draw_timelines(path, plans, layout.pp)
     return path

@@ -1,35 +1,50 @@
-"""An analysis as JSON and as a table."""
+"""An analysis as JSON and on one screen."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-from wlb_megatron.analyze.comparison import Analysis
+from wlb_megatron.analyze.comparison import Analysis, Gain
 from wlb_megatron.analyze.measure import Measured, spread
 from wlb_megatron.packing.blocks import blocks
 from wlb_megatron.report.table import print_table
+from wlb_megatron.settings_flags import renamed
 
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
-    lengths, layout = analysis.lengths, analysis.layout
+    lengths, layout, best = analysis.lengths, analysis.layout, analysis.best
     return {
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
         "empty_documents": sum(int((block == 0).sum()) for block in blocks(lengths)),
         "overlong_documents": sum(int((block > layout.window).sum()) for block in blocks(lengths)),
-        "layout": asdict(layout) | {"micro_batches": analysis.micro_batches},
-        "quadratic_at": analysis.quadratic_at,
+        "layout": asdict(layout) | {"micro_batches": analysis.job.micro_batches},
+        "quadratic_at": analysis.job.cost(analysis.config).quadratic_at,
         "max_tokens": analysis.capacity,
         "thresholds": analysis.thresholds,
+        "said": list(analysis.said),
         "results": {
             key: {"packing": name, **figures(measured)}
             for key, (name, measured) in zip(("before", "after"), analysis.measured, strict=True)
         },
         "predicted_speedup": analysis.speedup,
         "equal_work_speedup": analysis.equal_work_speedup,
-        "recommended": analysis.speedup >= 1,
+        "speedup_over_unmasked": analysis.over_unmasked,
+        "gains": [_gain(gain) for gain in analysis.gains],
+        "fits": None if analysis.memory is None else analysis.memory._asdict(),
+        "recommended": _gain(best),
         "flags": analysis.flags,
+    }
+
+
+def _gain(gain: Gain) -> dict[str, Any]:
+    return {
+        "name": gain.name,
+        "alone": gain.alone,
+        "by_token": gain.by_token,
+        "equal_work": gain.equal_work,
+        "slowest": gain.slowest,
     }
 
 
@@ -46,7 +61,7 @@ def figures(measured: Measured) -> dict[str, Any]:
         "tokens_per_second": 1e9 / measured.simulated.ns_per_token,
         "step_over_ideal": measured.simulated.step_over_ideal,
         "waiting": measured.waiting,
-        "micro_batches": asdict(spread([len(work) for work in measured.work])),
+        "micro_batches": asdict(spread([len(times) for times in measured.simulated.micro_batches])),
         "iteration_tokens": asdict(spread(measured.totals)),
         "micro_batch_tokens": asdict(spread(measured.lengths)),
         "documents_in_chunks": asdict(measured.documents_in_chunks),
@@ -55,51 +70,105 @@ def figures(measured: Measured) -> dict[str, Any]:
     }
 
 
+WAITING = {
+    "fill": "  filling and draining the pipeline",
+    "micro_batches": "  unlike micro-batches, stages, hosts",
+    "cp_ranks": "  slower context-parallel ranks",
+    "dp_ranks": "  slower data-parallel ranks",
+    "after": "  gradients, optimizer, between steps",
+}
+
+
 def print_analysis(analysis: Analysis) -> None:
     told = as_json(analysis)
-    (before, old), (after, new) = ((r["packing"], r) for r in told["results"].values())
-    rows = []
-    for key, name, form in (
-        ("imbalance", "imbalance of micro-batches (max/mean work)", "{:.3f}"),
-        ("cp_imbalance", "imbalance of CP ranks (max/mean work)", "{:.3f}"),
-        ("step_ms", "step (ms, simulated)", "{:,.1f}"),
-        ("micro_batches", "micro-batches of a rank", "{:,.1f}"),
-        ("documents_in_chunks", "documents in chunks (of an iteration)", "{:,.1f}"),
-        ("token_delay", "token delay (iterations)", "{:.2f}"),
-        ("iteration_tokens", "tokens of an iteration (global batch)", "{:,.0f}"),
-        ("micro_batch_tokens", "tokens of a micro-batch", "{:,.0f}"),
-        ("micro_batch_documents", "documents of a micro-batch", "{:,.0f}"),
-    ):
-        cells = [form.format(result[key][which]) for result in (old, new) for which in ("mean", "p95", "max")]
-        rows.append([name, *cells])
-    told_once = [
-        ("step over ideal (same work, no waiting)", lambda r: f"{r['step_over_ideal']:.3f}"),
-        ("- filling and draining the pipeline", lambda r: f"{r['waiting']['fill']:+.3f}"),
-        ("- slower context-parallel ranks", lambda r: f"{r['waiting']['cp_ranks']:+.3f}"),
-        ("- slower data-parallel ranks", lambda r: f"{r['waiting']['dp_ranks']:+.3f}"),
-        ("- unlike micro-batches, ends, hosts, transfers", lambda r: f"{r['waiting']['rest']:+.3f}"),
+    for line in (*_job_lines(analysis, told), "", *_verdict(analysis), ""):
+        print(line)
+    results = list(told["results"].values())
+    rows = [
+        [name, *(cell(result) for result in results)]
+        for name, cell in (
+            ("step, ms (mean / slowest)", lambda r: _pair(r["step_ms"], "{:,.0f}")),
+            ("tokens a second", lambda r: f"{r['tokens_per_second']:,.0f}"),
+            ("step over ideal (same work, no waiting)", lambda r: f"{r['step_over_ideal']:.3f}"),
+            *((name, _share(key)) for key, name in WAITING.items()),
+            ("imbalance of micro-batches (max/mean work)", lambda r: _pair(r["imbalance"], "{:.3f}")),
+            ("micro-batches of a rank", lambda r: _pair(r["micro_batches"], "{:,.1f}")),
+            ("documents in chunks", lambda r: _pair(r["documents_in_chunks"], "{:,.1f}")),
+            ("tokens of a micro-batch", lambda r: _pair(r["micro_batch_tokens"], "{:,.0f}")),
+            ("tokens of a step (global batch)", lambda r: _pair(r["iteration_tokens"], "{:,.0f}")),
+            ("token delay, iterations", lambda r: _pair(r["token_delay"], "{:.2f}")),
+            ("padding", lambda r: f"{100 * r['padding_share']:.3f} %"),
+        )
     ]
-    rows += [[name, tell(old), "", "", tell(new), "", ""] for name, tell in told_once]
-    rows.append(["padding", *(c for r in (old, new) for c in (f"{100 * r['padding_share']:.3f}%", "", ""))])
-    print(
-        f"{told['documents']:,} documents, {told['tokens']:,} tokens; {told['empty_documents']:,} empty (left out), "
-        f"{told['overlong_documents']:,} above the window ({analysis.config.overlong})"
-    )
     print_table(
-        f"{old['iterations']} iterations: {before}   |   {after}",
-        ["", "mean", "p95", "max", "mean", "p95", "max"],
+        f"{results[0]['iterations']} iterations, mean / most",
+        ["", "arrival order", f"as set: {results[1]['packing']}"],
         rows,
     )
-    waits = f"from {min(analysis.thresholds):,} tokens" if analysis.thresholds else "no documents"
-    print(
-        f"Lmax {analysis.capacity:,} tokens, documents wait {waits}; work = d + d*d/{told['quadratic_at']:,.0f}"
-    )
-    print(
+    if analysis.gains:
+        print_table(
+            "what gains it (by token, over arrival order)",
+            ["", "alone", "with those above", "at equal work", "slowest step"],
+            [_gain_row(gain) for gain in analysis.gains],
+        )
+    for line in _ending(analysis):
+        print(line)
+
+
+def _job_lines(analysis: Analysis, told: dict[str, Any]) -> list[str]:
+    layout, shape = analysis.job.model.layout, analysis.job.model.shape
+    assumed = " (assumed; --model or --profile tells yours)" if analysis.assumed else ""
+    return [
+        f"{told['documents']:,} documents, {told['tokens']:,} tokens; {told['empty_documents']:,} empty (left out), "
+        f"{told['overlong_documents']:,} above the window ({analysis.config.overlong})",
+        f"{layout.gpus} GPUs: TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}; a rank and step "
+        f"{analysis.job.micro_batches} windows of {analysis.layout.window:,}",
+        f"model of {shape.layers} layers of {shape.hidden}{assumed}; work = d + d*d/{told['quadratic_at']:,.0f}",
+        *map(renamed, analysis.said),
+    ]
+
+
+def _verdict(analysis: Analysis) -> list[str]:
+    over = analysis.over_unmasked
+    lines = [
         f"predicted speed-up over arrival order with the same mask: {analysis.speedup:.3f} by token, "
-        f"{analysis.equal_work_speedup:.3f} at equal work"
-    )
-    if analysis.speedup < 1:
-        print("not worth it: arrival order is predicted to be faster, its flags follow")
-    print(f"flags: {analysis.flags}")
-    if analysis.assumed:
-        print("no model was told, a 7B is assumed; give --model, --hidden-size and the like, or --profile")
+        f"{analysis.equal_work_speedup:.3f} at equal work",
+        f"over Megatron without a document mask, whose attention is of whole windows: {over:.3f} by token",
+    ]
+    best = analysis.best
+    if best.config is analysis.config:
+        return lines
+    if best.name == "arrival order":
+        return [*lines, "not worth it: nothing tried is predicted to be faster than arrival order"]
+    gains = f"{best.by_token:.3f} by token, {best.equal_work:.3f} at equal work"
+    return [*lines, f"better: {best.name}, with what stands above it: {gains}"]
+
+
+def _ending(analysis: Analysis) -> list[str]:
+    lines = []
+    memory, window = analysis.memory, analysis.layout.window
+    if memory is not None:
+        most = f"micro-batches up to {memory.micro_batch:,} tokens, windows up to {memory.window:,}"
+        if memory.micro_batch == 0:
+            lines.append(f"weights alone do not fit {memory.gib:g} GiB a GPU: more --tp or --pp")
+        elif memory.window < window:
+            lines.append(f"does not fit {memory.gib:g} GiB a GPU, which takes {most}:")
+            lines.append("more --tp, --cp or --pp, or --recompute full")
+        else:
+            lines.append(f"fits {memory.gib:g} GiB a GPU: {most} (distributed optimizer)")
+            if memory.micro_batch < analysis.capacity:
+                lines.append(f"training would plan for that: --max-tokens {memory.micro_batch} does here")
+    return [*lines, f"flags: {analysis.flags or 'none, the defaults do this'}"]
+
+
+def _pair(told: dict[str, float], form: str) -> str:
+    return f"{form.format(told['mean'])} / {form.format(told['max'])}"
+
+
+def _share(key: str) -> Any:
+    return lambda result: f"{result['waiting'][key]:+.3f}".replace("-0.000", "+0.000")
+
+
+def _gain_row(gain: Gain) -> list[str]:
+    alone = "" if gain.alone is None else f"{gain.alone:.3f}"
+    return [gain.name, alone, f"{gain.by_token:.3f}", f"{gain.equal_work:.3f}", f"{gain.slowest:.2f} x"]

@@ -47,9 +47,8 @@ def plan_job(
 
 def arrival_order(config: WlbConfig) -> WlbConfig:
     """What Megatron does with these documents, but for the mask: windows in arrival order, cut per sequence."""
-    return without_chunks(
-        replace(config, packing="original", sharding="per-sequence", micro_batches_per_window="1")
-    )
+    plain = replace(config, packing="original", sharding="per-sequence", micro_batches_per_window="1")
+    return without_chunks(replace(plain, cp_mode="fixed"))
 
 
 def without_chunks(config: WlbConfig) -> WlbConfig:

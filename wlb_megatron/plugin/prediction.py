@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.simulator.calibration import with_links
+from wlb_megatron.simulator.groups import simulate_groups
 from wlb_megatron.simulator.iteration import run_steps
 from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape, Times
 from wlb_megatron.workload.costs import Costs
@@ -55,13 +55,9 @@ def group_predictor(args: Any, costs: Costs | None, cost: GroupCost) -> PredictG
     given = _model_or_none(args, costs)
     if given is None:
         return lambda plan, tokens: None
-    ranks = given.layout.dp * given.layout.cp
-    model = replace(given, layout=replace(given.layout, cp=1, dp=ranks))
 
     def predict(plan: StepPlan, tokens: Sequence[int]) -> float:
-        held, attention = _group_loads(plan, tokens, cost)
-        ways = Times(*(way[None, :, :, None] for way in model.attention_ways(attention)))
-        return float(run_steps(held[None], ways, model, blocking=True).steps[0]) / 1e6
+        return float(simulate_groups([plan], [tokens], given, cost).steps[0]) / 1e6
 
     return _until_it_fails(predict)
 
@@ -155,19 +151,3 @@ def _loads(
         every[:, dp_rank] = slowest
         ways.append(every[None, :, :, None])
     return tokens[None], Times(*ways)
-
-
-def _group_loads(
-    plan: StepPlan, tokens: Sequence[int], cost: GroupCost
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Of each micro-step and rank of a stage, [m, ranks], the tokens it holds and its attention, nanoseconds."""
-    lengths, prices = np.array(tokens, dtype=np.int64), cost.attention(tokens)
-    held = np.ones((len(plan.micro_steps), plan.ranks), dtype=np.int64)
-    attention = np.full(held.shape, cost.tables[0].call)
-    for step, groups in enumerate(plan.micro_steps):
-        for group in groups:
-            documents, level = list(group.documents), cost.sizes.index(group.size)
-            ranks = slice(group.start, group.start + group.size)
-            held[step, ranks] = -(-int(lengths[documents].sum()) // group.size)
-            attention[step, ranks] += prices[level, documents].sum() + cost.opening()[level]
-    return held, attention

@@ -27,13 +27,17 @@ class Simulated:
 
     steps: float[n]. micro_batches: float[m, dp] of each iteration, forward + backward on a middle stage, the slowest
     context rank's. busy: float[n, dp, pp, cp], what each GPU computes in an iteration (waits left out; tensor ranks
-    are alike). tokens: int[n], trained, with padding.
+    are alike). tokens: int[n], trained, with padding. paced: float[n, dp, pp], a stage's micro-batches one after the
+    other at their slowest context rank's pace. pipeline: float[n], when the last pipeline is done; the rest of a step
+    is gradients, the optimizer and what lies between steps.
     """
 
     steps: FloatArray
     micro_batches: list[FloatArray]
     busy: FloatArray
     tokens: npt.NDArray[np.int64]
+    paced: FloatArray
+    pipeline: FloatArray
 
     @property
     def ns_per_token(self) -> float:
@@ -91,6 +95,8 @@ def by_count(counts: Sequence[int], several: Callable[[list[int]], Simulated]) -
         [micro_batches[at] for at in back],
         np.concatenate([part.busy for part in parts])[back],
         np.concatenate([part.tokens for part in parts])[back],
+        np.concatenate([part.paced for part in parts])[back],
+        np.concatenate([part.pipeline for part in parts])[back],
     )
 
 
@@ -171,12 +177,11 @@ def run_steps(
     layout = model.layout
     cut = np.full(tokens.shape, layout.cp > 1) if cut is None else cut
     slowest = _slowest(tokens, attention, cut, model)
+    ends = _ends(tokens, model)
+    device = [_stage_times(t, e, model) for t, e in zip(_device(tokens, attention, model), ends, strict=True)]
     whole = layout.pp == 1
     forward, backward = (
-        _stage_times(t, ends, model)
-        for t, ends in zip(
-            _device(tokens, attention, model) if whole else slowest, _ends(tokens, model), strict=True
-        )
+        device if whole else [_stage_times(t, e, model) for t, e in zip(slowest, ends, strict=True)]
     )
     if whole:
         done = queued_ends(forward[:, 0, 0], backward[:, 0, 0], model.launches(_by_rank(cut)))
@@ -189,12 +194,13 @@ def run_steps(
             blocking and layout.chunks == 1,
         )
     done = done.reshape(n, dp, layout.pp).max(axis=1)
+    paced = (device[0] + device[1]).sum(axis=(2, 3)).reshape(n, dp, layout.pp)
     linear = model.linear(tokens / layout.cp)
     both = (linear.forward + linear.backward)[..., None] + attention.forward + attention.backward
     own = both.sum(axis=1)
     layers = np.array([sum(model.layers_of(p, c) for c in range(layout.chunks)) for p in range(layout.pp)])
     busy = own[:, :, None, :] * layers[:, None]
-    for times in _ends(tokens, model):
+    for times in ends:
         busy[:, :, 0] += times[0].sum(axis=1)[..., None]
         busy[:, :, -1] += times[1].sum(axis=1)[..., None]
     return Simulated(
@@ -202,6 +208,8 @@ def run_steps(
         list((slowest[0] + slowest[1]) * int(layers.max())),
         busy,
         tokens.sum(axis=(1, 2)),
+        paced,
+        done.max(axis=1),
     )
 
 

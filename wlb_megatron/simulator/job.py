@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.dynamic.blocks import Stage
+from wlb_megatron.dynamic.cost import GroupCost, group_cost, token_ns
+from wlb_megatron.dynamic.plan import StepPlan, fixed_groups
+from wlb_megatron.dynamic.planner import plan_step
 from wlb_megatron.errors import explain_bad_values
 from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.chunk_limits import Trainer
@@ -18,6 +22,7 @@ from wlb_megatron.packing.whole_documents import longest_whole
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.sharding.cut import cut_plans, orders_of
+from wlb_megatron.simulator.groups import simulate_groups
 from wlb_megatron.simulator.iteration import Orders, Shards, Simulated, simulate
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.workload.cost_model import CostModel, document_cost, quadratic_at
@@ -65,7 +70,9 @@ class Job:
         """Tokens of the longest document that is not split; memory is not looked at."""
         return longest_whole(config.overlong, self.window, self.micro_batches)[0]
 
-    def planner(self, lengths: Lengths, config: WlbConfig) -> Planner:
+    def planner(
+        self, lengths: Lengths, config: WlbConfig, say: Callable[[str], None] = lambda _: None
+    ) -> Planner:
         """Raises WlbError on settings that cannot work."""
         layout = self.model.layout
         with explain_bad_values():
@@ -85,18 +92,92 @@ class Job:
                 sample=sample_lengths_of(stream, len(lengths)),
                 no_chunks=self.trainer.chunks_refused(),
                 longest=stream.longest,
+                say=say,
             )
 
-    def plans(self, planner: Planner) -> list[IterationPlan]:
-        """All that are planned: the first `warm_up` ones are not to be looked at."""
-        return list(islice(iter(planner.next_iteration, None), self.warm_up + self.iterations))
+    def run(self, lengths: Lengths, config: WlbConfig, progress: Callable[[], None] = lambda: None) -> Run:
+        """Plan and time the job. progress: called after each planned iteration. WlbError on settings that cannot
+        work."""
+        said: list[str] = []
+        planner = self.planner(lengths, config, said.append)
+        plans = []
+        for plan in islice(iter(planner.next_iteration, None), self.warm_up + self.iterations):
+            plans.append(plan)
+            progress()
+        with explain_bad_values():
+            if config.cp_mode == "dynamic":
+                steps = self.groups(plans[self.warm_up :], planner, config)
+                return Run(config, plans, planner, tuple(said), *steps)
+            return self.cut(Run(config, plans, planner, tuple(said)), config)
 
-    def shards(self, plans: Sequence[IterationPlan], config: WlbConfig) -> Shards:
-        return cut_plans(plans, self.model.layout.cp, self.alignment, config.sharding, self.model.table)
+    def cut(self, run: Run, config: WlbConfig) -> Run:
+        """The same plans sharded by these settings, and timed."""
+        looked, layout = run.plans[self.warm_up :], self.model.layout
+        shards = cut_plans(looked, layout.cp, self.alignment, config.sharding, self.model.table)
+        simulated = simulate(shards, self.model, orders=self.orders(looked))
+        return replace(run, config=config, simulated=simulated, shards=shards)
+
+    def groups(
+        self, plans: Sequence[IterationPlan], planner: Planner, config: WlbConfig
+    ) -> tuple[Simulated, None, list[StepPlan]]:
+        """Dynamic groups of each iteration as rank 0 plans them in training, and their times."""
+        model, layout = self.model, self.model.layout
+        at = self.cost(config).quadratic_at
+        cost, stage = group_costs(model, at, planner.packer.max_tokens, self.alignment)
+        multiple = layout.pp if layout.chunks > 1 else 1
+        steps, tokens = [], []
+        for plan in plans:
+            held = [piece.tokens for row in plan.micro_batches for one in row for piece in one.pieces]
+            made = plan_step(
+                held,
+                stage,
+                cost,
+                fixed=fixed_groups(plan, layout.cp),
+                seconds=config.solver_seconds,
+                sharding=config.sharding,
+                pipeline=layout.pp,
+                multiple=multiple,
+            )
+            steps.append(made.plan)
+            tokens.append(held)
+        return simulate_groups(steps, tokens, model, cost), None, steps
 
     def orders(self, plans: Sequence[IterationPlan]) -> Orders:
         return orders_of(plans, in_step=self.trainer.in_step)
 
-    def simulated(self, plans: Sequence[IterationPlan], shards: Shards) -> Simulated:
-        with explain_bad_values():
-            return simulate(shards, self.model, orders=self.orders(plans))
+
+@dataclass(frozen=True)
+class Run:
+    """A job's plans, the first `warm_up` of which are not looked at, and the times of the others.
+
+    said: whether documents train in chunks, and why. shards: of the plans that are looked at; None with dynamic
+    groups, whose micro-steps `steps` has instead.
+    """
+
+    config: WlbConfig
+    plans: Sequence[IterationPlan]
+    planner: Planner
+    said: tuple[str, ...]
+    simulated: Simulated | None = None
+    shards: Shards | None = None
+    steps: Sequence[StepPlan] | None = None
+
+    @property
+    def timed(self) -> Simulated:
+        assert self.simulated is not None
+        return self.simulated
+
+
+def group_costs(
+    model: LayerModel, quadratic_at: float, longest: int, alignment: int
+) -> tuple[GroupCost, Stage]:
+    """What dynamic groups are planned by in training. longest: Lmax, tokens of a micro-batch."""
+    shape, layout = model.shape, model.layout
+    stage = Stage.of(layout.cp, layout.dp, longest // alignment * alignment)
+    table = (model.measured if model.costs is None else model.costs.table).scaled(
+        heads=shape.heads // layout.tp,
+        kv_heads=max(1, shape.kv_heads // layout.tp),
+        head_dim=shape.head_dim,
+    )
+    each = token_ns(table, quadratic_at)
+    return group_cost(table, each, stage.sizes, tensor=layout.tp, assumptions=model.assumptions), stage

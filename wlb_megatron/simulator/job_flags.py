@@ -111,8 +111,12 @@ def read_trainer(args: argparse.Namespace) -> Trainer:
 
 def read_job(args: argparse.Namespace) -> Job:
     """The job that the flags describe. WlbError on what cannot be."""
-    if args.cp_mode != "fixed":
-        raise WlbError("--wlb-cp-mode dynamic is planned in training alone; leave it out here")
+    kind = args.moe_router_load_balancing_type
+    if args.cp_mode == "dynamic" and kind not in (None, "none"):
+        raise WlbError(
+            f"--cp-mode dynamic does not go with --moe-router-load-balancing-type {kind}: a router's loss would depend "
+            "on the groups; use none, or --cp-mode fixed"
+        )
     assumptions, measured, profile = read_assumptions(args)
     if profile is not None:
         _refuse_measured(args)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.job import arrival_order
 from wlb_megatron.pipeline.groups import documents_in_chunks
@@ -36,16 +37,16 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -> dict[str, Any]:
     """Simulate as the flags say, with progress on stderr; write the trace if asked for. JSON-able figures."""
     job = read_job(args)
+    if args.trace is not None and config.cp_mode == "dynamic":
+        raise WlbError("--trace shows fixed groups alone: leave it out, or --cp-mode dynamic")
     model = job.model
     rows: list[dict[str, Any]] = []
     bound = 0.0
-    with progress(4) as tick:
+    with progress(2) as tick:
         for name, chosen in (("plain", arrival_order(config)), ("as set", config)):
-            tick(f"planning {name}")
-            plans = job.plans(job.planner(lengths, chosen))[job.warm_up :]
-            tick(f"simulating {name}")
-            shards = job.shards(plans, chosen)
-            simulated = job.simulated(plans, shards)
+            tick(f"planning and simulating {name}")
+            run = job.run(lengths, chosen)
+            simulated, plans = run.timed, run.plans[job.warm_up :]
             bound = perfectly_balanced(plans, model).ns_per_token
             rows.append(
                 {
@@ -62,8 +63,9 @@ def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) 
             )
     if args.trace is not None:
         slowest = int(simulated.steps.argmax())
+        assert run.shards is not None
         plan = plans[slowest]
-        _write_trace(Path(args.trace), plan, [shards[slowest]], model, job.orders([plan]))
+        _write_trace(Path(args.trace), plan, [run.shards[slowest]], model, job.orders([plan]))
     before, after = (row["tokens_per_second"] for row in rows)
     return {
         "simulated": True,

@@ -1,0 +1,62 @@
+"""What each part of the plugin gains by itself and together: over arrival order, by simulated time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.packing.job import arrival_order
+from wlb_megatron.simulator.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """alone: settings with this part, and what it cannot do without. together: with all parts before it, too."""
+
+    name: str
+    alone: WlbConfig
+    together: WlbConfig
+
+
+def parts(config: WlbConfig, job: Job) -> list[Part]:
+    """The parts that these settings leave open, in the order in which they are added."""
+    plain = arrival_order(config)
+    sharding = "adaptive" if config.sharding == "per-sequence" else config.sharding
+    layout = job.model.layout
+    found = []
+    if layout.cp > 1:
+        found.append(("sharding of each document", replace(plain, sharding=sharding)))
+    if config.packing == "varlen":
+        base = replace(plain, packing="varlen")
+        if layout.pp == 1:  # one micro-batch a window, no chunks: nothing that needs a flag
+            base = replace(
+                base, micro_batches_per_window=config.micro_batches_per_window, chunks=config.chunks
+            )
+        whole = replace(base, max_delay=0, thresholds="none")
+        many = config.micro_batches_per_window
+        found.append(("packing of whole documents", whole))
+        if config.max_delay != 0 and config.thresholds != "none":
+            found.append(("delay of long documents", base))
+        if layout.pp > 1 and many != "1" and config.release == "balance":
+            found.append(("number of micro-batches", replace(whole, micro_batches_per_window=many)))
+            if config.chunks != "off" and not job.trainer.chunks_refused():
+                chunks = replace(base, micro_batches_per_window=many, chunks="on", overlong=config.overlong)
+                found.append(("long documents in chunks", chunks))
+    else:
+        found.append(("packing in fixed windows", replace(config, sharding="per-sequence")))
+    made: list[Part] = []
+    for name, alone in found:
+        both = alone
+        if name == "number of micro-batches" and "delay of long documents" in [part.name for part in made]:
+            both = replace(alone, max_delay=config.max_delay, thresholds=config.thresholds)
+        made.append(Part(name, alone, replace(both, sharding=sharding)))
+    return made
+
+
+def others(config: WlbConfig) -> list[tuple[str, WlbConfig]]:
+    """Settings that are no part of these, and may be better."""
+    if config.packing != "varlen" or config.cp_mode == "dynamic":
+        return []
+    sharding = "adaptive" if config.sharding == "per-sequence" else config.sharding
+    windows = replace(arrival_order(config), packing="fixed-greedy", sharding=sharding)
+    return [("fixed windows, balanced", windows)]

@@ -1,0 +1,50 @@
+"""Iterations of dynamic groups, timed: every rank of a stage runs micro-batches of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.dynamic.cost import GroupCost
+from wlb_megatron.dynamic.plan import StepPlan
+from wlb_megatron.simulator.iteration import Simulated, by_count, run_steps
+from wlb_megatron.simulator.model import LayerModel, Times
+
+
+def simulate_groups(
+    plans: Sequence[StepPlan], tokens: Sequence[Sequence[int]], model: LayerModel, cost: GroupCost
+) -> Simulated:
+    """Simulate iterations of groups. tokens: of each iteration's documents. cost: what the groups were planned by.
+
+    model: with fixed groups; `dp` of what is returned counts all ranks of a stage, and `cp` is 1.
+    """
+    ranks = model.layout.dp * model.layout.cp
+    apart = replace(model, layout=replace(model.layout, cp=1, dp=ranks))
+    loads = [group_loads(plan, one, cost) for plan, one in zip(plans, tokens, strict=True)]
+
+    def several(chosen: list[int]) -> Simulated:
+        held = np.stack([loads[at][0] for at in chosen])
+        attention = np.stack([loads[at][1] for at in chosen])
+        ways = Times(*(way[..., None] for way in apart.attention_ways(attention)))
+        return run_steps(held, ways, apart, blocking=True)
+
+    return by_count([len(plan.micro_steps) for plan in plans], several)
+
+
+def group_loads(
+    plan: StepPlan, tokens: Sequence[int], cost: GroupCost
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Of each micro-step and rank of a stage, [m, ranks], the tokens it holds and its attention, nanoseconds."""
+    lengths, prices = np.array(tokens, dtype=np.int64), cost.attention(tokens)
+    held = np.ones((len(plan.micro_steps), plan.ranks), dtype=np.int64)
+    attention = np.full(held.shape, cost.tables[0].call)
+    for step, groups in enumerate(plan.micro_steps):
+        for group in groups:
+            documents, level = list(group.documents), cost.sizes.index(group.size)
+            ranks = slice(group.start, group.start + group.size)
+            held[step, ranks] = -(-int(lengths[documents].sum()) // group.size)
+            attention[step, ranks] += prices[level, documents].sum() + cost.opening()[level]
+    return held, attention
