@@ -47,7 +47,13 @@ def compare(
     rows = [row for found in every for row in found]
     if not rows:
         raise SystemExit("no run has left iterations: see the logs")
-    write_csv(out / "iterations.csv", rows)
+    tell(rows, profile, layers, out)
+
+
+def tell(rows: list[Row], profile: Profile, layers: int, out: Path | None) -> None:
+    """Print what was measured and predicted, of runs and layouts; write it to `out`, if that is given."""
+    if out is not None:
+        write_csv(out / "iterations.csv", rows)
     for row in rows:
         if row["hitch"]:
             print(
@@ -56,7 +62,8 @@ def compare(
     rows = [row for row in rows if not row["hitch"]]
     names = dict.fromkeys(row["run"] for row in rows)
     told = [summary([row for row in rows if row["run"] == name]) for name in names]
-    write_csv(out / "runs.csv", told)
+    if out is not None:
+        write_csv(out / "runs.csv", told)
     print(f"\n{profile.told()}; {layers} layers of 2048, window {WINDOW}; milliseconds of an iteration")
     print(f"{'run':24}{'iterations':>11}{'measured':>10}{'predicted':>10}{'error':>8}{'mean |error|':>13}")
     for one in told:
@@ -71,7 +78,8 @@ def compare(
         f"(median {np.median(errors):.1%}, p95 {np.percentile(errors, 95):.1%})"
     )
     speedups(rows)
-    scatter(out / "scatter.png", rows, profile)
+    if out is not None:
+        scatter(out / "scatter.png", rows, profile)
 
 
 def mark_hitches(rows: list[Row]) -> None:

@@ -81,7 +81,7 @@ WAITING = {
 
 def print_analysis(analysis: Analysis) -> None:
     told = as_json(analysis)
-    for line in (*_job_lines(analysis, told), "", *_verdict(analysis), ""):
+    for line in (*_job_lines(analysis, told), *_verdict(analysis), ""):
         print(line)
     results = list(told["results"].values())
     rows = [
@@ -97,9 +97,12 @@ def print_analysis(analysis: Analysis) -> None:
             ("tokens of a micro-batch", lambda r: _pair(r["micro_batch_tokens"], "{:,.0f}")),
             ("tokens of a step (global batch)", lambda r: _pair(r["iteration_tokens"], "{:,.0f}")),
             ("token delay, iterations", lambda r: _pair(r["token_delay"], "{:.2f}")),
-            ("padding", lambda r: f"{100 * r['padding_share']:.3f} %"),
+            ("padding", lambda r: f"{100 * r['padding_share']:.1f} %"),
         )
     ]
+    rows = [
+        row for row in rows if any(set(cell) & set("123456789") for cell in row[1:])
+    ]  # else it tells nothing
     print_table(
         f"{results[0]['iterations']} iterations, mean / most",
         ["", "arrival order", f"as set: {results[1]['packing']}"],

@@ -17,7 +17,7 @@ FloatArray = npt.NDArray[np.float64]
 
 class Launches(NamedTuple):
     """Nanoseconds of the host, float[n, m] or what broadcasts to it: a micro-batch's forward and backward launches,
-    and of the backward's the loss's, which come first and keep the device waiting."""
+    and of the backward's the check of the loss and its launches, which come first and keep the device waiting."""
 
     forward: FloatArray
     backward: FloatArray

@@ -22,7 +22,7 @@ from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.costs import Costs, micro_batch_cost
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 from wlb_megatron.workload.memory import RECOMPUTE
-from wlb_megatron.workload.micro_batch import LAUNCH_NS, STAGE_NS
+from wlb_megatron.workload.micro_batch import CHECK_NS, LAUNCH_NS, STAGE_NS
 
 FloatArray = npt.NDArray[np.float64]
 EXCHANGE_LAUNCH = 200_000.0
@@ -195,12 +195,17 @@ class LayerModel:
     def launches(self, cut: npt.ArrayLike) -> Launches:
         """Of micro-batches on a stage that is the whole pipeline."""
         forward, backward = self.host(cut)
-        layers = self.shape.layers
-        if self.costs is None:
-            return Launches(layers * forward, layers * backward, 0.0)
-        share, ends = self.assumptions.host_launch, (self.costs.host_embedding, self.costs.host_loss)
-        there, back = (share * sum(end[way] for end in ends) for way in (0, 1))
-        return Launches(layers * forward + there, layers * backward + back, share * ends[1][1])
+        layers, share = self.shape.layers, self.assumptions.host_launch
+        there = back = loss = 0.0
+        if self.costs is not None:
+            ends = self.costs.host_embedding, self.costs.host_loss
+            there, back = (sum(end[way] for end in ends) for way in (0, 1))
+            loss = ends[1][1]
+        return Launches(
+            layers * forward + share * there,
+            layers * backward + share * (back + CHECK_NS),
+            share * (loss + CHECK_NS),
+        )
 
     def linear(self, tokens: npt.ArrayLike) -> Times:
         """Of a layer, all but attention. tokens: of one context-parallel rank."""

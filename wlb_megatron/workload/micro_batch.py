@@ -23,6 +23,12 @@ and waits for the device at each transfer, so that nothing is launched ahead. On
 recompute, 33 steps of 4 to 24 micro-batches took 48 to 57 ms a micro-batch however few its tokens were, of which
 layers' launches are 35 (docs/results/4x_h200/micro_batches_first.csv)."""
 
+CHECK_NS = 7e6
+"""For how long the device waits for the host after a forward on a stage that is the whole pipeline (ns): Megatron
+checks each loss on the host, with nothing launched ahead, before the backward begins. Of seven runs on two H200s
+without a pipeline, 62 iterations, 13 to 16 ms were missing from predictions of 2 micro-batches, 25 to 26 of 4; within a
+run no more where the device worked for longer (docs/simulation.md)."""
+
 
 def launch_ns(recompute: bool, layers: int | None = None) -> float:
     """The host's time for a micro-batch, both ways, over the layers of its stage (ns).

@@ -1,0 +1,43 @@
+"""The simulator against the steps that two H200s took: predictions made anew from the stored plans."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results" / "2x_h200"
+
+
+def test_no_measured_run_is_predicted_more_than_a_twelfth_off(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    for folder in (ROOT / "scripts" / "cpu", ROOT / "scripts"):
+        monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    from validate_again import predicted
+
+    from wlb_megatron.workload.profile import read_profile
+
+    with (RESULTS / "validation_iterations.csv").open(encoding="utf-8") as lines:
+        measured = list(csv.DictReader(lines))
+    plans = json.loads((RESULTS / "validation_plans.json").read_text(encoding="utf-8"))
+    rows = [
+        r for r in predicted(measured, plans, read_profile(RESULTS / "profile_2048.json")) if not r["hitch"]
+    ]
+    assert len(rows) == 98
+    errors = []
+    for run in dict.fromkeys(row["run"] for row in rows):
+        took, said = (
+            np.mean([row[key] for row in rows if row["run"] == run])
+            for key in ("measured_ms", "predicted_ms")
+        )
+        errors.append(abs(said / took - 1))
+    assert len(errors) == 11 and max(errors) < 0.08 and np.mean(errors) < 0.04
+    for row in rows:  # the stored figures are today's
+        stored = next(
+            o for o in measured if (o["run"], int(o["iteration"])) == (row["run"], row["iteration"])
+        )
+        assert abs(float(stored["predicted_ms"]) - row["predicted_ms"]) < 0.5
