@@ -412,7 +412,7 @@ def test_numpy_alone_is_enough_without_pictures_and_pictures_ask_for_matplotlib(
         ("--iterations -1", "is not a whole number from 1"),
         ("--lengths 0", "no token to train on"),
         ("--cp 3", "not a multiple of 3"),
-        ("--max-tokens 65", "set --max-tokens to 80"),
+        ("--max-tokens 65 --chunks off", "set --max-tokens to 80"),
         ("--hidden-size 64 --num-attention-heads 4 --ffn-hidden-size -1", "is not a whole number from 1"),
         ("--pictures /dev/null/pictures", "cannot write to"),
     ],

@@ -282,7 +282,10 @@ def test_segments_of_one_piece_on_a_rank_never_touch() -> None:
         ({"tp": 0}, "--tp must be at least 1"),
         ({"micro_batches": 0}, "--micro-batches must be at least 1"),
         ({"iterations": 0}, "--iterations must be at least 1"),
-        ({"packing": "varlen", "max_tokens": 19}, r"max_tokens of 19 is below 1\.25 windows"),
+        (
+            {"packing": "varlen", "max_tokens": 19, "chunks": "off"},
+            r"max_tokens of 19 is below 1\.25 windows",
+        ),
         ({"packing": "varlen", "thresholds": "8,x"}, "thresholds"),
         ({"packing": "varlen", "max_delay": -1}, "--wlb-max-delay"),
         ({"packing": "fixed-greedy", "balance_batches": 0}, "balance_batches"),

@@ -237,6 +237,7 @@ def chosen(**how: Any) -> tuple[type, list[str]]:
     said: list[str] = []
     sample = long_tailed(131072)[:20_000].tolist()
     settings = {"chunks": how.pop("chunks", "auto"), "packing": how.pop("packing", "varlen")}
+    settings["max_tokens"] = how.pop("max_tokens", None)
     no_chunks = how.pop("no_chunks", [])
     job = {"window": 131072, "micro_batches": 4, "pp": 4, "sample": sample} | how
     packer = make_packer(
@@ -254,6 +255,15 @@ def test_auto_takes_chunks_where_they_are_predicted_to_pay_and_says_why() -> Non
     assert kind is VarlenPacker, "short documents balance whole"
     kind, said = chosen(no_chunks=[("--flag", "drop it")])
     assert kind is VarlenPacker and "not with --flag" in said[0]
+
+
+def test_micro_batches_too_short_for_whole_documents_make_auto_take_chunks() -> None:
+    kind, said = chosen(pp=1, max_tokens=131072)
+    assert kind is ChunkPacker and "131,072 tokens do not hold whole documents" in said[0]
+    with pytest.raises(WlbError, match=r"below 1\.25 windows.*--wlb-chunks on"):
+        chosen(max_tokens=131072, no_chunks=[("--flag", "drop it")])
+    with pytest.raises(WlbError, match="more than 64 micro-batches: set it to 2048 or more"):
+        chosen(max_tokens=2000)
 
 
 def test_chunks_that_are_asked_for_are_refused_by_the_flag_that_keeps_them_out() -> None:

@@ -238,11 +238,11 @@ def test_thresholds_found_on_a_sample_come_with_the_state() -> None:
     ("changed", "words"),
     [
         (
-            {"max_tokens": 29},
+            {"max_tokens": 29, "chunks": "off"},
             "max_tokens of 29 is below 1.25 windows \\(30 tokens\\).*to 30 or more.*fixed-greedy",
         ),
         (
-            {"max_tokens": 33, "alignment": 24},
+            {"max_tokens": 33, "alignment": 24, "chunks": "off"},
             "max_tokens of 33 \\(24 tokens in multiples of 24\\) is.* to 48 or more",
         ),
         (

@@ -312,7 +312,10 @@ BAD_INPUT = {
     "missing index": (_missing, "cannot read index"),
     "truncated tokens": (_truncated, "is truncated"),
     "no tokens": (_empty, "no token"),
-    "Lmax below 1.25 windows": (lambda c, f: ["--data-path", str(c), "--wlb-max-tokens", "70"], "1.25"),
+    "Lmax below 1.25 windows": (
+        lambda c, f: ["--data-path", str(c), "--wlb-max-tokens", "70", "--wlb-chunks", "off"],
+        "1.25",
+    ),
     "context parallel size that does not divide": (
         lambda c, f: ["--data-path", str(c), "--context-parallel-size", "3"],
         "divisible",

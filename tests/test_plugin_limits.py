@@ -12,12 +12,16 @@ import torch
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.chunk_packer import held
 from wlb_megatron.plugin.limits import (
     adoptable_tokens,
     document_memory,
     fit_to_memory,
     model_and_layout,
+    no_memory_for_chunks,
+    told_of_chunks,
 )
+from wlb_megatron.workload.chunk_memory import chunked_bytes
 from wlb_megatron.workload.memory import GIB, ParallelLayout, chunks_in_flight, logits_bytes, memory_needed
 
 
@@ -32,6 +36,8 @@ def arguments(**changed: Any) -> argparse.Namespace:
         "pipeline_model_parallel_size": 1, "data_parallel_size": 1, "global_batch_size": 4,
         "sequence_parallel": False, "use_distributed_optimizer": True, "recompute_granularity": None,
         "recompute_num_layers": None, "recompute_method": None, "wlb_regather_keys": False,
+        "moe_router_load_balancing_type": "aux_loss", "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": None,
     }  # fmt: skip
     return argparse.Namespace(**(given | changed))
 
@@ -58,7 +64,7 @@ def test_less_memory_lowers_it_and_too_little_is_refused_with_a_cure(memory: Any
     assert lower is not None and 40960 <= lower < 49152 and lower % 8 == 0
     memory(20)
     with pytest.raises(WlbError, match=r"GiB.*--context-parallel-size"):
-        fit_to_memory(arguments(), WlbConfig(), 1)
+        fit_to_memory(arguments(), WlbConfig(chunks="off"), 1)
 
 
 def test_a_flag_overrides_it_and_cpus_and_experts_are_not_measured(memory: Any) -> None:
@@ -74,6 +80,48 @@ def test_a_saved_lmax_may_come_along_up_to_what_fits_unless_a_flag_sets_it(memor
     assert fits == fit_to_memory(arguments(), WlbConfig(), 8).max_tokens
     assert adoptable_tokens(arguments(wlb_max_tokens=49152), 8) == 0
     assert adoptable_tokens(arguments(wlb_max_tokens=None, distributed_backend="gloo"), 8) > 1 << 40
+
+
+def test_where_whole_documents_do_not_fit_micro_batches_are_shorter_and_documents_come_in_chunks(
+    memory: Any,
+) -> None:
+    staged = {"pipeline_model_parallel_size": 2, "num_layers": 16, "wlb_max_tokens": None}
+    memory(46)
+    fitted = fit_to_memory(arguments(**staged), WlbConfig(), 8).max_tokens
+    assert fitted is not None and 32768 // 8 <= fitted <= 32768 * 3 // 4 and fitted % 8 == 0
+    shape, layout = model_and_layout(arguments(**staged))
+    flying = held(32768, 4, 2)
+    at = chunked_bytes(shape, layout, longest=fitted, held=flying, document=32768)
+    assert at <= 0.9 * 46 * GIB
+    assert memory_needed(shape, layout, 40960) > 0.9 * 46 * GIB
+    assert adoptable_tokens(arguments(**staged), 8) == 0
+    for refused in ({"virtual_pipeline_model_parallel_size": 2}, {"mtp_num_layers": 1}):
+        with pytest.raises(WlbError, match=r"1\.25 windows"):
+            fit_to_memory(arguments(**staged | refused), WlbConfig(), 8)
+    memory(8)
+    with pytest.raises(WlbError, match=r"1\.25 windows"):
+        fit_to_memory(arguments(**staged), WlbConfig(), 8)
+
+
+def test_a_run_with_chunks_says_what_they_free_and_auto_leaves_them_where_keys_do_not_fit(
+    memory: Any,
+) -> None:
+    memory(80)
+    staged = arguments(pipeline_model_parallel_size=2, num_layers=16, wlb_max_tokens=None)
+    config = fit_to_memory(staged, WlbConfig(), 8)
+    (told,) = told_of_chunks(staged, config, 8, 32768)
+    assert "so chunks free" in told and "micro-batches of 49,152 tokens" in told
+    assert no_memory_for_chunks(staged, config, 8) == []
+    # As many key heads as heads, under full recompute: keys with their gradients outweigh what layers keep.
+    many = {"group_query_attention": False, "recompute_granularity": "full", "num_layers": 64}
+    keys = arguments(**many, pipeline_model_parallel_size=2, wlb_max_tokens=None)
+    shape, layout = model_and_layout(keys)
+    memory(1.12 * memory_needed(shape, layout, 49152) / GIB + 1)
+    config = fit_to_memory(keys, WlbConfig(), 8)
+    ((flag, _),) = no_memory_for_chunks(keys, config, 8)
+    assert "GiB of memory, where chunks need" in flag
+    assert no_memory_for_chunks(keys, replace(config, chunks="on"), 8) == []
+    assert told_of_chunks(arguments(distributed_backend="gloo"), config, 8, 32768) == []
 
 
 def test_a_document_that_trains_whole_is_as_long_as_memory_allows_and_keys_are_told(memory: Any) -> None:

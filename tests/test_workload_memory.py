@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_megatron.errors import WlbError
-from wlb_megatron.workload.chunk_memory import attended_bytes, chunked_bytes, fit_document, keys_bytes
+from wlb_megatron.workload.chunk_memory import (
+    attended_bytes,
+    chunked_bytes,
+    fit_chunks,
+    fit_document,
+    keys_bytes,
+)
 from wlb_megatron.workload.memory import (
     GIB,
     ModelShape,
@@ -120,6 +126,19 @@ def test_the_longest_document_is_what_just_fits_beside_an_iterations_tokens(cont
     assert fits(room - 1) == 100 - context
     assert fits(1000) == 0
     assert fit_document(SMALL, layout, room, margin=0, longest=48, share=32) > 100
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_the_longest_micro_batch_with_chunks_is_what_just_fits(context: int) -> None:
+    layout = ParallelLayout(context=context, pipeline=2, micro_batches=4)
+    room = chunked_bytes(SMALL, layout, longest=48, held=140, document=64)
+
+    def fits(memory: int) -> int:
+        return fit_chunks(SMALL, layout, memory, margin=0, held=140, document=64, alignment=context)
+
+    assert fits(room) == 48
+    assert fits(room - 1) == 48 - context
+    assert fits(1000) == 0
 
 
 # --- the fit ---

@@ -9,6 +9,7 @@ from typing import Any
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.blocks import Lengths
+from wlb_megatron.packing.choose_chunks import holds_whole
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
@@ -72,9 +73,11 @@ def inspect_plans(
         alignment = multiple(cp, tp)
         longest, _ = longest_whole(config.overlong, window, micro_batches)
         stream = DocumentStream.of_lengths(lengths, Rules(longest, config.overlong), name="--lengths")
-        if config.packing == "varlen":
+        if config.packing == "varlen" and (config.chunks == "off" or holds_whole(config, window, alignment)):
             # Any window can be looked at, a multiple of CP x TP or not: a padded micro-batch keeps within Lmax.
             config = replace(config, max_tokens=longest_micro_batch(config, window, alignment))
+        elif config.max_tokens is not None:
+            config = replace(config, max_tokens=max(alignment, config.max_tokens // alignment * alignment))
         planner = plan_job(
             stream,
             config,

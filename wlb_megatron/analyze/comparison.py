@@ -12,6 +12,7 @@ from wlb_megatron.analyze.fits import Fits, fits
 from wlb_megatron.analyze.measure import Layout, Measured, measure
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.blocks import Lengths
+from wlb_megatron.packing.choose_chunks import holds_whole
 from wlb_megatron.packing.job import arrival_order
 from wlb_megatron.packing.varlen_packer import longest_micro_batch
 from wlb_megatron.sharding.select import shard_all
@@ -133,7 +134,9 @@ def analyze(
         return measure(run.plans, run.shards, run.timed, *settings)
 
     capacity = layout.window
-    if config.packing == "varlen":
+    if config.packing == "varlen" and not holds_whole(config, layout.window, job.alignment):
+        capacity = after.planner.packer.max_tokens
+    elif config.packing == "varlen":
         capacity = longest_micro_batch(config, layout.window, job.alignment)
     return Analysis(
         lengths=lengths,

@@ -21,6 +21,11 @@ PAYS = 0.98
 """Chunks are taken where a step is predicted to take at most this share of the time that it takes with whole ones."""
 
 
+def holds_whole(config: WlbConfig, window: int, alignment: int = 1) -> bool:
+    """Whether micro-batches are long enough for uncut documents: Lmax is 1.25 windows or more, or left open."""
+    return config.max_tokens is None or config.max_tokens // alignment * alignment * 4 >= window * 5
+
+
 class Choice(NamedTuple):
     chunks: bool
     why: str
@@ -45,11 +50,13 @@ def choose_chunks(
     per_window: float | None,
     sample: Sequence[int] | None,
     longest: int,
+    fits_whole: bool,
     refused: Sequence[tuple[str, str]],
     whole: Callable[[Limits, Ranks], Packer],
 ) -> Choice:
-    """limits: of the plan with chunks. sample: lengths of documents (tokens); longest: of all. refused: (flag, cure) of
-    each setting that chunks cannot be trained with. whole: the packer without chunks, for limits.bins windows on ranks.
+    """limits: of the plan with chunks. sample: lengths of documents (tokens); longest: of all. fits_whole: see
+    holds_whole. refused: (flag, cure) of each setting that chunks cannot be trained with. whole: the packer without
+    chunks, for limits.bins windows on ranks.
 
     WlbError where chunks are asked for, by --wlb-chunks or by --wlb-overlong, and refused.
     """
@@ -68,6 +75,8 @@ def choose_chunks(
         return Choice(True, "--wlb-chunks on")
     if longest > limits.window:
         return Choice(True, f"documents of up to {longest:,} tokens train whole")
+    if not fits_whole:
+        return Choice(True, f"micro-batches of {config.max_tokens:,} tokens do not hold whole documents")
     if ranks.pp == 1:
         return Choice(False, "there is no pipeline to fill")
     if not sample:

@@ -73,10 +73,7 @@ class ChunkPacker:
         self._per_window = per_window
         self.bins = limits.bins
         self.law = ranks.law(cost)
-        windows = limits.bins // ranks.dp
-        self.held_tokens = min(windows, ranks.pp) * limits.window * HELD // 100
-        if longest > limits.window:
-            self.held_tokens = held_with(longest, windows * limits.window)
+        self.held_tokens = held(limits.window, limits.bins // ranks.dp, ranks.pp, longest)
         self._waiting: list[Item] = []
         self._serial = 0
 
@@ -121,8 +118,8 @@ class ChunkPacker:
             columns.append(column)
             if column:
                 step = max(step, self.law.rank([one.work for one in column], groups))
-                held = most_held([one.tokens for one in column], groups, self.law)
-                over = max(over, held - self.held_tokens)
+                most = most_held([one.tokens for one in column], groups, self.law)
+                over = max(over, most - self.held_tokens)
         empty = sum(not one.pieces for column in columns for one in column)
         whole = all(len(column) == count for column in columns)
         grid = tuple(zip(*columns, strict=True)) if whole else ()
@@ -166,14 +163,14 @@ class ChunkPacker:
         }
 
 
-def held_with(document: int, share: int) -> int:
-    """Tokens that a stage may hold at once with a document of so many tokens in chunks. share: of a data-parallel rank
-    in an iteration.
+def held(window: int, windows: int, stages: int, longest: int = 0) -> int:
+    """Tokens that a stage should hold at once at most. windows: of a data-parallel rank in an iteration. longest:
+    tokens of the longest document.
 
-    Its group spans most of the iteration, and what ran before it is held, too; the document may be what crosses the
-    end of the share, and adds to it. Both are then in flight.
+    A document above the window has a group that spans most of the iteration, and what ran before it is held, too; the
+    document may be what crosses the end of the rank's share, and adds to it. Both are then in flight.
     """
-    return share + document
+    return windows * window + longest if longest > window else min(windows, stages) * window * HELD // 100
 
 
 def most_held(tokens: Sequence[int], groups: Sequence[int], law: StepLaw) -> int:

@@ -195,7 +195,7 @@ def _make_varlen(
     no_chunks: Sequence[tuple[str, str]],
     say: Callable[[str], None],
 ) -> Packer:
-    from wlb_megatron.packing.choose_chunks import choose_chunks, with_chunks
+    from wlb_megatron.packing.choose_chunks import choose_chunks, holds_whole, with_chunks
     from wlb_megatron.packing.chunk_packer import ChunkPacker
     from wlb_megatron.packing.delay_bound import Limits
     from wlb_megatron.packing.thresholds import find_thresholds, read_thresholds, rule_of_thumb
@@ -230,10 +230,16 @@ def _make_varlen(
     short = with_chunks(limits, config.max_tokens, alignment)
     usual = rule_of_thumb(window) if given is None else given
     chunks, why = choose_chunks(
-        *(config, cost, short, ranks, per_window, sample, longest, no_chunks),
+        *(config, cost, short, ranks, per_window, sample, longest),
+        *(holds_whole(config, window, alignment), no_chunks),
         partial(whole, thresholds=usual),
     )
     say(f"documents in chunks: {'yes' if chunks else 'no'} ({why})")
+    if chunks and short.capacity * MOST_PER_WINDOW < window:
+        raise WlbError(
+            f"--wlb-max-tokens {config.max_tokens} cuts a window into more than {MOST_PER_WINDOW} micro-batches: set "
+            f"it to {-(-window // (MOST_PER_WINDOW * alignment)) * alignment} or more"
+        )
     if chunks:
         return ChunkPacker(cost, short, ranks, per_window=per_window, longest=longest)
     if given is None and sample is not None:

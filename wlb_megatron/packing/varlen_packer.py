@@ -59,8 +59,8 @@ def longest_micro_batch(config: WlbConfig, window: int, alignment: int = 1) -> i
         multiples = "" if tokens == asked else f" ({tokens} tokens in multiples of {alignment})"
         raise WlbError(
             f"{whose}{multiples} is below 1.25 windows ({least} tokens), in which uncut documents cannot be packed "
-            f"without piling up: set --wlb-max-tokens to {-(-least // alignment) * alignment} or more, or use "
-            "--wlb-packing fixed-greedy"
+            f"without piling up: set --wlb-max-tokens to {-(-least // alignment) * alignment} or more, train in chunks "
+            "(--wlb-chunks on), or use --wlb-packing fixed-greedy"
         )
     return tokens
 

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.choose_chunks import chunk_capacity
+from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.choose_chunks import chunk_capacity, holds_whole
+from wlb_megatron.packing.chunk_packer import held
 from wlb_megatron.packing.whole_documents import Bound
 from wlb_megatron.plugin.batch_sizes import batch_schedule
-from wlb_megatron.workload.chunk_memory import fit_document, keys_bytes
-from wlb_megatron.workload.memory import ModelShape, ParallelLayout, fit_max_tokens
+from wlb_megatron.plugin.chunk_limits import chunks_refused
+from wlb_megatron.workload.chunk_memory import chunked_bytes, fit_chunks, fit_document, keys_bytes
+from wlb_megatron.workload.memory import GIB, ModelShape, ParallelLayout, fit_max_tokens, memory_needed
 
 LARGE_VOCABULARY = 131072
 """Assumed where only the tokenizer knows, which is built after the flags are checked."""
@@ -22,26 +25,100 @@ LARGE_VOCABULARY = 131072
 def fit_to_memory(args: Any, config: WlbConfig, alignment: int) -> WlbConfig:
     """The settings with Lmax filled in: 1.5 windows, or what fits the GPU's memory if that is less.
 
-    A value given by flag stays. WlbError if not even 1.25 windows fit. The same on every rank of like GPUs, and
-    independent of the layout wherever memory suffices.
+    A value given by flag stays. Where not even 1.25 windows fit, micro-batches are shorter and documents train in
+    chunks, if they can; else WlbError. The same on every rank of like GPUs, and independent of the layout wherever
+    memory suffices.
     """
     if config.max_tokens is not None:
         return config
-    usual, fitting = 3 * args.seq_length // 2, fitting_tokens(args, alignment)
+    try:
+        fitting = fitting_tokens(args, alignment)
+    except WlbError:
+        shorter = 0 if _whole_alone(args, config) else fitting_chunks(args, alignment)
+        if shorter * LEAST_CHUNK < args.seq_length:
+            raise
+        return replace(config, max_tokens=shorter)
+    usual = 3 * args.seq_length // 2
     return replace(config, max_tokens=usual if fitting is None else min(usual, fitting))
+
+
+LEAST_CHUNK = 8
+"""A micro-batch with chunks has at least a window over this, by which fixed costs of kernels and hosts stay small."""
+
+
+def _whole_alone(args: Any, config: WlbConfig) -> bool:
+    off = config.chunks == "off" or config.packing != "varlen" or config.release == "full"
+    return off or config.cp_mode == "dynamic" or bool(chunks_refused(args))
 
 
 def fitting_tokens(args: Any, alignment: int) -> int | None:
     """The longest micro-batch that fits the GPU's memory. None where memory is not looked at: without a GPU, or with
     experts (how many tokens one gets is not known ahead)."""
-    if args.distributed_backend != "nccl" or args.num_experts:
+    if not _known(args):
         return None
     return fit_max_tokens(*model_and_layout(args), _memory(args), window=args.seq_length, alignment=alignment)
 
 
+def fitting_chunks(args: Any, alignment: int) -> int:
+    """The same with documents in chunks, none above the window; at most what a plan with chunks makes use of."""
+    shape, layout = model_and_layout(args)
+    window = args.seq_length
+    flying = held(window, layout.micro_batches, layout.pipeline)
+    fitting = fit_chunks(*(shape, layout, _memory(args)), held=flying, document=window, alignment=alignment)
+    return min(fitting, chunk_capacity(window, None, alignment))
+
+
+def chunks_memory(args: Any, config: WlbConfig, alignment: int, longest: int) -> tuple[int, int] | None:
+    """Bytes that the fullest GPU needs at most with documents of up to `longest` tokens in chunks, and with whole ones
+    at the settings' Lmax (0: these are not trained). None where memory is not looked at."""
+    if not _known(args):
+        return None
+    shape, layout = model_and_layout(args)
+    window = args.seq_length
+    chunked = chunked_bytes(
+        *(shape, layout),
+        longest=chunk_capacity(window, config.max_tokens, alignment),
+        held=held(window, layout.micro_batches, layout.pipeline, longest),
+        document=max(window, longest),
+    )
+    whole = holds_whole(config, window, alignment) and config.max_tokens
+    return chunked, memory_needed(shape, layout, whole) if whole else 0
+
+
+def no_memory_for_chunks(args: Any, config: WlbConfig, alignment: int) -> list[tuple[str, str]]:
+    """A row as of chunks_refused where whole documents fit the GPU's memory and chunks are predicted not to: many
+    key heads under full recompute, whose keys are more than the activations that are kept."""
+    needed = chunks_memory(args, config, alignment, args.seq_length)
+    if config.chunks != "auto" or config.overlong == "chunk" or needed is None or not needed[1]:
+        return []
+    if needed[0] <= max(needed[1], 0.9 * _memory(args)):
+        return []
+    told = f"{_memory(args) // GIB} GiB of memory, where chunks need {needed[0] / GIB:.1f}"
+    return [(told, "use fewer key heads (--num-query-groups) or more tensor-parallel ranks")]
+
+
+def told_of_chunks(args: Any, config: WlbConfig, alignment: int, longest: int) -> list[str]:
+    """What a run with chunks tells of its memory at start; nothing where memory is not looked at."""
+    needed = chunks_memory(args, config, alignment, longest)
+    if needed is None:
+        return []
+    chunked, whole = (each / GIB for each in needed)
+    freed = (
+        f"{whole:.1f} with whole documents in micro-batches of {config.max_tokens:,} tokens, "
+        f"so chunks {'free' if chunked < whole else 'add'} {abs(whole - chunked):.1f}"
+        if whole
+        else "whole documents do not fit"
+    )
+    return [f"memory of the fullest GPU, at most: {chunked:.1f} GiB; {freed}"]
+
+
+def _known(args: Any) -> bool:
+    return args.distributed_backend == "nccl" and not args.num_experts
+
+
 def document_memory(args: Any, config: WlbConfig, alignment: int) -> Bound | None:
     """What memory allows a document that trains whole in chunks. None where memory is not looked at."""
-    if args.distributed_backend != "nccl" or args.num_experts:
+    if not _known(args):
         return None
     shape, layout = model_and_layout(args)
     fitting = fit_document(
@@ -67,7 +144,10 @@ def adoptable_tokens(args: Any, alignment: int) -> int:
     """Up to which a saved run's Lmax may serve this one: 0 where a flag sets it, else what fits."""
     if args.wlb_max_tokens is not None:
         return 0
-    fitting = fitting_tokens(args, alignment)
+    try:
+        fitting = fitting_tokens(args, alignment)
+    except WlbError:  # whole documents do not fit; with chunks a state brings no Lmax
+        return 0
     return sys.maxsize if fitting is None else fitting
 
 

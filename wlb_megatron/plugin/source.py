@@ -9,6 +9,8 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.batch_schedule import BatchSchedule
 from wlb_megatron.packing.blend import Blend
+from wlb_megatron.packing.choose_chunks import holds_whole
+from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.corpus import Corpus, Rules
 from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.job import plan_job, sample_lengths_of, without_chunks
@@ -19,7 +21,12 @@ from wlb_megatron.plugin.batch_sizes import batch_schedule, evaluated, micro_ste
 from wlb_megatron.plugin.chunk_limits import chunks_refused
 from wlb_megatron.plugin.data import files_of_workers
 from wlb_megatron.plugin.data_paths import documents
-from wlb_megatron.plugin.limits import adoptable_tokens, document_memory
+from wlb_megatron.plugin.limits import (
+    adoptable_tokens,
+    document_memory,
+    no_memory_for_chunks,
+    told_of_chunks,
+)
 from wlb_megatron.plugin.open_files import allow_open_files
 from wlb_megatron.plugin.profile import profile_of
 from wlb_megatron.sharding.alignment import multiple
@@ -139,11 +146,14 @@ def _source(
     *,
     endless: bool,
 ) -> Source:
-    window, dp = args.seq_length, args.data_parallel_size
+    window, dp, alignment = args.seq_length, args.data_parallel_size, token_alignment(args)
     if args.num_workers:
         allow_open_files(files_of_workers(batches.largest // dp), "tensors from --num-workers")
     if not endless:
         config = replace(without_chunks(config), micro_batches_per_window="1")
+        if not holds_whole(config, window, alignment):
+            # A forward alone holds one micro-batch, so that whole documents fit where they do not in training.
+            config = replace(config, max_tokens=-(-5 * window // (4 * alignment)) * alignment)
     said: list[str] = []
     smallest = min(size for _, size in batches.steps) // dp
     longest, told = longest_whole(config.overlong, window, smallest, *_bounds(args, config))
@@ -166,14 +176,16 @@ def _source(
         pp=args.pipeline_model_parallel_size,
         vpp=args.virtual_pipeline_model_parallel_size or 1,
         group=micro_step_multiple(args),
-        alignment=token_alignment(args),
+        alignment=alignment,
         sample=sample,
         longest=stream.longest,
-        adopt_max_tokens=adoptable_tokens(args, token_alignment(args)),
-        no_chunks=chunks_refused(args),
+        adopt_max_tokens=adoptable_tokens(args, alignment),
+        no_chunks=[*chunks_refused(args), *no_memory_for_chunks(args, config, alignment)],
         say=said.append,
     )
     said += [told] * bool(told)
+    if isinstance(planner.packer, ChunkPacker):
+        said += told_of_chunks(args, config, alignment, longest)
     return Source(
         blend,
         planner,

@@ -41,6 +41,26 @@ def chunked_bytes(
     return max(_bytes(shape, layout, stage, longest, held, document) for stage in ends(layout))
 
 
+def fit_chunks(
+    shape: ModelShape,
+    layout: ParallelLayout,
+    memory_bytes: int,
+    *,
+    margin: float = 0.10,
+    held: int,
+    document: int,
+    alignment: int,
+) -> int:
+    """The longest micro-batch with chunks that fits (tokens over all context-parallel ranks, a multiple of alignment);
+    0 where none does. held, document: see chunked_bytes."""
+    room = int(memory_bytes * (1 - margin))
+    fitting = [
+        (room - _bytes(shape, layout, stage, 0, held, document)) // working_bytes(shape, layout, stage)
+        for stage in ends(layout)
+    ]
+    return max(0, min(fitting) * layout.context // alignment * alignment)
+
+
 def fit_document(
     shape: ModelShape,
     layout: ParallelLayout,
