@@ -25,13 +25,13 @@ from wlb_megatron.packing.assign import assign_ranks, in_given_order, step_bound
 from wlb_megatron.packing.bins import Bins
 from wlb_megatron.packing.delay_bound import Limits
 from wlb_megatron.packing.improve import improve
-from wlb_megatron.packing.outlier_queues import Item
+from wlb_megatron.packing.outlier_queues import Item, by_falling_work
 from wlb_megatron.packing.packer import Ranks, make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.solver import solve
 from wlb_megatron.packing.synthetic import KINDS, cut_overlong, lognormal, paper_like
 from wlb_megatron.packing.thresholds import DELAY_BOUND, find_thresholds
-from wlb_megatron.packing.varlen_packer import VarlenPacker, by_falling_work
+from wlb_megatron.packing.varlen_packer import VarlenPacker
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel
 

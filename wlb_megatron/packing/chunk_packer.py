@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.chunked import fill, in_order, spread_over_ranks
+from wlb_megatron.packing.chunked import Filled, fill, in_order, spread_over_ranks
 from wlb_megatron.packing.delay_bound import Limits
 from wlb_megatron.packing.delay_price import DelayPrice
-from wlb_megatron.packing.outlier_queues import Item
+from wlb_megatron.packing.outlier_queues import Item, by_falling_work, items_of
 from wlb_megatron.packing.packer import (
     ONE_RANK,
     Batch,
-    Grid,
     Packed,
     Ranks,
     Waiting,
@@ -24,8 +24,10 @@ from wlb_megatron.packing.packer import (
     encode,
 )
 from wlb_megatron.pipeline.step_law import StepLaw
-from wlb_megatron.plan import MicroBatch, Piece
+from wlb_megatron.plan import Piece
 from wlb_megatron.workload.cost_model import CostModel
+
+_WORK = itemgetter(0)  # of items: quicker than by name
 
 TRIED = 3
 """Numbers of micro-batches that are filled; a rough estimate chooses them."""
@@ -37,7 +39,7 @@ an Lmax of 1.5 windows may hold 150."""
 
 class _Tried(NamedTuple):
     price: tuple[int, int, int, int]
-    grid: Grid
+    grid: Sequence[Sequence[Filled]]
     left: list[Item]
 
 
@@ -87,9 +89,9 @@ class ChunkPacker:
 
     def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
         self._limits = replace(self._limits, bins=batch.bins)
-        items = [*self._waiting, *self._items([(piece, iteration) for piece in arrived])]
-        ranks = spread_over_ranks(sorted(items, key=lambda item: -item.work), self._ranks.dp)
-        share = max(sum(item.work for item in rank) for rank in ranks)
+        items = [*self._waiting, *self._items(arrived, [iteration] * len(arrived))]
+        ranks = spread_over_ranks(by_falling_work(items), self._ranks.dp)
+        share = max(sum(map(_WORK, rank)) for rank in ranks)
         windows = batch.bins // self._ranks.dp
         counts = self.law.counts(windows, self._per_window)
         rough = sorted(counts, key=lambda count: (self.law.estimate(count, share), count))[:TRIED]
@@ -100,7 +102,7 @@ class ChunkPacker:
             tried += [self._try(ranks, count) for count in sorted(every) if count not in rough]
         best = min(tried, key=lambda one: one.price)
         self._waiting = sorted(best.left, key=lambda item: item.serial)
-        return Packed(best.grid)
+        return Packed(tuple(tuple(one.micro_batch() for one in row) for row in best.grid))
 
     def _least_count(self, ranks: Sequence[Sequence[Item]]) -> int:
         """Micro-batches in which every document, cut where it is too long for one, has one of its own."""
@@ -108,7 +110,7 @@ class ChunkPacker:
 
     def _try(self, ranks: Sequence[Sequence[Item]], count: int) -> _Tried:
         """price: documents left out, empty micro-batches, tokens held above what should be, and the predicted step."""
-        columns: list[list[MicroBatch]] = []
+        columns: list[list[Filled]] = []
         left: list[Item] = []
         over = step = 0
         for items in ranks:
@@ -120,22 +122,16 @@ class ChunkPacker:
                 step = max(step, self.law.rank([one.work for one in column], groups))
                 most = most_held([one.tokens for one in column], groups, self.law)
                 over = max(over, most - self.held_tokens)
-        empty = sum(not one.pieces for column in columns for one in column)
+        empty = sum(not one.items for column in columns for one in column)
         whole = all(len(column) == count for column in columns)
         grid = tuple(zip(*columns, strict=True)) if whole else ()
         return _Tried((len(left) if whole else 1 << 62, empty, over, step), grid, left)
 
-    def _items(self, arrivals: Sequence[tuple[Piece, int]]) -> list[Item]:
-        lengths = [piece.end - piece.start for piece, _ in arrivals]
-        works = self._cost.work(lengths).tolist()
-        items = [
-            Item(work, tokens, serial, entry, piece)
-            for serial, (work, tokens, (piece, entry)) in enumerate(
-                zip(works, lengths, arrivals, strict=True), start=self._serial
-            )
-        ]
-        self._serial += len(items)
-        return items
+    def _items(self, pieces: Sequence[Piece], entries: Sequence[int]) -> list[Item]:
+        lengths = [end - start for _, _, start, end, _ in pieces]
+        first, self._serial = self._serial, self._serial + len(pieces)
+        serials = range(first, self._serial)
+        return items_of(self._cost.work(lengths).tolist(), lengths, serials, entries, pieces)
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         settings, items = self._settings(), self._waiting  # a list that is not changed, but replaced
@@ -151,7 +147,8 @@ class ChunkPacker:
     def load_state(self, state: dict[str, Any]) -> None:
         """What waited trains in the next iteration, whatever bound on delay it had."""
         check_settings(state["settings"], {name: self._settings()[name] for name in ("packing", "window")})
-        self._waiting = self._items(decode(state["waiting"]))
+        saved = decode(state["waiting"])
+        self._waiting = self._items([item.piece for item in saved], [item.entry for item in saved])
 
     def _settings(self) -> dict[str, Any]:
         return {

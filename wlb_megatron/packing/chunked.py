@@ -9,23 +9,45 @@ to the same work.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
+from itertools import compress
+from operator import itemgetter
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from wlb_megatron.packing.bins import Bins
 from wlb_megatron.packing.outlier_queues import Item
 from wlb_megatron.plan import MicroBatch
 from wlb_megatron.workload.cost_model import CostModel
 
+IntArray = npt.NDArray[np.int64]
+
 WHOLE = 115
 """A document stays whole if its work is at most this percentage of a micro-batch's share."""
+
+
+_WORK, _TOKENS, _PIECE = itemgetter(0), itemgetter(1), itemgetter(4)  # of items: quicker than by name
+
+
+class Filled(NamedTuple):
+    """A micro-batch to be: several numbers of micro-batches are filled for one plan."""
+
+    items: list[Item]
+    work: int
+    tokens: int
+
+    def micro_batch(self) -> MicroBatch:
+        return MicroBatch(tuple(map(_PIECE, self.items)), self.work)
 
 
 class Unit(NamedTuple):
     """Micro-batches that stay side by side, in order: a group, or one alone."""
 
-    micro_batches: tuple[MicroBatch, ...]
+    micro_batches: tuple[Filled, ...]
 
     @property
     def size(self) -> int:
@@ -39,11 +61,11 @@ class Unit(NamedTuple):
 def spread_over_ranks(items: Sequence[Item], dp: int) -> list[list[Item]]:
     """Whole documents to data-parallel ranks, by falling work, each to the rank with least work so far."""
     ranks: list[list[Item]] = [[] for _ in range(dp)]
-    work = [0] * dp
+    heap = [(0, rank) for rank in range(dp)]
     for item in items:
-        rank = min(range(dp), key=work.__getitem__)
+        work, rank = heap[0]
         ranks[rank].append(item)
-        work[rank] += item.work
+        heapq.heapreplace(heap, (work + item[0], rank))
     return ranks
 
 
@@ -55,55 +77,55 @@ def fill(
     items: whole documents by falling work. capacity: tokens of a micro-batch. Fewer units than micro-batches where
     some are groups. A micro-batch may be empty where there are fewer documents and chunks than micro-batches.
     """
-    works, tokens = [item.work for item in items], [item.tokens for item in items]
+    works, tokens = (
+        np.fromiter(map(column, items), dtype=np.int64, count=len(items)) for column in (_WORK, _TOKENS)
+    )
     chunks = chunk_counts(works, tokens, count, capacity, full=int(cost.work([capacity])[0]))
-    if sum(number for number in chunks if number > 1) > count:
+    split = np.flatnonzero(chunks > 1).tolist()
+    if sum(chunks[split].tolist()) > count:
         return [], list(items)
     bins = Bins(count, capacity, most_documents)
     groups: list[range] = []
     at = 0
-    for item, number in zip(items, chunks, strict=True):
-        if number > 1:
-            for place, chunk in enumerate(cut(item, number, cost, capacity), start=at):
-                bins.place(chunk, place)
-            groups.append(range(at, at + number))
-            at += number
-    left = bins.add_all(item for item, number in zip(items, chunks, strict=True) if number == 1)
-    made = [
-        MicroBatch(tuple(item.piece for item in contents), work)
-        for contents, work in zip(bins.contents(), bins.work, strict=True)
-    ]
+    for index in split:
+        number = int(chunks[index])
+        for place, chunk in enumerate(cut(items[index], number, cost, capacity), start=at):
+            bins.place(chunk, place)
+        groups.append(range(at, at + number))
+        at += number
+    left = bins.add_all(compress(items, (chunks == 1).tolist()) if split else items)
+    made = list(map(Filled, bins.contents(), bins.work, bins.tokens))
     units = [Unit(tuple(made[place] for place in group)) for group in groups]
     return units + [Unit((one,)) for one in made[at:]], left
 
 
 def chunk_counts(
-    works: Sequence[int], tokens: Sequence[int], count: int, capacity: int, full: int = 1 << 62
-) -> list[int]:
-    """Into how many chunks each document is cut, 1: it stays whole.
+    works: npt.ArrayLike, tokens: npt.ArrayLike, count: int, capacity: int, full: int = 1 << 62
+) -> IntArray:
+    """Into how many chunks each document is cut (int64[n]), 1: it stays whole. works, tokens: int64[n].
 
     As many as bring its chunks nearest to a micro-batch's share of the work, and at least as many as `capacity` asks
     for: where they are of equal work, the first is the longest, and has at most `full`, a document of `capacity`
     tokens. Where these are more than `count`, those documents give one up whose chunks grow least by it, if any can.
     """
-    share = max(1, sum(works) // count)
-    least = [-(-length // capacity) for length in tokens]
-    even = [-(-work // full) for work in works]
-    chosen = [
-        min(length, max(few, equal, 1 if 100 * work <= WHOLE * share else max(2, round(work / share))))
-        for work, length, few, equal in zip(works, tokens, least, even, strict=True)
-    ]
+    works, tokens = np.asarray(works, dtype=np.int64), np.asarray(tokens, dtype=np.int64)
+    share = max(1, int(works.sum()) // count)
+    least, even = -(-tokens // capacity), -(-works // full)
+    by_work = np.where(
+        100 * works <= WHOLE * share, 1, np.maximum(2, np.rint(works / share).astype(np.int64))
+    )
+    chosen = np.minimum(tokens, np.maximum.reduce((least, even, by_work)))
     # Small ones share a micro-batch with chunks, the others ask for one of their own.
-    large = [i for i, work in enumerate(works) if 2 * work >= share or chosen[i] > 1]
-    while sum(chosen[i] for i in large) > count:
+    large = np.flatnonzero((2 * works >= share) | (chosen > 1)).tolist()
+    while chosen[large].sum() > count:
         open_to = [i for i in large if chosen[i] > max(1, least[i])]
         if not open_to:
             break
         i = min(open_to, key=lambda i: (works[i] / (chosen[i] - 1), i))
         chosen[i] -= 1
     # Every micro-batch gets something: a document more is cut, or into one chunk more, where there are too few.
-    while chosen and sum(chosen) < count:
-        open_to = [i for i, number in enumerate(chosen) if number < tokens[i]]
+    while len(chosen) and chosen.sum() < count:
+        open_to = np.flatnonzero(chosen < tokens).tolist()
         if not open_to:
             break
         chosen[max(open_to, key=lambda i: (works[i] / chosen[i], -i))] += 1
@@ -138,7 +160,7 @@ def cut(item: Item, number: int, cost: CostModel, capacity: int = 1 << 62) -> li
     return chunks
 
 
-def in_order(units: Sequence[Unit]) -> tuple[list[MicroBatch], tuple[int, ...]]:
+def in_order(units: Sequence[Unit]) -> tuple[list[Filled], tuple[int, ...]]:
     """Micro-batches with least work first and last, groups side by side; and the sizes of the groups."""
     rising = sorted(range(len(units)), key=lambda i: (units[i].mean_work, i))
     order = [units[i] for i in rising[::2] + rising[1::2][::-1]]

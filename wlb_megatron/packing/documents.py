@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -184,7 +185,8 @@ class DocumentStream:
         self._owner = np.repeat(np.arange(len(blocks)), [len(rows) for rows in blocks])[order]
         columns = [self._rows[:, column].tolist() for column in (EPOCH, DOCUMENT, START, END)]
         columns.append([0] * len(self._rows))  # no prefix
-        self._block = list(map(Piece._make, zip(*columns, strict=True)))
+        # As Piece._make would make them, in half its time.
+        self._block = list(map(tuple.__new__, repeat(Piece), zip(*columns, strict=True)))
         self._taken = 0
         if not self._block:
             self._settled = [

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
+from operator import itemgetter
 from typing import NamedTuple
 
 from wlb_megatron.plan import Piece
@@ -23,6 +24,22 @@ class Item(NamedTuple):
     serial: int
     entry: int
     piece: Piece
+
+
+def items_of(
+    works: Sequence[int],
+    tokens: Sequence[int],
+    serials: range,
+    entries: Sequence[int],
+    pieces: Sequence[Piece],
+) -> list[Item]:
+    """Items of these columns. (As Item._make would make them, in half its time.)"""
+    return list(map(tuple.__new__, repeat(Item), zip(works, tokens, serials, entries, pieces, strict=True)))
+
+
+def by_falling_work(items: list[Item]) -> list[Item]:
+    """Of equal work, the one that comes first in `items` (the older) stays first."""
+    return sorted(items, key=itemgetter(0), reverse=True)
 
 
 class OutlierQueues:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, Protocol
 
 from wlb_megatron.errors import WlbError
@@ -13,6 +14,8 @@ from wlb_megatron.pipeline.groups import groups
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 
 STATE_VERSION = 2
+
+_PREFIX = itemgetter(4)  # of pieces: quicker than by name
 
 
 class Stream(Protocol):
@@ -201,7 +204,7 @@ def _works_and_groups(column: Sequence[MicroBatch]) -> tuple[list[int], tuple[in
     """Of a data-parallel rank's micro-batches: works, and the sizes of groups, None where all are 1."""
     works = [micro_batch.work for micro_batch in column]
     pieces = [micro_batch.pieces for micro_batch in column]
-    chunked = any(piece.prefix for each in pieces for piece in each)
+    chunked = any(any(map(_PREFIX, each)) for each in pieces)
     return works, groups(pieces) if chunked else None
 
 

@@ -50,31 +50,36 @@ class Summariser:
         return starts.get(max((at for at in starts if at <= piece.start), default=-1), default)
 
     def summarise(self, plan: IterationPlan) -> PlanSummary:
-        for piece in plan.arrived:
-            self._arrived.setdefault((piece.epoch, piece.document), {})[piece.start] = plan.iteration
+        # Pieces of a document of which nothing waited arrived now. Most are: a piece costs a look-up here.
+        before = self._arrived
+        for piece in plan.arrived if before else ():
+            if piece[:2] in before:
+                before[piece[:2]][piece.start] = plan.iteration
         grid = plan.micro_batches
         works = [micro_batch.work for row in grid for micro_batch in row]
+        sizes = [micro_batch.tokens for row in grid for micro_batch in row]
         by_rank = [sum(column) for column in zip(*([m.work for m in row] for row in grid), strict=True)]
-        pieces = [piece for row in grid for micro_batch in row for piece in micro_batch.pieces]
-        tokens = sum(piece.tokens for piece in pieces)
-        delays = [(plan.iteration - self._arrival(p, plan.iteration), p) for p in pieces]
+        pieces = [micro_batch.pieces for row in grid for micro_batch in row]
+        late = [piece for each in pieces for piece in each if piece[:2] in before] if before else []
+        delays = [(plan.iteration - self._arrival(p, plan.iteration), p) for p in late]
         # A document in n chunks has n - 1 pieces with a prefix; the last one's is the longest.
-        later = Counter((p.epoch, p.document, p.start - p.prefix) for p in pieces if p.prefix)
+        chunks = [piece for each in pieces for piece in each if piece[4]]
+        later = Counter((p.epoch, p.document, p.start - p.prefix) for p in chunks)
         arrivals = [(p, self._arrival(p, plan.iteration)) for p in plan.waiting]
         self._arrived = {}
         for piece, iteration in arrivals:
             self._arrived.setdefault((piece.epoch, piece.document), {})[piece.start] = iteration
         return PlanSummary(
             iteration=plan.iteration,
-            tokens=tokens,
-            documents=sum(not piece.prefix for piece in pieces),
-            largest_micro_batch=max((m.tokens for row in grid for m in row), default=0),
+            tokens=sum(sizes),
+            documents=sum(map(len, pieces)) - len(chunks),
+            largest_micro_batch=max(sizes, default=0),
             imbalance=_max_over_mean(works),
             dp_imbalance=_max_over_mean(by_rank),
             step_over_ideal=plan.step_over_ideal,
             micro_batches=len(grid),
             delayed=sum(delay > 0 and not piece.prefix for delay, piece in delays),
-            token_delay=sum(delay * piece.tokens for delay, piece in delays) / max(tokens, 1),
+            token_delay=sum(delay * piece.tokens for delay, piece in delays) / max(sum(sizes), 1),
             waiting_documents=len(plan.waiting),
             waiting_tokens=sum(piece.tokens for piece in plan.waiting),
             documents_in_chunks=len(later),

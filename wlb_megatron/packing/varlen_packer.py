@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import repeat
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from wlb_megatron.packing.delay_bound import Limits
 from wlb_megatron.packing.delay_price import DelayPrice
 from wlb_megatron.packing.height import Lot, choose_height
 from wlb_megatron.packing.improve import improve
-from wlb_megatron.packing.outlier_queues import Item, OutlierQueues
+from wlb_megatron.packing.outlier_queues import Item, OutlierQueues, by_falling_work, items_of
 from wlb_megatron.packing.packer import (
     ONE_RANK,
     Batch,
@@ -192,7 +191,7 @@ class VarlenPacker:
         bins = choice.bins
         self._queues.release(choice.counts)
         for _ in range(
-            min(self._limits.bins - len(bins.placed) - len(leftovers) - len(short), len(self._queues))
+            min(self._limits.bins - len(bins.items) - len(leftovers) - len(short), len(self._queues))
         ):
             bins.add(self._queues.pop_oldest())
         left += bins.add_all(by_falling_work(leftovers))
@@ -231,8 +230,7 @@ class VarlenPacker:
         first, self._serial = self._serial, self._serial + len(arrivals)
         pieces, entries = zip(*arrivals, strict=True) if arrivals else ((), ())
         serials = range(first, self._serial)
-        rows = zip(work, lengths, serials, entries, pieces, strict=True)
-        return list(map(tuple.__new__, repeat(Item), rows))  # Item._make, at half its time
+        return items_of(work, lengths, serials, entries, pieces)
 
     def _place_due(self, due: list[Item], number: int) -> tuple[Bins, list[Item]]:
         """Balanced if all fit that way, else oldest first, which fits; returns what is left of an impossible lot."""
@@ -316,8 +314,3 @@ class VarlenPacker:
             "thresholds": list(self._queues.thresholds),
             "release": "balance" if self._by_balance else "full",
         }
-
-
-def by_falling_work(items: list[Item]) -> list[Item]:
-    """Of equal work, the one that comes first in `items` (the older) stays first."""
-    return sorted(items, key=_WORK, reverse=True)

@@ -17,15 +17,19 @@ def groups(micro_batches: Sequence[Sequence[Piece]]) -> tuple[int, ...]:
     Raises ValueError where a prefix has no earlier part, or micro-batches in a group are not consecutive.
     """
     wanted = {
-        (piece.epoch, piece.document, piece.start) for row in micro_batches for piece in row if piece.prefix
+        (epoch, document, start)
+        for row in micro_batches
+        for epoch, document, start, _, prefix in row
+        if prefix
     }
+    chunked = {document for _, document, _ in wanted}
     ends: dict[tuple[int, int, int], tuple[int, int]] = {}  # micro-batch and start of the document's part
     joined = list(range(len(micro_batches)))  # the first micro-batch connected to each, so far as is known
     for index, row in enumerate(micro_batches if wanted else ()):
         for piece in row:
-            epoch, document, start, _, prefix = piece
-            if not prefix:
+            if not piece[4]:
                 continue
+            epoch, document, start, _, prefix = piece
             before, part = ends.get((epoch, document, start), (-1, 0))
             if before < 0 or part != start - prefix:
                 raise ValueError(
@@ -33,7 +37,7 @@ def groups(micro_batches: Sequence[Sequence[Piece]]) -> tuple[int, ...]:
                 )
             _join(joined, before, index)
         for epoch, document, start, end, prefix in row:
-            if (epoch, document, end) in wanted:
+            if document in chunked and (epoch, document, end) in wanted:
                 ends[epoch, document, end] = index, start - prefix
     firsts = [_first(joined, index) for index in range(len(joined))]
     sizes: list[int] = []

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -173,9 +174,9 @@ def update_digest(digest: Any, plan: IterationPlan) -> None:
     """Add every piece of every data-parallel rank, in order, with where each micro-batch ends."""
     for row in plan.micro_batches:
         for micro_batch in row:
-            digest.update(
-                np.array([*micro_batch.pieces, (plan.iteration, -2, 0, 0, 0)], dtype=np.int64).tobytes()
-            )
+            # Much faster than an array of tuples.
+            numbers = chain(chain.from_iterable(micro_batch.pieces), (plan.iteration, -2, 0, 0, 0))
+            digest.update(np.fromiter(numbers, dtype=np.int64, count=5 * len(micro_batch.pieces) + 5))
 
 
 class PlanAhead:
