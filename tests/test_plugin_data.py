@@ -10,6 +10,7 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -36,7 +37,9 @@ from wlb_megatron.plugin.data import (
     MicroBatchIterator,
     MicroBatchSampler,
     PackedDocuments,
+    files_of_workers,
     make_loader,
+    read_ahead,
 )
 from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, PlannedMicroBatch
 from wlb_megatron.plugin.provider import Again
@@ -202,7 +205,7 @@ def test_a_workers_error_ends_the_run_with_its_own_line(workers: int, tmp_path: 
     iteration = PlannedIteration(tuple(micro_batches), {}, b"")
     layout = Layout(0, 1, 8, True, vocabulary=50)
     loader = make_loader(
-        corpus, MicroBatchSampler([iteration]), layout, workers=workers, micro_batches=2, pin_memory=False
+        corpus, MicroBatchSampler([iteration]), layout, workers=workers, ahead=4, pin_memory=False
     )
     iterator = MicroBatchIterator(loader)
     next(iterator)
@@ -285,9 +288,7 @@ def test_workers_read_ahead_without_changing_order_or_state(workers: int, tmp_pa
         return made
 
     sampler = MicroBatchSampler(PlanAhead(lambda: iter(plans()), depth=2))
-    loader = make_loader(
-        corpus, sampler, Layout(0, 1, 8, True), workers=workers, micro_batches=2, pin_memory=False
-    )
+    loader = make_loader(corpus, sampler, Layout(0, 1, 8, True), workers=workers, ahead=4, pin_memory=False)
     seen = [
         (b["planned"].iteration, b["planned"].index, b["tokens"][0].tolist())
         for b in MicroBatchIterator(loader)
@@ -384,7 +385,7 @@ def test_workers_outlive_the_signal_that_tells_the_trainer_to_save_and_exit(tmp_
         items,  # type: ignore[arg-type]
         Layout(0, 1, 8, True),
         workers=1,
-        micro_batches=1,
+        ahead=2,
         pin_memory=False,
         ignored_signal=signal.SIGTERM,
     )
@@ -393,6 +394,29 @@ def test_workers_outlive_the_signal_that_tells_the_trainer_to_save_and_exit(tmp_
     (worker,) = batches._workers  # type: ignore[attr-defined]
     os.kill(worker.pid, signal.SIGTERM)
     assert [int(batch["tokens"][0, 0]) for batch in batches] == list(range(1, 8))
+
+
+def test_files_of_two_iterations_of_many_micro_batches_a_window_are_counted(tmp_path: Path) -> None:
+    """A window in eight micro-batches: those that train and those drawn ahead are held, others are read meanwhile."""
+    corpus = corpus_of(tmp_path, [[d] * 4 for d in range(40)])
+    each = [planned([Piece(0, d, 0, 4)], 1, "per-document") for d in range(40)]
+    items = [[replace(one, predictions=(3, 2))] for one in each]
+    loader = make_loader(
+        corpus,
+        items,  # type: ignore[arg-type]
+        Layout(0, 1, 8, True, routes=True, follows=1),
+        workers=1,
+        ahead=read_ahead(1, 8),
+        pin_memory=False,
+    )
+    assert loader.prefetch_factor == 8
+    iterator = MicroBatchIterator(loader)
+    before = len(os.listdir("/proc/self/fd"))
+    held = [next(iterator) for _ in range(16)]
+    opened = len(os.listdir("/proc/self/fd")) - before
+    iterator.close()
+    assert 7 * 16 <= opened <= files_of_workers(1, 8) and len(held) == 16
+    assert (read_ahead(4, 4), files_of_workers(4, 4)) == (8, 7 * 16)
 
 
 def test_closing_ends_a_worker_that_ignores_the_signal_and_is_stuck_in_a_read(
@@ -408,7 +432,7 @@ def test_closing_ends_a_worker_that_ignores_the_signal_and_is_stuck_in_a_read(
         items,  # type: ignore[arg-type]
         Layout(0, 1, 8, True),
         workers=1,
-        micro_batches=1,
+        ahead=2,
         pin_memory=False,
         ignored_signal=signal.SIGTERM,
     )

@@ -281,10 +281,17 @@ def activation_shape(batch: dict[str, Any]) -> tuple[int, int, int]:
     return tokens // layout.activation_divisor, 1, layout.hidden_size
 
 
-def files_of_workers(micro_batches: int) -> int:
+def read_ahead(windows: int, most: int) -> int:
+    """Micro-batches that workers read ahead: two iterations of one a window, or one of the most that an iteration may
+    be planned with, if those are more."""
+    return max(2 * windows, most)
+
+
+def files_of_workers(windows: int, most: int) -> int:
     """Files that a process has open at most for what a loader's workers hand over: one a tensor, seven a micro-batch,
-    of two iterations read ahead, the one drawn ahead, and the one that trains."""
-    return 7 * 4 * micro_batches
+    of those read ahead, of the iteration drawn ahead, and of the one that trains. most: micro-batches of an
+    iteration."""
+    return 7 * (read_ahead(windows, most) + 2 * most)
 
 
 def make_loader(
@@ -293,11 +300,11 @@ def make_loader(
     layout: Layout,
     *,
     workers: int,
-    micro_batches: int,
+    ahead: int,
     pin_memory: bool,
     ignored_signal: int | None = None,
 ) -> DataLoader[dict[str, Any]]:
-    """Loader over the plan; workers read about two iterations ahead of the one that trains.
+    """Loader over the plan; workers read about `ahead` micro-batches before they are asked for.
 
     ignored_signal: what a scheduler sends to all processes of a job before its end (--exit-signal-handler). The
     trainer saves and exits then; workers that died of it would take the trainer with them first.
@@ -306,7 +313,7 @@ def make_loader(
         PackedDocuments(corpus, layout),
         batch_sampler=sampler,
         num_workers=workers,
-        prefetch_factor=-(-2 * micro_batches // workers) if workers else None,
+        prefetch_factor=-(-ahead // workers) if workers else None,
         collate_fn=_only,
         pin_memory=pin_memory,
         persistent_workers=bool(workers),

@@ -25,6 +25,7 @@ from wlb_megatron.plugin.data import (
     MicroBatchIterator,
     MicroBatchSampler,
     make_loader,
+    read_ahead,
 )
 from wlb_megatron.plugin.dynamic import training_plans
 from wlb_megatron.plugin.flops import count_segments
@@ -275,7 +276,7 @@ def _loader(source: Source, sampler: MicroBatchSampler, layout: Layout, args: An
         sampler,
         layout,
         workers=args.num_workers,
-        micro_batches=source.micro_batches,
+        ahead=read_ahead(source.micro_batches, source.most_micro_batches),
         pin_memory=args.distributed_backend == "nccl",
         ignored_signal=int(args.exit_signal) if args.exit_signal_handler else None,
     )

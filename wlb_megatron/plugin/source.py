@@ -14,6 +14,7 @@ from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.corpus import Corpus, Rules
 from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.job import plan_job, sample_lengths_of, without_chunks
+from wlb_megatron.packing.packer import Packer, read_per_window
 from wlb_megatron.packing.passes import told_apart
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.whole_documents import Bound, longest_whole
@@ -47,7 +48,8 @@ from wlb_megatron.workload.micro_batch import MICRO_BATCH_TOKENS
 class Source:
     """One part (train, valid or test) of the corpus and the planner over it.
 
-    micro_batches: of one DP rank, at most. mean_length: of a sample of the pieces (tokens). names: of the corpora that
+    micro_batches: windows of one DP rank, at most; most_micro_batches: that it makes of them.
+    mean_length: of a sample of the pieces (tokens). names: of the corpora that
     have documents in this part; documents: how many, in all of them. said: what the packer's choice says of itself.
     longest: tokens of a document that is not split, at most.
     """
@@ -61,6 +63,7 @@ class Source:
     documents: int
     said: tuple[str, ...] = ()
     longest: int = 0
+    most_micro_batches: int = 0
 
 
 def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
@@ -147,8 +150,6 @@ def _source(
     endless: bool,
 ) -> Source:
     window, dp, alignment = args.seq_length, args.data_parallel_size, token_alignment(args)
-    if args.num_workers:
-        allow_open_files(files_of_workers(batches.largest // dp), "tensors from --num-workers")
     if not endless:
         config = replace(without_chunks(config), micro_batches_per_window="1")
         if not holds_whole(config, window, alignment):
@@ -183,6 +184,10 @@ def _source(
         no_chunks=[*chunks_refused(args), *no_memory_for_chunks(args, config, alignment)],
         say=said.append,
     )
+    windows = batches.largest // dp
+    most = _most_micro_batches(planner.packer, config, windows)
+    if args.num_workers:
+        allow_open_files(files_of_workers(windows, most), "tensors from --num-workers")
     said += [told] * bool(told)
     if isinstance(planner.packer, ChunkPacker):
         said += told_of_chunks(args, config, alignment, longest)
@@ -196,7 +201,16 @@ def _source(
         documents=sum(len(corpus.lengths) for corpus in corpora),
         said=tuple(said),
         longest=longest,
+        most_micro_batches=most,
     )
+
+
+def _most_micro_batches(packer: Packer, config: WlbConfig, windows: int) -> int:
+    """Into how many micro-batches a rank's windows are packed, at most."""
+    if config.packing != "varlen" or config.release == "full" or config.cp_mode == "dynamic":
+        return windows
+    per_window = read_per_window(config.micro_batches_per_window)
+    return packer.law.counts(windows, per_window, always=isinstance(packer, ChunkPacker))[-1]
 
 
 def _bounds(args: Any, config: WlbConfig) -> tuple[list[Bound], Bound | None]:
