@@ -76,7 +76,10 @@ def test_without_torch_the_rest_is_still_told(
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else known(name))
     assert main(["doctor"]) == 2
     told = capsys.readouterr()
-    assert f"FIX   torch: missing\n      plans work without; to train: pip install '{ROOT}[gpu]'" in told.out
+    assert (
+        f"FIX   torch: missing\n      planning works without it; to train: pip install '{ROOT}[gpu]'"
+        in told.out
+    )
     assert "megatron-core: " in told.out and "self-test" not in told.out
     assert "to fix: torch" in told.err
 
@@ -91,7 +94,8 @@ def test_the_cpu_that_answers_for_a_gpu_is_not_taken_for_one(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("version", "told"), [(91900, "rounds sizes up"), (92400, "rounded up here"), (92501, "rounded up here")]
+    ("version", "told"),
+    [(91900, "rounds sizes up"), (92400, "the plugin rounds"), (92501, "the plugin rounds")],
 )
 def test_the_version_of_cudnn_says_who_rounds_the_sizes_of_graphs(version: int, told: str) -> None:
     first, graphs = doctor.cudnn(version)
@@ -160,12 +164,12 @@ def test_a_checkout_without_dataset_helpers_is_told_what_megatrons_own_datasets_
     known -= {"megatron.core.datasets.helpers_cpp"}
     monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
     told = doctor.dataset_helpers()
-    assert told.verdict == doctor.NOTE and "the plugin needs none, --wlb-off does" in told.found
+    assert told.verdict == doctor.NOTE and "the plugin does not need them, --wlb-off does" in told.found
     assert "missing" not in told.cure
     known.clear()
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     told = doctor.dataset_helpers()
-    assert "missing for it: make, a C++ compiler, python3-config, pybind11" in told.cure
+    assert "it lacks: make, a C++ compiler, python3-config, pybind11" in told.cure
 
 
 def test_an_extra_is_installed_from_a_checkout_and_never_from_an_index(

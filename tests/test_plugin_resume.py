@@ -182,7 +182,7 @@ def test_what_changed_is_refused_with_the_flag_that_takes_it_up_and_taken_up_wit
     with pytest.raises(Refused) as refused:
         resume.restore(documents(**CHANGES[words]), args)
     (line,) = str(refused.value).splitlines()
-    assert words in line and "or add --wlb-fresh-order: what waits trains first" in line
+    assert words in line and "or add --wlb-fresh-order: documents that wait train first" in line
     now = documents(fresh=True, **CHANGES[words])
     said = resume.restore(now, args)
     assert said[0].startswith("takes up the document order at sample 8: ") and words in said[0]

@@ -120,7 +120,7 @@ def test_a_budget_ends_measuring_but_keeps_what_was_measured(
         ([], "give --out"),
         (["--out", "/nowhere/at/all/p.json"], "there is no folder"),
         (["--out", "p.json", "--backend", "te"], "needs a GPU"),
-        (["--out", "p.json"], "no GPU here"),
+        (["--out", "p.json"], "no GPU was found"),
         (
             [
                 "--out",

@@ -47,14 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="inspect | analyze | simulate | reproduce | profile | patch | doctor",
     )
     _add_inspect(commands.add_parser("inspect", help="show the plans of documents of given lengths"))
-    _add_analyze(commands.add_parser("analyze", help="predict what balancing would bring, with pictures"))
+    _add_analyze(commands.add_parser("analyze", help="predict what balancing gains, with pictures"))
     _add_simulate(commands.add_parser("simulate", help="simulate training steps of a model on a cluster"))
     add_reproduce(commands.add_parser("reproduce", help="simulate the WLB-LLM paper's tables"))
     add_profile(commands.add_parser("profile", help="measure a model's costs on this GPU"))
-    add_patch(commands.add_parser("patch", help="put the plugin's calls into a fork of Megatron-LM"))
-    add_doctor(
-        commands.add_parser("doctor", help="look at what is installed here, try it, and say what to fix")
-    )
+    add_patch(commands.add_parser("patch", help="add the plugin's calls to a fork of Megatron-LM"))
+    add_doctor(commands.add_parser("doctor", help="check what is installed here, and print what to fix"))
     given = list(sys.argv[1:] if argv is None else argv)
     args = argparse.Namespace()
     try:
@@ -75,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Plans of one pass over the documents in the given order, until all are given out. A piece or segment is "
+        "Plans of one pass over the documents in the given order, until all are used. A piece or segment is "
         "[id, start, end), id the document's position; padding is [-1, 0, tokens]."
     )
     add_layout(parser)

@@ -36,27 +36,27 @@ class WlbConfig:
     )
     max_tokens: int | None = _setting(
         None,
-        "most tokens of a micro-batch, Lmax (tokens; default: 1.5 x --seq-length, or what fits the GPU's memory with "
-        "a tenth to spare, if that is less)",
+        "longest micro-batch, Lmax (tokens; default: 1.5 x --seq-length, or less where the GPU's memory, with a tenth "
+        "to spare, does not allow it)",
         type=int,
         within=(1, TOKENS),
     )
     micro_batches_per_window: str = _setting(
         "auto",
-        "micro-batches that a data-parallel rank makes of each window it trains: auto (in every iteration the number "
-        "with the least predicted step; 1 without a pipeline), or a number from 1, such as 2 or 1.5",
+        "micro-batches of a data-parallel rank for each window it trains: auto (in each iteration the number whose "
+        "step is predicted shortest; 1 without a pipeline), or a number from 1, such as 2 or 1.5",
     )
     micro_batch_cost: float | None = _setting(
         None,
-        "what one more micro-batch costs by itself, as tokens of linear work (tokens; default: from the profile or "
-        "the model's shape, 1000 x context-parallel size where neither is known)",
+        "fixed cost of one more micro-batch, in tokens of linear work (tokens; default: from the profile or the "
+        "model's shape, 1000 x context-parallel size where neither is known)",
         type=float,
         within=(0, TOKENS),
     )
     chunks: str = _setting(
         "auto",
-        "train long documents in chunks, in several micro-batches of one iteration: auto (where it is predicted to be "
-        "faster and all that is asked for supports it), on, off. With chunks no document is delayed",
+        "train long documents in chunks, in several micro-batches of one iteration: auto (if that is predicted faster "
+        "and the other flags allow it), on, off. With chunks no document is delayed",
         choices=("auto", "off", "on"),
     )
     max_delay: int | None = _setting(
@@ -71,8 +71,8 @@ class WlbConfig:
     )
     release: str = _setting(
         "balance",
-        "when an outlier queue releases documents: balance (as many as balance this iteration best, at a price of "
-        "waiting), full (one for each micro-batch once it holds so many, as in the WLB-LLM paper)",
+        "when an outlier queue releases documents: balance (as many as balance this iteration best; waiting has a "
+        "price), full (one for each micro-batch once it holds that many, as in the WLB-LLM paper)",
         choices=RELEASES,
     )
     balance_batches: int = _setting(
@@ -83,8 +83,8 @@ class WlbConfig:
     )
     cp_mode: str = _setting(
         "fixed",
-        "who shares a micro-batch: fixed (context-parallel groups of --context-parallel-size), dynamic (each step, "
-        "groups of different size over the data x context parallel ranks, planned by predicted time)",
+        "which ranks share a micro-batch: fixed (groups of --context-parallel-size), dynamic (in each step groups of "
+        "different sizes over the data x context parallel ranks, planned by predicted time)",
         choices=("fixed", "dynamic"),
     )
     solver_seconds: float = _setting(
@@ -102,14 +102,14 @@ class WlbConfig:
     )
     document_cost: float | None = _setting(
         None,
-        "fixed cost of a document in a micro-batch, as tokens of linear work (tokens; default: from the model's shape "
+        "fixed cost of a document in a micro-batch, in tokens of linear work (tokens; default: from the model's shape "
         "and a built-in H100 kernel table on GPUs, else 0)",
         type=float,
         within=(0, TOKENS),
     )
     max_documents: int = _setting(
         4096,
-        "most documents of a micro-batch; kernels launch one block row per document (documents)",
+        "most documents in a micro-batch; attention kernels launch one row of blocks for each (documents)",
         type=int,
         within=(1, COUNT),
     )
@@ -122,8 +122,8 @@ class WlbConfig:
     )
     kernels: str = _setting(
         "auto",
-        "attention's kernels on GPUs: cudnn (through Transformer Engine), fa4 (FlashAttention-4, the extra fa4), auto "
-        "(fa4 for the layers that it serves, where it is installed, else cudnn)",
+        "attention kernels on GPUs: cudnn (through Transformer Engine), fa4 (FlashAttention-4, the extra fa4), auto "
+        "(fa4 for the layers that it supports, if it is installed, else cudnn)",
         choices=KERNELS,
     )
     regather_keys: bool = _setting(
@@ -132,37 +132,38 @@ class WlbConfig:
     )
     rehearsal: str = _setting(
         "auto",
-        "before step 1, one forward and backward of micro-batches of Lmax tokens take the memory that any step can "
-        "need: auto (on GPUs), always, never",
+        "before step 1, run a forward and backward of micro-batches of Lmax tokens, which need as much memory as any "
+        "step can: auto (on GPUs), always, never",
         choices=("auto", "always", "never"),
     )
     graph_seconds: float = _setting(
         60.0,
-        "time for building attention's kernels before step 1: cuDNN's graphs, likeliest sizes first, of which others "
-        "are built in the step that first needs them, about 0.13 s each (seconds)",
+        "time limit for building cuDNN's attention graphs before step 1, likeliest sizes first; a step that needs "
+        "another graph builds it, in about 0.13 s (seconds)",
         type=float,
         within=(0, SECONDS),
     )
     fresh_order: bool = _setting(
         False,
-        "go on from a checkpoint with other corpora, weights, --seq-length or packing, or of a run without the plugin: "
-        "what waits trains first, corpora go on where they stood, new ones begin; with another --seed, or nothing "
-        "else changed, all begin an epoch. A run that has done so goes on with it",
+        "continue a checkpoint with other corpora, weights, --seq-length or packing, or one made without the plugin. "
+        "Documents that wait train first, known corpora continue where they were, new ones begin. With another --seed, "
+        "or nothing else changed, all begin an epoch. A job that is queued again with the flag continues that order",
     )
     log: str | None = _setting(None, "append one JSON line per trained iteration to this file (path)")
     log_plans: bool = _setting(
         False,
-        "add the document lengths of every micro-batch to the lines of --wlb-log (1 KB for 200 documents)",
+        "add the document lengths of every micro-batch to the lines of --wlb-log (about 1 KB for 200 documents)",
     )
     profile: str | None = _setting(
         None,
-        "plan, choose shardings and predict iterations by this profile, which wlb-megatron profile made of this "
-        "model on this GPU (path; default: the model's shape and built-in H100 figures)",
+        "plan, choose shardings and predict iterations with this profile of this model on this GPU, made by "
+        "wlb-megatron profile (path; default: the model's shape and built-in figures)",
     )
     trace: str | None = _setting(
-        None, "write one iteration's forwards and backwards on every rank there, for ui.perfetto.dev (path)"
+        None,
+        "write one iteration's forwards and backwards on every rank to this file, for ui.perfetto.dev (path)",
     )
     trace_iteration: int = _setting(
-        10, "the iteration that --wlb-trace shows, 2 or later (iteration)", type=int, within=(1, LARGEST)
+        10, "the iteration to trace, 2 or later (iteration)", type=int, within=(1, LARGEST)
     )
-    off: bool = _setting(False, "leave Megatron untouched: the launcher then only runs the script")
+    off: bool = _setting(False, "leave Megatron as it is: the launcher then only runs the script")

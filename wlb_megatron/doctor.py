@@ -38,12 +38,16 @@ class Finding:
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     """Flags of `wlb-megatron doctor`."""
     parser.description = (
-        "Tells versions, which attention runs, and what to fix; then tries a small plan's attention on the CPU, and on "
-        "the GPU where there is one. Exit code 0 if nothing is to be fixed, else 2."
+        "Prints versions, which attention runs, and what to fix. Then runs a small plan's attention on the CPU, and "
+        "on the GPU if there is one. Exit code 0 if nothing needs fixing, else 2."
     )
-    parser.add_argument("--checkout", metavar="PATH", help="look at this Megatron-LM checkout, not at pip's")
+    parser.add_argument(
+        "--checkout", metavar="PATH", help="check this Megatron-LM checkout instead of pip's megatron-core"
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON, for an issue")
-    parser.add_argument("--no-self-test", action="store_true", help="versions alone (about 10 seconds less)")
+    parser.add_argument(
+        "--no-self-test", action="store_true", help="print versions only (about 10 seconds less)"
+    )
     parser.set_defaults(run=run_doctor)
 
 
@@ -107,7 +111,7 @@ def python() -> Iterator[Finding]:
 def torch_and_gpus() -> Iterator[Finding]:
     """torch with its CUDA, cuDNN and NCCL, and the GPUs it sees."""
     if _version("torch") is None:
-        yield Finding("torch", "missing", FIX, f"plans work without; to train: {install('gpu')}")
+        yield Finding("torch", "missing", FIX, f"planning works without it; to train: {install('gpu')}")
         return
     import torch
 
@@ -128,8 +132,8 @@ def torch_and_gpus() -> Iterator[Finding]:
             "GPUs",
             "none",
             NOTE,
-            "Megatron's loop asks for CUDA; to try things on CPUs put this project's scripts/cpu on PYTHONPATH, "
-            "and give --transformer-impl local --distributed-backend gloo",
+            "Megatron's loop asks for CUDA; to try it on CPUs put this project's scripts/cpu on PYTHONPATH, and add "
+            "--transformer-impl local --distributed-backend gloo (docs/cpu.md has the whole command)",
         )
     for index in range(gpus):
         about = torch.cuda.get_device_properties(index)
@@ -149,10 +153,10 @@ def cudnn(version: int | None) -> Iterator[Finding]:
         rounds = version < BY_SEQUENCES
         yield Finding(
             "attention graphs built before step 1",
-            "fit: Transformer Engine rounds sizes up"
+            "match the steps: Transformer Engine rounds sizes up"
             if rounds
-            else "fit: the number of sequences is rounded up here, since Transformer Engine no longer does so with "
-            "this cuDNN (counted from plans, not run on a GPU with it)",
+            else "match the steps: the plugin rounds the number of sequences up, since Transformer Engine does not "
+            "with this cuDNN (checked with plans, not on a GPU)",
         )
 
 
@@ -178,7 +182,7 @@ def transformer_engine() -> Iterator[Finding]:
             "Transformer Engine",
             found,
             NOTE if untried else OK,
-            "not tried with the plugin: its attention is checked here, where there is a GPU, and when a job starts"
+            "not tried with the plugin: its attention is checked here if there is a GPU, and when a job starts"
             if untried
             else "",
         )
@@ -223,7 +227,7 @@ def apex() -> Iterator[Finding]:
     check_apex()  # raises with the cure
     here = importlib.util.find_spec("apex") is not None
     yield Finding(
-        "apex", "NVIDIA's" if here else "none: Megatron runs without (PyPI's apex is another package)"
+        "apex", "NVIDIA's" if here else "none: Megatron runs without it (PyPI's apex is another package)"
     )
 
 
@@ -247,7 +251,7 @@ def megatron() -> Iterator[Finding]:
             "CUDA_DEVICE_MAX_CONNECTIONS",
             os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set"),
             NOTE,
-            "tensor and sequence parallelism want 1 in the job's environment (the batch scripts set it)",
+            "tensor and sequence parallelism need 1 in the job's environment (the batch scripts set it)",
         )
 
 
@@ -259,10 +263,10 @@ def dataset_helpers() -> Finding:
     tools = {"make": "make", "a C++ compiler": "g++", "python3-config": "python3-config"}
     missing = [name for name, command in tools.items() if shutil.which(command) is None]
     missing += [] if importlib.util.find_spec("pybind11") else ["pybind11 (pip install pybind11)"]
-    cure = "Megatron then builds them at its start"
+    cure = "Megatron builds them at its start"
     if missing:
-        cure += f"; missing for it: {', '.join(missing)}"
-    return Finding(what, "not built: the plugin needs none, --wlb-off does", NOTE, cure)
+        cure += f"; it lacks: {', '.join(missing)}"
+    return Finding(what, "not built: the plugin does not need them, --wlb-off does", NOTE, cure)
 
 
 def self_test() -> Iterator[Finding]:

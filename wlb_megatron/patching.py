@@ -41,9 +41,11 @@ def add_patch(parser: argparse.ArgumentParser) -> None:
         "checkout's version; all or none are applied, and doing it again does nothing."
     )
     action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--check", action="store_true", help="say what is applied and what would be")
+    action.add_argument(
+        "--check", action="store_true", help="print what is applied, and what --apply would do"
+    )
     action.add_argument("--apply", action="store_true", help="apply what is not applied yet")
-    action.add_argument("--revert", action="store_true", help="take out what is applied")
+    action.add_argument("--revert", action="store_true", help="remove what is applied")
     parser.add_argument("path", metavar="PATH", type=Path, help="the checkout")
     parser.set_defaults(run=run_patch)
 

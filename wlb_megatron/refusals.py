@@ -14,7 +14,7 @@ from wlb_megatron.config import WlbConfig
 
 
 class Refused(SystemExit):
-    """Raised with one line a person can act on; exits with status 1. told: which ranks print it is chosen."""
+    """Raised with one line a person can act on; exits with status 1. told: the ranks that print it have been chosen."""
 
     told = False
 
@@ -56,8 +56,8 @@ REFUSALS: tuple[Refusal, ...] = (
             and (_balancing(a) or _get(a, "moe_z_loss_coeff"))
         ),
         "--wlb-cp-mode dynamic with --moe-aux-loss-coeff / --moe-z-loss-coeff",
-        "a router's loss is a mean over a micro-batch, and which documents share one would depend on the groups; "
-        "balance by --moe-router-enable-expert-bias, or use --wlb-cp-mode fixed",
+        "a router's loss is a mean over a micro-batch, so it would depend on the groups; balance with "
+        "--moe-router-enable-expert-bias, or use --wlb-cp-mode fixed",
     ),
     Refusal(
         lambda a, c: (
@@ -65,24 +65,24 @@ REFUSALS: tuple[Refusal, ...] = (
             and (c.cp_mode == "dynamic" or c.release == "full")
         ),
         "--wlb-micro-batches-per-window with --wlb-cp-mode dynamic or --wlb-release full",
-        "dynamic groups decide how many micro-batches there are, and the paper's release knows one a window; leave "
-        "it out",
+        "dynamic groups choose the number of micro-batches, and the paper's release uses one per window; leave it out",
     ),
     Refusal(
         lambda a, c: c.overlong == "chunk" and (c.chunks == "off" or c.packing != "varlen"),
         "--wlb-overlong chunk with --wlb-chunks off or another --wlb-packing than varlen",
-        "only in chunks does a document above the window train whole; leave them out, or use --wlb-overlong split",
+        "a document above the window can train whole only in chunks; leave those flags out, or use --wlb-overlong "
+        "split",
     ),
     Refusal(
         lambda a, c: c.overlong == "chunk" and a.max_position_embeddings <= a.seq_length,
         "--wlb-overlong chunk with --max-position-embeddings of no more than --seq-length",
-        "positions run on in a document above the window; set it to the tokens of the longest document that is to "
-        "train whole",
+        "positions exceed the window in such a document; set it to the length of the longest document that is to train "
+        "whole (tokens)",
     ),
     Refusal(
         lambda a, c: c.kernels == "fa4" and _get(a, "transformer_impl") == "local",
         "--wlb-kernels fa4 with --transformer-impl local",
-        "attention there is plain torch, on any device; use --transformer-impl transformer_engine, or "
+        "the local implementation runs attention in plain torch; use --transformer-impl transformer_engine, or "
         "--wlb-kernels auto",
     ),
     Refusal(
@@ -105,7 +105,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda a, c: _get(a, "multi_latent_attention") and _get(a, "apply_rope_fusion"),
         "--multi-latent-attention with fused RoPE",
-        "the fused kernel takes positions from Megatron's own layout; add --no-rope-fusion",
+        "the fused kernel assumes Megatron's own token order; add --no-rope-fusion",
     ),
     Refusal(
         lambda a, c: (
@@ -113,23 +113,23 @@ REFUSALS: tuple[Refusal, ...] = (
             and "m" not in str(_get(a, "pipeline_model_parallel_layout") or "m").split("|")[-1]
         ),
         "--mtp-num-layers on another stage than the last (--pipeline-model-parallel-layout)",
-        "hidden states of several depths would pass between the stages, in shapes that are not planned; "
-        "give the last stage the m",
+        "hidden states of several depths would pass between stages, in shapes that the plan does not have; put the m "
+        "into the last stage",
     ),
     Refusal(
         lambda a, c: (_get(a, "cuda_graph_impl") or "none") != "none" or _get(a, "enable_cuda_graph"),
         "--cuda-graph-impl",
-        "CUDA graphs need fixed shapes, micro-batches vary in length; leave graphs off",
+        "CUDA graphs need fixed shapes, but micro-batches vary in length; leave graphs off",
     ),
     Refusal(
         lambda a, c: _get(a, "hybrid_layer_pattern") or _get(a, "is_hybrid_model"),
         "--hybrid-layer-pattern (Mamba)",
-        "state-space layers carry state across document bounds here; use a GPT model",
+        "state-space layers would carry state from one document to the next; use a GPT model",
     ),
     Refusal(
         lambda a, c: _get(a, "fp8_dot_product_attention") or _get(a, "fp8_multi_head_attention"),
         "--fp8-dot-product-attention / --fp8-multi-head-attention",
-        "cuDNN has no FP8 attention over packed documents; drop it, matrix products stay in FP8",
+        "cuDNN has no FP8 attention over packed documents; drop it. Matrix products stay in FP8",
     ),
     Refusal(
         lambda a, c: _get(a, "fp4"),
@@ -139,7 +139,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda a, c: _get(a, "overlap_moe_expert_parallel_comm") or _get(a, "delay_wgrad_compute"),
         "--overlap-moe-expert-parallel-comm (and --delay-wgrad-compute, which needs it)",
-        "its schedule splits the forward into parts that the plugin does not hand out; drop it",
+        "its schedule runs the forward in parts, which the plugin does not support; drop it",
     ),
     Refusal(
         lambda a, c: _get(a, "hybrid_context_parallel") or _get(a, "dynamic_context_parallel"),
@@ -160,7 +160,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda a, c: _get(a, "eod_mask_loss"),
         "--eod-mask-loss",
-        "it masks by token value; a document's last token already predicts nothing. Drop it",
+        "it masks by token value, but a document's last token already predicts nothing; drop it",
     ),
     Refusal(
         lambda a, c: _get(a, "ddp_average_in_collective"),
@@ -168,7 +168,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "the loss is summed per token, so gradients are summed and divided by all ranks' tokens; drop "
         "--ddp-average-in-collective",
     ),
-    Refusal(lambda a, c: _get(a, "sft"), "--sft", "only pre-training documents are packed; drop it"),
+    Refusal(lambda a, c: _get(a, "sft"), "--sft", "only pre-training documents can be packed; drop it"),
     Refusal(lambda a, c: _get(a, "fim_data"), "--fim-data", "fill-in-the-middle rewrites documents; drop it"),
     Refusal(lambda a, c: _get(a, "mock_data"), "--mock-data", "give real documents with --data-path"),
     Refusal(
@@ -191,7 +191,7 @@ REFUSALS: tuple[Refusal, ...] = (
             _get(a, "num_experts") and "seq_aux_loss" in str(_get(a, "moe_router_load_balancing_type"))
         ),
         "--moe-router-load-balancing-type seq_aux_loss",
-        "it takes a packed sequence for one document; use aux_loss",
+        "it treats a packed sequence as one document; use aux_loss",
     ),
     Refusal(
         lambda a, c: (
@@ -202,18 +202,19 @@ REFUSALS: tuple[Refusal, ...] = (
             )
         ),
         "--moe-router-load-balancing-type sinkhorn / quantile_balancing",
-        "it routes a rank's tokens by each other, padding too, so that routes would differ between layouts; "
+        "it routes each token by the other tokens of its rank, padding included, so routes would differ between "
+        "layouts; "
         "use aux_loss, global_aux_loss or none",
     ),
     Refusal(
         lambda a, c: _get(a, "attention_dropout"),
         "--attention-dropout above 0",
-        "random masks would differ between shardings; set --attention-dropout 0",
+        "random dropout masks would differ between shardings; set --attention-dropout 0",
     ),
     Refusal(
         lambda a, c: getattr(_get(a, "attention_backend"), "name", "auto") in ("flash", "unfused"),
         "--attention-backend flash / unfused",
-        "attention runs on cuDNN's kernels for packed documents; use auto or fused",
+        "attention over packed documents runs on cuDNN's kernels; use auto or fused",
     ),
     Refusal(
         lambda a, c: _get(a, "transformer_impl") == "local" and _get(a, "distributed_backend") == "nccl",
@@ -223,17 +224,17 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda a, c: _get(a, "qk_clip") or _get(a, "log_max_attention_logit"),
         "--qk-clip / --log-max-attention-logit",
-        "the maximum logit is not collected; drop it",
+        "the plugin's attention does not collect the maximum logit; drop it",
     ),
     Refusal(
         lambda a, c: _get(a, "position_embedding_type") not in ("rope", "yarn", "none", None),
         "--position-embedding-type",
-        "only rope, yarn and none are handled; use --position-embedding-type rope",
+        "only rope, yarn and none are supported; use --position-embedding-type rope",
     ),
     Refusal(
         lambda a, c: _get(a, "fused_single_qkv_rope"),
         "--fused-single-qkv-rope",
-        "it asserts on packed sequences; drop it",
+        "Megatron does not support it for packed sequences; drop it",
     ),
     Refusal(
         lambda a, c: _get(a, "experimental_attention_variant"),
@@ -243,19 +244,22 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda a, c: _get(a, "tp_comm_overlap"),
         "--tp-comm-overlap",
-        "Transformer Engine makes its buffers for --seq-length tokens once, micro-batches vary in length; drop it",
+        "Transformer Engine allocates its buffers once for --seq-length tokens, but micro-batches vary in length; "
+        "drop it",
     ),
     Refusal(
         lambda a, c: _get(a, "defer_embedding_wgrad_compute"),
         "--defer-embedding-wgrad-compute",
-        "it gathers all deferred micro-batches into buffers of the first one's size, theirs vary; drop it",
+        "it gathers deferred micro-batches into buffers of the first one's size, but micro-batches vary in length; "
+        "drop it",
     ),
     Refusal(
         lambda a, c: any(
             (_get(a, size) or 1) > 1 for size in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
         ),
         "--tensor-parallel-num-weight-shards / --expert-tensor-parallel-num-weight-shards",
-        "ranks that share a weight's shards train micro-batches of their own, for which nothing is planned; drop it",
+        "ranks that share a weight's shards would train micro-batches of their own, which the plan does not have; "
+        "drop it",
     ),
     Refusal(
         lambda a, c: _get(a, "use_kitchen_attention"),
@@ -265,12 +269,12 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda a, c: _get(a, "flash_attention_version"),
         "--flash-attention-version",
-        "attention runs on cuDNN's kernels for packed documents; drop it",
+        "attention over packed documents runs on cuDNN's kernels; drop it",
     ),
     Refusal(
         lambda a, c: _get(a, "batch_invariant_mode"),
         "--batch-invariant-mode",
-        "attention's kernels depend on the micro-batch; drop it, or take --deterministic-mode",
+        "attention's kernels depend on the micro-batch; drop it, or use --deterministic-mode",
     ),
     Refusal(
         lambda a, c: _get(a, "logits_save_dir") or _get(a, "logits_load_dir"),
@@ -280,12 +284,12 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda a, c: _get(a, "inprocess_restart"),
         "--inprocess-restart",
-        "a restart inside the process would go on after the plans of the attempt before; restart the job instead",
+        "a restart inside the process would continue after the failed attempt's plans; restart the job instead",
     ),
     Refusal(
         lambda a, c: _get(a, "cpu_offloading_retain_pinned_cpu_buffers"),
         "--cpu-offloading-retain-pinned-cpu-buffers",
-        "the buffers are kept for tensors of one shape, micro-batches vary in length; drop it",
+        "the buffers are kept for tensors of one shape, but micro-batches vary in length; drop it",
     ),
     Refusal(
         lambda a, c: c.trace is not None and c.trace_iteration < 2,
@@ -298,7 +302,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "it adds to that file's lines; give --wlb-log PATH",
     ),
     Refusal(
-        lambda a, c: _get(a, "perform_rl_step"), "--perform-rl-step", "only pre-training is handled; drop it"
+        lambda a, c: _get(a, "perform_rl_step"),
+        "--perform-rl-step",
+        "only pre-training is supported; drop it",
     ),
     Refusal(
         lambda a, c: _get(a, "phase_transition_iterations"),
@@ -315,7 +321,7 @@ REFUSALS: tuple[Refusal, ...] = (
             _get(a, "multiple_validation_sets") and (_get(a, "virtual_pipeline_model_parallel_size") or 1) > 1
         ),
         "--multiple-validation-sets with virtual pipeline stages",
-        "Megatron takes the stages' iterators for the sets; evaluate one set, a blend",
+        "Megatron confuses the stages' data iterators with those of the sets; evaluate one set, such as a blend",
     ),
 )
 

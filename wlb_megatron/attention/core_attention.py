@@ -151,7 +151,7 @@ class WlbCoreAttention:
                 "feed the model through wlb_megatron's forward_step"
             )
         if attention_bias is not None:
-            raise WlbError("attention bias is not handled by wlb_megatron: train without it")
+            raise WlbError("wlb_megatron does not support attention bias: train without it")
         if query.dim() == 4 and query.shape[1] == 1:
             query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if query.dim() != 3:

@@ -19,7 +19,10 @@ def remember(source: Source, planner_state: Callable[[], dict[str, Any]], *, app
     keep(lambda: {"settings": settings, "planner": planner_state()})
 
 
-CURE = "or add --wlb-fresh-order: what waits trains first, corpora go on where they stood, new ones begin"
+CURE = (
+    "or add --wlb-fresh-order: documents that wait train first, known corpora continue where they were, and new "
+    "ones begin"
+)
 
 
 def restore(source: Source, args: Any) -> list[str]:
@@ -31,7 +34,7 @@ def restore(source: Source, args: Any) -> list[str]:
     elif source.config.fresh_order:  # a new run, or --finetune
         raise Refused(
             "wlb_megatron refuses --wlb-fresh-order: training begins at iteration 0, so there is no document order to "
-            "take up; drop it, or give --load (without --finetune)"
+            "continue; drop it, or give --load (without --finetune)"
         )
     planner = source.planner
     for size in planner.schedule.from_now(planner.samples):
@@ -46,8 +49,8 @@ def _continue(source: Source, args: Any) -> list[str]:
     if state is None:
         if not fresh:
             raise Refused(
-                f"wlb_megatron: the checkpoint of iteration {args.iteration} holds no packing state, so which "
-                "documents it has trained is not known: add --wlb-fresh-order to begin the document order anew"
+                f"wlb_megatron: the checkpoint of iteration {args.iteration} holds no packing state, so the "
+                "documents that it has trained are not known: add --wlb-fresh-order to begin the document order anew"
             )
         planner.begin_at(samples)
         return [f"the document order begins at sample {samples:,}: the checkpoint has none"]

@@ -31,7 +31,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("--out", metavar="PATH", help="file of the profile; PATH.partial is kept meanwhile")
-    add("--refit", metavar="PATH", help="only fit an earlier profile's measurements anew, in place")
+    add("--refit", metavar="PATH", help="fit an earlier profile's measurements again, in place")
     model = parser.add_argument_group("model, in Megatron's flags").add_argument
     model("--hidden-size", type=whole(1), default=4096, help="(default: 4096)")
     model("--ffn-hidden-size", type=whole(1), help="(default: 4 x hidden)")
@@ -91,7 +91,9 @@ def run_profile(args: argparse.Namespace) -> None:
     if not out.parent.is_dir():
         raise WlbError(f"cannot write {out}: there is no folder {out.parent}; make it or give another --out")
     if args.backend == "auto" and backend == "torch" and args.grid != "tiny":
-        raise WlbError("there is no GPU here: profile on one of the job's, or try it out with --grid tiny")
+        raise WlbError(
+            "no GPU was found: profile on one of the job's GPUs, or try the command with --grid tiny"
+        )
     rank, world = _join(torch, backend)
     bar = _Progress(count_points(args.grid, model, world), rank == 0)
     partial = out.with_name(out.name + ".partial")
