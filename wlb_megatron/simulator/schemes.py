@@ -13,8 +13,9 @@ from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.delay_bound import Limits
 from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.job import plan_job
 from wlb_megatron.packing.lengths import sample_lengths
-from wlb_megatron.packing.packer import Packer, Ranks, make_packer
+from wlb_megatron.packing.packer import Packer, Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen_packer import VarlenPacker, longest_micro_batch
 from wlb_megatron.plan import IterationPlan
@@ -53,38 +54,44 @@ def plan_run(
     packing: original, fixed-greedy[-K] (over K global batches), varlen (of per_window micro-batches a window), varlen-K
     (of K), or paper-Q (WLB-LLM with Q queues).
     """
-    sample = sample_lengths(lengths, setting.window, "split")
-    packer = _make_packer(packing, setting, cost, sample, per_window)
     rules = Rules(setting.window, "split", seed, endless=True)
-    tokens = setting.micro_batches * setting.layout.dp * setting.window
-    return run_packer(packer, lengths, rules, tokens, iterations=iterations, warm_up=warm_up)
+    stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
+    planner = _planner(packing, stream, lengths, setting, cost, per_window)
+    return list(islice(iter(planner.next_iteration, None), warm_up, warm_up + iterations))
 
 
 def run_packer(
     packer: Packer, lengths: Lengths, rules: Rules, global_tokens: int, *, iterations: int, warm_up: int
 ) -> list[IterationPlan]:
-    """Plans of `iterations` global batches after `warm_up` ones."""
+    """Plans of `iterations` global batches after `warm_up` ones, of a packer that no settings name."""
     stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
     planner = Planner(stream, packer, global_tokens=global_tokens)
     return list(islice(iter(planner.next_iteration, None), warm_up, warm_up + iterations))
 
 
-def _make_packer(
-    packing: str, setting: Setting, cost: CostModel, sample: Sequence[int], per_window: str
-) -> Packer:
-    layout = setting.layout
+def _planner(
+    packing: str,
+    stream: DocumentStream,
+    lengths: Lengths,
+    setting: Setting,
+    cost: CostModel,
+    per_window: str,
+) -> Planner:
+    """What plans a job of these settings in training, too; the paper's queues alone are no setting."""
+    layout, window = setting.layout, setting.window
     name, _, count = packing.rpartition("-") if packing[-1].isdigit() else (packing, "", "1")
     aligned = multiple(layout.cp, layout.tp)
     if name == "paper":
         limits = Limits(
             bins=setting.micro_batches * layout.dp,
-            window=setting.window,
-            capacity=longest_micro_batch(WlbConfig(), setting.window, aligned),
+            window=window,
+            capacity=longest_micro_batch(WlbConfig(), window, aligned),
             max_documents=WlbConfig().max_documents,
             max_delay=UNBOUNDED,
         )
-        thresholds = [int(share * setting.window) for share in QUEUES[int(count)]]
-        return VarlenPacker(cost, limits, thresholds, Ranks(layout.dp), by_balance=False)
+        thresholds = [int(share * window) for share in QUEUES[int(count)]]
+        packer = VarlenPacker(cost, limits, thresholds, Ranks(layout.dp), by_balance=False)
+        return Planner(stream, packer, global_tokens=limits.bins * window)
     config = (
         WlbConfig(micro_batches_per_window=per_window)
         if packing == "varlen"
@@ -92,16 +99,17 @@ def _make_packer(
         if name == "varlen"
         else WlbConfig(packing=name, balance_batches=int(count))
     )
-    return make_packer(
+    return plan_job(
+        stream,
         config,
         cost,
-        window=setting.window,
+        window=window,
         micro_batches=setting.micro_batches,
         dp=layout.dp,
         pp=layout.pp,
         vpp=layout.chunks,
         alignment=aligned,
-        sample=sample,
+        sample=sample_lengths(lengths, window, "split"),
     )
 
 
