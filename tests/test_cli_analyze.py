@@ -236,7 +236,7 @@ def test_analyze_and_simulate_predict_the_same_gain_of_random_jobs(
 ) -> None:
     random = np.random.default_rng(11)
     np.save(tmp_path / "lengths.npy", np.minimum(random.lognormal(6.0, 1.4, 4000), 8192).astype(np.int64))
-    for _ in range(4):
+    for _ in range(3):
         pp, vpp = (int(random.choice(sizes)) for sizes in ([1, 2, 4], [1, 2]))
         flags = (
             f"--lengths {tmp_path / 'lengths.npy'} --window 8192 --micro-batches 4 --iterations 6 --warm-up 2 "
@@ -376,9 +376,8 @@ def test_pictures_are_written_whole_and_nothing_beside_them(
     pytest.importorskip("matplotlib")
     np.save(tmp_path / "lengths.npy", some_lengths(500))
     out = tmp_path / "pictures"
-    command = (
-        f"--window 64 --micro-batches 140 --dp 2 --pp 2 --cp 2 --iterations 3 --no-split --pictures {out}"
-    )
+    command = "--window 64 --packing fixed-greedy --micro-batches 140 --dp 2 --pp 2 --cp 2 --iterations 3 "
+    command += f"--no-split --pictures {out}"
     code, _, err = call(capsys, "analyze", "--lengths", str(tmp_path / "lengths.npy"), *command.split())
     assert code == 0, err
     assert sorted(path.name for path in out.iterdir()) == [
