@@ -18,9 +18,11 @@ from packing_oracle import ListStream, make_planner, run
 from test_megatron_layouts import trained
 
 from wlb_megatron.packing.batch_schedule import BatchSchedule, linear_ramp
+from wlb_megatron.packing.packer import Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.batch_sizes import batch_schedule, evaluated, misfit, ramp_as_steps
+from wlb_megatron.workload.cost_model import CostModel
 
 LENGTHS = [3, 9, 1, 14, 2, 2, 16, 5, 7, 1, 12, 4, 4, 8, 16, 3]
 
@@ -74,7 +76,9 @@ def test_an_interleaved_schedule_takes_what_megatrons_own_check_takes() -> None:
     """The rule of forward_backward_pipelining_with_interleaving, by its text: PP <= group <= micro-batches, and no
     last group of less than PP."""
 
-    def refused(micro_batches: int, group: int | None, chunks: int | None = 2) -> str | None:
+    def refused(
+        micro_batches: int, group: int | None, chunks: int | None = 2, planned: bool = False
+    ) -> str | None:
         return misfit(
             3 * micro_batches,
             argparse.Namespace(
@@ -83,6 +87,7 @@ def test_an_interleaved_schedule_takes_what_megatrons_own_check_takes() -> None:
                 virtual_pipeline_model_parallel_size=chunks,
                 microbatch_group_size_per_vp_stage=group,
             ),
+            planned=planned,
         )
 
     taken = {
@@ -99,6 +104,12 @@ def test_an_interleaved_schedule_takes_what_megatrons_own_check_takes() -> None:
     }
     assert "3 micro-batches" in str(refused(3, None)) and "12 would do" in str(refused(3, None))
     assert refused(3, None, chunks=None) is None
+    # Where the plan makes a multiple of the group of them, any number of windows is one.
+    assert refused(3, None, planned=True) is None and "below the 2" in str(refused(3, 1, planned=True))
+    law = Ranks(pp=2, vpp=2, group=3).law(CostModel(8.0))
+    for windows in range(1, 9):
+        for per_window in (None, 1, 1.5):
+            assert all(refused(count, 3) is None for count in law.counts(windows, per_window))
 
 
 def test_batches_are_decreased_as_megatrons_calculator_decreases_them() -> None:

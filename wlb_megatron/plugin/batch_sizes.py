@@ -37,8 +37,16 @@ def _decreased(args: Any) -> bool:
     return bool(getattr(args, "decrease_batch_size_if_needed", False))
 
 
-def misfit(size: int, args: Any) -> str | None:
-    """Why Megatron cannot train a global batch of so many micro-batches in this layout; None where it can."""
+def plan_decides(args: Any, *, evaluation: bool = False) -> bool:
+    """Whether the plan makes as many micro-batches of a rank's windows as the interleaved schedule takes, whatever
+    their number. Evaluation is packed by varlen and by fixed groups whatever trains."""
+    trains = args.wlb_packing == "varlen" and args.wlb_cp_mode == "fixed"
+    return args.wlb_release == "balance" and (evaluation or trains)
+
+
+def misfit(size: int, args: Any, *, planned: bool = False) -> str | None:
+    """Why Megatron cannot train a global batch of so many windows in this layout; None where it can. planned: see
+    plan_decides."""
     ranks, stages = args.data_parallel_size, args.pipeline_model_parallel_size
     if size % ranks:
         return f"a global batch of {size} is not a multiple of the data-parallel size {ranks}: change one of them"
@@ -48,6 +56,8 @@ def misfit(size: int, args: Any) -> str | None:
     if group < stages:
         return f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below the {stages} pipeline stages"
     count = size // ranks
+    if planned:
+        return None
     if _interleaves(count, group, stages):
         return None
     next_one = next(more for more in itertools.count(count) if _interleaves(more, group, stages))
@@ -91,7 +101,7 @@ def _steps(text: str, window: int) -> tuple[tuple[int, int], ...]:
 
 def micro_step_multiple(args: Any) -> int:
     """The interleaved schedule takes micro-batches by groups of this many; 1F1B any number."""
-    if (args.virtual_pipeline_model_parallel_size or 1) == 1:
+    if (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) == 1:
         return 1
     group = getattr(args, "microbatch_group_size_per_vp_stage", None)
     return int(group or args.pipeline_model_parallel_size)

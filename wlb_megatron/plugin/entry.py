@@ -15,7 +15,13 @@ from typing import Any
 from wlb_megatron.arguments import PREFIX, add_arguments, config_from_args, name_flag
 from wlb_megatron.plugin import source as sources
 from wlb_megatron.plugin import versions
-from wlb_megatron.plugin.batch_sizes import batch_schedule, evaluated, misfit, ramp_as_steps
+from wlb_megatron.plugin.batch_sizes import (
+    batch_schedule,
+    evaluated,
+    misfit,
+    plan_decides,
+    ramp_as_steps,
+)
 from wlb_megatron.plugin.kernel_trial import try_transformer_engine
 from wlb_megatron.plugin.kernels import kernels_of
 from wlb_megatron.plugin.limits import fit_to_memory
@@ -232,10 +238,10 @@ def _refuse_misfits(args: Any) -> None:
         raise Refused(f"wlb_megatron refuses --seq-length: {wrong}")
     trained, tested = batch_schedule(args).largest, evaluated(args)
     stepped = getattr(args, "step_batch_size_schedule", None) is not None
-    if wrong := misfit(trained, args):
+    if wrong := misfit(trained, args, planned=plan_decides(args)):
         flag = "--step-batch-size-schedule" if stepped else "--global-batch-size"
         raise Refused(f"wlb_megatron refuses {flag}: {wrong}")
-    if args.eval_iters and (wrong := misfit(tested, args)):
+    if args.eval_iters and (wrong := misfit(tested, args, planned=plan_decides(args, evaluation=True))):
         raise Refused(f"wlb_megatron refuses --eval-global-batch-size: {wrong}")
 
 

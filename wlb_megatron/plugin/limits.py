@@ -13,7 +13,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.choose_chunks import chunk_capacity, holds_whole
 from wlb_megatron.packing.chunk_packer import held
 from wlb_megatron.packing.whole_documents import Bound
-from wlb_megatron.plugin.batch_sizes import batch_schedule
+from wlb_megatron.plugin.batch_sizes import batch_schedule, micro_step_multiple
 from wlb_megatron.plugin.chunk_limits import chunks_refused
 from wlb_megatron.workload.chunk_memory import chunked_bytes, fit_chunks, fit_document, keys_bytes
 from wlb_megatron.workload.memory import GIB, ModelShape, ParallelLayout, fit_max_tokens, memory_needed
@@ -171,6 +171,7 @@ def model_and_layout(args: Any) -> tuple[ModelShape, ParallelLayout]:
         dtype_bytes=2 if args.bf16 or args.fp16 else 4,
         losses=1 + further,
     )
+    windows, multiple = batch_schedule(args).largest // args.data_parallel_size, micro_step_multiple(args)
     layout = ParallelLayout(
         tensor=args.tensor_model_parallel_size,
         context=args.context_parallel_size,
@@ -178,7 +179,7 @@ def model_and_layout(args: Any) -> tuple[ModelShape, ParallelLayout]:
         data=args.data_parallel_size,
         virtual=getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
         group=getattr(args, "microbatch_group_size_per_vp_stage", None) or 1,
-        micro_batches=batch_schedule(args).largest // args.data_parallel_size,
+        micro_batches=-(-windows // multiple) * multiple,
         sequence=args.sequence_parallel,
         distributed_optimizer=args.use_distributed_optimizer,
         recompute=args.recompute_granularity or "none",

@@ -139,6 +139,16 @@ def _orders(micro_batches: int, model: Any, chunks: int, groups: Sequence[int]) 
     return transfer_orders(micro_batches, stage, stages, chunks, group)
 
 
+def _taken(windows: int, model: Any) -> int:
+    """As many micro-batches as the schedule takes and windows are, or more: interleaved, a multiple of its group."""
+    from megatron.core.utils import get_model_config
+
+    if not isinstance(model, list) or len(model) == 1:
+        return windows
+    group = get_model_config(model[0]).microbatch_group_size_per_vp_stage
+    return -(-windows // group) * group
+
+
 def _mean_losses(model: Any, batches: Sequence[Any]) -> AbstractContextManager[None]:
     """In fp16, losses are means; see loss_scale.py."""
     from megatron.core.utils import get_model_config
@@ -188,7 +198,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         training = not kwargs.get("forward_only")
         longest = source.take_rehearsal() if training else None
         if longest is not None:
-            every = longest if len(longest) > 1 else longest * num_microbatches
+            every = longest if len(longest) > 1 else longest * _taken(num_microbatches, kwargs["model"])
             rehearse(lambda: step(every), kwargs["model"], longest[0])
         began = time.perf_counter()
         batches = data.draw_step(first)

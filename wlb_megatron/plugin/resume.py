@@ -7,7 +7,7 @@ from typing import Any
 
 from wlb_megatron.packing.carry import Carried, take_up
 from wlb_megatron.plugin import checkpoint
-from wlb_megatron.plugin.batch_sizes import misfit
+from wlb_megatron.plugin.batch_sizes import misfit, plan_decides
 from wlb_megatron.plugin.source import Source
 from wlb_megatron.refusals import Refused
 
@@ -38,7 +38,7 @@ def restore(source: Source, args: Any) -> list[str]:
         )
     planner = source.planner
     for size in planner.schedule.from_now(planner.samples):
-        if wrong := misfit(size, args):
+        if wrong := misfit(size, args, planned=plan_decides(args)):
             raise Refused(f"wlb_megatron: this run comes to global batches that cannot train: {wrong}")
     return said
 
