@@ -268,7 +268,7 @@ def test_a_run_reports_predicted_and_measured_times_and_traces_an_iteration(
         2,
     )
     assert done.returncode == 0, failure(done)
-    assert "planning and predicting by a GPU, torch 2" in done.stdout
+    assert "planning and predicting with a GPU, torch 2" in done.stdout
     assert "its vocabulary is 100, not 128" in done.stdout
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]

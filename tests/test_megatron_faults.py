@@ -99,4 +99,4 @@ def test_what_a_checkpoint_refuses_is_told_once_a_node(corpus: Path, tmp_path: P
     assert saved.returncode == 0, failure(saved)
     done = launch([*arguments, "--wlb-quadratic-at", "77"], 2, timeout=LIMIT)
     assert done.returncode == 1
-    assert done.stderr.count("cannot resume with other settings of the work: --wlb-quadratic-at was") == 1
+    assert done.stderr.count("cannot resume with another cost model: --wlb-quadratic-at was") == 1

@@ -83,7 +83,7 @@ def test_a_skipped_iterations_documents_are_given_out_and_not_trained_at_resume_
     assert re.findall(r"consumed samples: +(\d+)", done.stdout) == ["4", "12", "16"]
     skipped = [piece for iteration, piece in trained(whole) if iteration == 1]
     tokens = sum(piece[3] - piece[2] for piece in skipped)
-    assert f"its {len(skipped)} documents, {tokens} tokens, are given out and not trained" in done.stdout
+    assert f"its {len(skipped)} documents, {tokens} tokens, are used up and not trained" in done.stdout
     ranks = [torch.load(tmp_path / "skipped" / f"rank{at}.pt", weights_only=False) for at in range(2)]
     assert trained(ranks) == [entry for entry in trained(whole) if entry[0] != 1]
     (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")

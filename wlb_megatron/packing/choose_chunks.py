@@ -88,9 +88,7 @@ def choose_chunks(
         step_over_ideal(lengths, windows * limits.window, packer)
         for packer in (ChunkPacker(cost, few, one, per_window=per_window), whole(few, one))
     )
-    return Choice(
-        cut <= PAYS * uncut, f"a step of {cut:.2f} times the ideal one is predicted, with whole {uncut:.2f}"
-    )
+    return Choice(cut <= PAYS * uncut, f"predicted step over ideal: {cut:.2f} in chunks, {uncut:.2f} whole")
 
 
 def _asked_for(config: WlbConfig) -> tuple[str, str] | None:

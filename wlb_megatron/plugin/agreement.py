@@ -147,7 +147,7 @@ class PlanAgreement:
         for at in range(1, min(kinds, TOLD_APART) + 1):
             digest, who = self._store.get(f"{iteration}/{what}/digest {at}").decode().split(" ", 1)
             told.append(f"{self._store.add(f'{iteration}/{what}/{digest}', 0)} as {who}")
-        more = f", and {kinds - TOLD_APART} ways more" if kinds > TOLD_APART else ""
+        more = f", and {kinds - TOLD_APART} other variants" if kinds > TOLD_APART else ""
         return f"{'; '.join(told)}{more}"
 
 
@@ -169,7 +169,7 @@ def shared_gpu(name: str) -> str:
             f"{ranks[gpu]} {gpu} (the first is rank {names.index(gpu)})" for gpu in sorted(ranks)
         )
         print(
-            f"> wlb_megatron: this job mixes GPUs: {told}; all plan by the kernel times of {chosen}",
+            f"> wlb_megatron: this job mixes GPUs: {told}; all plan with the kernel times of {chosen}",
             flush=True,
         )
     return chosen

@@ -46,6 +46,6 @@ class Drift:
         self._warned = True
         slower = "longer" if now > 1 else "shorter"
         return (
-            f"the last {WINDOW} iterations took {abs(now - 1):.0%} {slower} than their plans say, by the scale of the "
-            "run's first ones: a slower GPU or network, another load beside it, or work that plans do not know"
+            f"the last {WINDOW} iterations took {abs(now - 1):.0%} {slower} than predicted, compared with the run's "
+            "first ones: a slower GPU or network, another load on the machine, or work that plans do not count"
         )

@@ -220,7 +220,7 @@ def _take_over(args: Any) -> None:
     _set(args, "dataloader_type", "external", "the plugin's sampler orders the data")
     asked = getattr(args, "cp_comm_type", None) or ["p2p"]
     if args.context_parallel_size > 1 and {*([asked] if isinstance(asked, str) else asked)} != {"p2p"}:
-        _say("does not use --cp-comm-type: keys that another rank's queries need travel as the plan says")
+        _say("ignores --cp-comm-type: the plan decides which keys ranks exchange")
     # Megatron clears this in validate_args; shapes then come from the plan, not from an exchange.
     args.variable_seq_lengths = True
     if args.num_experts is None:

@@ -39,7 +39,7 @@ def profile_of(args: Any) -> Profile | None:
 
 def told(profile: Profile, args: Any) -> str:
     """What the job's log says of its profile: what it is of, and what of this job is unlike it."""
-    line = f"planning and predicting by {profile.told()}"
+    line = f"planning and predicting with {profile.told()}"
     if args.distributed_backend == "nccl":
         here = torch.cuda.get_device_name(args.local_rank)
         if here != profile.device:

@@ -64,7 +64,7 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
         print_rank_0(
             f"> wlb_megatron: {_documents_of(first)}, packing {first.config.packing}, micro-batches "
             f"of at most {first.planner.packer.max_tokens:,} tokens, sharding {first.config.sharding}, "
-            f"attention equals the rest at {first.config.quadratic_at:.0f} tokens"
+            f"attention costs as much as the rest at {first.config.quadratic_at:.0f} tokens"
         )
         for line in first.said:
             print_rank_0(f"> wlb_megatron: {line}")
@@ -73,7 +73,7 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
             print_rank_0(f"> wlb_megatron: {told(profile, args)}")
         elif kernels_of(args)[0] == "fa4" and _settings(first, args).table.backend != "fa4":
             print_rank_0(
-                "> wlb_megatron: planning by cuDNN's kernel times: none of FlashAttention-4's are built in; "
+                "> wlb_megatron: planning with cuDNN's kernel times: FlashAttention-4's are not built in; "
                 "wlb-megatron profile measures them"
             )
         agreement = _agree(sources, args)
@@ -172,7 +172,7 @@ def _tell_skipped(planned: PlannedIteration) -> None:
     summary = planned.micro_batches[0].summary
     print_rank_0(
         f"> wlb_megatron: an iteration of --iterations-to-skip: its {summary.documents} documents, {summary.tokens} "
-        "tokens, are given out and not trained"
+        "tokens, are used up and not trained"
     )
 
 

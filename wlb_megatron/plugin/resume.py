@@ -79,7 +79,7 @@ def _load(source: Source, state: dict[str, Any], args: Any) -> str:
         if state["settings"].get(name) != value
     ]
     if changed:
-        return f"cannot resume with other settings of the work: {'; '.join(changed)}; set them as before"
+        return f"cannot resume with another cost model: {'; '.join(changed)}; set them as before"
     try:
         source.planner.load_state(state["planner"])
     except ValueError as error:

@@ -151,7 +151,7 @@ def fitted_rows(costs: Costs) -> list[list[str]]:
         ["a row moved for it: query, key (ns)", *(f"{t.moved_query:.2f}, {t.moved_key:.2f}" for t in both)],
         ["keys of a remote token (ns)", *(f"{t.exchange_row:.1f}" for t in both)],
         [f"the rest of a layer, a token of {tokens} (ns)", *(f"{ns:.1f}" for ns in costs.layer.slope())],
-        ["attention equals the rest at (tokens)", f"{costs.quadratic_at:.0f}", ""],
+        ["attention costs as much as the rest at (tokens)", f"{costs.quadratic_at:.0f}", ""],
         ["a document, in tokens", f"{costs.per_document:.1f}", ""],
         ["embedding, a token (ns)", *(f"{ns:.1f}" for ns in costs.embedding.slope())],
         ["output and loss, a token (ns)", *(f"{ns:.1f}" for ns in costs.loss.slope())],
