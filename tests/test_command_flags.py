@@ -99,6 +99,7 @@ ELSEWHERE = {
         "json": "is how all others are looked at",
         "trace": "test_simulator_schemes.py",
         "profile": "test_simulator_profile.py",
+        "gpu-memory": "test_job_flags.py",
         "cp-mode": "test_job_flags.py",
         "solver-seconds": "bounds a search by the clock, and is refused where there is none, below",
     },

@@ -14,6 +14,7 @@ from test_cli import call
 
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.plan import validate
+from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.settings_flags import add_layout, add_settings, settings
 from wlb_megatron.simulator.job import Job
@@ -80,6 +81,27 @@ def test_documents_train_in_chunks_unless_the_trainer_cannot() -> None:
         return isinstance(job(flags).planner(LENGTHS, settings(parsed(flags))).packer, ChunkPacker)
 
     assert chunked("--num-experts 8") and not chunked("--mtp-num-layers 1 --thresholds none")
+
+
+def test_memory_sets_lmax_and_chunks_as_in_training() -> None:
+    """The 7B over TP=4 CP=4 PP=4 at windows of 128K: enough for 1.5 windows, for less, and for chunks alone."""
+
+    def packer(gib: int) -> tuple[bool, int]:
+        flags = f"--window 131072 --tp 4 --cp 4 --thresholds none --gpu-memory {gib} "
+        chosen = job(flags + ("--chunks off" if gib > 50 else ""))
+        config = settings(parsed("--chunks off" if gib > 50 else ""))
+        made = chosen.planner(LENGTHS, replace(config, thresholds="none")).packer
+        return isinstance(made, ChunkPacker), made.max_tokens
+
+    memory = {gib: job("--window 131072 --tp 4 --cp 4").memory(gib) for gib in (80, 60, 50)}
+    assert packer(80) == (False, 3 * 131072 // 2)
+    assert memory[60] is not None and packer(60) == (False, memory[60].whole()) and packer(60)[1] < 196608
+    assert memory[50] is not None and packer(50) == (True, memory[50].in_chunks())
+    with pytest.raises(WlbError, match=r"a micro-batch of 1\.25 windows"):
+        job("--window 131072 --tp 4 --cp 4 --gpu-memory 50").planner(
+            LENGTHS, settings(parsed("--chunks off"))
+        )
+    assert job("--num-experts 8 --gpu-memory 8").memory(8) is None
 
 
 def test_ranks_that_share_experts_are_timed_in_one_order() -> None:

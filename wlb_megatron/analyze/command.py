@@ -11,7 +11,6 @@ from typing import Any
 
 from wlb_megatron.analyze.comparison import Analysis, analyze, planned
 from wlb_megatron.analyze.pictures import draw_all, need_matplotlib
-from wlb_megatron.bounds import real
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.blocks import Lengths
@@ -21,13 +20,6 @@ from wlb_megatron.simulator.job_flags import add_job, read_job
 def add_analyze(parser: argparse.ArgumentParser) -> None:
     """The flags beyond layout and settings: simulate's, and pictures."""
     add_job(parser)
-    parser.add_argument(
-        "--gpu-memory",
-        type=real(1),
-        default=80.0,
-        metavar="GIB",
-        help="for which the longest micro-batch and window are told (GiB; default: 80)",
-    )
     parser.add_argument(
         "--no-split", action="store_true", help="do not tell what each part gains, which is most of the time"
     )
@@ -46,7 +38,7 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
     told = args.model is not None or args.hidden_size is not None or job.profile is not None
     settings = 2 if args.no_split else planned(config, job)
     with _progress(settings * (job.warm_up + job.iterations)) as advance:
-        analysis = analyze(lengths, config, job, advance, memory=args.gpu_memory, split=not args.no_split)
+        analysis = analyze(lengths, config, job, advance, split=not args.no_split)
     if args.pictures is not None:
         folder = Path(args.pictures)
         try:

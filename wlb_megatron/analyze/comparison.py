@@ -12,12 +12,14 @@ from wlb_megatron.analyze.fits import Fits, fits
 from wlb_megatron.analyze.measure import Layout, Measured, measure
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.blocks import Lengths
-from wlb_megatron.packing.choose_chunks import holds_whole
+from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.job import arrival_order
-from wlb_megatron.packing.varlen_packer import longest_micro_batch
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.simulator.job import Job, Run
+
+DEFAULT_GIB = 80.0
+"""Memory of a GPU for which it is told what fits, where none is given."""
 
 CLOSE = 0.005
 """What is set is recommended where no other setting gains so much more."""
@@ -115,13 +117,12 @@ def analyze(
     job: Job,
     progress: Callable[[], None] = lambda: None,
     *,
-    memory: float = 80.0,
     split: bool = True,
 ) -> Analysis:
     """Plan and simulate all settings over the same endless stream.
 
-    lengths: integers[n], tokens of each document. progress: called after each planned iteration. memory: of a GPU, GiB.
-    split: also what each part gains. WlbError on settings that cannot work.
+    lengths: integers[n], tokens of each document. progress: called after each planned iteration. split: also what
+    each part gains. WlbError on settings that cannot work.
     """
     layout = Layout.of(job)
     runs = _Runs(lengths, job, progress)
@@ -133,11 +134,9 @@ def analyze(
         settings = job.cost(run.config), layout, job.longest(run.config), orders
         return measure(run.plans, run.shards, run.timed, *settings)
 
-    capacity = layout.window
-    if config.packing == "varlen" and not holds_whole(config, layout.window, job.alignment):
-        capacity = after.planner.packer.max_tokens
-    elif config.packing == "varlen":
-        capacity = longest_micro_batch(config, layout.window, job.alignment)
+    capacity = after.planner.packer.max_tokens
+    memory = job.memory(DEFAULT_GIB if job.gib is None else job.gib)
+    chunked = isinstance(after.planner.packer, ChunkPacker)
     return Analysis(
         lengths=lengths,
         config=config,
@@ -150,7 +149,7 @@ def analyze(
         said=after.said,
         gains=_gains(config, job, runs, before) if split else (),
         unmasked=_unmasked(job),
-        memory=fits(job, memory, keep_keys=not config.regather_keys),
+        memory=None if memory is None else fits(memory, in_chunks=chunked),
         runs=(before, after),
     )
 

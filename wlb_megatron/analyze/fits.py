@@ -1,63 +1,47 @@
-"""Which micro-batch and window fit a GPU's memory, counted as training counts them (workload/memory.py)."""
+"""Which micro-batch and window fit a GPU's memory, counted as training counts them (packing/memory_limits.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
-from wlb_megatron.simulator.job import Job
-from wlb_megatron.workload.memory import GIB, LEAST, ModelShape, ParallelLayout, memory_needed
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.packing.memory_limits import MARGIN, GpuMemory
+from wlb_megatron.workload.memory import GIB, LEAST, memory_needed
 
-MARGIN = 0.10
+MOST = 1 << 26
+"""Tokens beyond which nothing is looked for."""
 
 
 class Fits(NamedTuple):
-    """Tokens of the longest micro-batch and of the longest window, which needs 1.25 windows; 0: not even one token."""
+    """Tokens of the longest micro-batch and of the longest window; 0: not even the least. in_chunks: with documents in
+    chunks, else with whole ones, which need 1.25 windows."""
 
     micro_batch: int
     window: int
     gib: float
+    in_chunks: bool
 
 
-def fits(job: Job, gib: float, *, keep_keys: bool = True) -> Fits | None:
-    """With sequence parallelism beside tensor parallelism, and the distributed optimizer. None with experts: how many
-    tokens one gets is not known ahead."""
-    if job.trainer.experts:
-        return None
-    shape, layout = described(job, keep_keys)
-    room, step = int(gib * GIB * (1 - MARGIN)), job.alignment
-    low, high = 0, 1 << 24  # in multiples of the alignment; what is needed grows with the tokens
+def fits(memory: GpuMemory, *, in_chunks: bool) -> Fits:
+    room = int(memory.size * (1 - MARGIN))
+    gib = memory.size / GIB
+    if in_chunks:
+        plain = WlbConfig()
+        window = _most(1024, lambda w: replace(memory, window=w).needed(plain, w)[0] <= room)
+        return Fits(memory.in_chunks(), window, gib, True)
+    most = _most(memory.alignment, lambda tokens: memory_needed(memory.shape, memory.layout, tokens) <= room)
+    return Fits(most, most * LEAST[1] // LEAST[0] // 1024 * 1024, gib, False)
+
+
+def _most(step: int, fit: Callable[[int], bool]) -> int:
+    """The largest multiple of `step` that fits; what is needed grows with it."""
+    low, high = 0, MOST // step
     while low < high:
         middle = (low + high + 1) // 2
-        if memory_needed(shape, layout, middle * step) <= room:
+        if fit(middle * step):
             low = middle
         else:
             high = middle - 1
-    return Fits(low * step, low * step * LEAST[1] // LEAST[0] // 1024 * 1024, gib)
-
-
-def described(job: Job, keep_keys: bool) -> tuple[ModelShape, ParallelLayout]:
-    """The job in workload.memory's terms."""
-    shape, sizes, further = job.model.shape, job.model.layout, job.trainer.mtp
-    return ModelShape(
-        hidden=shape.hidden,
-        ffn=shape.ffn,
-        layers=-(-shape.layers // sizes.pp) + further,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab=shape.vocab,
-        gated=shape.gated,
-        losses=1 + further,
-    ), ParallelLayout(
-        tensor=sizes.tp,
-        context=sizes.cp,
-        pipeline=sizes.pp,
-        data=sizes.dp,
-        virtual=sizes.chunks,
-        group=sizes.pp,
-        micro_batches=job.micro_batches,
-        sequence=sizes.tp > 1,
-        distributed_optimizer=True,
-        recompute=job.model.recompute,
-        keep_keys=keep_keys,
-    )
+    return low * step

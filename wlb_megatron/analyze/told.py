@@ -151,16 +151,19 @@ def _ending(analysis: Analysis) -> list[str]:
     lines = []
     memory, window = analysis.memory, analysis.layout.window
     if memory is not None:
-        most = f"micro-batches up to {memory.micro_batch:,} tokens, windows up to {memory.window:,}"
+        how = "documents in chunks" if memory.in_chunks else "whole documents"
+        most = f"micro-batches up to {memory.micro_batch:,} tokens, windows up to {memory.window:,} ({how})"
         if memory.micro_batch == 0:
             lines.append(f"weights alone do not fit {memory.gib:g} GiB a GPU: more --tp or --pp")
         elif memory.window < window:
             lines.append(f"does not fit {memory.gib:g} GiB a GPU, which takes {most}:")
-            lines.append("more --tp, --cp or --pp, or --recompute full")
+            lines.append(
+                "more --tp, --cp or --pp, --recompute full, or --gpu-memory to plan as training would there"
+            )
         else:
-            lines.append(f"fits {memory.gib:g} GiB a GPU: {most} (distributed optimizer)")
+            lines.append(f"fits {memory.gib:g} GiB a GPU: {most}")
             if memory.micro_batch < analysis.capacity:
-                lines.append(f"training would plan for that: --max-tokens {memory.micro_batch} does here")
+                lines.append("training would lower Lmax for that: --gpu-memory does here")
     return [*lines, f"flags: {analysis.flags or 'none, the defaults do this'}"]
 
 

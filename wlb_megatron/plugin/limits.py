@@ -3,98 +3,56 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.choose_chunks import chunk_capacity, holds_whole
-from wlb_megatron.packing.chunk_packer import held
+from wlb_megatron.packing import memory_limits
+from wlb_megatron.packing.choose_chunks import chunk_capacity
+from wlb_megatron.packing.memory_limits import GpuMemory, with_lmax
 from wlb_megatron.packing.whole_documents import Bound
 from wlb_megatron.plugin.batch_sizes import batch_schedule, micro_step_multiple
 from wlb_megatron.plugin.chunk_limits import chunks_refused
-from wlb_megatron.workload.chunk_memory import chunked_bytes, fit_chunks, fit_document, keys_bytes
-from wlb_megatron.workload.memory import GIB, ModelShape, ParallelLayout, fit_max_tokens, memory_needed
+from wlb_megatron.workload.chunk_memory import fit_document, keys_bytes
+from wlb_megatron.workload.memory import GIB, ModelShape, ParallelLayout
 
 LARGE_VOCABULARY = 131072
 """Assumed where only the tokenizer knows, which is built after the flags are checked."""
 
 
 def fit_to_memory(args: Any, config: WlbConfig, alignment: int) -> WlbConfig:
-    """The settings with Lmax filled in: 1.5 windows, or what fits the GPU's memory if that is less.
-
-    A value given by flag stays. Where not even 1.25 windows fit, micro-batches are shorter and documents train in
-    chunks, if they can; else WlbError. The same on every rank of like GPUs, and independent of the layout wherever
-    memory suffices.
-    """
+    """The settings with Lmax filled in, see memory_limits.with_lmax. The same on every rank of like GPUs, and
+    independent of the layout wherever memory suffices."""
     if config.max_tokens is not None:
         return config
-    try:
-        fitting = fitting_tokens(args, alignment)
-    except WlbError:
-        shorter = 0 if _whole_alone(args, config) else fitting_chunks(args, alignment)
-        if shorter * LEAST_CHUNK < args.seq_length:
-            raise
-        return replace(config, max_tokens=shorter)
-    usual = 3 * args.seq_length // 2
-    return replace(config, max_tokens=usual if fitting is None else min(usual, fitting))
+    return with_lmax(config, gpu_memory(args, alignment), args.seq_length, chunks_refused(args))
 
 
-LEAST_CHUNK = 8
-"""A micro-batch with chunks has at least a window over this, by which fixed costs of kernels and hosts stay small."""
-
-
-def _whole_alone(args: Any, config: WlbConfig) -> bool:
-    off = config.chunks == "off" or config.packing != "varlen" or config.release == "full"
-    return off or config.cp_mode == "dynamic" or bool(chunks_refused(args))
+def gpu_memory(args: Any, alignment: int) -> GpuMemory | None:
+    """None where memory is not looked at: without a GPU, or with experts (how many tokens one gets is not known
+    ahead)."""
+    if not _known(args):
+        return None
+    return GpuMemory(_memory(args), *model_and_layout(args), args.seq_length, alignment)
 
 
 def fitting_tokens(args: Any, alignment: int) -> int | None:
-    """The longest micro-batch that fits the GPU's memory. None where memory is not looked at: without a GPU, or with
-    experts (how many tokens one gets is not known ahead)."""
-    if not _known(args):
-        return None
-    return fit_max_tokens(*model_and_layout(args), _memory(args), window=args.seq_length, alignment=alignment)
-
-
-def fitting_chunks(args: Any, alignment: int) -> int:
-    """The same with documents in chunks, none above the window; at most what a plan with chunks makes use of."""
-    shape, layout = model_and_layout(args)
-    window = args.seq_length
-    flying = held(window, layout.micro_batches, layout.pipeline)
-    fitting = fit_chunks(*(shape, layout, _memory(args)), held=flying, document=window, alignment=alignment)
-    return min(fitting, chunk_capacity(window, None, alignment))
+    """The longest micro-batch of whole documents that fits the GPU's memory; None where that is not looked at."""
+    memory = gpu_memory(args, alignment)
+    return None if memory is None else memory.whole()
 
 
 def chunks_memory(args: Any, config: WlbConfig, alignment: int, longest: int) -> tuple[int, int] | None:
-    """Bytes that the fullest GPU needs at most with documents of up to `longest` tokens in chunks, and with whole ones
-    at the settings' Lmax (0: these are not trained). None where memory is not looked at."""
-    if not _known(args):
-        return None
-    shape, layout = model_and_layout(args)
-    window = args.seq_length
-    chunked = chunked_bytes(
-        *(shape, layout),
-        longest=chunk_capacity(window, config.max_tokens, alignment),
-        held=held(window, layout.micro_batches, layout.pipeline, longest),
-        document=max(window, longest),
-    )
-    whole = holds_whole(config, window, alignment) and config.max_tokens
-    return chunked, memory_needed(shape, layout, whole) if whole else 0
+    """See GpuMemory.needed; None where memory is not looked at."""
+    memory = gpu_memory(args, alignment)
+    return None if memory is None else memory.needed(config, longest)
 
 
 def no_memory_for_chunks(args: Any, config: WlbConfig, alignment: int) -> list[tuple[str, str]]:
-    """A row as of chunks_refused where whole documents fit the GPU's memory and chunks are predicted not to: many
-    key heads under full recompute, whose keys are more than the activations that are kept."""
-    needed = chunks_memory(args, config, alignment, args.seq_length)
-    if config.chunks != "auto" or config.overlong == "chunk" or needed is None or not needed[1]:
-        return []
-    if needed[0] <= max(needed[1], 0.9 * _memory(args)):
-        return []
-    told = f"{_memory(args) // GIB} GiB of memory, where chunks need {needed[0] / GIB:.1f}"
-    return [(told, "use fewer key heads (--num-query-groups) or more tensor-parallel ranks")]
+    """See memory_limits.no_memory_for_chunks."""
+    return memory_limits.no_memory_for_chunks(config, gpu_memory(args, alignment))
 
 
 def told_of_chunks(args: Any, config: WlbConfig, alignment: int, longest: int) -> list[str]:

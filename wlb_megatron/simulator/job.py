@@ -17,6 +17,7 @@ from wlb_megatron.packing.chunk_limits import Trainer
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.job import plan_job, sample_lengths_of
+from wlb_megatron.packing.memory_limits import GpuMemory, no_memory_for_chunks, with_lmax
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.whole_documents import longest_whole
 from wlb_megatron.plan import IterationPlan
@@ -24,6 +25,7 @@ from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.sharding.cut import cut_plans, orders_of
 from wlb_megatron.simulator.groups import simulate_groups
 from wlb_megatron.simulator.iteration import Orders, Shards, Simulated, simulate
+from wlb_megatron.simulator.memory import gpu_memory
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.workload.cost_model import CostModel, document_cost, quadratic_at
 from wlb_megatron.workload.kernel_table import h100
@@ -34,7 +36,7 @@ from wlb_megatron.workload.profile import Profile
 class Job:
     """window: tokens. micro_batches: windows of a data-parallel rank and step. iterations: that are looked at, after
     `warm_up` planned ones in which queues fill. seed: of the shuffle, None for the given order. trainer: what decides
-    about documents in chunks."""
+    about documents in chunks. gib: memory of a GPU, by which Lmax is set and chunks are chosen; None: not looked at."""
 
     model: LayerModel
     window: int
@@ -44,6 +46,7 @@ class Job:
     seed: int | None
     profile: Profile | None = None
     trainer: Trainer = field(default_factory=Trainer)
+    gib: float | None = None
 
     @property
     def alignment(self) -> int:
@@ -74,8 +77,12 @@ class Job:
         self, lengths: Lengths, config: WlbConfig, say: Callable[[str], None] = lambda _: None
     ) -> Planner:
         """Raises WlbError on settings that cannot work."""
-        layout = self.model.layout
+        layout, refused = self.model.layout, self.trainer.chunks_refused()
+        memory = None if self.gib is None else self.memory(self.gib)
         with explain_bad_values():
+            if memory is not None and config.packing == "varlen":
+                config = with_lmax(config, memory, self.window, refused)
+                refused += no_memory_for_chunks(config, memory)
             longest = self.longest(config)
             rules = Rules(longest, config.overlong, self.seed, endless=True)
             stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
@@ -90,10 +97,15 @@ class Job:
                 vpp=layout.chunks,
                 alignment=self.alignment,
                 sample=sample_lengths_of(stream, len(lengths)),
-                no_chunks=self.trainer.chunks_refused(),
+                no_chunks=refused,
                 longest=stream.longest,
                 say=say,
             )
+
+    def memory(self, gib: float) -> GpuMemory | None:
+        """None with experts, whose memory is not known ahead."""
+        sizes = {"window": self.window, "micro_batches": self.micro_batches, "alignment": self.alignment}
+        return gpu_memory(self.model, self.trainer, gib, **sizes)
 
     def run(self, lengths: Lengths, config: WlbConfig, progress: Callable[[], None] = lambda: None) -> Run:
         """Plan and time the job. progress: called after each planned iteration. WlbError on settings that cannot

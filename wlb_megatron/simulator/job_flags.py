@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from wlb_megatron.bounds import RANKS, SEED, check_heads, whole
+from wlb_megatron.bounds import RANKS, SEED, check_heads, real, whole
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.chunk_limits import Trainer
 from wlb_megatron.simulator.assumptions import Assumptions
@@ -36,6 +36,12 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         default=1234,
         type=whole(-1, SEED),
         help="of the shuffle, as in training; -1: given order (default: 1234)",
+    )
+    add(
+        "--gpu-memory",
+        type=real(1),
+        metavar="GIB",
+        help="of a GPU: Lmax and chunks are then chosen by it, as training does (GiB; default: not looked at)",
     )
     add("--json", metavar="PATH", help="write JSON there, - for stdout, instead of a table")
     model = parser.add_argument_group(
@@ -147,6 +153,7 @@ def read_job(args: argparse.Namespace) -> Job:
         seed=None if args.seed < 0 else args.seed,
         profile=profile,
         trainer=read_trainer(args),
+        gib=args.gpu_memory,
     )
 
 

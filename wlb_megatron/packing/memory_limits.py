@@ -1,0 +1,98 @@
+"""What a GPU's memory decides of a plan: Lmax, and whether documents train in chunks. For training and the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.choose_chunks import chunk_capacity, holds_whole
+from wlb_megatron.packing.chunk_packer import held
+from wlb_megatron.workload.chunk_memory import chunked_bytes, fit_chunks
+from wlb_megatron.workload.memory import GIB, ModelShape, ParallelLayout, fit_max_tokens, memory_needed
+
+LEAST_CHUNK = 8
+"""A micro-batch with chunks has at least a window over this, by which fixed costs of kernels and hosts stay small."""
+
+MARGIN = 0.10
+"""Of the memory, left free."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """size: bytes of one GPU. window, alignment: tokens."""
+
+    size: int
+    shape: ModelShape
+    layout: ParallelLayout
+    window: int
+    alignment: int
+
+    def whole(self) -> int:
+        """The longest micro-batch of whole documents that fits. WlbError if 1.25 windows do not."""
+        return fit_max_tokens(
+            self.shape, self.layout, self.size, window=self.window, alignment=self.alignment
+        )
+
+    def in_chunks(self) -> int:
+        """The same with documents in chunks, none above the window; at most what a plan with chunks makes use of."""
+        flying = held(self.window, self.layout.micro_batches, self.layout.pipeline)
+        fitting = fit_chunks(
+            *(self.shape, self.layout, self.size),
+            held=flying,
+            document=self.window,
+            alignment=self.alignment,
+        )
+        return min(fitting, chunk_capacity(self.window, None, self.alignment))
+
+    def needed(self, config: WlbConfig, longest: int) -> tuple[int, int]:
+        """Bytes that the fullest GPU needs at most with documents of up to `longest` tokens in chunks, and with whole
+        ones at the settings' Lmax (0: these are not trained)."""
+        chunked = chunked_bytes(
+            *(self.shape, self.layout),
+            longest=chunk_capacity(self.window, config.max_tokens, self.alignment),
+            held=held(self.window, self.layout.micro_batches, self.layout.pipeline, longest),
+            document=max(self.window, longest),
+        )
+        whole = holds_whole(config, self.window, self.alignment) and config.max_tokens
+        return chunked, memory_needed(self.shape, self.layout, whole) if whole else 0
+
+
+def with_lmax(
+    config: WlbConfig, memory: GpuMemory | None, window: int, refused: Sequence[tuple[str, str]]
+) -> WlbConfig:
+    """The settings with Lmax filled in: 1.5 windows, or what fits if that is less.
+
+    A value that is given stays. Where not even 1.25 windows fit, micro-batches are shorter and documents train in
+    chunks, if they can; else WlbError. memory: None where it is not looked at. refused: what chunks do not go with.
+    """
+    if config.max_tokens is not None:
+        return config
+    usual = 3 * window // 2
+    if memory is None:
+        return replace(config, max_tokens=usual)
+    try:
+        return replace(config, max_tokens=min(usual, memory.whole()))
+    except WlbError:
+        shorter = 0 if _whole_alone(config, refused) else memory.in_chunks()
+        if shorter * LEAST_CHUNK < window:
+            raise
+        return replace(config, max_tokens=shorter)
+
+
+def _whole_alone(config: WlbConfig, refused: Sequence[tuple[str, str]]) -> bool:
+    off = config.chunks == "off" or config.packing != "varlen" or config.release == "full"
+    return off or config.cp_mode == "dynamic" or bool(refused)
+
+
+def no_memory_for_chunks(config: WlbConfig, memory: GpuMemory | None) -> list[tuple[str, str]]:
+    """A row as of chunks_refused where whole documents fit the GPU's memory and chunks are predicted not to: many
+    key heads under full recompute, whose keys are more than the activations that are kept."""
+    if config.chunks != "auto" or config.overlong == "chunk" or memory is None:
+        return []
+    chunked, whole = memory.needed(config, memory.window)
+    if not whole or chunked <= max(whole, (1 - MARGIN) * memory.size):
+        return []
+    told = f"{memory.size // GIB} GiB of memory, where chunks need {chunked / GIB:.1f}"
+    return [(told, "use fewer key heads (--num-query-groups) or more tensor-parallel ranks")]

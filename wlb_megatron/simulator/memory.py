@@ -1,0 +1,43 @@
+"""A job in the terms of workload/memory.py, as training counts a GPU's memory."""
+
+from __future__ import annotations
+
+from wlb_megatron.packing.chunk_limits import Trainer
+from wlb_megatron.packing.memory_limits import GpuMemory
+from wlb_megatron.simulator.model import LayerModel
+from wlb_megatron.workload.memory import GIB, ModelShape, ParallelLayout
+
+
+def gpu_memory(
+    model: LayerModel, trainer: Trainer, gib: float, *, window: int, micro_batches: int, alignment: int
+) -> GpuMemory | None:
+    """With sequence parallelism beside tensor parallelism, and the distributed optimizer. None with experts: how many
+    tokens one gets is not known ahead. gib: of a GPU. micro_batches: windows of a data-parallel rank and step."""
+    if trainer.experts:
+        return None
+    shape, sizes = model.shape, model.layout
+    described = ModelShape(
+        hidden=shape.hidden,
+        ffn=shape.ffn,
+        layers=-(-shape.layers // sizes.pp) + trainer.mtp,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab=shape.vocab,
+        gated=shape.gated,
+        losses=1 + trainer.mtp,
+    )
+    layout = ParallelLayout(
+        tensor=sizes.tp,
+        context=sizes.cp,
+        pipeline=sizes.pp,
+        data=sizes.dp,
+        virtual=sizes.chunks,
+        group=sizes.pp,
+        micro_batches=micro_batches,
+        sequence=sizes.tp > 1,
+        distributed_optimizer=True,
+        recompute=model.recompute,
+        keep_keys=not model.regather,
+    )
+    return GpuMemory(int(gib * GIB), described, layout, window, alignment)
