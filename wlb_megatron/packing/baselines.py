@@ -97,7 +97,7 @@ class OriginalPacker:
         self, config: WlbConfig, cost: CostModel, *, window: int, bins: int, ranks: Ranks = ONE_RANK
     ) -> None:
         self._cost = cost
-        self._max_documents = config.max_documents
+        self._max_documents = self.most_pieces = config.max_documents
         self._window = window
         self.max_tokens = window
         self.bins = bins
@@ -154,7 +154,7 @@ class FixedGreedyPacker:
             raise WlbError(f"balance_batches must be at least 1, got {config.balance_batches}")
         self.intake_batches = config.balance_batches
         self._cost = cost
-        self._max_documents = config.max_documents
+        self._max_documents = self.most_pieces = config.max_documents
         self._window = window
         self.max_tokens = window
         self.bins = bins

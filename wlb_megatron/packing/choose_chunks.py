@@ -11,7 +11,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.delay_bound import Limits
 from wlb_megatron.packing.packer import Packer, Ranks
-from wlb_megatron.packing.thresholds import MOST_BINS, sampled, step_over_ideal
+from wlb_megatron.packing.thresholds import MOST_AT_ONCE, MOST_BINS, sampled, step_over_ideal
 from wlb_megatron.workload.cost_model import CostModel
 
 LONGEST = (3, 4)
@@ -81,9 +81,10 @@ def choose_chunks(
         return Choice(False, "there is no pipeline to fill")
     if not sample:
         return Choice(False, "no documents to predict from")
-    windows = min(limits.bins // ranks.dp, MOST_BINS)
-    few, one = replace(limits, bins=windows), ranks._replace(dp=1)
     lengths = sampled(sample)
+    fill = MOST_AT_ONCE * int(lengths.sum()) // (len(lengths) * limits.window)  # so many windows
+    windows = min(limits.bins // ranks.dp, MOST_BINS, max(1, fill))
+    few, one = replace(limits, bins=windows), ranks._replace(dp=1)
     cut, uncut = (
         step_over_ideal(lengths, windows * limits.window, packer)
         for packer in (ChunkPacker(cost, few, one, per_window=per_window), whole(few, one))

@@ -22,6 +22,7 @@ from wlb_megatron.packing.packer import (
     check_settings,
     decode,
     encode,
+    most_per_window,
 )
 from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import Piece
@@ -75,6 +76,7 @@ class ChunkPacker:
         self._per_window = per_window
         self.bins = limits.bins
         self.law = ranks.law(cost)
+        self.most_pieces = limits.max_documents * most_per_window(self.law, None, always=True)
         self.held_tokens = held(limits.window, limits.bins // ranks.dp, ranks.pp, longest)
         self._waiting: list[Item] = []
         self._serial = 0

@@ -80,6 +80,9 @@ class Packer(Protocol):
     def max_tokens(self) -> int:
         """Most tokens of a micro-batch, without end padding."""
 
+    most_pieces: int
+    """Pieces that can train for each window of a global batch at most: no more are taken in."""
+
     intake_batches: int
     """Global batches taken in at once at most; in the other iterations nothing arrives."""
 
@@ -136,6 +139,7 @@ def make_packer(
     Raises ValueError on settings that cannot work.
     """
     from wlb_megatron.packing.baselines import FixedGreedyPacker, OriginalPacker
+    from wlb_megatron.packing.foresee import too_many_documents
     from wlb_megatron.packing.solver import FixedSolverPacker
 
     for name, value in (
@@ -156,6 +160,11 @@ def make_packer(
         raise WlbError(f"max_documents must be at least 1, got {config.max_documents}")
     ranks = Ranks(dp, pp, vpp, (group or pp) if vpp > 1 else 1)
     per_window = read_per_window(config.micro_batches_per_window)
+    if sample:
+        free = per_window if config.packing == "varlen" else 1
+        each = most_per_window(ranks.law(cost), free)
+        if told := too_many_documents(sample, window, config.max_documents, each):
+            say(told)
     if config.packing == "varlen":
         return _make_varlen(
             *(config, cost, window, micro_batches, alignment, sample, ranks),
@@ -198,7 +207,8 @@ def _make_varlen(
     from wlb_megatron.packing.choose_chunks import choose_chunks, holds_whole, with_chunks
     from wlb_megatron.packing.chunk_packer import ChunkPacker
     from wlb_megatron.packing.delay_bound import Limits
-    from wlb_megatron.packing.thresholds import find_thresholds, read_thresholds, rule_of_thumb
+    from wlb_megatron.packing.foresee import unpaired
+    from wlb_megatron.packing.thresholds import MOST_BINS, find_thresholds, read_thresholds, rule_of_thumb
     from wlb_megatron.packing.varlen_packer import VarlenPacker, longest_micro_batch
 
     max_delay = MAX_DELAY if config.max_delay is None else config.max_delay
@@ -245,6 +255,11 @@ def _make_varlen(
     if given is None and sample is not None:
         limits = replace(limits, capacity=longest_micro_batch(config, window, alignment))
         usual = find_thresholds(sample, cost, limits, ranks, per_window).thresholds
+    if sample and max_delay:
+        few = replace(limits, bins=min(limits.bins // ranks.dp, MOST_BINS))
+        told = unpaired(sample, window, whole(few, ranks._replace(dp=1), usual))
+        if told:
+            say(told)
     return whole(limits, ranks, usual)
 
 
@@ -268,6 +283,11 @@ def read_per_window(text: str) -> float | None:
 
 
 MOST_PER_WINDOW = 64
+
+
+def most_per_window(law: StepLaw, per_window: float | None, *, always: bool = False) -> int:
+    """Micro-batches that a window is given at most, in whole ones; see StepLaw.counts."""
+    return law.counts(law.group, per_window, always=always)[-1] // law.group
 
 
 def encode(waiting: Iterable[Waiting]) -> list[list[int]]:

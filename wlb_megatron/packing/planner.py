@@ -41,6 +41,7 @@ class Planner:
     With 10 global tokens and pieces of 4 tokens: iteration 0 takes 3 (total 12), iteration 1 takes 2 (20).
     Pieces that a packer puts back are taken again first, and count again: the stream then runs that much slower,
     and `put_back` counts them.
+    No more pieces are taken than could train: of tiny ones, fewer tokens than were asked for.
     A finite stream is drained: iterations go on until nothing waits.
     """
 
@@ -113,7 +114,11 @@ class Planner:
         arrived: list[Piece] = []
         self._supplied += batch.iterations
         goal = self._tokens(self.samples + batch.bins * batch.iterations)
+        most = batch.bins * batch.iterations * self.packer.most_pieces
         while self.taken < goal:
+            if len(arrived) >= most:  # the stream runs slower, as where pieces are put back
+                self.taken = goal
+                break
             piece = self._put_back.popleft() if self._put_back else self.stream.next()
             if piece is None:
                 self._ended = True

@@ -31,6 +31,11 @@ ITERATIONS, MOST_BINS = 96, 8
 """How long, and at how many micro-batches at most, each choice is tried."""
 
 
+MOST_AT_ONCE, MOST_PIECES, FEWEST = 8192, 200_000, 8
+"""Where documents are tiny, chunks are tried with about so many in an iteration, and for fewer iterations, of so many
+pieces in all; never for fewer than 8."""
+
+
 class Trial(NamedTuple):
     """What a choice of thresholds did on the sample. slowdown: summed largest over summed mean work, so 1 is even, or
     summed steps over summed work. delay: mean over tokens (iterations)."""
@@ -108,10 +113,18 @@ def sampled(sample: Sequence[int]) -> np.ndarray:
 
 
 def step_over_ideal(lengths: np.ndarray, global_tokens: int, packer: Packer) -> float:
-    """Predicted steps over the same work without bubble and waiting, over ITERATIONS iterations of the sample."""
+    """Predicted steps over the same work without bubble and waiting, over at most ITERATIONS iterations of the
+    sample."""
     planner = Planner(Repeated(lengths), packer, global_tokens=global_tokens)
-    plans = [planner.next_iteration() for _ in range(ITERATIONS)]
-    predicted, ideal = (sum(getattr(plan, name) for plan in plans) for name in ("predicted", "ideal"))
+    predicted = ideal = pieces = 0
+    for iteration in range(ITERATIONS):
+        if pieces > MOST_PIECES and iteration >= FEWEST:
+            break
+        plan = planner.next_iteration()
+        assert plan is not None
+        predicted += plan.predicted
+        ideal += plan.ideal
+        pieces += len(plan.arrived)
     return predicted / max(ideal, 1)
 
 

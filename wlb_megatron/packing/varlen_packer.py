@@ -26,6 +26,7 @@ from wlb_megatron.packing.packer import (
     check_settings,
     decode,
     encode,
+    most_per_window,
 )
 from wlb_megatron.packing.release import Choice, Situation, choose_release
 from wlb_megatron.plan import MicroBatch, Piece
@@ -100,6 +101,7 @@ class VarlenPacker:
         self._ranks = ranks
         self.law = ranks.law(cost)
         self._per_window = per_window
+        self.most_pieces = limits.max_documents * most_per_window(self.law, per_window)
         self._by_balance = by_balance
         self._adopt_thresholds = adopt_thresholds
         self._adopt_capacity = adopt_capacity
