@@ -24,8 +24,14 @@ class Drawn(NamedTuple):
         return self.documents[micro_batch] if self.documents else -1
 
 
-NAMED = 6
-"""Documents in chunks that a legend names."""
+NAMED, COLUMNS = 6, 3
+"""Documents in chunks that a legend names, and its columns: more would be wider than the picture."""
+
+CROWDED = 16
+"""Micro-batches of a step above which edges are thin, so that colours are seen."""
+
+LEGIBLE = 0.012
+"""Of the time axis, at least: shorter bars have no number, which would lie over its neighbours."""
 
 
 def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward: float = 2.0) -> list[float]:
@@ -69,9 +75,11 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
                 height=0.86,
                 color=shades(share) if colour is None else hues(colour),
                 edgecolor="white",
-                linewidth=1.2,
+                linewidth=1.2 if len(one.work) <= CROWDED else 0.4,
                 hatch="//" if event.backward else None,
             )
+            if event.end - event.start < LEGIBLE * max(lengths):
+                continue
             axes.text(
                 (event.start + event.end) / 2,
                 event.stage,
@@ -85,7 +93,7 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
             axes.legend(
                 [pyplot.Rectangle((0, 0), 1, 1, color=hues(colour)) for colour in colours.values()][:NAMED],
                 _legend(one)[:NAMED],
-                **{"loc": "upper left", "bbox_to_anchor": (0, -0.12), "ncols": NAMED, "fontsize": 7},
+                **{"loc": "upper left", "bbox_to_anchor": (0, -0.12), "ncols": COLUMNS, "fontsize": 7},
                 frameon=False,
             )
         axes.axvline(length, color="crimson", linewidth=1.5)
@@ -98,7 +106,9 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
         axes.invert_yaxis()
     rows[-1, 0].set_xlabel(
         "time (the step's work on a stage = 1, simulated from work; hatched: backward; number: micro-batch)",
-        labelpad=18 if plans and _colours(plans[-1]) else 4,  # below the legend
+        labelpad=4 + 14 * -(-min(NAMED, len(_colours(plans[-1]))) // COLUMNS)
+        if plans
+        else 4,  # below the legend
     )
     scale = pyplot.cm.ScalarMappable(norm=pyplot.Normalize(0, heaviest), cmap=shades)
     figure.colorbar(scale, ax=rows[:, 0].tolist(), label="share of the step's work")

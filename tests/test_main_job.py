@@ -1,0 +1,50 @@
+"""The main job's end, as a newcomer reads it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def main_job(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import main_job
+
+    return main_job
+
+
+def test_the_end_says_what_balanced_the_step_what_gpus_take_and_where_the_picture_lies(main_job: Any) -> None:
+    summary = {
+        "plain": {"micro_batches": 8.0, "gpu_tokens_per_second": 100.0},
+        "wlb": {"micro_batches": 12.4, "gpu_tokens_per_second": 150.0},
+    }
+    lines = main_job.ending(summary, Path("out/timeline.png"), 3, Path("out/summary.json"), 64)
+    told = "\n".join(lines)
+    for phrase in (
+        "wlb makes 12 micro-batches of like work",
+        "On 16 GPUs, with documents and window 64 times as long: 1.50 times the tokens/s, predicted",
+        "Picture of step 4: out/timeline.png",
+        "took on this CPU means nothing",
+    ):
+        assert phrase in told
+    assert max(map(len, lines)) <= 120
+
+
+def test_the_steps_on_gpus_are_simulated_from_the_same_documents(
+    main_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wlb_megatron.packing import lengths
+
+    given = np.tile([40, 600, 2048, 90, 5000, 300], 20)  # 5000 is above the window and left out
+    monkeypatch.setattr(lengths, "read_lengths", lambda path: given)
+    options = argparse.Namespace(out=tmp_path, seq_length=2048, iterations=2, global_batch_size=4)
+    told = main_job.simulate_on_gpus(options)
+    assert set(told) == {"plain", "wlb"}
+    assert told["wlb"][1] > told["plain"][1] > 1000 and told["plain"][0] > 100
