@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,31 @@ def test_analyze_tells_of_documents_above_the_window_whole_and_split(tmp_path: P
         whole["results"]["after"]["micro_batches"]["max"] > split["results"]["after"]["micro_batches"]["max"]
     )
     assert whole["results"]["after"]["token_delay"]["max"] == 0
+
+
+def test_a_resumed_run_says_at_which_length_documents_are_split_if_it_could_take_longer_ones() -> None:
+    from types import SimpleNamespace
+
+    from wlb_megatron.plugin.resume import _length_kept
+
+    first, second = stream(128), stream(256)
+    first.next()
+    before = second.state()
+    second.load_state(first.state())
+    resumed: Any = SimpleNamespace(planner=SimpleNamespace(stream=second))
+    assert _length_kept(resumed, before) == [
+        "documents are split at 128 tokens, as in the checkpoint; this run could train 256 whole"
+    ]
+    assert _length_kept(resumed, second.state()) == []
+
+
+def test_inspects_table_tells_how_many_earlier_tokens_a_chunk_attends_to(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from wlb_megatron.cli import main
+
+    flags = "--lengths 60,9 --window 64 --pp 2 --chunks on --quadratic-at 8 --micro-batch-cost 2"
+    assert main(["inspect", *flags.split()]) == 0
+    told = re.findall(r"0\[(\d+), \d+\)(?:\+(\d+))?", capsys.readouterr().out)
+    chunks = [start for start, prefix in told if prefix]
+    assert len(chunks) >= 2 and all(prefix in ("", start) for start, prefix in told)

@@ -168,7 +168,8 @@ def _print_plans(shown: dict[str, Any]) -> None:
     for number, iteration in enumerate(shown["iterations"]):
         rows = []
         for micro_batch in iteration["micro_batches"]:
-            rows.append([f"micro-batch of dp {micro_batch['dp']}", *_spell(micro_batch["documents"])])
+            whole = _spell(micro_batch["documents"], micro_batch.get("prefix", ()))
+            rows.append([f"micro-batch of dp {micro_batch['dp']}", *whole])
             rows += [[f"  cp {rank}", *_spell(held)] for rank, held in enumerate(micro_batch["ranks"])]
         print_table(
             f"iteration {number}: {len(iteration['arrived'])} pieces arrived, {len(iteration['waiting'])} wait",
@@ -177,10 +178,12 @@ def _print_plans(shown: dict[str, Any]) -> None:
         )
 
 
-def _spell(rows: list[list[int]], most: int = 6) -> list[str]:
-    """Tokens, padding, and the first few pieces or segments of it."""
+def _spell(rows: list[list[int]], prefixes: Sequence[int] = (), most: int = 6) -> list[str]:
+    """Tokens, padding, and the first few pieces or segments of it: 7[25, 43)+25 attends to the 25 tokens before it."""
     tokens, padding = (sum(end - start for i, start, end in rows if (i < 0) == pad) for pad in (False, True))
-    named = [f"{i}[{start}, {end})" for i, start, end in rows if i >= 0]
+    before = [f"+{prefix}" if prefix else "" for prefix in prefixes or [0] * len(rows)]
+    pairs = zip(rows, before, strict=True)
+    named = [f"{i}[{start}, {end}){told}" for (i, start, end), told in pairs if i >= 0]
     more = f" and {len(named) - most} more" if len(named) > most else ""
     return [str(tokens), str(padding), " ".join(named[:most]) + more]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.batch_schedule import BatchSchedule, linear_ramp
 
@@ -37,11 +38,11 @@ def _decreased(args: Any) -> bool:
     return bool(getattr(args, "decrease_batch_size_if_needed", False))
 
 
-def plan_decides(args: Any, *, evaluation: bool = False) -> bool:
+def plan_decides(config: WlbConfig, *, evaluation: bool = False) -> bool:
     """Whether the plan makes as many micro-batches of a rank's windows as the interleaved schedule takes, whatever
     their number. Evaluation is packed by varlen and by fixed groups whatever trains."""
-    trains = args.wlb_packing == "varlen" and args.wlb_cp_mode == "fixed"
-    return args.wlb_release == "balance" and (evaluation or trains)
+    trains = config.packing == "varlen" and config.cp_mode == "fixed"
+    return config.release == "balance" and (evaluation or trains)
 
 
 def misfit(size: int, args: Any, *, planned: bool = False) -> str | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wlb_megatron.arguments import PREFIX, add_arguments, config_from_args, name_flag
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin import source as sources
 from wlb_megatron.plugin import versions
 from wlb_megatron.plugin.batch_sizes import (
@@ -195,7 +196,7 @@ def _take_over(args: Any) -> None:
     try:
         config = sources.complete(args, config_from_args(args))
         refuse_unsupported(args, config)
-        _refuse_misfits(args)
+        _refuse_misfits(args, config)
         check_outputs(config)
         try_transformer_engine(args)
         kernels_of(args)
@@ -229,7 +230,7 @@ def _take_over(args: Any) -> None:
         )
 
 
-def _refuse_misfits(args: Any) -> None:
+def _refuse_misfits(args: Any, config: WlbConfig) -> None:
     """Refuse a window that does not divide, and the sizes of batches that every run comes to.
 
     Sizes on the way there are looked at once the model has loaded, when it is known where the run goes on.
@@ -238,10 +239,10 @@ def _refuse_misfits(args: Any) -> None:
         raise Refused(f"wlb_megatron refuses --seq-length: {wrong}")
     trained, tested = batch_schedule(args).largest, evaluated(args)
     stepped = getattr(args, "step_batch_size_schedule", None) is not None
-    if wrong := misfit(trained, args, planned=plan_decides(args)):
+    if wrong := misfit(trained, args, planned=plan_decides(config)):
         flag = "--step-batch-size-schedule" if stepped else "--global-batch-size"
         raise Refused(f"wlb_megatron refuses {flag}: {wrong}")
-    if args.eval_iters and (wrong := misfit(tested, args, planned=plan_decides(args, evaluation=True))):
+    if args.eval_iters and (wrong := misfit(tested, args, planned=plan_decides(config, evaluation=True))):
         raise Refused(f"wlb_megatron refuses --eval-global-batch-size: {wrong}")
 
 

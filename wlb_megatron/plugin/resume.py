@@ -38,7 +38,7 @@ def restore(source: Source, args: Any) -> list[str]:
         )
     planner = source.planner
     for size in planner.schedule.from_now(planner.samples):
-        if wrong := misfit(size, args, planned=plan_decides(args)):
+        if wrong := misfit(size, args, planned=plan_decides(source.config)):
             raise Refused(f"wlb_megatron: this run comes to global batches that cannot train: {wrong}")
     return said
 
@@ -61,7 +61,7 @@ def _continue(source: Source, args: Any) -> list[str]:
     if not changed and planner.began and fresh:
         return [f"the document order taken up at sample {planner.began:,} goes on: --wlb-fresh-order is done"]
     if not fresh:
-        return []
+        return _length_kept(source, unmoved)
     said = [f"takes up the document order at sample {samples:,}: {changed or 'as --wlb-fresh-order asks'}"]
     try:
         return [*said, *_told(take_up(planner, samples, state["planner"], next_epoch=not changed))]
@@ -69,6 +69,17 @@ def _continue(source: Source, args: Any) -> list[str]:
         planner.stream.load_state(unmoved)
         planner.begin_at(samples)
         return [*said, "its state cannot be read: all corpora begin, and what waited is not known"]
+
+
+def _length_kept(source: Source, before: dict[str, Any]) -> list[str]:
+    """What there is to say where documents are split at a shorter length than this run allows, as before."""
+    states = source.planner.stream.state(), before
+    now, allowed = (each.get("fingerprint", {}).get("window", 0) for each in states)
+    if now == allowed:
+        return []
+    return [
+        f"documents are split at {now:,} tokens, as in the checkpoint; this run could train {allowed:,} whole"
+    ]
 
 
 def _load(source: Source, state: dict[str, Any], args: Any) -> str:
