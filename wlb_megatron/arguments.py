@@ -47,7 +47,7 @@ def check_numbers(config: WlbConfig) -> None:
     for setting in fields(WlbConfig):
         value, within = getattr(config, setting.name), setting.metadata.get("within")
         if value is not None and within is not None and not within[0] <= value <= within[1]:
-            raise WlbError(f"{_flag(PREFIX + setting.name)} {value} is not from {within[0]} to {within[1]}")
+            raise WlbError(f"{_flag(PREFIX + setting.name)} {value} must be from {within[0]} to {within[1]}")
 
 
 def name_flag(message: str, args: argparse.Namespace, prefix: str = "") -> str:

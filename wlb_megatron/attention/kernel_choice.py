@@ -45,7 +45,7 @@ def chosen(asked: str, layer: Layer) -> tuple[str, str]:
         return "fa4", ""
     if asked == "fa4":
         raise WlbError(
-            f"--wlb-kernels fa4 cannot be used: {lacks}; give --wlb-kernels auto for cuDNN's there"
+            f"--wlb-kernels fa4 cannot be used: {lacks}; use --wlb-kernels auto, which takes cuDNN's kernels there"
         )
     return "cudnn", lacks
 

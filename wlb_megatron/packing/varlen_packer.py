@@ -58,9 +58,10 @@ def longest_micro_batch(config: WlbConfig, window: int, alignment: int = 1) -> i
         whose = "1.5 windows" if asked == usual else f"max_tokens of {asked}"
         multiples = "" if tokens == asked else f" ({tokens} tokens in multiples of {alignment})"
         raise WlbError(
-            f"{whose}{multiples} is below 1.25 windows ({least} tokens), in which uncut documents cannot be packed "
-            f"without piling up: set --wlb-max-tokens to {-(-least // alignment) * alignment} or more, train in chunks "
-            "(--wlb-chunks on), or use --wlb-packing fixed-greedy"
+            f"{whose}{multiples} is below 1.25 windows ({least} tokens), too short to pack uncut documents "
+            "without an ever longer queue: set --wlb-max-tokens to "
+            f"{-(-least // alignment) * alignment} or more, train in chunks (--wlb-chunks on), or use "
+            "--wlb-packing fixed-greedy"
         )
     return tokens
 
