@@ -72,3 +72,27 @@ def test_no_file_pickles_or_builds_shell_strings() -> None:
         assert not re.search(r"allow_pickle\s*=\s*True", text), path
         if path.is_relative_to(PACKAGE):
             assert not re.search(r"weights_only\s*=\s*False", text), path
+
+
+def anchor(heading: str) -> str:
+    """A Markdown heading's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
+def test_links_between_documents_and_named_files_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith("https://"):
+            continue
+        name, _, place = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        if place:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert place in map(anchor, headings), link
+    for name in re.findall(r"`((?:docs|scripts|tests|wlb_megatron)/[\w./]+\.\w+)`", text):
+        assert (ROOT / name).exists(), name
