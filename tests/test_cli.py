@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -266,3 +269,28 @@ def test_every_setting_of_training_has_its_flag_here(capsys: pytest.CaptureFixtu
     names = {setting.name for setting in fields(WlbConfig)} - set(NOT_HERE)
     assert all("--" + name.replace("_", "-") in shown for name in names)
     assert "--wlb" not in shown
+
+
+def documented_commands() -> list[str]:
+    """Every `wlb-megatron ...` line of the code blocks in the README and docs."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    blocks = [
+        block.replace("\\\n", " ")
+        for page in pages
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    ]
+    return [line for block in blocks for line in re.findall(r"^ *wlb-megatron .*$", block, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("command", documented_commands())
+def test_a_command_of_the_documents_is_one_that_the_parser_takes(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse = cli._Parser.parse_args
+
+    def without_running(self: cli._Parser, given: list[str], args: argparse.Namespace) -> None:
+        parse(self, given, args)
+        args.run = lambda args: None
+
+    monkeypatch.setattr(cli._Parser, "parse_args", without_running)
+    assert cli.main(shlex.split(command, comments=True)[1:]) == 0
