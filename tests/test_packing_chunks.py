@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunk_packer import ChunkPacker, most_held
 from wlb_megatron.packing.chunked import chunk_counts, cut
+from wlb_megatron.packing.corpus import Rules
+from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.job import plan_job
 from wlb_megatron.packing.outlier_queues import Item
 from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.summary import Summariser
@@ -246,9 +250,21 @@ def chosen(**how: Any) -> tuple[type, list[str]]:
     return type(packer), said
 
 
+def test_a_step_of_many_windows_has_no_more_micro_batches_than_are_tried_for_each() -> None:
+    """Where every number holds more at once than it should, one with a micro-batch for each document held least, and
+    was taken: up to 290 of them for 16 windows, 23 % more computing than the others have."""
+    rules = Rules(131072, "split", 1234, endless=True)
+    stream = DocumentStream.of_lengths(long_tailed(131072)[:20_000], rules, name="lengths")
+    cost = CostModel(24576.0, 0.0, 1000.0)
+    config = WlbConfig(chunks="on")
+    planner = plan_job(stream, config, cost, window=131072, micro_batches=16, pp=4, alignment=4)
+    counts = [len(plan.micro_batches) for plan in islice(iter(planner.next_iteration, None), 12)]
+    assert max(counts) <= 8 * 16
+
+
 def test_auto_takes_chunks_where_they_are_predicted_to_pay_and_says_why() -> None:
     kind, said = chosen()
-    assert kind is ChunkPacker and "yes (a step of" in said[0]
+    assert kind is ChunkPacker and "yes (predicted step over ideal" in said[0]
     kind, said = chosen(pp=1)
     assert kind is VarlenPacker and "no pipeline" in said[0]
     kind, said = chosen(sample=[900] * 1000)

@@ -100,14 +100,17 @@ class ChunkPacker:
         tried = [self._try(ranks, count) for count in rough]
         if min(one.price for one in tried)[:3] > (0, 0, 0):
             # Documents longer than a micro-batch may ask for more of them than was asked for.
-            every = {*self.law.counts(windows, None, always=True), self._least_count(ranks)}
-            tried += [self._try(ranks, count) for count in sorted(every) if count not in rough]
+            every = self.law.counts(windows, None, always=True)
+            tried += [self._try(ranks, count) for count in every if count not in rough]
+        if min(one.price for one in tried)[:2] > (0, 0):
+            tried.append(self._try(ranks, self._count_of_one_document_each(ranks)))
         best = min(tried, key=lambda one: one.price)
         self._waiting = sorted(best.left, key=lambda item: item.serial)
         return Packed(tuple(tuple(one.micro_batch() for one in row) for row in best.grid))
 
-    def _least_count(self, ranks: Sequence[Sequence[Item]]) -> int:
-        """Micro-batches in which every document, cut where it is too long for one, has one of its own."""
+    def _count_of_one_document_each(self, ranks: Sequence[Sequence[Item]]) -> int:
+        """Micro-batches in which every document, cut where it is too long for one, has one of its own: none is left
+        out, at the price of a step of many small ones."""
         return max(1, *(sum(-(-item.tokens // self._limits.capacity) for item in rank) for rank in ranks))
 
     def _try(self, ranks: Sequence[Sequence[Item]], count: int) -> _Tried:

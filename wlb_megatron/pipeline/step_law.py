@@ -13,6 +13,10 @@ from fractions import Fraction
 
 from wlb_megatron.pipeline.step_time import step_time
 
+PAYS = 95
+"""Of the time of one micro-batch a window (percent): what another number must keep to. Packing for a free number gives
+up like works within an iteration, which costs a few percent where the number in the end is the same."""
+
 EXACT = 4
 """Of many data-parallel ranks, the events of the costliest ones alone are worked out."""
 
@@ -45,10 +49,14 @@ class StepLaw:
         return count * each + self.fill(max(self.occupied(largest), each))
 
     def worthwhile(self, counts: Sequence[int], work: int) -> list[int]:
-        """The first of the counts, and those with which evenly spread work takes less time than with the first."""
+        """The first of the counts, and those with which evenly spread work takes less time than with the first; none of
+        them where the best takes more than PAYS hundredths of that time."""
         first, *others = counts
-        least = self.estimate(first, work)
-        return [first, *(count for count in others if self.estimate(count, work) < least)]
+        usual = self.estimate(first, work)
+        times = {count: self.estimate(count, work) for count in others}
+        if not times or min(times.values()) * 100 > usual * PAYS:
+            return [first]
+        return [first, *(count for count, time in times.items() if time < usual)]
 
     def rank(self, works: Sequence[int], groups: tuple[int, ...] | None = None) -> int:
         """Work units from a rank's first forward to its last backward; works: of its micro-batches, in order; groups:
