@@ -110,7 +110,7 @@ def print_analysis(analysis: Analysis) -> None:
     )
     if analysis.gains:
         print_table(
-            "what gains it (by token, over arrival order)",
+            "gain of each part (by token, over arrival order)",
             ["", "alone", "with those above", "at equal work", "slowest step"],
             [_gain_row(gain) for gain in analysis.gains],
         )
@@ -120,12 +120,12 @@ def print_analysis(analysis: Analysis) -> None:
 
 def _job_lines(analysis: Analysis, told: dict[str, Any]) -> list[str]:
     layout, shape = analysis.job.model.layout, analysis.job.model.shape
-    assumed = " (assumed; --model or --profile tells yours)" if analysis.assumed else ""
+    assumed = " (assumed: give --model or --profile)" if analysis.assumed else ""
     return [
         f"{told['documents']:,} documents, {told['tokens']:,} tokens; {told['empty_documents']:,} empty (left out), "
         f"{told['overlong_documents']:,} above the window ({analysis.config.overlong})",
-        f"{layout.gpus} GPUs: TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}; a rank and step "
-        f"{analysis.job.micro_batches} windows of {analysis.layout.window:,}",
+        f"{layout.gpus} GPUs: TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}; "
+        f"{analysis.job.micro_batches} windows of {analysis.layout.window:,} per data-parallel rank and step",
         f"model of {shape.layers} layers of {shape.hidden}{assumed}; work = d + d*d/{told['quadratic_at']:,.0f}",
         *map(renamed, analysis.said),
     ]
@@ -144,7 +144,7 @@ def _verdict(analysis: Analysis) -> list[str]:
     if best.name == "arrival order":
         return [*lines, "not worth it: nothing tried is predicted to be faster than arrival order"]
     gains = f"{best.by_token:.3f} by token, {best.equal_work:.3f} at equal work"
-    return [*lines, f"better: {best.name}, with what stands above it: {gains}"]
+    return [*lines, f"better: {best.name}, with all parts above it in the last table: {gains}"]
 
 
 def _ending(analysis: Analysis) -> list[str]:
@@ -163,7 +163,7 @@ def _ending(analysis: Analysis) -> list[str]:
         else:
             lines.append(f"fits {memory.gib:g} GiB a GPU: {most}")
             if memory.micro_batch < analysis.capacity:
-                lines.append("training would lower Lmax for that: --gpu-memory does here")
+                lines.append("training would lower Lmax to that; --gpu-memory does so here")
     return [*lines, f"flags: {analysis.flags or 'none, the defaults do this'}"]
 
 
