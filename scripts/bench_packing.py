@@ -102,7 +102,7 @@ def main() -> None:
         for case in cases:
             rows.append(case.run(tick))
     drifting = drift_rows(lengths, others)
-    others_of = {"pipeline": (18, pipeline_rows(lengths)), "time": (20, time_rows()), "drift": (30, drifting)}
+    others_of = {"pipeline": (18, pipeline_rows(lengths)), "time": (24, time_rows()), "drift": (30, drifting)}
     chosen = [others_of[section] for section in sections if section in others_of]
     with progress(sum(count for count, _ in chosen)) as tick:
         for _, each in chosen:

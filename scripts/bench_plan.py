@@ -1,4 +1,4 @@
-"""Time to plan one iteration on the CPU: packing, and sharding of all its micro-batches.
+"""Processor time to plan one iteration: packing, its figures, the digest, and sharding of all its micro-batches.
 
     python scripts/bench_plan.py [--documents 1024] [--micro-batches 32] [--cp 4] [--iterations 50]
 
@@ -9,6 +9,7 @@ long-tailed, so many that an iteration takes in about --documents documents.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import platform
 import time
@@ -20,7 +21,9 @@ import numpy as np
 from wlb_megatron.config import PACKINGS, SHARDINGS, WlbConfig
 from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.packing.thresholds import Repeated
+from wlb_megatron.plugin.planning import update_digest
 from wlb_megatron.sharding.alignment import multiple, padded_lengths
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.workload.cost_model import CostModel
@@ -77,15 +80,21 @@ def measure(args: argparse.Namespace, packing: str, kind: str, lengths: np.ndarr
         sample=lengths[:10000].tolist(),
     )
     planner = Planner(Repeated(lengths), packer, global_tokens=args.window * args.micro_batches)
-    steps: dict[str, list[float]] = {"packing": [], "sharding": []}
+    steps: dict[str, list[float]] = {"packing": [], "summary": [], "digest": [], "sharding": []}
+    summariser, digest = Summariser(), hashlib.blake2b(digest_size=8)
     for _ in range(args.iterations + 5):
-        begin = time.perf_counter()
+        times = [time.process_time()]
         plan = planner.next_iteration()
         assert plan is not None, "the stream is endless"
-        packed = time.perf_counter()
+        times.append(time.process_time())
+        summariser.summarise(plan)
+        times.append(time.process_time())
+        update_digest(digest, plan)
+        times.append(time.process_time())
         shard_all([padded_lengths(one, align) for row in plan.micro_batches for one in row], args.cp, kind)
-        steps["packing"].append(packed - begin)
-        steps["sharding"].append(time.perf_counter() - packed)
+        times.append(time.process_time())
+        for step, seconds in zip(steps, np.diff(times), strict=True):
+            steps[step].append(float(seconds))
     return {step: seconds[5:] for step, seconds in steps.items()}
 
 

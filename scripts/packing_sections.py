@@ -110,6 +110,21 @@ def time_rows() -> Iterator[dict[str, Any]]:
         lengths = lognormal(documents * (iterations + 1), seed=1, mean=mean, sigma=1.2, longest=window)
         for packing in ("fixed-greedy", "varlen"):
             yield _time(packing, "log-normal", lengths, bins, window, iterations)
+    for windows, documents in ((2, 134), (4, 1028)):
+        lengths = lognormal(
+            120 * documents, seed=1, mean=windows * WINDOW / documents, sigma=1.2, longest=WINDOW
+        )
+        for chunks in ("on", "off"):
+            yield _time(
+                "varlen",
+                f"log-normal, PP=4, chunks {chunks}",
+                lengths,
+                windows,
+                WINDOW,
+                100,
+                pp=4,
+                chunks=chunks,
+            )
     for bins in (1 << 14, 1 << 20):
         rng = np.random.default_rng(1)
         lengths = rng.integers(3 * 32768 // 4 + 1, 32768 + 1, 5 * bins)
@@ -117,21 +132,30 @@ def time_rows() -> Iterator[dict[str, Any]]:
 
 
 def _time(
-    packing: str, kind: str, lengths: np.ndarray, bins: int, window: int, iterations: int
+    packing: str,
+    kind: str,
+    lengths: np.ndarray,
+    bins: int,
+    window: int,
+    iterations: int,
+    pp: int = 1,
+    **settings: Any,
 ) -> dict[str, Any]:
-    timed = Timed(make_packer(WlbConfig(packing=packing), COST, window=window, micro_batches=bins))
+    config = WlbConfig(packing=packing, **settings)
+    timed = Timed(make_packer(config, COST, window=window, micro_batches=bins, pp=pp))
     planner = Planner(Repeated(lengths), timed, global_tokens=bins * window)
-    arrived = []
+    arrived, micro_batches = [], []
     for _ in range(iterations):
         plan = planner.next_iteration()
         assert plan is not None
         arrived.append(len(plan.arrived))
+        micro_batches.append(sum(map(len, plan.micro_batches)))
     seconds, each = timed.seconds[1:], float(np.mean(arrived))
     return {
         "section": "time",
         "packing": packing,
         "lengths": kind,
-        "micro-batches": bins,
+        "micro-batches": round(float(np.mean(micro_batches))),
         "documents": round(each),
         "p50 ms": f"{1e3 * float(np.median(seconds)):.2f}",
         "largest ms": f"{1e3 * max(seconds):.2f}",
