@@ -338,6 +338,17 @@ def test_the_longest_micro_batch_that_fits_is_trainings(capsys: pytest.CaptureFi
     assert told["window"] <= most * 4 / 5 < told["window"] + 1024
 
 
+def test_parts_that_do_not_fit_the_memory_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "--lengths 9000,131072,40000,70000,2000 --window 131072 --micro-batches 4 --tp 4 --cp 4 --pp 4"
+    job += " --gpu-memory 50"
+    code, out, err = call(capsys, *f"analyze {job} --iterations 2 --warm-up 0 --json -".split())
+    assert code == 0, err
+    told = json.loads(out)
+    names = [gain["name"] for gain in told["gains"]]
+    assert names == ["sharding of each document", "long documents in chunks", "fixed windows, balanced"]
+    assert told["fits"]["in_chunks"] and told["fits"]["micro_batch"] == told["max_tokens"] < 98304
+
+
 def test_what_is_predicted_slower_is_not_recommended(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = np.full(400, 64)
     config = WlbConfig(quadratic_at=QUADRATIC_AT, packing="fixed-greedy", sharding="per-sequence")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from wlb_megatron.analyze.credit import others, parts
 from wlb_megatron.analyze.fits import Fits, fits
 from wlb_megatron.analyze.measure import Layout, Measured, measure
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.job import arrival_order
@@ -195,8 +197,13 @@ def _gains(config: WlbConfig, job: Job, runs: _Runs, before: Run) -> tuple[Gain,
             float(run.timed.steps.max() / before.timed.steps.max()),
         )
 
-    found = [gain(part.name, part.alone, part.together) for part in parts(config, job)]
-    return (*found, *(gain(name, None, other) for name, other in others(config)))
+    asked = [(part.name, part.alone, part.together) for part in parts(config, job)]
+    found = []
+    for one in (*asked, *((name, None, other) for name, other in others(config))):
+        # Whole documents may not fit a memory that chunks fit; what is asked for has been planned before this.
+        with suppress(WlbError):
+            found.append(gain(*one))
+    return tuple(found)
 
 
 def _work_per_token(run: Run) -> float:

@@ -39,7 +39,7 @@ def parts(config: WlbConfig, job: Job) -> list[Part]:
             found.append(("delay of long documents", base))
         if layout.pp > 1 and many != "1" and config.release == "balance":
             found.append(("number of micro-batches", replace(whole, micro_batches_per_window=many)))
-            if config.chunks != "off" and not job.trainer.chunks_refused():
+            if config.chunks != "off" and not job.no_chunks(config):
                 chunks = replace(base, micro_batches_per_window=many, chunks="on", overlong=config.overlong)
                 found.append(("long documents in chunks", chunks))
     else:

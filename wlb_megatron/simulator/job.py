@@ -77,12 +77,9 @@ class Job:
         self, lengths: Lengths, config: WlbConfig, say: Callable[[str], None] = lambda _: None
     ) -> Planner:
         """Raises WlbError on settings that cannot work."""
-        layout, refused = self.model.layout, self.trainer.chunks_refused()
-        memory = None if self.gib is None else self.memory(self.gib)
+        layout = self.model.layout
         with explain_bad_values():
-            if memory is not None and config.packing == "varlen":
-                config = with_lmax(config, memory, self.window, refused)
-                refused += no_memory_for_chunks(config, memory)
+            config = self.with_lmax(config)
             longest = self.longest(config)
             rules = Rules(longest, config.overlong, self.seed, endless=True)
             stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
@@ -97,10 +94,22 @@ class Job:
                 vpp=layout.chunks,
                 alignment=self.alignment,
                 sample=sample_lengths_of(stream, len(lengths)),
-                no_chunks=refused,
+                no_chunks=self.no_chunks(config),
                 longest=stream.longest,
                 say=say,
             )
+
+    def with_lmax(self, config: WlbConfig) -> WlbConfig:
+        """The settings with the Lmax that memory leaves, where that is looked at. WlbError where nothing fits."""
+        memory = None if self.gib is None else self.memory(self.gib)
+        if memory is None or config.packing != "varlen":
+            return config
+        return with_lmax(config, memory, self.window, self.trainer.chunks_refused())
+
+    def no_chunks(self, config: WlbConfig) -> list[tuple[str, str]]:
+        """(flag, cure) of each setting that chunks do not go with. config: with Lmax."""
+        memory = None if self.gib is None else self.memory(self.gib)
+        return [*self.trainer.chunks_refused(), *no_memory_for_chunks(self.with_lmax(config), memory)]
 
     def memory(self, gib: float) -> GpuMemory | None:
         """None with experts, whose memory is not known ahead."""
