@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -250,3 +251,18 @@ def test_a_state_that_cannot_be_read_is_said_to_be_and_all_begins(damage: dict[s
     now = documents(fresh=True)
     assert "cannot be read" in resume.restore(now, args)[1]
     assert now.planner.next_iteration().arrived == documents().planner.next_iteration().arrived  # type: ignore[union-attr]
+
+
+def test_a_resumed_run_says_at_which_length_documents_are_split_if_it_could_take_longer_ones() -> None:
+    short, wide = (
+        DocumentStream.of_lengths([300, 5, 80], Rules(longest, "chunk", seed=3, endless=True))
+        for longest in (128, 256)
+    )
+    planner = make_planner([5], window=16, micro_batches=4)
+    ours, before = replace(source(), planner=planner), wide.state()
+    planner.stream = wide
+    wide.load_state(short.state())
+    assert resume._length_kept(ours, before) == [
+        "documents are split at 128 tokens, as in the checkpoint; this run could train 256 whole"
+    ]
+    assert resume._length_kept(ours, wide.state()) == []
