@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.packing.blocks import Lengths
+from wlb_megatron.pipeline.orders import grouped_orders, in_flight, pipeline_orders
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.simulator import paper
@@ -143,6 +145,7 @@ def compare_schemes(inputs: Inputs, setting: Setting) -> dict[str, Any]:
             "imbalance": simulated.imbalance,
             "step_over_ideal": simulated.step_over_ideal,
             "micro_batches": simulated.micro_batch_count,
+            **held(run.planned(packing), setting),
             "equal_work_speedup": speedup * run.work_per_token(packing) / run.work_per_token("original"),
             "lockstep_speedup": lockstep(run.simulated("original", "per-sequence"), setting.layout.pp)
             / lockstep(simulated, setting.layout.pp),
@@ -159,6 +162,22 @@ def compare_schemes(inputs: Inputs, setting: Setting) -> dict[str, Any]:
         "bound": bound,
         "schemes": schemes,
     }
+
+
+def held(plans: Sequence[IterationPlan], setting: Setting) -> dict[str, float]:
+    """Windows of the largest micro-batch, and of all whose activations the first stage holds at once, at most."""
+    layout, largest, most = setting.layout, 0, 0.0
+    for plan, together in zip(plans, orders_of(plans), strict=True):
+        for column, sizes in zip(zip(*plan.micro_batches, strict=True), together, strict=True):
+            tokens = [micro_batch.tokens for micro_batch in column]
+            largest = max(largest, *tokens)
+            orders = (
+                pipeline_orders(layout.pp, len(tokens), layout.chunks)
+                if sizes is None
+                else grouped_orders(layout.pp, sizes)
+            )
+            most = max(most, in_flight(orders[:1], tokens)[0] / layout.chunks)
+    return {"largest_windows": largest / setting.window, "held_windows": most / setting.window}
 
 
 def lockstep(simulated: Simulated, stages: int) -> float:
