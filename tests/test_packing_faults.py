@@ -19,6 +19,7 @@ from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.outlier_queues import Item
 from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.saved_pieces import Waiting, decode, decode_windows, encode, encode_windows
 from wlb_megatron.packing.synthetic import lognormal, paper_like
 from wlb_megatron.packing.thresholds import Repeated
 from wlb_megatron.plan import Piece
@@ -70,9 +71,13 @@ def test_running_totals_go_on_beyond_2_to_the_31(packing: str) -> None:
     state["supplied"] += shift
     state["samples"] += shift * 4
     state["taken"] += shift * 64
-    for rows in (state["packer"]["waiting"], *state["packer"].get("planned", [])):
-        for row in rows:
-            row[4] += shift
+    # As states up to version 2 have it: a row a piece.
+    kept = state["packer"]
+    kept["waiting"] = [[*piece[:4], entry + shift] for piece, entry in decode(kept["waiting"])]
+    if "planned" in kept:
+        windows = decode_windows(kept["planned"])
+        kept["planned"] = [[[*piece[:4], entry + shift] for piece, entry in window] for window in windows]
+    state["version"] = 2
     later = make_planner([5, 9, 16, 3] * 50, window=16, micro_batches=4, endless=True, packing=packing)
     later.load_state(state)
     assert later.taken > 2**31 + 5
@@ -275,6 +280,16 @@ def test_a_solver_that_does_not_count_documents_never_leaves_a_window_empty_or_t
             plan = planner.next_iteration()
             assert plan is not None
             assert all(1 <= len(m.pieces) <= 2 for row in plan.micro_batches for m in row)
+
+
+def test_pieces_that_wait_are_saved_in_few_bytes_and_damage_is_told() -> None:
+    windows = [[Waiting(Piece(3, 7 * i, i % 2, 500 + i), 2**31 + 5) for i in range(n)] for n in (300, 0, 700)]
+    saved = json.loads(json.dumps(encode_windows(windows)))
+    assert decode_windows(saved) == windows
+    assert len(json.dumps(saved)) < 8 * 1000
+    assert decode(encode([])) == [] == decode([])
+    with pytest.raises(ValueError, match="packing state is damaged"):
+        decode(encode(windows[0])[:-8])
 
 
 def told_of(lengths: list[int], window: int, **settings: Any) -> tuple[list[str], float]:

@@ -176,7 +176,7 @@ def check_run(run: Run, planner: Planner, limit: int) -> list[IterationPlan]:
     waiting: dict[Token, int] = {}  # token -> iteration it arrived in
     gone: set[Token] = set()
     arrived: list[Piece] = []
-    put_back = False
+    put_back = capped = False
     plans = []
     consumed = 0  # as Megatron counts: by the sizes of the global batches
     for plan in plans_of(planner, limit):
@@ -207,8 +207,10 @@ def check_run(run: Run, planner: Planner, limit: int) -> list[IterationPlan]:
         put_back = put_back or bool(state["put_back"])
         if not all(m.pieces for m in micro_batches):
             assert state["ended"] and not plan.waiting, "an empty micro-batch while documents wait"
-        if not state["ended"] and not put_back and state["supplied"] == plan.iteration + 1:
-            # Intake stops at the piece that reaches the goal.
+        # No more pieces are taken in than can train.
+        capped = capped or len(plan.arrived) >= planner.packer.most_pieces * len(micro_batches)
+        if not state["ended"] and not put_back and not capped and state["supplied"] == plan.iteration + 1:
+            # Else intake stops at the piece that reaches the goal.
             goal, total = consumed * run.rules.window, sum(p.tokens for p in arrived)
             assert total - arrived[-1].tokens < goal <= total
     check_against_the_stream(run, planner, arrived, ordered=not put_back)

@@ -18,11 +18,9 @@ from wlb_megatron.packing.packer import (
     Batch,
     Packed,
     Ranks,
-    Waiting,
     check_settings,
-    decode,
-    encode,
 )
+from wlb_megatron.packing.saved_pieces import Waiting, decode, decode_windows, encode, encode_windows
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel
 
@@ -217,7 +215,7 @@ class FixedGreedyPacker:
         return lambda: {
             "settings": settings,
             "waiting": encode(waiting),
-            "planned": [encode(window) for window in planned],
+            "planned": encode_windows(planned),
         }
 
     def state(self) -> dict[str, Any]:
@@ -226,7 +224,7 @@ class FixedGreedyPacker:
     def load_state(self, state: dict[str, Any]) -> None:
         check_settings(state["settings"], self._settings())
         self._remainder = decode(state["waiting"])
-        self._planned = [decode(window) for window in state["planned"]]
+        self._planned = decode_windows(state["planned"])
 
     def _settings(self) -> dict[str, Any]:
         return {

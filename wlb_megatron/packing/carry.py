@@ -13,8 +13,8 @@ from typing import Any
 
 from wlb_megatron.packing.corpus import VERSION
 from wlb_megatron.packing.epoch_order import MOST_STORED
-from wlb_megatron.packing.packer import decode
 from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.saved_pieces import decode, decode_windows
 from wlb_megatron.plan import Piece
 
 _CORPUS = ("documents", "tokens", "sha256 of lengths")
@@ -73,7 +73,7 @@ def waiting_in(state: Mapping[str, Any]) -> list[Piece]:
     packer = state["packer"]
     items = [
         *decode(packer["waiting"]),
-        *(item for rows in packer.get("planned", ()) for item in decode(rows)),
+        *(item for window in decode_windows(packer.get("planned", ())) for item in window),
     ]
     pieces = [item.piece for item in sorted(items, key=lambda item: item.entry)]
     return [*pieces, *(Piece(*row) for row in state["put_back"])]

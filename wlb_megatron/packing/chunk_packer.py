@@ -18,12 +18,10 @@ from wlb_megatron.packing.packer import (
     Batch,
     Packed,
     Ranks,
-    Waiting,
     check_settings,
-    decode,
-    encode,
     most_per_window,
 )
+from wlb_megatron.packing.saved_pieces import Waiting, decode, encode
 from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import Piece
 from wlb_megatron.workload.cost_model import CostModel

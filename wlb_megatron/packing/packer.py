@@ -6,7 +6,7 @@ train in which iteration, and the state, do not depend on the layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -37,13 +37,6 @@ class Ranks(NamedTuple):
 
 
 ONE_RANK = Ranks()
-
-
-class Waiting(NamedTuple):
-    """A piece that waits, and the iteration in which it arrived."""
-
-    piece: Piece
-    entry: int
 
 
 class Packed(NamedTuple):
@@ -288,15 +281,6 @@ MOST_PER_WINDOW = 64
 def most_per_window(law: StepLaw, per_window: float | None, *, always: bool = False) -> int:
     """Micro-batches that a window is given at most, in whole ones; see StepLaw.counts."""
     return law.counts(law.group, per_window, always=always)[-1] // law.group
-
-
-def encode(waiting: Iterable[Waiting]) -> list[list[int]]:
-    """Waiting pieces as JSON: [epoch, document, start, end, entry]."""
-    return [[*item.piece[:4], item.entry] for item in waiting]
-
-
-def decode(rows: Iterable[Sequence[int]]) -> list[Waiting]:
-    return [Waiting(Piece(*(int(x) for x in row[:4])), int(row[4])) for row in rows]
 
 
 def check_settings(saved: dict[str, Any], now: dict[str, Any]) -> None:

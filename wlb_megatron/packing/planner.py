@@ -13,7 +13,8 @@ from wlb_megatron.packing.packer import Batch, Packer
 from wlb_megatron.pipeline.groups import groups
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 
-STATE_VERSION = 2
+STATE_VERSION = 3
+"""Versions before 3 hold waiting pieces as rows, version 1 knows one batch size only."""
 
 _PREFIX = itemgetter(4)  # of pieces: quicker than by name
 
@@ -157,11 +158,11 @@ class Planner:
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue after the iteration at which `state` was taken. Raises ValueError if it does not fit.
 
-        Batch sizes may be planned anew for what has not been taken in yet. Version 1 knew one size only.
+        Batch sizes may be planned anew for what has not been taken in yet. States of versions 1 and 2 are read, too.
         """
         if state.get("version") == 1:
             state = self._from_version_1(state)
-        if state.get("version") != STATE_VERSION:
+        if state.get("version") not in (2, STATE_VERSION):
             raise WlbError(
                 f"planner state of version {state.get('version')!r}, this release reads 1 to {STATE_VERSION}: "
                 "resume with the release that wrote it"

@@ -22,13 +22,11 @@ from wlb_megatron.packing.packer import (
     Batch,
     Packed,
     Ranks,
-    Waiting,
     check_settings,
-    decode,
-    encode,
     most_per_window,
 )
 from wlb_megatron.packing.release import Choice, Situation, choose_release
+from wlb_megatron.packing.saved_pieces import Waiting, decode, encode
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel
 
