@@ -83,6 +83,31 @@ def test_documents_train_in_chunks_unless_the_trainer_cannot() -> None:
     assert chunked("--num-experts 8") and not chunked("--mtp-num-layers 1 --thresholds none")
 
 
+def test_chunks_whose_keys_cross_a_slow_network_are_not_chosen() -> None:
+    def chunked(rate: str) -> bool:
+        flags = f"--cp 2 --tp 8 --host-launch 0 --network-rate {rate}"
+        return isinstance(
+            job(flags).planner(LENGTHS, settings(parsed("--thresholds none --micro-batch-cost 0"))).packer,
+            ChunkPacker,
+        )
+
+    assert chunked("1e12") and not chunked("1e9")
+    assert job("--cp 2 --tp 4").model.cost().per_earlier_key == 0, "within a node nothing is slower"
+
+
+def test_training_prices_keys_of_chunks_as_the_commands_do() -> None:
+    pytest.importorskip("megatron.core")
+    from test_live_view import arguments
+
+    from wlb_megatron.plugin.source import _per_earlier_key
+
+    sizes = {"tensor_model_parallel_size": 8, "context_parallel_size": 8, "pipeline_model_parallel_size": 4}
+    args = arguments(**sizes, distributed_backend="nccl", wlb_profile=None, num_layers=32)
+    expected = job("--model 7B --cp 8 --tp 8 --dp-exposed 1 --dp 2").model.cost().per_earlier_key
+    assert _per_earlier_key(args) == pytest.approx(expected) and expected > 0.1
+    assert _per_earlier_key(arguments(**sizes, distributed_backend="gloo", wlb_profile=None)) == 0
+
+
 def test_memory_sets_lmax_and_chunks_as_in_training() -> None:
     """The 7B over TP=4 CP=4 PP=4 at windows of 128K: enough for 1.5 windows, for less, and for chunks alone."""
 

@@ -86,7 +86,7 @@ def choose_chunks(
     windows = min(limits.bins // ranks.dp, MOST_BINS, max(1, fill))
     few, one = replace(limits, bins=windows), ranks._replace(dp=1)
     cut, uncut = (
-        step_over_ideal(lengths, windows * limits.window, packer)
+        step_over_ideal(lengths, windows * limits.window, packer, cost.per_earlier_key)
         for packer in (ChunkPacker(cost, few, one, per_window=per_window), whole(few, one))
     )
     return Choice(cut <= PAYS * uncut, f"predicted step over ideal: {cut:.2f} in chunks, {uncut:.2f} whole")

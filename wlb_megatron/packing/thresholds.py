@@ -15,8 +15,9 @@ from wlb_megatron.packing.outlier_queues import OutlierQueues
 from wlb_megatron.packing.packer import ONE_RANK, Packer, Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen_packer import VarlenPacker
-from wlb_megatron.plan import Piece
-from wlb_megatron.workload.cost_model import CostModel
+from wlb_megatron.pipeline.groups import groups
+from wlb_megatron.plan import IterationPlan, Piece
+from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 
 DELAY_BOUND = 0.5
 """Most mean delay of tokens (iterations): with it the loss follows arrival order's (WLB-LLM, section 7.4)."""
@@ -112,9 +113,11 @@ def sampled(sample: Sequence[int]) -> np.ndarray:
     return np.random.default_rng(0).permutation(np.asarray(sample, dtype=np.int64))
 
 
-def step_over_ideal(lengths: np.ndarray, global_tokens: int, packer: Packer) -> float:
+def step_over_ideal(
+    lengths: np.ndarray, global_tokens: int, packer: Packer, per_earlier_key: float = 0.0
+) -> float:
     """Predicted steps over the same work without bubble and waiting, over at most ITERATIONS iterations of the
-    sample."""
+    sample. per_earlier_key: see CostModel; it lengthens steps, and is no part of the work."""
     planner = Planner(Repeated(lengths), packer, global_tokens=global_tokens)
     predicted = ideal = pieces = 0
     for iteration in range(ITERATIONS):
@@ -122,10 +125,23 @@ def step_over_ideal(lengths: np.ndarray, global_tokens: int, packer: Packer) -> 
             break
         plan = planner.next_iteration()
         assert plan is not None
-        predicted += plan.predicted
+        predicted += plan.predicted if not per_earlier_key else _with_keys(plan, packer, per_earlier_key)
         ideal += plan.ideal
         pieces += len(plan.arrived)
     return predicted / max(ideal, 1)
+
+
+def _with_keys(plan: IterationPlan, packer: Packer, per_earlier_key: float) -> int:
+    """The plan's predicted step with its earlier chunks' keys exchanged."""
+    columns = list(zip(*plan.micro_batches, strict=True))
+    works = [
+        [
+            one.work + round(UNITS_PER_TOKEN * per_earlier_key * sum(piece.prefix for piece in one.pieces))
+            for one in column
+        ]
+        for column in columns
+    ]
+    return packer.law.step(works, [groups([one.pieces for one in column]) for column in columns])
 
 
 def _rank(trial: Trial) -> tuple[bool, int]:

@@ -249,7 +249,21 @@ def cost_model(args: Any, config: WlbConfig) -> CostModel:
         _known(config.document_cost),
         _known(config.micro_batch_cost),
         micro_batch_cost(args, config)[1],
+        _per_earlier_key(args),
     )
+
+
+def _per_earlier_key(args: Any) -> float:
+    """See CostModel. The network is the simulator's assumed one; 0 where its figures, a GPU's, say nothing."""
+    from wlb_megatron.plugin.prediction import layer_model
+
+    profile = profile_of(args)
+    if args.context_parallel_size == 1 or (profile is None and args.distributed_backend != "nccl"):
+        return 0.0
+    try:
+        return layer_model(args, None if profile is None else profile.costs).cost().per_earlier_key
+    except ValueError:  # a schedule that the simulator does not take; nor does it take chunks
+        return 0.0
 
 
 def micro_batch_cost(args: Any, config: WlbConfig) -> tuple[float, float]:

@@ -67,6 +67,7 @@ class Job:
             document if config.document_cost is None else config.document_cost,
             own.per_micro_batch if config.micro_batch_cost is None else config.micro_batch_cost,
             own.least_micro_batch,
+            own.per_earlier_key,
         )
 
     def longest(self, config: WlbConfig) -> int:

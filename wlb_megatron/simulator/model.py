@@ -141,14 +141,18 @@ class LayerModel:
             kv_heads=max(shape.kv_heads // layout.tp, 1),
             head_dim=shape.head_dim,
         )
-        row = 2 * 2 * ways * scaled.kv_heads * scaled.head_dim
-        slower = 1 / given.pair_rate(layout.cp, layout.tp) - 1 / given.nvlink_rate
         late = given.latency(layout.cp, layout.tp) - given.nvlink_latency
         return replace(
             scaled,
             exchange=scaled.exchange + ways * 1e9 * late,
-            exchange_row=scaled.exchange_row + 1e9 * row * slower,
+            exchange_row=scaled.exchange_row + self._slower_row(scaled, ways),
         )
+
+    def _slower_row(self, scaled: KernelTable, ways: int) -> float:
+        """Nanoseconds that a key's way between the context-parallel ranks takes more than over NVLink."""
+        layout, given = self.layout, self.assumptions
+        row = 2 * 2 * ways * scaled.kv_heads * scaled.head_dim
+        return 1e9 * row * (1 / given.pair_rate(layout.cp, layout.tp) - 1 / given.nvlink_rate)
 
     def attention(self, plans: Sequence[ShardPlan]) -> Times:
         """float64[plans, cp]: a layer's attention and exposed exchange on each context-parallel rank."""
@@ -303,7 +307,8 @@ class LayerModel:
             layers=max(1, shape.layers // layout.pp) if layout.pp > 1 else None,
         )
         least *= self.assumptions.host_launch
-        return CostModel(token / pair, self.table.segment / token, each, least)
+        keys = self._slower_row(self.table, 2) * (layout.cp - 1) / token
+        return CostModel(token / pair, self.table.segment / token, each, least, keys)
 
     def _held(self, stage: int) -> float:
         """Parameters on one GPU of a stage."""

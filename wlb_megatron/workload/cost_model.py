@@ -18,13 +18,16 @@ class CostModel:
     quadratic_at: tokens at which attention (Wa, quadratic) equals everything else (Wl, linear).
     per_document: launch and tile cost of one more document, in tokens of linear work.
     per_micro_batch: what one more micro-batch costs by itself: kernel calls, fixed kernels. least_micro_batch: what the
-    host needs to launch one, which it takes at least. Both in tokens of linear work; they do not enter `work`.
+    host needs to launch one, which it takes at least. per_earlier_key: what each earlier token that a chunk attends to
+    costs beside, where its keys come over a network slower than a node's links; it enters the choice of chunks alone.
+    All in tokens of linear work; they do not enter `work`.
     """
 
     quadratic_at: float
     per_document: float = 0.0
     per_micro_batch: float = 0.0
     least_micro_batch: float = 0.0
+    per_earlier_key: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.quadratic_at > 0:
