@@ -71,7 +71,8 @@ def test_a_profile_says_what_it_is_of_and_how_sure_it_is(made: Path) -> None:
 
 def test_timings_are_real_a_longer_layer_takes_longer(made: Path) -> None:
     layer = [s for s in json.loads(made.read_text())["samples"] if s["part"] == "layer"]
-    times = {s["sizes"]["tokens"]: s["forward"][0] for s in layer}
+    # The quickest of each: a busy machine makes others longer.
+    times = {s["sizes"]["tokens"]: min(s["forward"]) for s in layer}
     assert times[512] > times[16]
 
 
@@ -169,8 +170,8 @@ def test_several_processes_measure_the_network(tmp_path: Path) -> None:
 
 def test_a_clock_measures_forward_and_backward_apart() -> None:
     clock = Clock(torch.device("cpu"), seconds=0.02)
-    timing = clock.measure(lambda: time.sleep(0.002), lambda _: time.sleep(0.006))
-    assert 2e6 <= timing.forward[0] < 6e6 <= timing.backward[0]
+    timing = clock.measure(lambda: time.sleep(0.002), lambda _: time.sleep(0.02))
+    assert 2e6 <= timing.forward[0] < timing.backward[0] and timing.backward[0] >= 20e6
     assert timing.repeats >= 3 and timing.host_forward == 0
 
 
