@@ -126,7 +126,7 @@ class Spans:
         self._recorder: Any = None
         self._host: list[int] = []
 
-    def after_iteration(self, iteration: int, args: Any, store: Any) -> None:
+    def after_iteration(self, iteration: int, args: Any, *_: Any) -> None:
         """Stands for trace.after_iteration: called after each iteration's launches, on every rank."""
         from wlb_megatron.plugin import trace
 

@@ -15,8 +15,8 @@ ITERATIONS = 4
 EXPERTS = MOE.replace("aux_loss --moe-aux-loss-coeff 0.01", "none")
 PP2 = "--pipeline-model-parallel-size 2"
 ROWS = {
-    "PP2": (2, PP2, "", 5),
-    "PP2xCP2": (4, f"{PP2} --context-parallel-size 2", "", 5),
+    "PP2": (2, PP2, "", 2),
+    "PP2xCP2": (4, f"{PP2} --context-parallel-size 2", "", 2),
     "PP2xVPP2, an odd number of windows": (
         *(2, f"{VPP} --wlb-rehearsal always", "--num-layers 4 --global-batch-size 7", 4),
     ),
