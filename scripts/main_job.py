@@ -39,7 +39,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "main_job", help="folder of results")
-    parser.add_argument("--iterations", type=int, default=6, help="training steps of each run")
+    parser.add_argument("--iterations", type=int, default=5, help="training steps of each run")
     parser.add_argument("--seq-length", type=int, default=4096, help="window (tokens)")
     parser.add_argument("--global-batch-size", type=int, default=4, help="windows a step")
     options = parser.parse_args()
