@@ -85,7 +85,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("gpus", type=int, help="GPUs of this host to use")
-    parser.add_argument("--script", type=Path, required=True, help="Megatron-LM's pretrain_gpt.py")
+    parser.add_argument("--script", type=Path, help="Megatron-LM's pretrain_gpt.py (needed without --spans)")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "4d", help="folder of results")
     parser.add_argument(
         "--layouts", nargs="+", help="TP,CP,PP,DP, several (default: those for this many GPUs)"
@@ -109,7 +109,15 @@ def main() -> None:
     )
     add_warm_ranks(parser)
     parser.add_argument("--profile", type=Path, help="made by wlb-megatron profile: predictions are of it")
+    parser.add_argument(
+        "--spans",
+        action="store_true",
+        help="write when each forward and backward ran on each rank (NAME.spans.RANK), and log plans (with "
+        "--warm-ranks; through wlb_megatron.pretrain_gpt)",
+    )
     options = parser.parse_args()
+    if (options.spans and not options.warm_ranks) or not (options.spans or options.script):
+        parser.error("give --script, or --spans with --warm-ranks")
     if options.profile:
         options.extra += f" --wlb-profile {options.profile}"
     layouts = options.layouts or LAYOUTS.get(options.gpus)

@@ -134,12 +134,14 @@ def run(
     """
     figures, log = options.out / f"{name}.jsonl", options.out / f"{name}.log"
     figures.unlink(missing_ok=True)
-    module = name.endswith("module")
+    spans = getattr(options, "spans", False)
+    module = spans or name.endswith("module")
     arguments = [
         *(MODEL.split() + TRAINING.split() + options.extra.split()),
         *("--num-layers", str(options.layers), "--data-path", str(prefix), "--wlb-log", str(figures)),
         *("--seq-length", str(options.seq_length), "--max-position-embeddings", str(2 * options.seq_length)),
         *("--global-batch-size", str(options.global_batch_size), "--train-iters", str(options.iterations)),
+        *(["--wlb-log-plans"] if spans else []),
         *flags,
     ]
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
@@ -149,7 +151,8 @@ def run(
     if getattr(options, "warm_ranks", False):
         ranks = warm_ranks(gpus, environment, stock="--wlb-off" in flags)
         script = [] if module else [str(options.script)]
-        status = ranks.run("train" if module else "launch", script + arguments, log, limit or 600.0)
+        noted = (options.out / f"{name}.spans", options.warm_up + 1) if spans else None
+        status = ranks.run("train" if module else "launch", script + arguments, log, limit or 600.0, noted)
     else:
         entry = ["wlb_megatron.pretrain_gpt"] if module else ["wlb_megatron.launch", str(options.script)]
         command = [
