@@ -256,3 +256,26 @@ def test_what_would_change_nothing_is_refused_in_one_line(
         layout = ["--out", "d"] if words[0] == "reproduce" else ["--lengths", "9,30", "--window", "64"]
         code, _, err = call(capsys, *words, *layout)
         assert code == 2 and said in err and err.count("\n") == 1, err
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], flags: str) -> list[str]:
+    code, out, err = call(capsys, *flags.split())
+    assert (code, err) == (0, "")
+    return out.splitlines()
+
+
+@pytest.mark.parametrize("command", ["inspect", "analyze --no-split", "simulate"])
+def test_a_corpus_that_predicts_nothing_is_warned_of_in_one_line(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each document has one token, so there is no loss: training refuses such a corpus."""
+    job = f"{command} --window 16 --micro-batches 2 --iterations 2"
+    warned = [line for line in lines_of(capsys, f"{job} --lengths 1,0,1,1") if "nothing would train" in line]
+    assert len(warned) == 1 and warned[0].startswith("WARNING: ")
+    assert not any("WARNING" in line for line in lines_of(capsys, f"{job} --lengths 1,0,1,2"))
+
+
+def test_inspects_warnings_leave_its_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, *["inspect", "--lengths", "1,1", "--window", "16", "--json", "-"])
+    assert (code, err.count("\n")) == (0, 1) and "nothing would train" in err
+    assert json.loads(out)["iterations"]

@@ -110,6 +110,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
+    said: list[str] = []
     shown = inspect_plans(
         read_lengths(args.lengths),
         settings(args),
@@ -121,7 +122,13 @@ def _inspect(args: argparse.Namespace) -> None:
         pp=args.pp,
         vpp=args.vpp,
         iterations=args.iterations,
+        say=said.append,
     )
+    for line in map(renamed, said):
+        if args.json is None:
+            print(line)
+        elif line.startswith("WARNING"):  # stdout may hold the JSON
+            print(line, file=sys.stderr)
     if args.json is None:
         _print_plans(shown)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -13,6 +14,7 @@ from wlb_megatron.packing.choose_chunks import holds_whole
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.foresee import nothing_predicted
 from wlb_megatron.packing.job import plan_job
 from wlb_megatron.packing.lengths import sample_lengths
 from wlb_megatron.packing.varlen_packer import longest_micro_batch
@@ -40,6 +42,7 @@ def inspect_plans(
     pp: int = 1,
     vpp: int = 1,
     iterations: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Plans of one pass over the documents, without a shuffle; at most `iterations` of them.
 
@@ -48,7 +51,7 @@ def inspect_plans(
     Returns {"iterations": [{"arrived", "micro_batches", "waiting"}, ...]} where
     every piece and segment is [id, start, end) within its document; padding is [-1, 0, tokens]. Where
     documents come in chunks, a micro-batch's "prefix" says of each of its "documents" how many earlier tokens of it are
-    attended to, 0 for a whole one.
+    attended to, 0 for a whole one. say: is told what a run says at start.
     WlbError on settings that cannot work.
     """
     for name, value in (
@@ -72,7 +75,10 @@ def inspect_plans(
     with explain_bad_values():
         alignment = multiple(cp, tp)
         longest, _ = longest_whole(config.overlong, window, micro_batches)
-        stream = DocumentStream.of_lengths(lengths, Rules(longest, config.overlong), name="--lengths")
+        rules = Rules(longest, config.overlong)
+        stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
+        if told := nothing_predicted(lengths, rules):
+            say(told)
         if config.packing == "varlen" and (config.chunks == "off" or holds_whole(config, window, alignment)):
             # Any window can be looked at, a multiple of CP x TP or not: a padded micro-batch keeps within Lmax.
             config = replace(config, max_tokens=longest_micro_batch(config, window, alignment))
@@ -93,6 +99,7 @@ def inspect_plans(
             vpp=vpp,
             sample=sample_lengths(lengths, longest, config.overlong),
             longest=stream.longest,
+            say=say,
         )
     plans = islice(iter(planner.next_iteration, None), iterations)
     chunked = isinstance(planner.packer, ChunkPacker)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from wlb_megatron.packing.blocks import Lengths
+from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.thresholds import Repeated, sampled
 from wlb_megatron.packing.varlen_packer import VarlenPacker
@@ -15,6 +17,16 @@ LEAST = 0.95
 
 SETTLE, COUNTED = 20, 20
 """Iterations until as many documents wait as ever will, and those that are counted."""
+
+
+def nothing_predicted(lengths: Lengths, rules: Rules) -> str | None:
+    """A warning, where no document of these lengths (tokens) has a second token: there is no loss to train on."""
+    if rules.predict(lengths):
+        return None
+    return (
+        "WARNING: nothing would train: no document has a second token, which the first would predict; training refuses "
+        "this corpus"
+    )
 
 
 def too_many_documents(sample: Sequence[int], window: int, most: int, per_window: float) -> str | None:

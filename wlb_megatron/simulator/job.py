@@ -16,6 +16,7 @@ from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.chunk_limits import Trainer
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.foresee import nothing_predicted
 from wlb_megatron.packing.job import plan_job, sample_lengths_of
 from wlb_megatron.packing.memory_limits import GpuMemory, no_memory_for_chunks, with_lmax
 from wlb_megatron.packing.planner import Planner
@@ -84,6 +85,8 @@ class Job:
             longest = self.longest(config)
             rules = Rules(longest, config.overlong, self.seed, endless=True)
             stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
+            if told := nothing_predicted(lengths, rules):
+                say(told)
             return plan_job(
                 stream,
                 config,

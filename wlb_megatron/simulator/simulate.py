@@ -19,6 +19,7 @@ from wlb_megatron.plan import IterationPlan
 from wlb_megatron.report.files import whole_file
 from wlb_megatron.report.table import print_table
 from wlb_megatron.report.trace import chrome_trace
+from wlb_megatron.settings_flags import renamed
 from wlb_megatron.simulator.command import progress
 from wlb_megatron.simulator.iteration import Orders, Shards, group_events
 from wlb_megatron.simulator.job_flags import add_job, read_job
@@ -77,6 +78,7 @@ def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) 
         "profile": None if job.profile is None else job.profile.told(),
         "assumptions": asdict(model.assumptions),
         "iterations": args.iterations,
+        "said": list(run.said),
         "schemes": rows,
         "speedup": after / before,
         "bound": 1e9 / bound / before,
@@ -84,6 +86,8 @@ def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) 
 
 
 def print_simulation(told: dict[str, Any]) -> None:
+    for line in told["said"]:
+        print(renamed(line))
     header = (
         "",
         "packing",
