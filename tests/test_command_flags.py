@@ -279,3 +279,19 @@ def test_inspects_warnings_leave_its_json_alone(capsys: pytest.CaptureFixture[st
     code, out, err = call(capsys, *["inspect", "--lengths", "1,1", "--window", "16", "--json", "-"])
     assert (code, err.count("\n")) == (0, 1) and "nothing would train" in err
     assert json.loads(out)["iterations"]
+
+
+@pytest.mark.parametrize("command", ["inspect", "analyze --no-split", "simulate"])
+def test_thresholds_and_delay_are_not_ignored_where_documents_train_in_chunks(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = f"{command} --lengths 9,30,64,20,17,50 --window 64 --micro-batches 4 --pp 2 --iterations 2"
+    lines = lines_of(capsys, f"{job} --chunks on --thresholds 20")
+    unused = "--thresholds 20 is not used: documents in chunks never wait"
+    assert sum(unused in line for line in lines) == 1
+    code, _, err = call(capsys, *f"{job} --chunks on --max-delay 3".split())
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--chunks on does not go with --max-delay 3: documents in chunks never wait; leave it out" in err
+    lines = lines_of(capsys, f"{job} --max-delay 3")
+    assert sum("documents in chunks: no (not with --max-delay 3)" in line for line in lines) == 1
+    assert any("in chunks: yes" in line for line in lines_of(capsys, f"{job} --chunks on --max-delay 0"))

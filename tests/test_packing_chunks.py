@@ -243,6 +243,7 @@ def chosen(**how: Any) -> tuple[type, list[str]]:
     sample = long_tailed(131072)[:20_000].tolist()
     settings = {"chunks": how.pop("chunks", "auto"), "packing": how.pop("packing", "varlen")}
     settings["max_tokens"] = how.pop("max_tokens", None)
+    settings |= {name: how.pop(name) for name in ("max_delay", "thresholds") if name in how}
     no_chunks = how.pop("no_chunks", [])
     job = {"window": 131072, "micro_batches": 4, "pp": 4, "sample": sample} | how
     packer = make_packer(
@@ -272,6 +273,10 @@ def test_auto_takes_chunks_where_they_are_predicted_to_pay_and_says_why() -> Non
     assert kind is VarlenPacker, "short documents balance whole"
     kind, said = chosen(no_chunks=[("--flag", "drop it")])
     assert kind is VarlenPacker and "not with --flag" in said[0]
+    kind, said = chosen(max_delay=3, thresholds="none")
+    assert kind is VarlenPacker and "not with --wlb-max-delay 3" in said[0], "a given delay acts"
+    kind, said = chosen(max_delay=0, thresholds="49152")
+    assert kind is ChunkPacker and "--wlb-thresholds 49152 is not used" in said[1]
 
 
 def test_micro_batches_too_short_for_whole_documents_make_auto_take_chunks() -> None:

@@ -77,6 +77,7 @@ WRONG: dict[str, str] = {
     "--wlb-max-tokens 1 --wlb-chunks on --seq-length 128": "more than 64 micro-batches: set it to 2",
     "--wlb-max-tokens 0": "--wlb-max-tokens",
     "--wlb-max-delay -1": "max-delay",
+    "--wlb-chunks on --wlb-max-delay 3": "does not go with --wlb-max-delay 3: documents in chunks never wait",
     "--wlb-max-delay soon": "invalid int value",
     "--wlb-max-documents 0": "max-documents",
     "--wlb-balance-batches 0 --wlb-packing fixed-greedy": "balance-batches",

@@ -61,13 +61,15 @@ class WlbConfig:
     )
     max_delay: int | None = _setting(
         None,
-        "a document trains at most this many iterations after it arrived (iterations; default: 16, with chunks 0)",
+        "a document trains at most this many iterations after it arrived (iterations; default: 16, with chunks 0). A "
+        "number above 0 leaves chunks off",
         type=int,
         within=(0, COUNT),
     )
     thresholds: str = _setting(
         "auto",
-        "lengths from which a document waits in an outlier queue: auto, none, or e.g. 49152,90112 (tokens)",
+        "lengths from which a document waits in an outlier queue: auto, none, or e.g. 49152,90112 (tokens). With "
+        "chunks nothing waits",
     )
     release: str = _setting(
         "balance",

@@ -41,6 +41,8 @@ def parts(config: WlbConfig, job: Job) -> list[Part]:
             found.append(("number of micro-batches", replace(whole, micro_batches_per_window=many)))
             if config.chunks != "off" and not job.no_chunks(config):
                 chunks = replace(base, micro_batches_per_window=many, chunks="on", overlong=config.overlong)
+                # With chunks nothing waits, and flags that say how long are refused.
+                chunks = replace(chunks, max_delay=None, thresholds="auto")
                 found.append(("long documents in chunks", chunks))
     else:
         found.append(("packing in fixed windows", replace(config, sharding="per-sequence")))

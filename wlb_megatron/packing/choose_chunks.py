@@ -58,9 +58,12 @@ def choose_chunks(
     holds_whole. refused: (flag, cure) of each setting that chunks cannot be trained with. whole: the packer without
     chunks, for limits.bins windows on ranks.
 
-    WlbError where chunks are asked for, by --wlb-chunks or by --wlb-overlong, and refused.
+    WlbError where chunks are asked for, by --wlb-chunks or by --wlb-overlong, and refused. A delay that is given acts:
+    where chunks may be left out, they are.
     """
-    refused = [*refused, *_refused(config, ranks)]
+    refused = [*refused, *settings_refused(config)]
+    if ranks.vpp > 1:
+        refused.append(("an interleaved schedule", "use one model chunk a stage"))
     asked = _asked_for(config)
     if asked is not None and config.chunks == "off":
         raise WlbError(f"{asked[0]} does not go with --wlb-chunks off: leave it out, or {asked[1]}")
@@ -99,7 +102,8 @@ def _asked_for(config: WlbConfig) -> tuple[str, str] | None:
     return ("--wlb-chunks on", "set --wlb-chunks auto") if config.chunks == "on" else None
 
 
-def _refused(config: WlbConfig, ranks: Ranks) -> list[tuple[str, str]]:
+def settings_refused(config: WlbConfig) -> list[tuple[str, str]]:
+    """(flag, cure) of each of the plugin's own settings that documents in chunks cannot obey."""
     rows = (
         (
             config.cp_mode == "dynamic",
@@ -111,6 +115,10 @@ def _refused(config: WlbConfig, ranks: Ranks) -> list[tuple[str, str]]:
             "--wlb-release full",
             "it is the paper's release of whole documents; leave it out",
         ),
-        (ranks.vpp > 1, "an interleaved schedule", "use one model chunk a stage"),
+        (
+            bool(config.max_delay),
+            f"--wlb-max-delay {config.max_delay}",
+            "documents in chunks never wait; leave it out",
+        ),
     )
     return [(flag, cure) for applies, flag, cure in rows if applies]

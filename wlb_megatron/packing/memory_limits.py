@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.choose_chunks import chunk_capacity, holds_whole
+from wlb_megatron.packing.choose_chunks import chunk_capacity, holds_whole, settings_refused
 from wlb_megatron.packing.chunk_packer import held
 from wlb_megatron.workload.chunk_memory import chunked_bytes, fit_chunks
 from wlb_megatron.workload.memory import GIB, ModelShape, ParallelLayout, fit_max_tokens, memory_needed
@@ -82,8 +82,8 @@ def with_lmax(
 
 
 def _whole_alone(config: WlbConfig, refused: Sequence[tuple[str, str]]) -> bool:
-    off = config.chunks == "off" or config.packing != "varlen" or config.release == "full"
-    return off or config.cp_mode == "dynamic" or bool(refused)
+    off = config.chunks == "off" or config.packing != "varlen"
+    return off or bool(settings_refused(config)) or bool(refused)
 
 
 def no_memory_for_chunks(config: WlbConfig, memory: GpuMemory | None) -> list[tuple[str, str]]:

@@ -243,6 +243,11 @@ def _make_varlen(
             f"--wlb-max-tokens {config.max_tokens} cuts a window into more than {MOST_PER_WINDOW} micro-batches: set "
             f"it to {-(-window // (MOST_PER_WINDOW * alignment)) * alignment} or more"
         )
+    if chunks and given:
+        say(
+            f"WARNING: --wlb-thresholds {config.thresholds} is not used: documents in chunks never wait; leave it out, "
+            "or set --wlb-chunks off"
+        )
     if chunks:
         return ChunkPacker(cost, short, ranks, per_window=per_window, longest=longest)
     if given is None and sample is not None:
