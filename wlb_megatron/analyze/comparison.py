@@ -23,8 +23,8 @@ from wlb_megatron.simulator.job import Job, Run
 DEFAULT_GIB = 80.0
 """Memory of a GPU for which it is told what fits, where none is given."""
 
-CLOSE = 0.005
-"""What is set is recommended where no other setting gains so much more."""
+NOISE = 0.01
+"""What is set is recommended where no other setting is faster by more than this share: less is noise."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,18 @@ class Analysis:
 
     @property
     def best(self) -> Gain:
-        """The settings to take: those given where no others are faster by more than CLOSE; never slower than arrival
-        order."""
-        given = Gain("as set", self.config, None, self.speedup, self.equal_work_speedup, 1.0)
+        """The settings to take: those given, unless others are faster by more than noise and their slowest step is no
+        slower; never slower than arrival order."""
+        slowest = float(self.after.simulated.steps.max() / self.before.simulated.steps.max())
+        given = Gain("as set", self.config, None, self.speedup, self.equal_work_speedup, slowest)
         plain = Gain("arrival order", arrival_order(self.config), None, 1.0, 1.0, 1.0)
         # Documents above the window that are to train whole are not split for speed.
-        alike = (gain for gain in self.gains if gain.config.overlong == self.config.overlong)
-        found = max((plain, *alike), key=lambda gain: gain.by_token)
-        return given if self.speedup >= max(1.0, found.by_token - CLOSE) else found
+        alike = [gain for gain in self.gains if gain.config.overlong == self.config.overlong]
+        if self.speedup < 1.0:
+            return max((plain, *alike), key=lambda gain: gain.by_token)
+        enough = self.speedup * (1 + NOISE)
+        better = [gain for gain in alike if gain.by_token > enough and gain.slowest <= slowest]
+        return max(better, key=lambda gain: gain.by_token, default=given)
 
     @property
     def flags(self) -> str:
