@@ -10,6 +10,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
 
 TE = ("TE p2p", "TE all_gather")
+WAYS = ("ours, cudnn", "ours, fa4", *TE)
+TRIED_LAST = ("TE p2p, fa4",)
 
 
 def backends(mixes: Mixes, args: argparse.Namespace) -> None:
@@ -35,47 +38,42 @@ def backends(mixes: Mixes, args: argparse.Namespace) -> None:
     rank, cp, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     say = print if rank == 0 else lambda *a, **k: None
     until = time.perf_counter() + args.seconds
-    profiled, tables = args.profile_of, {}
+    tables = {}
     for name in ("cudnn", "fa4"):
         KERNELS.use(name)
-        args.profile_of = profiled if name == "fa4" else None
-        tables[name] = kernel_table(args)
+        tables[name] = kernel_table(args.profile_of if name == "fa4" else None)
 
     def agree(count: int) -> int:
         least = torch.tensor(count, device="cuda")
         dist.all_reduce(least, dist.ReduceOp.MIN)
         return int(least)
 
-    def ours(name: str, lengths: np.ndarray, x: Any) -> tuple[Step, ShardPlan]:
-        KERNELS.use(name)
-        table = tables[name]
+    def made(way: str, lengths: np.ndarray) -> tuple[Step, ShardPlan | None]:
+        whose, *kernels = way.split(", ")
+        KERNELS.use(kernels[0] if kernels else "cudnn")
+        if whose != "ours":
+            return te_context_parallel(whose.removeprefix("TE "), lengths, group, KERNELS.name), None
+        table = tables[KERNELS.name]
         (plan,) = in_fewest_calls([shard(lengths, cp, "adaptive", table)], table)
         layout = device_layout(attention_layout(plan, rank), "cuda")
+        x = tensors(int(lengths.sum()))
         return sharded_step(layout, plan.packed_index(rank), x, group)[0], plan
 
     rows: list[dict[str, Any]] = []
     broken: set[str] = set()
-    for mix, given in mixes.items():
+    # What may fail or hang comes after all else is measured and written.
+    for ways, (mix, given) in product((WAYS, TRIED_LAST), mixes.items()):
         if agree(int(time.perf_counter() < until)) == 0:
             say(f"{mix}: no more time")
             break
-        lengths = padded_to(given, 16)
-        x = tensors(int(lengths.sum()))
-        ways: dict[str, Callable[[], tuple[Step, ShardPlan | None]]] = {
-            "ours, cudnn": lambda n=lengths, x=x: ours("cudnn", n, x),
-            "ours, fa4": lambda n=lengths, x=x: ours("fa4", n, x),
-            "TE p2p": lambda n=lengths: (te_context_parallel("p2p", n, group), None),
-            "TE all_gather": lambda n=lengths: (te_context_parallel("all_gather", n, group), None),
-            "TE p2p, fa4": lambda n=lengths: (te_context_parallel("p2p", n, group, "fa4"), None),
-        }
-        line = f"{mix:16}"
-        for way, make in ways.items():
+        lengths, line = padded_to(given, 16), f"{mix:16}"
+        for way in ways:
             if way in broken:
                 continue
             torch.cuda.reset_peak_memory_stats()
             before, failed = torch.cuda.memory_allocated(), ""
             try:
-                step, plan = make()
+                step, plan = made(way, lengths)
                 step()
             except Exception as error:
                 failed = f"{type(error).__name__}: {str(error)[:400]}"
@@ -83,7 +81,7 @@ def backends(mixes: Mixes, args: argparse.Namespace) -> None:
                 say(f"{way} does not run: {failed or 'on another rank'}", flush=True)
                 broken.add(way)
                 continue
-            times = measure(step, agree, most=9, seconds=0.05)
+            times = measure(step, agree, most=11, seconds=0.12)
             peak = (torch.cuda.max_memory_allocated() - before) / 2**20
             found = torch.tensor([*times, peak], device="cuda")
             dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -91,6 +89,8 @@ def backends(mixes: Mixes, args: argparse.Namespace) -> None:
             calls = "" if plan is None else 1 if plan.one_call else 2
             rows.append(timing(mix, cp, way, -1, slowest, machine()) | {"calls": calls, "peak_mib": peak})
             line += f"  {way} {slowest[1]:.2f} ({slowest[3]:.2f})"
+        if broken.issuperset(ways):
+            break
         say(line, flush=True)
         if rank == 0:
             write_csv(args.out / "backends.csv", rows)
@@ -101,13 +101,15 @@ def backends(mixes: Mixes, args: argparse.Namespace) -> None:
 def _gains(rows: list[dict[str, Any]], say: Callable[..., Any]) -> None:
     took = {(row["mix"], row["attention"]): row["p50_ms"] for row in rows}
     mixes = list(dict.fromkeys(row["mix"] for row in rows))
-    for few, only in (("all", mixes), ("samples", [mix for mix in mixes if mix.startswith("sample")])):
-        for ours in ("ours, cudnn", "ours, fa4"):
-            theirs = {m: min((took[m, te] for te in TE if (m, te) in took), default=None) for m in only}
-            each = {m: ms / took[m, ours] for m, ms in theirs.items() if ms is not None}
+    samples = [mix for mix in mixes if mix.startswith("sample")]
+    for few, only in (("all", mixes), ("samples", samples)):
+        for ours, theirs in (*((ours, TE) for ours in WAYS[:2]), (WAYS[1], TRIED_LAST)):
+            best = {m: min((took[m, te] for te in theirs if (m, te) in took), default=None) for m in only}
+            each = {m: ms / took[m, ours] for m, ms in best.items() if ms is not None and (m, ours) in took}
             if each:
                 mean = float(np.exp(np.mean(np.log(list(each.values())))))
                 least = min(each, key=lambda m: each[m])
                 say(
-                    f"{few} ({len(only)}): {ours} {mean:.3f}x the faster of TE's, least {each[least]:.3f} ({least})"
+                    f"{few} ({len(each)}): {ours} {mean:.3f}x {' or '.join(theirs)}, the faster; least "
+                    f"{each[least]:.3f} ({least})"
                 )

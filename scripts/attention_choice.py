@@ -12,11 +12,13 @@ import argparse
 import time
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from attention_bench import DIM, HEADS, KERNELS, KV_HEADS, machine, padded_to, te_attention, tensors
+from attention_regret import report
 from attention_steps import Mixes, share
 
 from wlb_megatron.report.files import write_csv
@@ -39,9 +41,9 @@ HOST_BOUND_MS, PAUSE_CYCLES = 6.0, 4_000_000
 """Steps below this may wait for the host, which needs 1 to 2 ms to launch one; the pause is about 2 ms for each."""
 
 
-def choice(mixes: Mixes, args: argparse.Namespace) -> list[dict[str, Any]]:
+def choice(mixes: Mixes, args: argparse.Namespace) -> None:
     """Rows of DIR/choice_KERNELS.csv. After args.seconds no further mix is begun."""
-    until, table = time.perf_counter() + args.seconds, kernel_table(args)
+    until, table = time.perf_counter() + args.seconds, kernel_table(args.profile_of)
     rows: list[dict[str, Any]] = []
     errors: list[dict[str, Any]] = []
     whole_window = max(sum(lengths) for lengths in mixes.values())
@@ -50,34 +52,46 @@ def choice(mixes: Mixes, args: argparse.Namespace) -> list[dict[str, Any]]:
             if time.perf_counter() > until:
                 print(f"{window} {name}: no more time")
                 break
-            lengths = padded_to([max(1, n * window // whole_window) for n in given], 16)
-            x = tensors(int(lengths.sum()))
-            kv = torch.stack((x.k, x.v), dim=1)
-            alone = timed(share(shard(lengths, 1, "per-document"), 0, x, kv)[0])[1]
-            unsharded = timed(te_attention(lengths, x))[1] if KERNELS.name == "cudnn" else alone
-            told = []
-            for cp in args.cp:
-                told += degree(lengths, cp, x, kv, table, (unsharded, alone), errors, name, window)
-            rows += told
-            line = "  ".join(
-                f"CP={row['cp']} {row['sharding']}{', one call' * (row['calls'] == 1)} {row['ms']:.2f}"
-                for row in told
-                if row["chosen"]
-            )
-            print(f"{window:7} {name:14} unsharded {unsharded:8.2f}  chosen: {line}", flush=True)
+            rows += one_mix(name, given, window, whole_window, args.cp, table, errors)
             stem = f"choice_{KERNELS.name}" + (f"_{window}" if len(args.windows) == 1 else "")
             write_csv(args.out / f"{stem}.csv", rows)
             write_csv(args.out / f"{stem}_predicted.csv", errors)
-    report(rows, errors, args)
-    return rows
+    report(rows, errors, args.windows, args.cp, KERNELS.name)
 
 
-def kernel_table(args: argparse.Namespace) -> KernelTable:
+def one_mix(
+    name: str,
+    given: list[int],
+    window: int,
+    whole_window: int,
+    degrees: list[int],
+    table: KernelTable,
+    errors: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Rows of one mix, its documents shrunk from whole_window to window tokens; each share's prediction to errors."""
+    lengths = padded_to([max(1, n * window // whole_window) for n in given], 16)
+    x = tensors(int(lengths.sum()))
+    kv = torch.stack((x.k, x.v), dim=1)
+    alone = timed(share(shard(lengths, 1, "per-document"), 0, x, kv)[0])[1]
+    unsharded = timed(te_attention(lengths, x))[1] if KERNELS.name == "cudnn" else alone
+    told = []
+    for cp in degrees:
+        told += degree(lengths, cp, x, kv, table, (unsharded, alone), errors, name, window)
+    line = "  ".join(
+        f"CP={row['cp']} {row['sharding']}{', one call' * (row['calls'] == 1)} {row['ms']:.2f}"
+        for row in told
+        if row["chosen"]
+    )
+    print(f"{window:7} {name:14} {KERNELS.name:6} unsharded {unsharded:8.2f}  chosen: {line}", flush=True)
+    return told
+
+
+def kernel_table(profile_of: Path | None) -> KernelTable:
     """Of a profile, if one is given, with the exchange as it was measured between two GPUs; else the built-in one."""
     built_in = of_gpu(torch.cuda.get_device_name(), KERNELS.name)
-    if not args.profile_of:
+    if not profile_of:
         return built_in
-    table = read_profile(args.profile_of).costs.table
+    table = read_profile(profile_of).costs.table
     table = table.scaled(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM)
     return replace(table, exchange=built_in.exchange, exchange_row=built_in.exchange_row)
 
@@ -114,7 +128,11 @@ def degree(
             errors += [
                 {"window": window, "mix": name, "cp": cp, "rank": rank}
                 | {"calls": 1 if plan.one_call or not busy else 2}
-                | {"predicted_ms": float(kernels[rank]), "measured_ms": times[rank][1]}
+                | {
+                    "predicted_ms": float(kernels[rank]),
+                    "measured_ms": times[rank][1],
+                    "kernels": KERNELS.name,
+                }
                 for rank in range(cp)
             ]
         times, kernels = measured[key]
@@ -198,43 +216,3 @@ def timed(step: Any, most: int = 4, seconds: float = 0.06) -> tuple[float, float
     if count == 2:  # long ones: the second of all counts, too
         times.append(first)
     return tuple(float(t) for t in np.percentile(times, (20, 50, 80)))  # type: ignore[return-value]
-
-
-def report(rows: list[dict[str, Any]], errors: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Of each window and degree: what adaptive takes, of unsharded / CP, its regret, its parts; then the errors of
-    predictions."""
-    samples = {row["mix"] for row in rows if row["mix"].startswith("sample")} or {r["mix"] for r in rows}
-    print(
-        f"\n{KERNELS.name}: sums over {len(samples)} mixes, ms; adaptive's regret over all, its parts (predicted)"
-    )
-    for window in args.windows:
-        for cp in args.cp:
-            here = [row for row in rows if row["window"] == window and row["cp"] == cp]
-            taken = [row for row in here if row["chosen"]]
-            mine = [row for row in taken if row["mix"] in samples]
-            if not mine:
-                continue
-            total = sum(row["ms"] for row in mine)
-            apart = sum(row["ms"] - row["exposed_ms"] for row in mine)
-            of_te, of_own = (
-                sum(row[f"unsharded{which}_ms"] for row in mine) / cp / apart for which in ("", "_own")
-            )
-            regrets = [row["ms"] / min(r["ms"] for r in here if r["mix"] == row["mix"]) - 1 for row in taken]
-            ones = sum(row["calls"] == 1 for row in taken)
-            print(
-                f"{window:7} CP={cp}: adaptive {total:.2f}; {of_te:.1%} of unsharded / CP ({of_own:.1%} of its own "
-                f"kernels' CP=1); one call in {ones} of {len(taken)}; regret mean {np.mean(regrets):.2%}, "
-                f"most {max(regrets):.2%}"
-            )
-            split = {
-                part: sum(row[f"{part}_ms"] for row in mine)
-                for part in ("ideal", "tile", "launch", "exchange", "imbalance")
-            }
-            print("          " + "  ".join(f"{part} {ms:.2f}" for part, ms in split.items()))
-    if errors:
-        wrong = np.array([abs(e["predicted_ms"] / e["measured_ms"] - 1) for e in errors])
-        weights = np.array([e["measured_ms"] for e in errors])
-        print(
-            f"prediction of {len(wrong)} shares: error mean {wrong.mean():.1%}, p95 "
-            f"{np.percentile(wrong, 95):.1%}, weighed by time {np.average(wrong, weights=weights):.1%}"
-        )

@@ -13,6 +13,7 @@ pairs run side by side as there are GPUs. A run's figure is the median of its st
 from __future__ import annotations
 
 import argparse
+import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_train import ROOT, STOCK, WLB, add_warm_ranks, corpus, run
+from gpu_train import ROOT, STOCK, WLB, add_warm_ranks, corpus, run, warm_ranks
 from step_trace import compare
 
 from wlb_megatron.report.files import write_csv
 
 FLAGS = {"stock": STOCK, "wlb": WLB}
+KERNELS = {
+    "cudnn": {"stock": ["--attention-backend", "fused"], "wlb": ["--wlb-kernels", "cudnn"]},
+    "fa4": {"stock": ["--attention-backend", "flash"], "wlb": ["--wlb-kernels", "fa4"]},
+}
+"""How each is told whose kernels to take: where FlashAttention-4 is installed alone, stock's flash means it."""
 
 
 def main() -> None:
@@ -44,6 +50,7 @@ def main() -> None:
     parser.add_argument("--seq-length", type=int, default=32768, help="window, and every document (tokens)")
     parser.add_argument("--global-batch-size", type=int, default=4, help="windows a step")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--kernels", choices=tuple(KERNELS), default="cudnn", help="of both")
     parser.add_argument("--extra", default="", help="further flags for every run")
     parser.add_argument(
         "--trace", action="store_true", help="one pair more, in Megatron's profiler: where its time goes"
@@ -54,6 +61,8 @@ def main() -> None:
     lengths = options.out / "lengths.npy"
     np.save(lengths, np.full(4096, options.seq_length))
     prefix = corpus(options.out / "corpus", lengths)
+    if options.warm_ranks:
+        start_all(options.degrees)
     rows: list[dict[str, Any]] = []
     for degree in options.degrees:
         beside = torch.cuda.device_count() if degree == 1 else 1
@@ -67,6 +76,19 @@ def main() -> None:
             compare({which: traced(which, degree, prefix, options) for which in FLAGS})
 
 
+def flags_of(which: str, options: argparse.Namespace) -> list[str]:
+    return [*FLAGS[which], *KERNELS[options.kernels][which]]
+
+
+def start_all(degrees: list[int]) -> None:
+    """Have the processes of all degrees import at once."""
+    for degree in degrees:
+        for gpu in range(torch.cuda.device_count() if degree == 1 else 1):
+            seen = {"CUDA_VISIBLE_DEVICES": str(gpu)} if degree == 1 else {}
+            for which in FLAGS:
+                warm_ranks(degree, {**os.environ, **seen}, stock=which == "stock").start()
+
+
 def pairs_of(
     degree: int, first: int, beside: int, prefix: Path, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
@@ -76,7 +98,10 @@ def pairs_of(
         order = ("stock", "wlb") if (pair + pair // beside) % 2 == 0 else ("wlb", "stock")
         seen = {"CUDA_VISIBLE_DEVICES": str(first)} if degree == 1 else {}
         told = one_pair(degree, pair, order, seen, prefix, options)
-        rows.append({"cp": degree, "pair": pair, "gpu": first if degree == 1 else "all"} | told)
+        rows.append(
+            {"kernels": options.kernels, "cp": degree, "pair": pair, "gpu": first if degree == 1 else "all"}
+            | told
+        )
         print(
             f"CP={degree}, pair {pair}: stock {told['stock_ms']:.1f} ms, plugin {told['wlb_ms']:.1f} ms a step, "
             f"ratio per token {told['ratio']:.4f}",
@@ -96,7 +121,7 @@ def one_pair(
     """Step times, tokens a step and peak memory of both, and their ratio (plugin over stock, ms per token)."""
     told: dict[str, Any] = {}
     for which in order:
-        flags = [*FLAGS[which], "--context-parallel-size", str(degree)]
+        flags = [*flags_of(which, options), "--context-parallel-size", str(degree)]
         steps = run(f"{which}-cp{degree}-{pair}", degree, flags, prefix, options, seen)
         timed = steps[options.warm_up :]
         if not timed:
@@ -113,7 +138,7 @@ def traced(which: str, degree: int, prefix: Path, options: argparse.Namespace) -
     last = options.iterations - 1
     flags = ["--profile", "--use-pytorch-profiler", "--profile-step-start", str(last - 3)]
     flags += ["--profile-step-end", str(last), "--tensorboard-dir", str(folder / "tensorboard")]
-    flags += ["--context-parallel-size", str(degree), *FLAGS[which]]
+    flags += ["--context-parallel-size", str(degree), *flags_of(which, options)]
     seen = {} if degree > 1 else {"CUDA_VISIBLE_DEVICES": "0"}
     run(f"{which}-cp{degree}-traced", degree, flags, prefix, options, seen)
     return folder / "torch_profile" / "rank-0.json.gz"
@@ -121,10 +146,10 @@ def traced(which: str, degree: int, prefix: Path, options: argparse.Namespace) -
 
 def report(degree: int, rows: list[dict[str, Any]]) -> None:
     ratios = sorted(row["ratio"] for row in rows)
-    sure = 1 - 2 / 2 ** len(ratios)
+    sure, kernels = 1 - 2 / 2 ** len(ratios), rows[0]["kernels"]
     print(
-        f"CP={degree}: plugin / stock, {len(ratios)} pairs: median {median(ratios):.4f}, between {ratios[0]:.4f} and "
-        f"{ratios[-1]:.4f} ({sure:.0%}); "
+        f"{kernels}, CP={degree}: plugin / stock, {len(ratios)} pairs: median {median(ratios):.4f}, between "
+        f"{ratios[0]:.4f} and {ratios[-1]:.4f} ({sure:.0%}); "
         f"peak MB {rows[0]['stock_peak_mb']:.0f} stock, {rows[0]['wlb_peak_mb']:.0f} plugin"
     )
 

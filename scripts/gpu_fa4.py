@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""FlashAttention-4's kernels beside cuDNN's on one GPU, in a few minutes: errors, a profile, shapes, shares of mixes.
+"""FlashAttention-4's kernels beside cuDNN's, in a few minutes of one GPU or of two.
 
     python3 scripts/gpu_fa4.py --mixes mixes.json --out DIR --seconds 340 [--parts errors,compile,profile,calls,choice]
+    python3 scripts/gpu_fa4.py --mixes mixes.json --lengths LENGTHS.npy --script pretrain_gpt.py --out DIR \\
+        --seconds 900 --parts nvlink,host,steps,shares,equal    # two GPUs, see fa4_sections.py
 
 errors: every case of attention_cases.py with both backends against fp32, in processes side by side, each killed after
     --errors-seconds (errors_*.csv, errors_*.log; a table of FlashAttention-4's errors over cuDNN's)
@@ -15,19 +17,22 @@ Each part begins only while there is time; what is done is written as it comes.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import math
-import os
-import subprocess
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from attention_regret import against, report
+from fa4_errors import compare_errors, start_compile, start_errors, wait
+from fa4_sections import BUDGETS, Sections
+
+from wlb_megatron.report.files import write_csv
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("errors", "compile", "profile", "calls", "choice")
+"""On one GPU, in this order; those of fa4_sections.py follow in the order in which they are named."""
 PROFILED = [
     *("--hidden-size", "4096", "--ffn-hidden-size", "11008", "--num-attention-heads", "32"),
     *(
@@ -47,6 +52,10 @@ PROFILED = [
 """7B at TP=4: 8 query and 2 key-value heads of 128 channels on a rank, as the built-in tables have."""
 
 
+SHARES = {131072: 0.5, 32768: 0.5}
+"""Of the time that is left, what the mixes of a window of `choice` may take."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -61,15 +70,42 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=6, help="processes of each backend in `errors`")
     parser.add_argument("--cp", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--windows", type=int, nargs="+", default=[131072, 32768, 65536])
+    parser.add_argument("--every", default="0::1", help="I::N, of `choice`: every Nth mix from the Ith on")
+    parser.add_argument("--gpus", type=int, default=2, help="of the parts for two GPUs")
+    parser.add_argument("--lengths", type=Path, help=".npy, of `steps`: lengths of documents")
+    parser.add_argument("--script", type=Path, help="of `equal`: Megatron-LM's pretrain_gpt.py")
+    parser.add_argument("--layers", type=int, default=8, help="of `steps`")
+    parser.add_argument("--pairs", type=int, default=4, help="of `equal`, for each backend and degree")
+    parser.add_argument("--budgets", default="", help="PART=SECONDS,.. of the parts for two GPUs")
+    parser.add_argument("--lines", type=int, default=14, help="of each process's output that are printed")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    parts, until = args.parts.split(","), time.perf_counter() + args.seconds
-    clock = _Clock(until)
+    args.budgets = {part: float(s) for part, s in (b.split("=") for b in args.budgets.split(",") if b)}
+    parts = args.parts.split(",")
+    if unknown := [part for part in (*parts, *args.budgets) if part not in (*PARTS, *BUDGETS)]:
+        parser.error(f"no such part: {', '.join(unknown)}")
+    if "equal" in parts and args.script is None:
+        parser.error("equal needs --script")
+    clock = _Clock(time.perf_counter() + args.seconds)
+    if any(part in PARTS for part in parts):
+        _one_gpu(parts, args, clock)
+    if any(part in BUDGETS for part in parts):
+        with TemporaryDirectory() as work:
+            sections = Sections(args, Path(work), time.monotonic() + clock.left())
+            if "steps" in parts:
+                sections.made_corpus()
+            for part in parts:
+                if part in BUDGETS:
+                    sections.run(part)
+            sections.keep_logs()
+
+
+def _one_gpu(parts: list[str], args: argparse.Namespace, clock: _Clock) -> None:
     beside = []
     if "errors" in parts:
-        beside += [_errors(name, at, args) for name in ("fa4", "cudnn") for at in range(args.jobs)]
+        beside += [start_errors(name, at, args) for name in ("fa4", "cudnn") for at in range(args.jobs)]
     if "compile" in parts:
-        beside.append(_compile(args))
+        beside.append(start_compile(args))
     clock.say("started what runs beside")
     sys.path.insert(0, str(HERE))
     import torch
@@ -78,9 +114,9 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     KERNELS.use("fa4")
     clock.say("imported")
-    _wait(beside, args.errors_seconds)
+    wait(beside, args.errors_seconds)
     if "errors" in parts:
-        _compare_errors(args)
+        compare_errors(args)
     clock.say("errors")
     profile = args.profile_of
     if "profile" in parts:
@@ -110,133 +146,40 @@ class _Clock:
         print(f"[{time.perf_counter() - self.began:6.1f} s] {what}", flush=True)
 
 
-def _start(command: list[str], log: Path, **environment: str) -> tuple[subprocess.Popen[bytes], Path]:
-    with log.open("w") as output:
-        return subprocess.Popen(
-            [sys.executable, "-W", "ignore", *command],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
-            start_new_session=True,
-        ), log
-
-
-def _errors(name: str, at: int, args: argparse.Namespace) -> tuple[subprocess.Popen[bytes], Path]:
-    out = args.out / f"errors_{name}_{at}"
-    command = [str(HERE / "gpu_attention.py"), "breadth", "--kernels", name, "--cases", f"{at}::{args.jobs}"]
-    return _start([*command, "--out", str(out)], args.out / f"errors_{name}_{at}.log", OMP_NUM_THREADS="1")
-
-
-def _compile(args: argparse.Namespace) -> tuple[subprocess.Popen[bytes], Path]:
-    script = "import sys; sys.path.insert(0, sys.argv[1]); import gpu_fa4; gpu_fa4.compile_times()"
-    off = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
-    return _start(["-c", script, str(HERE)], args.out / "compile.log", **off)
-
-
-def compile_times() -> None:
-    """Seconds from nothing to FlashAttention-4's first results, of each kind of call that a CP job compiles."""
-    began = time.perf_counter()
-    import torch
-
-    torch.zeros(1, device="cuda")
-    print(f"torch and a CUDA context: {time.perf_counter() - began:.1f} s", flush=True)
-    began = time.perf_counter()
-    from wlb_megatron.attention.kernel_choice import kernels
-
-    backend = kernels("fa4")
-    print(f"FlashAttention-4 imported: {time.perf_counter() - began:.1f} s", flush=True)
-    from wlb_megatron.attention.graph_buckets import Bucket
-    from wlb_megatron.attention.warm_up import warm_up
-
-    shape = {"heads": 8, "kv_heads": 2, "dim": 128, "v_dim": 128, "scale": 128**-0.5}
-    for causal in (True, False):
-        for count in (1, 257):
-            began = time.perf_counter()
-            kind = (causal, None, Bucket(count, 128, 128 if causal else 256))
-            warm_up(backend, [kind], **shape, dtype=torch.bfloat16, device="cuda")
-            torch.cuda.synchronize()
-            took = time.perf_counter() - began
-            print(f"{'causal' if causal else 'rectangle'}, {count} sequences: {took:.1f} s", flush=True)
-
-
-def _wait(started: list[tuple[subprocess.Popen[bytes], Path]], seconds: float) -> None:
-    until = time.perf_counter() + seconds
-    for process, log in started:
-        try:
-            status = process.wait(max(0.1, until - time.perf_counter()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            status = -9
-        if status:
-            text = log.read_text(errors="replace").strip().splitlines()[-6:]
-            print(f"{log.name}: status {status}", *text, sep="\n    ", flush=True)
-
-
-def _compare_errors(args: argparse.Namespace) -> None:
-    """Of each case and plan, the largest of FlashAttention-4's errors over cuDNN's (errors.csv)."""
-    found: dict[tuple[str, ...], dict[str, dict[str, str]]] = defaultdict(dict)
-    for name in ("cudnn", "fa4"):
-        for path in sorted(args.out.glob(f"errors_{name}_*/breadth.csv")):
-            with path.open(newline="") as file:
-                for row in csv.DictReader(file):
-                    plan = row["sharding"].removesuffix(", expected")
-                    found[row["case"], row["documents"], plan, row["cp"]][name] = row
-    from wlb_megatron.report.files import write_csv
-
-    rows = []
-    for (case, documents, plan, cp), both in sorted(found.items()):
-        told: dict[str, Any] = {"case": case, "documents": documents, "sharding": plan, "cp": cp}
-        for tensor in ("out", "dq", "dk", "dv", "dsink"):
-            for name in ("cudnn", "fa4"):
-                told[f"{tensor}_{name}"] = both.get(name, {}).get(tensor, "")
-        pairs = [(told[f"{t}_fa4"], told[f"{t}_cudnn"]) for t in ("out", "dq", "dk", "dv", "dsink")]
-        ratios = [float(a) / float(b) for a, b in pairs if a and b]
-        told["worst_fa4_over_cudnn"] = max(ratios, default=float("nan"))
-        rows.append(told)
-        if not ratios or told["worst_fa4_over_cudnn"] > 1.2:
-            print(f"  above 1.2, or missing: {case}, {plan}, CP={cp}: {told['worst_fa4_over_cudnn']:.2f}")
-    if rows:
-        write_csv(args.out / "errors.csv", rows)
-        worst = max(
-            (r["worst_fa4_over_cudnn"] for r in rows if not math.isnan(r["worst_fa4_over_cudnn"])), default=0
-        )
-        print(
-            f"{len(rows)} cases with plans, FlashAttention-4's errors at most {worst:.2f} times cuDNN's",
-            flush=True,
-        )
-
-
 def _choice(args: argparse.Namespace, profile: Path | None, clock: _Clock) -> None:
-    """Windows in turn, both backends each, so that what is cut off is cut off of both."""
+    """Windows and mixes in turn, both backends each, so that what is cut off is cut off of both."""
     from attention_bench import KERNELS
-    from attention_choice import choice
+    from attention_choice import kernel_table, one_mix
 
     mixes = json.loads(args.mixes.read_text())
-    taken: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
-    shares = {131072: 0.62, 65536: 0.8, 32768: 0.45}  # of the time that is left
+    whole_window = max(sum(lengths) for lengths in mixes.values())
+    first, every = map(int, args.every.split("::"))
+    mixes = dict(list(mixes.items())[first::every])
+    found: dict[str, list[dict[str, Any]]] = {"fa4": [], "cudnn": []}
+    wrong: dict[str, list[dict[str, Any]]] = {"fa4": [], "cudnn": []}
+    tables = {}
+    for name in found:
+        KERNELS.use(name)
+        tables[name] = kernel_table(profile if name == "fa4" else None)
     for window in args.windows:
-        seconds = clock.left() * (shares.get(window, 0.5) if window != args.windows[-1] else 1.0)
-        for name, part in (("fa4", 0.55), ("cudnn", 0.45)):
-            KERNELS.use(name)
-            given = argparse.Namespace(
-                windows=[window],
-                cp=args.cp,
-                out=args.out,
-                seconds=max(0.0, min(seconds * part, clock.left() - 5)),
-                profile_of=profile if name == "fa4" else None,
-            )
-            for row in choice(mixes, given):
-                if row["chosen"]:
-                    taken[row["window"], row["mix"], row["cp"]][name] = row["ms"]
-            clock.say(f"choice {window} {name}")
-        for cp in args.cp:
-            cells = [both for at, both in taken.items() if at[0] == window and at[2] == cp]
-            ratios = [both["cudnn"] / both["fa4"] for both in cells if len(both) == 2]
-            if ratios:
-                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-                told = f"FlashAttention-4 {mean:.3f}x cuDNN, least {min(ratios):.3f}"
-                print(f"{window} CP={cp}: {len(ratios)} mixes, {told}", flush=True)
+        left = clock.left() * (1.0 if window == args.windows[-1] else SHARES.get(window, 0.5))
+        until = time.perf_counter() + left
+        for mix, given in mixes.items():
+            if time.perf_counter() > until:
+                print(f"{window} {mix}: no more time", flush=True)
+                break
+            for name in found:
+                KERNELS.use(name)
+                shape = (mix, given, window, whole_window, args.cp)
+                found[name] += one_mix(*shape, tables[name], wrong[name])
+            for name in found:
+                for kind, rows in (("", found[name]), ("_predicted", wrong[name])):
+                    mine = [row for row in rows if row["window"] == window]
+                    write_csv(args.out / f"choice_{name}_{window}{kind}.csv", mine)
+        clock.say(f"choice {window}")
+    for name, rows in found.items():
+        report(rows, wrong[name], args.windows, args.cp, name)
+    against(found["fa4"], "FlashAttention-4", found["cudnn"], "cuDNN")
 
 
 if __name__ == "__main__":

@@ -105,6 +105,7 @@ def main() -> None:
     for name in options.runs.split(","):
         results[name] = run(name, *runs(options.gpus)[name], prefix, options)
         print(f"{name}: {len(results[name])} iterations", flush=True)
+        write_csv(options.out / "iterations.csv", [row for told in results.values() for row in told])
     report(results, options)
 
 
@@ -242,7 +243,6 @@ def report(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace
     rows = [row for run_rows in results.values() for row in run_rows]
     if not rows:
         raise SystemExit(1)
-    write_csv(options.out / "iterations.csv", rows)
     named = "cp1" if "cp1" in results else next(iter(results))
     first = {row["iteration"]: row for row in results[named]}
     gpu = torch.cuda.get_device_name(0)

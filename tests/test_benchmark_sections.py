@@ -1,0 +1,100 @@
+"""Benchmarks of backends: what they sum up from rows, and what is left of a part that is cut short."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = (
+    "unsharded_ms",
+    "unsharded_own_ms",
+    "exposed_ms",
+    "ideal_ms",
+    "tile_ms",
+    "launch_ms",
+    "exchange_ms",
+)
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+
+
+def row(mix: str, sharding: str, chosen: int, ms: float, window: int = 1024, **more: Any) -> dict[str, Any]:
+    told = {
+        "window": window,
+        "mix": mix,
+        "cp": 2,
+        "sharding": sharding,
+        "calls": 2,
+        "chosen": chosen,
+        "ms": ms,
+    }
+    return told | dict.fromkeys(COLUMNS, 0.0) | {"imbalance_ms": 0.0, "exposed_ms": 0.0} | more
+
+
+def test_regret_is_what_was_chosen_over_the_fastest_way_of_the_same_cell() -> None:
+    from attention_regret import regrets
+
+    rows = [
+        row("a", "hybrid", 1, 3.0),
+        row("a", "per-document", 0, 2.0),
+        row("b", "hybrid", 1, 4.0),
+        row("b", "per-document", 0, 5.0),
+        row("a", "hybrid", 1, 1.0, window=512),
+    ]
+    as_read = [{name: str(value) for name, value in given.items()} for given in rows]
+    expected = {(1024, "a", 2): 0.5, (1024, "b", 2): 0.0, (512, "a", 2): 0.0}
+    assert regrets(rows) == regrets(as_read) == expected
+
+
+def test_backends_are_compared_where_both_were_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    from attention_regret import against, report
+
+    first = [row("a", "hybrid", 1, 2.0), row("b", "hybrid", 1, 2.0), row("c", "hybrid", 1, 1.0)]
+    second = [row("a", "hybrid", 1, 4.0), row("b", "per-document", 1, 16.0), row("b", "hybrid", 0, 1.0)]
+    against(first, "one", second, "other")
+    assert "1024 CP=2: 2 mixes, one 4.000x other, least 2.000 (a)" in capsys.readouterr().out
+    told = [row("a", "hybrid", 1, 2.5, exposed_ms=0.5, unsharded_ms=3.0, unsharded_own_ms=2.0)]
+    report(told, [], [1024, 512], [2], "one")
+    said = capsys.readouterr().out
+    assert "75.0% of unsharded / CP (50.0% of its own" in said and "512 CP" not in said
+
+
+def test_a_part_cut_short_keeps_its_rows_and_leaves_no_process(tmp_path: Path) -> None:
+    from fa4_sections import Sections
+
+    work, out = tmp_path / "work", tmp_path / "out"
+    for folder in (work / "nvlink", out):
+        folder.mkdir(parents=True)
+    sections = Sections(argparse.Namespace(out=out, lines=3), work, time.monotonic() + 60)
+    script = """
+import os, subprocess, sys, time
+from pathlib import Path
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+Path(sys.argv[1], "child").write_text(str(child.pid))
+partial = Path(sys.argv[1], "nvlink", "partial")
+partial.write_text("mix,ms\\none,1.5\\n")
+partial.rename(partial.with_name("backends.csv"))
+time.sleep(60)
+"""
+    sections._start("nvlink", [sys.executable, "-c", script, str(work)], {})
+    while not (work / "nvlink" / "backends.csv").exists():
+        time.sleep(0.05)
+    sections._wait(0.1)
+    assert (out / "nvlink.csv").read_text() == "mix,ms\none,1.5\n"
+    child = int((work / "child").read_text())
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):  # killed; what it was is gone once its new parent has waited for it
+            if (Path("/proc") / str(child) / "stat").read_text().split()[2] == "Z":
+                raise ProcessLookupError
+            os.kill(child, 0)
+            time.sleep(0.05)
