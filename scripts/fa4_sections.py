@@ -24,11 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attention_regret import against, report
-
-from wlb_megatron.report.files import write_csv
-
 HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE / "cpu")]
+from attention_regret import against, report  # noqa: E402
+from environment import free_port  # noqa: E402
+
+from wlb_megatron.report.files import write_csv  # noqa: E402
+
 TABLES = {
     "nvlink.csv": ("nvlink/backends.csv",),
     "host.csv": ("host/host.csv",),
@@ -157,7 +159,8 @@ class Sections:
         return [sys.executable, "-W", "ignore", str(HERE / script), *given]
 
     def _torchrun(self, script: str, *given: str) -> list[str]:
-        count = ["--standalone", "--nproc-per-node", str(self.args.gpus)]
+        count = ["--nproc-per-node", str(self.args.gpus), "--master-addr", "127.0.0.1"]
+        count += ["--master-port", str(free_port())]
         return [sys.executable, "-m", "torch.distributed.run", *count, str(HERE / script), *given]
 
     def _start(self, name: str, command: Sequence[str], environment: dict[str, str]) -> None:
