@@ -83,6 +83,28 @@ def test_documents_train_in_chunks_unless_the_trainer_cannot() -> None:
     assert chunked("--num-experts 8") and not chunked("--mtp-num-layers 1 --thresholds none")
 
 
+def test_chunks_that_may_hold_more_than_whole_documents_are_not_chosen() -> None:
+    """Of many key heads under full recompute, keys with their gradients outweigh the activations that are kept."""
+
+    def planned(flags: str, heads: int) -> tuple[bool, list[str]]:
+        flags = f"--tp 4 --cp 4 --host-launch 0 --recompute full --num-query-groups {heads} {flags}"
+        config = settings(parsed(f"--thresholds none --micro-batch-cost 0 {flags}"))
+        said: list[str] = []
+        packer = job(flags).planner(LENGTHS, config, said.append).packer
+        memory = job(flags).memory(80)
+        assert memory is not None
+        chunked, whole = memory.needed(config, 8192)
+        assert (chunked > whole) == (heads == 32)
+        return isinstance(packer, ChunkPacker), said
+
+    chunks, said = planned("", 8)
+    assert chunks and "so chunks free" in said[1]
+    chunks, said = planned("", 32)
+    assert not chunks and "not with a peak of" in said[0] and "however many micro-batches" in said[1]
+    chunks, said = planned("--chunks on", 32)
+    assert chunks and "so chunks add" in said[-1]
+
+
 def test_chunks_whose_keys_cross_a_slow_network_are_not_chosen() -> None:
     def chunked(rate: str) -> bool:
         flags = f"--cp 2 --tp 8 --host-launch 0 --network-rate {rate}"

@@ -13,13 +13,13 @@ import torch
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunk_packer import held
+from wlb_megatron.packing.memory_limits import no_memory_for_chunks, told_of_memory
 from wlb_megatron.plugin.limits import (
     adoptable_tokens,
     document_memory,
     fit_to_memory,
+    gpu_memory,
     model_and_layout,
-    no_memory_for_chunks,
-    told_of_chunks,
 )
 from wlb_megatron.workload.chunk_memory import chunked_bytes
 from wlb_megatron.workload.memory import GIB, ParallelLayout, chunks_in_flight, logits_bytes, memory_needed
@@ -109,19 +109,23 @@ def test_a_run_with_chunks_says_what_they_free_and_auto_leaves_them_where_keys_d
     memory(80)
     staged = arguments(pipeline_model_parallel_size=2, num_layers=16, wlb_max_tokens=None)
     config = fit_to_memory(staged, WlbConfig(), 8)
-    (told,) = told_of_chunks(staged, config, 8, 32768)
-    assert "so chunks free" in told and "micro-batches of 49,152 tokens" in told
-    assert no_memory_for_chunks(staged, config, 8) == []
+    known = gpu_memory(staged, 8)
+    assert known is not None and config.max_tokens == 49152
+    assert "so chunks free" in told_of_memory(config, known, 32768, chunks=True)
+    assert no_memory_for_chunks(config, known) == []
+    whole = memory_needed(*model_and_layout(staged), 49152) / GIB
+    told = told_of_memory(config, known, 32768, chunks=False)
+    assert f"{whole:.1f} GiB, however many micro-batches: each may hold 49,152 tokens" in told
     # As many key heads as heads, under full recompute: keys with their gradients outweigh what layers keep.
     many = {"group_query_attention": False, "recompute_granularity": "full", "num_layers": 64}
     keys = arguments(**many, pipeline_model_parallel_size=2, wlb_max_tokens=None)
     shape, layout = model_and_layout(keys)
-    memory(1.12 * memory_needed(shape, layout, 49152) / GIB + 1)
-    config = fit_to_memory(keys, WlbConfig(), 8)
-    ((flag, _),) = no_memory_for_chunks(keys, config, 8)
-    assert "GiB of memory, where chunks need" in flag
-    assert no_memory_for_chunks(keys, replace(config, chunks="on"), 8) == []
-    assert told_of_chunks(arguments(distributed_backend="gloo"), config, 8, 32768) == []
+    memory(8 * memory_needed(shape, layout, 49152) / GIB)  # there is room: what counts is the peak
+    config, known = fit_to_memory(keys, WlbConfig(), 8), gpu_memory(keys, 8)
+    ((flag, _),) = no_memory_for_chunks(config, known)
+    assert "GiB, where whole documents need" in flag and "--wlb-chunks on allows it" in flag
+    assert no_memory_for_chunks(replace(config, chunks="on"), known) == []
+    assert gpu_memory(arguments(distributed_backend="gloo"), 8) is None
 
 
 def test_a_document_that_trains_whole_is_as_long_as_memory_allows_and_keys_are_told(memory: Any) -> None:

@@ -18,10 +18,7 @@ from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.job import arrival_order
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.iteration import simulate
-from wlb_megatron.simulator.job import Job, Run
-
-DEFAULT_GIB = 80.0
-"""Memory of a GPU for which it is told what fits, where none is given."""
+from wlb_megatron.simulator.job import DEFAULT_GIB, Job, Run
 
 NOISE = 0.01
 """What is set is recommended where no other setting is faster by more than this share: less is noise."""

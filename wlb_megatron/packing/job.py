@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.batch_schedule import BatchSchedule
+from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.documents import DocumentStream
-from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.memory_limits import GpuMemory, no_memory_for_chunks, told_of_memory
+from wlb_megatron.packing.packer import Packer, make_packer, read_per_window
 from wlb_megatron.packing.planner import Planner, Stream
 from wlb_megatron.workload.cost_model import CostModel
 
@@ -34,15 +37,42 @@ def plan_job(
     micro_batches: int,
     dp: int = 1,
     schedule: BatchSchedule | None = None,
+    longest: int | None = None,
+    memory: GpuMemory | None = None,
+    no_chunks: Sequence[tuple[str, str]] = (),
+    say: Callable[[str], None] = lambda _: None,
     **options: Any,
 ) -> Planner:
     """Plans of a stream of documents, an iteration a call.
 
     window: tokens. micro_batches: windows of a data-parallel rank in a global batch, the largest one where `schedule`
-    has them grow. options: see packer.make_packer. Raises ValueError on settings that cannot work.
+    has them grow. memory: of a GPU, None where it is not looked at. The others: see packer.make_packer.
+    Raises ValueError on settings that cannot work.
     """
-    packer = make_packer(config, cost, window=window, micro_batches=micro_batches, dp=dp, **options)
+    no_chunks = [*no_chunks, *no_memory_for_chunks(config, memory)]
+    packer = make_packer(
+        config,
+        cost,
+        window=window,
+        micro_batches=micro_batches,
+        dp=dp,
+        no_chunks=no_chunks,
+        longest=longest,
+        say=say,
+        **options,
+    )
+    if memory is not None and most_micro_batches(packer, config, micro_batches) > micro_batches:
+        chunks = isinstance(packer, ChunkPacker)
+        say(told_of_memory(config, memory, longest or window, chunks=chunks))
     return Planner(stream, packer, global_tokens=micro_batches * dp * window, schedule=schedule)
+
+
+def most_micro_batches(packer: Packer, config: WlbConfig, windows: int) -> int:
+    """Into how many micro-batches a rank's windows are packed, at most."""
+    if config.packing != "varlen" or config.release == "full" or config.cp_mode == "dynamic":
+        return windows
+    per_window = read_per_window(config.micro_batches_per_window)
+    return packer.law.counts(windows, per_window, always=isinstance(packer, ChunkPacker))[-1]
 
 
 def arrival_order(config: WlbConfig) -> WlbConfig:

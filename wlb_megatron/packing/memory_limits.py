@@ -55,8 +55,9 @@ class GpuMemory:
             held=held(self.window, self.layout.micro_batches, self.layout.pipeline, longest),
             document=max(self.window, longest),
         )
-        whole = holds_whole(config, self.window, self.alignment) and config.max_tokens
-        return chunked, memory_needed(self.shape, self.layout, whole) if whole else 0
+        if not holds_whole(config, self.window, self.alignment):
+            return chunked, 0
+        return chunked, memory_needed(self.shape, self.layout, lmax(config, self.window))
 
 
 def with_lmax(
@@ -69,7 +70,7 @@ def with_lmax(
     """
     if config.max_tokens is not None:
         return config
-    usual = 3 * window // 2
+    usual = lmax(config, window)
     if memory is None:
         return replace(config, max_tokens=usual)
     try:
@@ -87,12 +88,34 @@ def _whole_alone(config: WlbConfig, refused: Sequence[tuple[str, str]]) -> bool:
 
 
 def no_memory_for_chunks(config: WlbConfig, memory: GpuMemory | None) -> list[tuple[str, str]]:
-    """A row as of chunks_refused where whole documents fit the GPU's memory and chunks are predicted not to: many
-    key heads under full recompute, whose keys are more than the activations that are kept."""
+    """A row as of chunks_refused where chunks may need more memory than whole documents at the same Lmax: many key
+    heads under full recompute, whose keys are more than the activations that are kept, or logits that outweigh them."""
     if config.chunks != "auto" or config.overlong == "chunk" or memory is None:
         return []
     chunked, whole = memory.needed(config, memory.window)
-    if not whole or chunked <= max(whole, (1 - MARGIN) * memory.size):
+    if not whole or chunked <= whole:
         return []
-    told = f"{memory.size // GIB} GiB of memory, where chunks need {chunked / GIB:.1f}"
-    return [(told, "use fewer key heads (--num-query-groups) or more tensor-parallel ranks")]
+    told = f"a peak of {chunked / GIB:.1f} GiB, where whole documents need {whole / GIB:.1f}"
+    return [(f"{told}: --wlb-chunks on allows it", "use fewer key heads (--num-query-groups)")]
+
+
+def told_of_memory(config: WlbConfig, memory: GpuMemory, longest: int, *, chunks: bool) -> str:
+    """What more micro-batches than windows free of a GPU's memory, for people. longest: tokens of the longest
+    document. chunks: long documents train in them.
+
+    Whole documents free nothing: a micro-batch may still have Lmax tokens, and as many of these run at once as with one
+    a window (arrange.py).
+    """
+    chunked, whole = (each / GIB for each in memory.needed(config, longest))
+    begun = "memory of the fullest GPU, at most"
+    if chunks and not whole:
+        return f"{begun}: {chunked:.1f} GiB; whole documents do not fit"
+    if chunks:
+        freed = f"{'free' if chunked < whole else 'add'} {abs(whole - chunked):.1f}"
+        return f"{begun}: {chunked:.1f} GiB, with whole documents {whole:.1f}, so chunks {freed}"
+    return f"{begun}: {whole:.1f} GiB, however many micro-batches: each may hold {lmax(config, memory.window):,} tokens"
+
+
+def lmax(config: WlbConfig, window: int) -> int:
+    """Tokens of the longest micro-batch of whole documents; 1.5 windows where nothing else is set."""
+    return 3 * window // 2 if config.max_tokens is None else config.max_tokens

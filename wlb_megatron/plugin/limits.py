@@ -9,14 +9,13 @@ import torch
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing import memory_limits
 from wlb_megatron.packing.choose_chunks import chunk_capacity
 from wlb_megatron.packing.memory_limits import GpuMemory, with_lmax
 from wlb_megatron.packing.whole_documents import Bound
 from wlb_megatron.plugin.batch_sizes import batch_schedule, micro_step_multiple
 from wlb_megatron.plugin.chunk_limits import chunks_refused
 from wlb_megatron.workload.chunk_memory import fit_document, keys_bytes
-from wlb_megatron.workload.memory import GIB, ModelShape, ParallelLayout
+from wlb_megatron.workload.memory import ModelShape, ParallelLayout
 
 LARGE_VOCABULARY = 131072
 """Assumed where only the tokenizer knows, which is built after the flags are checked."""
@@ -42,32 +41,6 @@ def fitting_tokens(args: Any, alignment: int) -> int | None:
     """The longest micro-batch of whole documents that fits the GPU's memory; None where that is not looked at."""
     memory = gpu_memory(args, alignment)
     return None if memory is None else memory.whole()
-
-
-def chunks_memory(args: Any, config: WlbConfig, alignment: int, longest: int) -> tuple[int, int] | None:
-    """See GpuMemory.needed; None where memory is not looked at."""
-    memory = gpu_memory(args, alignment)
-    return None if memory is None else memory.needed(config, longest)
-
-
-def no_memory_for_chunks(args: Any, config: WlbConfig, alignment: int) -> list[tuple[str, str]]:
-    """See memory_limits.no_memory_for_chunks."""
-    return memory_limits.no_memory_for_chunks(config, gpu_memory(args, alignment))
-
-
-def told_of_chunks(args: Any, config: WlbConfig, alignment: int, longest: int) -> list[str]:
-    """What a run with chunks tells of its memory at start; nothing where memory is not looked at."""
-    needed = chunks_memory(args, config, alignment, longest)
-    if needed is None:
-        return []
-    chunked, whole = (each / GIB for each in needed)
-    freed = (
-        f"{whole:.1f} with whole documents in micro-batches of {config.max_tokens:,} tokens, "
-        f"so chunks {'free' if chunked < whole else 'add'} {abs(whole - chunked):.1f}"
-        if whole
-        else "whole documents do not fit"
-    )
-    return [f"memory of the fullest GPU, at most: {chunked:.1f} GiB; {freed}"]
 
 
 def _known(args: Any) -> bool:

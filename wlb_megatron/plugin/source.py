@@ -10,11 +10,9 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.batch_schedule import BatchSchedule
 from wlb_megatron.packing.blend import Blend
 from wlb_megatron.packing.choose_chunks import holds_whole
-from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.corpus import Corpus, Rules
 from wlb_megatron.packing.documents import DocumentStream
-from wlb_megatron.packing.job import plan_job, sample_lengths_of, without_chunks
-from wlb_megatron.packing.packer import Packer, read_per_window
+from wlb_megatron.packing.job import most_micro_batches, plan_job, sample_lengths_of, without_chunks
 from wlb_megatron.packing.passes import told_apart
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.whole_documents import Bound, longest_whole
@@ -25,8 +23,7 @@ from wlb_megatron.plugin.data_paths import documents
 from wlb_megatron.plugin.limits import (
     adoptable_tokens,
     document_memory,
-    no_memory_for_chunks,
-    told_of_chunks,
+    gpu_memory,
 )
 from wlb_megatron.plugin.open_files import allow_open_files
 from wlb_megatron.plugin.profile import profile_of
@@ -181,16 +178,15 @@ def _source(
         sample=sample,
         longest=stream.longest,
         adopt_max_tokens=adoptable_tokens(args, alignment),
-        no_chunks=[*chunks_refused(args), *no_memory_for_chunks(args, config, alignment)],
+        memory=gpu_memory(args, alignment),
+        no_chunks=chunks_refused(args),
         say=said.append,
     )
     windows = batches.largest // dp
-    most = _most_micro_batches(planner.packer, config, windows)
+    most = most_micro_batches(planner.packer, config, windows)
     if args.num_workers:
         allow_open_files(files_of_workers(windows, most), "tensors from --num-workers")
     said += [told] * bool(told)
-    if isinstance(planner.packer, ChunkPacker):
-        said += told_of_chunks(args, config, alignment, longest)
     return Source(
         blend,
         planner,
@@ -203,14 +199,6 @@ def _source(
         longest=longest,
         most_micro_batches=most,
     )
-
-
-def _most_micro_batches(packer: Packer, config: WlbConfig, windows: int) -> int:
-    """Into how many micro-batches a rank's windows are packed, at most."""
-    if config.packing != "varlen" or config.release == "full" or config.cp_mode == "dynamic":
-        return windows
-    per_window = read_per_window(config.micro_batches_per_window)
-    return packer.law.counts(windows, per_window, always=isinstance(packer, ChunkPacker))[-1]
 
 
 def _bounds(args: Any, config: WlbConfig) -> tuple[list[Bound], Bound | None]:

@@ -32,12 +32,15 @@ from wlb_megatron.workload.cost_model import CostModel, document_cost, quadratic
 from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.profile import Profile
 
+DEFAULT_GIB = 80.0
+"""Memory of a GPU by which it is told what fits, where none is given."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """window: tokens. micro_batches: windows of a data-parallel rank and step. iterations: that are looked at, after
     `warm_up` planned ones in which queues fill. seed: of the shuffle, None for the given order. trainer: what decides
-    about documents in chunks. gib: memory of a GPU, by which Lmax is set and chunks are chosen; None: not looked at."""
+    about documents in chunks. gib: memory of a GPU, by which Lmax is set; None: it is not."""
 
     model: LayerModel
     window: int
@@ -98,7 +101,8 @@ class Job:
                 vpp=layout.chunks,
                 alignment=self.alignment,
                 sample=sample_lengths_of(stream, len(lengths)),
-                no_chunks=self.no_chunks(config),
+                memory=self.memory(self.gib or DEFAULT_GIB),
+                no_chunks=self.trainer.chunks_refused(),
                 longest=stream.longest,
                 say=say,
             )
@@ -112,7 +116,7 @@ class Job:
 
     def no_chunks(self, config: WlbConfig) -> list[tuple[str, str]]:
         """(flag, cure) of each setting that chunks do not go with. config: with Lmax."""
-        memory = None if self.gib is None else self.memory(self.gib)
+        memory = self.memory(self.gib or DEFAULT_GIB)
         return [*self.trainer.chunks_refused(), *no_memory_for_chunks(self.with_lmax(config), memory)]
 
     def memory(self, gib: float) -> GpuMemory | None:

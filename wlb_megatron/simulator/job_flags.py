@@ -41,7 +41,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory",
         type=real(1),
         metavar="GIB",
-        help="of a GPU: Lmax and chunks are then chosen by it, as training does (GiB; default: not looked at)",
+        help="of a GPU: Lmax is then set by it, as training does (GiB; default: 1.5 windows, whatever fits)",
     )
     add("--json", metavar="PATH", help="write JSON there, - for stdout, instead of a table")
     model = parser.add_argument_group(
