@@ -241,6 +241,7 @@ def main() -> None:
         expected = whole.notes()
         if len(expected) != ITERATIONS * options.processes:
             raise SystemExit(f"the uninterrupted run noted {len(expected)} iterations")
+        flags = ["--wlb-plan-process", "always", *flags]  # the uninterrupted run plans in a thread
         job, killed = Job(folder / "killed", folder / "corpus", options.processes, flags), 0
         if options.torchrun:
             for told in restart(job, options.kills, moment):

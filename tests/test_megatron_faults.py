@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -34,12 +36,42 @@ def test_a_run_whose_tokens_cannot_be_read_any_more_ends_though_workers_ignore_t
     write_corpus(prefix, LENGTHS * 4)
     arguments = [*flags(), "--data-path", str(prefix), "--split", "1,0,0", "--global-batch-size", "2"]
     arguments += ["--train-iters", "100000", "--num-workers", workers, "--exit-signal-handler"]
+    arguments += ["--wlb-plan-process", "always" if workers == "2" else "never"]
     fault = threading.Thread(target=truncate_when, args=(log, 3, prefix.with_suffix(".bin")))
     fault.start()
     done = launch([*arguments, "--wlb-log", str(log)], 1, timeout=LIMIT)
     fault.join()
     assert done.returncode != 0
     assert f"{prefix}.bin ends before byte" in done.stderr
+
+
+def kill_planning(log: Path, mark: str) -> None:
+    """Once the run has logged an iteration, kill the process that plans it: the one with this in its environment."""
+    until = time.monotonic() + LIMIT
+    while not (log.exists() and log.read_text()) and time.monotonic() < until:
+        time.sleep(0.01)
+    for about in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            planning = b"planning_process" in about.read_bytes()
+            if planning and mark.encode() in about.with_name("environ").read_bytes():
+                os.kill(int(about.parent.name), signal.SIGKILL)
+
+
+@pytest.mark.megatron
+def test_a_run_whose_planning_process_is_killed_ends_with_a_line(corpus: Path, tmp_path: Path) -> None:
+    log = tmp_path / "steps.jsonl"
+    arguments = [*flags(), "--data-path", str(corpus), "--split", "1,0,0", "--global-batch-size", "2"]
+    arguments += ["--train-iters", "100000", "--wlb-log", str(log), "--wlb-plan-process", "always"]
+    fault = threading.Thread(target=kill_planning, args=(log, str(tmp_path)))
+    fault.start()
+    done = launch(arguments, 1, timeout=LIMIT, MARK=str(tmp_path))
+    fault.join()
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        "wlb_megatron: the process that plans iterations does not answer (it has been killed by"
+    )
+    assert "Traceback" not in done.stderr
 
 
 FEW_FILES = """

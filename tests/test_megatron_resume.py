@@ -28,10 +28,12 @@ def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
 
 @pytest.fixture(scope="module")
 def stopped(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of a run that stopped after two of them, with prefetching workers; saved beside training."""
+    """The checkpoint of a run that stopped after two of them, planned by a process of its own, with prefetching
+    workers; saved beside training."""
     folder = tmp_path_factory.mktemp("stopped")
     arguments = [*flags(context=2), *RUN, "--data-path", str(corpus), "--save", str(folder / "checkpoints")]
     stops = ["--num-workers", "2", "--exit-interval", "2", "--save-interval", "2", "--async-save"]
+    stops += ["--wlb-plan-process", "always"]
     train([*arguments, *stops], 2, folder / "out")
     return folder / "checkpoints"
 

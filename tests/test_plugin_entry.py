@@ -46,6 +46,7 @@ def test_the_list_of_flags_is_frozen() -> None:
         "--wlb-off",
         "--wlb-overlong",
         "--wlb-packing",
+        "--wlb-plan-process",
         "--wlb-profile",
         "--wlb-quadratic-at",
         "--wlb-regather-keys",
@@ -195,6 +196,7 @@ def test_batches_that_grow_are_refused_where_the_learning_rate_counts_iterations
 SETTINGS_REFUSED = [
     ({}, {"trace": "trace.json", "trace_iteration": 1}),
     ({}, {"log_plans": True}),
+    ({}, {"plan_process": "always", "packing": "fixed-greedy", "balance_batches": 4}),
     ({"transformer_impl": "local"}, {"kernels": "fa4"}),
     (
         {

@@ -138,6 +138,13 @@ class WlbConfig:
         "step can: auto (on GPUs), always, never",
         choices=("auto", "always", "never"),
     )
+    plan_process: str = _setting(
+        "auto",
+        "plan iterations in a process of its own on each rank, so that planning does not hold up the Python that "
+        "launches kernels: auto (from about 1,000 documents an iteration on, where packing and groups allow it), "
+        "always, never (a thread)",
+        choices=("auto", "always", "never"),
+    )
     graph_seconds: float = _setting(
         60.0,
         "time limit for building cuDNN's attention graphs before step 1, likeliest sizes first; a step that needs "

@@ -168,6 +168,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "the loss is summed per token, so gradients are summed and divided by all ranks' tokens; drop "
         "--ddp-average-in-collective",
     ),
+    Refusal(
+        lambda a, c: (
+            c.plan_process == "always"
+            and (c.cp_mode == "dynamic" or c.packing == "fixed-solver" or c.balance_batches > 1)
+        ),
+        "--wlb-plan-process always",
+        "--wlb-cp-mode dynamic, --wlb-packing fixed-solver and --wlb-balance-batches above 1 plan in a thread; use "
+        "auto",
+    ),
     Refusal(lambda a, c: _get(a, "sft"), "--sft", "only pre-training documents can be packed; drop it"),
     Refusal(lambda a, c: _get(a, "fim_data"), "--fim-data", "fill-in-the-middle rewrites documents; drop it"),
     Refusal(lambda a, c: _get(a, "mock_data"), "--mock-data", "give real documents with --data-path"),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.packing.blend import Blend
 from wlb_megatron.plan import Piece
 
 
@@ -20,3 +21,9 @@ def predictions(pieces: Sequence[Piece], lengths: npt.NDArray[np.int64], further
     bounds = np.array([(piece.start, piece.end) for piece in pieces], dtype=np.int64).reshape(-1, 2)
     counts = np.minimum(bounds[:, 1], lengths - 1) - bounds[:, 0]
     return tuple(int(np.maximum(counts - depth, 0).sum()) for depth in range(further + 1))
+
+
+def predictions_in(corpus: Blend, further: int, pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """`predictions` of pieces of the corpus's documents."""
+    documents = np.array([piece.document for piece in pieces], dtype=np.int64)
+    return predictions(pieces, corpus.lengths_of(documents), further)

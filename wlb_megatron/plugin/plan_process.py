@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
-import select
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from typing import IO
 
+from wlb_megatron.child import Child
 from wlb_megatron.dynamic.__main__ import read_outcome, tell_iteration, tell_settings
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.plan import StepPlan
 from wlb_megatron.dynamic.planner import LATE, Outcome, plan_step
-
-PATIENCE = 300
-"""Seconds after which a child that neither reads, answers nor ends (stopped, starved) is given up."""
-
-_SLICE_MS = 20
-"""How often is looked whether training has begun to wait."""
 
 
 class PlanProcess:
@@ -35,26 +24,19 @@ class PlanProcess:
     ) -> None:
         self._stage, self._cost = stage, cost
         self._sharding, self._pipeline, self._multiple = sharding, pipeline, multiple
-        self._child: subprocess.Popen[bytes] | None = None
-        self._asked: float | None = None  # when the child was asked what it has not answered
-        self._unsent = self._received = b""  # of the lines to it, and of its answer
+        self._child: Child | None = None
+        self._asked = False  # the child has not answered yet
         self._broken = False
 
     def start(self) -> None:
         """Start the child, ahead of the first plan. Says so where it cannot."""
         try:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "wlb_megatron.dynamic"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                bufsize=0,
-            )
+            self._child = Child("wlb_megatron.dynamic")
         except OSError as error:
             self._give_up(error)
             return
-        assert self._child.stdin is not None
-        os.set_blocking(self._child.stdin.fileno(), False)  # a pipe that nobody reads takes 64 KiB
-        self._tell(tell_settings(self._stage, self._cost, self._sharding, self._pipeline, self._multiple))
+        told = tell_settings(self._stage, self._cost, self._sharding, self._pipeline, self._multiple)
+        self._child.send(told.encode())
 
     def plan(
         self,
@@ -69,13 +51,14 @@ class PlanProcess:
         if self._child is None and not self._broken:
             self.start()
         try:
-            if not self._broken and self._asked is not None and self._answer(hurry) is None:
-                return late(fixed)  # still busy with an earlier iteration, for which it is too late
-            if not self._broken:
-                self._tell(tell_iteration(tokens, fixed, seconds, budget))
-                self._asked = time.monotonic()
-                line = self._answer(hurry)
-                return late(fixed) if line is None else read_outcome(line)
+            if self._child is not None and not self._broken:
+                if self._asked and self._child.receive(hurry) is None:
+                    return late(fixed)  # still busy with an earlier iteration, for which it is too late
+                self._child.send(tell_iteration(tokens, fixed, seconds, budget).encode())
+                self._asked = True
+                answer = self._child.receive(hurry)
+                self._asked = answer is None
+                return late(fixed) if answer is None else read_outcome(answer.decode())
         except (OSError, ValueError) as error:
             self._give_up(error)
         return plan_step(
@@ -89,41 +72,8 @@ class PlanProcess:
             budget=math.inf if budget is None else budget,
         )
 
-    def _tell(self, line: str) -> None:
-        """Have a line sent, as soon as an answer is asked for."""
-        self._unsent += line.encode() + b"\n"
-
-    def _answer(self, hurry: Callable[[], bool]) -> str | None:
-        """The child's answer to what it was asked, or None where there is none yet and `hurry` says so."""
-        assert self._child is not None and self._child.stdin is not None and self._child.stdout is not None
-        while self._unsent:
-            if not self._ready(self._child.stdin, select.POLLOUT, hurry):
-                return None
-            self._unsent = self._unsent[self._child.stdin.write(self._unsent) or 0 :]
-        while not self._received.endswith(b"\n"):
-            if not self._ready(self._child.stdout, select.POLLIN, hurry):
-                return None
-            part = self._child.stdout.read(1 << 16)  # what is there, at most so much
-            if not part:
-                raise OSError("it has ended")
-            self._received += part
-        line, self._received, self._asked = self._received.decode(), b"", None
-        return line
-
-    def _ready(self, pipe: IO[bytes], event: int, hurry: Callable[[], bool]) -> bool:
-        """Wait until the pipe takes or has something; False where `hurry` says so before."""
-        assert self._asked is not None
-        waiting = select.poll()  # select.select takes no file above 1,023: connections of all ranks are open
-        waiting.register(pipe, event)
-        while not waiting.poll(_SLICE_MS):
-            if time.monotonic() - self._asked > PATIENCE:
-                raise TimeoutError(f"no plan in {PATIENCE} s")
-            if hurry():
-                return False
-        return True
-
     def _give_up(self, error: Exception) -> None:
-        self._broken, self._asked = True, None
+        self._broken, self._asked = True, False
         if self._child is not None:
             self._child.kill()
         print(

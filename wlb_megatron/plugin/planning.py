@@ -1,4 +1,5 @@
-"""Iterations planned ahead of training: by a thread, so that a step never waits for a plan.
+"""Iterations planned ahead of training, so that a step never waits for a plan: by a thread, or by a process whose plans
+a thread takes (planning_process.py).
 
 The order of plans is the planner's alone; the thread only runs early. Each planned iteration carries the
 planner's state after it, so that a checkpoint saves the state of what was trained, not of what was prefetched.
@@ -87,6 +88,11 @@ class PlannedIteration:
     plan: IterationPlan | None = None
 
 
+def nothing_counted(_: Sequence[Piece]) -> tuple[int, ...]:
+    """No predictions: nothing is scaled by them."""
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class ShardSettings:
     """How a data-parallel rank's micro-batches are padded and cut.
@@ -94,6 +100,7 @@ class ShardSettings:
     predict: milliseconds of an iteration from its plan and shard plans, where this process reports them.
     predictions: of an iteration's pieces, where losses are scaled by them.
     in_step: data-parallel ranks meet in every forward and backward (experts, FSDP): all must run the same order.
+    All of it can be sent to another process, see planning_process.py.
     """
 
     dp_rank: int
@@ -102,7 +109,7 @@ class ShardSettings:
     sharding: str
     table: KernelTable
     predict: Callable[[IterationPlan, Sequence[ShardPlan]], float | None] | None = None
-    predictions: Callable[[Sequence[Piece]], tuple[int, ...]] = lambda _: ()
+    predictions: Callable[[Sequence[Piece]], tuple[int, ...]] = nothing_counted
     in_step: bool = False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,14 +40,21 @@ def predictor(
     """
     model = _model_or_none(args, costs)
     if model is None:
-        return lambda plan, shards: None
+        return nothing_predicted
+    return UntilItFails(partial(_predict, model, dp_rank, alignment, in_step))
 
-    def predict(plan: IterationPlan, shards: Sequence[ShardPlan]) -> float:
-        tokens, attention = _loads(plan, shards, model, dp_rank, alignment)
-        (orders,) = orders_of([plan], in_step=in_step)
-        return float(run_steps(tokens, attention, model, blocking=True, orders=orders).steps[0]) / 1e6
 
-    return _until_it_fails(predict)
+def _predict(
+    model: LayerModel,
+    dp_rank: int,
+    alignment: int,
+    in_step: bool,
+    plan: IterationPlan,
+    shards: Sequence[ShardPlan],
+) -> float:
+    tokens, attention = _loads(plan, shards, model, dp_rank, alignment)
+    (orders,) = orders_of([plan], in_step=in_step)
+    return float(run_steps(tokens, attention, model, blocking=True, orders=orders).steps[0]) / 1e6
 
 
 def group_predictor(args: Any, costs: Costs | None, cost: GroupCost) -> PredictGroups:
@@ -54,28 +62,32 @@ def group_predictor(args: Any, costs: Costs | None, cost: GroupCost) -> PredictG
     by, which tells the attention of a group without sharding it."""
     given = _model_or_none(args, costs)
     if given is None:
-        return lambda plan, tokens: None
+        return nothing_predicted
 
     def predict(plan: StepPlan, tokens: Sequence[int]) -> float:
         return float(simulate_groups([plan], [tokens], given, cost).steps[0]) / 1e6
 
-    return _until_it_fails(predict)
+    return UntilItFails(predict)
 
 
-def _until_it_fails(predict: Callable[..., float]) -> Callable[..., float | None]:
-    """A figure of the log must not end training: no more of it after the first error, which is told."""
-    failed = False
+def nothing_predicted(*_: Any) -> None:
+    """Of a job that the simulator does not take."""
 
-    def guarded(*args: Any) -> float | None:
-        nonlocal failed
-        if failed:
+
+class UntilItFails:
+    """A figure of the log must not end training: no more of it after the first error, which is told. An object, so
+    that it can be sent to the process that plans."""
+
+    def __init__(self, predict: Callable[..., float]) -> None:
+        self._predict, self._failed = predict, False
+
+    def __call__(self, *args: Any) -> float | None:
+        if self._failed:
             return None
         with never_fatal("no more predicted times, the simulator failed"):
-            return predict(*args)
-        failed = True
+            return self._predict(*args)
+        self._failed = True
         return None
-
-    return guarded
 
 
 def _model_or_none(args: Any, costs: Costs | None) -> LayerModel | None:

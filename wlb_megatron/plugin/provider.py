@@ -10,10 +10,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
-from wlb_megatron.packing.predictions import predictions
+from wlb_megatron.packing.predictions import predictions_in
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import metrics, timers, trace
 from wlb_megatron.plugin.agreement import PlanAgreement, shared_gpu
@@ -30,7 +29,14 @@ from wlb_megatron.plugin.data import (
 from wlb_megatron.plugin.dynamic import training_plans
 from wlb_megatron.plugin.flops import count_segments
 from wlb_megatron.plugin.kernels import kernels_of
-from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, ShardSettings, plan_iterations
+from wlb_megatron.plugin.planning import (
+    PlanAhead,
+    PlannedIteration,
+    ShardSettings,
+    nothing_counted,
+    plan_iterations,
+)
+from wlb_megatron.plugin.planning_process import in_a_process, plan_in_a_process
 from wlb_megatron.plugin.prediction import predictor
 from wlb_megatron.plugin.profile import profile_of, told
 from wlb_megatron.plugin.rehearsal import longest_micro_batches
@@ -107,10 +113,15 @@ def _agree(sources: dict[str, Source], args: Any) -> PlanAgreement:
 
 
 def _training(source: Source, args: Any, agreement: PlanAgreement) -> MicroBatchIterator:
+    from megatron.training.utils import is_last_rank
+
     spans = common_store("trace")
     remember(source, source.planner.snapshot())
     settings, layout = _reporting(_settings(source, args), args), _layout(args)
     make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
+    if in_a_process(source.planner, source.config, source.mean_length):
+        logs = source.config.log_plans and is_last_rank()
+        make = partial(plan_in_a_process, source.planner, settings, keeps_plans=logs)
     if source.config.cp_mode == "dynamic":
         make = training_plans(source.planner, source.config, args, settings, lambda: ahead)
     ahead = PlanAhead(make, PLANS_AHEAD)
@@ -217,12 +228,7 @@ def _reporting(settings: ShardSettings, args: Any) -> ShardSettings:
 def _predictions(source: Source, args: Any) -> Callable[[Sequence[Piece]], tuple[int, ...]]:
     """Counts an iteration's predictions by depth, where losses are scaled by them: multi-token prediction, fp16."""
     further = args.mtp_num_layers or 0
-
-    def count(pieces: Sequence[Piece]) -> tuple[int, ...]:
-        documents = np.array([piece.document for piece in pieces], dtype=np.int64)
-        return predictions(pieces, source.corpus.lengths_of(documents), further)
-
-    return count if further or args.fp16 else lambda _: ()
+    return partial(predictions_in, source.corpus, further) if further or args.fp16 else nothing_counted
 
 
 def _settings(source: Source, args: Any) -> ShardSettings:

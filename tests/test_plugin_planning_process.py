@@ -1,0 +1,233 @@
+"""Planning in a process of its own: the thread's plans and states, and an end of its own with a line or a parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wlb_megatron import child
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.blend import Blend
+from wlb_megatron.packing.corpus import Rules
+from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.job import plan_job
+from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.predictions import predictions_in
+from wlb_megatron.plugin import planning_process
+from wlb_megatron.plugin.planning import PlannedIteration, ShardSettings, plan_iterations
+from wlb_megatron.plugin.planning_process import in_a_process, plan_in_a_process
+from wlb_megatron.plugin.prediction import UntilItFails
+from wlb_megatron.sharding.digest import digest_of_cuts
+from wlb_megatron.workload.cost_model import CostModel
+from wlb_megatron.workload.kernel_table import h100
+
+ROOT = Path(__file__).resolve().parents[1]
+WINDOW = 256
+
+
+def write_index(prefix: Path, lengths: list[int]) -> str:
+    """A pair without megatron.core, which takes a process seconds to import: lengths, and a .bin of zeros."""
+    ends = np.cumsum(2 * np.array([0, *lengths])).astype("<i8")
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, len(lengths), len(lengths) + 1)
+    columns = np.array(lengths, "<i4"), ends[:-1], np.arange(len(lengths) + 1, dtype="<i8")
+    prefix.with_suffix(".idx").write_bytes(head + b"".join(column.tobytes() for column in columns))
+    prefix.with_suffix(".bin").write_bytes(bytes(int(ends[-1])))
+    return str(prefix)
+
+
+def corpora(folder: Path) -> Blend:
+    generator = np.random.default_rng(5)
+    kinds = ("short", 40), ("long", WINDOW)
+    return Blend(
+        [write_index(folder / name, generator.integers(1, most, 300).tolist()) for name, most in kinds]
+    )
+
+
+def planner_of(blend: Blend, *, endless: bool = True, **changed: Any) -> Planner:
+    config = WlbConfig(quadratic_at=200.0, thresholds="100,150", chunks="off", **changed)
+    stream = DocumentStream(blend.corpora(), Rules(window=WINDOW, seed=3, endless=endless))
+    return plan_job(stream, config, CostModel(200.0, 0.0), window=WINDOW, micro_batches=4, dp=2, pp=2)
+
+
+def settings_of(blend: Blend) -> ShardSettings:
+    return ShardSettings(1, 2, 2, "hybrid", h100(), predictions=partial(predictions_in, blend, 1))
+
+
+def told(planned: PlannedIteration) -> tuple[Any, ...]:
+    """All of an iteration but how long planning took."""
+    each = tuple(replace(one, plan_seconds=0.0, shard=None) for one in planned.micro_batches)  # type: ignore[arg-type]
+    cuts = digest_of_cuts([one.shard for one in planned.micro_batches])
+    return (replace(planned, micro_batches=each, state=dict, plan=None), cuts, planned.state())
+
+
+@pytest.mark.parametrize("changed", [{}, {"packing": "fixed-greedy"}])
+def test_a_process_gives_the_threads_plans_states_and_figures_to_the_end_of_the_corpus(
+    changed: dict[str, Any], tmp_path: Path
+) -> None:
+    blend = corpora(tmp_path)
+    planners = [planner_of(blend, endless=False, **changed) for _ in range(2)]
+    expected = list(plan_iterations(planners[0], settings_of(blend)))
+    found = list(plan_in_a_process(planners[1], settings_of(blend), keeps_plans=True))
+    assert len(found) > 10
+    assert [told(one) for one in found] == [told(one) for one in expected]
+    assert [one.plan for one in found] == [one.plan for one in expected]
+
+
+def test_a_process_goes_on_where_a_state_was_taken(tmp_path: Path) -> None:
+    blend = corpora(tmp_path)
+    expected = list(islice(plan_iterations(planner_of(blend), settings_of(blend)), 6))
+    (*_, passed) = islice(plan_in_a_process(planner_of(blend), settings_of(blend)), 3)
+    resumed = planner_of(blend)
+    resumed.load_state(passed.state())
+    found = list(islice(plan_in_a_process(resumed, settings_of(blend)), 3))
+    assert [one.micro_batches[0].pieces for one in found] == [
+        one.micro_batches[0].pieces for one in expected[3:]
+    ]
+    assert [one.state() for one in found] == [one.state() for one in expected[3:]]
+    assert all(one.plan is None for one in found)
+
+
+def test_the_process_imports_neither_torch_nor_megatron_and_maps_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    blend = corpora(tmp_path)
+    lengths = blend.corpora()[1].lengths
+    message = planning_process._dumps(lengths)
+    assert len(message) < lengths.nbytes and str(tmp_path).encode() in message
+    found = planning_process.pickle.loads(message)
+    assert found.dtype == lengths.dtype and (found == lengths).all() and not found.flags.owndata
+    part = planning_process.pickle.loads(planning_process._dumps(lengths[7:90]))
+    assert (part == lengths[7:90]).all()
+    (tmp_path / "asks.py").write_text(
+        "import sys\n"
+        "def ask(plan, shards):\n"
+        "    print(sorted({'torch', 'megatron'} & set(sys.modules)), file=sys.stderr)\n"
+        "    return 0.5\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import asks  # type: ignore[import-not-found]
+
+    settings = replace(settings_of(blend), predict=UntilItFails(asks.ask))
+    (planned,) = islice(plan_in_a_process(planner_of(blend), settings), 1)
+    assert planned.predicted_ms == 0.5
+    assert capfd.readouterr().err.startswith("[]\n")
+
+
+class Broken:
+    """A stream that fails. Found by the child, as this file's folder is on sys.path."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def next(self) -> None:
+        raise self.error
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "line"),
+    [
+        (WlbError("the index is gone"), WlbError, "^the index is gone$"),
+        (KeyError("x"), RuntimeError, "KeyError: 'x'"),
+    ],
+)
+def test_an_error_in_the_process_is_raised_where_the_plan_is_asked_for(
+    error: Exception, raised: type[Exception], line: str, tmp_path: Path
+) -> None:
+    blend = corpora(tmp_path)
+    planner = planner_of(blend)
+    planner.stream = Broken(error)  # type: ignore[assignment]
+    with pytest.raises(raised, match=line):
+        next(plan_in_a_process(planner, settings_of(blend)))
+
+
+def test_a_process_that_is_killed_or_stands_still_is_told_and_never_waited_for_forever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[child.Child] = []
+
+    class Noted(child.Child):
+        def __init__(self, module: str) -> None:
+            super().__init__(module)
+            started.append(self)
+
+    monkeypatch.setattr(planning_process, "Child", Noted)
+    monkeypatch.setattr(child, "PATIENCE", 0.5)
+    blend = corpora(tmp_path)
+    for number, said in ((signal.SIGKILL, "been killed by signal 9"), (signal.SIGSTOP, "no plan in 0.5 s")):
+        plans = plan_in_a_process(planner_of(blend), settings_of(blend))
+        monkeypatch.setattr(child, "PATIENCE", 60)
+        next(plans)
+        monkeypatch.setattr(child, "PATIENCE", 0.5)
+        started[-1].process.send_signal(number)
+        with pytest.raises(WlbError, match=said):
+            for _ in plans:
+                pass
+        assert started[-1].process.wait(10) == -signal.SIGKILL
+
+
+def test_the_process_outlives_signals_to_all_of_the_job_but_not_its_parent(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys, time
+from pathlib import Path
+import test_plugin_planning_process as these
+blend = these.corpora(Path(sys.argv[1]))
+plans = these.plan_in_a_process(these.planner_of(blend), these.settings_of(blend))
+next(plans)
+held = os.fork()  # a loader's worker, which holds the pipe's ends
+if not held:
+    time.sleep(60)
+child = next(int(p) for p in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split() if int(p) != held)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+    os.kill(child, number)
+for _ in range(5):
+    next(plans)
+print(child, held, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        planning, worker = (int(number) for number in parent.stdout.readline().split())
+        parent.wait(10)
+    try:
+        until = time.monotonic() + 20
+        while alive(planning) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not alive(planning) and alive(worker)
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def alive(number: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{number}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_a_process_plans_large_iterations_of_packers_that_plan_alone(tmp_path: Path) -> None:
+    planner = planner_of(corpora(tmp_path))  # of 2,048 tokens an iteration
+    assert not in_a_process(planner, WlbConfig(), mean_length=2.1)
+    assert in_a_process(planner, WlbConfig(), mean_length=2.0)
+    assert not in_a_process(planner, WlbConfig(plan_process="never"), mean_length=2.0)
+    assert in_a_process(planner, WlbConfig(plan_process="always"), mean_length=200.0)
+    for other in ({"cp_mode": "dynamic"}, {"packing": "fixed-solver"}, {"balance_batches": 2}):
+        assert not in_a_process(planner, WlbConfig(**other), mean_length=2.0)  # type: ignore[arg-type]

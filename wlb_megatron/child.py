@@ -1,0 +1,142 @@
+"""A Python process that works beside this one, ends with it, and exchanges messages over its pipes.
+
+It is started anew, not forked: it holds no CUDA context, and imports nothing that its module does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import IO, BinaryIO
+
+PATIENCE = 300
+"""Seconds after which a child that neither reads, answers nor ends (stopped, starved) is given up."""
+
+_SLICE_MS = 20
+"""How often `hurry` is asked."""
+
+_LENGTH = struct.Struct("<Q")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What a terminal or a scheduler sends to all processes of a job. The trainer may save then, and needs its child."""
+
+
+class Child:
+    """The parent's side. Not thread-safe."""
+
+    def __init__(self, module: str) -> None:
+        """Start `python -m module`, which sees the modules that this process sees. OSError if it cannot start."""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._stdin, self._stdout = self.process.stdin, self.process.stdout
+        os.set_blocking(self._stdin.fileno(), False)  # a pipe that nobody reads takes 64 KiB
+        self._unsent: deque[memoryview] = deque()
+        self._received = bytearray()
+        self._quiet: float | None = None  # since when it is waited for without a byte in or out
+
+    def send(self, message: bytes) -> None:
+        """Have a message sent, as soon as one is asked for."""
+        self._unsent += [memoryview(_LENGTH.pack(len(message))), memoryview(message)]
+
+    def receive(self, hurry: Callable[[], bool] | None = None) -> bytes | None:
+        """The child's next message; None if `hurry` says so before it is there: ask again later.
+
+        OSError if the child has ended. TimeoutError if it has done nothing for PATIENCE seconds.
+        """
+        while self._unsent:
+            if not self._ready(self._stdin, select.POLLOUT, hurry):
+                return None
+            try:
+                sent = self._stdin.write(self._unsent[0]) or 0
+            except BrokenPipeError:
+                raise OSError(f"it has {self._ending()}") from None
+            self._quiet = time.monotonic()
+            self._unsent[0] = self._unsent[0][sent:]
+            if not self._unsent[0]:
+                self._unsent.popleft()
+        head = _LENGTH.size
+        while len(self._received) < head or len(self._received) < head + self._length():
+            if not self._ready(self._stdout, select.POLLIN, hurry):
+                return None
+            part = self._stdout.read(1 << 16)  # what is there, at most so much
+            if not part:
+                raise OSError(f"it has {self._ending()}")
+            self._quiet = time.monotonic()
+            self._received += part
+        self._quiet = None
+        end = head + self._length()
+        message = bytes(self._received[head:end])
+        del self._received[:end]
+        return message
+
+    def kill(self) -> None:
+        """End the child now, whatever it does."""
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+
+    def _length(self) -> int:
+        return int(_LENGTH.unpack_from(self._received)[0])
+
+    def _ready(self, pipe: IO[bytes], event: int, hurry: Callable[[], bool] | None) -> bool:
+        """Wait until the pipe takes or has something; False if `hurry` says so before."""
+        self._quiet = self._quiet or time.monotonic()
+        waiting = select.poll()  # select.select takes no file above 1,023: connections of all ranks are open
+        waiting.register(pipe, event)
+        while not waiting.poll(_SLICE_MS if hurry is not None else 1000):
+            if time.monotonic() - self._quiet > PATIENCE:
+                raise TimeoutError(f"no plan in {PATIENCE} s")
+            if hurry is not None and hurry():
+                return False
+        return True
+
+    def _ending(self) -> str:
+        """How it ended, once its pipe is closed."""
+        try:
+            status = self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            return "closed its pipe"
+        return f"ended with status {status}" if status >= 0 else f"been killed by signal {-status}"
+
+
+def pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The child's side: what to read messages from and to write them to. It then ends a second after its parent."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    # A closed pipe is no sign: processes that the parent has forked may hold it open.
+    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what is printed must not come between messages
+    return sys.stdin.buffer, answers
+
+
+def read_message(stream: BinaryIO) -> bytes | None:
+    """The next message, None after the last one."""
+    head = stream.read(_LENGTH.size)
+    return stream.read(_LENGTH.unpack(head)[0]) if head else None
+
+
+def write_message(stream: BinaryIO, message: bytes) -> None:
+    stream.write(_LENGTH.pack(len(message)))
+    stream.write(message)
+    stream.flush()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
