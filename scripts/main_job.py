@@ -22,9 +22,11 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts" / "cpu"))
+from environment import cpu_environment  # noqa: E402
 from megatron_job import build_python_corpus, run_job  # noqa: E402
+from warm_ranks import WarmRanks  # noqa: E402
 
-STAGES = 2
+STAGES, PROCESSES = 2, 4
 RUNS = {
     "plain": ["--wlb-packing", "original", "--wlb-sharding", "per-sequence"],
     # A micro-batch costs a CPU little by itself, so that more of them pay than on a GPU.
@@ -45,12 +47,19 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     prefix = options.out / "corpus" / "python_sources"
-    build_python_corpus(prefix)
-    results = {name: train(name, flags, prefix, options) for name, flags in RUNS.items()}
+    ranks = WarmRanks(PROCESSES, {**cpu_environment(), "PYTHONUNBUFFERED": "1"})  # the bar reads their log
+    try:
+        ranks.start()  # they import while the corpus is built, once for both runs
+        build_python_corpus(prefix)
+        results = {name: train(name, flags, prefix, options, ranks) for name, flags in RUNS.items()}
+    finally:
+        ranks.close()
     report(results, options)
 
 
-def train(name: str, flags: list[str], prefix: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def train(
+    name: str, flags: list[str], prefix: Path, options: argparse.Namespace, ranks: WarmRanks
+) -> list[dict[str, Any]]:
     """One run; returns its per-iteration figures with the loss. Its whole output goes to a log file."""
     figures, log = options.out / f"{name}.jsonl", options.out / f"{name}.log"
     figures.unlink(missing_ok=True)
@@ -59,9 +68,8 @@ def train(name: str, flags: list[str], prefix: Path, options: argparse.Namespace
         *("--seq-length", str(options.seq_length), "--max-position-embeddings", str(2 * options.seq_length)),
         *("--global-batch-size", str(options.global_batch_size)),
     ]
-    losses = run_job(
-        name, [*LAYOUT.split(), *data, *flags], log, processes=4, iterations=options.iterations
-    ).training
+    job = [*LAYOUT.split(), *data, *flags]
+    losses = run_job(name, job, log, ranks=ranks, iterations=options.iterations).training
     rows = [json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines()]
     return [{**row, "loss": losses[row["iteration"]]} for row in rows]
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from environment import ROOT, cpu_environment, free_port
+from environment import ROOT, cpu_environment
+
+if TYPE_CHECKING:
+    from warm_ranks import WarmRanks
 
 MODEL = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --group-query-attention
 --num-query-groups 2 --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
@@ -55,36 +61,41 @@ def arguments(flags: list[str], iterations: int) -> list[str]:
     return [*MODEL.split(), *MACHINE.split(), *TRAINING.split(), "--train-iters", str(iterations), *flags]
 
 
-def run_job(name: str, flags: list[str], log: Path, *, processes: int, iterations: int) -> Losses:
+LIMIT = 3600
+"""Seconds after which a job is given up."""
+
+
+def run_job(name: str, flags: list[str], log: Path, *, ranks: WarmRanks, iterations: int) -> Losses:
     """Train with these flags, which come after the small model's and override them; shows a progress bar.
 
-    log: file for the whole output. SystemExit with its tail if the job fails.
+    log: file for the whole output. ranks: processes that have imported torch and Megatron once for all jobs.
+    SystemExit with the log's tail if the job fails.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)),
-        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
-        *("-m", "wlb_megatron.pretrain_gpt", *arguments(flags, iterations)),
-    ]
     losses = Losses()
     columns = (TextColumn("{task.description:6}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
-        log.open("w", encoding="utf-8") as copy,
         Progress(*columns, TextColumn("{task.fields[loss]}")) as progress,
-        subprocess.Popen(
-            command, env=cpu_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as job,
+        ThreadPoolExecutor(1) as pool,
     ):
         bar = progress.add_task(name, total=iterations, loss="starting")
-        assert job.stdout is not None
-        for line in job.stdout:
-            copy.write(line)
-            losses.read(line)
-            if losses.training:
-                at, loss = next(reversed(losses.training.items()))
-                progress.update(bar, completed=at, loss=f"loss {loss:.4f}")
-    if job.returncode:
+        job = pool.submit(ranks.run, "train", arguments(flags, iterations), log, LIMIT)
+        try:
+            while True:
+                ended = bool(wait([job], timeout=0.2).done)
+                with suppress(FileNotFoundError):  # until the ranks have begun it
+                    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+                        losses.read(line)
+                if losses.training:
+                    at, loss = next(reversed(losses.training.items()))
+                    progress.update(bar, completed=at, loss=f"loss {loss:.4f}")
+                if ended:
+                    break
+        except BaseException:  # an interrupt: the pool would wait for the job
+            ranks.close()
+            raise
+    if job.result():
         tail = "".join(log.read_text(encoding="utf-8").splitlines(keepends=True)[-15:])
-        raise SystemExit(f"{tail}\nrun {name} failed with status {job.returncode}; whole output: {log}")
+        raise SystemExit(f"{tail}\nrun {name} failed; whole output: {log}")
     return losses
