@@ -32,7 +32,7 @@ from wlb_megatron.dynamic.cost import GroupCost, group_cost  # noqa: E402
 from wlb_megatron.dynamic.plan import fixed_groups, validate  # noqa: E402
 from wlb_megatron.dynamic.planner import FIXED, SOLVER, plan_step  # noqa: E402
 from wlb_megatron.packing.corpus import Rules  # noqa: E402
-from wlb_megatron.packing.packer import make_packer  # noqa: E402
+from wlb_megatron.packing.factory import make_packer  # noqa: E402
 from wlb_megatron.packing.synthetic import code_like, cut_overlong, web_like  # noqa: E402
 from wlb_megatron.report.files import write_csv  # noqa: E402
 from wlb_megatron.simulator.model import LayerModel, Layout  # noqa: E402

@@ -30,8 +30,8 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.blend import Blend
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.lengths import sample_lengths
-from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.report.table import print_table

@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from wlb_megatron.config import PACKINGS, SHARDINGS, WlbConfig
-from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.packing.thresholds import Repeated

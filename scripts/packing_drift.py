@@ -10,8 +10,8 @@ from packing_rows import COST, Seen
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.delay_bound import Limits
+from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.lengths import sample_lengths
-from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.synthetic import code_like, cut_overlong, lognormal
 from wlb_megatron.packing.thresholds import Repeated, find_thresholds

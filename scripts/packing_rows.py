@@ -12,8 +12,9 @@ import numpy as np
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.delay_bound import Limits
+from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.lengths import sample_lengths
-from wlb_megatron.packing.packer import Packer, make_packer
+from wlb_megatron.packing.packer import Packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.synthetic import cut_overlong
 from wlb_megatron.packing.thresholds import Repeated

@@ -10,7 +10,8 @@ from packing_rows import COST, WINDOW, Case, Timed, configured, plain
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.assign import step_bound, step_work
-from wlb_megatron.packing.packer import Packer, make_packer
+from wlb_megatron.packing.factory import make_packer
+from wlb_megatron.packing.packer import Packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.synthetic import lognormal
 from wlb_megatron.packing.thresholds import Repeated

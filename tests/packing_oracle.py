@@ -6,7 +6,8 @@ from collections import Counter
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.packer import Packer, make_packer
+from wlb_megatron.packing.factory import make_packer
+from wlb_megatron.packing.packer import Packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.workload.cost_model import CostModel

@@ -18,7 +18,7 @@ from wlb_megatron.packing import corpus as corpus_module
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.epoch_order import MOST_STORED, epoch_order
-from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece

@@ -26,7 +26,7 @@ from wlb_megatron.dynamic.plan import validate
 from wlb_megatron.dynamic.planner import Outcome
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
-from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.select import shard

@@ -24,9 +24,10 @@ from wlb_megatron.packing import thresholds
 from wlb_megatron.packing.assign import assign_ranks, in_given_order, step_bound, step_work
 from wlb_megatron.packing.bins import Bins
 from wlb_megatron.packing.delay_bound import Limits
+from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.improve import improve
 from wlb_megatron.packing.outlier_queues import Item, by_falling_work
-from wlb_megatron.packing.packer import Ranks, make_packer
+from wlb_megatron.packing.packer import Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.solver import solve
 from wlb_megatron.packing.synthetic import KINDS, cut_overlong, lognormal, paper_like

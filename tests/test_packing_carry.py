@@ -16,7 +16,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.carry import Carried, take_up, waiting_in
 from wlb_megatron.packing.corpus import Corpus, Rules
 from wlb_megatron.packing.documents import DocumentStream
-from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import Piece
 

@@ -21,9 +21,9 @@ from wlb_megatron.packing.chunk_packer import ChunkPacker, most_held
 from wlb_megatron.packing.chunked import chunk_counts, cut
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.job import plan_job
 from wlb_megatron.packing.outlier_queues import Item
-from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.packing.varlen_packer import VarlenPacker
 from wlb_megatron.pipeline.groups import documents_in_chunks, groups

@@ -16,8 +16,8 @@ from wlb_megatron.config import PACKINGS, WlbConfig
 from wlb_megatron.packing.bins import Bins
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.outlier_queues import Item
-from wlb_megatron.packing.packer import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.saved_pieces import Waiting, decode, decode_windows, encode, encode_windows
 from wlb_megatron.packing.synthetic import lognormal, paper_like

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from packing_oracle import COST, ListStream, check_promises, delays, make_planner, run, token_counts, trained
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import Piece
 

@@ -14,7 +14,7 @@ from megatron_runs import free_port
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.documents import DocumentStream
-from wlb_megatron.packing.packer import make_packer
+from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin import shared_solver
 from wlb_megatron.plugin.board import Board

@@ -10,8 +10,9 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.batch_schedule import BatchSchedule
 from wlb_megatron.packing.chunk_packer import ChunkPacker
 from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.memory_limits import GpuMemory, no_memory_for_chunks, told_of_memory
-from wlb_megatron.packing.packer import Packer, make_packer, read_per_window
+from wlb_megatron.packing.packer import Packer, read_per_window
 from wlb_megatron.packing.planner import Planner, Stream
 from wlb_megatron.workload.cost_model import CostModel
 
@@ -46,7 +47,7 @@ def plan_job(
     """Plans of a stream of documents, an iteration a call.
 
     window: tokens. micro_batches: windows of a data-parallel rank in a global batch, the largest one where `schedule`
-    has them grow. memory: of a GPU, None where it is not looked at. The others: see packer.make_packer.
+    has them grow. memory: of a GPU, None where it is not looked at. The others: see factory.make_packer.
     Raises ValueError on settings that cannot work.
     """
     no_chunks = [*no_chunks, *no_memory_for_chunks(config, memory)]

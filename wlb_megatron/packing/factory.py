@@ -1,0 +1,171 @@
+"""The packer that the settings name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.baselines import FixedGreedyPacker, OriginalPacker
+from wlb_megatron.packing.choose_chunks import choose_chunks, holds_whole, with_chunks
+from wlb_megatron.packing.chunk_packer import ChunkPacker
+from wlb_megatron.packing.delay_bound import Limits
+from wlb_megatron.packing.foresee import too_many_documents, unpaired
+from wlb_megatron.packing.packer import MOST_PER_WINDOW, Packer, Ranks, most_per_window, read_per_window
+from wlb_megatron.packing.solver import FixedSolverPacker
+from wlb_megatron.packing.thresholds import MOST_BINS, find_thresholds, read_thresholds, rule_of_thumb
+from wlb_megatron.packing.varlen_packer import VarlenPacker, longest_micro_batch
+from wlb_megatron.workload.cost_model import CostModel
+
+MAX_DELAY = 16
+"""Iterations that a document waits at most, unless the user says otherwise."""
+
+
+def make_packer(
+    config: WlbConfig,
+    cost: CostModel,
+    *,
+    window: int,
+    micro_batches: int,
+    dp: int = 1,
+    pp: int = 1,
+    vpp: int = 1,
+    group: int | None = None,
+    alignment: int = 1,
+    sample: Sequence[int] | None = None,
+    longest: int | None = None,
+    adopt_max_tokens: int = 0,
+    no_chunks: Sequence[tuple[str, str]] = (),
+    say: Callable[[str], None] = lambda _: None,
+) -> Packer:
+    """The packer that `config.packing` names.
+
+    window: tokens of --seq-length. micro_batches: windows of one data-parallel rank, in the largest global batch. vpp:
+    model chunks of a stage; group: of how many micro-batches an interleaved schedule takes a multiple (default: pp).
+    alignment: a micro-batch's tokens are padded up to a multiple of it. sample: document lengths
+    (tokens, at most the window) on which `thresholds=auto` is found; without one a rule of thumb serves. longest:
+    tokens of the longest piece, above the window only where overlong is "chunk" (default: the window).
+    adopt_max_tokens: a loaded state brings its own Lmax if that, padded, is at most so many tokens. no_chunks: (flag,
+    cure) of each setting under which documents cannot train in chunks. say: is told whether they do, and why.
+    Raises ValueError on settings that cannot work.
+    """
+    for name, value in (
+        ("window", window),
+        ("micro_batches", micro_batches),
+        ("dp", dp),
+        ("pp", pp),
+        ("vpp", vpp),
+    ):
+        if value < 1:
+            raise WlbError(f"{name} must be at least 1, got {value}")
+    if alignment < 1 or window % alignment:
+        raise WlbError(
+            f"window of {window} tokens is not a multiple of {alignment}, to which micro-batches are padded: "
+            "choose --seq-length as a multiple of context-parallel x tensor-parallel size"
+        )
+    if config.max_documents < 1:
+        raise WlbError(f"max_documents must be at least 1, got {config.max_documents}")
+    ranks = Ranks(dp, pp, vpp, (group or pp) if vpp > 1 else 1)
+    per_window = read_per_window(config.micro_batches_per_window)
+    if sample:
+        free = per_window if config.packing == "varlen" else 1
+        each = most_per_window(ranks.law(cost), free)
+        if told := too_many_documents(sample, window, config.max_documents, each):
+            say(told)
+    if config.packing == "varlen":
+        return _make_varlen(
+            *(config, cost, window, micro_batches, alignment, sample, ranks),
+            *(longest or window, adopt_max_tokens, no_chunks, say),
+        )
+    for asked, flag in (
+        (config.chunks == "on", "--wlb-chunks on"),
+        (config.overlong == "chunk", "--wlb-overlong chunk"),
+    ):
+        if asked:
+            raise WlbError(f"{flag} needs --wlb-packing varlen, not {config.packing}: change one of them")
+    fixed: dict[str, type[OriginalPacker | FixedGreedyPacker]] = {
+        "original": OriginalPacker,
+        "fixed-greedy": FixedGreedyPacker,
+        "fixed-solver": FixedSolverPacker,
+    }
+    if per_window not in (None, 1):
+        raise WlbError(
+            f"--wlb-micro-batches-per-window {config.micro_batches_per_window} needs --wlb-packing varlen: windows of "
+            "fixed length are one micro-batch each"
+        )
+    if config.packing not in fixed:
+        raise WlbError(f"unknown packing {config.packing!r}: choose {', '.join(fixed)} or varlen")
+    return fixed[config.packing](config, cost, window=window, bins=micro_batches * dp, ranks=ranks)
+
+
+def _make_varlen(
+    config: WlbConfig,
+    cost: CostModel,
+    window: int,
+    micro_batches: int,
+    alignment: int,
+    sample: Sequence[int] | None,
+    ranks: Ranks,
+    longest: int,
+    adopt_max_tokens: int,
+    no_chunks: Sequence[tuple[str, str]],
+    say: Callable[[str], None],
+) -> Packer:
+
+    max_delay = MAX_DELAY if config.max_delay is None else config.max_delay
+    if max_delay < 0:
+        raise WlbError(f"--wlb-max-delay must not be negative, got {max_delay}")
+    # The paper's release knows one micro-batch a window alone.
+    per_window = read_per_window(config.micro_batches_per_window) if config.release == "balance" else 1
+    if config.cp_mode == "dynamic":  # groups decide how many micro-batches there are
+        per_window = 1
+    given = read_thresholds(config.thresholds)
+    by_balance = config.release == "balance"
+    limits = Limits(micro_batches * ranks.dp, window, window, config.max_documents, max_delay)
+
+    def whole(few: Limits, on: Ranks, thresholds: Sequence[int]) -> VarlenPacker:
+        capacity = longest_micro_batch(config, window, alignment)
+        few = replace(few, capacity=capacity, max_delay=max_delay)
+        return VarlenPacker(
+            cost,
+            few,
+            thresholds,
+            on,
+            per_window=per_window,
+            by_balance=by_balance,
+            adopt_thresholds=given is None,
+            # Lmax need be no multiple of the alignment: what it is padded to must fit.
+            adopt_capacity=adopt_max_tokens // alignment * alignment,
+        )
+
+    short = with_chunks(limits, config.max_tokens, alignment)
+    usual = rule_of_thumb(window) if given is None else given
+    chunks, why = choose_chunks(
+        *(config, cost, short, ranks, per_window, sample, longest),
+        *(holds_whole(config, window, alignment), no_chunks),
+        partial(whole, thresholds=usual),
+    )
+    say(f"documents in chunks: {'yes' if chunks else 'no'} ({why})")
+    if chunks and short.capacity * MOST_PER_WINDOW < window:
+        raise WlbError(
+            f"--wlb-max-tokens {config.max_tokens} cuts a window into more than {MOST_PER_WINDOW} micro-batches: set "
+            f"it to {-(-window // (MOST_PER_WINDOW * alignment)) * alignment} or more"
+        )
+    if chunks and given:
+        say(
+            f"WARNING: --wlb-thresholds {config.thresholds} is not used: documents in chunks never wait; leave it out, "
+            "or set --wlb-chunks off"
+        )
+    if chunks:
+        return ChunkPacker(cost, short, ranks, per_window=per_window, longest=longest)
+    if given is None and sample is not None:
+        limits = replace(limits, capacity=longest_micro_batch(config, window, alignment))
+        usual = find_thresholds(sample, cost, limits, ranks, per_window).thresholds
+    if sample and max_delay:
+        few = replace(limits, bins=min(limits.bins // ranks.dp, MOST_BINS))
+        told = unpaired(sample, window, whole(few, ranks._replace(dp=1), usual))
+        if told:
+            say(told)
+    return whole(limits, ranks, usual)
