@@ -26,6 +26,7 @@ from wlb_megatron.plugin.batch_sizes import (
 from wlb_megatron.plugin.kernel_trial import try_transformer_engine
 from wlb_megatron.plugin.kernels import kernels_of
 from wlb_megatron.plugin.limits import fit_to_memory
+from wlb_megatron.plugin.model_shape import token_alignment, window_misfit
 from wlb_megatron.plugin.reporting import check_outputs
 from wlb_megatron.plugin.telling import checked
 from wlb_megatron.refusals import Refused, RefusedHere, refuse_unsupported
@@ -207,7 +208,7 @@ def _take_over(args: Any) -> None:
                 steps,
                 "this Megatron parses --rampup-batch-size but ignores it",
             )
-        config = fit_to_memory(args, config, sources.token_alignment(args))
+        config = fit_to_memory(args, config, token_alignment(args))
         _sources = sources.open_sources(args, config)
     except ValueError as error:  # WlbErrors, and settings that do not fit together
         raise RefusedHere(f"wlb_megatron: {name_flag(str(error), args, PREFIX)}") from None
@@ -235,7 +236,7 @@ def _refuse_misfits(args: Any, config: WlbConfig) -> None:
 
     Sizes on the way there are looked at once the model has loaded, when it is known where the run goes on.
     """
-    if wrong := sources.window_misfit(args):
+    if wrong := window_misfit(args):
         raise Refused(f"wlb_megatron refuses --seq-length: {wrong}")
     trained, tested = batch_schedule(args).largest, evaluated(args)
     stepped = getattr(args, "step_batch_size_schedule", None) is not None

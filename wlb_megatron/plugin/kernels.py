@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from wlb_megatron.attention.kernel_choice import Layer, chosen
+from wlb_megatron.plugin.model_shape import attention_shape
 
 
 def kernels_of(args: Any) -> tuple[str, str]:
@@ -15,8 +16,6 @@ def kernels_of(args: Any) -> tuple[str, str]:
     args: Megatron's validated arguments. Of layers of another shape (heterogeneous models) each decides for itself.
     WlbError where --wlb-kernels fa4 cannot be.
     """
-    from wlb_megatron.plugin.source import attention_shape
-
     if args.transformer_impl != "transformer_engine":
         return "torch", ""
     heads, groups, dim = attention_shape(args)

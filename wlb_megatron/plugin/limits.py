@@ -14,6 +14,7 @@ from wlb_megatron.packing.memory_limits import GpuMemory, with_lmax
 from wlb_megatron.packing.whole_documents import Bound
 from wlb_megatron.plugin.batch_sizes import batch_schedule, micro_step_multiple
 from wlb_megatron.plugin.chunk_limits import chunks_refused
+from wlb_megatron.plugin.model_shape import attention_shape
 from wlb_megatron.workload.chunk_memory import fit_document, keys_bytes
 from wlb_megatron.workload.memory import ModelShape, ParallelLayout
 
@@ -84,8 +85,6 @@ def adoptable_tokens(args: Any, alignment: int) -> int:
 
 def model_and_layout(args: Any) -> tuple[ModelShape, ParallelLayout]:
     """Megatron's validated arguments in workload.memory's terms."""
-    from wlb_megatron.plugin.source import attention_shape
-
     heads, groups, channels = attention_shape(args)
     pipeline, further = args.pipeline_model_parallel_size, getattr(args, "mtp_num_layers", None) or 0
     shape = ModelShape(

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.plan import StepPlan
 from wlb_megatron.plan import IterationPlan
+from wlb_megatron.plugin.model_shape import attention_shape
 from wlb_megatron.plugin.reporting import never_fatal
 from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.sharding.segments import ShardPlan
@@ -101,8 +102,6 @@ def layer_model(args: Any, costs: Costs | None) -> LayerModel:
 
     Raises ValueError for a model or a schedule that the simulator does not take.
     """
-    from wlb_megatron.plugin.source import attention_shape
-
     heads, groups, channels = attention_shape(args)
     ffn = args.ffn_hidden_size
     if args.num_experts:

@@ -10,6 +10,7 @@ import torch
 from wlb_megatron.attention.kernel_choice import NAMES
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.kernels import kernels_of
+from wlb_megatron.plugin.model_shape import attention_shape
 from wlb_megatron.workload.profile import Profile, read_profile
 
 
@@ -17,8 +18,6 @@ def profile_of(args: Any) -> Profile | None:
     """The job's profile, or None. WlbError where it is not of the model that is trained, or cannot be read."""
     if getattr(args, "wlb_profile", None) is None:
         return None
-    from wlb_megatron.plugin.source import attention_shape
-
     if args.num_experts:
         raise WlbError("--wlb-profile does not know experts: leave it out for a mixture of experts")
     heads, groups, channels = attention_shape(args)

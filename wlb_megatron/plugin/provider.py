@@ -29,6 +29,7 @@ from wlb_megatron.plugin.data import (
 from wlb_megatron.plugin.dynamic import training_plans
 from wlb_megatron.plugin.flops import count_segments
 from wlb_megatron.plugin.kernels import kernels_of
+from wlb_megatron.plugin.model_shape import attention_shape, token_alignment
 from wlb_megatron.plugin.planning import (
     PlanAhead,
     PlannedIteration,
@@ -42,7 +43,7 @@ from wlb_megatron.plugin.profile import profile_of, told
 from wlb_megatron.plugin.rehearsal import longest_micro_batches
 from wlb_megatron.plugin.resume import remember, restore
 from wlb_megatron.plugin.shared_solver import share_solver
-from wlb_megatron.plugin.source import Source, attention_shape, token_alignment
+from wlb_megatron.plugin.source import Source
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.workload.kernel_table import h100, of_gpu
 

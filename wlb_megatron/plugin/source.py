@@ -25,9 +25,10 @@ from wlb_megatron.plugin.limits import (
     document_memory,
     gpu_memory,
 )
+from wlb_megatron.plugin.model_shape import attention_shape, token_alignment
 from wlb_megatron.plugin.open_files import allow_open_files
+from wlb_megatron.plugin.prediction import layer_model
 from wlb_megatron.plugin.profile import profile_of
-from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.workload.cost_model import (
     CostModel,
     document_cost,
@@ -243,8 +244,6 @@ def cost_model(args: Any, config: WlbConfig) -> CostModel:
 
 def _per_earlier_key(args: Any) -> float:
     """See CostModel. The network is the simulator's assumed one; 0 where its figures, a GPU's, say nothing."""
-    from wlb_megatron.plugin.prediction import layer_model
-
     profile = profile_of(args)
     if args.context_parallel_size == 1 or (profile is None and args.distributed_backend != "nccl"):
         return 0.0
@@ -286,15 +285,6 @@ def _layer_parameters(args: Any) -> int:
     return parameters
 
 
-def attention_shape(args: Any) -> tuple[int, int, int]:
-    """Query heads, key/value heads and channels of a head of the whole model."""
-    heads = args.num_attention_heads
-    if getattr(args, "multi_latent_attention", False):
-        return heads, heads, args.qk_head_dim + args.qk_pos_emb_head_dim
-    groups = args.num_query_groups if args.group_query_attention else heads
-    return heads, groups, args.kv_channels or args.hidden_size // heads
-
-
 def _windows(args: Any) -> tuple[int, float]:
     """Window (tokens) of the windowed layers, and the share of layers that see whole documents."""
     from megatron.core.transformer.utils import is_layer_window_attention
@@ -306,32 +296,6 @@ def _windows(args: Any) -> tuple[int, float]:
         return 0, 1.0
     near = [is_layer_window_attention(args.window_size, skip, n + 1) for n in range(args.num_layers)]
     return size, 1 - sum(near) / len(near)
-
-
-def token_alignment(args: Any) -> int:
-    """A micro-batch's tokens are a multiple of this: equal shares for CP ranks, and for TP under sequence parallel.
-
-    With FP8 each share is a multiple of the GEMMs' rows.
-    """
-    return multiple(args.context_parallel_size, args.tensor_model_parallel_size, _rows(args))
-
-
-def _rows(args: Any) -> int:
-    """Of which a rank's tokens are a multiple: 16 with FP8, 32 with MXFP8 (Megatron's get_fp8_align_size)."""
-    return 1 if not getattr(args, "fp8", None) else 32 if args.fp8_recipe == "mxfp8" else 16
-
-
-def window_misfit(args: Any) -> str | None:
-    """Why a window cannot be padded as micro-batches are; None where it can."""
-    wanted, window = token_alignment(args), args.seq_length
-    if window % wanted == 0:
-        return None
-    rows = f" x {_rows(args)} rows, which FP8's matrix products need on each rank" if _rows(args) > 1 else ""
-    return (
-        f"{window} tokens are no multiple of {wanted}, to which micro-batches are padded (context-parallel size "
-        f"{args.context_parallel_size} x tensor-parallel size {args.tensor_model_parallel_size}{rows}); set it to "
-        f"{-(-window // wanted) * wanted}"
-    )
 
 
 def _known(value: float | None) -> float:
