@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from wlb_megatron.attention.fa4_shapes import narrow_values
 from wlb_megatron.errors import WlbError
 from wlb_megatron.extras import install
 
@@ -82,12 +83,6 @@ def unfit(layer: Layer) -> str | None:
     if layer.grouped and v_dim != dim and narrow_values(dim, v_dim):
         return f"its backward takes no values of {v_dim} channels beside grouped keys of {dim}"
     return None
-
-
-def narrow_values(dim: int, v_dim: int) -> bool:
-    """Whether FlashAttention-4 is given values narrower than keys as they are: DeepSeek's alone were tried. Others are
-    padded with zeros."""
-    return (dim, v_dim) == (192, 128)
 
 
 def kernels(name: str, deterministic: bool = False) -> Any:

@@ -1,0 +1,9 @@
+"""Head sizes that FlashAttention-4 is given as they are. Imports nothing: who chooses kernels may have no GPU."""
+
+from __future__ import annotations
+
+
+def narrow_values(dim: int, v_dim: int) -> bool:
+    """Whether FlashAttention-4 is given values narrower than keys as they are: DeepSeek's alone were tried. Others are
+    padded with zeros."""
+    return (dim, v_dim) == (192, 128)
