@@ -14,10 +14,10 @@ import numpy as np
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.select import shard_all
-from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.simulator.calibration import calibrated
 from wlb_megatron.simulator.iteration import Shards, Simulated, simulate
 from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape
+from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.profile import Profile
 
 WINDOW = 32768

@@ -20,12 +20,12 @@ from wlb_megatron.arguments import add_arguments, config_from_args
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.simulator.iteration import Simulated
 from wlb_megatron.simulator.job import Job
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.model import Layout as Sizes
 from wlb_megatron.simulator.paper import SHAPES
+from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.memory import ModelShape, ParallelLayout, memory_needed
 

@@ -22,7 +22,7 @@ from wlb_megatron.dynamic.planner import FIXED, LATE, plan_step
 from wlb_megatron.dynamic.predict import predicted_time
 from wlb_megatron.packing.synthetic import code_like, cut_overlong, paper_like, web_like
 from wlb_megatron.plugin.plan_process import PlanProcess
-from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.kernel_table import h100
 
 STAGES = st.sampled_from([(1, 1), (1, 4), (2, 2), (4, 1), (2, 3), (3, 2), (4, 4), (2, 5)])

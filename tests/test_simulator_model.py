@@ -9,10 +9,10 @@ import pytest
 
 from wlb_megatron.sharding.predict import predict
 from wlb_megatron.sharding.select import shard
-from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.simulator.iteration import group_events, simulate
 from wlb_megatron.simulator.lengths import long_tailed, rescale
 from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape
+from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.kernel_table import h100, of_gpu
 
 SMALL = ModelShape(layers=8, hidden=1024, heads=8, kv_heads=2, ffn=2048, vocab=1000)

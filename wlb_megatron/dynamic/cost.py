@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.simulator.assumptions import Assumptions
+from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.kernel_table import TILE, KernelTable
 
 IntArray = npt.NDArray[np.int64]

@@ -42,8 +42,8 @@ from wlb_megatron.plugin.planning import (
 from wlb_megatron.plugin.prediction import PredictGroups, group_predictor
 from wlb_megatron.plugin.profile import profile_of
 from wlb_megatron.sharding.cut import cut, pad
-from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.simulator.calibration import with_links
+from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.kernel_table import KernelTable
 
 SOURCES = (GREEDY, SOLVER, FIXED, LATE)

@@ -17,11 +17,11 @@ from wlb_megatron.plugin.model_shape import attention_shape
 from wlb_megatron.plugin.reporting import never_fatal
 from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.simulator.calibration import with_links
 from wlb_megatron.simulator.groups import simulate_groups
 from wlb_megatron.simulator.iteration import run_steps
 from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape, Times
+from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.costs import Costs
 
 PredictGroups = Callable[[StepPlan, Sequence[int]], float | None]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.simulator.model import ModelShape
+from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.profile import Profile
 

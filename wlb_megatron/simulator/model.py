@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.simulator.assumptions import Assumptions
 from wlb_megatron.simulator.launching import Launches
+from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.costs import Costs, micro_batch_cost
 from wlb_megatron.workload.kernel_table import KernelTable, h100
