@@ -1,6 +1,6 @@
 """The parts of a step beside attention, as torch modules of one tensor-parallel rank's shape.
 
-Where Megatron is installed and there is a GPU, plugin/profiled_layer.py gives Megatron's own layer in their place.
+Where Megatron is installed and there is a GPU, profiled_layer.py gives Megatron's own layer in their place.
 """
 
 from __future__ import annotations

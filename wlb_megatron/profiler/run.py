@@ -117,7 +117,7 @@ class _Parts:
     def _layer(self, backend: str, say: Told) -> tuple[Any, Any, str]:
         if backend != "torch":
             try:
-                from wlb_megatron.plugin.profiled_layer import megatron_layer
+                from wlb_megatron.profiler.profiled_layer import megatron_layer
 
                 return *megatron_layer(self.model), "Megatron's TransformerLayer"
             except (ImportError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
