@@ -72,7 +72,7 @@ def losses(options: argparse.Namespace) -> None:
     saved = options.out / "checkpoint"
     # A fifth of the usual rate: a model whose loss jumps would tell rounding apart by chaos.
     quiet = f"{RECOMPUTE} --lr 6e-5 --min-lr 6e-6 --ckpt-format torch_dist --no-save-optim"
-    first = job(options, iterations=2, extra=f"{quiet} --save {saved} --save-interval 2")
+    first = job(options, iterations=2, extra=f"{quiet} --save {saved} --save-interval 2 --lr-warmup-iters 0")
     if not run("start-module", 2, [*STAGES, "--wlb-chunks", "on"], prefix, first):
         return
     rest = job(options, extra=f"{quiet} --load {saved} --finetune")
@@ -114,7 +114,7 @@ def long_document(options: argparse.Namespace) -> None:
     if rows:
         print(f"  peak {rows[-1]['peak_mb']:,.0f} MB")
     one = job(options, extra=words, seq_length=whole, global_batch_size=2, iterations=2)
-    kept = [*STAGES, "--wlb-chunks", "off", "--wlb-max-tokens", str(whole)]
+    kept = [*STAGES, "--wlb-packing", "original"]
     rows = run("long-whole-module", 2, kept, prefix, one)
     print(f"the same whole, a window of {whole:,}: {'it fits' if rows else 'it does not fit'}", flush=True)
 

@@ -39,7 +39,8 @@ FLAGS = {
     "pp2": ["--pipeline-model-parallel-size", "2"],
     "dp2": [],
 }
-SCHEMES = {"plain": PLAIN, "wlb": WLB}
+SCHEMES = {"plain": PLAIN, "wlb": [*WLB, "--wlb-chunks", "off"]}
+"""Steps with documents in chunks are compared by bench_micro_batches.py."""
 MIXES = ("long-tailed", "half-long", "short")
 ROUNDS = ((0, 1, 2), (1, 2, 0), (2, 0, 1))
 """Mix of each layout, by round: the first round has all layouts and all mixes."""
@@ -62,6 +63,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=SHAPE.layers)
     parser.add_argument("--global-batch-size", type=int, default=4, help="windows a step")
     parser.add_argument("--rounds", type=int, default=len(ROUNDS), help="mixes of each layout")
+    parser.add_argument(
+        "--only", default="", help="these runs, as cp2-plain-short, comma list (default: all)"
+    )
     parser.add_argument("--minutes", type=float, default=7, help="begin no run that would end after this")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -105,7 +109,10 @@ def train(options: argparse.Namespace, profile: Path, scratch: Path) -> None:
             make_profile(options, profile, ranks, scratch)
             print(f"profile: at {time.perf_counter() - began:.0f} s", flush=True)
         taken = [20.0]  # seconds of runs in warm processes; new ones take half a minute more
+        only = set(options.only.split(",")) - {""}
         for name, layout, scheme, mix in jobs(options.layouts.split(","), options.rounds):
+            if only and name not in only:
+                continue
             left = options.minutes * 60 - (time.perf_counter() - began)
             need = 1.1 * max(taken[-4:]) + 30 * (not ranks.warm)
             if left < need:

@@ -172,7 +172,12 @@ def test_without_a_pipeline_there_is_one_micro_batch_a_window() -> None:
 
 def test_what_a_micro_batch_costs_by_itself_keeps_their_number_down() -> None:
     lengths = [(37 * at) % WINDOW + 1 for at in range(60)]
-    for own, least, many in ((0.0, 0.0, True), (1e4, 0.0, False), (0.0, 1e4, False)):
+    for own, least, many in (
+        (0.0, (0.0, 0.0), True),
+        (1e4, (0.0, 0.0), False),
+        (0.0, (1e4, 0.0), False),
+        (0.0, (0.0, 1e4), False),
+    ):
         cost = CostModel(8.0, 0.0, own, least)
         plans = run(
             make_planner(

@@ -224,12 +224,14 @@ def test_a_micro_batch_costs_the_same_in_planning_as_training_says():
         cost, parameters = model.cost(), SMALL.layer_parameters / 2
         token = (8 if recompute == "full" else 6) * parameters / 650e12 * 1e9
         assert cost.per_micro_batch == pytest.approx(2 * 600e3 / token)
-        launches = 2.7e6 + 3.3e6 + (2.7e6 if recompute == "full" else 0)
-        assert cost.least_micro_batch == 0  # FREE: the host is ahead
+        assert cost.per_chunk == pytest.approx(2 * 950e3 / token)
+        again = 2.7e6 if recompute == "full" else 0
+        assert cost.least_micro_batch == (0, 0)  # FREE: the host is ahead
         for pp, stage in ((1, 0), (2, 18e6 / 4)):
             hosts = replace(
                 model, assumptions=replace(FREE, host_launch=0.5), layout=replace(model.layout, pp=pp)
             )
             least = hosts.cost().least_micro_batch
-            assert least == pytest.approx(0.5 * 2 * (launches + stage) / token)
-            assert least / 2 * token == pytest.approx(float(sum(hosts.host(False))))
+            launches = (2.7e6 + stage / 2, 3.3e6 + again + stage / 2)
+            assert least == pytest.approx([0.5 * 2 * way / token for way in launches])
+            assert [way / 2 * token for way in least] == pytest.approx(list(map(float, hosts.host(False))))

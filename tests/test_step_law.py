@@ -39,8 +39,27 @@ def test_like_micro_batches_take_m_plus_stages_less_one_of_them() -> None:
 
 
 def test_a_micro_batch_costs_its_own_part_and_at_least_what_the_host_needs() -> None:
-    law = StepLaw(per_micro_batch=10, least=50)
+    law = StepLaw(per_micro_batch=10, least=(20, 30))
     assert law.rank([100, 20]) == 110 + 50
+
+
+def test_in_a_pipeline_the_host_holds_up_a_short_forward_though_the_backward_takes_long() -> None:
+    """Work 30 + 0 on 2 stages: a forward of 10 and a backward of 20. A host that needs 16 and 10 makes it 16 + 20."""
+    law = StepLaw(pp=2, least=(16, 10))
+    assert law.occupied(30) == 16 + 20
+    assert law.rank([30]) == 2 * (16 + 20)
+    assert StepLaw(least=(16, 10)).occupied(30) == 30
+
+
+def test_where_layers_are_recomputed_a_forward_is_a_fourth() -> None:
+    assert StepLaw(pp=2, least=(16, 0), backward=3).occupied(40) == 16 + 30
+    assert StepLaw(pp=2, backward=3).rank([40] * 4) == StepLaw(pp=2).rank([40] * 4) == 200
+
+
+def test_each_micro_batch_of_a_group_costs_what_its_chunk_adds() -> None:
+    law, plain = StepLaw(pp=2, per_chunk=6), StepLaw(pp=2)
+    assert law.rank([30, 30, 30], (1, 2)) == plain.rank([30, 36, 36], (1, 2))
+    assert law.rank([30, 30, 30]) == plain.rank([30, 30, 30])
 
 
 def test_the_slowest_data_parallel_rank_is_the_step_however_many_there_are() -> None:

@@ -29,8 +29,9 @@ class Ranks(NamedTuple):
 
     def law(self, cost: CostModel) -> StepLaw:
         """What a step takes on these ranks."""
-        each, least = (round(UNITS_PER_TOKEN * t) for t in (cost.per_micro_batch, cost.least_micro_batch))
-        return StepLaw(self.pp, self.vpp, self.group, each, least)
+        costs = (cost.per_micro_batch, *cost.least_micro_batch, cost.per_chunk)
+        each, forward, backward, chunk = (round(UNITS_PER_TOKEN * tokens) for tokens in costs)
+        return StepLaw(self.pp, self.vpp, self.group, each, (forward, backward), chunk, cost.backward)
 
 
 ONE_RANK = Ranks()

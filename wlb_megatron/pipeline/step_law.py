@@ -1,8 +1,8 @@
 """What a training step is predicted to take, from the work of its micro-batches: the packer's objective.
 
 A micro-batch occupies a stage for its documents' work, plus what it costs by itself (kernel calls, fixed kernels of a
-layer), and never less than the host needs to launch it. The step is 1F1B over these times, a third of each forward.
-The same events, with times instead of work, are the simulator's (schedule.py).
+layer), and neither its forward nor its backward takes less than the host needs to launch it. The step is 1F1B over
+these times. The same events, with times instead of work, are the simulator's (schedule.py).
 """
 
 from __future__ import annotations
@@ -26,18 +26,33 @@ class StepLaw:
     """The pipeline of one data-parallel rank, and what a micro-batch costs beside its documents.
 
     pp: stages. vpp: model chunks of a stage. group: an interleaved schedule takes its micro-batches in multiples of
-    it. per_micro_batch: work units that each micro-batch adds. least: work units that each takes at least.
+    it. per_micro_batch: work units that each micro-batch adds. least: work units that its forward and its backward take
+    at least. per_chunk: work units that a micro-batch of a group adds. backward: how many times as long as a forward.
     """
 
     pp: int = 1
     vpp: int = 1
     group: int = 1
     per_micro_batch: int = 0
-    least: int = 0
+    least: tuple[int, int] = (0, 0)
+    per_chunk: int = 0
+    backward: int = 2
 
     def occupied(self, work: int) -> int:
-        """Work units for which a micro-batch of documents of `work` occupies a stage (all its chunks)."""
-        return max(work + self.per_micro_batch, self.least)
+        """Work units for which a micro-batch of documents of `work` occupies a stage (all its chunks).
+
+        On a stage alone, launches of a backward hide behind its forward: only their sum counts. In a pipeline the host
+        waits between the two. Work 30, least 12 and 14: 34 in a pipeline (a forward of 12, a backward of 2 * 30 / 3).
+        """
+        if self.pp == 1:
+            return max(work + self.per_micro_batch, sum(self.least))
+        parts = 1 + self.backward
+        return sum(self._ways(work + self.per_micro_batch)) // parts
+
+    def _ways(self, work: int) -> tuple[int, int]:
+        """The forward's and the backward's times, in units divided by 1 + backward."""
+        parts, (forward, backward) = 1 + self.backward, self.least
+        return max(work, parts * forward), max(self.backward * work, parts * backward)
 
     def fill(self, longest: int) -> int:
         """Work units of filling and draining at the pace of a micro-batch that occupies `longest`."""
@@ -64,11 +79,15 @@ class StepLaw:
 
         Two stages, micro-batches of 3 and 3: F0 F1 B0 B1 on the first, 1 + 1 + (1 wait) .. in all 9 = (2 + 1) * 3.
         """
-        times = [self.occupied(work) for work in works]
+        if groups is not None and self.per_chunk and max(groups) > 1:
+            chunk = [size > 1 for size in groups for _ in range(size)]
+            works = [work + self.per_chunk * one for work, one in zip(works, chunk, strict=True)]
         if self.pp == 1:
-            return sum(times)
-        missing = -len(times) % self.group if self.vpp > 1 else 0
-        return one_f_one_b(times + [0] * missing, self.pp, self.vpp, groups)
+            return sum(map(self.occupied, works))
+        forward, backward = zip(*(self._ways(work + self.per_micro_batch) for work in works), strict=True)
+        none = (0,) * (-len(works) % self.group if self.vpp > 1 else 0)
+        ends = step_time((*forward, *none), (*backward, *none), self.pp, groups, chunks=self.vpp)
+        return ends // ((1 + self.backward) * self.vpp)
 
     def step(
         self, columns: Sequence[Sequence[int]], groups: Sequence[tuple[int, ...] | None] | None = None

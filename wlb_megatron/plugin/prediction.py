@@ -19,7 +19,7 @@ from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.calibration import with_links
 from wlb_megatron.simulator.groups import simulate_groups
-from wlb_megatron.simulator.iteration import run_steps
+from wlb_megatron.simulator.iteration import cut_of, run_steps
 from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape, Times
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.costs import Costs
@@ -55,7 +55,9 @@ def _predict(
 ) -> float:
     tokens, attention = _loads(plan, shards, model, dp_rank, alignment)
     (orders,) = orders_of([plan], in_step=in_step)
-    return float(run_steps(tokens, attention, model, blocking=True, orders=orders).steps[0]) / 1e6
+    cut = np.broadcast_to(cut_of(shards)[:, None], tokens.shape)  # of this rank's; others' are like them
+    told = run_steps(tokens, attention, model, blocking=True, cut=cut, orders=orders)
+    return float(told.steps[0]) / 1e6
 
 
 def group_predictor(args: Any, costs: Costs | None, cost: GroupCost) -> PredictGroups:

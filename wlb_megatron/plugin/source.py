@@ -31,12 +31,14 @@ from wlb_megatron.plugin.prediction import layer_model
 from wlb_megatron.plugin.profile import profile_of
 from wlb_megatron.workload.cost_model import (
     CostModel,
+    backward_over_forward,
     document_cost,
     latent_parameters,
     layer_parameters,
     quadratic_at,
     with_windows,
 )
+from wlb_megatron.workload.costs import MicroBatchCost
 from wlb_megatron.workload.costs import micro_batch_cost as costs_of_micro_batch
 from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.micro_batch import MICRO_BATCH_TOKENS
@@ -227,19 +229,23 @@ def complete(args: Any, config: WlbConfig) -> WlbConfig:
         document = document_cost(table.segment, parameters) if args.distributed_backend == "nccl" else 0.0
     own = config.micro_batch_cost
     if own is None:
-        own = micro_batch_cost(args, config)[0]
+        own = micro_batch_cost(args, config).own
     return replace(config, quadratic_at=balanced, document_cost=document, micro_batch_cost=own)
 
 
 def cost_model(args: Any, config: WlbConfig) -> CostModel:
     """What packing balances by; config: completed."""
-    return CostModel(
+    each = micro_batch_cost(args, config)
+    cost = CostModel(
         _known(config.quadratic_at),
         _known(config.document_cost),
-        _known(config.micro_batch_cost),
-        micro_batch_cost(args, config)[1],
+        each.own,
+        each.least,
+        each.chunk,
         _per_earlier_key(args),
+        backward_over_forward(args.recompute_granularity == "full"),
     )
+    return cost.with_micro_batch_cost(config.micro_batch_cost)
 
 
 def _per_earlier_key(args: Any) -> float:
@@ -253,13 +259,12 @@ def _per_earlier_key(args: Any) -> float:
         return 0.0
 
 
-def micro_batch_cost(args: Any, config: WlbConfig) -> tuple[float, float]:
-    """What a micro-batch adds to its documents' work, and what it takes at least: the host's launches. In tokens of
-    linear work, over all context-parallel ranks, each of which launches for itself."""
+def micro_batch_cost(args: Any, config: WlbConfig) -> MicroBatchCost:
+    """What a micro-batch costs by itself, over all context-parallel ranks; little is known of a CPU's."""
     ranks, profile = args.context_parallel_size, profile_of(args)
     stages = args.pipeline_model_parallel_size
     if profile is None and args.distributed_backend != "nccl":
-        return MICRO_BATCH_TOKENS * ranks, 0.0
+        return MicroBatchCost(MICRO_BATCH_TOKENS * ranks)
     return costs_of_micro_batch(
         None if profile is None else profile.costs,
         _layer_parameters(args) / args.tensor_model_parallel_size,

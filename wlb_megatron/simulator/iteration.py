@@ -105,10 +105,7 @@ def group_events(
 ) -> list[list[Event]]:
     """Events (nanoseconds) of the first iteration's pipelines, one list for each data-parallel rank."""
     tokens, attention, cut = _measure(shards[:1], model)
-    slowest = _slowest(tokens, attention, cut, model)
-    forward, backward = (
-        _stage_times(t, ends, model) for t, ends in zip(slowest, _ends(tokens, model), strict=True)
-    )
+    forward, backward = _pipeline_times(tokens, attention, cut, model)
     layout, transfer = model.layout, _transfer(tokens, model)
     blocking = blocking and layout.chunks == 1
     return [
@@ -136,8 +133,12 @@ def _measure(shards: Shards, model: LayerModel) -> tuple[npt.NDArray[np.int64], 
         )
     tokens = np.array([plan.tokens for plan in plans], dtype=np.int64).reshape(n, m, layout.dp)
     attention = Times(*(t.reshape(n, m, layout.dp, layout.cp) for t in model.attention(plans)))
-    cut = np.array([any((rows[:, 1] > 0).any() for rows in plan.ranks) for plan in plans])
-    return tokens, attention, cut.reshape(tokens.shape)
+    return tokens, attention, cut_of(plans).reshape(tokens.shape)
+
+
+def cut_of(plans: Sequence[ShardPlan]) -> BoolArray:
+    """bool[n]: whether queries of any rank see earlier keys, which takes another kernel call."""
+    return np.array([any((rows[:, 1] > 0).any() for rows in plan.ranks) for plan in plans], dtype=np.bool_)
 
 
 def _device(tokens: npt.NDArray[np.int64], attention: Times, model: LayerModel) -> Times:
@@ -150,6 +151,26 @@ def _slowest(tokens: npt.NDArray[np.int64], attention: Times, cut: BoolArray, mo
     """The same, or the host's time to launch it, if that is longer."""
     device = _device(tokens, attention, model)
     return Times(*map(np.maximum, device, model.host(cut)))
+
+
+def _pipeline_times(
+    tokens: npt.NDArray[np.int64], attention: Times, cut: BoolArray, model: LayerModel
+) -> tuple[FloatArray, FloatArray]:
+    """float[n * dp, P, V, m] forward and backward: the device's or, where that is longer, the host's to launch them."""
+    device, host = _device(tokens, attention, model), model.host(cut)
+    embedding, loss = model.host_ends()
+    forward, backward = (
+        np.maximum(
+            _stage_times(device[way], ends, model),
+            _stage_times(
+                np.broadcast_to(host[way], tokens.shape),
+                (np.full(tokens.shape, embedding[way]), np.full(tokens.shape, loss[way])),
+                model,
+            ),
+        )
+        for way, ends in enumerate(_ends(tokens, model))
+    )
+    return forward, backward
 
 
 def _transfer(tokens: npt.NDArray[np.int64], model: LayerModel) -> FloatArray:
@@ -180,9 +201,7 @@ def run_steps(
     ends = _ends(tokens, model)
     device = [_stage_times(t, e, model) for t, e in zip(_device(tokens, attention, model), ends, strict=True)]
     whole = layout.pp == 1
-    forward, backward = (
-        device if whole else [_stage_times(t, e, model) for t, e in zip(slowest, ends, strict=True)]
-    )
+    forward, backward = device if whole else _pipeline_times(tokens, attention, cut, model)
     if whole:
         done = queued_ends(forward[:, 0, 0], backward[:, 0, 0], model.launches(_by_rank(cut)))
     else:

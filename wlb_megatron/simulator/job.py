@@ -66,12 +66,10 @@ class Job:
             heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
             at = quadratic_at(shape.heads * shape.head_dim, shape.layer_parameters)
             document = document_cost(h100().scaled(**heads).segment, shape.layer_parameters)
-        return CostModel(
-            at if config.quadratic_at is None else config.quadratic_at,
-            document if config.document_cost is None else config.document_cost,
-            own.per_micro_batch if config.micro_batch_cost is None else config.micro_batch_cost,
-            own.least_micro_batch,
-            own.per_earlier_key,
+        return replace(
+            own.with_micro_batch_cost(config.micro_batch_cost),
+            quadratic_at=at if config.quadratic_at is None else config.quadratic_at,
+            per_document=document if config.document_cost is None else config.document_cost,
         )
 
     def longest(self, config: WlbConfig) -> int:

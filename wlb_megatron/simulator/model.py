@@ -18,11 +18,11 @@ from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.launching import Launches
 from wlb_megatron.workload.assumptions import Assumptions
-from wlb_megatron.workload.cost_model import CostModel
+from wlb_megatron.workload.cost_model import CostModel, backward_over_forward
 from wlb_megatron.workload.costs import Costs, micro_batch_cost
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 from wlb_megatron.workload.memory import RECOMPUTE
-from wlb_megatron.workload.micro_batch import CHECK_NS, LAUNCH_NS, STAGE_NS
+from wlb_megatron.workload.micro_batch import CHECK_NS, CHUNK_NS, LAUNCH_NS, stage_launch_ns
 
 FloatArray = npt.NDArray[np.float64]
 EXCHANGE_LAUNCH = 200_000.0
@@ -166,7 +166,9 @@ class LayerModel:
             table = self.table
             more = replace(table, exchange=1.5 * table.exchange, exchange_row=1.5 * table.exchange_row)
             backward = backward + predict_all(plans, more) - predict_all(plans, table)
-        return self._recomputed(forward, backward)
+        told = self._recomputed(forward, backward)
+        chunked = np.array([[plan.chunks is not None] for plan in plans])
+        return Times(*(times + chunked * beside for times, beside in zip(told, CHUNK_NS, strict=True)))
 
     def attention_ways(self, both: FloatArray) -> Times:
         """Attention's forward and backward from their sum, nanoseconds, where no shard plan tells them apart."""
@@ -186,30 +188,31 @@ class LayerModel:
         (forward, backward), (more, back) = LAUNCH_NS, (0.0, 0.0)
         if self.costs is not None:
             (forward, backward), (more, back) = self.costs.host, self.costs.host_second
-        if self.recompute != "none":
-            backward, back = backward + forward, back + more
-        if self.layout.pp > 1:  # of the stage, shared by its layers
-            each = STAGE_NS * self.layout.pp / self.shape.layers / 2
-            forward, backward = forward + each, backward + each
+        again, pp = self.recompute != "none", self.layout.pp
+        forward, backward = stage_launch_ns(
+            (forward, backward), again, self.shape.layers / pp if pp > 1 else None
+        )
+        back += again * more
         share = self.assumptions.host_launch
         return Times(
             share * (forward + second * (more + exchange)), share * (backward + second * (back + exchange))
         )
 
+    def host_ends(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """What the host needs to launch the embedding and the loss, forward and backward (ns); 0 without a profile."""
+        share = self.assumptions.host_launch
+        if self.costs is None:
+            return (0.0, 0.0), (0.0, 0.0)
+        (there, back), (loss, loss_back) = self.costs.host_embedding, self.costs.host_loss
+        return (share * there, share * back), (share * loss, share * loss_back)
+
     def launches(self, cut: npt.ArrayLike) -> Launches:
         """Of micro-batches on a stage that is the whole pipeline."""
         forward, backward = self.host(cut)
-        layers, share = self.shape.layers, self.assumptions.host_launch
-        there = back = loss = 0.0
-        if self.costs is not None:
-            ends = self.costs.host_embedding, self.costs.host_loss
-            there, back = (sum(end[way] for end in ends) for way in (0, 1))
-            loss = ends[1][1]
-        return Launches(
-            layers * forward + share * there,
-            layers * backward + share * (back + CHECK_NS),
-            share * (loss + CHECK_NS),
-        )
+        layers, check = self.shape.layers, self.assumptions.host_launch * CHECK_NS
+        ends = self.host_ends()
+        there, back = (sum(end[way] for end in ends) for way in (0, 1))
+        return Launches(layers * forward + there, layers * backward + back + check, ends[1][1] + check)
 
     def linear(self, tokens: npt.ArrayLike) -> Times:
         """Of a layer, all but attention. tokens: of one context-parallel rank."""
@@ -299,16 +302,23 @@ class LayerModel:
         rows = self.table.query_row + self.table.key_row
         token = float((many.forward + many.backward) @ [-1, 1]) / 65536 + rows
         layout, shape = self.layout, self.shape
-        each, least = micro_batch_cost(
+        each = micro_batch_cost(
             self.costs,
             shape.layer_parameters / layout.tp,
             layout.cp,
             recompute=self.recompute == "full",
             layers=max(1, shape.layers // layout.pp) if layout.pp > 1 else None,
         )
-        least *= self.assumptions.host_launch
-        keys = self._slower_row(self.table, 2) * (layout.cp - 1) / token
-        return CostModel(token / pair, self.table.segment / token, each, least, keys)
+        forward, backward = (self.assumptions.host_launch * way for way in each.least)
+        return CostModel(
+            quadratic_at=token / pair,
+            per_document=self.table.segment / token,
+            per_micro_batch=each.own,
+            least_micro_batch=(forward, backward),
+            per_chunk=each.chunk,
+            per_earlier_key=self._slower_row(self.table, 2) * (layout.cp - 1) / token,
+            backward=backward_over_forward(self.recompute == "full"),
+        )
 
     def _held(self, stage: int) -> float:
         """Parameters on one GPU of a stage."""

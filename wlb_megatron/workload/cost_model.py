@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,26 +18,38 @@ class CostModel:
     quadratic_at: tokens at which attention (Wa, quadratic) equals everything else (Wl, linear).
     per_document: launch and tile cost of one more document, in tokens of linear work.
     per_micro_batch: what one more micro-batch costs by itself: kernel calls, fixed kernels. least_micro_batch: what the
-    host needs to launch one, which it takes at least. per_earlier_key: what each earlier token that a chunk attends to
-    costs beside, where its keys come over a network slower than a node's links; it enters the choice of chunks alone.
-    All in tokens of linear work; they do not enter `work`.
+    host needs to launch its forward and its backward, which these take at least. per_chunk: what a micro-batch that
+    shares a document with others costs beside. per_earlier_key: what each earlier token that a chunk attends to costs
+    beside, where its keys come over a network slower than a node's links; it enters the choice of chunks alone. All in
+    tokens of linear work; they do not enter `work`. backward: how many times as long as a forward it takes, 3 where all
+    layers are recomputed in it.
     """
 
     quadratic_at: float
     per_document: float = 0.0
     per_micro_batch: float = 0.0
-    least_micro_batch: float = 0.0
+    least_micro_batch: tuple[float, float] = (0.0, 0.0)
+    per_chunk: float = 0.0
     per_earlier_key: float = 0.0
+    backward: int = 2
 
     def __post_init__(self) -> None:
         if not self.quadratic_at > 0:
             raise ValueError(f"quadratic_at must be positive, got {self.quadratic_at}")
         if self.per_document < 0:
             raise ValueError(f"per_document must not be negative, got {self.per_document}")
-        if not (self.per_micro_batch >= 0 and self.least_micro_batch >= 0):
+        if min(self.per_micro_batch, *self.least_micro_batch, self.per_chunk) < 0:
             raise ValueError(
-                f"a micro-batch's costs must not be negative, got {self.per_micro_batch} and {self.least_micro_batch}"
+                f"a micro-batch's costs must not be negative, got {self.per_micro_batch}, {self.least_micro_batch} and "
+                f"{self.per_chunk}"
             )
+
+    def with_micro_batch_cost(self, given: float | None) -> CostModel:
+        """The same where a user says what a micro-batch costs by itself; what a chunk costs changes in proportion."""
+        if given is None or given == self.per_micro_batch:
+            return self
+        chunk = self.per_chunk * given / self.per_micro_batch if self.per_micro_batch else self.per_chunk
+        return replace(self, per_micro_batch=given, per_chunk=chunk)
 
     def work(self, lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Work of documents of these lengths (tokens), int64 in 1/1024 token. Empty documents cost nothing.
@@ -47,6 +59,11 @@ class CostModel:
         d = np.asarray(lengths, dtype=np.float64)
         tokens = d + d * d / self.quadratic_at + np.where(d > 0, self.per_document, 0.0)
         return np.rint(tokens * UNITS_PER_TOKEN).astype(np.int64)
+
+
+def backward_over_forward(recompute: bool) -> int:
+    """How many times as long as a forward a backward takes. recompute: of all layers."""
+    return 3 if recompute else 2
 
 
 MATRIX_FLOPS = 650e12

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.workload.kernel_table import KernelTable
-from wlb_megatron.workload.micro_batch import FIXED_NS, STAGE_NS, launch_ns, token_ns
+from wlb_megatron.workload.micro_batch import CHUNK_NS, FIXED_NS, launch_ns, stage_launch_ns, token_ns
 
 FloatArray = npt.NDArray[np.float64]
 SUMMED = (
@@ -101,17 +101,15 @@ class Costs:
             **summed,
         )
 
-    def micro_batch(self, recompute: bool, layers: int | None = None) -> tuple[float, float]:
-        """What a micro-batch adds to its documents' work, and what it takes at least, in tokens of linear work on one
-        context-parallel rank: a layer's and its attention's fixed time, and the host's launches of a layer.
+    def token_ns(self, recompute: bool) -> float:
+        """Linear work of a token in a layer, both ways (ns). recompute: the forward runs again in the backward."""
+        slopes = self.layer.slope()
+        return sum(slopes) + recompute * slopes[0]
 
-        recompute: the whole forward runs again in the backward. layers: of a pipeline stage; None: no pipeline.
-        """
-        slopes, fixed = self.layer.slope(), [float(way) for way in self.layer.at(0)]
-        token = sum(slopes) + recompute * slopes[0]
-        own = sum(fixed) + recompute * fixed[0] + self.table.call + self.table.second_call
-        launches = sum(self.host) + recompute * self.host[0] + (STAGE_NS / layers if layers else 0.0)
-        return own / token, launches / token
+    def fixed_ns(self, recompute: bool) -> float:
+        """A layer's and its attention's time for a micro-batch of next to no tokens, both ways (ns)."""
+        fixed = [float(way) for way in self.layer.at(0)]
+        return sum(fixed) + recompute * fixed[0] + self.table.call + self.table.second_call
 
     def told(self) -> dict[str, Any]:
         """JSON-able; from_told reads it back."""
@@ -143,18 +141,30 @@ def _add(a: tuple[tuple[float, ...], ...], b: tuple[tuple[float, ...], ...]) -> 
     return tuple(tuple(x + y for x, y in zip(p, q, strict=True)) for p, q in zip(a, b, strict=True))
 
 
+class MicroBatchCost(NamedTuple):
+    """Of a micro-batch, in tokens of linear work over all context-parallel ranks: what it adds to its documents' work,
+    what its forward and its backward take at least (the host's launches), and what a chunk in it adds."""
+
+    own: float = 0.0
+    least: tuple[float, float] = (0.0, 0.0)
+    chunk: float = 0.0
+
+
 def micro_batch_cost(
     costs: Costs | None, parameters: float, context_ranks: int, *, recompute: bool, layers: int | None
-) -> tuple[float, float]:
-    """What a micro-batch adds to its documents' work, and what it takes at least: the host's launches.
+) -> MicroBatchCost:
+    """What a micro-batch costs by itself; each context-parallel rank launches for itself.
 
-    In tokens of linear work, over all context-parallel ranks, each of which launches for itself.
     costs: of a profile; None: figures of H100 and H200 hosts. parameters: of a layer on one tensor-parallel rank.
     recompute: the whole forward runs again in the backward. layers: of a pipeline stage; None: no pipeline.
     """
     if costs is not None:
-        own, least = costs.micro_batch(recompute, layers)
+        token, own = costs.token_ns(recompute), costs.fixed_ns(recompute)
+        launches = stage_launch_ns(costs.host, recompute, layers)
     else:
-        token = token_ns(parameters, recompute)
-        own, least = FIXED_NS / token, launch_ns(recompute, layers) / token
-    return context_ranks * own, context_ranks * least
+        token, own = token_ns(parameters, recompute), FIXED_NS
+        launches = launch_ns(recompute, layers)
+    forward, backward = (context_ranks * way / token for way in launches)
+    return MicroBatchCost(
+        context_ranks * own / token, (forward, backward), context_ranks * sum(CHUNK_NS) / token
+    )
