@@ -14,6 +14,23 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "wlb_megatron"
 PURE = ("workload", "pipeline", "packing", "sharding", "dynamic", "simulator")
 MODULES = sorted(PACKAGE.rglob("*.py"))
+FLOORS = (
+    *(
+        "workload",
+        "pipeline",
+        "packing",
+        "sharding",
+        "dynamic",
+        "report",
+        "simulator",
+        "attention",
+        "profiler",
+    ),
+    *("analyze", "plugin"),
+)
+"""Folders from the bottom up: each may import those before it, and the package's own files."""
+ENTRIES = ("cli", "doctor", "inspect_plans", "launch", "pretrain_gpt", "selftest")
+"""Files of the package that stand above all folders; the others stand below."""
 
 
 def imported(path: Path) -> set[str]:
@@ -52,9 +69,64 @@ def test_a_module_imports_only_what_its_part_may(path: Path) -> None:
         assert "flash_attn" not in names
 
 
+def name_of(path: Path) -> str:
+    """plugin.source of plugin/source.py, packing of packing/__init__.py."""
+    return within(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+def arrows() -> dict[str, set[str]]:
+    """The package's own files that each of them imports anywhere in it, as `name_of` has them."""
+    names = {name_of(path) for path in MODULES}
+    found: dict[str, set[str]] = {}
+    for path in MODULES:
+        found[name_of(path)] = mine = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "wlb_megatron":
+                part = node.module.removeprefix("wlb_megatron").removeprefix(".")
+                for alias in node.names:
+                    whole = f"{part}.{alias.name}".removeprefix(".")
+                    mine.add(whole if whole in names else part)
+            elif isinstance(node, ast.Import):
+                mine |= {alias.name.removeprefix("wlb_megatron.") for alias in node.names} & names
+    return {
+        name: others - {name} for name, others in found.items()
+    }  # a child process begins in its own module
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    left = arrows()
+
+    def leave_out(free: set[str]) -> bool:
+        nonlocal left
+        left = {name: others - free for name, others in left.items() if name not in free}
+        return bool(free)
+
+    while leave_out({name for name, others in left.items() if not others & left.keys()}):
+        pass
+    while leave_out(left.keys() - set().union(*left.values())):  # what stands above circles is in none
+        pass
+    assert not left, f"these import each other in a circle: {sorted(left)}"
+
+
+def test_no_file_imports_upwards() -> None:
+    def floor(name: str) -> int:
+        first = name.split(".")[0]
+        top = len(FLOORS) + 1
+        return FLOORS.index(first) + 1 if first in FLOORS else top if first in ENTRIES else 0
+
+    upwards = [
+        f"{name} imports {other}"
+        for name, others in arrows().items()
+        for other in others
+        if floor(other) > floor(name) and not name.endswith("__main__")
+    ]
+    assert not upwards
+
+
 def test_the_rule_covers_the_parts_it_speaks_of() -> None:
     parts = {within(path).split("/")[0] for path in MODULES}
-    assert parts.issuperset(PURE) and "megatron" in imported(PACKAGE / "attention" / "core_attention.py")
+    assert parts.issuperset({*FLOORS, *(f"{name}.py" for name in ENTRIES)})
+    assert "megatron" in imported(PACKAGE / "attention" / "core_attention.py")
     assert "flash_attn" in imported(PACKAGE / "attention" / "fa4_backend.py")
 
 
