@@ -18,9 +18,11 @@ from wlb_megatron.packing.blend import Blend
 from wlb_megatron.packing.predictions import predictions
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
+from wlb_megatron.plugin import hooks
 from wlb_megatron.plugin.data import Layout, PackedDocuments
-from wlb_megatron.plugin.multi_token import next_in_document, wrap_roll_tensor
+from wlb_megatron.plugin.multi_token import next_in_document, refuse_other_form, wrap_roll_tensor
 from wlb_megatron.plugin.planning import PlannedMicroBatch
+from wlb_megatron.refusals import Refused
 from wlb_megatron.sharding.cut import pad
 from wlb_megatron.sharding.following import following
 from wlb_megatron.sharding.segments import ShardPlan
@@ -169,3 +171,18 @@ def test_a_model_of_several_depths_on_an_earlier_stage_is_refused() -> None:
     args.pipeline_model_parallel_layout = "Et|tm|L"
     with pytest.raises(Refused, match="the last stage"):
         refuse_unsupported(args, WlbConfig())
+
+
+def test_multi_token_prediction_is_refused_where_its_roll_has_another_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.core.transformer import multi_token_prediction
+
+    def roll_tensor(tensors: list[torch.Tensor], shifts: int = -1) -> list[torch.Tensor]:
+        return tensors
+
+    monkeypatch.setattr(multi_token_prediction, "roll_tensor", roll_tensor)
+    assert not any(hook.place.endswith(":roll_tensor") for hook in hooks.hooks())
+    refuse_other_form(SimpleNamespace(mtp_num_layers=None))
+    with pytest.raises(Refused, match="refuses --mtp-num-layers"):
+        refuse_other_form(SimpleNamespace(mtp_num_layers=1))

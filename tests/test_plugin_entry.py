@@ -115,6 +115,7 @@ REFUSED = {
     "fp4": "e2m1",
     "overlap_moe_expert_parallel_comm": True,
     "hybrid_context_parallel": True,
+    "sequence_packing_scheduler": "dp_balanced",
     "dataloader_inter_document_masking": True,
     "reset_position_ids": True,
     "eod_mask_loss": True,

@@ -52,6 +52,8 @@ def test_ranks_weigh_alike_where_one_holds_the_padding() -> None:
     ranks = SimpleNamespace(size=lambda: 2)
     assert counts(None, ranks, topk=1, with_padding_mask=True) == ("experts", 29.0, 58.0)
     assert counts(None, ranks, topk=1) == ("experts", 28.0, 58.0)
+    groups = (ranks, SimpleNamespace(size=lambda: 4))  # of Megatron's dev branch
+    assert counts(None, ranks, topk=1, with_padding_mask=True, reduce_groups=groups)[1] == 58 / 8
 
 
 def test_biases_count_no_padding_and_megatron_gets_no_mask_to_fail_on() -> None:

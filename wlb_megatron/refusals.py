@@ -147,6 +147,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "it replaces the same attention and sampler; drop it",
     ),
     Refusal(
+        lambda a, c: _get(a, "sequence_packing_scheduler") or _get(a, "use_varlen_dataset"),
+        "--sequence-packing-scheduler / --use-varlen-dataset",
+        "the plugin packs documents of --data-path itself; drop it",
+    ),
+    Refusal(
         lambda a, c: _get(a, "dataloader_inter_document_masking"),
         "--dataloader-inter-document-masking",
         "the plugin masks between documents already; drop it",

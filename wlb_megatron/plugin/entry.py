@@ -27,6 +27,7 @@ from wlb_megatron.plugin.kernel_trial import try_transformer_engine
 from wlb_megatron.plugin.kernels import kernels_of
 from wlb_megatron.plugin.limits import fit_to_memory
 from wlb_megatron.plugin.model_shape import token_alignment, window_misfit
+from wlb_megatron.plugin.multi_token import refuse_other_form
 from wlb_megatron.plugin.reporting import check_outputs
 from wlb_megatron.plugin.telling import checked
 from wlb_megatron.refusals import Refused, RefusedHere, refuse_unsupported
@@ -197,6 +198,7 @@ def _take_over(args: Any) -> None:
     try:
         config = sources.complete(args, config_from_args(args))
         refuse_unsupported(args, config)
+        refuse_other_form(args)
         _refuse_misfits(args, config)
         check_outputs(config)
         try_transformer_engine(args)
@@ -223,6 +225,8 @@ def _take_over(args: Any) -> None:
     asked = getattr(args, "cp_comm_type", None) or ["p2p"]
     if args.context_parallel_size > 1 and {*([asked] if isinstance(asked, str) else asked)} != {"p2p"}:
         _say("ignores --cp-comm-type: the plan decides which keys ranks exchange")
+    if args.context_parallel_size > 1 and args.transformer_impl == "local":
+        args.cp_comm_type = ["all_gather"]  # the only kind that Megatron's dev branch takes with plain torch
     # Megatron clears this in validate_args; shapes then come from the plan, not from an exchange.
     args.variable_seq_lengths = True
     if args.num_experts is None:

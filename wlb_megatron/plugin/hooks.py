@@ -49,6 +49,8 @@ class Hook:
     """Only for releases before this one (major, minor)."""
     since: tuple[int, int] = (0, 0)
     """Only for releases from this one on."""
+    optional: bool = False
+    """Left as it is where this Megatron has another form of it. What needs it is then refused by flag."""
 
 
 def _wrap_flops(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,6 +215,7 @@ HOOKS: tuple[Hook, ...] = (
         ("tensor", "shifts", "dims", "cp_group", "packed_seq_params"),
         "takes the next token of a document by the plan, wherever it is held",
         multi_token.wrap_roll_tensor,
+        optional=True,
     ),
     Hook(
         "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.track_mtp_metrics",
@@ -267,7 +270,16 @@ def hooks() -> tuple[Hook, ...]:
     """The rows of HOOKS that are for the Megatron that is here."""
     major, minor = (int(part) for part in megatron_version().split(".")[:2])
     here = (major, minor)
-    return tuple(hook for hook in HOOKS if hook.since <= here and (hook.before is None or here < hook.before))
+    rows = (hook for hook in HOOKS if hook.since <= here and (hook.before is None or here < hook.before))
+    return tuple(hook for hook in rows if not hook.optional or _fits(hook))
+
+
+def _fits(hook: Hook) -> bool:
+    try:
+        locate(hook)
+    except ImportError:
+        return False
+    return True
 
 
 def install() -> None:

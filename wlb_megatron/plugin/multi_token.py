@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from wlb_megatron.errors import WlbError
+from wlb_megatron.refusals import Refused
 
 
 def wrap_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,6 +41,19 @@ def wrap_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
         return next_mask(tensor, packed_seq_params, group)
 
     return roll_tensor
+
+
+def refuse_other_form(args: Any) -> None:
+    """Refuse --mtp-num-layers where Megatron's roll_tensor has another form, so that it was left as it is."""
+    if not args.mtp_num_layers:
+        return
+    from megatron.core.transformer import multi_token_prediction
+
+    if not hasattr(multi_token_prediction.roll_tensor, "__wlb_original__"):
+        raise Refused(
+            "wlb_megatron refuses --mtp-num-layers: this Megatron (its dev branch) counts the predictions of each "
+            "depth by micro-batch, in a form that the plan cannot correct; use a release, or leave the flag out."
+        )
 
 
 def next_mask(mask: torch.Tensor, params: Any, group: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ of routers' losses before 0.19.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -42,12 +43,18 @@ def wrap_token_counts(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def get_tokens_per_expert_and_token_count(
-        routing_map: Any, reduce_group: Any, topk: Any = None, with_padding_mask: bool = False
+        routing_map: Any,
+        reduce_group: Any,
+        topk: Any = None,
+        with_padding_mask: bool = False,
+        reduce_groups: Any = None,  # instead of reduce_group, in Megatron's dev branch
     ) -> Any:
+        several = {} if reduce_groups is None else {"reduce_groups": reduce_groups}
         experts, local, total = original(
-            routing_map, reduce_group, topk=topk, with_padding_mask=with_padding_mask
+            routing_map, reduce_group, topk=topk, with_padding_mask=with_padding_mask, **several
         )
-        return experts, total / reduce_group.size() if with_padding_mask else local, total
+        ranks = prod(group.size() for group in reduce_groups or (reduce_group,))
+        return experts, total / ranks if with_padding_mask else local, total
 
     return get_tokens_per_expert_and_token_count
 
