@@ -21,9 +21,10 @@ layout=("${@:2}")
 compared=$((${#layout[@]} == 0))
 [ ${#layout[@]} -gt 0 ] || layout=(--context-parallel-size 2)
 wheels=(0.19.2 0.18.2 0.17.1)
-branches=(core_r0.19.0 core_r0.18.0 core_r0.17.0 core_r0.16.0 main)
+branches=(core_r0.19.0 core_r0.18.0 core_r0.17.0 core_r0.16.0 main dev pull-request/6742)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
+export XDG_CACHE_HOME="$scratch/cache" # checks of untried versions run here, and are forgotten
 export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore CUDA_DEVICE_MAX_CONNECTIONS=1 TORCHDYNAMO_DISABLE=1
 export PYTHONPATH="$root/scripts/cpu:$root"
 
@@ -74,8 +75,12 @@ done
 [ -n "$clone" ] || exit "$failed"
 for branch in "${branches[@]}"; do
     tree="$scratch/$branch"
-    mkdir "$tree"
+    mkdir -p "$tree"
     name=$(git -C "$clone" rev-parse --quiet --verify "$branch" >/dev/null && echo "$branch" || echo "origin/$branch")
+    if ! git -C "$clone" rev-parse --quiet --verify "$name" >/dev/null; then
+        echo "$branch is not in this clone: left out"
+        continue
+    fi
     git -C "$clone" archive "$name" megatron pretrain_gpt.py gpt_builders.py model_provider.py | tar -x -C "$tree"
     cp "$scratch"/0.19.2/megatron/core/datasets/helpers_cpp*.so "$tree/megatron/core/datasets/" # else make builds them
     commit=$(git -C "$clone" rev-parse --short "$name")

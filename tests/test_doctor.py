@@ -65,7 +65,7 @@ def test_pypis_apex_and_an_unknown_megatron_are_named_and_the_exit_code_is_not_z
     (tmp_path / "apex").rmdir()
     checkout = run("--no-self-test", "--checkout", str(tmp_path))
     assert checkout.returncode == 2
-    assert "not tried with megatron-core 0.12.0" in checkout.stdout
+    assert "megatron-core 0.12.0 is older than the first" in checkout.stdout
     assert "to fix: megatron" in checkout.stderr
 
 

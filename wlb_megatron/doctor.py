@@ -66,7 +66,7 @@ def run_doctor(args: argparse.Namespace) -> None:
         megatron,
     ]
     if not args.no_self_test:
-        checks.append(self_test)
+        checks += [untried_step, self_test]
     findings = []
     for check in checks:
         for finding in examine(check):
@@ -233,12 +233,19 @@ def apex() -> Iterator[Finding]:
 
 def megatron() -> Iterator[Finding]:
     """Megatron, and whether every symbol that the plugin replaces is there."""
-    from wlb_megatron.plugin.versions import check_megatron
+    from wlb_megatron.plugin.versions import check_megatron, untried_megatron
 
-    version = check_megatron()
+    version, untried = check_megatron(), untried_megatron() is not None
     where = importlib.util.find_spec("megatron.core")
     places = list(where.submodule_search_locations or ()) if where else []
-    yield Finding("megatron-core", f"{version} in {places[0] if places else 'unknown'}")
+    yield Finding(
+        "megatron-core",
+        f"{version} in {places[0] if places else 'unknown'}",
+        NOTE if untried else OK,
+        "not tried with the plugin: a small step of it is checked, with the self-test here and when a job starts"
+        if untried
+        else "",
+    )
     if _version("torch") is None:
         return
     from wlb_megatron.plugin import hooks
@@ -284,6 +291,23 @@ def self_test() -> Iterator[Finding]:
             f"attention and its gradients equal one document at a time within {worst:.0e} "
             f"({time.perf_counter() - start:.1f} s)",
         )
+
+
+def untried_step() -> Iterator[Finding]:
+    """A small step of a Megatron that was not tried."""
+    if importlib.util.find_spec("megatron") is None or _version("torch") is None:
+        return
+    from wlb_megatron.plugin.versions import untried_megatron
+
+    if untried_megatron() is None:
+        return
+    from wlb_megatron.plugin import megatron_trial
+
+    worst = megatron_trial.check()
+    yield Finding(
+        "check of this Megatron",
+        f"a small step's loss, gradients and routers' losses come out right within {worst:.0e}",
+    )
 
 
 def _gpus() -> int:

@@ -50,12 +50,23 @@ def enable() -> None:
     """Check the versions and replace Megatron's symbols: what the launcher does, for a fork's own script to call.
 
     Before or after the script's Megatron imports, and before its arguments are parsed. SystemExit with one line where
-    this Megatron is not one the plugin was tried with.
+    this Megatron is too old, or lacks what the plugin replaces.
     """
     from wlb_megatron.plugin.telling import checked
     from wlb_megatron.plugin.versions import check_megatron
 
     checked(check_megatron)
-    from wlb_megatron.plugin import hooks
+    checked(_install_hooks)
 
-    checked(hooks.install)
+
+def _install_hooks() -> None:
+    from wlb_megatron.plugin import hooks
+    from wlb_megatron.plugin.versions import tried_versions
+    from wlb_megatron.refusals import Refused
+
+    try:
+        hooks.install()
+    except ImportError as error:
+        raise Refused(
+            f"wlb_megatron does not fit this Megatron: {error}. Install a version that was tried ({tried_versions()})"
+        ) from error

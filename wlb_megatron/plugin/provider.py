@@ -29,6 +29,7 @@ from wlb_megatron.plugin.data import (
 from wlb_megatron.plugin.dynamic import training_plans
 from wlb_megatron.plugin.flops import count_segments
 from wlb_megatron.plugin.kernels import kernels_of
+from wlb_megatron.plugin.megatron_trial import try_megatron
 from wlb_megatron.plugin.model_shape import attention_shape, token_alignment
 from wlb_megatron.plugin.planning import (
     PlanAhead,
@@ -64,6 +65,7 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
         if vp_stage:
             return made[0]
         args = get_args()
+        try_megatron()
         if "train" in sources:  # else --skip-train
             for line in restore(sources["train"], args):
                 print_rank_0(f"> wlb_megatron: {line}")

@@ -1,0 +1,223 @@
+"""A Megatron that was not tried: a small step of it must come out right, which is told once and remembered."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from forked_ranks import spawn
+from megatron_runs import free_port
+
+from wlb_megatron import doctor
+from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin import megatron_check, megatron_trial, versions
+from wlb_megatron.plugin.megatron_trial import Finding
+from wlb_megatron.refusals import Refused
+
+RIGHT = [Finding("loss", 1e-8, 1.0), Finding("gradients", 2e-6, 1.0)]
+WRONG = [*RIGHT, Finding("routers' auxiliary loss (its gradients)", 0.5, 0.5)]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """start(version, findings): a start on rank 0 with that Megatron; how often its check has run so far."""
+    runs: list[str] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda told, src: None)
+
+    def run(version: str, findings: list[Finding] | None) -> int:
+        def check() -> float:
+            runs.append(version)
+            assert findings is not None
+            return megatron_trial.judged(findings)
+
+        for module in (versions, megatron_trial):
+            monkeypatch.setattr(module, "megatron_version", lambda: version)
+        monkeypatch.setattr(megatron_trial, "check", check)
+        versions.check_megatron()
+        megatron_trial.try_megatron()
+        return len(runs)
+
+    return run
+
+
+def test_a_version_that_was_tried_is_not_checked(start: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for version in ("0.17.1", "0.19.2"):
+        assert start(version, None) == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("version", ["0.19.3", "0.21.0", "1.0.0"])
+def test_an_untried_version_that_comes_out_right_is_checked_once_and_warned_of(
+    version: str, start: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(version, RIGHT) == 1
+    warned = f"WARNING: wlb_megatron was not tried with megatron-core {version}; a small step of it comes out right"
+    assert capsys.readouterr().out.count(warned) == 1
+    assert start(version, RIGHT) == 1
+    assert capsys.readouterr().out.count(warned) == 1
+    assert start("0.19.9", RIGHT) == 2
+
+
+def test_an_untried_version_that_does_not_is_refused_with_what_differs_each_time(start: Any) -> None:
+    says = r"0\.19\.3.*routers' auxiliary loss \(its gradients\): 0\.5 times the right strength.*0\.19\.2"
+    for runs in (1, 2):
+        with pytest.raises(Refused, match=says) as refused:
+            start("0.19.3", WRONG)
+        assert "gradients: " not in str(refused.value).replace("(its gradients): ", "")
+        assert len(str(refused.value).splitlines()) == 1, runs
+
+
+def test_a_figure_that_is_no_number_is_refused(start: Any) -> None:
+    with pytest.raises(Refused, match="gradients: nan times"):
+        start("0.19.3", [Finding("gradients", float("nan"), float("nan"))])
+
+
+@pytest.mark.parametrize("spoil", ["text", "[1]", '{"key": "word"}', None])
+def test_a_cache_that_cannot_be_read_or_written_only_costs_the_check(
+    spoil: str | None, start: Any, tmp_path: Path
+) -> None:
+    if spoil is None:
+        (tmp_path / "cache").write_text("a file where the folder should be")
+    else:
+        file = megatron_trial._remembered()
+        file.parent.mkdir(parents=True)
+        file.write_text(spoil)
+    assert start("0.19.3", RIGHT) == 1
+    assert start("0.19.3", RIGHT) == (2 if spoil is None else 1)
+
+
+def test_an_older_version_than_any_tried_is_refused(start: Any) -> None:
+    with pytest.raises(Refused, match=r"0\.15\.3 is older than the first .* 0\.19\.2"):
+        start("0.15.3", RIGHT)
+
+
+def test_another_commit_of_an_unreleased_version_is_untried(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "sources_digest", lambda: versions.UNRELEASED["0.20.0"])
+    assert start("0.20.0", None) == 0
+    monkeypatch.setattr(versions, "sources_digest", lambda: "another")
+    assert start("0.20.0", RIGHT) == 1
+
+
+def test_the_digest_is_of_the_files_that_are_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def found(name: str) -> Any:
+        return SimpleNamespace(submodule_search_locations=[str(tmp_path / name.split(".")[1])])
+
+    monkeypatch.setattr(versions.importlib.util, "find_spec", found)
+    seen = {versions.sources_digest()}
+    for name in versions._MEANINGS:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("changed")
+        seen.add(versions.sources_digest())
+    assert len(seen) == 1 + len(versions._MEANINGS)
+
+
+def one_of_two(rank: int, port: int, out: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    megatron_trial.untried_megatron = lambda: "0.19.3"
+
+    def check() -> float:
+        assert rank == 0, "one rank checks"
+        raise WlbError("gradients: 4 times the right strength")
+
+    megatron_trial.check = check
+    try:
+        megatron_trial.try_megatron()
+    except Refused as refused:
+        (out / f"{rank}").write_text(str(refused))
+    dist.destroy_process_group()
+
+
+def test_all_ranks_learn_what_rank_0_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    spawn(one_of_two, (free_port(), tmp_path), 2)
+    said = [(tmp_path / name).read_text() for name in "01"]
+    assert said[0] == said[1] and "gradients: 4 times the right strength" in said[0]
+
+
+@contextlib.contextmanager
+def changed(owner: Any, name: str, value: Any) -> Any:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield original
+    finally:
+        setattr(owner, name, original)
+
+
+def check_of_changed_megatrons(rank: int, folder: Path) -> None:
+    """Findings of this rank with Megatron as it is, with weaker routers' losses, and with gradients left undivided."""
+    from wlb_megatron.plugin.without_gpu import run_without_gpu
+
+    run_without_gpu()
+    from megatron.core.transformer.moe import moe_utils
+
+    finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    found = {"none": megatron_check.rank_findings(str(folder / "none"), rank)}
+    scaler, whole = moe_utils.MoEAuxLossAutoScaler, finalize.finalize_model_grads
+    weak = staticmethod(lambda scale, set_scale=scaler.set_loss_scale: set_scale(scale / 2))
+    with changed(scaler, "set_loss_scale", weak):
+        found["weak"] = megatron_check.rank_findings(str(folder / "weak"), rank)
+    undivided = lambda model, tokens=None, **more: whole(model, None, **more)  # noqa: E731
+    with changed(finalize, "finalize_model_grads", undivided):
+        found["undivided"] = megatron_check.rank_findings(str(folder / "undivided"), rank)
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.megatron
+def test_the_check_passes_this_megatron_and_names_what_a_changed_one_does(tmp_path: Path) -> None:
+    spawn(check_of_changed_megatrons, (tmp_path,), 2)
+    told = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    findings = {case: [Finding(*one) for rank in told for one in rank[case]] for case in told[0]}
+    assert megatron_trial.judged(findings["none"]) < 1e-4
+    says = {}
+    for case in ("weak", "undivided"):
+        with pytest.raises(WlbError) as wrong:
+            megatron_trial.judged(findings[case])
+        says[case] = str(wrong.value)
+    assert re.search(r"^routers' auxiliary loss \(its gradients\): 0\.5 times", says["weak"])
+    assert "routers' z-loss (its gradients): 0.5 times" in says["weak"] and "loss:" not in says["weak"]
+    predictions = sum(length - 1 for lengths in megatron_check.LENGTHS for length in lengths)
+    assert f"gradients: {predictions} times the right strength" in says["undivided"]
+
+
+@pytest.mark.megatron
+def test_the_checks_processes_are_no_ranks_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would meet the job's ranks at its address, or wait for a rank 7."""
+    job = {"RANK": "7", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    assert not set(job) & set(megatron_trial._environment())
+    assert megatron_trial.check() < 1e-4
+
+
+def test_a_check_that_cannot_run_says_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = megatron_trial._environment() | {"PYTHONPATH": ""}
+    monkeypatch.setattr(megatron_trial, "_environment", lambda: broken | {"PYTHONSAFEPATH": "1"})
+    monkeypatch.setattr(megatron_trial.sys, "executable", "/bin/false")
+    with pytest.raises(WlbError, match="a rank ended with status 1"):
+        megatron_trial.check()
+
+
+def test_doctor_checks_a_version_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "megatron_version", lambda: "0.19.3")
+    monkeypatch.setattr(megatron_trial, "check", lambda: 3e-6)
+    found = {one.what: one for one in doctor.megatron()}
+    assert found["megatron-core"].verdict == doctor.NOTE and "not tried" in found["megatron-core"].cure
+    (finding,) = doctor.untried_step()
+    assert finding.found.endswith("come out right within 3e-06")
+    monkeypatch.setattr(versions, "megatron_version", lambda: "0.19.2")
+    assert not list(doctor.untried_step())
