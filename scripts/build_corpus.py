@@ -9,13 +9,14 @@ python scripts/build_corpus.py PREFIX --lengths lengths.npy     the texts joined
 from __future__ import annotations
 
 import argparse
-import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from wlb_megatron.whole_files import renamed_at_end
 
 END_OF_DOCUMENT = 256
 """Bytes are tokens 0..255; the vocabulary has one more."""
@@ -56,15 +57,13 @@ def build(prefix: Path, documents: Iterator[np.ndarray]) -> np.ndarray:
     """Write PREFIX.bin and PREFIX.idx (under other names first, then renamed). Returns the lengths in tokens."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     bin_path, idx_path = (prefix.with_name(f"{prefix.name}.{kind}") for kind in ("bin", "idx"))
-    partial = [path.with_name(f"{path.name}.{os.getpid()}.partial") for path in (bin_path, idx_path)]
-    builder = IndexedDatasetBuilder(str(partial[0]), dtype=np.uint16)
     lengths = []
-    for document in documents:
-        builder.add_document(document, [len(document)])
-        lengths.append(len(document))
-    builder.finalize(str(partial[1]))
-    for written, final in zip(partial, (bin_path, idx_path), strict=True):
-        written.replace(final)
+    with renamed_at_end(idx_path) as index, renamed_at_end(bin_path) as tokens:
+        builder = IndexedDatasetBuilder(str(tokens), dtype=np.uint16)
+        for document in documents:
+            builder.add_document(document, [len(document)])
+            lengths.append(len(document))
+        builder.finalize(str(index))
     return np.array(lengths, dtype=np.int64)
 
 

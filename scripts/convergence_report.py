@@ -6,11 +6,12 @@ import argparse
 import csv
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from wlb_megatron.whole_files import renamed_at_end
 
 Runs = dict[str, list[dict[str, Any]]]
 """Of each arm, plain first, one result a seed."""
@@ -135,14 +136,12 @@ def draw(path: Path, iterations: list[int], losses: dict[str, np.ndarray], noise
     for axes in (left, right):
         axes.set_xlabel("iteration (thin: one seed, thick: mean)")
         axes.legend(fontsize=8)
-    partial = path.with_name(f"{path.stem}.{os.getpid()}.partial{path.suffix}")
-    figure.savefig(partial, dpi=120)
+    with renamed_at_end(path) as scratch:
+        figure.savefig(scratch, dpi=120)
     pyplot.close(figure)
-    partial.replace(path)
 
 
 def write(path: Path, text: str) -> None:
     """Whole or not at all."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    with renamed_at_end(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")

@@ -86,6 +86,7 @@ def report(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace
     from rich.table import Table
 
     from wlb_megatron.report.timeline import draw_timelines
+    from wlb_megatron.whole_files import write_whole
 
     trained = {name: np.cumsum([row["tokens"] for row in rows]) for name, rows in results.items()}
     common = int(min(tokens[-1] for tokens in trained.values()))
@@ -135,9 +136,7 @@ def report(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace
     console = Console(width=max(100, shutil.get_terminal_size().columns), highlight=False)
     console.print(table)
     target = options.out / "summary.json"
-    partial = target.with_suffix(".json.partial")
-    partial.write_text(json.dumps({"summary": summary, "iterations": results}, indent=1), encoding="utf-8")
-    partial.replace(target)
+    write_whole(target, json.dumps({"summary": summary, "iterations": results}, indent=1), "--out")
     print("\n".join(ending(summary, picture, shown, target, WINDOW // options.seq_length)))
 
 

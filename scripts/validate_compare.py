@@ -17,6 +17,7 @@ from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.calibration import calibrated
 from wlb_megatron.simulator.iteration import Shards, Simulated, simulate
 from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape
+from wlb_megatron.whole_files import renamed_at_end
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.profile import Profile
 
@@ -268,7 +269,6 @@ def scatter(path: Path, rows: list[Row], profile: Profile) -> None:
     axes.set_ylabel("simulated from the profile (ms)")
     axes.set_title(f"Two {profile.device}, a GPT of 2048, window 32K", fontsize=10)
     axes.legend(fontsize=8)
-    scratch = path.with_name(f"{path.stem}.tmp.png")
-    figure.savefig(scratch, dpi=120)
+    with renamed_at_end(path) as scratch:
+        figure.savefig(scratch, dpi=120)
     pyplot.close(figure)
-    scratch.replace(path)

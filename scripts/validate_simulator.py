@@ -30,6 +30,7 @@ from validate_compare import SHAPE, WINDOW, compare
 from warm_ranks import WarmRanks
 
 from wlb_megatron.simulator.lengths import long_tailed
+from wlb_megatron.whole_files import renamed_at_end
 from wlb_megatron.workload.profile import read_profile
 
 PROFILED = """--hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 --num-query-groups 4 --kv-channels 128
@@ -164,12 +165,10 @@ def tail(log: Path) -> str:
 
 def archive(folder: Path, path: Path) -> None:
     """All but the corpora, in a file that is whole at any time."""
-    partial = path.with_name(f"{path.name}.tmp")
-    with tarfile.open(partial, "w:gz") as packed:
+    with renamed_at_end(path) as scratch, tarfile.open(scratch, "w:gz") as packed:
         for file in sorted(folder.iterdir()):
             if file.is_file():
                 packed.add(file, file.name)
-    partial.replace(path)
 
 
 def build_corpora(options: argparse.Namespace, scratch: Path) -> dict[str, Path]:

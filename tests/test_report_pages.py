@@ -16,13 +16,14 @@ from wlb_megatron.cli import main
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing import thresholds
 from wlb_megatron.pipeline.schedule import pipeline_events
-from wlb_megatron.report.files import as_csv, whole_file, whole_folder, write_csv
+from wlb_megatron.report.files import as_csv, write_csv
 from wlb_megatron.report.html import comparison_page, page
 from wlb_megatron.report.reproduction import Section, as_markdown
 from wlb_megatron.report.timeline import Drawn, draw_timelines
 from wlb_megatron.report.trace import _letters, chrome_trace
 from wlb_megatron.simulator import paper, reproduce
 from wlb_megatron.simulator.sensitivity import summarise
+from wlb_megatron.whole_files import whole_file, whole_folder
 
 
 @pytest.fixture(scope="module")

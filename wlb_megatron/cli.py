@@ -23,6 +23,7 @@ from wlb_megatron.profiler.command import add_profile
 from wlb_megatron.settings_flags import NOT_HERE, add_layout, add_settings, renamed, settings
 from wlb_megatron.simulator.command import add_reproduce
 from wlb_megatron.simulator.simulate import add_simulate, print_simulation, run_simulate
+from wlb_megatron.whole_files import write_whole
 
 
 class _Parser(argparse.ArgumentParser):
@@ -158,15 +159,7 @@ def write_json(value: Any, path: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
-    scratch = Path(f"{path}.{os.getpid()}.tmp")
-    try:
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise WlbError(
-            f"cannot write {path}: {error.strerror}; give a path in a folder you may write to"
-        ) from None
+    write_whole(Path(path), text, "--json")
 
 
 def _print_plans(shown: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from wlb_megatron.extras import install
 from wlb_megatron.packing.blocks import Lengths, blocks
 from wlb_megatron.plan import IterationPlan, MicroBatch
 from wlb_megatron.report.timeline import Drawn, draw_timelines
+from wlb_megatron.whole_files import renamed_at_end
 
 _MOST_EVENTS = 512
 _COLOURS = ("tab:gray", "tab:blue")
@@ -56,10 +56,9 @@ def _save(path: Path, draw: Callable[[Any], None], height: float = 4.2) -> Path:
     figure, axes = pyplot.subplots(figsize=(7.5, height), layout="constrained")
     draw(axes)
     axes.spines[["top", "right"]].set_visible(False)
-    partial = path.with_name(f"{path.stem}.{os.getpid()}.partial.png")
-    figure.savefig(partial, dpi=120)
+    with renamed_at_end(path) as scratch:
+        figure.savefig(scratch, dpi=120)
     pyplot.close(figure)
-    partial.replace(path)
     return path
 
 

@@ -24,8 +24,8 @@ from wlb_megatron.pipeline.schedule import Event
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.board import wait_for
 from wlb_megatron.plugin.reporting import never_fatal
-from wlb_megatron.report.files import whole_file
 from wlb_megatron.report.trace import chrome_trace
+from wlb_megatron.whole_files import write_whole
 
 IntArray = npt.NDArray[np.int64]
 Mark = Any
@@ -239,8 +239,7 @@ def _write(path: Path, ranks: list[IntArray], args: Any) -> None:
         thread=named,
         documents=[documents[data] for data in sorted(groups)],
     )
-    with whole_file(path, "--wlb-trace") as scratch:
-        scratch.write_text(json.dumps(told) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(told) + "\n", "--wlb-trace")
     print(
         f"> wlb_megatron: iteration {args.wlb_trace_iteration} is traced in {path}: open it in ui.perfetto.dev",
         flush=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ import torch.distributed as dist
 
 from wlb_megatron import __version__
 from wlb_megatron.attention import kernel_choice
-from wlb_megatron.errors import WlbError
 from wlb_megatron.profiler import network
 from wlb_megatron.profiler.attention import AttentionBench
 from wlb_megatron.profiler.clock import Clock
@@ -31,6 +29,7 @@ from wlb_megatron.profiler.layer import (
     torch_layer,
 )
 from wlb_megatron.profiler.points import GRIDS, Grid, Point, attention_points
+from wlb_megatron.whole_files import write_whole
 from wlb_megatron.workload.profile import FORMAT, ProfiledModel
 
 BACKENDS = ("te", "fa4", "torch")
@@ -68,7 +67,9 @@ def profile(
             torch.cuda.empty_cache()
             continue
         done[point.key] = {"part": point.part, "sizes": point.sizes, **asdict(timing)}
-        _write(partial, {"settings": settings, "samples": list(done.values())})
+        write_whole(
+            partial, json.dumps({"settings": settings, "samples": list(done.values())}) + "\n", "--out"
+        )
     if world > 1:
         for name, size in network.operations(GRIDS[grid].bytes):
             tick(f"{name} {size} bytes")
@@ -202,13 +203,3 @@ def _read_partial(path: Path, settings: dict[str, Any], say: Told) -> dict[str, 
         return {}
     say(f"going on from {path}: {len(samples)} points are done")
     return samples
-
-
-def _write(path: Path, value: Any) -> None:
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        scratch.write_text(json.dumps(value) + "\n", encoding="utf-8")
-        scratch.replace(path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise WlbError(f"cannot write {path}: {error.strerror}; give another --out") from None

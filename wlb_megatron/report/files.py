@@ -1,46 +1,14 @@
-"""A folder of results that appears whole, or file by file where it is there already."""
+"""Tables as CSV files."""
 
 from __future__ import annotations
 
 import csv
 import io
-import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wlb_megatron.errors import WlbError
-
-
-@contextmanager
-def whole_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `out` at the end; nothing is left of it after an error."""
-    scratch = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
-        scratch.mkdir(parents=True)
-        yield scratch
-        out.mkdir(parents=True, exist_ok=True)
-        for path in sorted(scratch.iterdir()):
-            path.replace(out / path.name)
-    except OSError as error:
-        raise WlbError(f"cannot write to {out}: {error.strerror}; give another --out") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextmanager
-def whole_file(path: Path, flag: str) -> Iterator[Path]:
-    """A path to write to, which becomes `path` at the end; nothing is left of it after an error."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        yield scratch
-        scratch.replace(path)
-    except OSError as error:
-        raise WlbError(f"cannot write {path}: {error.strerror}; give another {flag}") from None
-    finally:
-        scratch.unlink(missing_ok=True)
+from wlb_megatron.whole_files import write_whole
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -56,5 +24,4 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], flag: str = "--out") -> None:
     """`as_csv` in a file, whole or not at all."""
-    with whole_file(path, flag) as scratch:
-        scratch.write_text(as_csv(rows), encoding="utf-8")
+    write_whole(path, as_csv(rows), flag)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from wlb_megatron.pipeline.schedule import pipeline_events
+from wlb_megatron.whole_files import renamed_at_end
 
 
 class Drawn(NamedTuple):
@@ -112,10 +112,9 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
     )
     scale = pyplot.cm.ScalarMappable(norm=pyplot.Normalize(0, heaviest), cmap=shades)
     figure.colorbar(scale, ax=rows[:, 0].tolist(), label="share of the step's work")
-    partial = path.with_name(f"{path.stem}.{os.getpid()}.partial{path.suffix}")
-    figure.savefig(partial, dpi=120)
+    with renamed_at_end(path) as scratch:
+        figure.savefig(scratch, dpi=120)
     pyplot.close(figure)
-    partial.replace(path)
     return lengths
 
 

@@ -18,12 +18,13 @@ from wlb_megatron.bounds import SEED, TOKENS, real, whole
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.lengths import read_lengths
 from wlb_megatron.packing.packer import read_per_window
-from wlb_megatron.report.files import as_csv, whole_folder
+from wlb_megatron.report.files import as_csv
 from wlb_megatron.report.table import print_table
 from wlb_megatron.simulator.calibration import calibrated
 from wlb_megatron.simulator.paper import K
 from wlb_megatron.simulator.reproduce import parts, reproduce
 from wlb_megatron.simulator.run import Inputs
+from wlb_megatron.whole_files import whole_folder
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.builtin_tables import TABLES
 from wlb_megatron.workload.kernel_table import KernelTable, builtin

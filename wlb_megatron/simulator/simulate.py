@@ -16,7 +16,6 @@ from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.job import arrival_order
 from wlb_megatron.pipeline.groups import documents_in_chunks
 from wlb_megatron.plan import IterationPlan
-from wlb_megatron.report.files import whole_file
 from wlb_megatron.report.table import print_table
 from wlb_megatron.report.trace import chrome_trace
 from wlb_megatron.settings_flags import renamed
@@ -25,6 +24,7 @@ from wlb_megatron.simulator.iteration import Orders, Shards, group_events
 from wlb_megatron.simulator.job_flags import add_job, read_job
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.schemes import perfectly_balanced
+from wlb_megatron.whole_files import write_whole
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
@@ -122,5 +122,4 @@ def _write_trace(path: Path, plan: IterationPlan, shards: Shards, model: LayerMo
     columns = zip(*plan.micro_batches, strict=True)
     documents = [documents_in_chunks([one.pieces for one in column]) for column in columns]
     told = chrome_trace(group_events(shards, model, orders=orders), documents=documents)
-    with whole_file(path, "--trace") as scratch:
-        scratch.write_text(json.dumps(told) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(told) + "\n", "--trace")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wlb_megatron.errors import WlbError
+from wlb_megatron.whole_files import write_whole
 from wlb_megatron.workload.costs import Costs
 
 FORMAT = 1
@@ -149,15 +149,7 @@ def fingerprint(told: dict[str, Any]) -> str:
 
 def write_profile(path: Path, told: dict[str, Any]) -> None:
     """Write a profile, whole or not at all; a line for each sample."""
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     parts = {**told, "fingerprint": fingerprint(told)}
     samples = ",\n  ".join(map(json.dumps, parts.pop("samples")))
     lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in parts.items()]
-    try:
-        scratch.write_text(
-            "{\n" + ",\n".join([*lines, f' "samples": [\n  {samples}\n ]']) + "\n}\n", encoding="utf-8"
-        )
-        scratch.replace(path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise WlbError(f"cannot write {path}: {error.strerror}; give another --out") from None
+    write_whole(path, "{\n" + ",\n".join([*lines, f' "samples": [\n  {samples}\n ]']) + "\n}\n", "--out")

@@ -1,0 +1,58 @@
+"""Files that appear whole or not at all: written beside their place, then renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from wlb_megatron.errors import WlbError
+
+
+@contextmanager
+def renamed_at_end(path: Path) -> Iterator[Path]:
+    """A path with the same suffix to write to, which becomes `path` at the end; nothing is left of it after an error.
+
+    OSError where it cannot be written.
+    """
+    scratch = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
+    try:
+        yield scratch
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_file(path: Path, flag: str) -> Iterator[Path]:
+    """The same for a user's file. WlbError with the flag that named it where it cannot be written."""
+    try:
+        with renamed_at_end(path) as scratch:
+            yield scratch
+    except OSError as error:
+        raise WlbError(f"cannot write {path}: {error.strerror}; give another {flag}") from None
+
+
+def write_whole(path: Path, text: str, flag: str) -> None:
+    """Text as UTF-8, see `whole_file`."""
+    with whole_file(path, flag) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `out` at the end, file by file where that is there already; nothing is left
+    of it after an error."""
+    scratch = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        out.mkdir(parents=True, exist_ok=True)
+        for path in sorted(scratch.iterdir()):
+            path.replace(out / path.name)
+    except OSError as error:
+        raise WlbError(f"cannot write to {out}: {error.strerror}; give another --out") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
