@@ -18,8 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from packing_sections import delay_cases, other_cases, paper_cases, pipeline_row
 
 from wlb_megatron.packing.synthetic import KINDS
 from wlb_megatron.report.files import write_csv
+from wlb_megatron.report.progress import progress
 from wlb_megatron.report.table import print_table
 
 SECTIONS = ("paper", "delay", "others", "pipeline", "time", "drift")
@@ -100,7 +100,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with progress(sum(case.iterations for case in cases)) as tick:
         for case in cases:
-            rows.append(case.run(tick))
+            rows.append(case.run(lambda: tick("packing")))
     drifting = drift_rows(lengths, others)
     others_of = {"pipeline": (18, pipeline_rows(lengths)), "time": (24, time_rows()), "drift": (30, drifting)}
     chosen = [others_of[section] for section in sections if section in others_of]
@@ -108,7 +108,7 @@ def main() -> None:
         for _, each in chosen:
             for row in each:
                 rows.append(row)
-                tick()
+                tick("packing")
 
     for section in sections:
         shown = [row for row in rows if row["section"] == section]
@@ -122,32 +122,6 @@ def main() -> None:
             write_csv(args.out / f"packing_{section}.csv", [row for row in rows if row["section"] == section])
         if "delay" in sections:
             draw_delay([row for row in rows if row["section"] == "delay"], args.out / "delay.png")
-
-
-class progress:
-    """A bar on stderr where it is a terminal and rich is installed; `with` gives what counts one step."""
-
-    def __init__(self, total: int) -> None:
-        self._bar: Any = None
-        if total and sys.stderr.isatty():
-            try:
-                from rich.console import Console
-                from rich.progress import Progress
-
-                self._bar = Progress(console=Console(stderr=True))
-                self._task = self._bar.add_task("packing", total=total)
-            except ImportError:
-                pass
-
-    def __enter__(self) -> Callable[[], None]:
-        if self._bar is None:
-            return lambda: None
-        self._bar.start()
-        return lambda: self._bar.advance(self._task)
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
 
 if __name__ == "__main__":

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from wlb_megatron.analyze.comparison import Analysis, analyze, planned
 from wlb_megatron.analyze.pictures import draw_all, need_matplotlib
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.blocks import Lengths
+from wlb_megatron.report.progress import progress
 from wlb_megatron.simulator.job_flags import add_job, read_job
 
 
@@ -37,8 +35,8 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
     job = read_job(args)
     told = args.model is not None or args.hidden_size is not None or job.profile is not None
     settings = 2 if args.no_split else planned(config, job)
-    with _progress(settings * (job.warm_up + job.iterations)) as advance:
-        analysis = analyze(lengths, config, job, advance, split=not args.no_split)
+    with progress(settings * (job.warm_up + job.iterations)) as tick:
+        analysis = analyze(lengths, config, job, lambda: tick("planning"), split=not args.no_split)
     if args.pictures is not None:
         folder = Path(args.pictures)
         try:
@@ -47,18 +45,3 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
         except OSError as error:
             raise WlbError(f"cannot write to {folder}: {error.strerror}; give another --pictures") from None
     return replace(analysis, assumed=not told)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    """A bar on stderr where that is a terminal and rich is installed."""
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        yield lambda: None
-        return
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("planning", total=total)
-        yield lambda: bar.advance(task)

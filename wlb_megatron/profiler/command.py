@@ -12,6 +12,7 @@ from wlb_megatron.attention import kernel_choice
 from wlb_megatron.bounds import RANKS, SECONDS, TOKENS, check_heads, real, whole
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.extras import install
+from wlb_megatron.report.progress import progress
 from wlb_megatron.report.table import print_table
 from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.fit import fit
@@ -95,17 +96,17 @@ def run_profile(args: argparse.Namespace) -> None:
             "no GPU was found: profile on one of the job's GPUs, or try the command with --grid tiny"
         )
     rank, world = _join(torch, backend)
-    bar = _Progress(count_points(args.grid, model, world), rank == 0)
     partial = out.with_name(out.name + ".partial")
-    with bar:
+    shown = rank == 0
+    with progress(count_points(args.grid, model, world) if shown else 0, lines=shown) as tick:
         told = profile(
             model,
             grid=args.grid,
             backend=backend,
             partial=partial,
             budget=args.budget,
-            tick=bar.tick,
-            say=bar.say,
+            tick=tick,
+            say=_say if shown else lambda _: None,
         )
     if rank == 0:
         _fit_and_write(out, told)
@@ -221,36 +222,5 @@ def _join(torch: Any, backend: str) -> tuple[int, int]:
     return torch.distributed.get_rank(), world
 
 
-class _Progress:
-    """rich's bar on a terminal; else a line now and then. Only rank 0 shows anything."""
-
-    def __init__(self, total: int, shown: bool) -> None:
-        self.total, self.done, self.shown = total, 0, shown
-        self._bar: Any = None
-
-    def __enter__(self) -> _Progress:
-        if not self.shown or not sys.stderr.isatty():
-            return self
-        try:
-            from rich.progress import Progress
-        except ImportError:
-            return self
-        self._bar = Progress(transient=True)
-        self._bar.start()
-        self._task = self._bar.add_task("", total=self.total)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def tick(self, name: str) -> None:
-        self.done += 1
-        if self._bar is not None:
-            self._bar.update(self._task, description=name, completed=self.done)
-        elif self.shown and (self.done == 1 or self.done % max(1, self.total // 20) == 0):
-            print(f"  {self.done}/{self.total} {name}", file=sys.stderr, flush=True)
-
-    def say(self, text: str) -> None:
-        if self.shown:
-            print(f"> {text}", file=sys.stderr, flush=True)
+def _say(text: str) -> None:
+    print(f"> {text}", file=sys.stderr, flush=True)

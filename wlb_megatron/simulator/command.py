@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.lengths import read_lengths
 from wlb_megatron.packing.packer import read_per_window
 from wlb_megatron.report.files import as_csv
+from wlb_megatron.report.progress import progress
 from wlb_megatron.report.table import print_table
 from wlb_megatron.simulator.calibration import calibrated
 from wlb_megatron.simulator.paper import K
@@ -213,23 +212,3 @@ def _need(module: str) -> None:
         __import__(module)
     except ImportError:
         raise WlbError(f"pictures need {module}: pip install {module}") from None
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr where that is a terminal and rich is installed; told the name of each part begun."""
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        yield lambda _: None
-        return
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-
-        def tick(name: str) -> None:
-            bar.update(task, description=name)
-            bar.advance(task)
-
-        yield tick

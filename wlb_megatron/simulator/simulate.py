@@ -16,10 +16,10 @@ from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.job import arrival_order
 from wlb_megatron.pipeline.groups import documents_in_chunks
 from wlb_megatron.plan import IterationPlan
+from wlb_megatron.report.progress import progress
 from wlb_megatron.report.table import print_table
 from wlb_megatron.report.trace import chrome_trace
 from wlb_megatron.settings_flags import renamed
-from wlb_megatron.simulator.command import progress
 from wlb_megatron.simulator.iteration import Orders, Shards, group_events
 from wlb_megatron.simulator.job_flags import add_job, read_job
 from wlb_megatron.simulator.model import LayerModel

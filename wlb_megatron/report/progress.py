@@ -1,0 +1,43 @@
+"""How far a command has come, on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+LINES = 20
+"""Lines that tell of a whole run, where there is no bar."""
+
+
+@contextmanager
+def progress(total: int, *, lines: bool = False) -> Iterator[Callable[[str], None]]:
+    """A bar where stderr is a terminal and rich is installed. What it gives counts one step, and is told its name.
+
+    lines: where there is no bar, a line now and then; else nothing.
+    """
+    bar = _bar() if total and sys.stderr.isatty() else None
+    if bar is not None:
+        with bar:
+            task = bar.add_task("", total=total)
+            yield lambda name: bar.update(task, advance=1, description=name)
+        return
+    done = 0
+
+    def tick(name: str) -> None:
+        nonlocal done
+        done += 1
+        if lines and (done == 1 or done % max(1, total // LINES) == 0):
+            print(f"  {done}/{total} {name}", file=sys.stderr, flush=True)
+
+    yield tick
+
+
+def _bar() -> Any:
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        return None
+    return Progress(console=Console(stderr=True), transient=True)
