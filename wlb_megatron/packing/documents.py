@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.blocks import Lengths, blocks
+from wlb_megatron.packing.changes import changes
 from wlb_megatron.packing.corpus import (
     DOCUMENT,
     END,
@@ -232,16 +233,11 @@ def _sha256(lengths: Lengths) -> str:
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """One phrase for each thing that changed."""
     window = "length of whole documents" if now["overlong"] == "chunk" else "window"
-    changed = [
-        f"{window if key == 'window' else key} was {saved.get(key)}, is {value}"
-        for key, value in now.items()
-        if key != "corpora" and saved.get(key) != value
-    ]
+    rules = {key: value for key, value in now.items() if key != "corpora"}
+    changed = changes(saved, rules, lambda key: window if key == "window" else key)
     before, after = saved["corpora"], now["corpora"]
     if len(before) != len(after):
         return [*changed, f"the blend had {len(before)} corpora, has {len(after)}"]
     for name, old, new in zip(names, before, after, strict=True):
-        changed += [
-            f"{name}: {key} was {old.get(key)}, is {new[key]}" for key in new if old.get(key) != new[key]
-        ]
+        changed += [f"{name}: {change}" for change in changes(old, new)]
     return changed

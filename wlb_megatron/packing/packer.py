@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.changes import changes
 from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
@@ -126,8 +127,7 @@ def most_per_window(law: StepLaw, per_window: float | None, *, always: bool = Fa
 
 def check_settings(saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise ValueError naming every setting in which a saved state differs from the present run."""
-    changed = [f"{key} was {saved.get(key)!r}, is {now[key]!r}" for key in now if saved.get(key) != now[key]]
-    if changed:
+    if changed := changes(saved, now):
         raise WlbError(
             f"the saved packing state does not fit these settings: {'; '.join(changed)}: set them as before"
         )

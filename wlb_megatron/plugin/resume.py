@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from wlb_megatron.packing.carry import Carried, take_up
+from wlb_megatron.packing.changes import changes
 from wlb_megatron.plugin import checkpoint
 from wlb_megatron.plugin.batch_sizes import misfit, plan_decides
 from wlb_megatron.plugin.source import Source
@@ -84,11 +85,8 @@ def _length_kept(source: Source, before: dict[str, Any]) -> list[str]:
 
 def _load(source: Source, state: dict[str, Any], args: Any) -> str:
     """Load the state; what of it does not fit this run, empty if all does."""
-    changed = [
-        f"--wlb-{name.replace('_', '-')} was {state['settings'].get(name)}, is {value}"
-        for name, value in _settings_of(source).items()
-        if state["settings"].get(name) != value
-    ]
+    settings = _settings_of(source)
+    changed = changes(state["settings"], settings, lambda name: f"--wlb-{name.replace('_', '-')}")
     if changed:
         return f"cannot resume with another cost model: {'; '.join(changed)}; set them as before"
     try:
