@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from wlb_megatron.report.files import write_csv
-from wlb_megatron.sharding.alignment import padding
+from wlb_megatron.sharding.alignment import padded
 from wlb_megatron.sharding.one_call import in_fewest_calls
 from wlb_megatron.sharding.predict import in_one_call, in_two_calls
 from wlb_megatron.sharding.segments import IntArray
@@ -26,8 +26,7 @@ from wlb_megatron.workload.kernel_table import h100
 
 def scaled(lengths: list[int], window: int, multiple: int) -> IntArray:
     found = [max(1, n * window // sum(lengths)) for n in lengths]
-    pad = padding(sum(found), multiple)
-    return np.array(found + [pad] * (pad > 0), dtype=np.int64)
+    return padded(found, multiple)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from wlb_megatron.config import SHARDINGS
-from wlb_megatron.sharding.alignment import padding
+from wlb_megatron.sharding.alignment import padded
 from wlb_megatron.sharding.hybrid import mix
 from wlb_megatron.sharding.predict import predict
 from wlb_megatron.sharding.segments import IntArray, ShardPlan
@@ -86,8 +86,7 @@ def show(name: str, batches: list[IntArray], cp: int, table: KernelTable, repeat
     ms = np.zeros((len(batches), len(SHARDINGS) + 1))
     plan_ms = np.zeros_like(ms)
     for at, given in enumerate(batches):
-        pad = padding(int(given.sum()), cp)
-        lengths = np.append(given, pad) if pad else given
+        lengths = padded(given, cp)
         ideal += (float(table.diagonal_ns(lengths).sum()) / cp + table.call) / 1e6
         makers = [lambda lengths=lengths, kind=kind: shard(lengths, cp, kind, table) for kind in SHARDINGS]
         makers.append(lambda lengths=lengths: mix(lengths, cp, table))

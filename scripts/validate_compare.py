@@ -12,7 +12,7 @@ import gpu_train
 import numpy as np
 
 from wlb_megatron.report.files import write_csv
-from wlb_megatron.sharding.alignment import padding
+from wlb_megatron.sharding.alignment import padded
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.calibration import calibrated
 from wlb_megatron.simulator.iteration import Shards, Simulated, simulate
@@ -192,13 +192,7 @@ def simulated_plans(
 ) -> Simulated:
     """The plans of document lengths [iteration][micro-batch][data-parallel rank] as the simulator runs them."""
     cp = model.layout.cp
-    flat = [
-        np.array(lengths + [pad] * (pad > 0), dtype=np.int64)
-        for plan in iterations
-        for row in plan
-        for lengths in row
-        for pad in [padding(sum(lengths), cp)]
-    ]
+    flat = [padded(lengths, cp) for plan in iterations for row in plan for lengths in row]
     made = iter(shard_all(flat, cp, SHARDINGS[scheme], profile.costs.table))
     shards: Shards = [[[next(made) for _ in row] for row in plan] for plan in iterations]
     return simulate(shards, model)

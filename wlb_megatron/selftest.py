@@ -73,7 +73,7 @@ def rank_error(device: str, size: int, meeting: str, rank: int) -> float:
     from wlb_megatron.attention.device_layout import device_layout
     from wlb_megatron.attention.kernel_check import worst_error
     from wlb_megatron.attention.sharded_attention import sharded_attention
-    from wlb_megatron.sharding.alignment import padding
+    from wlb_megatron.sharding.alignment import padded
     from wlb_megatron.sharding.attention_calls import attention_layout
     from wlb_megatron.sharding.select import shard
 
@@ -96,8 +96,7 @@ def rank_error(device: str, size: int, meeting: str, rank: int) -> float:
         kernels, dtype = TorchKernels(), torch.float64
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{meeting}", world_size=size, rank=rank)
-    missing = padding(sum(LENGTHS), size)
-    lengths = LENGTHS + [missing] * (missing > 0)
+    lengths = padded(LENGTHS, size).tolist()
     generator = torch.Generator().manual_seed(0)
     shapes = [(sum(lengths), heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     q, k, v, dout = (torch.randn(shape, generator=generator).to(dtype).double() for shape in shapes)

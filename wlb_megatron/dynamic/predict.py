@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.plan import Group, StepPlan, finish_times
-from wlb_megatron.sharding.alignment import padding
+from wlb_megatron.sharding.alignment import padded
 from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.select import shard_all
 
@@ -37,13 +37,8 @@ def group_times(
         if not chosen:
             continue
         lengths = [[tokens[d] for d in groups[at].documents] for at in chosen]
-        plans = shard_all([_padded(row, size) for row in lengths], size, sharding, table)
+        plans = shard_all([padded(row, size) for row in lengths], size, sharding, table)
         attention = predict_all(plans, table).max(axis=1).tolist()
         for at, plan, ns in zip(chosen, plans, attention, strict=True):
             times[at] = ns + round(cost.token_ns * plan.tokens / size) + cost.step_ns
     return times
-
-
-def _padded(lengths: list[int], size: int) -> list[int]:
-    missing = padding(sum(lengths), size)
-    return [*lengths, missing] if missing else lengths

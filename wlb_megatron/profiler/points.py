@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.sharding.alignment import padding
+from wlb_megatron.sharding.alignment import padded
 from wlb_megatron.sharding.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
@@ -196,8 +196,7 @@ def _shares(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
         for cp in grid.cps:
             for at, kind in enumerate(grid.kinds * grid.samples):
                 lengths = _micro_batch(window, int(rng.integers(1 << 16)), whole=at == 0 and cp == 2)
-                pad = padding(int(lengths.sum()), cp)
-                plan = shard(np.append(lengths, pad) if pad else lengths, cp, kind)
+                plan = shard(padded(lengths, cp), cp, kind)
                 rank = int(rng.integers(cp))
                 point = _share(plan, rank, cp, kind)
                 pairs = sum(q * q * n / 2 for q, n in point.sizes["diagonals"])

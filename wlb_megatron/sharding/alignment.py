@@ -6,10 +6,14 @@ under a causal mask every rank has an early and a late share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.plan import MicroBatch
+
+IntArray = npt.NDArray[np.int64]
 
 
 def multiple(cp_size: int, tp_size: int = 1, rows: int = 1) -> int:
@@ -36,17 +40,23 @@ def padding(tokens: int, multiple: int) -> int:
     return multiple if tokens == 0 else -tokens % multiple
 
 
-def padded_lengths(micro_batch: MicroBatch, multiple: int) -> npt.NDArray[np.int64]:
+def padded(lengths: Sequence[int] | IntArray, multiple: int) -> IntArray:
+    """int64[n]: the lengths (tokens), and last the padding where their sum needs any: [7, 4] to a multiple of 8 is
+    [7, 4, 5]."""
+    given = np.asarray(lengths, dtype=np.int64)
+    missing = padding(int(given.sum()), multiple)
+    return np.append(given, missing) if missing else given
+
+
+def padded_lengths(micro_batch: MicroBatch, multiple: int) -> IntArray:
     """int64[n]: tokens of each piece, and last the padding (plan.PADDING) where the total needs any.
 
     Pieces of 7 and 4 tokens to a multiple of 8: [7, 4, 5].
     """
-    lengths = [piece.end - piece.start for piece in micro_batch.pieces]
-    pad = padding(sum(lengths), multiple)
-    return np.array(lengths + [pad] * (pad > 0), dtype=np.int64)
+    return padded([piece.end - piece.start for piece in micro_batch.pieces], multiple)
 
 
-def slot_bounds(tokens: npt.ArrayLike, cp_size: int) -> npt.NDArray[np.int64]:
+def slot_bounds(tokens: npt.ArrayLike, cp_size: int) -> IntArray:
     """int64[..., 2 * CP + 1]: where each slot starts in a sequence of `tokens` tokens; last comes the end.
 
     Slot s holds tokens // 2CP, one more if s < tokens mod 2CP (which is 0 or CP). 12 tokens, CP=4: slots of
