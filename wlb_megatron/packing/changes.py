@@ -6,13 +6,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def changes(saved: Mapping[str, Any], now: Mapping[str, Any], name: Callable[[str], str] = str) -> list[str]:
+def changes(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    name: Callable[[str], str] = str,
+    value: Callable[[Any], str] = str,
+) -> list[str]:
     """One phrase for each setting of `now` that the saved run had otherwise, or not at all: "window was 8, is 16".
 
-    name: what people call a setting.
+    name, value: how a setting and its value are written.
     """
     return [
-        f"{name(key)} was {saved.get(key)}, is {value}"
-        for key, value in now.items()
-        if saved.get(key) != value
+        f"{name(key)} was {value(saved.get(key))}, is {value(here)}"
+        for key, here in now.items()
+        if saved.get(key) != here
     ]

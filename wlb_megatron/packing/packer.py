@@ -127,7 +127,7 @@ def most_per_window(law: StepLaw, per_window: float | None, *, always: bool = Fa
 
 def check_settings(saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise ValueError naming every setting in which a saved state differs from the present run."""
-    if changed := changes(saved, now):
+    if changed := changes(saved, now, value=repr):
         raise WlbError(
             f"the saved packing state does not fit these settings: {'; '.join(changed)}: set them as before"
         )
