@@ -33,6 +33,8 @@ from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 
+WINDOW_OF_LAW = 32_768
+
 
 @st.composite
 def sizes(draw: st.DrawFn) -> dict[str, Any]:
@@ -250,6 +252,25 @@ def chosen(**how: Any) -> tuple[type, list[str]]:
         WlbConfig(**settings), CostModel(24576.0, 0.0, 1000.0), **job, no_chunks=no_chunks, say=said.append
     )
     return type(packer), said
+
+
+def test_the_chosen_number_of_micro_batches_is_as_good_as_any_though_not_all_are_filled() -> None:
+    lengths = long_tailed(WINDOW_OF_LAW, 20_000).tolist()
+    steps = {}
+    for asked in ("auto", "1", "1.5", "2", "3", "4", "6", "8"):
+        planner = make_planner(
+            lengths,
+            window=WINDOW_OF_LAW,
+            micro_batches=4,
+            pp=4,
+            endless=True,
+            cost=CostModel(8_000.0, 100.0, 1_000.0),
+            chunks="on",
+            micro_batches_per_window=asked,
+        )
+        steps[asked] = [plan.predicted for plan in islice(iter(planner.next_iteration, None), 12)]
+    auto = steps.pop("auto")
+    assert sum(auto) <= 1.003 * sum(map(min, zip(*steps.values(), strict=True)))
 
 
 def test_a_step_of_many_windows_has_no_more_micro_batches_than_are_tried_for_each() -> None:

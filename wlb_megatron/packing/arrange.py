@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from wlb_megatron.packing.assign import assign_ranks
 from wlb_megatron.packing.bins import Bins
+from wlb_megatron.packing.chunked import Filled
 from wlb_megatron.packing.delay_bound import Limits
 from wlb_megatron.packing.improve import improve
 from wlb_megatron.packing.outlier_queues import Item
@@ -15,7 +16,7 @@ from wlb_megatron.packing.packer import Grid, Ranks
 from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import MicroBatch
 
-_PIECE = itemgetter(4)  # of items: quicker than by name
+_TOKENS = itemgetter(1)  # of items: quicker than by name
 
 TRIED = 3
 """Numbers of micro-batches that are filled and whose steps are worked out; a rough estimate chooses them."""
@@ -49,7 +50,8 @@ def arrange(
     # The fewest come last: they hold no more than allowed, and are filled only where nothing better does.
     for count in sorted((fitting[i] for i in tried), reverse=True):
         bins, left = fill(count * ranks.dp)
-        grid = assign_ranks(_micro_batches(bins), ranks)
+        # What the bins hold, one by one, is of no interest yet.
+        grid = assign_ranks([Filled([], *size) for size in zip(bins.work, bins.tokens, strict=True)], ranks)
         over = max(0, most_held(grid, law) - allowed)
         price = sum(item.work for item in left), over, law.step(_works(grid))
         if best is None or price < best[0]:
@@ -60,10 +62,11 @@ def arrange(
     _, bins, left = best
     contents = bins.contents()
     improve(contents, bins.work, limits.capacity, limits.max_documents)
-    grid = assign_ranks(_micro_batches(bins, contents), ranks)
+    sizes = (sum(map(_TOKENS, items)) for items in contents)
+    grid = assign_ranks(list(map(Filled, contents, bins.work, sizes)), ranks)
     if most_held(grid, law) > allowed and fitting != least:
         return arrange(fill, least, lot, limits, ranks, law)
-    return Arranged(grid, left)
+    return Arranged(tuple(tuple(one.micro_batch() for one in row) for row in grid), left)
 
 
 def held_at_once(law: StepLaw) -> int:
@@ -73,7 +76,7 @@ def held_at_once(law: StepLaw) -> int:
     return -(-(2 * (law.pp - 1) + (law.vpp - 1) * law.pp + 1) // law.vpp)
 
 
-def most_held(grid: Grid, law: StepLaw) -> int:
+def most_held(grid: Sequence[Sequence[Filled | MicroBatch]], law: StepLaw) -> int:
     """Tokens, without padding, of the consecutive micro-batches that a rank's first stage holds at once, at most.
 
     Stages 2, tokens 5 3 4: 8.
@@ -85,12 +88,5 @@ def most_held(grid: Grid, law: StepLaw) -> int:
     return most
 
 
-def _micro_batches(bins: Bins, contents: Sequence[Sequence[Item]] | None = None) -> list[MicroBatch]:
-    return [
-        MicroBatch(tuple(map(_PIECE, items)), work)
-        for items, work in zip(contents or bins.contents(), bins.work, strict=True)
-    ]
-
-
-def _works(grid: Grid) -> list[list[int]]:
+def _works(grid: Sequence[Sequence[Filled]]) -> list[list[int]]:
     return [[one.work for one in column] for column in zip(*grid, strict=True)]

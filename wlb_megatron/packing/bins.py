@@ -39,18 +39,20 @@ class Bins:
     def add(self, item: Item, ceiling: int = UNBOUNDED) -> bool:
         """To the bin with least work if it fits there, else to the one with least tokens if it fits there, else
         nowhere (WLB-LLM, algorithm 1). It fits if the bin then has at most `capacity` tokens and `ceiling` work."""
-        work, length, _, _, _ = item
-        at = self._least(self._lightest, self.work)
-        if at < 0:
-            return False
-        if self.tokens[at] + length > self.capacity:
-            at = self._least(self._shortest, self.tokens)
-            if self.tokens[at] + length > self.capacity:
-                return False
-        if self.work[at] + work > ceiling:
+        at = self._place_for(item)
+        if at < 0 or self.work[at] + item[0] > ceiling:
             return False
         self._put(item, at)
         return True
+
+    def _place_for(self, item: Item) -> int:
+        """The bin that `add` takes, -1 if there is none."""
+        at = self._least(self._lightest, self.work)
+        if at >= 0 and self.tokens[at] + item[1] > self.capacity:
+            at = self._least(self._shortest, self.tokens)
+            if self.tokens[at] + item[1] > self.capacity:
+                return -1
+        return at
 
     def add_all(self, items: Iterable[Item]) -> list[Item]:
         """Add each in turn; returns those that fit nowhere.
@@ -59,24 +61,29 @@ class Bins:
         """
         heap, works, tokens, documents = self._lightest, self.work, self.tokens, self.documents
         capacity, most, replace = self.capacity, self.max_documents, heapq.heapreplace
-        keep, note = self.items.append, self.places.append
-        left = []
+        items = list(items)
+        places: list[int] = []  # -1: nowhere
+        note = places.append
         for item in items:
             seen, at = heap[0] if heap else (0, -1)
             if at < 0 or seen != works[at] or documents[at] >= most:
                 at = self._least(heap, works)
             length = tokens[at] + item[1]
             if at < 0 or length > capacity:
-                if not self.add(item):
-                    left.append(item)
+                note(self._grow(item, self._place_for(item)))
                 continue
             work = works[at] = works[at] + item[0]
             tokens[at] = length
             documents[at] += 1
-            keep(item)
             note(at)
             replace(heap, (work, at))
-        return left
+        if -1 not in places:
+            self.items += items
+            self.places += places
+            return []
+        self.items += [item for item, at in zip(items, places, strict=True) if at >= 0]
+        self.places += [at for at in places if at >= 0]
+        return [item for item, at in zip(items, places, strict=True) if at < 0]
 
     def add_shortest(self, item: Item) -> bool:
         """To the bin with least tokens, whatever its work."""
@@ -91,11 +98,16 @@ class Bins:
         self._put(item, at)
 
     def _put(self, item: Item, at: int) -> None:
-        self.work[at] += item[0]
-        self.tokens[at] += item[1]
-        self.documents[at] += 1
+        self._grow(item, at)
         self.items.append(item)
         self.places.append(at)
+
+    def _grow(self, item: Item, at: int) -> int:
+        if at >= 0:
+            self.work[at] += item[0]
+            self.tokens[at] += item[1]
+            self.documents[at] += 1
+        return at
 
     def _least(self, heap: list[tuple[int, int]], now: list[int]) -> int:
         """The bin with least `now` that may take one more piece, -1 if none.
@@ -140,6 +152,7 @@ class Bins:
     def contents(self) -> list[list[Item]]:
         """The items of each bin, in the order of filling."""
         items: list[list[Item]] = [[] for _ in self.work]
+        add = [each.append for each in items]
         for at, item in zip(self.places, self.items, strict=True):
-            items[at].append(item)
+            add[at](item)
         return items

@@ -29,7 +29,7 @@ from wlb_megatron.workload.cost_model import CostModel
 _WORK = itemgetter(0)  # of items: quicker than by name
 
 TRIED = 3
-"""Numbers of micro-batches that are filled; a rough estimate chooses them."""
+"""Numbers of micro-batches that are filled at most; a rough estimate chooses them."""
 
 HELD = 110
 """Percent of the windows in flight, one a stage, that a stage should hold at once. A schedule with whole documents and
@@ -95,7 +95,12 @@ class ChunkPacker:
         windows = batch.bins // self._ranks.dp
         counts = self.law.counts(windows, self._per_window)
         rough = sorted(counts, key=lambda count: (self.law.estimate(count, share), count))[:TRIED]
-        tried = [self._try(ranks, count) for count in rough]
+        tried: list[_Tried] = []
+        for count in rough:
+            # Uneven works take longer than the estimate's even ones, so the others need not be filled.
+            if any(one.price <= (0, 0, 0, self.law.estimate(count, share)) for one in tried):
+                break
+            tried.append(self._try(ranks, count))
         if min(one.price for one in tried)[:3] > (0, 0, 0):
             # Documents longer than a micro-batch may ask for more of them than was asked for.
             every = self.law.counts(windows, None, always=True)

@@ -116,16 +116,19 @@ class Planner:
         self._supplied += batch.iterations
         goal = self._tokens(self.samples + batch.bins * batch.iterations)
         most = batch.bins * batch.iterations * self.packer.most_pieces
-        while self.taken < goal:
+        # Bound to names, as this runs for every piece.
+        taken, again, following, arrive = self.taken, self._put_back, self.stream.next, arrived.append
+        while taken < goal:
             if len(arrived) >= most:  # the stream runs slower, as where pieces are put back
-                self.taken = goal
+                taken = goal
                 break
-            piece = self._put_back.popleft() if self._put_back else self.stream.next()
+            piece = again.popleft() if again else following()
             if piece is None:
                 self._ended = True
                 break
-            arrived.append(piece)
-            self.taken += piece.end - piece.start
+            arrive(piece)
+            taken += piece[3] - piece[2]
+        self.taken = taken
         return arrived
 
     def _tokens(self, samples: int) -> int:
