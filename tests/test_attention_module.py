@@ -119,7 +119,7 @@ def test_without_a_plan_it_never_falls_back_to_the_parent(params):
 def test_a_batch_dimension_and_a_bias_are_refused():
     params = packed_seq_params(shard([8], 1, "per-document"), 0, "cpu")
     x = random_tensors(8)
-    with pytest.raises(WlbError, match="--micro-batch-size 1"):
+    with pytest.raises(WlbError, match="one packed sequence"):
         build()(*(t.unsqueeze(1).expand(-1, 2, -1, -1) for t in (x.q, x.k, x.v)), packed_seq_params=params)
     qkv = [t.unsqueeze(1) for t in (x.q, x.k, x.v)]
     with pytest.raises(WlbError, match="bias"):

@@ -246,3 +246,29 @@ def test_a_ramp_trains_through_megatrons_loop_and_resumes_at_another_layout(
     assert done.returncode == 0, failure(done)
     assert "sets --step-batch-size-schedule 0:2 256:4" in done.stdout
     assert trained(seen_by(tmp_path / "resumed", 2)) == [entry for entry in trained(whole) if entry[0] == 3]
+
+
+def test_a_schedule_counts_in_micro_batches_of_several_windows() -> None:
+    """Its iterations begin after as many windows, and have as many."""
+    schedule = BatchSchedule(((0, 4), (10, 8), (11, 16), (60, 24)))
+    joined = schedule.joined(4)
+    windows = micro_batches = 0
+    for _ in range(30):
+        assert schedule.size(windows) == 4 * joined.size(micro_batches)
+        windows += schedule.size(windows)
+        micro_batches += joined.size(micro_batches)
+    assert schedule.joined(1) == schedule
+
+
+def test_a_batch_is_a_multiple_of_ranks_and_of_a_micro_batchs_windows() -> None:
+    args = argparse.Namespace(
+        data_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        micro_batch_size=3,
+        eval_micro_batch_size=1,
+    )
+    assert "data-parallel size 2 x 3 windows of a micro-batch" in str(misfit(8, args))
+    assert misfit(12, args) is None
+    assert "18 would do" not in str(misfit(18, args)) and "24 would do" in str(misfit(18, args))
+    assert misfit(8, args, evaluation=True) is None

@@ -105,8 +105,6 @@ class Megatron(argparse.Namespace):
 
 
 REFUSED = {
-    "micro_batch_size": 2,
-    "eval_micro_batch_size": 4,
     "multi_latent_attention": True,
     "cuda_graph_impl": "local",
     "hybrid_layer_pattern": "M*",

@@ -17,8 +17,7 @@ MOE = "--num-experts 4 --moe-router-topk 2"
 VIRTUAL = "--pipeline-model-parallel-size 4 --num-layers 8 --num-layers-per-virtual-pipeline-stage 1"
 WRONG: dict[str, str] = {
     # Flags that the plugin refuses, with the cure.
-    "--micro-batch-size 2": "set --micro-batch-size 1",
-    "--eval-micro-batch-size 2": "a micro-batch is one packed sequence",
+    "--micro-batch-size 3": r"divisible by eval_micro_batch_size \(3\)",
     "--reset-position-ids": "drop them",
     "--reset-attention-mask": "drop them",
     "--eod-mask-loss": "already predicts nothing",

@@ -92,17 +92,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--train-samples (and --lr-decay-samples, --lr-warmup-samples)",
     ),
     Refusal(
-        lambda a, c: a.micro_batch_size != 1,
-        "--micro-batch-size other than 1",
-        "a micro-batch is one packed sequence; set --micro-batch-size 1 and keep --global-batch-size",
-    ),
-    Refusal(
-        # Megatron's default is --micro-batch-size, which has its own row.
-        lambda a, c: _get(a, "eval_micro_batch_size") not in (None, 1, a.micro_batch_size),
-        "--eval-micro-batch-size other than 1",
-        "a micro-batch is one packed sequence; set it to 1",
-    ),
-    Refusal(
         lambda a, c: _get(a, "multi_latent_attention") and _get(a, "apply_rope_fusion"),
         "--multi-latent-attention with fused RoPE",
         "the fused kernel assumes Megatron's own token order; add --no-rope-fusion",

@@ -157,7 +157,7 @@ class WlbCoreAttention:
         if query.dim() != 3:
             raise WlbError(
                 f"attention got queries of shape {tuple(query.shape)}, not [tokens, 1, heads, dim]: "
-                "a micro-batch is one packed sequence, set --micro-batch-size 1"
+                "a micro-batch is one packed sequence, as wlb_megatron's forward_step gives it"
             )
         out = sharded_attention(
             query,

@@ -43,6 +43,11 @@ class BatchSchedule:
         }  # of equal ones the first
         return BatchSchedule(tuple((at, size) for size, at in reversed(sizes.items())))
 
+    def joined(self, windows: int) -> BatchSchedule:
+        """The same counted in micro-batches of so many windows each, which must divide every size: 0:4, 10:8 by 4
+        is 0:1, 3:2 (its iterations begin at 0, 4, 8, 12 windows, and the first of 10 or more at 12)."""
+        return BatchSchedule(tuple({-(-at // windows): size // windows for at, size in self.steps}.items()))
+
     @property
     def largest(self) -> int:
         return self.steps[-1][1]

@@ -173,7 +173,7 @@ class Planner:
         if state["sample_tokens"] != self._tokens(1):
             raise WlbError(
                 f"the saved plan has windows of {state['sample_tokens']} tokens, this run of {self._tokens(1)}: keep "
-                "--seq-length"
+                "--seq-length and --micro-batch-size"
             )
         saved = BatchSchedule(tuple((int(at), int(size)) for at, size in state["batches"]))
         samples, ahead = int(state["samples"]), int(state["supplied"]) - int(state["iteration"])

@@ -10,8 +10,19 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.batch_schedule import BatchSchedule, linear_ramp
 
 
+def windows_each(args: Any, *, evaluation: bool = False) -> int:
+    """Windows (Megatron's samples) of a micro-batch in the mean: --micro-batch-size, or its like for evaluation."""
+    trained = getattr(args, "micro_batch_size", None) or 1
+    return int((getattr(args, "eval_micro_batch_size", None) if evaluation else None) or trained)
+
+
+def joined_window(args: Any, *, evaluation: bool = False) -> int:
+    """Tokens of a micro-batch in the mean."""
+    return int(args.seq_length) * windows_each(args, evaluation=evaluation)
+
+
 def batch_schedule(args: Any) -> BatchSchedule:
-    """Micro-batches of a global batch, over all ranks, by consumed samples. WlbError if the flags do not fit."""
+    """Windows of a global batch, over all ranks, by consumed samples. WlbError if the flags do not fit."""
     text, decreased = getattr(args, "step_batch_size_schedule", None), _decreased(args)
     if text is not None:
         if decreased:
@@ -24,13 +35,14 @@ def batch_schedule(args: Any) -> BatchSchedule:
     if getattr(args, "rampup_batch_size", None) is not None:
         start, increment, samples = (int(value) for value in args.rampup_batch_size)
         schedule = linear_ramp(start, increment, samples, args.global_batch_size)
-    return schedule.rounded(args.data_parallel_size) if decreased else schedule
+    return schedule.rounded(args.data_parallel_size * windows_each(args)) if decreased else schedule
 
 
 def evaluated(args: Any) -> int:
-    """Micro-batches of an evaluation iteration over all ranks; before 0.18 Megatron evaluates in training's batches."""
+    """Windows of an evaluation iteration over all ranks; before 0.18 Megatron evaluates in training's batches."""
     size = int(getattr(args, "eval_global_batch_size", None) or args.global_batch_size)
-    return size - size % args.data_parallel_size if _decreased(args) else size
+    multiple = args.data_parallel_size * windows_each(args, evaluation=True)
+    return size - size % multiple if _decreased(args) else size
 
 
 def _decreased(args: Any) -> bool:
@@ -45,18 +57,20 @@ def plan_decides(config: WlbConfig, *, evaluation: bool = False) -> bool:
     return config.release == "balance" and (evaluation or trains)
 
 
-def misfit(size: int, args: Any, *, planned: bool = False) -> str | None:
+def misfit(size: int, args: Any, *, planned: bool = False, evaluation: bool = False) -> str | None:
     """Why Megatron cannot train a global batch of so many windows in this layout; None where it can. planned: see
     plan_decides."""
     ranks, stages = args.data_parallel_size, args.pipeline_model_parallel_size
-    if size % ranks:
-        return f"a global batch of {size} is not a multiple of the data-parallel size {ranks}: change one of them"
+    each = windows_each(args, evaluation=evaluation)
+    if size % (ranks * each):
+        of = f"the data-parallel size {ranks}" + (f" x {each} windows of a micro-batch" if each > 1 else "")
+        return f"a global batch of {size} is not a multiple of {of}: change one of them"
     if (args.virtual_pipeline_model_parallel_size or 1) == 1:
         return None
     group = getattr(args, "microbatch_group_size_per_vp_stage", None) or stages
     if group < stages:
         return f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below the {stages} pipeline stages"
-    count = size // ranks
+    count = size // (ranks * each)
     if planned:
         return None
     if _interleaves(count, group, stages):
@@ -64,7 +78,7 @@ def misfit(size: int, args: Any, *, planned: bool = False) -> str | None:
     next_one = next(more for more in itertools.count(count) if _interleaves(more, group, stages))
     return (
         f"a global batch of {size} gives each data-parallel rank {count} micro-batches. Virtual pipeline stages take "
-        f"them in groups of {group}, and the last group must have {stages} or more: {next_one * ranks} would do"
+        f"them in groups of {group}, and the last group must have {stages} or more: {next_one * ranks * each} would do"
     )
 
 

@@ -247,7 +247,9 @@ def _refuse_misfits(args: Any, config: WlbConfig) -> None:
     if wrong := misfit(trained, args, planned=plan_decides(config)):
         flag = "--step-batch-size-schedule" if stepped else "--global-batch-size"
         raise Refused(f"wlb_megatron refuses {flag}: {wrong}")
-    if args.eval_iters and (wrong := misfit(tested, args, planned=plan_decides(config, evaluation=True))):
+    if args.eval_iters and (
+        wrong := misfit(*(tested, args), planned=plan_decides(config, evaluation=True), evaluation=True)
+    ):
         raise Refused(f"wlb_megatron refuses --eval-global-batch-size: {wrong}")
 
 

@@ -12,7 +12,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.choose_chunks import chunk_capacity
 from wlb_megatron.packing.memory_limits import GpuMemory, with_lmax
 from wlb_megatron.packing.whole_documents import Bound
-from wlb_megatron.plugin.batch_sizes import batch_schedule, micro_step_multiple
+from wlb_megatron.plugin.batch_sizes import batch_schedule, joined_window, micro_step_multiple, windows_each
 from wlb_megatron.plugin.chunk_limits import chunks_refused
 from wlb_megatron.plugin.model_shape import attention_shape
 from wlb_megatron.workload.chunk_memory import fit_document, keys_bytes
@@ -27,7 +27,7 @@ def fit_to_memory(args: Any, config: WlbConfig, alignment: int) -> WlbConfig:
     independent of the layout wherever memory suffices."""
     if config.max_tokens is not None:
         return config
-    return with_lmax(config, gpu_memory(args, alignment), args.seq_length, chunks_refused(args))
+    return with_lmax(config, gpu_memory(args, alignment), joined_window(args), chunks_refused(args))
 
 
 def gpu_memory(args: Any, alignment: int) -> GpuMemory | None:
@@ -35,7 +35,7 @@ def gpu_memory(args: Any, alignment: int) -> GpuMemory | None:
     ahead)."""
     if not _known(args):
         return None
-    return GpuMemory(_memory(args), *model_and_layout(args), args.seq_length, alignment)
+    return GpuMemory(_memory(args), *model_and_layout(args), joined_window(args), alignment)
 
 
 def fitting_tokens(args: Any, alignment: int) -> int | None:
@@ -55,8 +55,8 @@ def document_memory(args: Any, config: WlbConfig, alignment: int) -> Bound | Non
     shape, layout = model_and_layout(args)
     fitting = fit_document(
         *(shape, layout, _memory(args)),
-        longest=chunk_capacity(args.seq_length, config.max_tokens, alignment),
-        share=layout.micro_batches * args.seq_length,
+        longest=chunk_capacity(joined_window(args), config.max_tokens, alignment),
+        share=layout.micro_batches * joined_window(args),
     )
     each = keys_bytes(shape, layout) / layout.context / 1024
     return Bound(fitting, f"memory (keys and their gradients take {each:,.1f} KiB a token of each GPU)")
@@ -101,7 +101,8 @@ def model_and_layout(args: Any) -> tuple[ModelShape, ParallelLayout]:
         dtype_bytes=2 if args.bf16 or args.fp16 else 4,
         losses=1 + further,
     )
-    windows, multiple = batch_schedule(args).largest // args.data_parallel_size, micro_step_multiple(args)
+    count = batch_schedule(args).largest // (args.data_parallel_size * windows_each(args))
+    multiple = micro_step_multiple(args)
     layout = ParallelLayout(
         tensor=args.tensor_model_parallel_size,
         context=args.context_parallel_size,
@@ -109,7 +110,7 @@ def model_and_layout(args: Any) -> tuple[ModelShape, ParallelLayout]:
         data=args.data_parallel_size,
         virtual=getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
         group=getattr(args, "microbatch_group_size_per_vp_stage", None) or 1,
-        micro_batches=-(-windows // multiple) * multiple,
+        micro_batches=-(-count // multiple) * multiple,
         sequence=args.sequence_parallel,
         distributed_optimizer=args.use_distributed_optimizer,
         recompute=args.recompute_granularity or "none",

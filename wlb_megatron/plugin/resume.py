@@ -8,7 +8,7 @@ from typing import Any
 from wlb_megatron.packing.carry import Carried, take_up
 from wlb_megatron.packing.changes import changes
 from wlb_megatron.plugin import checkpoint
-from wlb_megatron.plugin.batch_sizes import misfit, plan_decides
+from wlb_megatron.plugin.batch_sizes import misfit, plan_decides, windows_each
 from wlb_megatron.plugin.source import Source
 from wlb_megatron.refusals import Refused
 
@@ -39,7 +39,7 @@ def restore(source: Source, args: Any) -> list[str]:
         )
     planner = source.planner
     for size in planner.schedule.from_now(planner.samples):
-        if wrong := misfit(size, args, planned=plan_decides(source.config)):
+        if wrong := misfit(size * windows_each(args), args, planned=plan_decides(source.config)):
             raise Refused(f"wlb_megatron: this run comes to global batches that cannot train: {wrong}")
     return said
 
@@ -47,28 +47,30 @@ def restore(source: Source, args: Any) -> list[str]:
 def _continue(source: Source, args: Any) -> list[str]:
     state, planner, fresh = checkpoint.loaded_state(), source.planner, source.config.fresh_order
     samples = args.consumed_train_samples
+    counted = samples // windows_each(args)  # as the planner counts
     if state is None:
         if not fresh:
             raise Refused(
                 f"wlb_megatron: the checkpoint of iteration {args.iteration} holds no packing state, so the "
                 "documents that it has trained are not known: add --wlb-fresh-order to begin the document order anew"
             )
-        planner.begin_at(samples)
+        planner.begin_at(counted)
         return [f"the document order begins at sample {samples:,}: the checkpoint has none"]
     unmoved = planner.stream.state()
     changed = _load(source, state, args)
     if changed and not fresh:
         raise Refused(f"wlb_megatron: {changed}; {CURE}")
     if not changed and planner.began and fresh:
-        return [f"the document order taken up at sample {planner.began:,} goes on: --wlb-fresh-order is done"]
+        began = planner.began * windows_each(args)
+        return [f"the document order taken up at sample {began:,} goes on: --wlb-fresh-order is done"]
     if not fresh:
         return _length_kept(source, unmoved)
     said = [f"takes up the document order at sample {samples:,}: {changed or 'as --wlb-fresh-order asks'}"]
     try:
-        return [*said, *_told(take_up(planner, samples, state["planner"], next_epoch=not changed))]
+        return [*said, *_told(take_up(planner, counted, state["planner"], next_epoch=not changed))]
     except (KeyError, TypeError, ValueError, AttributeError):
         planner.stream.load_state(unmoved)
-        planner.begin_at(samples)
+        planner.begin_at(counted)
         return [*said, "its state cannot be read: all corpora begin, and what waited is not known"]
 
 
@@ -95,8 +97,9 @@ def _load(source: Source, state: dict[str, Any], args: Any) -> str:
         return str(error)
     except (KeyError, TypeError, AttributeError):
         return "the packing state is damaged: resume from another checkpoint"
-    trained = source.planner.samples
-    if trained == args.consumed_train_samples:
+    each = windows_each(args)
+    trained = source.planner.samples * each
+    if source.planner.samples == args.consumed_train_samples // each:
         return ""
     return (
         f"the packing state has trained {trained} samples, the checkpoint of iteration {args.iteration} "

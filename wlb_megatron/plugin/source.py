@@ -16,7 +16,13 @@ from wlb_megatron.packing.job import most_micro_batches, plan_job, sample_length
 from wlb_megatron.packing.passes import told_apart
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.whole_documents import Bound, longest_whole
-from wlb_megatron.plugin.batch_sizes import batch_schedule, evaluated, micro_step_multiple
+from wlb_megatron.plugin.batch_sizes import (
+    batch_schedule,
+    evaluated,
+    joined_window,
+    micro_step_multiple,
+    windows_each,
+)
 from wlb_megatron.plugin.chunk_limits import chunks_refused
 from wlb_megatron.plugin.data import files_of_workers
 from wlb_megatron.plugin.data_paths import documents
@@ -48,7 +54,7 @@ from wlb_megatron.workload.micro_batch import MICRO_BATCH_TOKENS
 class Source:
     """One part (train, valid or test) of the corpus and the planner over it.
 
-    micro_batches: windows of one DP rank, at most; most_micro_batches: that it makes of them.
+    micro_batches: of one DP rank by Megatron's count, at most; most_micro_batches: that it is planned with.
     mean_length: of a sample of the pieces (tokens). names: of the corpora that
     have documents in this part; documents: how many, in all of them. said: what the packer's choice says of itself.
     longest: tokens of a document that is not split, at most.
@@ -149,15 +155,21 @@ def _source(
     *,
     endless: bool,
 ) -> Source:
-    window, dp, alignment = args.seq_length, args.data_parallel_size, token_alignment(args)
+    dp, alignment, each = (
+        args.data_parallel_size,
+        token_alignment(args),
+        windows_each(args, evaluation=not endless),
+    )
+    # Documents are cut at --seq-length; a micro-batch is packed as one window of each x --seq-length.
+    smallest = min(size for _, size in batches.steps) // dp
+    window, batches = joined_window(args, evaluation=not endless), batches.joined(each)
     if not endless:
         config = replace(without_chunks(config), micro_batches_per_window="1")
         if not holds_whole(config, window, alignment):
             # A forward alone holds one micro-batch, so that whole documents fit where they do not in training.
             config = replace(config, max_tokens=-(-5 * window // (4 * alignment)) * alignment)
     said: list[str] = []
-    smallest = min(size for _, size in batches.steps) // dp
-    longest, told = longest_whole(config.overlong, window, smallest, *_bounds(args, config))
+    longest, told = longest_whole(config.overlong, args.seq_length, smallest, *_bounds(args, config))
     rules = Rules(window=longest, overlong=config.overlong, seed=args.seed, endless=endless)
     stream = DocumentStream(corpora, rules)
     if not any(rules.predict(corpus.lengths) for corpus in corpora):
