@@ -295,3 +295,17 @@ def test_thresholds_and_delay_are_not_ignored_where_documents_train_in_chunks(
     lines = lines_of(capsys, f"{job} --max-delay 3")
     assert sum("documents in chunks: no (not with --max-delay 3)" in line for line in lines) == 1
     assert any("in chunks: yes" in line for line in lines_of(capsys, f"{job} --chunks on --max-delay 0"))
+
+
+@pytest.mark.parametrize("command", ["analyze --no-split", "simulate"])
+def test_a_gpus_memory_that_sets_nothing_is_warned_of(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = f"{command} --lengths 9,30,64,20 --window 64 --iterations 1 --gpu-memory 300"
+
+    def warned(flags: str) -> list[str]:
+        return [line for line in lines_of(capsys, f"{job} {flags}") if "--gpu-memory" in line]
+
+    assert "is not used: how many tokens an expert gets" in warned("--num-experts 8")[0]
+    assert "sets no Lmax" in warned("--packing original")[0]
+    assert not warned("")

@@ -88,6 +88,14 @@ class Job:
             stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
             if told := nothing_predicted(lengths, rules):
                 say(told)
+            if self.gib is not None and self.trainer.experts:
+                say(
+                    "WARNING: --gpu-memory is not used: how many tokens an expert gets is not known; leave it out"
+                )
+            elif self.gib is not None and config.packing != "varlen":
+                say(
+                    "WARNING: --gpu-memory sets no Lmax: windows of fixed length have none; use --packing varlen"
+                )
             return plan_job(
                 stream,
                 config,
