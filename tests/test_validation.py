@@ -27,7 +27,7 @@ def test_no_measured_run_is_predicted_more_than_a_twelfth_off(monkeypatch) -> No
     rows = [
         r for r in predicted(measured, plans, read_profile(RESULTS / "profile_2048.json")) if not r["hitch"]
     ]
-    assert len(rows) == 98
+    assert len(rows) == 161
     errors = []
     for run in dict.fromkeys(row["run"] for row in rows):
         took, said = (
@@ -35,7 +35,7 @@ def test_no_measured_run_is_predicted_more_than_a_twelfth_off(monkeypatch) -> No
             for key in ("measured_ms", "predicted_ms")
         )
         errors.append(abs(said / took - 1))
-    assert len(errors) == 11 and max(errors) < 0.08 and np.mean(errors) < 0.04
+    assert len(errors) == 18 and max(errors) < 0.08 and np.mean(errors) < 0.04
     for row in rows:  # the stored figures are today's
         stored = next(
             o for o in measured if (o["run"], int(o["iteration"])) == (row["run"], row["iteration"])
