@@ -30,6 +30,7 @@ MOE = (
     "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
 )
+ALLGATHER = MOE.replace("alltoall", "allgather")
 SHARDED = "--use-distributed-optimizer"
 OVERLAPS = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 MEGATRON_FSDP = (
@@ -162,6 +163,8 @@ CPU: tuple[Combination, ...] = (
     Combination("EP2, shared experts", 2, EP, f"{MOE} --moe-shared-expert-intermediate-size 64"),
     Combination("EP2xTP2+SP", 4, f"{EP} {TP} 2 --expert-tensor-parallel-size 1 --sequence-parallel", MOE),
     Combination("MoE, CP2", 2, f"{CP} 2", MOE),
+    Combination("MoE, allgather, EP2 in CP2, PP2", 4, f"{EP} {CP} 2 {PP} 2", ALLGATHER),
+    Combination("MoE, allgather, TP2+SP, DP2", 4, f"{TP} 2 --sequence-parallel", ALLGATHER),
     Combination(
         "MoE with z-loss and experts' biases, TP2+SP, PP2",
         4,

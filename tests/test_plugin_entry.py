@@ -159,8 +159,13 @@ def test_what_is_not_built_is_refused_with_the_flag_and_a_cure(name: str) -> Non
 
 
 ALLTOALL = {"num_experts": 8, "moe_token_dispatcher_type": "alltoall"}
+ALLGATHER = {"num_experts": 8, "moe_token_dispatcher_type": "allgather"}
+FLEX = {"num_experts": 8, "moe_token_dispatcher_type": "flex"}
+EP2 = {"expert_model_parallel_size": 2}
 TOGETHER: list[dict[str, object]] = [
-    {"num_experts": 8, "moe_token_dispatcher_type": "allgather"},
+    {**ALLGATHER, **EP2},
+    {**FLEX, **EP2, "moe_flex_dispatcher_backend": "hybridep"},
+    {**FLEX, "moe_flex_dispatcher_backend": "ncclep"},
     {**ALLTOALL, "moe_router_load_balancing_type": "seq_aux_loss"},
     {**ALLTOALL, "moe_router_load_balancing_type": "sinkhorn"},
     {"full_validation": True, "multiple_validation_sets": True, "virtual_pipeline_model_parallel_size": 2},
@@ -173,6 +178,44 @@ TOGETHER: list[dict[str, object]] = [
 def test_arguments_that_are_refused_together_get_one_line_with_a_cure(arguments: dict[str, object]) -> None:
     (line,) = refusals_of(Megatron(**arguments), WlbConfig())
     assert line.startswith("wlb_megatron refuses --m") and ": " in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cp_mode", "refused"),
+    [
+        (ALLGATHER, "fixed", False),
+        ({**ALLGATHER, **EP2, "context_parallel_size": 2}, "fixed", False),
+        ({**ALLGATHER, **EP2, "context_parallel_size": 2}, "dynamic", True),
+        ({**ALLGATHER, **EP2, "context_parallel_size": 3}, "fixed", True),
+        (
+            {**ALLGATHER, **EP2, "tensor_model_parallel_size": 2},
+            "fixed",
+            True,
+        ),  # experts' tensor parallel, too
+        (
+            {**ALLGATHER, **EP2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+            "fixed",
+            False,
+        ),
+        ({**FLEX, **EP2}, "fixed", False),
+        ({**FLEX, **EP2, "moe_flex_dispatcher_backend": "deepep"}, "dynamic", False),
+        (
+            {
+                **FLEX,
+                **EP2,
+                "moe_flex_dispatcher_backend": "hybridep",
+                "moe_hybridep_pad_uneven_dispatch_inputs": True,
+            },
+            "fixed",
+            False,
+        ),
+        ({**FLEX, "moe_paged_stash": True}, "fixed", True),
+    ],
+)
+def test_experts_tokens_are_gathered_where_ranks_hold_equally_many(
+    arguments: dict[str, object], cp_mode: str, refused: bool
+) -> None:
+    assert bool(refusals_of(Megatron(**arguments), WlbConfig(cp_mode=cp_mode))) == refused
 
 
 GROWING: list[dict[str, object]] = [

@@ -43,6 +43,25 @@ def _balancing(args: Any) -> bool:
     return any(kind != "none" for kind in (kinds if isinstance(kinds, list) else [kinds])) and any(each)
 
 
+def _dispatcher(args: Any) -> str | None:
+    """How experts' tokens travel, None without experts: "alltoall", "allgather", or the backend of "flex"."""
+    if not _get(args, "num_experts"):
+        return None
+    kind = str(_get(args, "moe_token_dispatcher_type"))
+    return str(_get(args, "moe_flex_dispatcher_backend") or "deepep") if kind == "flex" else kind
+
+
+def _exchange_unequal_tokens(args: Any, config: WlbConfig) -> bool:
+    """Whether ranks that exchange experts' tokens may hold unequally many: those beyond one micro-batch's ranks, which
+    hold equally many of it. (Ranks of experts are neighbours, tensor- and context-parallel ranks first.)"""
+    size = _get(args, "expert_tensor_parallel_size") or _get(args, "tensor_model_parallel_size") or 1
+    size *= _get(args, "expert_model_parallel_size") or 1
+    shared = (_get(args, "tensor_model_parallel_size") or 1) * (_get(args, "context_parallel_size") or 1)
+    if config.cp_mode == "dynamic":  # a group may be one context-parallel rank alone
+        shared = _get(args, "tensor_model_parallel_size") or 1
+    return bool(size > shared or shared % size)
+
+
 def _batches_grow(args: Any) -> bool:
     ramp, steps = _get(args, "rampup_batch_size"), _get(args, "step_batch_size_schedule")
     return len(str(steps).split()) > 1 if steps else bool(ramp) and int(ramp[0]) < args.global_batch_size
@@ -185,9 +204,32 @@ REFUSALS: tuple[Refusal, ...] = (
         "the packing state is part of Megatron's own checkpoints; drop it",
     ),
     Refusal(
-        lambda a, c: _get(a, "num_experts") and _get(a, "moe_token_dispatcher_type") != "alltoall",
-        "--moe-token-dispatcher-type other than alltoall",
-        "token counts vary between micro-batches; set --moe-token-dispatcher-type alltoall",
+        lambda a, c: _dispatcher(a) == "allgather" and _exchange_unequal_tokens(a, c),
+        "--moe-token-dispatcher-type allgather with experts spread over ranks of several micro-batches",
+        "it gathers equally many tokens of each rank, but micro-batches vary in length; use alltoall, or an "
+        "--expert-model-parallel-size (x --expert-tensor-parallel-size) within context x tensor parallel size",
+    ),
+    Refusal(
+        lambda a, c: (
+            _dispatcher(a) == "hybridep"
+            and not _get(a, "moe_hybridep_pad_uneven_dispatch_inputs")
+            and _exchange_unequal_tokens(a, c)
+        ),
+        "--moe-flex-dispatcher-backend hybridep with experts spread over ranks of several micro-batches",
+        "it takes equally many tokens of each rank, but micro-batches vary in length; add "
+        "--moe-hybridep-pad-uneven-dispatch-inputs",
+    ),
+    Refusal(
+        lambda a, c: (
+            _dispatcher(a) not in ("alltoall", "allgather", "deepep", "hybridep", None)
+            or (
+                _get(a, "num_experts")
+                and (_get(a, "moe_paged_stash") or _get(a, "moe_expert_rank_capacity_factor"))
+            )
+        ),
+        "--moe-flex-dispatcher-backend ncclep / --moe-paged-stash / --moe-expert-rank-capacity-factor",
+        "its buffers are made for a fixed number of tokens, but micro-batches vary in length; use "
+        "--moe-token-dispatcher-type alltoall",
     ),
     Refusal(
         lambda a, c: (

@@ -228,7 +228,8 @@ def _take_over(args: Any) -> None:
     if args.context_parallel_size > 1 and args.transformer_impl == "local":
         args.cp_comm_type = ["all_gather"]  # the only kind that Megatron's dev branch takes with plain torch
     # Megatron clears this in validate_args; shapes then come from the plan, not from an exchange.
-    args.variable_seq_lengths = True
+    # (allgather refuses it where the model is built; see spec.prepare_model.)
+    args.variable_seq_lengths = not args.num_experts or args.moe_token_dispatcher_type != "allgather"
     if args.num_experts is None:
         args.moe_token_dispatcher_type = (
             "alltoall"  # asked of every model with variable lengths; no experts here

@@ -135,6 +135,7 @@ def prepare_model(chunks: list[Any]) -> list[Any]:
             module.core_attention.keep_keys, module.core_attention.asked_kernels = keep_keys, asked
             _ = module.core_attention.kernels  # chosen now, and told; or refused
         plan_positions(chunk)
+        chunk.config.variable_seq_lengths = True  # where allgather had it left out; the plan gives the shapes
     return chunks
 
 
