@@ -6,7 +6,7 @@ import json
 import re
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin import metrics, timers, trace
 from wlb_megatron.plugin.drift import CALIBRATION, WINDOW, Drift
 from wlb_megatron.plugin.prediction import layer_model, predictor
-from wlb_megatron.sharding.select import shard
+from wlb_megatron.sharding.chunks import links_of
+from wlb_megatron.sharding.cut import orders_of
+from wlb_megatron.sharding.select import shard, shard_all
 from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.workload.fit import fit
 from wlb_megatron.workload.profile import FORMAT, ProfiledModel, write_profile
@@ -164,6 +166,20 @@ def test_the_live_prediction_is_the_simulators_where_all_ranks_have_like_documen
     live = predictor(args, costs, 0, 8)(plan, shards)
     whole = simulate([[[s, s] for s in shards]], layer_model(args, costs)).steps[0] / 1e6
     assert live == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_document_in_chunks_is_predicted_live_as_by_the_simulator() -> None:
+    """A chunk that sees earlier keys needs a second kernel call, which a host of short micro-batches has to launch."""
+    costs = replace(fit(ProfiledModel(**MODEL), made_samples(), GPU), host_second=(5e6, 5e6))
+    grid = [(Piece(0, 1, 0, 512),), (Piece(0, 0, 0, 700),), (Piece(0, 0, 700, 1200, 700),)]
+    plan = IterationPlan(0, (), tuple((MicroBatch(pieces, 0),) for pieces in grid), ())
+    args = arguments(data_parallel_size=1, context_parallel_size=1)
+    lengths = [[piece.tokens for piece in pieces] for pieces in grid]
+    shards = shard_all(lengths, 1, "per-document", links=links_of(grid))
+    orders = orders_of([plan])
+    assert orders == [[(1, 2)]]
+    whole = simulate([[[one] for one in shards]], layer_model(args, costs), orders=orders).steps[0] / 1e6
+    assert predictor(args, costs, 0, 1)(plan, shards) == pytest.approx(float(whole))
 
 
 def test_another_ranks_heavier_micro_batch_is_what_an_iteration_waits_for() -> None:
