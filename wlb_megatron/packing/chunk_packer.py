@@ -42,6 +42,9 @@ class _Tried(NamedTuple):
     left: list[Item]
 
 
+_WORST = (1 << 62, 0, 0, 0)
+
+
 class ChunkPacker:
     """Everything that arrived trains in its iteration, in as many micro-batches as give the least predicted step.
 
@@ -95,19 +98,18 @@ class ChunkPacker:
         windows = batch.bins // self._ranks.dp
         counts = self.law.counts(windows, self._per_window)
         rough = sorted(counts, key=lambda count: (self.law.estimate(count, share), count))[:TRIED]
-        tried: list[_Tried] = []
+        best = _Tried(_WORST, (), items)
         for count in rough:
-            # Uneven works take longer than the estimate's even ones, so the others need not be filled.
-            if any(one.price <= (0, 0, 0, self.law.estimate(count, share)) for one in tried):
-                break
-            tried.append(self._try(ranks, count))
-        if min(one.price for one in tried)[:3] > (0, 0, 0):
+            # Uneven works take longer than the estimate's even ones.
+            if best.price > (0, 0, 0, self.law.estimate(count, share)):
+                best = self._better(best, ranks, count)
+        if best.price[:3] > (0, 0, 0):
             # Documents longer than a micro-batch may ask for more of them than was asked for.
-            every = self.law.counts(windows, None, always=True)
-            tried += [self._try(ranks, count) for count in every if count not in rough]
-        if min(one.price for one in tried)[:2] > (0, 0):
-            tried.append(self._try(ranks, self._count_of_one_document_each(ranks)))
-        best = min(tried, key=lambda one: one.price)
+            for count in self.law.counts(windows, None, always=True):
+                if count not in rough:
+                    best = self._better(best, ranks, count)
+        if best.price[:2] > (0, 0):
+            best = self._better(best, ranks, self._count_of_one_document_each(ranks))
         self._waiting = sorted(best.left, key=lambda item: item.serial)
         return Packed(tuple(tuple(one.micro_batch() for one in row) for row in best.grid))
 
@@ -116,24 +118,31 @@ class ChunkPacker:
         out, at the price of a step of many small ones."""
         return max(1, *(sum(-(-item.tokens // self._limits.capacity) for item in rank) for rank in ranks))
 
-    def _try(self, ranks: Sequence[Sequence[Item]], count: int) -> _Tried:
-        """price: documents left out, empty micro-batches, tokens held above what should be, and the predicted step."""
+    def _better(self, best: _Tried, ranks: Sequence[Sequence[Item]], count: int) -> _Tried:
+        """The best so far, or the grid of `count` micro-batches a rank where its price is less.
+
+        price: documents left out, empty micro-batches, tokens held above what should be, and the predicted step. None
+        of them falls with further ranks, so that these are not filled once it is too high.
+        """
         columns: list[list[Filled]] = []
         left: list[Item] = []
-        over = step = 0
+        price = (0, 0, 0, 0)
         for items in ranks:
             units, out = fill(items, count, self._limits.capacity, self._limits.max_documents, self._cost)
             left += out
             column, groups = in_order(units)
             columns.append(column)
-            if column:
+            if len(column) == count:
+                _, empty, over, step = price
                 step = max(step, self.law.rank([one.work for one in column], groups))
                 most = most_held([one.tokens for one in column], groups, self.law)
-                over = max(over, most - self.held_tokens)
-        empty = sum(not one.items for column in columns for one in column)
-        whole = all(len(column) == count for column in columns)
-        grid = tuple(zip(*columns, strict=True)) if whole else ()
-        return _Tried((len(left) if whole else 1 << 62, empty, over, step), grid, left)
+                empty += sum(not one.items for one in column)
+                price = len(left), empty, max(over, most - self.held_tokens), step
+            else:
+                price = _WORST
+            if price >= best.price:
+                return best
+        return _Tried(price, tuple(zip(*columns, strict=True)), left)
 
     def _items(self, pieces: Sequence[Piece], entries: Sequence[int]) -> list[Item]:
         lengths = [end - start for _, _, start, end, _ in pieces]

@@ -23,8 +23,8 @@ def step_time(
     `grouped_orders`; None: Megatron's own schedule. chunks: of a stage, 1: not interleaved. blocking: a stage that
     sends waits until the other receives.
     """
-    if group_sizes is not None and stages > 1 and chunks == 1 and not blocking:
-        backward, group_sizes = _by_turn(backward, group_sizes)
+    if stages > 1 and chunks == 1 and not blocking:
+        return _free_time(forward, backward, stages, group_sizes or (1,) * len(forward))
     times = [0, *forward, *backward]
     ends = [0]
     add = ends.append
@@ -34,19 +34,35 @@ def step_time(
     return max(ends)
 
 
-def _by_turn(backward: Sequence[int], sizes: tuple[int, ...]) -> tuple[list[int], tuple[int, ...]]:
-    """The same step with its longest group first and no other, and its backwards' times.
+def _free_time(
+    forward: Sequence[int], backward: Sequence[int], stages: int, group_sizes: tuple[int, ...]
+) -> int:
+    """The same without a graph, which takes milliseconds to build: a packer meets new groups in every iteration.
 
-    A stage's n-th backward waits for that of the next stage, whichever micro-batch's it is, and how many forwards run
-    ahead depends on the longest group alone. So all groupings of one longest group share a program: to build one takes
-    milliseconds, and a packer meets new groupings in every iteration. Sizes 1 2, times 5 6 7: the backwards take 5 7 6
-    in turn, as those of sizes 2 1 with times 7 5 6 do.
+    What waits for what depends on the longest group alone: a stage's n-th backward waits for that of the next stage,
+    whichever micro-batch's it is. In turn m each stage runs forward m, then the backward that follows it there.
     """
-    turns: list[int] = []
-    for size in sizes:
+    if min(group_sizes, default=0) < 1 or sum(group_sizes) != len(forward):
+        raise ValueError(f"groups of {list(group_sizes)} of {len(forward)} micro-batches")
+    turns: list[int] = []  # backwards in their order
+    for size in group_sizes:
         turns += backward[len(turns) : len(turns) + size][::-1]
-    longest = max(sizes)
-    return turns[:longest][::-1] + turns[longest:], (longest, *(1,) * (len(turns) - longest))
+    total, ahead = len(forward), stages - 1 + max(group_sizes) - 1  # forwards that the first stage runs ahead
+    ends = [0] * stages
+    gradient = [0] * (stages + 1)  # when each stage's latest backward ended
+    for turn in range(total + ahead):
+        activation = 0
+        for stage in range(stages):
+            end = ends[stage]
+            if turn < total:
+                end = activation = (end if end > activation else activation) + forward[turn]
+            at = turn - ahead + stage
+            if 0 <= at < total:
+                # Of the turn before: the next stage has not come to this turn yet.
+                after = gradient[stage + 1]
+                end = gradient[stage] = (end if end > after else after) + turns[at]
+            ends[stage] = end
+    return ends[0]
 
 
 @lru_cache(maxsize=512)
