@@ -307,6 +307,34 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop it",
     ),
     Refusal(
+        lambda a, c: _get(a, "use_legacy_models"),
+        "--use-legacy-models",
+        "only megatron-core's GPT model takes a plan; drop it",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "rotary_base_per_layer"),
+        "--rotary-base-per-layer",
+        "positions of the plan are rotated by one base in all layers; drop it",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "fallback_to_eager_attn"),
+        "--fallback-to-eager-attn",
+        "attention over packed documents runs on cuDNN's or FlashAttention-4's kernels; drop it",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "mtp_hsm"),
+        "--mtp-hsm",
+        "it matches hidden states by Megatron's own token order; drop it",
+    ),
+    Refusal(
+        lambda a, c: (
+            (_get(a, "enable_mhc_connections") or _get(a, "enable_hyper_connections"))
+            and (_get(a, "pipeline_model_parallel_size") or 1) > 1
+        ),
+        "--enable-mhc-connections / --enable-hyper-connections with a pipeline",
+        "stages would pass several streams of hidden states, in shapes that the plan does not have; use one stage",
+    ),
+    Refusal(
         lambda a, c: _get(a, "use_kitchen_attention"),
         "--use-kitchen-attention",
         "the plugin replaces core attention; drop it",
