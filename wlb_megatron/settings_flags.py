@@ -11,8 +11,18 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 
 NOT_HERE = (
-    *("fresh_order", "graph_seconds", "kernels", "log", "log_plans", "off", "profile", "rehearsal", "trace"),
-    "trace_iteration",
+    *(
+        "fresh_order",
+        "graph_seconds",
+        "kernels",
+        "log",
+        "log_plans",
+        "off",
+        "plan_process",
+        "profile",
+        "rehearsal",
+    ),
+    *("trace", "trace_iteration"),
 )
 """Settings that matter in training alone."""
 
