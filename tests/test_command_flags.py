@@ -264,20 +264,20 @@ def lines_of(capsys: pytest.CaptureFixture[str], flags: str) -> list[str]:
     return out.splitlines()
 
 
-@pytest.mark.parametrize("command", ["inspect", "analyze --no-split", "simulate"])
-def test_a_corpus_that_predicts_nothing_is_warned_of_in_one_line(
+@pytest.mark.parametrize("command", ["analyze --no-split", "simulate"])
+def test_a_corpus_that_predicts_nothing_is_refused_in_one_line_as_in_training(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each document has one token, so there is no loss: training refuses such a corpus."""
+    """Each document has one token, so there is no loss."""
     job = f"{command} --window 16 --micro-batches 2 --iterations 2"
-    warned = [line for line in lines_of(capsys, f"{job} --lengths 1,0,1,1") if "nothing would train" in line]
-    assert len(warned) == 1 and warned[0].startswith("WARNING: ")
-    assert not any("WARNING" in line for line in lines_of(capsys, f"{job} --lengths 1,0,1,2"))
+    code, out, err = call(capsys, *f"{job} --lengths 1,0,1,1".split())
+    assert (code, out, err.count("\n")) == (2, "", 1) and "nothing to train" in err
+    assert not any("nothing to train" in line for line in lines_of(capsys, f"{job} --lengths 1,0,1,2"))
 
 
 def test_inspects_warnings_leave_its_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, *["inspect", "--lengths", "1,1", "--window", "16", "--json", "-"])
-    assert (code, err.count("\n")) == (0, 1) and "nothing would train" in err
+    assert (code, err.count("\n")) == (0, 1) and "WARNING: nothing to train" in err
     assert json.loads(out)["iterations"]
 
 

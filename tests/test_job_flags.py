@@ -83,6 +83,20 @@ def test_documents_train_in_chunks_unless_the_trainer_cannot() -> None:
     assert chunked("--num-experts 8") and not chunked("--mtp-num-layers 1 --thresholds none")
 
 
+def test_iterations_of_tiny_documents_are_few_unless_asked_for() -> None:
+    """An iteration of these takes 16,384 documents, and a hundred of them would take minutes."""
+    tiny = np.tile([2, 0, 2], 50)
+    few = read_job(parsed(""), tiny)
+    assert (few.iterations, few.warm_up) == (30, 16)
+    assert few.said == (
+        "30 iterations are looked at, not 100: each takes some 16,384 documents (--iterations)",
+    )
+    assert read_job(parsed("--dp 64"), tiny).warm_up == read_job(parsed("--dp 64"), tiny).iterations == 4
+    for flags, lengths in (("--iterations 100", tiny), ("", np.full(9, 900))):
+        chosen = read_job(parsed(flags), lengths)
+        assert (chosen.iterations, chosen.warm_up, chosen.said) == (100, 16, ())
+
+
 def test_chunks_that_may_hold_more_than_whole_documents_are_not_chosen() -> None:
     """Of many key heads under full recompute, keys with their gradients outweigh the activations that are kept."""
 

@@ -78,7 +78,7 @@ def inspect_plans(
         rules = Rules(longest, config.overlong)
         stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
         if told := nothing_predicted(lengths, rules):
-            say(told)
+            say(f"WARNING: {told}")
         if config.packing == "varlen" and (config.chunks == "off" or holds_whole(config, window, alignment)):
             # Any window can be looked at, a multiple of CP x TP or not: a padded micro-batch keeps within Lmax.
             config = replace(config, max_tokens=longest_micro_batch(config, window, alignment))

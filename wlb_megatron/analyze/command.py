@@ -32,7 +32,7 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
     """Analyse as the flags say, with progress on stderr, and draw the pictures if asked for."""
     if args.pictures is not None:
         need_matplotlib()
-    job = read_job(args)
+    job = read_job(args, lengths)
     told = args.model is not None or args.hidden_size is not None or job.profile is not None
     settings = 2 if args.no_split else planned(config, job)
     with progress(settings * (job.warm_up + job.iterations)) as tick:

@@ -20,12 +20,12 @@ SETTLE, COUNTED = 20, 20
 
 
 def nothing_predicted(lengths: Lengths, rules: Rules) -> str | None:
-    """A warning, where no document of these lengths (tokens) has a second token: there is no loss to train on."""
+    """Why training refuses documents of these lengths (tokens), none of which has a second token; None where it does
+    not."""
     if rules.predict(lengths):
         return None
     return (
-        "WARNING: nothing would train: no document has a second token, which the first would predict; training refuses "
-        "this corpus"
+        "nothing to train: no document has a second token, which the first would predict; correct the corpus"
     )
 
 

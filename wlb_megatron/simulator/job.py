@@ -11,7 +11,7 @@ from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import GroupCost, group_cost, token_ns
 from wlb_megatron.dynamic.plan import StepPlan, fixed_groups
 from wlb_megatron.dynamic.planner import plan_step
-from wlb_megatron.errors import explain_bad_values
+from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.chunk_limits import Trainer
 from wlb_megatron.packing.corpus import Rules
@@ -40,7 +40,8 @@ DEFAULT_GIB = 80.0
 class Job:
     """window: tokens. micro_batches: windows of a data-parallel rank and step. iterations: that are looked at, after
     `warm_up` planned ones in which queues fill. seed: of the shuffle, None for the given order. trainer: what decides
-    about documents in chunks. gib: memory of a GPU, by which Lmax is set; None: it is not."""
+    about documents in chunks. gib: memory of a GPU, by which Lmax is set; None: it is not. said: what is to be
+    known of it."""
 
     model: LayerModel
     window: int
@@ -51,6 +52,7 @@ class Job:
     profile: Profile | None = None
     trainer: Trainer = field(default_factory=Trainer)
     gib: float | None = None
+    said: tuple[str, ...] = ()
 
     @property
     def alignment(self) -> int:
@@ -87,7 +89,7 @@ class Job:
             rules = Rules(longest, config.overlong, self.seed, endless=True)
             stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
             if told := nothing_predicted(lengths, rules):
-                say(told)
+                raise WlbError(told)
             if self.gib is not None and self.trainer.experts:
                 say(
                     "WARNING: --gpu-memory is not used: how many tokens an expert gets is not known; leave it out"
@@ -133,7 +135,7 @@ class Job:
     def run(self, lengths: Lengths, config: WlbConfig, progress: Callable[[], None] = lambda: None) -> Run:
         """Plan and time the job. progress: called after each planned iteration. WlbError on settings that cannot
         work."""
-        said: list[str] = []
+        said = list(self.said)
         planner = self.planner(lengths, config, said.append)
         plans = []
         for plan in islice(iter(planner.next_iteration, None), self.warm_up + self.iterations):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from wlb_megatron.bounds import RANKS, SEED, check_heads, real, whole
 from wlb_megatron.errors import WlbError, explain_bad_values
+from wlb_megatron.packing.blocks import Lengths, blocks
 from wlb_megatron.packing.chunk_limits import Trainer
 from wlb_megatron.simulator.calibration import profiled_shape
 from wlb_megatron.simulator.command import add_assumptions, read_assumptions
@@ -16,6 +17,12 @@ from wlb_megatron.simulator.paper import SHAPES
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.memory import RECOMPUTE
 from wlb_megatron.workload.profile import Profile
+
+ITERATIONS, FEWEST, WARM_UP = 100, 4, 16
+"""Looked at, and planned before, where the user does not say how many."""
+
+MOST_PLANNED = 500_000
+"""Documents of all iterations that are looked at, about: of tiny ones a few iterations say as much as many."""
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +36,16 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="activations made again in backward (default: none)",
     )
-    add("--iterations", default=100, type=whole(1), help="to look at (default: 100)")
-    add("--warm-up", default=16, type=whole(0), help="planned before them, so that queues fill (default: 16)")
+    add(
+        "--iterations",
+        type=whole(1),
+        help=f"to look at (default: {ITERATIONS}, fewer where they would take more than {MOST_PLANNED:,} documents)",
+    )
+    add(
+        "--warm-up",
+        type=whole(0),
+        help=f"planned before them, so that queues fill (default: {WARM_UP}, or as few as iterations by default)",
+    )
     add(
         "--seed",
         default=1234,
@@ -115,8 +130,26 @@ def read_trainer(args: argparse.Namespace) -> Trainer:
     )
 
 
-def read_job(args: argparse.Namespace) -> Job:
-    """The job that the flags describe. WlbError on what cannot be."""
+def usual_iterations(lengths: Lengths, tokens: int) -> tuple[int, int]:
+    """Iterations to look at where no flag says how many, and documents of one of them. lengths: tokens of each
+    document. tokens: of a global batch. 2,000 tokens of documents of 2: 100 iterations of 1,000."""
+    total = sum(int(block.sum()) for block in blocks(lengths))
+    documents = tokens * sum(int((block > 0).sum()) for block in blocks(lengths)) // max(1, total)
+    return max(FEWEST, min(ITERATIONS, MOST_PLANNED // max(1, documents))), documents
+
+
+def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
+    """The job that the flags describe. lengths: of the documents that it is to look at. WlbError on what cannot be."""
+    iterations, warm_up = args.iterations or ITERATIONS, WARM_UP
+    said: tuple[str, ...] = ()
+    if args.iterations is None and lengths is not None:
+        iterations, documents = usual_iterations(lengths, args.window * args.micro_batches * args.dp)
+        if iterations < ITERATIONS:
+            warm_up = min(warm_up, iterations)
+            said = (
+                f"{iterations} iterations are looked at, not {ITERATIONS}: each takes some {documents:,} documents "
+                "(--iterations)",
+            )
     kind = args.moe_router_load_balancing_type
     if args.cp_mode == "dynamic" and kind not in (None, "none"):
         raise WlbError(
@@ -148,12 +181,13 @@ def read_job(args: argparse.Namespace) -> Job:
         model=model,
         window=args.window,
         micro_batches=args.micro_batches,
-        iterations=args.iterations,
-        warm_up=args.warm_up,
+        iterations=iterations,
+        warm_up=warm_up if args.warm_up is None else args.warm_up,
         seed=None if args.seed < 0 else args.seed,
         profile=profile,
         trainer=read_trainer(args),
         gib=args.gpu_memory,
+        said=said,
     )
 
 

@@ -37,7 +37,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 
 def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -> dict[str, Any]:
     """Simulate as the flags say, with progress on stderr; write the trace if asked for. JSON-able figures."""
-    job = read_job(args)
+    job = read_job(args, lengths)
     if args.trace is not None and config.cp_mode == "dynamic":
         raise WlbError("--trace shows fixed groups alone: leave it out, or --cp-mode dynamic")
     model = job.model
@@ -77,7 +77,7 @@ def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) 
         "kernel_table": model.measured.device,
         "profile": None if job.profile is None else job.profile.told(),
         "assumptions": asdict(model.assumptions),
-        "iterations": args.iterations,
+        "iterations": job.iterations,
         "said": list(run.said),
         "schemes": rows,
         "speedup": after / before,
