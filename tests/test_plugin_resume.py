@@ -141,12 +141,12 @@ def documents(*, fresh: bool = False, cost: float = 0.0, **changed: Any) -> Sour
     """Training on one corpus in windows of 16 tokens, two a batch. changed: of lengths, weight, window, seed, bins, and
     of settings of packing."""
     lengths = changed.pop("lengths", [5, 9, 3, 16, 7, 12] * 4)
-    window, bins = changed.pop("window", 16), changed.pop("bins", 2)
+    window, bins, each = changed.pop("window", 16), changed.pop("bins", 2), changed.pop("each", 1)
     corpus = Corpus("one", np.array(lengths), weight=changed.pop("weight", 1.0))
     rules = Rules(window, seed=changed.pop("seed", 3), endless=True)
     settings = {"packing": "fixed-greedy", "balance_batches": 3, "micro_batches_per_window": "1"} | changed
     config = WlbConfig(quadratic_at=99.0, document_cost=cost, fresh_order=fresh, **settings)
-    packer = make_packer(config, COST, window=window, micro_batches=bins)
+    packer = make_packer(config, COST, window=window * each, micro_batches=bins // each)
     planner = Planner(DocumentStream([corpus], rules), packer, global_tokens=bins * window)
     return Source(Blend([]), planner, config, bins, 8.0, (), 0)
 
@@ -223,6 +223,30 @@ def test_a_run_that_has_taken_up_an_order_goes_on_with_it_when_it_is_queued_agai
     other = documents(fresh=True, packing="original", max_documents=7)  # a second change is taken up, too
     assert "max_documents was 4096, is 7" in resume.restore(other, args)[0]
     assert other.planner.began == 12
+
+
+@pytest.mark.parametrize("trained", [8, 9])
+def test_windows_of_a_micro_batch_are_counted_as_megatrons_samples(trained: int) -> None:
+    """Two a micro-batch from the fifth iteration on, also where those before had another number of samples."""
+    args = megatron(4)
+    args.consumed_train_samples = trained
+    before = documents()
+    before.planner.begin_at(1 if trained % 2 else 0)
+    before = loaded_after(4, before, args)
+    args.micro_batch_size = 2
+    with pytest.raises(Refused, match="keep --seq-length and --micro-batch-size"):
+        resume.restore(documents(each=2), args)
+    now = documents(each=2, fresh=True)
+    resume.restore(now, args)
+    assert (now.planner.samples, now.planner.trained) == (4, before.planner.trained)
+    loaded_after(3, now, args)
+    args.iteration, args.consumed_train_samples = 7, trained + 3 * 2
+    again = documents(each=2)
+    assert resume.restore(again, args) == []
+    assert again.planner.next_iteration() == now.planner.next_iteration()
+    args.consumed_train_samples += 2
+    with pytest.raises(Refused, match=r"has trained 14 samples, the checkpoint of iteration 7 1[67]"):
+        resume.restore(documents(each=2), args)
 
 
 def test_the_flag_alone_begins_an_epoch_of_every_corpus() -> None:
