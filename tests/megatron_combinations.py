@@ -31,6 +31,7 @@ MOE = (
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
 )
 ALLGATHER = MOE.replace("alltoall", "allgather")
+BY_DOCUMENT = MOE.replace("type aux", "type seq_aux")
 SHARDED = "--use-distributed-optimizer"
 OVERLAPS = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 MEGATRON_FSDP = (
@@ -163,6 +164,19 @@ CPU: tuple[Combination, ...] = (
     Combination("EP2, shared experts", 2, EP, f"{MOE} --moe-shared-expert-intermediate-size 64"),
     Combination("EP2xTP2+SP", 4, f"{EP} {TP} 2 --expert-tensor-parallel-size 1 --sequence-parallel", MOE),
     Combination("MoE, CP2", 2, f"{CP} 2", MOE),
+    Combination("MoE balanced by document, CP2", 2, f"{CP} 2", BY_DOCUMENT),
+    Combination(
+        "MoE balanced by document, TP2+SP, VPP2 on PP2",
+        4,
+        f"{TP} 2 --sequence-parallel {VPP}",
+        f"{FOUR} {BY_DOCUMENT}",
+    ),
+    Combination(
+        "MoE balanced by document, full recompute, CP2xPP2",
+        4,
+        f"{CP} 2 {PP} 2 {RECOMPUTE} uniform",
+        BY_DOCUMENT,
+    ),
     Combination("MoE, allgather, EP2 in CP2, PP2", 4, f"{EP} {CP} 2 {PP} 2", ALLGATHER),
     Combination("MoE, allgather, TP2+SP, DP2", 4, f"{TP} 2 --sequence-parallel", ALLGATHER),
     Combination(

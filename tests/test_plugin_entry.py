@@ -171,7 +171,6 @@ TOGETHER: list[dict[str, object]] = [
     {**FLEX, **EP2, "moe_flex_dispatcher_backend": "hybridep"},
     {**FLEX, "moe_flex_dispatcher_backend": "ncclep"},
     {"enable_mhc_connections": True, "pipeline_model_parallel_size": 2},
-    {**ALLTOALL, "moe_router_load_balancing_type": "seq_aux_loss"},
     {**ALLTOALL, "moe_router_load_balancing_type": "sinkhorn"},
     {"full_validation": True, "multiple_validation_sets": True, "virtual_pipeline_model_parallel_size": 2},
     {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tm|L"},

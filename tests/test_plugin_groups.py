@@ -226,6 +226,10 @@ def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(
     }.items():
         ((told, cure),) = chunks_refused(arguments(**{name: 2}))
         assert told.startswith(flag) and cure
+    by_document = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}
+    ((told, cure),) = chunks_refused(arguments(num_experts=4, **by_document))
+    assert told.endswith("seq_aux_loss") and cure
+    assert chunks_refused(arguments(**by_document)) == []  # a dense model has no routers
     monkeypatch.setattr(chunk_limits, "megatron_version", lambda: "0.16.2")
     ((told, _),) = chunks_refused(arguments())
     assert told.startswith("megatron-core 0.16.2")

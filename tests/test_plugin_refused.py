@@ -38,7 +38,6 @@ WRONG: dict[str, str] = {
     "--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dist": "CUDA_DEVICE_MAX_CONNECTIONS",
     "--transformer-impl local --distributed-backend nccl": "use transformer_engine",
     f"{MOE} --moe-token-dispatcher-type allgather --expert-model-parallel-size 4": "use alltoall",
-    f"{MOE} --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type seq_aux_loss": "use aux_loss",
     f"{MOE} --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type sinkhorn": "routes would differ",
     "--hybrid-context-parallel --calculate-per-token-loss": "drop it",
     "--experimental-attention-variant dsa": "replaces core attention",

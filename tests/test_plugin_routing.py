@@ -11,8 +11,9 @@ import torch
 
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin import hooks
+from wlb_megatron.plugin import document_balance, hooks
 from wlb_megatron.plugin.data import padding_mask
+from wlb_megatron.plugin.document_balance import Documents, balance, wrap_apply_seq_aux_loss
 from wlb_megatron.plugin.planning import PlannedMicroBatch
 from wlb_megatron.plugin.routing import (
     stage_padding_mask,
@@ -103,3 +104,86 @@ def test_a_later_stage_gets_its_part_of_the_mask(monkeypatch: pytest.MonkeyPatch
     assert stage_padding_mask(mask, first, True) is mask
     assert stage_padding_mask(mask, later, False) is mask
     assert stage_padding_mask(mask, later, True).tolist() == [[False, True]]
+
+
+LENGTHS_OF = (5, 1, 9, 3)
+"""Documents (tokens); the last is padding."""
+
+
+def routed(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores [18, 4] of tokens that each go to two experts, the routes, and each token's document."""
+    index = torch.arange(4).repeat_interleave(torch.tensor(LENGTHS_OF))
+    scores = torch.rand(18, 4, generator=generator, dtype=torch.float64).softmax(-1)
+    routes = torch.zeros(18, 4, dtype=torch.bool).scatter(1, scores.topk(2).indices, True)
+    real = (index != 3).unsqueeze(1)
+    return (scores * real).requires_grad_(), routes & real, index
+
+
+def test_a_documents_balance_is_megatrons_of_it_alone_and_weighs_by_its_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On one rank, and as parts of two that hold tokens of all documents."""
+    from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
+
+    scores, routes, index = routed(torch.Generator().manual_seed(0))
+    right = sum(
+        length
+        * switch_load_balancing_loss_func(
+            scores[index == document], routes[index == document].sum(0), length, 2, 4, 1.0
+        )
+        for document, length in enumerate(LENGTHS_OF[:3])
+    )
+    right = right / sum(LENGTHS_OF[:3])
+    (wanted,) = torch.autograd.grad(right, scores)
+    alone = SimpleNamespace(size=lambda: 1)
+    loss, tokens = balance(scores, routes, Documents(index, 4), 2, alone)
+    assert tokens == 15 and torch.allclose(loss.double(), right, rtol=1e-6)
+    halves, pair = (
+        (index % 2 == 0, index % 2 == 1, torch.arange(18) % 3 == 0),
+        SimpleNamespace(size=lambda: 2),
+    )
+    for mine in (halves[0], halves[2]):
+        other = Documents(index[~mine], 4)
+        theirs = torch.zeros(4, 4).index_add_(0, other.index, routes[~mine].float())
+        monkeypatch.setattr(
+            torch.distributed, "all_reduce", lambda counts, group, theirs=theirs: counts.add_(theirs)
+        )
+        part, tokens = balance(scores[mine], routes[mine], Documents(index[mine], 4), 2, pair)
+        assert tokens == 15
+        (found,) = torch.autograd.grad(part, scores)
+        assert torch.allclose(found[mine], wanted[mine], rtol=1e-5) and not found[~mine].any()
+
+
+def test_routers_of_a_layer_that_is_recomputed_get_its_own_micro_batchs_documents() -> None:
+    seen = []
+    first, second = (Documents(torch.tensor([at]), 1) for at in (0, 1))
+
+    class Recomputed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            seen.append(document_balance._current)
+            return gradient
+
+    outputs = []
+    for documents in (first, second):
+        document_balance.begin(documents)
+        outputs.append(Recomputed.apply(torch.ones(1, requires_grad=True)) * 2)
+        document_balance.begin_backward(documents, outputs[-1])
+    for output in outputs:
+        output.sum().backward()
+    document_balance.begin_backward(first, torch.ones(1))  # an evaluation's has none
+    document_balance.begin(None)
+    assert seen == [first, second]
+
+
+def test_without_a_plan_megatrons_own_loss_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply = wrap_apply_seq_aux_loss(lambda *given, **named: (given, named))
+    router = SimpleNamespace(get_aux_loss_coeff=lambda kind: 0.1)
+    assert apply(router, "probs", "scores", "routes", 8, 1, with_padding_mask=True) == (
+        (router, "probs", "scores", "routes", 8, 1),
+        {"with_padding_mask": True},
+    )

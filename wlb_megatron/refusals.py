@@ -233,13 +233,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda a, c: (
-            _get(a, "num_experts") and "seq_aux_loss" in str(_get(a, "moe_router_load_balancing_type"))
-        ),
-        "--moe-router-load-balancing-type seq_aux_loss",
-        "it treats a packed sequence as one document; use aux_loss",
-    ),
-    Refusal(
-        lambda a, c: (
             _get(a, "num_experts")
             and any(
                 kind in str(_get(a, "moe_router_load_balancing_type"))

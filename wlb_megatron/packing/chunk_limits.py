@@ -49,6 +49,11 @@ class Trainer:
                 "a chunk's last tokens would have no tokens further on to predict; train whole documents",
             ),
             (
+                self.experts > 0 and "seq_aux_loss" in self.balancing,
+                "--moe-router-load-balancing-type seq_aux_loss",
+                "it is a mean over a document, whose chunks are routed one after the other; use aux_loss",
+            ),
+            (
                 self.offloads,
                 "--fine-grained-activation-offloading",
                 "it brings activations back in the order in which micro-batches began, chunks go back last first; "

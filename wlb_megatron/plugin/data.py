@@ -37,6 +37,7 @@ class Layout:
     stage_rank, cp_size: among the stage's data x context parallel ranks, and of Megatron's groups of them.
     routes: the model has experts, whose routers must not count padding. follows: how many further tokens it predicts,
     each of which asks for the next one of a document. vocabulary: rows of the embedding, which token ids must be below.
+    by_document: its routers balance each document by itself.
     """
 
     cp_rank: int
@@ -49,6 +50,7 @@ class Layout:
     routes: bool = False
     follows: int = 0
     vocabulary: int | None = None
+    by_document: bool = False
 
     def within(self, group: RankGroup | None) -> Layout:
         """The same where another group than Megatron's context-parallel one shares the micro-batch."""
@@ -152,6 +154,9 @@ def with_plan(planned: PlannedMicroBatch, layout: Layout) -> dict[str, Any]:
     }
     if layout.routes:
         batch["padding_mask"] = torch.from_numpy(padding_mask(planned, layout.cp_rank))[None]
+    if layout.by_document:
+        rows = planned.shard.ranks[layout.cp_rank]
+        batch["documents"] = torch.from_numpy(np.repeat(rows[:, 0], rows[:, 2] - rows[:, 1]).astype(np.int64))
     if layout.follows:
         batch["following"] = torch.from_numpy(following(planned.shard).astype(np.int32))
         first, *further = planned.predictions

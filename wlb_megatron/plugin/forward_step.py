@@ -11,10 +11,10 @@ from megatron.core.utils import StragglerDetector
 from megatron.training import get_args, get_timers
 
 from wlb_megatron.attention.core_attention import packed_seq_params
-from wlb_megatron.plugin import trace
+from wlb_megatron.plugin import document_balance, trace
 from wlb_megatron.plugin.groups import process_group
 from wlb_megatron.plugin.rehearsal import REHEARSAL
-from wlb_megatron.plugin.routing import stage_padding_mask
+from wlb_megatron.plugin.routing import stage_padding_mask, stage_part
 
 stimer = StragglerDetector()
 SPIKY_LOSS_FACTOR = 10
@@ -37,6 +37,11 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         routed = {}
         if padding is not None:
             routed["padding_mask"] = stage_padding_mask(padding, model, get_args().sequence_parallel)
+        documents = None
+        if "documents" in batch:
+            index = stage_part(batch["documents"].cuda(non_blocking=True), get_args().sequence_parallel)
+            documents = document_balance.Documents(index, len(planned.pieces))
+        document_balance.begin(documents)
         group = process_group(planned.group)
         params = packed_seq_params(batch["attention"], batch["layout"].cp_rank, group=group)
         if "following" in batch:
@@ -47,6 +52,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         output = model(
             tokens, position_ids, None, labels=labels, loss_mask=loss_mask, packed_seq_params=params, **routed
         )
+    document_balance.begin_backward(documents, output)
     return output, partial(sum_of_losses if planned.iteration == REHEARSAL else loss_per_token, loss_mask)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from wlb_megatron.plugin import (
     checkpoint,
+    document_balance,
     entry,
     grouped_steps,
     logged_losses,
@@ -242,6 +243,12 @@ HOOKS: tuple[Hook, ...] = (
         ("routing_map", "reduce_group", "topk", "with_padding_mask"),
         "experts' balancing losses weigh all ranks alike where one holds the padding",
         routing.wrap_token_counts,
+    ),
+    Hook(
+        "megatron.core.transformer.moe.router:TopKRouter._apply_seq_aux_loss",
+        ("probs", "scores_for_aux_loss", "routing_map"),
+        "takes experts' balancing loss of a sequence of each document, wherever its tokens are held",
+        document_balance.wrap_apply_seq_aux_loss,
     ),
     Hook(
         "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",

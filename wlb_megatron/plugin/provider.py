@@ -276,6 +276,7 @@ def _layout(args: Any) -> Layout:
         routes=bool(args.num_experts),
         follows=args.mtp_num_layers or 0,
         vocabulary=args.padded_vocab_size,
+        by_document=bool(args.num_experts) and "seq_aux_loss" in str(args.moe_router_load_balancing_type),
     )
 
 

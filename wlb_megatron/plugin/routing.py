@@ -21,17 +21,22 @@ def stage_padding_mask(mask: torch.Tensor, model: Any, sequence_parallel: bool) 
     The chunk that embeds cuts it over tensor-parallel ranks itself, as it does the tokens; later chunks get hidden
     states that are cut already, and here their part of the mask.
     """
-    from megatron.core import parallel_state
-
     while hasattr(model, "module"):  # DDP and mixed precision wrap it
         model = model.module
-    if not sequence_parallel or model.pre_process:
-        return mask
+    return mask if model.pre_process else stage_part(mask, sequence_parallel)
+
+
+def stage_part(values: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
+    """Of [.., t], what this tensor-parallel rank's routers get: under sequence parallelism its part of the tokens."""
+    from megatron.core import parallel_state
+
+    if not sequence_parallel:
+        return values
     size, rank = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_rank(),
     )
-    return mask.chunk(size, dim=1)[rank]
+    return values.chunk(size, dim=-1)[rank]
 
 
 def wrap_token_counts(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -98,7 +98,7 @@ def _add_trainer(parser: argparse.ArgumentParser) -> None:
     add("--cpu-offloading-num-layers", type=whole(0), default=0, help="layers that do (default: 0)")
 
 
-BALANCING = ("aux_loss", "global_aux_loss", "none")
+BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 """Megatron's kinds of routers' losses that training takes."""
 
 _EXPERTS = (
