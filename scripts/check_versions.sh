@@ -27,10 +27,10 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 export XDG_CACHE_HOME="$scratch/cache" # checks of untried versions run here, and are forgotten
 export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore CUDA_DEVICE_MAX_CONNECTIONS=1 TORCHDYNAMO_DISABLE=1
-export PYTHONPATH="$root/scripts/cpu:$root"
+export PYTHONPATH="$root/wlb_megatron/cpu:$root"
 
-flags=$("$python" -c 'import megatron_job as job; print(job.MODEL, job.MACHINE, job.TRAINING)' | tr '\n' ' ')
-"$python" -c 'import sys, pathlib, megatron_job as job; job.build_python_corpus(pathlib.Path(sys.argv[1]))' \
+flags=$("$python" -c 'from scripts import megatron_job as job; print(job.MODEL, job.MACHINE, job.TRAINING)' | tr '\n' ' ')
+"$python" -c 'import sys, pathlib; from scripts import megatron_job as job; job.build_python_corpus(pathlib.Path(sys.argv[1]))' \
     "$scratch/corpus" >/dev/null
 # What older releases import without asking for it.
 "$python" -m pip install --quiet --target "$scratch/needs" pyyaml six regex pydantic 2>"$scratch/pip.log" ||

@@ -35,9 +35,9 @@ from convergence_report import report, write
 from wlb_megatron.packing.synthetic import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts" / "cpu"))
-from environment import cpu_environment, free_port  # noqa: E402
-from megatron_job import Losses, arguments  # noqa: E402
+sys.path.insert(0, str(ROOT))
+from scripts.environment import cpu_environment, free_port  # noqa: E402
+from scripts.megatron_job import Losses, arguments  # noqa: E402
 
 ARMS = {
     "plain": "--wlb-packing original",

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE / "cpu")]
+sys.path[:0] = [str(HERE.parent)]
 from attention_regret import against, report  # noqa: E402
-from environment import free_port  # noqa: E402
 
+from scripts.environment import free_port  # noqa: E402
 from wlb_megatron.report.files import write_csv  # noqa: E402
 
 TABLES = {

@@ -29,10 +29,9 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "scripts" / "cpu"), str(ROOT)]
-from environment import free_port  # noqa: E402
-from warm_ranks import WarmRanks  # noqa: E402
-
+sys.path[:0] = [str(ROOT)]
+from scripts.environment import free_port  # noqa: E402
+from scripts.warm_ranks import WarmRanks  # noqa: E402
 from wlb_megatron.report.files import write_csv  # noqa: E402
 
 MODEL = """--hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 --group-query-attention

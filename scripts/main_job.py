@@ -13,18 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts" / "cpu"))
-from environment import cpu_environment  # noqa: E402
-from megatron_job import build_python_corpus, run_job  # noqa: E402
-from warm_ranks import WarmRanks  # noqa: E402
+from scripts.environment import ROOT, cpu_environment
+from scripts.megatron_job import build_python_corpus, run_job
+from scripts.warm_ranks import WarmRanks
 
 STAGES, PROCESSES = 2, 4
 RUNS = {

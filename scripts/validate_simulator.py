@@ -27,8 +27,8 @@ import gpu_train
 import numpy as np
 from gpu_train import PLAIN, WLB
 from validate_compare import SHAPE, WINDOW, compare
-from warm_ranks import WarmRanks
 
+from scripts.warm_ranks import WarmRanks
 from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.whole_files import renamed_at_end
 from wlb_megatron.workload.profile import read_profile

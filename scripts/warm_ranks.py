@@ -26,8 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "cpu"))
-from environment import ROOT, free_port
+from scripts.environment import ROOT, free_port
 
 
 class WarmRanks:

@@ -28,8 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "cpu"))
-from environment import cpu_environment, free_port
+from scripts.environment import cpu_environment, free_port
 
 PRELOADED = (
     "megatron.training.training",

@@ -12,13 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import forked_ranks
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts" / "cpu"))
-import forked_ranks  # noqa: E402
-from environment import cpu_environment, free_port  # noqa: E402
+from scripts.environment import ROOT, cpu_environment, free_port
 
 MODEL = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention
 --num-query-groups 2 --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear

@@ -89,7 +89,9 @@ def test_the_cpu_that_answers_for_a_gpu_is_not_taken_for_one(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "cpu_cuda", sys)
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert [one.found for one in doctor.torch_and_gpus() if one.what.startswith("GPU")] == ["none"]
+    (gpus,) = [one for one in doctor.torch_and_gpus() if one.what.startswith("GPU")]
+    assert gpus.found == "none"
+    assert (Path(gpus.cure.split("put ")[1].split(" on PYTHONPATH")[0]) / "sitecustomize.py").exists()
     assert all(one.verdict != doctor.FIX for one in doctor.transformer_engine())
 
 

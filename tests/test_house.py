@@ -26,9 +26,11 @@ FLOORS = (
         "attention",
         "profiler",
     ),
-    *("analyze", "plugin"),
+    *("analyze", "plugin", "cpu"),
 )
-"""Folders from the bottom up: each may import those before it, and the package's own files."""
+"""Folders from the bottom up: each may import those before it, and the package's own files.
+
+`cpu` comes last, so that no other folder imports it: it changes torch.cuda for the whole process."""
 ENTRIES = ("cli", "doctor", "inspect_plans", "launch", "pretrain_gpt", "selftest")
 """Files of the package that stand above all folders; the others stand below."""
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from megatron_runs import ROOT, cpu_environment, flags, logged_losses
+from megatron_runs import cpu_environment, flags, logged_losses
 
-sys.path.insert(0, str(ROOT / "scripts"))
-from warm_ranks import WarmRanks
+from scripts.warm_ranks import WarmRanks
 
 
 @pytest.fixture

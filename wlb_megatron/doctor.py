@@ -23,6 +23,8 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.extras import install
 
 OK, NOTE, FIX = "ok", "note", "FIX"
+CPU = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cpu")
+"""The folder that lets Megatron's loop run without a GPU (docs/cpu.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ def torch_and_gpus() -> Iterator[Finding]:
             "GPUs",
             "none",
             NOTE,
-            "Megatron's loop asks for CUDA; to try it on CPUs put this project's scripts/cpu on PYTHONPATH, and add "
+            f"Megatron's loop asks for CUDA; to try it on CPUs put {CPU} on PYTHONPATH, and add "
             "--transformer-impl local --distributed-backend gloo (docs/cpu.md has the whole command)",
         )
     for index in range(gpus):
@@ -315,7 +317,7 @@ def _gpus() -> int:
         return 0
     import torch
 
-    if "cpu_cuda" in sys.modules:  # scripts/cpu, imported with torch: the CPU answers for CUDA
+    if "cpu_cuda" in sys.modules:  # of wlb_megatron/cpu, imported with torch: the CPU answers for CUDA
         return 0
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 

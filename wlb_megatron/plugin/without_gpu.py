@@ -7,8 +7,8 @@ from typing import Any
 
 
 def run_without_gpu() -> None:
-    """Call before megatron is imported, with CUDA_VISIBLE_DEVICES empty. Does nothing under scripts/cpu."""
-    if "cpu_cuda" in sys.modules:  # scripts/cpu
+    """Call before megatron is imported, with CUDA_VISIBLE_DEVICES empty. Does nothing under wlb_megatron/cpu."""
+    if "cpu_cuda" in sys.modules:  # of wlb_megatron/cpu
         return
     for package in ("transformer_engine", "apex"):  # Megatron takes their kernels wherever it finds them
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 if glob.glob("/dev/nvidia[0-9]*") and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
     sys.exit(
-        "scripts/cpu is for machines without a GPU: take it off PYTHONPATH, or set CUDA_VISIBLE_DEVICES=''"
+        "wlb_megatron/cpu is for machines without a GPU: take it off PYTHONPATH, or set CUDA_VISIBLE_DEVICES=''"
     )
 
 CPU = torch.device("cpu")
@@ -78,7 +78,8 @@ def _answer(value: Any) -> Any:
 
 
 def _replace_cuda() -> None:
-    cuda = torch.cuda
+    cuda: Any = torch.cuda
+    bindings: Any = torch._C
     properties = types.SimpleNamespace(
         major=8, minor=0, name="CPU", multi_processor_count=1, total_memory=1 << 34
     )
@@ -119,14 +120,15 @@ def _replace_cuda() -> None:
     )
     for name in ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Byte", "Bool"):
         setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
-    torch._C._cuda_setRNGState = torch.set_rng_state  # what Megatron's random module asks first
+    bindings._cuda_setRNGState = torch.set_rng_state  # what Megatron's random module asks first
     torch.accelerator.is_available = _answer(False)
     torch.accelerator.current_accelerator = _answer(None)
 
 
 def _replace_distributed() -> None:
     """Leave out the arguments that gloo does not take."""
-    barrier, init, all_to_all = dist.barrier, dist.init_process_group, dist.all_to_all_single
+    replaced: Any = dist
+    barrier, init, all_to_all = replaced.barrier, replaced.init_process_group, replaced.all_to_all_single
 
     def plain_init(backend: Any = None, *args: Any, device_id: Any = None, **kwargs: Any) -> Any:
         return init("gloo", *args, **kwargs)
@@ -141,17 +143,17 @@ def _replace_distributed() -> None:
         ]
         return all_to_all(output, input, *splits, **kwargs)
 
-    meshed = dist.DeviceMesh.from_group
+    meshed = replaced.DeviceMesh.from_group
 
     def mesh_of_cpus(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
         return meshed(group, "cpu", *args, **kwargs)
 
-    dist.DeviceMesh.from_group = staticmethod(mesh_of_cpus)
-    dist.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
-    dist.init_process_group = plain_init
-    dist.all_to_all_single = plain_all_to_all
+    replaced.DeviceMesh.from_group = staticmethod(mesh_of_cpus)
+    replaced.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
+    replaced.init_process_group = plain_init
+    replaced.all_to_all_single = plain_all_to_all
     # Else gloo's threads may abort the exit.
-    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+    atexit.register(lambda: dist.is_initialized() and replaced.destroy_process_group())
 
 
 _replace_cuda()

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from environment import ROOT, cpu_environment
+from scripts.environment import ROOT, cpu_environment
 
 if TYPE_CHECKING:
-    from warm_ranks import WarmRanks
+    from scripts.warm_ranks import WarmRanks
 
 MODEL = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --group-query-attention
 --num-query-groups 2 --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear

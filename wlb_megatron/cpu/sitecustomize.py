@@ -27,10 +27,10 @@ class WithTorch:
 
         def exec_module(module: ModuleType) -> None:
             load(module)
-            import cpu_cuda  # noqa: F401
+            import cpu_cuda  # type: ignore[import-not-found]  # noqa: F401
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-sys.meta_path.insert(0, WithTorch)  # type: ignore[arg-type]
+sys.meta_path.insert(0, WithTorch)

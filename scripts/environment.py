@@ -7,12 +7,12 @@ import random
 import socket
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def cpu_environment() -> dict[str, str]:
     """This process's environment with the CUDA shim and the package on PYTHONPATH, one thread a process."""
-    paths = [str(ROOT / "scripts" / "cpu"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT / "wlb_megatron" / "cpu"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
