@@ -6,6 +6,7 @@ It is started anew, not forked: it holds no CUDA context, and imports nothing th
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
@@ -23,6 +24,9 @@ PATIENCE = 300
 
 _SLICE_MS = 20
 """How often `hurry` is asked."""
+
+_PIPE = 1 << 20
+"""Bytes that the child may be ahead by: the most that a user's process may ask for."""
 
 _LENGTH = struct.Struct("<Q")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -44,6 +48,8 @@ class Child:
         assert self.process.stdin is not None and self.process.stdout is not None
         self._stdin, self._stdout = self.process.stdin, self.process.stdout
         os.set_blocking(self._stdin.fileno(), False)  # a pipe that nobody reads takes 64 KiB
+        with contextlib.suppress(OSError):  # fewer reads: each hands the interpreter over twice
+            fcntl.fcntl(self._stdout, fcntl.F_SETPIPE_SZ, _PIPE)
         self._unsent: deque[memoryview] = deque()
         self._received = bytearray()
         self._quiet: float | None = None  # since when it is waited for without a byte in or out
@@ -72,7 +78,7 @@ class Child:
         while len(self._received) < head or len(self._received) < head + self._length():
             if not self._ready(self._stdout, select.POLLIN, hurry):
                 return None
-            part = self._stdout.read(1 << 16)  # what is there, at most so much
+            part = self._stdout.read(_PIPE)  # what is there, at most so much
             if not part:
                 raise OSError(f"it has {self._ending()}")
             self._quiet = time.monotonic()
