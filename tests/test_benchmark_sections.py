@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = (
     "unsharded_ms",
     "unsharded_own_ms",
@@ -21,11 +20,6 @@ COLUMNS = (
     "launch_ms",
     "exchange_ms",
 )
-
-
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
 
 
 def row(mix: str, sharding: str, chosen: int, ms: float, window: int = 1024, **more: Any) -> dict[str, Any]:
@@ -42,7 +36,7 @@ def row(mix: str, sharding: str, chosen: int, ms: float, window: int = 1024, **m
 
 
 def test_regret_is_what_was_chosen_over_the_fastest_way_of_the_same_cell() -> None:
-    from attention_regret import regrets
+    from scripts.bench.attention.attention_regret import regrets
 
     rows = [
         row("a", "hybrid", 1, 3.0),
@@ -57,7 +51,7 @@ def test_regret_is_what_was_chosen_over_the_fastest_way_of_the_same_cell() -> No
 
 
 def test_backends_are_compared_where_both_were_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    from attention_regret import against, report
+    from scripts.bench.attention.attention_regret import against, report
 
     first = [row("a", "hybrid", 1, 2.0), row("b", "hybrid", 1, 2.0), row("c", "hybrid", 1, 1.0)]
     second = [row("a", "hybrid", 1, 4.0), row("b", "per-document", 1, 16.0), row("b", "hybrid", 0, 1.0)]
@@ -70,7 +64,7 @@ def test_backends_are_compared_where_both_were_measured(capsys: pytest.CaptureFi
 
 
 def test_a_part_cut_short_keeps_its_rows_and_leaves_no_process(tmp_path: Path) -> None:
-    from fa4_sections import Sections
+    from scripts.bench.attention.fa4.fa4_sections import Sections
 
     work, out = tmp_path / "work", tmp_path / "out"
     for folder in (work / "nvlink", out):

@@ -162,7 +162,10 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "scripts/bench/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
@@ -179,3 +182,15 @@ def test_links_between_documents_and_named_files_lead_somewhere(page: Path) -> N
             assert place in map(anchor, headings), link
     for name in re.findall(r"`((?:docs|scripts|tests|wlb_megatron)/[\w./]+\.\w+)`", text):
         assert (ROOT / name).exists(), name
+
+
+def test_every_script_that_is_named_somewhere_is_there() -> None:
+    """By its path, or as the module that `python -m` starts."""
+    scripts = [path for kind in ("py", "sh", "sbatch") for path in (ROOT / "scripts").rglob(f"*.{kind}")]
+    for page in [*DOCUMENTS, *MODULES, *scripts, *(ROOT / "tests").glob("*.py")]:
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"\bscripts/[\w/]+\.(?:py|sh|sbatch)\b", text):
+            assert (ROOT / name).exists(), f"{page} names {name}"
+        for name in re.findall(r"(?<![\w/-])scripts(?:\.\w+)+", text):
+            module = ROOT / name.replace(".", "/")
+            assert module.is_dir() or module.with_suffix(".py").exists(), f"{page} names {name}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "2x_h200"
 
 
-def test_no_measured_run_is_predicted_more_than_a_twelfth_off(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    from validate_again import predicted
-
+def test_no_measured_run_is_predicted_more_than_a_twelfth_off() -> None:
+    from scripts.bench.simulator.validate_again import predicted
     from wlb_megatron.workload.profile import read_profile
 
     with (RESULTS / "validation_iterations.csv").open(encoding="utf-8") as lines:

@@ -26,7 +26,7 @@ from wlb_megatron.workload.micro_batch import CHECK_NS, CHUNK_NS, LAUNCH_NS, sta
 
 FloatArray = npt.NDArray[np.float64]
 EXCHANGE_LAUNCH = 200_000.0
-"""Nanoseconds of the host to launch keys' exchange one way, on an H200's host (scripts/gpu_attention.py host)."""
+"""Nanoseconds of the host to launch keys' exchange one way, on an H200's host (gpu_attention.py host)."""
 FORWARD_SHARE = 1 / 3.5
 """Of an attention layer's forward + backward time: two products forward, five backward."""
 

@@ -1,0 +1,1 @@
+"""One layer's attention on GPUs: errors, time and memory."""

@@ -1,0 +1,197 @@
+"""Errors of sharded attention on one GPU over head dims, windows, sinks and deterministic mode, beside TE's own."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scripts.bench.attention.attention_bench import KERNELS, errors, machine, measure, te_attention, tensors
+from scripts.bench.attention.attention_cases import ALONE, CASES, CROWD, CROWDED, LENGTHS, WITH_NANS, Case
+from scripts.bench.attention.attention_steps import (
+    Mixes,
+    Way,
+    keys_of,
+    padded_to,
+    planned,
+    sharded_by_turns,
+    share,
+)
+from wlb_megatron.attention import kernel_choice
+from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.attention.sinks import apply_sink, sink_gradient
+from wlb_megatron.attention.torch_backend import TorchKernels
+from wlb_megatron.report.files import write_csv
+from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.sharding.select import shard
+
+
+def exact(lengths: np.ndarray, x: SimpleNamespace, case: Case, sink: Tensor | None) -> list[Tensor]:
+    """Output, dq, dk, dv (and dsink) in fp32, one document at a time."""
+    kernels, scale = TorchKernels(), case.dim**-0.5
+    q, k, v, dout = (t.float() for t in (x.q, x.k, x.v, x.dout))
+    narrow = case.dim - v.shape[-1]
+    v, dout = (torch.nn.functional.pad(t, (0, narrow)) for t in (v, dout))
+    kv = torch.stack((k, v), dim=1)
+    out, dq, dkv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(kv)
+    dsink = None if sink is None else torch.zeros_like(sink)
+    for start, length in zip(np.cumsum(lengths) - lengths, lengths, strict=True):
+        rows = slice(int(start), int(start + length))
+        call: Any = SimpleNamespace(causal=True, window=case.window, sizes=((int(length), int(length)),))
+        o, lse = kernels.forward(call, q[rows], kv[rows], scale)
+        if sink is not None and dsink is not None:
+            o, lse = apply_sink(o, lse, sink)
+            dsink += sink_gradient(o, lse, dout[rows], sink)
+        out[rows] = o
+        dq[rows], dkv[rows] = kernels.backward(call, q[rows], kv[rows], o, lse, dout[rows], scale)
+    wide = x.v.shape[-1]
+    return [out[..., :wide], dq, dkv[:, 0], dkv[:, 1, :, :wide]] + ([] if dsink is None else [dsink])
+
+
+def breadth(_: Mixes, args: argparse.Namespace) -> None:
+    rows, wrong = [], 0
+    print(
+        f"{'case':36}{'sharding':24}{'cp':>3}{'out':>10}{'dq':>10}{'dk':>10}{'dv':>10}{'dsink':>10}{'worst / TE':>12}"
+    )
+    packed = [("per-document", 1), ("per-sequence", 4), ("per-document", 4), ("hybrid", 4)]
+    packed.append(("per-document, one call", 4))
+    alone = [("per-sequence", cp) for cp in (1, 2, 4)]
+    first, every = map(int, (args.cases or "0::1").split("::"))
+    cases = CASES[first::every]
+    ways = ((LENGTHS, packed), (CROWD, [("per-document", 1), ("hybrid", 2)]), (ALONE, alone))
+    for case, documents, plans in [(case, *way) for case in cases for way in ways]:
+        if documents is CROWD and case.name not in CROWDED:
+            continue
+        lengths = padded_to(documents, 4)
+        x = tensors(int(lengths.sum()), case.heads, case.kv_heads, case.dim, case.v_dim, case.dtype)
+        sink = None
+        if case.softmax != "vanilla":
+            sink = torch.linspace(-2, 6, case.heads, device="cuda") * (case.softmax == "learnable")
+        way = Way(kernel_choice.kernels(KERNELS.name, case.deterministic), case.window, sink)
+        expected = exact(lengths, x, case, sink)
+        base = _te_errors(lengths, x, case, sink, expected)
+        for kind, cp in plans:
+            plan = planned(lengths, cp, kind)
+            if documents is ALONE and KERNELS.name == "cudnn":
+                expect(plan, x, way)
+                kind = f"{kind}, expected"
+            try:
+                error = errors(sharded_by_turns(plan, x, way), expected)
+            except (
+                Exception
+            ) as failed:  # a shape that the kernels do not take: the others are told all the same
+                print(f"{case.name:36}{kind:24}{cp:3}  FAIL: {str(failed)[:300]}", flush=True)
+                wrong += 1
+                continue
+            worst = max((a / b for a, b in zip(error, base, strict=False)), default=float("nan"))
+            good = worst <= 1.5 if base else max(error[:4]) < 6e-3
+            good &= len(error) < 5 or error[4] < 1e-2
+            wrong += not good
+            text = "".join(f"{e:10.2e}" for e in error) + " " * 10 * (5 - len(error))
+            print(f"{case.name:36}{kind:24}{cp:3}{text}{worst:12.2f}{'' if good else '  FAIL'}", flush=True)
+            each = dict(zip(("out", "dq", "dk", "dv", "dsink"), [*error, ""][:5], strict=False))
+            rows.append(
+                {"case": case.name, "documents": len(documents), "sharding": kind, "cp": cp}
+                | each
+                | {"worst_over_te": worst}
+                | machine()
+            )
+            write_csv(args.out / "breadth.csv", rows)
+        if documents is not LENGTHS:
+            continue
+        if case.deterministic:
+            wrong += not repeats(lengths, x, way)
+        if case.name in WITH_NANS:
+            wrong += not unread(lengths, x, way)
+    print(f"{len(cases)} cases, {wrong} wrong")
+    if wrong:
+        raise SystemExit(1)
+
+
+def expect(plan: ShardPlan, x: SimpleNamespace, way: Way) -> None:
+    """Have the kernels serve what they can of this plan as batches of equal sequences."""
+    kv = keys_of(x, way)
+    for rank in range(plan.cp_size):
+        layout = device_layout(attention_layout(plan, rank, way.window), "cuda")
+        near = layout.window or layout.single
+        for call in [near.call] if near else [layout.diagonals, layout.rectangles]:
+            if call and call.equal:
+                way.kernels.expect(call, x.q, kv)
+
+
+def _te_errors(
+    lengths: np.ndarray, x: SimpleNamespace, case: Case, sink: Tensor | None, expected: list[Tensor]
+) -> list[float]:
+    """Of Transformer Engine's own module on the unsharded documents, where it takes the case; else none."""
+
+    def set_sink(module: Any) -> None:
+        if case.softmax == "learnable":
+            module.softmax_offset.data.copy_(sink)
+
+    try:
+        return errors(te_attention(lengths, x, set_sink, **case.te_options)(), expected[:4])
+    except Exception as error:
+        print(f"  (Transformer Engine's own module refuses: {str(error).splitlines()[0][:90]})")
+        return []
+
+
+def unread(lengths: np.ndarray, x: SimpleNamespace, way: Way) -> bool:
+    """Whether rows to spare are never read: with new memory full of NaN, all results are as they were."""
+    plan = shard(lengths, 4, "per-document")
+    expected = sharded_by_turns(plan, x, way)
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        assert torch.empty(3, device="cuda").isnan().all()
+        got = sharded_by_turns(plan, x, way)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    error = max(
+        float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, expected, strict=True)
+    )
+    good = error < 1e-3
+    print(f"  with NaN in all memory that is not written: difference {error:.1e}{'' if good else '  FAIL'}")
+    return good
+
+
+def windows(mixes: Mixes, args: argparse.Namespace) -> None:
+    """Time of a windowed layer beside a full one: each rank's share in turn, and Transformer Engine's own unsharded."""
+    rows = []
+    print(f"{'mix':16}{'cp':>3}{'window':>8}{'TE / CP':>10}{'slowest rank, ms':>18}{'of full':>9}")
+    for name, given in mixes.items():
+        lengths = padded_to(given, 16)
+        x = tensors(int(lengths.sum()))
+        kv = torch.stack((x.k, x.v), dim=1)
+        for cp in args.cp:
+            plan, full = shard(lengths, cp, args.kinds[-1]), 0.0
+            for window in (None, 8192, 1024, 128):
+                options = {} if window is None else {"window_size": (window, 0)}
+                whole = measure(te_attention(lengths, x, **options), most=5)[1]
+                times = [measure(share(plan, r, x, kv, Way(window=window))[0], most=5)[1] for r in range(cp)]
+                full = full or max(times)
+                print(
+                    f"{name:16}{cp:3}{window or 'all':>8}{whole / cp:10.3f}{max(times):18.3f}{max(times) / full:9.2f}",
+                    flush=True,
+                )
+                row = {"mix": name, "cp": cp, "window": window or 0, "te_over_cp_ms": whole / cp}
+                rows.append(row | {"ms": max(times)} | machine())
+    write_csv(args.out / "windows.csv", rows)
+
+
+def repeats(lengths: np.ndarray, x: SimpleNamespace, way: Way) -> bool:
+    """Whether five runs of a rank's share are bitwise the same; beside it, how often the default kernels are."""
+    plan = shard(lengths, 4, "per-document")
+    kv = keys_of(x, way)
+    same = []
+    for kernels in (way.kernels, kernel_choice.kernels(KERNELS.name)):
+        step = share(plan, 1, x, kv, Way(kernels, way.window, way.sink))[0]
+        first = [t.clone() for t in step()]
+        same.append([all(map(torch.equal, step(), first)) for _ in range(4)])
+    print(
+        f"  repeats bitwise: {sum(same[0])} of 4; by default {sum(same[1])} of 4{'' if all(same[0]) else '  FAIL'}"
+    )
+    return all(same[0])

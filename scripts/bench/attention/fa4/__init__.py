@@ -1,0 +1,1 @@
+"""FlashAttention-4's kernels beside cuDNN's."""

@@ -1,0 +1,1 @@
+"""Losses of runs that differ in the order of documents."""

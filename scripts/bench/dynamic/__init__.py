@@ -1,0 +1,1 @@
+"""Dynamic groups: plans, and what they gain."""

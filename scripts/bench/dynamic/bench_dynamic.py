@@ -1,0 +1,233 @@
+"""Dynamic groups (--wlb-cp-mode dynamic): how good and how fast plans are, and what they gain. Times are simulated.
+
+python -m scripts.bench.dynamic.bench_dynamic --sections buckets,plans,gains \\
+    [--wikipedia LENGTHS.npy] [--out out/dynamic]
+
+buckets: tokens that the solver's 16 buckets count too many. plans: seconds to plan on this machine, and predicted
+time over a bound that no plan goes below. gains: a layer's time of an iteration on 64 GPUs, over --iterations global
+batches of about 786K tokens, every scheme within the same memory: a model of 7B with 8 KV heads on H100s, eight to a
+node, by the simulator's assumptions. What all schemes share (gradients, optimizer) is left out. --wikipedia: int
+array of document lengths, else seeded web-like ones stand in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scripts.bench.dynamic.dynamic_baselines import WITHOUT_HYBRID, megatron_ns, planned_ns, static_plan
+from scripts.bench.dynamic.dynamic_buckets import bucket_errors
+from scripts.environment import ROOT
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.dynamic.blocks import Stage
+from wlb_megatron.dynamic.cost import GroupCost, group_cost
+from wlb_megatron.dynamic.plan import fixed_groups, validate
+from wlb_megatron.dynamic.planner import FIXED, SOLVER, plan_step
+from wlb_megatron.packing.corpus import Rules
+from wlb_megatron.packing.factory import make_packer
+from wlb_megatron.packing.synthetic import code_like, cut_overlong, web_like
+from wlb_megatron.report.files import write_csv
+from wlb_megatron.simulator.model import LayerModel, Layout
+from wlb_megatron.simulator.paper import SHAPES
+from wlb_megatron.simulator.schemes import run_packer
+from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
+
+K = 1024
+WINDOWS = (192 * K, 384 * K)
+RANK_TOKENS = 9216
+"""Tokens that fit a GPU, in every scheme: 1.5 windows of 192K over 32 GPUs, of 384K over 64."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sections", default="buckets,plans,gains", help="comma list of these three")
+    parser.add_argument("--wikipedia", type=Path, help=".npy of document lengths (tokens)")
+    parser.add_argument("--iterations", type=int, default=20, help="global batches of each case of gains")
+    parser.add_argument("--seconds", type=float, default=1.0, help="the solver's time for one plan")
+    parser.add_argument("--seeds", type=int, default=5, help="draws of each case of plans")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "dynamic", help="folder of the CSVs")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    corpora = {
+        "wikipedia": web_like(100_000, seed=7) if options.wikipedia is None else np.load(options.wikipedia),
+        "code-like": code_like(100_000),
+        "web-like": web_like(100_000),
+    }
+    sections: dict[str, Callable[..., list[dict[str, Any]]]] = {
+        "buckets": buckets,
+        "plans": plans,
+        "gains": gains,
+    }
+    for name in options.sections.split(","):
+        rows = sections[name](corpora, options)
+        write_csv(options.out / f"{name}.csv", rows)
+
+
+def costs(stage: Stage) -> GroupCost:
+    """Of the model's layer on H100s."""
+    model = LayerModel(shape=SHAPES["7B"], layout=Layout())
+    line = model.linear(np.array([0.0, 65536.0]))
+    return group_cost(model.table, float((line.forward + line.backward) @ [-1, 1]) / 65536, stage.sizes)
+
+
+def buckets(corpora: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The error of 16 buckets over the corpora, cut to each window."""
+    cut = {f"{n}, {w // K}K": cut_overlong(found, w) for w in WINDOWS for n, found in corpora.items()}
+    return bucket_errors(cut)
+
+
+def plans(corpora: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Seconds and quality by size of the job, over --seeds draws of each."""
+    rows = []
+    print(
+        "GPUs  documents corpus      micro-steps  s, greedy (median, most)  s, solver  over bound (mean, most)  whose"
+    )
+    for ranks, documents in ((64, 512), (128, 1024), (256, 4096), (1024, 16384)):
+        stage = Stage.of(32, ranks // 32, RANK_TOKENS * 32)
+        cost = costs(stage)
+        for name, lengths in corpora.items():
+            found = [
+                plan_once(cut_overlong(lengths, 192 * K), documents, seed, stage, cost, options.seconds)
+                for seed in range(options.seeds)
+            ]
+            greedy, solver, over, steps, sources = zip(*found, strict=True)
+            row = {
+                "gpus": ranks,
+                "documents": documents,
+                "corpus": name,
+                "draws": options.seeds,
+                "micro_steps": f"{min(steps)} to {max(steps)}",
+                "greedy_seconds_median": round(float(np.median(greedy)), 3),
+                "greedy_seconds_most": round(max(greedy), 3),
+                "solver_seconds_median": round(float(np.median(solver)), 3),
+                "solver_seconds_most": round(max(solver), 3),
+                "over_bound_mean": round(float(np.mean(over)), 4),
+                "over_bound_most": round(max(over), 4),
+                "solver_won": sources.count(SOLVER),
+            }
+            rows.append(row)
+            print(
+                f"{ranks:4} {documents:10} {name:10} {row['micro_steps']:>12} {np.median(greedy):15.2f}"
+                f" {max(greedy):8.2f} {np.median(solver):7.2f} {max(solver):6.2f}"
+                f" {np.mean(over):12.3f} {max(over):7.3f}   solver {sources.count(SOLVER)} of {len(sources)}",
+                flush=True,
+            )
+    return rows
+
+
+def plan_once(
+    lengths: Any, documents: int, seed: int, stage: Stage, cost: GroupCost, seconds: float
+) -> tuple[float, float, float, int, str]:
+    """Seconds without and with the solver, time over the bound, micro-steps and whose plan, of one draw."""
+    drawn = np.random.default_rng((stage.ranks, seed)).choice(lengths, documents).tolist()
+    began = time.perf_counter()
+    plan_step(drawn, stage, cost)
+    middle = time.perf_counter()
+    best = plan_step(drawn, stage, cost, seconds=seconds)
+    ended = time.perf_counter()
+    validate(best.plan, drawn, stage)
+    return middle - began, ended - middle, best.priced / best.bound, len(best.plan.micro_steps), best.source
+
+
+def gains(corpora: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time of an iteration's layer by scheme, per unit of work, over the best static degree's."""
+    rows = []
+    for window in WINDOWS:
+        for name, lengths in corpora.items():
+            rows += case(name, cut_overlong(lengths, window), window, options.iterations)
+    schemes = list(dict.fromkeys(row["scheme"] for row in rows))
+    print("\nspeed-up over the best static degree (simulated, 64 GPUs), mean and range over the cases")
+    for scheme in schemes:
+        found = [row["speedup"] for row in rows if row["scheme"] == scheme]
+        print(f"{scheme:36} {np.exp(np.mean(np.log(found))):6.3f}   {min(found):.3f} to {max(found):.3f}")
+    return rows
+
+
+def case(name: str, lengths: Any, window: int, iterations: int) -> list[dict[str, Any]]:
+    """One corpus and window: nanoseconds per unit of work of every scheme. Work is d + d * d / X tokens of a document
+    of d: where documents are delayed, an iteration trains others, and tokens of long ones cost more."""
+    context, data = window * 3 // 2 // RANK_TOKENS, 64 * RANK_TOKENS * 2 // 3 // window
+    stage = Stage.of(context, data, RANK_TOKENS * context)
+    cost, model_cost = costs(stage), LayerModel(shape=SHAPES["7B"], layout=Layout()).cost()
+    per_rank = 4 * 192 * K // window // data
+    rules, batch = Rules(window, "split", 1, endless=True), per_rank * data * window
+    kept, tokens = 0, []
+    spent: dict[str, float] = {}
+    trained: dict[str, int] = {}
+    done: dict[str, float] = {}
+
+    def add(scheme: str, ns: float) -> None:
+        spent[scheme] = spent.get(scheme, 0.0) + ns
+        trained[scheme] = trained.get(scheme, 0) + sum(tokens)
+        done[scheme] = done.get(scheme, 0.0) + float(model_cost.work(tokens).sum()) / UNITS_PER_TOKEN
+
+    for packing in ("original", "varlen"):
+        delay = 0 if packing == "original" else WlbConfig().max_delay
+        packer = make_packer(
+            WlbConfig(packing="varlen", max_delay=delay, thresholds="none" if not delay else "auto"),
+            model_cost,
+            window=window,
+            micro_batches=per_rank,
+            dp=data,
+            alignment=context,
+            sample=lengths[:65536].tolist(),
+        )
+        # Whole documents in arrival order, none delayed; or as WLB-LLM's packing orders them.
+        for plan in run_packer(packer, lengths, rules, batch, iterations=iterations, warm_up=16):
+            tokens = [p.tokens for row in plan.micro_batches for one in row for p in one.pieces]
+            fixed = fixed_groups(plan, context)
+            if delay:
+                add("WLB-LLM", planned_ns(fixed, tokens, cost, WITHOUT_HYBRID))
+                add("fixed groups, hybrid sharding", planned_ns(fixed, tokens, cost, ("adaptive",)))
+                made = plan_step(tokens, stage, cost, fixed=fixed)
+                add("dynamic, documents delayed", made.predicted)
+                kept += made.source == FIXED
+                continue
+            degrees = []
+            for level, size in enumerate(stage.sizes):
+                static = static_plan(tokens, stage, cost, level)
+                if static is None:
+                    continue
+                ns = planned_ns(static, tokens, cost, WITHOUT_HYBRID)
+                degrees.append(ns)
+                if stage.tokens[level] >= window:
+                    add(f"static {size}", ns)
+            add("best degree per batch", min(degrees))
+            add("Megatron's rule", megatron_ns(tokens, stage, cost, packed=False))
+            add("Megatron's rule, packed", megatron_ns(tokens, stage, cost, packed=True))
+            add("dynamic", plan_step(tokens, stage, cost).predicted)
+    rates = {scheme: spent[scheme] / work for scheme, work in done.items()}
+    best = min((scheme for scheme in rates if scheme.startswith("static")), key=lambda s: rates[s])
+    rates = {"best static degree": rates[best], **{s: r for s, r in rates.items() if "static" not in s}}
+    print(
+        f"\n{name}, window {window // K}K, CP={context}; best static degree {best.split()[1]}; fixed kept {kept}x"
+    )
+    rows = []
+    for scheme, rate in rates.items():
+        speedup = rates["best static degree"] / rate
+        print(f"  {scheme:36} {rate:8.2f} ns a unit of work and layer   {speedup:.3f}", flush=True)
+        rows.append(
+            {
+                "corpus": name,
+                "window": window,
+                "gpus": 64,
+                "iterations": iterations,
+                "best_static_degree": best.split()[1],
+                "scheme": scheme,
+                "tokens": trained[best if scheme == "best static degree" else scheme],
+                "simulated_ns_per_work_and_layer": round(rate, 3),
+                "speedup": round(speedup, 4),
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

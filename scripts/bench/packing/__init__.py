@@ -1,0 +1,1 @@
+"""Packing and planning: balance, delay, and the processor's time."""

@@ -1,0 +1,1 @@
+"""Predictions without a GPU, and steps measured against them."""

@@ -1,0 +1,1 @@
+"""Whole training steps through Megatron's loop on GPUs."""

@@ -1,0 +1,122 @@
+"""Documents in chunks on two GPUs: losses beside one GPU's, and a document of four windows trained whole.
+
+python3 -m scripts.bench.training.gpu_chunks --lengths LENGTHS --out out/chunks
+
+losses: one checkpoint, four runs from it on the same documents, none delayed: two pipeline stages with chunks, with
+whole documents, and one GPU with one and with two micro-batches a window. What the last two differ by is bf16's own
+noise. long: documents of four windows, as chunks (--wlb-overlong chunk), and as a window of their own, which must not
+fit. The model has 8 layers of 2048, with full recompute; --vocabulary is the long document's. Logs and losses.csv go to
+--out.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scripts.bench.training.gpu_train import ROOT, corpus, run
+from wlb_megatron.report.files import write_csv
+
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+STAGES = ["--pipeline-model-parallel-size", "2"]
+WHOLE = ["--wlb-chunks", "off", "--wlb-max-delay", "0", "--wlb-micro-batches-per-window"]
+LAYOUTS = {
+    "pp2-chunks": (2, [*STAGES, "--wlb-chunks", "on"]),
+    "pp2-whole": (2, [*STAGES, *WHOLE, "2"]),
+    "pp1-one": (1, [*WHOLE, "1"]),
+    "pp1-two": (1, [*WHOLE, "2"]),
+}
+"""Name: (GPUs, flags). No documents wait, so an iteration has the same ones in each."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "chunks", help="folder of results")
+    parser.add_argument("--lengths", type=Path, help=".npy of document lengths, below a window (for losses)")
+    parser.add_argument("--sections", default="losses,long", help="comma list (default: losses,long)")
+    parser.add_argument("--iterations", type=int, default=20, help="compared (default: 20)")
+    parser.add_argument("--window", type=int, default=65536, help="tokens (default: 65536)")
+    parser.add_argument("--vocabulary", type=int, default=48000, help="of the long document (default: 48000)")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for section in options.sections.split(","):
+        {"losses": losses, "long": long_document}[section](options)
+
+
+def job(options: argparse.Namespace, **changed: Any) -> argparse.Namespace:
+    """gpu_train.run's options, in warm processes."""
+    usual = {
+        "out": options.out,
+        "script": None,
+        "extra": RECOMPUTE,
+        "layers": 8,
+        "seq_length": options.window,
+        "global_batch_size": 2,
+        "iterations": options.iterations,
+        "warm_up": 3,
+        "warm_ranks": True,
+        "limit": 120.0,
+    }
+    return argparse.Namespace(**usual | changed)
+
+
+def losses(options: argparse.Namespace) -> None:
+    """Train each layout from one checkpoint; print by how much losses and gradient norms differ from pp1-one's."""
+    prefix = corpus(options.out / "corpus", options.lengths)
+    saved = options.out / "checkpoint"
+    # A fifth of the usual rate: a model whose loss jumps would tell rounding apart by chaos.
+    quiet = f"{RECOMPUTE} --lr 6e-5 --min-lr 6e-6 --ckpt-format torch_dist --no-save-optim"
+    first = job(options, iterations=2, extra=f"{quiet} --save {saved} --save-interval 2 --lr-warmup-iters 0")
+    if not run("start-module", 2, [*STAGES, "--wlb-chunks", "on"], prefix, first):
+        return
+    rest = job(options, extra=f"{quiet} --load {saved} --finetune")
+    rows = {name: run(f"{name}-module", gpus, flags, prefix, rest) for name, (gpus, flags) in LAYOUTS.items()}
+    write_csv(options.out / "losses.csv", [row for found in rows.values() for row in found])
+    base = {row["iteration"]: row for row in rows["pp1-one"]}
+    for name, found in rows.items():
+        same = [(row, base[row["iteration"]]) for row in found if row["iteration"] in base]
+        if not same:
+            continue
+        gaps = [abs(one["loss"] - other["loss"]) for one, other in same]
+        norms = [abs(one["grad_norm"] / other["grad_norm"] - 1) for one, other in same]
+        print(
+            f"{name:12} against pp1-one over {len(same)} iterations: tokens "
+            f"{'alike' if all(a['tokens'] == b['tokens'] for a, b in same) else 'DIFFER'}, "
+            f"loss max {max(gaps):.5f} mean {sum(gaps) / len(gaps):.5f}, gradient norm max {max(norms):.2%}, "
+            f"last loss {same[-1][0]['loss']:.5f}, peak {found[-1]['peak_mb']:,.0f} MB",
+            flush=True,
+        )
+
+
+def long_document(options: argparse.Namespace) -> None:
+    """Every third step has a document of four windows; then the same with a window as long as it, whole."""
+    whole = 4 * options.window
+    lengths = options.out / "long.npy"
+    rng = np.random.default_rng(5)
+    short = np.maximum(rng.lognormal(np.log(1500), 1.0, 3000), 2).astype(np.int64)
+    np.save(lengths, np.insert(np.minimum(short, options.window // 2), np.arange(20, 3000, 300), whole))
+    prefix = corpus(options.out / "long", lengths)
+    words = f"{RECOMPUTE} --vocab-size {options.vocabulary} --tokenizer-type NullTokenizer"
+    chunks = [*STAGES, "--wlb-chunks", "on", "--wlb-overlong", "chunk"]
+    split = job(options, extra=words, global_batch_size=6, iterations=6)
+    rows = run("long-chunks-module", 2, chunks, prefix, split)
+    print(f"a document of {whole:,} tokens in chunks: {len(rows)} of 6 iterations", flush=True)
+    for row in rows:
+        print(
+            f"  {row['tokens']:,} tokens, {row['micro_batches']} micro-batches, {row['ms']:,.0f} ms, loss {row['loss']}"
+        )
+    if rows:
+        print(f"  peak {rows[-1]['peak_mb']:,.0f} MB")
+    one = job(options, extra=words, seq_length=whole, global_batch_size=2, iterations=2)
+    kept = [*STAGES, "--wlb-packing", "original"]
+    rows = run("long-whole-module", 2, kept, prefix, one)
+    print(f"the same whole, a window of {whole:,}: {'it fits' if rows else 'it does not fit'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
