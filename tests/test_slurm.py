@@ -1,4 +1,4 @@
-"""The batch scripts: what they hold, and one run by a real Slurm with a requeue in the middle."""
+"""The batch script: what it holds, and one run by a real Slurm with a requeue in the middle."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import pytest
 from megatron_runs import ROOT, cpu_environment, flags
 from slurm_cluster import ask, cluster, missing, wait_for
 
-SCRIPTS = sorted((ROOT / "scripts").glob("*.sbatch"))
+SCRIPT = ROOT / "scripts" / "pretrain.sbatch"
 EDIT = re.compile(r"# ---- the run: edit here ----\n(.*)# ---- end of the run ----\n", re.DOTALL)
 STEPS = 40
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_batch_script_signals_early_requeues_and_resumes(script: Path) -> None:
-    text = script.read_text(encoding="utf-8")
-    subprocess.run(["bash", "-n", str(script)], check=True)
+def test_the_batch_script_signals_early_requeues_and_resumes() -> None:
+    text = SCRIPT.read_text(encoding="utf-8")
+    subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
     for needed in (
         "#SBATCH --signal=B:USR1@300",
         "#SBATCH --requeue",
@@ -35,25 +34,8 @@ def test_a_batch_script_signals_early_requeues_and_resumes(script: Path) -> None
         assert needed in text, needed
 
 
-def test_the_container_script_differs_in_the_container_alone() -> None:
-    plain, container = (
-        (ROOT / "scripts" / f"{name}.sbatch").read_text() for name in ("pretrain", "pretrain_pyxis")
-    )
-    code = [[line for line in text.splitlines() if not line.startswith("# ")] for text in (plain, container)]
-    added = [line.strip() for line in code[1] if line not in code[0]]
-    removed = [line.strip() for line in code[0] if line not in code[1]]
-    assert [line.split("=")[0].split(" ")[0] for line in added] == [
-        "IMAGE",
-        "MOUNTS",
-        "PYTHON",
-        "--container-image",
-        "--container-env",
-    ]
-    assert [line.split("=")[0] for line in removed] == ["PYTHON"]
-
-
 def edited(folder: Path, corpus: Path) -> Path:
-    """scripts/pretrain.sbatch with its run edited to the small model on CPUs."""
+    """The batch script with its run edited to the small model on CPUs."""
     arguments = [
         *flags(context=2),
         "--global-batch-size",
@@ -63,7 +45,8 @@ def edited(folder: Path, corpus: Path) -> Path:
         "--save-interval",
         "1000",
     ]
-    run = f"""PYTHON={sys.executable}
+    run = f"""IMAGE=
+PYTHON={sys.executable}
 ENTRY=(-m wlb_megatron.pretrain_gpt)
 CHECKPOINTS={folder}/checkpoints
 TRAIN_ITERS={STEPS}
@@ -71,7 +54,7 @@ MODEL=({" ".join(arguments)} --num-workers 1)
 LAYOUT=(--ckpt-format torch_dist --auto-detect-ckpt-format)
 DATA=() TRAINING=() WLB=(--wlb-log {folder}/steps.jsonl)
 """
-    text = (ROOT / "scripts" / "pretrain.sbatch").read_text()
+    text = SCRIPT.read_text()
     script = folder / "pretrain.sbatch"
     script.write_text(EDIT.sub(lambda _: run, text))
     return script
@@ -131,10 +114,14 @@ def run_with_stubs(
     return done.returncode, done.stdout, (folder / "srun").read_text().split("\0")
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for(
-    script: Path, tmp_path: Path
+@pytest.mark.parametrize("image", ["", "/images/a pytorch.sqsh"])
+def test_the_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for(
+    image: str, tmp_path: Path
 ) -> None:
+    script = tmp_path / "pretrain.sbatch"
+    text = SCRIPT.read_text()
+    assert text.count("\nIMAGE= #") == 1
+    script.write_text(text.replace("\nIMAGE= #", f"\nIMAGE='{image}' #"))
     code, log, asked = run_with_stubs(script, tmp_path, 0, "50000", "--lr", "1e-4")
     assert code == 0, log
     assert "start 0, from iteration 0, on node7 node8 node9" in log
@@ -149,11 +136,11 @@ def test_a_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for(
     options = asked[: asked.index("bash")]
     assert options[:2] == ["--kill-on-bad-exit=1", "--mpi=none"]
     container = dict(option.removeprefix("--").partition("=")[::2] for option in options[2:])
-    if script.stem == "pretrain":
+    if not image:
         assert not container
     else:
         assert container == {
-            "container-image": "/home/user/images/pytorch.sqsh",
+            "container-image": image,
             "container-mounts": f"{tmp_path}:{tmp_path},/home/user:/home/user",
             "container-workdir": str(tmp_path),
             "no-container-mount-home": "",
@@ -161,7 +148,7 @@ def test_a_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for(
         }
         # An image's own values win over all others.
         for name in container["container-env"].split(","):
-            assert re.search(rf"\b{name}=", script.read_text()), name
+            assert re.search(rf"\b{name}=", text), name
     given = (tmp_path / "trainer").read_text().splitlines()
     assert given[:3] == ["-m", "wlb_megatron.launch", "/home/user/Megatron-LM/pretrain_gpt.py"]
     assert given[-2:] == ["--lr", "1e-4"], "what follows the script's name comes last"
@@ -190,7 +177,7 @@ def test_a_run_that_fails_is_queued_again_only_where_it_had_come_further(
     checkpoints = tmp_path / "checkpoints" / "night"
     checkpoints.mkdir(parents=True)
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("600")
-    code, log, _ = run_with_stubs(SCRIPTS[0], tmp_path, status, saved)
+    code, log, _ = run_with_stubs(SCRIPT, tmp_path, status, saved)
     assert re.search(said, log), log
     assert code == (0 if queued else status)
     asked = tmp_path / "scontrol"
@@ -201,7 +188,7 @@ def test_a_job_signalled_three_times_before_it_has_saved_is_not_queued_again(tmp
     (tmp_path / "checkpoints" / "night").mkdir(parents=True)
     asked, queued = tmp_path / "scontrol", []
     for start, saved in enumerate(["", "", "700", "", "", ""]):
-        code, log, _ = run_with_stubs(SCRIPTS[0], tmp_path, 0, saved, signal="USR1")
+        code, log, _ = run_with_stubs(SCRIPT, tmp_path, 0, saved, signal="USR1")
         assert "signalled: the trainers save and exit" in log
         queued.append(asked.exists())
         asked.unlink(missing_ok=True)
@@ -214,7 +201,7 @@ def test_a_release_checkpoint_counts_as_iteration_0(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints" / "night"
     checkpoints.mkdir(parents=True)
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("release")
-    _, log, _ = run_with_stubs(SCRIPTS[0], tmp_path, 1, "")
+    _, log, _ = run_with_stubs(SCRIPT, tmp_path, 1, "")
     assert "from iteration 0," in log and "ended with status 1 at iteration 0 of" in log
 
 

@@ -260,7 +260,7 @@ def megatron() -> Iterator[Finding]:
             "CUDA_DEVICE_MAX_CONNECTIONS",
             os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set"),
             NOTE,
-            "tensor and sequence parallelism need 1 in the job's environment (the batch scripts set it)",
+            "tensor and sequence parallelism need 1 in the job's environment (the batch script sets it)",
         )
 
 
