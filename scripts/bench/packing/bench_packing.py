@@ -5,9 +5,9 @@
 
 Sections: paper (the table of WLB-LLM's section 7.3: window 128K, 4 micro-batches, work d + d*d/24576), delay (balance
 against the bound on delay, a picture), others (other lengths and windows, three shuffles), pipeline (predicted step
-against its lower bound), time, drift (lengths that change in the middle: thresholds learnt once, and anew). Without
---lengths and --others, lengths come from seeded generators of the project.
-With --out, packing_<section>.csv and delay.png are written there.
+against its lower bound), time, large (the time of up to a million documents: minutes), drift (lengths that change in
+the middle: thresholds learnt once, and anew). Without --lengths and --others, lengths come from seeded generators of
+the project. With --out, packing_<section>.csv and delay.png are written there.
 
 imbalance: largest over mean work of an iteration's micro-batches. slowdown: summed largest over summed mean, what all
 steps together lose. delay: iterations a token waits, what waits at the end included. ms: of packing, per iteration.
@@ -30,6 +30,7 @@ import numpy as np
 from scripts.bench.packing.packing_drift import drift_rows
 from scripts.bench.packing.packing_sections import (
     delay_cases,
+    large_rows,
     other_cases,
     paper_cases,
     pipeline_rows,
@@ -40,7 +41,7 @@ from wlb_megatron.report.files import write_csv
 from wlb_megatron.report.progress import progress
 from wlb_megatron.report.table import print_table
 
-SECTIONS = ("paper", "delay", "others", "pipeline", "time", "drift")
+SECTIONS = ("paper", "delay", "others", "pipeline", "time", "large", "drift")
 
 
 def mean_over_shuffles(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -109,7 +110,12 @@ def main() -> None:
         for case in cases:
             rows.append(case.run(lambda: tick("packing")))
     drifting = drift_rows(lengths, others)
-    others_of = {"pipeline": (18, pipeline_rows(lengths)), "time": (24, time_rows()), "drift": (30, drifting)}
+    others_of = {
+        "pipeline": (18, pipeline_rows(lengths)),
+        "time": (16, time_rows()),
+        "large": (8, large_rows()),
+        "drift": (30, drifting),
+    }
     chosen = [others_of[section] for section in sections if section in others_of]
     with progress(sum(count for count, _ in chosen)) as tick:
         for _, each in chosen:

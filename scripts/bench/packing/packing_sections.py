@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,16 +101,9 @@ def pipeline_rows(lengths: np.ndarray) -> Iterator[dict[str, Any]]:
 
 
 def time_rows() -> Iterator[dict[str, Any]]:
-    """Milliseconds of packing alone, per iteration: log-normal documents, and ones of which no two fit together in a
-    window and none leaves room for another (the worst case of first-fit packers)."""
+    """Milliseconds of packing alone, per iteration: log-normal documents."""
     sizes = [(4, 131072, 132), (4, 131072, 1024), (512, 32768, 8192)]
-    sizes += [(1 << k, 32768, 1 << (k + 4)) for k in (6, 8, 10, 12, 14, 16)]
-    for bins, window, documents in sizes:
-        mean = bins * window / documents
-        iterations = max(6, min(200, 200_000 // documents))
-        lengths = lognormal(documents * (iterations + 1), seed=1, mean=mean, sigma=1.2, longest=window)
-        for packing in ("fixed-greedy", "varlen"):
-            yield _time(packing, "log-normal", lengths, bins, window, iterations)
+    yield from _log_normal(sizes + [(1 << k, 32768, 1 << (k + 4)) for k in (6, 8, 10)])
     for windows, documents in ((2, 134), (4, 1028)):
         lengths = lognormal(
             120 * documents, seed=1, mean=windows * WINDOW / documents, sigma=1.2, longest=WINDOW
@@ -126,10 +119,26 @@ def time_rows() -> Iterator[dict[str, Any]]:
                 pp=4,
                 chunks=chunks,
             )
+
+
+def large_rows() -> Iterator[dict[str, Any]]:
+    """The same of up to a million documents; and of ones of which no two fit together in a window and none leaves room
+    for another (the worst case of first-fit packers)."""
+    yield from _log_normal([(1 << k, 32768, 1 << (k + 4)) for k in (12, 14, 16)], "large")
     for bins in (1 << 14, 1 << 20):
         rng = np.random.default_rng(1)
         lengths = rng.integers(3 * 32768 // 4 + 1, 32768 + 1, 5 * bins)
-        yield _time("varlen", "above half of Lmax", lengths, bins, 32768, 3)
+        yield _time("varlen", "above half of Lmax", lengths, bins, 32768, 3) | {"section": "large"}
+
+
+def _log_normal(sizes: Sequence[tuple[int, int, int]], section: str = "time") -> Iterator[dict[str, Any]]:
+    """sizes: micro-batches, window (tokens), and documents of an iteration."""
+    for bins, window, documents in sizes:
+        mean = bins * window / documents
+        iterations = max(6, min(200, 200_000 // documents))
+        lengths = lognormal(documents * (iterations + 1), seed=1, mean=mean, sigma=1.2, longest=window)
+        for packing in ("fixed-greedy", "varlen"):
+            yield _time(packing, "log-normal", lengths, bins, window, iterations) | {"section": section}
 
 
 def _time(
