@@ -86,6 +86,17 @@ def test_a_process_gives_the_threads_plans_states_and_figures_to_the_end_of_the_
     assert [one.plan for one in found] == [one.plan for one in expected]
 
 
+def test_a_thread_plans_where_no_process_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blend = corpora(tmp_path)
+    (expected,) = islice(plan_iterations(planner_of(blend), settings_of(blend)), 1)
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    (found,) = islice(plan_in_a_process(planner_of(blend), settings_of(blend)), 1)
+    assert told(found) == told(expected)
+    assert "WARNING: wlb_megatron: no process can be started to plan" in capsys.readouterr().out
+
+
 def test_a_process_goes_on_where_a_state_was_taken(tmp_path: Path) -> None:
     blend = corpora(tmp_path)
     expected = list(islice(plan_iterations(planner_of(blend), settings_of(blend)), 6))

@@ -62,9 +62,16 @@ def plan_in_a_process(
     """What `plan_iterations` gives, made by a child; this process's planner stays as it is.
 
     keeps_plans: iterations come with the plan of all data-parallel ranks. Raises what planning raises, and WlbError
-    where the child ends before the plans do.
+    where the child ends before the plans do. Where none can be started, this process plans, after a warning.
     """
-    child = Child("wlb_megatron.plugin.planning_process")
+    try:
+        child = Child("wlb_megatron.plugin.planning_process")
+    except OSError as error:
+        print(
+            f"WARNING: wlb_megatron: no process can be started to plan ({error}): a thread does", flush=True
+        )
+        yield from plan_iterations(planner, settings)
+        return
     atexit.register(child.kill)
     try:
         child.send(_dumps((planner, settings, keeps_plans)))

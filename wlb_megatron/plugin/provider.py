@@ -116,6 +116,7 @@ def _agree(sources: dict[str, Source], args: Any) -> PlanAgreement:
 
 
 def _training(source: Source, args: Any, agreement: PlanAgreement) -> MicroBatchIterator:
+    from megatron.training import print_rank_0
     from megatron.training.utils import is_last_rank
 
     spans = common_store("trace")
@@ -123,6 +124,10 @@ def _training(source: Source, args: Any, agreement: PlanAgreement) -> MicroBatch
     settings, layout = _reporting(_settings(source, args), args), _layout(args)
     make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
     if in_a_process(source.planner, source.config, source.mean_length):
+        each = source.planner.global_tokens / source.mean_length
+        print_rank_0(
+            f"> wlb_megatron: a process on each rank plans iterations, of about {each:,.0f} documents"
+        )
         logs = source.config.log_plans and is_last_rank()
         make = partial(plan_in_a_process, source.planner, settings, keeps_plans=logs)
     if source.config.cp_mode == "dynamic":
