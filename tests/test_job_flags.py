@@ -170,7 +170,8 @@ def test_ranks_that_share_experts_are_timed_in_one_order() -> None:
         chosen = job(f"--dp 2 --iterations 4 --warm-up 0 {flags}")
         return chosen.orders(chosen.run(LENGTHS, settings(parsed(flags))).plans)
 
-    alone, joined = orders(""), orders("--num-experts 8 --expert-model-parallel-size 2")
+    alone = orders("--chunks on")
+    joined = orders("--chunks on --num-experts 8 --expert-model-parallel-size 2")
     assert any(one != other for one, other in alone) and all(one == other for one, other in joined)
 
 

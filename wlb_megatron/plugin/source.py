@@ -274,12 +274,13 @@ def _per_earlier_key(args: Any) -> float:
 def micro_batch_cost(args: Any, config: WlbConfig) -> MicroBatchCost:
     """What a micro-batch costs by itself, over all context-parallel ranks; little is known of a CPU's."""
     ranks, profile = args.context_parallel_size, profile_of(args)
-    stages = args.pipeline_model_parallel_size
+    stages, (heads, _, channels) = args.pipeline_model_parallel_size, attention_shape(args)
     if profile is None and args.distributed_backend != "nccl":
         return MicroBatchCost(MICRO_BATCH_TOKENS * ranks)
     return costs_of_micro_batch(
         None if profile is None else profile.costs,
         _layer_parameters(args) / args.tensor_model_parallel_size,
+        heads * channels / args.tensor_model_parallel_size,
         ranks,
         recompute=args.recompute_granularity == "full",
         layers=max(1, args.num_layers // stages) if stages > 1 else None,

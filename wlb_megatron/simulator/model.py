@@ -22,7 +22,7 @@ from wlb_megatron.workload.cost_model import CostModel, backward_over_forward
 from wlb_megatron.workload.costs import Costs, micro_batch_cost
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 from wlb_megatron.workload.memory import RECOMPUTE
-from wlb_megatron.workload.micro_batch import CHECK_NS, CHUNK_NS, LAUNCH_NS, stage_launch_ns
+from wlb_megatron.workload.micro_batch import CHECK_NS, LAUNCH_NS, chunk_ns, stage_launch_ns
 
 FloatArray = npt.NDArray[np.float64]
 EXCHANGE_LAUNCH = 200_000.0
@@ -168,7 +168,12 @@ class LayerModel:
             backward = backward + predict_all(plans, more) - predict_all(plans, table)
         told = self._recomputed(forward, backward)
         chunked = np.array([[plan.chunks is not None] for plan in plans])
-        return Times(*(times + chunked * beside for times, beside in zip(told, CHUNK_NS, strict=True)))
+        return Times(told.forward, told.backward + chunked * chunk_ns(self._width, self.layout.cp))
+
+    @property
+    def _width(self) -> float:
+        """Heads x channels of a tensor-parallel rank."""
+        return self.shape.heads * self.shape.head_dim / self.layout.tp
 
     def attention_ways(self, both: FloatArray) -> Times:
         """Attention's forward and backward from their sum, nanoseconds, where no shard plan tells them apart."""
@@ -305,6 +310,7 @@ class LayerModel:
         each = micro_batch_cost(
             self.costs,
             shape.layer_parameters / layout.tp,
+            self._width,
             layout.cp,
             recompute=self.recompute == "full",
             layers=max(1, shape.layers // layout.pp) if layout.pp > 1 else None,

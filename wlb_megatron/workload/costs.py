@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.workload.kernel_table import KernelTable
-from wlb_megatron.workload.micro_batch import CHUNK_NS, FIXED_NS, launch_ns, stage_launch_ns, token_ns
+from wlb_megatron.workload.micro_batch import FIXED_NS, chunk_ns, launch_ns, stage_launch_ns, token_ns
 
 FloatArray = npt.NDArray[np.float64]
 SUMMED = (
@@ -151,12 +151,19 @@ class MicroBatchCost(NamedTuple):
 
 
 def micro_batch_cost(
-    costs: Costs | None, parameters: float, context_ranks: int, *, recompute: bool, layers: int | None
+    costs: Costs | None,
+    parameters: float,
+    width: float,
+    context_ranks: int,
+    *,
+    recompute: bool,
+    layers: int | None,
 ) -> MicroBatchCost:
     """What a micro-batch costs by itself; each context-parallel rank launches for itself.
 
     costs: of a profile; None: figures of H100 and H200 hosts. parameters: of a layer on one tensor-parallel rank.
-    recompute: the whole forward runs again in the backward. layers: of a pipeline stage; None: no pipeline.
+    width: its heads x channels. recompute: the whole forward runs again in the backward. layers: of a pipeline stage;
+    None: no pipeline.
     """
     if costs is not None:
         token, own = costs.token_ns(recompute), costs.fixed_ns(recompute)
@@ -166,5 +173,7 @@ def micro_batch_cost(
         launches = launch_ns(recompute, layers)
     forward, backward = (context_ranks * way / token for way in launches)
     return MicroBatchCost(
-        context_ranks * own / token, (forward, backward), context_ranks * sum(CHUNK_NS) / token
+        context_ranks * own / token,
+        (forward, backward),
+        context_ranks * chunk_ns(width, context_ranks) / token,
     )

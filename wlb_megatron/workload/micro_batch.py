@@ -30,10 +30,19 @@ without a pipeline, 62 iterations, 13 to 16 ms were missing from predictions of 
 run no more where the device worked for longer (docs/simulation.md)."""
 
 
-CHUNK_NS = (0.35e6, 0.6e6)
-"""What a layer's forward and backward take beside their kernels in a micro-batch that shares a document with others
-(ns): keys are kept, gathered, and their gradients added. On two H200s, 4 layers a stage, 110 such micro-batches of 9K
-tokens took 2.2 and 3.0 ms more than predicted, others 0.9 and 0.0 (docs/measured.md)."""
+CHUNK_NS = 0.65e6
+"""What a layer's backward takes beside its kernels in a micro-batch that shares a document with others (ns): earlier
+keys are gathered again, and their gradients added. On two H200s, CP=1, 16 heads of 128 channels, 4 layers a stage, 220
+backwards of 9K tokens took 2.2 to 3.7 ms more than predicted, those of whole documents 0.0 (docs/measured.md)."""
+
+CHUNK_WIDTH = 2048
+"""Heads x channels of a rank there."""
+
+
+def chunk_ns(width: float, context_ranks: int) -> float:
+    """The same on one of `context_ranks` ranks with heads x channels of `width`: taken as a matter of rows and heads,
+    of which each rank has its share. Measured was one rank alone."""
+    return CHUNK_NS * width / CHUNK_WIDTH / context_ranks
 
 
 def launch_ns(recompute: bool, layers: float | None = None) -> tuple[float, float]:
