@@ -31,7 +31,7 @@ FLOORS = (
 """Folders from the bottom up: each may import those before it, and the package's own files.
 
 `cpu` comes last, so that no other folder imports it: it changes torch.cuda for the whole process."""
-ENTRIES = ("cli", "doctor", "inspect_plans", "launch", "pretrain_gpt", "selftest")
+ENTRIES = ("__init__", "cli", "doctor", "inspect_plans", "launch", "pretrain_gpt", "selftest")
 """Files of the package that stand above all folders; the others stand below."""
 
 

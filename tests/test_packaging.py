@@ -83,3 +83,9 @@ assert cli.__file__.startswith({str(tmp_path)!r}), cli.__file__
 sys.exit(cli.main(["inspect", "--lengths", "4,12", "--window", "16", "--cp", "2"]))
 """
     assert "cp 1" in _run([sys.executable, "-c", script], tmp_path)
+
+
+def test_the_packages_public_face_brings_neither_torch_nor_megatron() -> None:
+    script = "import sys, wlb_megatron as w; assert callable(w.enable) and w.WlbConfig().chunks == 'auto'; "
+    script += "assert w.__all__ == ['WlbConfig', 'enable'] and not {'torch', 'megatron'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)

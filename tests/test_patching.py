@@ -86,7 +86,7 @@ def test_a_fork_that_differs_in_one_file_is_named_with_its_hunk_and_nothing_is_c
     assert tree(checkout) == original
     assert "0001-pretrain-gpt.patch does not fit" in said
     assert re.search(r"patch failed: pretrain_gpt\.py:\d+", said)
-    assert "| +    from wlb_megatron.plugin.launch import enable  # --wlb-off" in said
+    assert "| +    from wlb_megatron import enable  # --wlb-off" in said
     assert f"git -C {checkout} apply --3way" in said
 
 
@@ -157,7 +157,7 @@ def test_a_version_without_patches_and_a_folder_that_is_no_checkout_are_refused(
 
 def test_a_patch_holds_a_call_and_no_logic() -> None:
     """pretrain_gpt.py always calls, other scripts where a flag asks for it."""
-    call = ["from wlb_megatron.plugin.launch import enable", "enable()"]
+    call = ["from wlb_megatron import enable", "enable()"]
     asked = ["import sys", 'if any(argument.startswith("--wlb-") for argument in sys.argv[1:]):']
     for series in SERIES:
         for patch, expected in zip(patches_of(f"{series}.0"), (call, [*asked, *call]), strict=True):
