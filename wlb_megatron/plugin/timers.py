@@ -2,7 +2,7 @@
 
     wlb-draw          1  the host gets this step's micro-batches, or in it the next one's: waits for plans and tokens
     wlb-plan-wait     1  the part of it that it waits for plans
-    wlb-planning      1  the planning thread plans an iteration, beside training
+    wlb-planning      1  an iteration is planned, by a thread or a process beside training
     wlb-predicted     1  the iteration's predicted time (last rank)
     wlb-key-exchange  2  keys, or their gradients, of other context-parallel ranks are waited for (from iteration 2)
 
