@@ -158,8 +158,8 @@ def simulate_on_gpus(options: argparse.Namespace) -> dict[str, tuple[float, floa
     """Milliseconds of a step and tokens/s of a 7B at TP=4 CP=2 PP=2 on H100s: the same documents, as many times longer
     as its window of 128K."""
     from wlb_megatron.config import WlbConfig
+    from wlb_megatron.documents.lengths import read_lengths
     from wlb_megatron.packing.job import arrival_order
-    from wlb_megatron.packing.lengths import read_lengths
     from wlb_megatron.simulator.job import Job
     from wlb_megatron.simulator.model import LayerModel, Layout
     from wlb_megatron.simulator.paper import SHAPES

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from wlb_megatron.documents import corpus as corpus_module
+from wlb_megatron.documents.corpus import Corpus, Rules
+from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing import corpus as corpus_module
-from wlb_megatron.packing.corpus import Corpus, Rules
-from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.plan import Piece
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 4), st.integers(0, 50)), min_size=1, max_size=30).filter(any)

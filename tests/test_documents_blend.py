@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wlb_megatron.documents.blend import SPLITS, Blend, parse_blend, split_bounds
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.blend import SPLITS, Blend, parse_blend, split_bounds
-from wlb_megatron.packing.corpus import Rules
-from wlb_megatron.packing.documents import DocumentStream
 
 
 def write_corpus(path: Path, lengths: list[int], first_token: int) -> str:

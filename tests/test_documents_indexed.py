@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from wlb_megatron.documents.indexed import IndexedCorpus, read_index
+from wlb_megatron.documents.token_files import TokenFiles
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.indexed import IndexedCorpus, read_index
-from wlb_megatron.packing.token_files import TokenFiles
 
 # Each document is a list of sequences, each sequence a number of tokens.
 DOCUMENTS = [[5], [3, 0, 4], [0], [1], [], [2, 2, 2], [7], []]

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_megatron.packing.corpus import Corpus, Rules
-from wlb_megatron.packing.documents import DocumentStream
-from wlb_megatron.packing.epoch_order import MOST_STORED, epoch_order, permuted
+from wlb_megatron.documents.corpus import Corpus, Rules
+from wlb_megatron.documents.epoch_order import MOST_STORED, epoch_order, permuted
+from wlb_megatron.documents.stream import DocumentStream
 
 LARGE = MOST_STORED + 77
 

@@ -20,12 +20,12 @@ from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.sharded_attention import sharded_attention
 from wlb_megatron.attention.torch_backend import TorchKernels
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import group_cost
 from wlb_megatron.dynamic.plan import validate
 from wlb_megatron.dynamic.planner import Outcome
-from wlb_megatron.packing.corpus import Rules
-from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.sharding.attention_calls import attention_layout

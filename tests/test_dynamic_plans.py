@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from random_groups import random_plan
 
 from wlb_megatron import child
+from wlb_megatron.documents.synthetic import code_like, cut_overlong, paper_like, web_like
 from wlb_megatron.dynamic.blocks import MOST_GROUPS, Stage, block_sizes, blocks_of
 from wlb_megatron.dynamic.buckets import bucket
 from wlb_megatron.dynamic.cost import GroupCost, group_cost
@@ -20,7 +21,6 @@ from wlb_megatron.dynamic.placement import Problem, problem_of
 from wlb_megatron.dynamic.plan import Group, StepPlan, finish_times, in_multiples, validate
 from wlb_megatron.dynamic.planner import FIXED, LATE, plan_step
 from wlb_megatron.dynamic.predict import predicted_time
-from wlb_megatron.packing.synthetic import code_like, cut_overlong, paper_like, web_like
 from wlb_megatron.plugin.plan_process import PlanProcess
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.kernel_table import h100

@@ -12,11 +12,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "wlb_megatron"
-PURE = ("workload", "pipeline", "packing", "sharding", "dynamic", "simulator")
+PURE = ("workload", "documents", "pipeline", "packing", "sharding", "dynamic", "simulator")
 MODULES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = (
     *(
         "workload",
+        "documents",
         "pipeline",
         "packing",
         "sharding",
@@ -136,10 +137,10 @@ def test_importing_the_plans_brings_neither_torch_nor_megatron() -> None:
     script = """
 import pkgutil, importlib, sys
 import wlb_megatron
-for part in ("workload", "pipeline", "packing", "sharding", "dynamic", "simulator"):
+for part in ("workload", "documents", "pipeline", "packing", "sharding", "dynamic", "simulator"):
     package = importlib.import_module(f"wlb_megatron.{part}")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"wlb_megatron.{part}.{module.name}")
+    for module in pkgutil.walk_packages(package.__path__, f"wlb_megatron.{part}."):
+        importlib.import_module(module.name)
 assert not {"torch", "megatron", "transformer_engine"} & set(sys.modules), sorted(sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

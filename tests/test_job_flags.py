@@ -15,7 +15,7 @@ from test_cli import call
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.plan import validate
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.chunk_packer import ChunkPacker
+from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.settings_flags import add_layout, add_settings, settings
 from wlb_megatron.simulator.job import Job
 from wlb_megatron.simulator.job_flags import add_job, read_job

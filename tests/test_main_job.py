@@ -39,7 +39,7 @@ def test_the_end_says_what_balanced_the_step_what_gpus_take_and_where_the_pictur
 def test_the_steps_on_gpus_are_simulated_from_the_same_documents(
     main_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wlb_megatron.packing import lengths
+    from wlb_megatron.documents import lengths
 
     given = np.tile([40, 600, 2048, 90, 5000, 300], 20)  # 5000 is above the window and left out
     monkeypatch.setattr(lengths, "read_lengths", lambda path: given)

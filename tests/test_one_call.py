@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.config import SHARDINGS, WlbConfig
-from wlb_megatron.packing.corpus import Rules
-from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.planning import ShardSettings, plan_iterations

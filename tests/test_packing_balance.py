@@ -20,19 +20,19 @@ from packing_oracle import (
 )
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing import thresholds
-from wlb_megatron.packing.assign import assign_ranks, in_given_order, step_bound, step_work
-from wlb_megatron.packing.bins import Bins
-from wlb_megatron.packing.delay_bound import Limits
+from wlb_megatron.documents.synthetic import KINDS, cut_overlong, lognormal, paper_like
 from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.improve import improve
-from wlb_megatron.packing.outlier_queues import Item, by_falling_work
+from wlb_megatron.packing.fixed.solver import solve
 from wlb_megatron.packing.packer import Ranks
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.solver import solve
-from wlb_megatron.packing.synthetic import KINDS, cut_overlong, lognormal, paper_like
-from wlb_megatron.packing.thresholds import DELAY_BOUND, find_thresholds
-from wlb_megatron.packing.varlen_packer import VarlenPacker
+from wlb_megatron.packing.varlen import thresholds
+from wlb_megatron.packing.varlen.assign import assign_ranks, in_given_order, step_bound, step_work
+from wlb_megatron.packing.varlen.bins import Bins
+from wlb_megatron.packing.varlen.delay_bound import Limits
+from wlb_megatron.packing.varlen.improve import improve
+from wlb_megatron.packing.varlen.outlier_queues import Item, by_falling_work
+from wlb_megatron.packing.varlen.thresholds import DELAY_BOUND, find_thresholds
+from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel
 

@@ -17,7 +17,7 @@ from megatron_runs import failure, flags, launch
 from packing_oracle import ListStream, make_planner, run
 from test_megatron_layouts import trained
 
-from wlb_megatron.packing.batch_schedule import BatchSchedule, linear_ramp
+from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule, linear_ramp
 from wlb_megatron.packing.packer import Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan

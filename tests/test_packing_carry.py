@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from packing_oracle import COST
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.corpus import Corpus, Rules
+from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.carry import Carried, take_up, waiting_in
-from wlb_megatron.packing.corpus import Corpus, Rules
-from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import Piece

@@ -16,16 +16,16 @@ from packing_oracle import COST, make_planner, one_f_one_b_time, run, token_coun
 from test_packing_plans import WINDOW, document_lengths
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.chunk_packer import ChunkPacker, most_held
-from wlb_megatron.packing.chunked import chunk_counts, cut
-from wlb_megatron.packing.corpus import Rules
-from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker, most_held
+from wlb_megatron.packing.chunks.chunked import chunk_counts, cut
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.job import plan_job
-from wlb_megatron.packing.outlier_queues import Item
 from wlb_megatron.packing.summary import Summariser
-from wlb_megatron.packing.varlen_packer import VarlenPacker
+from wlb_megatron.packing.varlen.outlier_queues import Item
+from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.pipeline.groups import documents_in_chunks, groups
 from wlb_megatron.pipeline.orders import grouped_orders, in_flight
 from wlb_megatron.pipeline.step_law import StepLaw

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from packing_oracle import COST, check_promises, delays, make_planner, micro_batches, run, trained
 
 from wlb_megatron.config import PACKINGS, WlbConfig
-from wlb_megatron.packing.bins import Bins
-from wlb_megatron.packing.corpus import Rules
-from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.stream import DocumentStream
+from wlb_megatron.documents.synthetic import lognormal, paper_like
 from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.outlier_queues import Item
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.saved_pieces import Waiting, decode, decode_windows, encode, encode_windows
-from wlb_megatron.packing.synthetic import lognormal, paper_like
-from wlb_megatron.packing.thresholds import Repeated
+from wlb_megatron.packing.varlen.bins import Bins
+from wlb_megatron.packing.varlen.outlier_queues import Item
+from wlb_megatron.packing.varlen.thresholds import Repeated
 from wlb_megatron.plan import Piece
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.workload.cost_model import CostModel

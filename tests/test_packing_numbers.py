@@ -22,8 +22,8 @@ from packing_oracle import (
 from test_packing_plans import WINDOW, document_lengths
 
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.arrange import most_held
 from wlb_megatron.packing.packer import read_per_window
+from wlb_megatron.packing.varlen.arrange import most_held
 from wlb_megatron.pipeline.step_law import FACTORS
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.simulator.lengths import long_tailed

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from wlb_megatron.config import OVERLONG, WlbConfig
-from wlb_megatron.packing.batch_schedule import BatchSchedule
-from wlb_megatron.packing.corpus import Corpus, Rules
-from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.documents.corpus import Corpus, Rules
+from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import make_packer
+from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.varlen_packer import longest_micro_batch
+from wlb_megatron.packing.varlen.varlen_packer import longest_micro_batch
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.workload.cost_model import CostModel
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from wlb_megatron.packing.corpus import END, START, Corpus, CorpusWalk, Rules
-from wlb_megatron.packing.documents import DocumentStream
-from wlb_megatron.packing.lengths import pieces_of, sample_lengths
+from wlb_megatron.documents.corpus import END, START, Corpus, CorpusWalk, Rules
+from wlb_megatron.documents.lengths import pieces_of, sample_lengths
+from wlb_megatron.documents.stream import DocumentStream
 
 LARGE = 1 << 17
 

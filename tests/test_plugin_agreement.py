@@ -18,9 +18,9 @@ import torch.multiprocessing as multiprocessing
 from megatron_runs import free_port
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.corpus import Rules
-from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from megatron_runs import rewrite_corpus
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.blend import Blend
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.blend import Blend
-from wlb_megatron.packing.corpus import Rules
-from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary

@@ -12,7 +12,7 @@ import torch
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.chunk_packer import held
+from wlb_megatron.packing.chunks.chunk_packer import held
 from wlb_megatron.packing.memory_limits import no_memory_for_chunks, told_of_memory
 from wlb_megatron.plugin.limits import (
     adoptable_tokens,

@@ -19,13 +19,13 @@ import pytest
 
 from wlb_megatron import child
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.blend import Blend
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.predictions import predictions_in
+from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.blend import Blend
-from wlb_megatron.packing.corpus import Rules
-from wlb_megatron.packing.documents import DocumentStream
 from wlb_megatron.packing.job import plan_job
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.predictions import predictions_in
 from wlb_megatron.plugin import planning_process
 from wlb_megatron.plugin.planning import PlannedIteration, ShardSettings, plan_iterations
 from wlb_megatron.plugin.planning_process import in_a_process, plan_in_a_process

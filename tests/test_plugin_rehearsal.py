@@ -14,7 +14,7 @@ import pytest
 import torch
 from megatron_runs import write_corpus
 
-from wlb_megatron.packing.blend import Blend
+from wlb_megatron.documents.blend import Blend
 from wlb_megatron.plugin.data import Layout
 from wlb_megatron.plugin.kept_state import KeptState
 from wlb_megatron.plugin.planning import ShardSettings

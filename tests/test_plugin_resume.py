@@ -13,9 +13,9 @@ import pytest
 from packing_oracle import COST, make_planner
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.blend import Blend
-from wlb_megatron.packing.corpus import Corpus, Rules
-from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.documents.blend import Blend
+from wlb_megatron.documents.corpus import Corpus, Rules
+from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin import checkpoint, resume

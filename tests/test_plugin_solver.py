@@ -12,8 +12,8 @@ from forked_ranks import spawn
 from megatron_runs import free_port
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.corpus import Rules
-from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin import shared_solver

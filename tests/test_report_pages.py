@@ -14,7 +14,7 @@ import pytest
 
 from wlb_megatron.cli import main
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing import thresholds
+from wlb_megatron.packing.varlen import thresholds
 from wlb_megatron.pipeline.schedule import pipeline_events
 from wlb_megatron.report.files import as_csv, write_csv
 from wlb_megatron.report.html import comparison_page, page

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.stream import DocumentStream
+from wlb_megatron.documents.whole_documents import Bound, longest_whole
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans
-from wlb_megatron.packing.corpus import Rules
-from wlb_megatron.packing.documents import DocumentStream
-from wlb_megatron.packing.whole_documents import Bound, longest_whole
 
 
 def test_the_least_limit_decides_and_every_one_is_told() -> None:

@@ -15,9 +15,9 @@ from wlb_megatron.analyze.told import as_json, print_analysis
 from wlb_megatron.arguments import name_flag
 from wlb_megatron.bounds import RANKS, whole
 from wlb_megatron.doctor import add_doctor
+from wlb_megatron.documents.lengths import read_lengths
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans
-from wlb_megatron.packing.lengths import read_lengths
 from wlb_megatron.patching import add_patch
 from wlb_megatron.profiler.command import add_profile
 from wlb_megatron.settings_flags import NOT_HERE, add_layout, add_settings, renamed, settings

@@ -8,17 +8,17 @@ from itertools import islice
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.blocks import Lengths
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.lengths import sample_lengths
+from wlb_megatron.documents.stream import DocumentStream
+from wlb_megatron.documents.whole_documents import longest_whole
 from wlb_megatron.errors import WlbError, explain_bad_values
-from wlb_megatron.packing.blocks import Lengths
-from wlb_megatron.packing.choose_chunks import holds_whole
-from wlb_megatron.packing.chunk_packer import ChunkPacker
-from wlb_megatron.packing.corpus import Rules
-from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.chunks.choose_chunks import holds_whole
+from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.foresee import nothing_predicted
 from wlb_megatron.packing.job import plan_job
-from wlb_megatron.packing.lengths import sample_lengths
-from wlb_megatron.packing.varlen_packer import longest_micro_batch
-from wlb_megatron.packing.whole_documents import longest_whole
+from wlb_megatron.packing.varlen.varlen_packer import longest_micro_batch
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.sharding.cut import cut_plans, pad

@@ -9,8 +9,8 @@ from pathlib import Path
 from wlb_megatron.analyze.comparison import Analysis, analyze, planned
 from wlb_megatron.analyze.pictures import draw_all, need_matplotlib
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.report.progress import progress
 from wlb_megatron.simulator.job_flags import add_job, read_job
 

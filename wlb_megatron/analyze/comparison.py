@@ -12,9 +12,9 @@ from wlb_megatron.analyze.credit import others, parts
 from wlb_megatron.analyze.fits import Fits, fits
 from wlb_megatron.analyze.measure import Layout, Measured, measure
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.blocks import Lengths
-from wlb_megatron.packing.chunk_packer import ChunkPacker
+from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.job import arrival_order
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.iteration import simulate

@@ -10,9 +10,9 @@ import numpy as np
 
 from wlb_megatron.analyze.comparison import Analysis
 from wlb_megatron.analyze.measure import Layout, Measured
+from wlb_megatron.documents.blocks import Lengths, blocks
 from wlb_megatron.errors import WlbError
 from wlb_megatron.extras import install
-from wlb_megatron.packing.blocks import Lengths, blocks
 from wlb_megatron.plan import IterationPlan, MicroBatch
 from wlb_megatron.report.timeline import Drawn, draw_timelines
 from wlb_megatron.whole_files import renamed_at_end

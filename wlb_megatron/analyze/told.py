@@ -7,7 +7,7 @@ from typing import Any
 
 from wlb_megatron.analyze.comparison import Analysis, Gain
 from wlb_megatron.analyze.measure import Measured, spread
-from wlb_megatron.packing.blocks import blocks
+from wlb_megatron.documents.blocks import blocks
 from wlb_megatron.report.table import print_table
 from wlb_megatron.settings_flags import renamed
 

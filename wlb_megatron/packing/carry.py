@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wlb_megatron.packing.corpus import VERSION
-from wlb_megatron.packing.epoch_order import MOST_STORED
+from wlb_megatron.documents.corpus import VERSION
+from wlb_megatron.documents.epoch_order import MOST_STORED
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.saved_pieces import decode, decode_windows
 from wlb_megatron.plan import Piece

@@ -8,15 +8,15 @@ from functools import partial
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.baselines import FixedGreedyPacker, OriginalPacker
-from wlb_megatron.packing.choose_chunks import choose_chunks, holds_whole, with_chunks
-from wlb_megatron.packing.chunk_packer import ChunkPacker
-from wlb_megatron.packing.delay_bound import Limits
+from wlb_megatron.packing.chunks.choose_chunks import choose_chunks, holds_whole, with_chunks
+from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
+from wlb_megatron.packing.fixed.baselines import FixedGreedyPacker, OriginalPacker
+from wlb_megatron.packing.fixed.solver import FixedSolverPacker
 from wlb_megatron.packing.foresee import too_many_documents, unpaired
 from wlb_megatron.packing.packer import MOST_PER_WINDOW, Packer, Ranks, most_per_window, read_per_window
-from wlb_megatron.packing.solver import FixedSolverPacker
-from wlb_megatron.packing.thresholds import MOST_BINS, find_thresholds, read_thresholds, rule_of_thumb
-from wlb_megatron.packing.varlen_packer import VarlenPacker, longest_micro_batch
+from wlb_megatron.packing.varlen.delay_bound import Limits
+from wlb_megatron.packing.varlen.thresholds import MOST_BINS, find_thresholds, read_thresholds, rule_of_thumb
+from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker, longest_micro_batch
 from wlb_megatron.workload.cost_model import CostModel
 
 MAX_DELAY = 16

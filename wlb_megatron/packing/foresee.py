@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from wlb_megatron.packing.blocks import Lengths
-from wlb_megatron.packing.corpus import Rules
+from wlb_megatron.documents.blocks import Lengths
+from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.thresholds import Repeated, sampled
-from wlb_megatron.packing.varlen_packer import VarlenPacker
+from wlb_megatron.packing.varlen.thresholds import Repeated, sampled
+from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 
 LEAST = 0.95
 """Share of the windows asked for that an iteration should train in mean; with less a warning is given."""

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.batch_schedule import BatchSchedule
-from wlb_megatron.packing.chunk_packer import ChunkPacker
-from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.documents.stream import DocumentStream
+from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.factory import make_packer
+from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
 from wlb_megatron.packing.memory_limits import GpuMemory, no_memory_for_chunks, told_of_memory
 from wlb_megatron.packing.packer import Packer, read_per_window
 from wlb_megatron.packing.planner import Planner, Stream

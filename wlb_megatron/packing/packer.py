@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from wlb_megatron.documents.changes import changes
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.changes import changes
 from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wlb_megatron.packing.chunk_limits import Trainer
+from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.plugin.versions import megatron_version
 
 

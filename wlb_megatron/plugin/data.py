@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from wlb_megatron.documents.blend import Blend
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.blend import Blend
 from wlb_megatron.plan import PADDING
 from wlb_megatron.plugin.planning import PlannedIteration, PlannedMicroBatch, RankGroup
 from wlb_megatron.refusals import RefusedHere

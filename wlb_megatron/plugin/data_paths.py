@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from wlb_megatron.documents.blend import SPLITS, Blend, parse_blend
+from wlb_megatron.documents.corpus import Corpus
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.blend import SPLITS, Blend, parse_blend
-from wlb_megatron.packing.corpus import Corpus
 from wlb_megatron.plugin.open_files import allow_open_files
 
 

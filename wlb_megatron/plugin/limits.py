@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.whole_documents import Bound
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.choose_chunks import chunk_capacity
+from wlb_megatron.packing.chunks.choose_chunks import chunk_capacity
 from wlb_megatron.packing.memory_limits import GpuMemory, with_lmax
-from wlb_megatron.packing.whole_documents import Bound
 from wlb_megatron.plugin.batch_sizes import batch_schedule, joined_window, micro_step_multiple, windows_each
 from wlb_megatron.plugin.chunk_limits import chunks_refused
 from wlb_megatron.plugin.model_shape import attention_shape

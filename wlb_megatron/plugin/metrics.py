@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from wlb_megatron.packing import passes
+from wlb_megatron.documents import passes
 from wlb_megatron.pipeline.groups import documents_in_chunks
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.drift import Drift

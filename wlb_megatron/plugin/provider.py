@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from wlb_megatron.packing.predictions import predictions_in
+from wlb_megatron.documents.predictions import predictions_in
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import metrics, timers, trace
 from wlb_megatron.plugin.agreement import PlanAgreement, shared_gpu

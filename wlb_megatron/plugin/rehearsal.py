@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from wlb_megatron.packing.blend import Blend
+from wlb_megatron.documents.blend import Blend
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.data import Layout, with_plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from wlb_megatron.documents.changes import changes
 from wlb_megatron.packing.carry import Carried, take_up
-from wlb_megatron.packing.changes import changes
 from wlb_megatron.plugin import checkpoint
 from wlb_megatron.plugin.batch_sizes import misfit, plan_decides, windows_each
 from wlb_megatron.plugin.source import Source

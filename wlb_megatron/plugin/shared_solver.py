@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from wlb_megatron.packing.solver import FixedSolverPacker, Solution, solve
+from wlb_megatron.packing.fixed.solver import FixedSolverPacker, Solution, solve
 from wlb_megatron.plugin.board import Board
 from wlb_megatron.plugin.planning import PlanAhead
 

@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.blend import Blend
+from wlb_megatron.documents.corpus import Corpus, Rules
+from wlb_megatron.documents.passes import told_apart
+from wlb_megatron.documents.stream import DocumentStream
+from wlb_megatron.documents.whole_documents import Bound, longest_whole
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.batch_schedule import BatchSchedule
-from wlb_megatron.packing.blend import Blend
-from wlb_megatron.packing.choose_chunks import holds_whole
-from wlb_megatron.packing.corpus import Corpus, Rules
-from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.chunks.choose_chunks import holds_whole
+from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
 from wlb_megatron.packing.job import most_micro_batches, plan_job, sample_lengths_of, without_chunks
-from wlb_megatron.packing.passes import told_apart
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.whole_documents import Bound, longest_whole
 from wlb_megatron.plugin.batch_sizes import (
     batch_schedule,
     evaluated,

@@ -13,8 +13,8 @@ import numpy as np
 
 from wlb_megatron import __version__
 from wlb_megatron.bounds import SEED, TOKENS, real, whole
+from wlb_megatron.documents.lengths import read_lengths
 from wlb_megatron.errors import WlbError, explain_bad_values
-from wlb_megatron.packing.lengths import read_lengths
 from wlb_megatron.packing.packer import read_per_window
 from wlb_megatron.report.files import as_csv
 from wlb_megatron.report.progress import progress

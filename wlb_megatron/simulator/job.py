@@ -7,20 +7,20 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.blocks import Lengths
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.stream import DocumentStream
+from wlb_megatron.documents.whole_documents import longest_whole
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import GroupCost, group_cost, token_ns
 from wlb_megatron.dynamic.plan import StepPlan, fixed_groups
 from wlb_megatron.dynamic.planner import plan_step
 from wlb_megatron.errors import WlbError, explain_bad_values
-from wlb_megatron.packing.blocks import Lengths
-from wlb_megatron.packing.chunk_limits import Trainer
-from wlb_megatron.packing.corpus import Rules
-from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.packing.foresee import nothing_predicted
 from wlb_megatron.packing.job import plan_job, sample_lengths_of
 from wlb_megatron.packing.memory_limits import GpuMemory, no_memory_for_chunks, with_lmax
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.whole_documents import longest_whole
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.sharding.cut import cut_plans, orders_of

@@ -6,9 +6,9 @@ import argparse
 from dataclasses import replace
 
 from wlb_megatron.bounds import RANKS, SEED, check_heads, real, whole
+from wlb_megatron.documents.blocks import Lengths, blocks
 from wlb_megatron.errors import WlbError, explain_bad_values
-from wlb_megatron.packing.blocks import Lengths, blocks
-from wlb_megatron.packing.chunk_limits import Trainer
+from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.simulator.calibration import profiled_shape
 from wlb_megatron.simulator.command import add_assumptions, read_assumptions
 from wlb_megatron.simulator.job import Job

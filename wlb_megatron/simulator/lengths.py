@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.packing.blocks import Lengths
+from wlb_megatron.documents.blocks import Lengths
 
 WINDOW = 131072
 

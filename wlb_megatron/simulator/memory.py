@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wlb_megatron.packing.chunk_limits import Trainer
+from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.packing.memory_limits import GpuMemory
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.workload.memory import GIB, ModelShape, ParallelLayout

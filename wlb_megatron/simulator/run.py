@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.packing.blocks import Lengths
+from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.pipeline.orders import grouped_orders, in_flight, pipeline_orders
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.cut import orders_of

@@ -9,15 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.blocks import Lengths
-from wlb_megatron.packing.corpus import Rules
-from wlb_megatron.packing.delay_bound import Limits
-from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.documents.blocks import Lengths
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.lengths import sample_lengths
+from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.job import plan_job
-from wlb_megatron.packing.lengths import sample_lengths
 from wlb_megatron.packing.packer import Packer, Ranks
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.varlen_packer import VarlenPacker, longest_micro_batch
+from wlb_megatron.packing.varlen.delay_bound import Limits
+from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker, longest_micro_batch
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.alignment import multiple, padded_lengths
 from wlb_megatron.sharding.cut import cut_plans

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.blocks import Lengths
 from wlb_megatron.packing.job import arrival_order
 from wlb_megatron.pipeline.groups import documents_in_chunks
 from wlb_megatron.plan import IterationPlan

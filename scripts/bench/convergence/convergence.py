@@ -35,7 +35,7 @@ import numpy as np
 from scripts.bench.convergence.convergence_report import report, write
 from scripts.environment import ROOT, cpu_environment, free_port
 from scripts.megatron_job import Losses, arguments
-from wlb_megatron.packing.synthetic import KINDS
+from wlb_megatron.documents.synthetic import KINDS
 
 ARMS = {
     "plain": "--wlb-packing original",
@@ -138,8 +138,8 @@ def corpus(options: argparse.Namespace) -> Path:
 
 def common_flags(prefix: Path, options: argparse.Namespace) -> list[str]:
     """What all arms and seeds share. An evaluation goes through all held-out documents, so every seed has the same."""
-    from wlb_megatron.packing.blend import split_bounds
-    from wlb_megatron.packing.indexed import read_index
+    from wlb_megatron.documents.blend import split_bounds
+    from wlb_megatron.documents.indexed import read_index
 
     split = f"{100 - options.held_out},{options.held_out},0"
     lengths = read_index(prefix).lengths

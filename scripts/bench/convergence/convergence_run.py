@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.batch_schedule import BatchSchedule
+from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
 from wlb_megatron.plugin import pretrain_gpt, source
 
 

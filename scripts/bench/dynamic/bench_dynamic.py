@@ -24,13 +24,13 @@ from scripts.bench.dynamic.dynamic_baselines import WITHOUT_HYBRID, megatron_ns,
 from scripts.bench.dynamic.dynamic_buckets import bucket_errors
 from scripts.environment import ROOT
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.synthetic import code_like, cut_overlong, web_like
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import GroupCost, group_cost
 from wlb_megatron.dynamic.plan import fixed_groups, validate
 from wlb_megatron.dynamic.planner import FIXED, SOLVER, plan_step
-from wlb_megatron.packing.corpus import Rules
 from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.synthetic import code_like, cut_overlong, web_like
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.simulator.model import LayerModel, Layout
 from wlb_megatron.simulator.paper import SHAPES

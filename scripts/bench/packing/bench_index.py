@@ -27,11 +27,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.blend import Blend
-from wlb_megatron.packing.corpus import Rules
-from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.documents.blend import Blend
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.lengths import sample_lengths
+from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.lengths import sample_lengths
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.report.table import print_table

@@ -28,11 +28,11 @@ import numpy as np
 import torch
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.corpus import Rules
-from wlb_megatron.packing.documents import DocumentStream
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.stream import DocumentStream
+from wlb_megatron.documents.synthetic import web_like
 from wlb_megatron.packing.job import plan_job
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.synthetic import web_like
 from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, ShardSettings, plan_iterations
 from wlb_megatron.plugin.planning_process import plan_in_a_process
 from wlb_megatron.workload.cost_model import CostModel

@@ -36,7 +36,7 @@ from scripts.bench.packing.packing_sections import (
     pipeline_rows,
     time_rows,
 )
-from wlb_megatron.packing.synthetic import KINDS
+from wlb_megatron.documents.synthetic import KINDS
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.report.progress import progress
 from wlb_megatron.report.table import print_table

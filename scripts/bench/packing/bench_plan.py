@@ -22,11 +22,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from wlb_megatron.config import PACKINGS, SHARDINGS, WlbConfig
+from wlb_megatron.documents.synthetic import web_like
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import Summariser
-from wlb_megatron.packing.synthetic import web_like
-from wlb_megatron.packing.thresholds import Repeated
+from wlb_megatron.packing.varlen.thresholds import Repeated
 from wlb_megatron.plugin.planning import update_digest
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.sharding.chunks import links_of

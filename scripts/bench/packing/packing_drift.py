@@ -9,12 +9,12 @@ import numpy as np
 
 from scripts.bench.packing.packing_rows import COST, Seen
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.delay_bound import Limits
+from wlb_megatron.documents.lengths import sample_lengths
+from wlb_megatron.documents.synthetic import code_like, cut_overlong, lognormal
 from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.lengths import sample_lengths
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.synthetic import code_like, cut_overlong, lognormal
-from wlb_megatron.packing.thresholds import Repeated, find_thresholds
+from wlb_megatron.packing.varlen.delay_bound import Limits
+from wlb_megatron.packing.varlen.thresholds import Repeated, find_thresholds
 
 BINS, ITERATIONS = 4, 240
 """Micro-batches, and iterations of each half."""

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.delay_bound import Limits
+from wlb_megatron.documents.lengths import sample_lengths
+from wlb_megatron.documents.synthetic import cut_overlong
 from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.lengths import sample_lengths
 from wlb_megatron.packing.packer import Packer
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.synthetic import cut_overlong
-from wlb_megatron.packing.thresholds import Repeated
-from wlb_megatron.packing.varlen_packer import VarlenPacker
+from wlb_megatron.packing.varlen.delay_bound import Limits
+from wlb_megatron.packing.varlen.thresholds import Repeated
+from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.workload.cost_model import CostModel
 

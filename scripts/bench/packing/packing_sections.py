@@ -9,12 +9,12 @@ import numpy as np
 
 from scripts.bench.packing.packing_rows import COST, WINDOW, Case, Timed, configured, plain
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.assign import step_bound, step_work
+from wlb_megatron.documents.synthetic import lognormal
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import Packer
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.synthetic import lognormal
-from wlb_megatron.packing.thresholds import Repeated
+from wlb_megatron.packing.varlen.assign import step_bound, step_work
+from wlb_megatron.packing.varlen.thresholds import Repeated
 
 
 def paper_cases(lengths: np.ndarray) -> Iterator[Case]:

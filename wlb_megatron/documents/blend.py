@@ -10,9 +10,9 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.documents.corpus import Corpus
+from wlb_megatron.documents.indexed import IndexedCorpus
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.corpus import Corpus
-from wlb_megatron.packing.indexed import IndexedCorpus
 
 SPLITS = ("train", "valid", "test")
 

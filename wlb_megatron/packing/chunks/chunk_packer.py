@@ -9,10 +9,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.chunked import Filled, fill, in_order, spread_over_ranks
-from wlb_megatron.packing.delay_bound import Limits
-from wlb_megatron.packing.delay_price import DelayPrice
-from wlb_megatron.packing.outlier_queues import Item, by_falling_work, items_of
+from wlb_megatron.packing.chunks.chunked import Filled, fill, in_order, spread_over_ranks
 from wlb_megatron.packing.packer import (
     ONE_RANK,
     Batch,
@@ -22,6 +19,9 @@ from wlb_megatron.packing.packer import (
     most_per_window,
 )
 from wlb_megatron.packing.saved_pieces import Waiting, decode, encode
+from wlb_megatron.packing.varlen.delay_bound import Limits
+from wlb_megatron.packing.varlen.delay_price import DelayPrice
+from wlb_megatron.packing.varlen.outlier_queues import Item, by_falling_work, items_of
 from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import Piece
 from wlb_megatron.workload.cost_model import CostModel

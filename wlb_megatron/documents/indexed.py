@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.documents.blocks import SIZE, Lengths, blocks
+from wlb_megatron.documents.token_files import FILES
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.blocks import SIZE, Lengths, blocks
-from wlb_megatron.packing.token_files import FILES
 
 IntArray = npt.NDArray[np.int64]
 

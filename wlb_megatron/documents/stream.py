@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.blocks import Lengths, blocks
-from wlb_megatron.packing.changes import changes
-from wlb_megatron.packing.corpus import (
+from wlb_megatron.documents.blocks import Lengths, blocks
+from wlb_megatron.documents.changes import changes
+from wlb_megatron.documents.corpus import (
     DOCUMENT,
     END,
     EPOCH,
@@ -29,7 +28,8 @@ from wlb_megatron.packing.corpus import (
     CorpusWalk,
     Rules,
 )
-from wlb_megatron.packing.passes import StreamCounts, counts
+from wlb_megatron.documents.passes import StreamCounts, counts
+from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import Piece
 
 IntArray = npt.NDArray[np.int64]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from wlb_megatron.packing.outlier_queues import Item
+from wlb_megatron.packing.varlen.outlier_queues import Item
 
 UNBOUNDED = 1 << 62
 

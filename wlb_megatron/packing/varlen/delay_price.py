@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wlb_megatron.packing.release import SCALE
+from wlb_megatron.packing.varlen.release import SCALE
 
 
 class DelayPrice:

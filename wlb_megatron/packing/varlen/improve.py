@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.packing.outlier_queues import Item
+from wlb_megatron.packing.varlen.outlier_queues import Item
 
 IntArray = npt.NDArray[np.int64]
 

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.config import OVERLONG
+from wlb_megatron.documents.blocks import Lengths, blocks
+from wlb_megatron.documents.piece_order import PieceOrder
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.blocks import Lengths, blocks
-from wlb_megatron.packing.piece_order import PieceOrder
 
 IntArray = npt.NDArray[np.int64]
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from wlb_megatron.packing.assign import assign_ranks
-from wlb_megatron.packing.bins import Bins
-from wlb_megatron.packing.chunked import Filled
-from wlb_megatron.packing.delay_bound import Limits
-from wlb_megatron.packing.improve import improve
-from wlb_megatron.packing.outlier_queues import Item
+from wlb_megatron.packing.chunks.chunked import Filled
 from wlb_megatron.packing.packer import Grid, Ranks
+from wlb_megatron.packing.varlen.assign import assign_ranks
+from wlb_megatron.packing.varlen.bins import Bins
+from wlb_megatron.packing.varlen.delay_bound import Limits
+from wlb_megatron.packing.varlen.improve import improve
+from wlb_megatron.packing.varlen.outlier_queues import Item
 from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import MicroBatch
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.assign import assign_ranks, in_given_order
 from wlb_megatron.packing.packer import (
     ONE_RANK,
     Batch,
@@ -21,6 +20,7 @@ from wlb_megatron.packing.packer import (
     check_settings,
 )
 from wlb_megatron.packing.saved_pieces import Waiting, decode, decode_windows, encode, encode_windows
+from wlb_megatron.packing.varlen.assign import assign_ranks, in_given_order
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel
 

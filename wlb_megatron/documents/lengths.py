@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.documents.blocks import Lengths, blocks
+from wlb_megatron.documents.corpus import Corpus, Rules
+from wlb_megatron.documents.indexed import read_index
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.blocks import Lengths, blocks
-from wlb_megatron.packing.corpus import Corpus, Rules
-from wlb_megatron.packing.indexed import read_index
 
 
 def read_lengths(text: str) -> Lengths:

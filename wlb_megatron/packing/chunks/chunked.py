@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.packing.bins import Bins
-from wlb_megatron.packing.outlier_queues import Item
+from wlb_megatron.packing.varlen.bins import Bins
+from wlb_megatron.packing.varlen.outlier_queues import Item
 from wlb_megatron.plan import MicroBatch
 from wlb_megatron.workload.cost_model import CostModel
 

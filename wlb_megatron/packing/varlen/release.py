@@ -13,8 +13,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import NamedTuple
 
-from wlb_megatron.packing.bins import Bins
-from wlb_megatron.packing.outlier_queues import OutlierQueues
+from wlb_megatron.packing.varlen.bins import Bins
+from wlb_megatron.packing.varlen.outlier_queues import OutlierQueues
 
 SCALE = 1 << 20
 """Imbalance and prices are integers in units of 1 / SCALE."""

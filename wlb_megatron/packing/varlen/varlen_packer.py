@@ -9,14 +9,6 @@ from typing import Any, NamedTuple
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.arrange import Arranged, arrange
-from wlb_megatron.packing.assign import assign_ranks
-from wlb_megatron.packing.bins import UNBOUNDED, Bins
-from wlb_megatron.packing.delay_bound import Limits
-from wlb_megatron.packing.delay_price import DelayPrice
-from wlb_megatron.packing.height import Lot, choose_height
-from wlb_megatron.packing.improve import improve
-from wlb_megatron.packing.outlier_queues import Item, OutlierQueues, by_falling_work, items_of
 from wlb_megatron.packing.packer import (
     ONE_RANK,
     Batch,
@@ -25,8 +17,16 @@ from wlb_megatron.packing.packer import (
     check_settings,
     most_per_window,
 )
-from wlb_megatron.packing.release import Choice, Situation, choose_release
 from wlb_megatron.packing.saved_pieces import Waiting, decode, encode
+from wlb_megatron.packing.varlen.arrange import Arranged, arrange
+from wlb_megatron.packing.varlen.assign import assign_ranks
+from wlb_megatron.packing.varlen.bins import UNBOUNDED, Bins
+from wlb_megatron.packing.varlen.delay_bound import Limits
+from wlb_megatron.packing.varlen.delay_price import DelayPrice
+from wlb_megatron.packing.varlen.height import Lot, choose_height
+from wlb_megatron.packing.varlen.improve import improve
+from wlb_megatron.packing.varlen.outlier_queues import Item, OutlierQueues, by_falling_work, items_of
+from wlb_megatron.packing.varlen.release import Choice, Situation, choose_release
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.packing.blend import Blend
+from wlb_megatron.documents.blend import Blend
 from wlb_megatron.plan import Piece
 
 

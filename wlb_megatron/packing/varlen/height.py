@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from wlb_megatron.packing.outlier_queues import Item, OutlierQueues
-from wlb_megatron.packing.release import FULL, SCALE, THIN, URGENCY, Situation
+from wlb_megatron.packing.varlen.outlier_queues import Item, OutlierQueues
+from wlb_megatron.packing.varlen.release import FULL, SCALE, THIN, URGENCY, Situation
 from wlb_megatron.pipeline.step_law import StepLaw
 
 MOST = 200

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.baselines import FixedGreedyPacker, fill_greedily, price
+from wlb_megatron.packing.fixed.baselines import FixedGreedyPacker, fill_greedily, price
 from wlb_megatron.packing.packer import ONE_RANK, Ranks
 from wlb_megatron.packing.saved_pieces import Waiting
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel

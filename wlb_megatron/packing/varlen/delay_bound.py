@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wlb_megatron.packing.outlier_queues import Item
+from wlb_megatron.packing.varlen.outlier_queues import Item
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.documents.blocks import SIZE, Lengths, blocks
+from wlb_megatron.documents.epoch_order import epoch_order
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.blocks import SIZE, Lengths, blocks
-from wlb_megatron.packing.epoch_order import epoch_order
 
 IntArray = npt.NDArray[np.int64]
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.chunk_packer import ChunkPacker
-from wlb_megatron.packing.delay_bound import Limits
+from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.packer import Packer, Ranks
-from wlb_megatron.packing.thresholds import MOST_AT_ONCE, MOST_BINS, sampled, step_over_ideal
+from wlb_megatron.packing.varlen.delay_bound import Limits
+from wlb_megatron.packing.varlen.thresholds import MOST_AT_ONCE, MOST_BINS, sampled, step_over_ideal
 from wlb_megatron.workload.cost_model import CostModel
 
 LONGEST = (3, 4)

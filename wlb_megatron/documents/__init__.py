@@ -1,0 +1,1 @@
+"""The stream of documents: corpora, their order, their lengths."""

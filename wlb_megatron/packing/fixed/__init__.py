@@ -1,0 +1,1 @@
+"""Fixed windows, as they arrive or balanced over several batches."""

@@ -1,0 +1,1 @@
+"""Variable-length packing with delayed outliers."""
