@@ -30,8 +30,8 @@ from wlb_megatron.plugin import kernel_graphs
 from wlb_megatron.plugin.kernel_graphs import Met, build_graphs, likeliest_first
 from wlb_megatron.plugin.planning import ShardSettings
 from wlb_megatron.sharding.alignment import padding
-from wlb_megatron.sharding.attention_calls import attention_layout
-from wlb_megatron.sharding.one_call import in_fewest_calls
+from wlb_megatron.sharding.calls.attention_calls import attention_layout
+from wlb_megatron.sharding.calls.one_call import in_fewest_calls
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.workload.kernel_table import h100
 

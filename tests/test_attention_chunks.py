@@ -21,7 +21,7 @@ from wlb_megatron.config import SHARDINGS
 from wlb_megatron.pipeline.groups import groups
 from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plan import Piece
-from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.calls.attention_calls import attention_layout
 
 EXACT = 1e-10
 SINK = torch.randn(4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)

@@ -24,8 +24,8 @@ from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.planning import ShardSettings, plan_iterations
 from wlb_megatron.sharding.alignment import padding
-from wlb_megatron.sharding.attention_calls import attention_layout
-from wlb_megatron.sharding.one_call import MOST_KEYS, MOST_ROWS, in_fewest_calls
+from wlb_megatron.sharding.calls.attention_calls import attention_layout
+from wlb_megatron.sharding.calls.one_call import MOST_KEYS, MOST_ROWS, in_fewest_calls
 from wlb_megatron.sharding.predict import in_one_call, in_two_calls, predict, predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard

@@ -19,7 +19,7 @@ from wlb_megatron.profiler.attention import AttentionBench, _alone
 from wlb_megatron.profiler.clock import Clock
 from wlb_megatron.profiler.layer import layer_step, torch_layer
 from wlb_megatron.profiler.points import GRIDS, MOST_ROWS, attention_points
-from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.workload.profile import ProfiledModel, read_profile
 
 _TOLD = """--grid tiny --backend torch --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from wlb_megatron.attention.device_layout import DeviceCall
-from wlb_megatron.sharding.attention_calls import AttentionLayout
-from wlb_megatron.sharding.one_call import MOST_KEYS, MOST_ROWS
-from wlb_megatron.sharding.varlen_call import AttentionCall
+from wlb_megatron.sharding.calls.attention_calls import AttentionLayout
+from wlb_megatron.sharding.calls.one_call import MOST_KEYS, MOST_ROWS
+from wlb_megatron.sharding.calls.varlen_call import AttentionCall
 
 
 class Bucket(NamedTuple):
@@ -114,7 +114,7 @@ def foreseen(
     of two. prefix: earlier tokens that a micro-batch's documents in chunks attend to at most, all together. A rank
     holds an even share of the tokens; its rectangles' queries come at most twice (a document cut in causal pairs has
     two segments on a rank), their keys are those of the micro-batch and its prefixes at most. One call instead of two
-    has few of either (sharding/one_call.py).
+    has few of either (sharding/calls/one_call.py).
     """
     earlier = cp_size > 1 or prefix > 0
     share = -(-tokens // cp_size)

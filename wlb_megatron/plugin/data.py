@@ -25,7 +25,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import PADDING
 from wlb_megatron.plugin.planning import PlannedIteration, PlannedMicroBatch, RankGroup
 from wlb_megatron.refusals import RefusedHere
-from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.following import following
 
 

@@ -20,7 +20,7 @@ from wlb_megatron.attention.graph_buckets import (
     repeated,
 )
 from wlb_megatron.plugin.planning import ShardSettings
-from wlb_megatron.sharding.attention_calls import AttentionLayout
+from wlb_megatron.sharding.calls.attention_calls import AttentionLayout
 from wlb_megatron.sharding.cut import CHOOSING
 
 MOST_CUT = 64

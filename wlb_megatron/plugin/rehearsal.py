@@ -21,7 +21,7 @@ from wlb_megatron.plugin.data import Layout, with_plan
 from wlb_megatron.plugin.kept_state import KeptState
 from wlb_megatron.plugin.kernel_graphs import Met, build_graphs
 from wlb_megatron.plugin.planning import PlannedMicroBatch, ShardSettings
-from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
+from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import cut
 from wlb_megatron.sharding.segments import ShardPlan

@@ -13,7 +13,7 @@ from wlb_megatron.attention.device_layout import DeviceCall, device_layout
 from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
 from wlb_megatron.profiler.layer import Part
 from wlb_megatron.profiler.points import Point
-from wlb_megatron.sharding.attention_calls import AttentionLayout, attention_layout
+from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.workload.profile import ProfiledModel
 
 

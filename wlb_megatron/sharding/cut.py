@@ -10,8 +10,8 @@ import numpy.typing as npt
 from wlb_megatron.pipeline.groups import groups, joined_groups
 from wlb_megatron.plan import PADDING, IterationPlan, Piece
 from wlb_megatron.sharding.alignment import padding
+from wlb_megatron.sharding.calls.one_call import in_fewest_calls
 from wlb_megatron.sharding.chunks import Link, links_of
-from wlb_megatron.sharding.one_call import in_fewest_calls
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.workload.kernel_table import KernelTable

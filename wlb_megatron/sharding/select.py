@@ -10,12 +10,12 @@ import numpy.typing as npt
 
 from wlb_megatron.config import SHARDINGS
 from wlb_megatron.sharding.chunks import Holders, Link, prefixes_of
-from wlb_megatron.sharding.hybrid import mix
-from wlb_megatron.sharding.per_document import document_cuts
-from wlb_megatron.sharding.per_sequence import sequence_cuts
+from wlb_megatron.sharding.cuts.hybrid import mix
+from wlb_megatron.sharding.cuts.per_document import document_cuts
+from wlb_megatron.sharding.cuts.per_sequence import sequence_cuts
+from wlb_megatron.sharding.cuts.slots import PieceList, deal
 from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.sharding.slots import PieceList, deal
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 
 

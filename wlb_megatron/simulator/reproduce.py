@@ -1,6 +1,6 @@
 """The paper's tables, simulated: plain 4D, fixed-length packing, WLB-LLM as its paper says, and this project's way.
 
-All schemes run with one attention executor (sharding/attention_calls.py) and one network, so that what differs is
+All schemes run with one attention executor (sharding/calls/attention_calls.py) and one network, so that what differs is
 packing and sharding alone.
 """
 

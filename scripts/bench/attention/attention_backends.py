@@ -31,8 +31,8 @@ from scripts.bench.attention.attention_choice import kernel_table
 from scripts.bench.attention.attention_steps import Mixes, sharded_step
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.report.files import write_csv
-from wlb_megatron.sharding.attention_calls import attention_layout
-from wlb_megatron.sharding.one_call import in_fewest_calls
+from wlb_megatron.sharding.calls.attention_calls import attention_layout
+from wlb_megatron.sharding.calls.one_call import in_fewest_calls
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
 

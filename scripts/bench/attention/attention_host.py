@@ -38,7 +38,7 @@ from wlb_megatron.attention import kv_exchange, row_sums, sharded_attention
 from wlb_megatron.attention.device_layout import DeviceLayout, device_layout
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.sharding.alignment import padding
-from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.select import shard
 
 LAYERS = 6

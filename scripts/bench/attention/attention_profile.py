@@ -35,7 +35,7 @@ def profile(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
     from scripts.bench.attention.attention_bench import machine, measure, padded_to, tensors
     from scripts.bench.attention.attention_steps import sharded_step
     from wlb_megatron.attention.device_layout import device_layout
-    from wlb_megatron.sharding.attention_calls import attention_layout
+    from wlb_megatron.sharding.calls.attention_calls import attention_layout
     from wlb_megatron.sharding.select import shard
 
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))

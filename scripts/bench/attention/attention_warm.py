@@ -18,7 +18,7 @@ from wlb_megatron.attention.te_backend import TransformerEngineKernels
 from wlb_megatron.attention.warm_up import warm_up
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.sharding.alignment import padding
-from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
 

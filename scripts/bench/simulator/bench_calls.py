@@ -17,7 +17,7 @@ import numpy as np
 
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.sharding.alignment import padded
-from wlb_megatron.sharding.one_call import in_fewest_calls
+from wlb_megatron.sharding.calls.one_call import in_fewest_calls
 from wlb_megatron.sharding.predict import in_one_call, in_two_calls
 from wlb_megatron.sharding.segments import IntArray
 from wlb_megatron.sharding.select import shard

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from wlb_megatron.plan import Piece
 from wlb_megatron.report.files import write_csv
-from wlb_megatron.sharding.attention_calls import attention_layout
+from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.predict import predict
 from wlb_megatron.sharding.segments import ShardPlan

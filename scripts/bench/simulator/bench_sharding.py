@@ -22,7 +22,7 @@ import numpy as np
 
 from wlb_megatron.config import SHARDINGS
 from wlb_megatron.sharding.alignment import padded
-from wlb_megatron.sharding.hybrid import mix
+from wlb_megatron.sharding.cuts.hybrid import mix
 from wlb_megatron.sharding.predict import predict
 from wlb_megatron.sharding.segments import IntArray, ShardPlan
 from wlb_megatron.sharding.select import shard

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.sharding.alignment import slot_bounds
-from wlb_megatron.sharding.leveller import fill_in_pairs, fill_in_turn, prices_in_pairs, prices_in_turn
-from wlb_megatron.sharding.ranks import Chunk, Ranks
+from wlb_megatron.sharding.cuts.leveller import fill_in_pairs, fill_in_turn, prices_in_pairs, prices_in_turn
+from wlb_megatron.sharding.cuts.ranks import Chunk, Ranks
 from wlb_megatron.sharding.segments import IntArray, ShardPlan
 from wlb_megatron.workload.kernel_table import TILE, KernelTable
 

@@ -7,7 +7,7 @@ much of its room is early and how much late levels the work that the others left
 
 from __future__ import annotations
 
-from wlb_megatron.sharding.ranks import Ranks
+from wlb_megatron.sharding.cuts.ranks import Ranks
 
 ROUNDS = 4
 """Corrections of the early tokens; each moves the others' keys a little."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from wlb_megatron.sharding.calls.exchange import ExchangePlan, exchange_buffers
+from wlb_megatron.sharding.calls.varlen_call import AttentionCall, varlen_call
 from wlb_megatron.sharding.chunks import CachedKeys, cached_keys
-from wlb_megatron.sharding.exchange import ExchangePlan, exchange_buffers
 from wlb_megatron.sharding.segments import IntArray, ShardPlan, _ranges
-from wlb_megatron.sharding.varlen_call import AttentionCall, varlen_call
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.sharding.alignment import slot_bounds
+from wlb_megatron.sharding.cuts.slots import PieceList, deal
 from wlb_megatron.sharding.segments import IntArray, ShardPlan
-from wlb_megatron.sharding.slots import PieceList, deal
 
 
 def per_document(lengths: npt.ArrayLike, cp_size: int) -> ShardPlan:

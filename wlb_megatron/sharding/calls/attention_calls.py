@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from wlb_megatron.sharding.calls.exchange import ExchangePlan, exchange_plan
+from wlb_megatron.sharding.calls.varlen_call import AttentionCall, varlen_call
+from wlb_megatron.sharding.calls.window_call import WindowLayout, window_layout
 from wlb_megatron.sharding.chunks import CachedKeys, cached_keys
-from wlb_megatron.sharding.exchange import ExchangePlan, exchange_plan
 from wlb_megatron.sharding.segments import IntArray, ShardPlan, _ranges
-from wlb_megatron.sharding.varlen_call import AttentionCall, varlen_call
-from wlb_megatron.sharding.window_call import WindowLayout, window_layout
 
 # Two H100s, 8 / 2 heads: at 3,600 pairs a key hiding the return saved 1 ms of 19, at 8,000 it cost 4 to 8 ms of 68.
 PAIRS_WORTH_A_KEY = 4096

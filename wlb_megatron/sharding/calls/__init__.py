@@ -1,0 +1,1 @@
+"""Kernel calls and exchanges that serve a cut."""
