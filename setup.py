@@ -21,8 +21,8 @@ TORCH = ["torch>=2.6,<2.15"]
 MEGATRON = ["megatron-core>=0.17.1,<=0.19.2", *TORCH, "psutil>=5.9,<8", "pyyaml>=6,<7"]
 TRANSFORMER_ENGINE = ["transformer-engine[pytorch]>=2.18,<2.21"]
 
-# A beta called at private entry points: these very versions were run (attention/kernel_choice.py). torch for CUDA 12
-# wants flash-attn-4 without [cu13].
+# A beta called at private entry points: these very versions were run (attention/kernels/kernel_choice.py).
+# torch for CUDA 12 wants flash-attn-4 without [cu13].
 FA4 = ["flash-attn-4[cu13]==4.0.0b36", "nvidia-cutlass-dsl[cu13]==4.8.1", "quack-kernels==0.6.5"]
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from wlb_megatron.attention import kv_exchange
 from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.sharded_attention import sharded_attention
-from wlb_megatron.attention.torch_backend import TorchKernels
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan, merge_touching, validate

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.key_cache import KeyCache
 from wlb_megatron.attention.sharded_attention import sharded_attention
-from wlb_megatron.attention.torch_backend import TorchKernels
 from wlb_megatron.plan import PADDING, Piece
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.chunks import links_of

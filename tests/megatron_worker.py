@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import get_args, training
 
 from wlb_megatron.attention import core_attention
-from wlb_megatron.attention.torch_backend import TorchKernels
+from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.plugin import forward_step as steps
 from wlb_megatron.plugin import pretrain_gpt, spec
 

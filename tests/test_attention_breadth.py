@@ -115,8 +115,8 @@ def test_values_wider_than_keys_and_windows_without_a_layout_are_refused():
     from attention_oracle import Member, ThreadGroup
 
     from wlb_megatron.attention.device_layout import device_layout
+    from wlb_megatron.attention.kernels.torch_backend import TorchKernels
     from wlb_megatron.attention.sharded_attention import sharded_attention
-    from wlb_megatron.attention.torch_backend import TorchKernels
 
     layout = device_layout(attention_layout(shard([8], 1, "per-document"), 0), "cpu")
     rest = layout, Member(ThreadGroup(1), 0), TorchKernels(), 1.0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from wlb_megatron.attention.core_attention import WlbCoreAttention
 from wlb_megatron.attention.device_layout import device_layout
-from wlb_megatron.attention.graph_buckets import (
+from wlb_megatron.attention.kernels.graph_buckets import (
     Bucket,
     Equal,
     bucket,
@@ -23,8 +23,8 @@ from wlb_megatron.attention.graph_buckets import (
     repeated,
     room,
 )
-from wlb_megatron.attention.torch_backend import TorchKernels
-from wlb_megatron.attention.warm_up import warm_up
+from wlb_megatron.attention.kernels.torch_backend import TorchKernels
+from wlb_megatron.attention.kernels.warm_up import warm_up
 from wlb_megatron.config import SHARDINGS
 from wlb_megatron.plugin import kernel_graphs
 from wlb_megatron.plugin.kernel_graphs import Met, build_graphs, likeliest_first

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from megatron_runs import free_port
 
 from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.key_cache import KeyCache, cached_bytes, clear_caches
 from wlb_megatron.attention.sharded_attention import sharded_attention
-from wlb_megatron.attention.torch_backend import TorchKernels
 from wlb_megatron.config import SHARDINGS
 from wlb_megatron.pipeline.groups import groups
 from wlb_megatron.pipeline.orders import grouped_orders

@@ -201,8 +201,8 @@ def test_data_of_another_plan_is_refused():
     from attention_oracle import Member, ThreadGroup
 
     from wlb_megatron.attention.device_layout import device_layout
+    from wlb_megatron.attention.kernels.torch_backend import TorchKernels
     from wlb_megatron.attention.sharded_attention import sharded_attention
-    from wlb_megatron.attention.torch_backend import TorchKernels
 
     layout = device_layout(attention_layout(shard([8], 1, "per-document"), 0), "cpu")
     x = random_tensors(9)

@@ -139,10 +139,10 @@ def asked():
     for depth in range(1, len(parts)):
         patch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
     patch.setitem(sys.modules, NAME, module)
-    patch.delitem(sys.modules, "wlb_megatron.attention.fa4_backend", raising=False)
-    stand_in.backend = importlib.import_module("wlb_megatron.attention.fa4_backend")
+    patch.delitem(sys.modules, "wlb_megatron.attention.kernels.fa4_backend", raising=False)
+    stand_in.backend = importlib.import_module("wlb_megatron.attention.kernels.fa4_backend")
     yield stand_in
-    sys.modules.pop("wlb_megatron.attention.fa4_backend", None)
+    sys.modules.pop("wlb_megatron.attention.kernels.fa4_backend", None)
     patch.undo()
 
 

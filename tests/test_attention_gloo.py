@@ -9,8 +9,8 @@ from attention_oracle import SCALE, one_document_at_a_time, padded, random_tenso
 from forked_ranks import spawn
 
 from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.sharded_attention import sharded_attention
-from wlb_megatron.attention.torch_backend import TorchKernels
 from wlb_megatron.config import SHARDINGS
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.select import shard

@@ -21,12 +21,12 @@ from attention_oracle import (
 )
 from megatron.core.transformer.enums import AttnMaskType
 
-from wlb_megatron.attention import graph_buckets
 from wlb_megatron.attention.device_layout import device_layout
-from wlb_megatron.attention.graph_buckets import Equal, bucket, repeated
-from wlb_megatron.attention.kernel_check import TOLERATED, worst_error
+from wlb_megatron.attention.kernels import graph_buckets
+from wlb_megatron.attention.kernels.graph_buckets import Equal, bucket, repeated
+from wlb_megatron.attention.kernels.kernel_check import TOLERATED, worst_error
+from wlb_megatron.attention.kernels.warm_up import warm_up
 from wlb_megatron.attention.sharded_attention import sharded_attention
-from wlb_megatron.attention.warm_up import warm_up
 from wlb_megatron.errors import WlbError
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
@@ -150,10 +150,10 @@ def asked(monkeypatch):
     for depth in range(1, len(parts)):
         monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.delitem(sys.modules, "wlb_megatron.attention.te_backend", raising=False)
-    stand_in.backend = importlib.import_module("wlb_megatron.attention.te_backend")
+    monkeypatch.delitem(sys.modules, "wlb_megatron.attention.kernels.te_backend", raising=False)
+    stand_in.backend = importlib.import_module("wlb_megatron.attention.kernels.te_backend")
     yield stand_in
-    sys.modules.pop("wlb_megatron.attention.te_backend", None)
+    sys.modules.pop("wlb_megatron.attention.kernels.te_backend", None)
 
 
 def error_of(asked):

@@ -145,7 +145,7 @@ def test_a_machine_without_transformer_engine_or_megatron_imports_the_executor()
     code = (
         "import sys; sys.modules['transformer_engine'] = sys.modules['megatron'] = None\n"
         "import wlb_megatron.attention.sharded_attention, wlb_megatron.attention.rope\n"
-        "import wlb_megatron.attention.torch_backend, wlb_megatron.attention.kv_exchange\n"
+        "import wlb_megatron.attention.kernels.torch_backend, wlb_megatron.attention.kv_exchange\n"
         "assert 'triton' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

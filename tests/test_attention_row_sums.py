@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from wlb_megatron.attention.device_layout import Bags, _bags, _ship
+from wlb_megatron.attention.kernels.row_sums import add_rows, merge_rows
 from wlb_megatron.attention.pairs import _in_sixteens, grads_apart, side_by_side
-from wlb_megatron.attention.row_sums import add_rows, merge_rows
 
 
 def bags(owner, rows):
@@ -70,7 +70,7 @@ def test_the_fused_kernels_do_the_same():
     code = """
 import numpy as np, torch
 from wlb_megatron.attention.device_layout import Bags, _bags, _ship
-from wlb_megatron.attention import row_sums, row_sums_triton
+from wlb_megatron.attention.kernels import row_sums, row_sums_triton
 torch.manual_seed(0)
 bags = Bags(*(torch.from_numpy(x).int() for x in _bags(np.random.default_rng(0).integers(0, 30, 50), 37)))
 for heads, dim in ((3, 64), (3, 96), (16, 128), (1, 256)):
@@ -114,7 +114,7 @@ def test_index_tensors_begin_where_triton_need_not_compile_anew():
 
 def test_a_compiled_kernel_is_launched_again_only_for_what_it_was_compiled_for(monkeypatch):
     pytest.importorskip("triton")
-    from wlb_megatron.attention import row_sums_triton
+    from wlb_megatron.attention.kernels import row_sums_triton
 
     class Kernel:
         """Compiles when called as Triton's, and notes what is launched either way."""

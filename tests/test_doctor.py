@@ -14,7 +14,7 @@ import torch
 from megatron_runs import ROOT, cpu_environment
 
 from wlb_megatron import doctor, extras, selftest
-from wlb_megatron.attention import kernel_choice, torch_backend
+from wlb_megatron.attention.kernels import kernel_choice, torch_backend
 from wlb_megatron.cli import main
 from wlb_megatron.errors import WlbError
 

@@ -17,8 +17,8 @@ from megatron_runs import free_port
 from random_groups import random_plan
 
 from wlb_megatron.attention.device_layout import device_layout
+from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.sharded_attention import sharded_attention
-from wlb_megatron.attention.torch_backend import TorchKernels
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream

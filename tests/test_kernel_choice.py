@@ -13,8 +13,9 @@ import pytest
 import torch
 from test_attention_module import build
 
-from wlb_megatron.attention import core_attention, kernel_choice
-from wlb_megatron.attention.kernel_choice import TRIED, Layer, chosen, told
+from wlb_megatron.attention import core_attention
+from wlb_megatron.attention.kernels import kernel_choice
+from wlb_megatron.attention.kernels.kernel_choice import TRIED, Layer, chosen, told
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.kernels import kernels_of
 from wlb_megatron.profiler.command import _backend
@@ -113,7 +114,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         module: Any = ModuleType(name)
         setattr(module, made, lambda deterministic, name=name: (name, deterministic))
         module.refuse_unfit = lambda *_: None
-        monkeypatch.setitem(sys.modules, f"wlb_megatron.attention.{name}_backend", module)
+        monkeypatch.setitem(sys.modules, f"wlb_megatron.attention.kernels.{name}_backend", module)
     core_attention._say_once.cache_clear()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import wlb_megatron
-from wlb_megatron.attention import kernel_choice
+from wlb_megatron.attention.kernels import kernel_choice
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CONTRIBUTING.md"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from wlb_megatron import doctor
-from wlb_megatron.attention import kernel_check
+from wlb_megatron.attention.kernels import kernel_check
 from wlb_megatron.plugin import versions
 from wlb_megatron.plugin.kernel_trial import try_transformer_engine
 from wlb_megatron.refusals import Refused
@@ -23,7 +23,7 @@ from wlb_megatron.refusals import Refused
 @pytest.fixture
 def trial(monkeypatch: pytest.MonkeyPatch) -> Any:
     """trial(version, error): a start with that Transformer Engine, whose attention is off by that much, or raises."""
-    backend = ModuleType("wlb_megatron.attention.te_backend")
+    backend = ModuleType("wlb_megatron.attention.kernels.te_backend")
     backend.TransformerEngineKernels = object  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, backend.__name__, backend)
     monkeypatch.setattr(torch.cuda, "device", lambda rank: contextlib.nullcontext())

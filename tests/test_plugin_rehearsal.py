@@ -134,14 +134,14 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     for module in (attention, quantization):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.delitem(sys.modules, "wlb_megatron.attention.te_backend", raising=False)
-    importlib.import_module("wlb_megatron.attention.te_backend")
+    monkeypatch.delitem(sys.modules, "wlb_megatron.attention.kernels.te_backend", raising=False)
+    importlib.import_module("wlb_megatron.attention.kernels.te_backend")
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace(fp8="hybrid"))
     monkeypatch.setattr("wlb_megatron.plugin.rehearsal.build_graphs", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.get_rng_state())
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: None)
     yield state
-    sys.modules.pop("wlb_megatron.attention.te_backend", None)
+    sys.modules.pop("wlb_megatron.attention.kernels.te_backend", None)
 
 
 def joins(engine: Any, state: RecipeState, direction: str) -> None:
@@ -195,5 +195,5 @@ def test_a_model_without_fp8_needs_no_transformer_engine(
     monkeypatch: pytest.MonkeyPatch, engine: Any
 ) -> None:
     monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", SimpleNamespace(fp8=None))
-    monkeypatch.setitem(sys.modules, "wlb_megatron.attention.te_backend", None)
+    monkeypatch.setitem(sys.modules, "wlb_megatron.attention.kernels.te_backend", None)
     KeptState([Chunk({"linear": torch.nn.Linear(2, 2)})]).restore()

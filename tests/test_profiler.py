@@ -207,7 +207,7 @@ class _Counting:
     """torch's kernels, which note the query-key pairs of each forward; of all of a step's, the sum comes first."""
 
     def __init__(self) -> None:
-        from wlb_megatron.attention.torch_backend import TorchKernels
+        from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 
         self.inner = TorchKernels()
         self.seen: dict[int, int] = {}

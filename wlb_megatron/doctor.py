@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
-from wlb_megatron.attention.kernel_choice import Layer, chosen, not_installed, told
+from wlb_megatron.attention.kernels.kernel_choice import Layer, chosen, not_installed, told
 from wlb_megatron.errors import WlbError
 from wlb_megatron.extras import install
 

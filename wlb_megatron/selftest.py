@@ -20,7 +20,7 @@ LENGTHS = [9, 1, 190, 24, 3, 77, 16, 64]
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 64, 0.125
 SECONDS = 120
 TOLERATED = {"cpu": 1e-9, "cuda": 3e-2}
-"""Largest error relative to the largest entry: fp64 on CPUs; bf16 on GPUs, see attention/kernel_check.py."""
+"""Largest error relative to the largest entry: fp64 on CPUs; bf16 on GPUs, see attention/kernels/kernel_check.py."""
 
 
 def run(size: int, *, gpu: bool) -> float:
@@ -71,7 +71,7 @@ def rank_error(device: str, size: int, meeting: str, rank: int) -> float:
     import torch.distributed as dist
 
     from wlb_megatron.attention.device_layout import device_layout
-    from wlb_megatron.attention.kernel_check import worst_error
+    from wlb_megatron.attention.kernels.kernel_check import worst_error
     from wlb_megatron.attention.sharded_attention import sharded_attention
     from wlb_megatron.sharding.alignment import padded
     from wlb_megatron.sharding.calls.attention_calls import attention_layout
@@ -80,18 +80,18 @@ def rank_error(device: str, size: int, meeting: str, rank: int) -> float:
     torch.set_num_threads(1)
     kernels: Any
     if device == "cuda":
-        from wlb_megatron.attention import kernel_choice
+        from wlb_megatron.attention.kernels import kernel_choice
 
         torch.cuda.set_device(rank)
         capability = torch.cuda.get_device_capability()
         name, _ = kernel_choice.chosen("auto", kernel_choice.Layer(DIM, DIM, True, capability=capability))
         if name == "cudnn":
-            from wlb_megatron.attention.te_backend import refuse_unfit
+            from wlb_megatron.attention.kernels.te_backend import refuse_unfit
 
             refuse_unfit(DIM, capability)
         kernels, dtype = kernel_choice.kernels(name), torch.bfloat16
     else:
-        from wlb_megatron.attention.torch_backend import TorchKernels
+        from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 
         kernels, dtype = TorchKernels(), torch.float64
     backend = "nccl" if device == "cuda" else "gloo"

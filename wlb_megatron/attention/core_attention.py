@@ -22,14 +22,14 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from wlb_megatron.attention import kernel_choice
 from wlb_megatron.attention.device_layout import DeviceLayout, device_layout
-from wlb_megatron.attention.graph_buckets import Warmable
-from wlb_megatron.attention.kernel_choice import Layer
+from wlb_megatron.attention.kernels import kernel_choice
+from wlb_megatron.attention.kernels.graph_buckets import Warmable
+from wlb_megatron.attention.kernels.kernel_choice import Layer
+from wlb_megatron.attention.kernels.torch_backend import TorchKernels
+from wlb_megatron.attention.kernels.warm_up import warm_up
 from wlb_megatron.attention.key_cache import KeyCache
 from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
-from wlb_megatron.attention.torch_backend import TorchKernels
-from wlb_megatron.attention.warm_up import warm_up
 from wlb_megatron.errors import WlbError
 from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
@@ -235,7 +235,7 @@ def _kernels(cls: type, asked: str, deterministic: bool, layer: Layer) -> tuple[
         return "torch", TorchKernels()
     name, why = kernel_choice.chosen(asked, layer)
     if name == "cudnn":
-        from wlb_megatron.attention.te_backend import refuse_unfit
+        from wlb_megatron.attention.kernels.te_backend import refuse_unfit
 
         refuse_unfit(layer.dim, layer.capability)
     _say_once(f"attention of {layer.dim} channels a head: {kernel_choice.told(name, why)}")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceExchange
-from wlb_megatron.attention.row_sums import add_rows, spread_rows
+from wlb_megatron.attention.kernels.row_sums import add_rows, spread_rows
 
 on_wait: Callable[[Callable[[], Any]], None] | None = None
 """Where set: given each wait for what travels, to be called, by whoever times them."""

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall, DeviceLayout, DeviceWindow
+from wlb_megatron.attention.kernels.row_sums import add_rows, merge_rows, spread_four, spread_rows
 from wlb_megatron.attention.key_cache import KeyCache
 from wlb_megatron.attention.kv_exchange import start_gather, start_return
 from wlb_megatron.attention.pairs import grads_apart, side_by_side
-from wlb_megatron.attention.row_sums import add_rows, merge_rows, spread_four, spread_rows
 from wlb_megatron.attention.sinks import apply_sink, sink_gradient
 
 

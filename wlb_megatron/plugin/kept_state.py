@@ -44,7 +44,7 @@ class KeptState:
     def _restore_scales(self) -> None:
         """In place, because quantizers hold views. Those that were made since begin anew, as in a module's first pass;
         a history's rows may have become more or fewer (--fp8-amax-history-len at a resume)."""
-        from wlb_megatron.attention.te_backend import delayed_scales
+        from wlb_megatron.attention.kernels.te_backend import delayed_scales
 
         for scale, history in delayed_scales():
             scale.fill_(1)

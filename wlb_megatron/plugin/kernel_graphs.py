@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from wlb_megatron.attention.graph_buckets import (
+from wlb_megatron.attention.kernels.graph_buckets import (
     Bucket,
     Equal,
     Warmable,

@@ -18,8 +18,8 @@ def try_transformer_engine(args: Any) -> None:
         return
     cure = f"install a tried one (pip install 'transformer-engine[pytorch]{TRIED_TRANSFORMER_ENGINE}')"
     try:
-        from wlb_megatron.attention.kernel_check import TOLERATED, worst_error
-        from wlb_megatron.attention.te_backend import TransformerEngineKernels
+        from wlb_megatron.attention.kernels.kernel_check import TOLERATED, worst_error
+        from wlb_megatron.attention.kernels.te_backend import TransformerEngineKernels
 
         with torch.cuda.device(args.local_rank):
             worst = worst_error(TransformerEngineKernels(), torch.bfloat16, "cuda")

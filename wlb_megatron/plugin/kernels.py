@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from wlb_megatron.attention.kernel_choice import Layer, chosen
+from wlb_megatron.attention.kernels.kernel_choice import Layer, chosen
 from wlb_megatron.plugin.model_shape import attention_shape
 
 

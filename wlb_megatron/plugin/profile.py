@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from wlb_megatron.attention.kernel_choice import NAMES
+from wlb_megatron.attention.kernels.kernel_choice import NAMES
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.kernels import kernels_of
 from wlb_megatron.plugin.model_shape import attention_shape

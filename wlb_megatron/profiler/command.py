@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from wlb_megatron.attention import kernel_choice
+from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.bounds import RANKS, SECONDS, TOKENS, check_heads, real, whole
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.extras import install

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from wlb_megatron import __version__
-from wlb_megatron.attention import kernel_choice
+from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.profiler import network
 from wlb_megatron.profiler.attention import AttentionBench
 from wlb_megatron.profiler.clock import Clock
@@ -130,7 +130,7 @@ class _Parts:
 
 def _kernels(backend: str) -> Any:
     if backend == "torch":
-        from wlb_megatron.attention.torch_backend import TorchKernels
+        from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 
         return TorchKernels()
     return kernel_choice.kernels("fa4" if backend == "fa4" else "cudnn")

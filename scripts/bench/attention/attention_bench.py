@@ -16,8 +16,8 @@ import torch.distributed as dist
 import transformer_engine.pytorch as te
 from torch import Tensor
 
-from wlb_megatron.attention import kernel_choice
-from wlb_megatron.attention.torch_backend import TorchKernels
+from wlb_megatron.attention.kernels import kernel_choice
+from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.sharding.alignment import padding
 
 HEADS, KV_HEADS, DIM = 8, 2, 128

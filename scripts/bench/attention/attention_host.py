@@ -34,8 +34,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wlb_megatron.attention import kv_exchange, row_sums, sharded_attention
+from wlb_megatron.attention import kv_exchange, sharded_attention
 from wlb_megatron.attention.device_layout import DeviceLayout, device_layout
+from wlb_megatron.attention.kernels import row_sums
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
@@ -110,7 +111,7 @@ def host(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
 
     from scripts.bench.attention.attention_bench import KERNELS, SCALE, machine, padded_to, tensors
     from scripts.bench.attention.attention_steps import planned
-    from wlb_megatron.attention import row_sums_triton
+    from wlb_megatron.attention.kernels import row_sums_triton
 
     cp = int(os.environ.get("WORLD_SIZE", "1"))
     if cp > 1:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from scripts.bench.attention.attention_bench import DIM, HEADS, KV_HEADS, machine
-from wlb_megatron.attention.kernel_choice import kernels
+from wlb_megatron.attention.kernels.kernel_choice import kernels
 from wlb_megatron.profiler.attention import AttentionBench
 from wlb_megatron.profiler.clock import Clock
 from wlb_megatron.profiler.points import Point

@@ -13,9 +13,9 @@ import torch
 from scripts.bench.attention.attention_bench import DIM, HEADS, KV_HEADS, machine, tensors
 from scripts.bench.attention.attention_steps import Mixes, share
 from wlb_megatron.attention.device_layout import DeviceCall
-from wlb_megatron.attention.graph_buckets import Bucket, bucket, foreseen, padded_keys, padded_queries
-from wlb_megatron.attention.te_backend import TransformerEngineKernels
-from wlb_megatron.attention.warm_up import warm_up
+from wlb_megatron.attention.kernels.graph_buckets import Bucket, bucket, foreseen, padded_keys, padded_queries
+from wlb_megatron.attention.kernels.te_backend import TransformerEngineKernels
+from wlb_megatron.attention.kernels.warm_up import warm_up
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.calls.attention_calls import attention_layout

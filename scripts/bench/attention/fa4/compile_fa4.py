@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scripts.bench.attention.attention_cases import CASES, CROWDED, Case
 from wlb_megatron.attention.device_layout import DeviceCall
-from wlb_megatron.attention.kernel_choice import kernels
+from wlb_megatron.attention.kernels.kernel_choice import kernels
 from wlb_megatron.attention.pairs import side_by_side
 
 

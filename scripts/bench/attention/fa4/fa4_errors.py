@@ -48,12 +48,12 @@ def compile_times() -> None:
     torch.zeros(1, device="cuda")
     print(f"torch and a CUDA context: {time.perf_counter() - began:.1f} s", flush=True)
     began = time.perf_counter()
-    from wlb_megatron.attention.kernel_choice import kernels
+    from wlb_megatron.attention.kernels.kernel_choice import kernels
 
     backend = kernels("fa4")
     print(f"FlashAttention-4 imported: {time.perf_counter() - began:.1f} s", flush=True)
-    from wlb_megatron.attention.graph_buckets import Bucket
-    from wlb_megatron.attention.warm_up import warm_up
+    from wlb_megatron.attention.kernels.graph_buckets import Bucket
+    from wlb_megatron.attention.kernels.warm_up import warm_up
 
     shape = {"heads": 8, "kv_heads": 2, "dim": 128, "v_dim": 128, "scale": 128**-0.5}
     for causal in (True, False):

@@ -17,7 +17,7 @@ from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall
-from wlb_megatron.attention.fa4_shapes import narrow_values
+from wlb_megatron.attention.kernels.fa4_shapes import narrow_values
 from wlb_megatron.attention.pairs import apart
 
 LEAST_LONGEST = 512

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from wlb_megatron.attention.fa4_shapes import narrow_values
+from wlb_megatron.attention.kernels.fa4_shapes import narrow_values
 from wlb_megatron.errors import WlbError
 from wlb_megatron.extras import install
 
@@ -88,9 +88,9 @@ def unfit(layer: Layer) -> str | None:
 def kernels(name: str, deterministic: bool = False) -> Any:
     """The backend of that name, a sharded_attention.Kernels."""
     if name == "fa4":
-        from wlb_megatron.attention.fa4_backend import FlashAttention4Kernels
+        from wlb_megatron.attention.kernels.fa4_backend import FlashAttention4Kernels
 
         return FlashAttention4Kernels(deterministic)
-    from wlb_megatron.attention.te_backend import TransformerEngineKernels
+    from wlb_megatron.attention.kernels.te_backend import TransformerEngineKernels
 
     return TransformerEngineKernels(deterministic)

@@ -22,7 +22,7 @@ def spread_rows(source: Tensor, index: Tensor, rows: int) -> Tensor:
 def spread_four(sources: tuple[Tensor, Tensor, Tensor, Tensor], index: Tensor, rows: int) -> list[Tensor]:
     """spread_rows of each: one launch on a GPU instead of four."""
     if sources[0].is_cuda:
-        from wlb_megatron.attention import row_sums_triton
+        from wlb_megatron.attention.kernels import row_sums_triton
 
         return row_sums_triton.spread_four(sources, index, rows)
     return [spread_rows(source, index, rows) for source in sources]
@@ -32,7 +32,7 @@ def add_rows(target: Tensor, source: Tensor, bags: Bags) -> None:
     """target[owner[j]] += source[j] for all j whose owner is one of the target's rows. [rows, ..] each, contiguous;
     summed in fp32 at least, rounded once."""
     if target.is_cuda:
-        from wlb_megatron.attention import row_sums_triton
+        from wlb_megatron.attention.kernels import row_sums_triton
 
         row_sums_triton.add_rows(target, source, bags)
         return
@@ -48,7 +48,7 @@ def merge_rows(out: Tensor, lse: Tensor, parts: Tensor, parts_lse: Tensor, bags:
     denominator, by which they are weighed. The sum is made in lse's type and rounded once.
     """
     if out.is_cuda:
-        from wlb_megatron.attention import row_sums_triton
+        from wlb_megatron.attention.kernels import row_sums_triton
 
         row_sums_triton.merge_rows(out, lse, parts, parts_lse, bags)
         return

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from wlb_megatron.attention.device_layout import DeviceCall
+from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.pairs import side_by_side
-from wlb_megatron.attention.torch_backend import TorchKernels
 
 HEADS, KV_HEADS = 4, 2
 TOLERATED = 3e-2

@@ -17,8 +17,8 @@ from transformer_engine.pytorch.cpp_extensions.fused_attn import (
     fused_attn_fwd,
 )
 
-from wlb_megatron.attention import graph_buckets
 from wlb_megatron.attention.device_layout import DeviceCall
+from wlb_megatron.attention.kernels import graph_buckets
 from wlb_megatron.attention.pairs import apart, side_by_side
 from wlb_megatron.errors import WlbError
 

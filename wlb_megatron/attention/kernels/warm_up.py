@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall
-from wlb_megatron.attention.graph_buckets import Bucket, Equal, Warmable
+from wlb_megatron.attention.kernels.graph_buckets import Bucket, Equal, Warmable
 from wlb_megatron.attention.pairs import side_by_side
 from wlb_megatron.attention.sharded_attention import Kernels
 
