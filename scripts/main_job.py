@@ -162,7 +162,7 @@ def simulate_on_gpus(options: argparse.Namespace) -> dict[str, tuple[float, floa
     from wlb_megatron.packing.job import arrival_order
     from wlb_megatron.simulator.job import Job
     from wlb_megatron.simulator.model import LayerModel, Layout
-    from wlb_megatron.simulator.paper import SHAPES
+    from wlb_megatron.simulator.reproduction.paper import SHAPES
 
     longer = WINDOW // options.seq_length
     lengths = np.asarray(read_lengths(str(options.out / "corpus" / "python_sources.idx")), dtype=np.int64)

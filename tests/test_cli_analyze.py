@@ -24,7 +24,7 @@ from wlb_megatron.simulator.iteration import Simulated
 from wlb_megatron.simulator.job import Job
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.model import Layout as Sizes
-from wlb_megatron.simulator.paper import SHAPES
+from wlb_megatron.simulator.reproduction.paper import SHAPES
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.memory import ModelShape, ParallelLayout, memory_needed

@@ -21,8 +21,8 @@ from wlb_megatron.report.html import comparison_page, page
 from wlb_megatron.report.reproduction import Section, as_markdown
 from wlb_megatron.report.timeline import Drawn, draw_timelines
 from wlb_megatron.report.trace import _letters, chrome_trace
-from wlb_megatron.simulator import paper, reproduce
-from wlb_megatron.simulator.sensitivity import summarise
+from wlb_megatron.simulator.reproduction import paper, reproduce
+from wlb_megatron.simulator.reproduction.sensitivity import summarise
 from wlb_megatron.whole_files import whole_file, whole_folder
 
 

@@ -10,15 +10,15 @@ import pytest
 
 from wlb_megatron.cli import main
 from wlb_megatron.sharding.segments import validate
-from wlb_megatron.simulator import paper
-from wlb_megatron.simulator.command import REPRODUCED
 from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.simulator.model import LayerModel
-from wlb_megatron.simulator.paper import CONFIGURATIONS, SHAPES, Setting
+from wlb_megatron.simulator.reproduction import paper
+from wlb_megatron.simulator.reproduction.command import REPRODUCED
+from wlb_megatron.simulator.reproduction.paper import CONFIGURATIONS, SHAPES, Setting
+from wlb_megatron.simulator.reproduction.schemes import perfectly_balanced, plan_run, shard_run
+from wlb_megatron.simulator.reproduction.sensitivity import slowness_of_the_paper
 from wlb_megatron.simulator.run import SCHEMES, Inputs, Run, lockstep
-from wlb_megatron.simulator.schemes import perfectly_balanced, plan_run, shard_run
-from wlb_megatron.simulator.sensitivity import slowness_of_the_paper
 from wlb_megatron.workload.cost_model import CostModel
 
 SETTING: Setting = CONFIGURATIONS[1]  # 550M-128K, CP=4

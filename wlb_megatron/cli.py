@@ -21,7 +21,7 @@ from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.patching import add_patch
 from wlb_megatron.profiler.command import add_profile
 from wlb_megatron.settings_flags import NOT_HERE, add_layout, add_settings, renamed, settings
-from wlb_megatron.simulator.command import add_reproduce
+from wlb_megatron.simulator.reproduction.command import add_reproduce
 from wlb_megatron.simulator.simulate import add_simulate, print_simulation, run_simulate
 from wlb_megatron.whole_files import write_whole
 

@@ -13,12 +13,12 @@ from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.pipeline.orders import grouped_orders, in_flight, pipeline_orders
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.cut import orders_of
-from wlb_megatron.simulator import paper
 from wlb_megatron.simulator.iteration import Shards, Simulated, simulate
 from wlb_megatron.simulator.lengths import long_tailed, rescale
 from wlb_megatron.simulator.model import LayerModel
-from wlb_megatron.simulator.paper import Setting
-from wlb_megatron.simulator.schemes import perfectly_balanced, plan_run, shard_run
+from wlb_megatron.simulator.reproduction import paper
+from wlb_megatron.simulator.reproduction.paper import Setting
+from wlb_megatron.simulator.reproduction.schemes import perfectly_balanced, plan_run, shard_run
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 from wlb_megatron.workload.kernel_table import KernelTable, h100

@@ -23,7 +23,7 @@ from wlb_megatron.settings_flags import renamed
 from wlb_megatron.simulator.iteration import Orders, Shards, group_events
 from wlb_megatron.simulator.job_flags import add_job, read_job
 from wlb_megatron.simulator.model import LayerModel
-from wlb_megatron.simulator.schemes import perfectly_balanced
+from wlb_megatron.simulator.reproduction.schemes import perfectly_balanced
 from wlb_megatron.whole_files import write_whole
 
 

@@ -33,8 +33,8 @@ from wlb_megatron.dynamic.planner import FIXED, SOLVER, plan_step
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.simulator.model import LayerModel, Layout
-from wlb_megatron.simulator.paper import SHAPES
-from wlb_megatron.simulator.schemes import run_packer
+from wlb_megatron.simulator.reproduction.paper import SHAPES
+from wlb_megatron.simulator.reproduction.schemes import run_packer
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 
 K = 1024

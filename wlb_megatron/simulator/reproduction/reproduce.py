@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from wlb_megatron.simulator import paper
+from wlb_megatron.simulator.reproduction import paper
+from wlb_megatron.simulator.reproduction.sensitivity import vary
 from wlb_megatron.simulator.run import OURS, PAPER, PLAIN, Inputs, Run, compare_schemes, means
-from wlb_megatron.simulator.sensitivity import vary
 
 LARGE_JOB_ITERATIONS = 100
 """At most; one of its iterations has as many micro-batches as 16 of the others."""

@@ -26,7 +26,7 @@ from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.iteration import Shards, Simulated, by_count, run_steps
 from wlb_megatron.simulator.model import LayerModel
-from wlb_megatron.simulator.paper import Setting
+from wlb_megatron.simulator.reproduction.paper import Setting
 from wlb_megatron.workload.cost_model import CostModel
 
 IntArray = npt.NDArray[np.int64]

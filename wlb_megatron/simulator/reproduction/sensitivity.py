@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb_megatron.simulator import paper
+from wlb_megatron.simulator.reproduction import paper
 from wlb_megatron.simulator.run import OURS, PAPER, PLAIN, Inputs, Run, compare_schemes, means
 from wlb_megatron.workload.kernel_table import KernelTable
 

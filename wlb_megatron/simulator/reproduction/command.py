@@ -20,8 +20,8 @@ from wlb_megatron.report.files import as_csv
 from wlb_megatron.report.progress import progress
 from wlb_megatron.report.table import print_table
 from wlb_megatron.simulator.calibration import calibrated
-from wlb_megatron.simulator.paper import K
-from wlb_megatron.simulator.reproduce import parts, reproduce
+from wlb_megatron.simulator.reproduction.paper import K
+from wlb_megatron.simulator.reproduction.reproduce import parts, reproduce
 from wlb_megatron.simulator.run import Inputs
 from wlb_megatron.whole_files import whole_folder
 from wlb_megatron.workload.assumptions import Assumptions
