@@ -127,7 +127,7 @@ class Spans:
 
     def after_iteration(self, iteration: int, args: Any, *_: Any) -> None:
         """Stands for trace.after_iteration: called after each iteration's launches, on every rank."""
-        from wlb_megatron.plugin import trace
+        from wlb_megatron.plugin.logs import trace
 
         if iteration + 1 == self._first:
             self._recorder = trace._recorder = trace.Recorder(args.distributed_backend == "nccl")
@@ -189,7 +189,8 @@ def _import() -> None:
 
 
 def _train(job: dict[str, Any]) -> None:
-    from wlb_megatron.plugin import pretrain_gpt, trace
+    from wlb_megatron.plugin import pretrain_gpt
+    from wlb_megatron.plugin.logs import trace
 
     spans = Spans(job["spans"], job["from"]) if "spans" in job else None
     usual = trace.after_iteration
@@ -230,7 +231,10 @@ def _forget() -> None:
     import torch
     from megatron.training import training
 
-    from wlb_megatron.plugin import checkpoint, data, drift, entry, groups, metrics, trace
+    from wlb_megatron.plugin import entry
+    from wlb_megatron.plugin.logs import drift, metrics, trace
+    from wlb_megatron.plugin.plans import checkpoint, data
+    from wlb_megatron.plugin.ranks import groups
 
     for loader in [found for found in gc.get_objects() if type(found) is data.MicroBatchIterator]:
         loader.close()

@@ -35,8 +35,8 @@ PRELOADED = (
     "megatron.training.checkpointing",
     "wlb_megatron.plugin.hooks",
     "wlb_megatron.plugin.pretrain_gpt",
-    "wlb_megatron.plugin.provider",
-    "wlb_megatron.plugin.rehearsal",
+    "wlb_megatron.plugin.plans.provider",
+    "wlb_megatron.plugin.step.rehearsal",
 )
 LARGEST = 1 << 20
 """Bytes of a job's description."""

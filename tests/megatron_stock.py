@@ -16,7 +16,7 @@ from megatron.training import argument_utils, arguments, get_args, pretrain
 from megatron_worker import norms_for_sequence_parallelism, save_when_reduced, seen, with_known_weights
 
 from wlb_megatron.plugin.entry import wrap_compile_helpers
-from wlb_megatron.plugin.forward_step import sum_of_losses
+from wlb_megatron.plugin.step.forward_step import sum_of_losses
 
 
 class Windows(torch.utils.data.Dataset):

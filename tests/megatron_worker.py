@@ -22,8 +22,9 @@ from megatron.training import get_args, training
 
 from wlb_megatron.attention import core_attention
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
-from wlb_megatron.plugin import forward_step as steps
-from wlb_megatron.plugin import pretrain_gpt, spec
+from wlb_megatron.plugin import pretrain_gpt
+from wlb_megatron.plugin.model import spec
+from wlb_megatron.plugin.step import forward_step as steps
 
 OUT = Path(os.environ["WORKER_OUT"])
 EXACT = "WORKER_EXACT" in os.environ
@@ -261,7 +262,7 @@ def plan_at_random(seed: int) -> None:
 
     from wlb_megatron.dynamic.plan import in_multiples
     from wlb_megatron.dynamic.planner import GREEDY, Outcome
-    from wlb_megatron.plugin import dynamic
+    from wlb_megatron.plugin.ranks import dynamic
 
     iterations = itertools.count(seed)
 
@@ -282,7 +283,7 @@ def plan_at_random(seed: int) -> None:
 def group_micro_batches(sizes: str) -> None:
     """Groups without documents in chunks, "1,3,2": what trains must not depend on them. One for each data-parallel
     rank, "1,2;2,1". Each iteration begins with the next of them."""
-    from wlb_megatron.plugin import planning
+    from wlb_megatron.plugin.plans import planning
 
     given = [tuple(map(int, each.split(","))) for each in sizes.split(";")]
 

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from wlb_megatron.attention.core_attention import packed_seq_params, window_of
-from wlb_megatron.plugin import spec
+from wlb_megatron.plugin.model import spec
 from wlb_megatron.sharding.select import shard
 
 LENGTHS = [23, 1, 30, 2, 8]

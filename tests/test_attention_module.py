@@ -22,7 +22,7 @@ from wlb_megatron.attention.core_attention import (
 from wlb_megatron.attention.key_cache import cached_bytes, clear_caches
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin.model_shape import token_alignment, window_misfit
+from wlb_megatron.plugin.flags.model_shape import token_alignment, window_misfit
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.select import shard, shard_all
 

@@ -70,7 +70,7 @@ def job(flags: str = "") -> Job:
 )
 def test_the_commands_know_trainings_limits_of_chunks(flags: str, megatron: dict[str, object]) -> None:
     pytest.importorskip("megatron.core")
-    from wlb_megatron.plugin.chunk_limits import trainer_of
+    from wlb_megatron.plugin.flags.chunk_limits import trainer_of
 
     trained = trainer_of(SimpleNamespace(**{**MEGATRON, **megatron}))
     assert job(flags).trainer == replace(trained, release=None)
@@ -135,7 +135,7 @@ def test_training_prices_keys_of_chunks_as_the_commands_do() -> None:
     pytest.importorskip("megatron.core")
     from test_live_view import arguments
 
-    from wlb_megatron.plugin.source import _per_earlier_key
+    from wlb_megatron.plugin.plans.source import _per_earlier_key
 
     sizes = {"tensor_model_parallel_size": 8, "context_parallel_size": 8, "pipeline_model_parallel_size": 4}
     args = arguments(**sizes, distributed_backend="nccl", wlb_profile=None, num_layers=32)

@@ -17,7 +17,7 @@ from wlb_megatron.attention import core_attention
 from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.attention.kernels.kernel_choice import TRIED, Layer, chosen, told
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin.kernels import kernels_of
+from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.profiler.command import _backend
 from wlb_megatron.workload.profile import ProfiledModel
 

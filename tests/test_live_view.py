@@ -16,9 +16,9 @@ from megatron_runs import ROOT, failure, flags, launch, write_corpus
 from test_profile_fit import GPU, made_samples
 
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
-from wlb_megatron.plugin import metrics, timers, trace
-from wlb_megatron.plugin.drift import CALIBRATION, WINDOW, Drift
-from wlb_megatron.plugin.prediction import layer_model, predictor
+from wlb_megatron.plugin.logs import metrics, timers, trace
+from wlb_megatron.plugin.logs.drift import CALIBRATION, WINDOW, Drift
+from wlb_megatron.plugin.logs.prediction import layer_model, predictor
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.sharding.select import shard, shard_all

@@ -15,8 +15,13 @@ import torch
 from megatron_combinations import CPU
 from megatron_runs import MACHINE, MODEL, TRAINING, differences, train
 
-from wlb_megatron.plugin import hooks, pipeline_shapes
-from wlb_megatron.plugin.pipeline_shapes import ShapeQueue, transfer_orders, wrap_send_forward_recv_forward
+from wlb_megatron.plugin import hooks
+from wlb_megatron.plugin.step import pipeline_shapes
+from wlb_megatron.plugin.step.pipeline_shapes import (
+    ShapeQueue,
+    transfer_orders,
+    wrap_send_forward_recv_forward,
+)
 
 ROWS = {row.name: row for row in CPU}
 ITERATIONS = 2

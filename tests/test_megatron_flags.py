@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from megatron_runs import ROOT, cpu_environment
 
-from wlb_megatron.plugin.versions import WHEELS
+from wlb_megatron.plugin.trials.versions import WHEELS
 
 LIST = """
 import argparse, json

@@ -19,9 +19,9 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import hooks
-from wlb_megatron.plugin.data import Layout, PackedDocuments
-from wlb_megatron.plugin.multi_token import next_in_document, refuse_other_form, wrap_roll_tensor
-from wlb_megatron.plugin.planning import PlannedMicroBatch
+from wlb_megatron.plugin.plans.data import Layout, PackedDocuments
+from wlb_megatron.plugin.plans.planning import PlannedMicroBatch
+from wlb_megatron.plugin.step.multi_token import next_in_document, refuse_other_form, wrap_roll_tensor
 from wlb_megatron.refusals import Refused
 from wlb_megatron.sharding.cut import pad
 from wlb_megatron.sharding.following import following

@@ -21,7 +21,7 @@ from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule, linear_ramp
 from wlb_megatron.packing.packer import Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan
-from wlb_megatron.plugin.batch_sizes import batch_schedule, evaluated, misfit, ramp_as_steps
+from wlb_megatron.plugin.flags.batch_sizes import batch_schedule, evaluated, misfit, ramp_as_steps
 from wlb_megatron.workload.cost_model import CostModel
 
 LENGTHS = [3, 9, 1, 14, 2, 2, 16, 5, 7, 1, 12, 4, 4, 8, 16, 3]

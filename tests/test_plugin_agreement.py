@@ -24,12 +24,12 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
-from wlb_megatron.plugin import board
-from wlb_megatron.plugin.agreement import EVERY, PlanAgreement, shared_gpu
-from wlb_megatron.plugin.board import KEPT, Board, common_store, wait_for
-from wlb_megatron.plugin.data import MicroBatchSampler
-from wlb_megatron.plugin.open_files import allow_open_files
-from wlb_megatron.plugin.planning import PlannedIteration, ShardSettings, plan_iterations, update_digest
+from wlb_megatron.plugin.flags.open_files import allow_open_files
+from wlb_megatron.plugin.plans.agreement import EVERY, PlanAgreement, shared_gpu
+from wlb_megatron.plugin.plans.data import MicroBatchSampler
+from wlb_megatron.plugin.plans.planning import PlannedIteration, ShardSettings, plan_iterations, update_digest
+from wlb_megatron.plugin.ranks import board
+from wlb_megatron.plugin.ranks.board import KEPT, Board, common_store, wait_for
 from wlb_megatron.sharding.digest import digest_of_cuts
 from wlb_megatron.sharding.segments import Chunks, ShardPlan
 from wlb_megatron.workload.cost_model import CostModel

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from forked_ranks import spawn
 from megatron_runs import free_port
 
-from wlb_megatron.plugin.addresses import listener, own_address
-from wlb_megatron.plugin.board import KEPT, Board
-from wlb_megatron.plugin.signing import SIZE, Signer
+from wlb_megatron.plugin.ranks.addresses import listener, own_address
+from wlb_megatron.plugin.ranks.board import KEPT, Board
+from wlb_megatron.plugin.ranks.signing import SIZE, Signer
 
 
 def rank_of_two(rank: int, port: int) -> None:

@@ -32,7 +32,7 @@ from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin.data import (
+from wlb_megatron.plugin.plans.data import (
     Layout,
     MicroBatchIterator,
     MicroBatchSampler,
@@ -41,8 +41,8 @@ from wlb_megatron.plugin.data import (
     make_loader,
     read_ahead,
 )
-from wlb_megatron.plugin.planning import PlanAhead, PlannedIteration, PlannedMicroBatch
-from wlb_megatron.plugin.provider import Again
+from wlb_megatron.plugin.plans.planning import PlanAhead, PlannedIteration, PlannedMicroBatch
+from wlb_megatron.plugin.plans.provider import Again
 from wlb_megatron.refusals import Refused
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import pad
@@ -342,7 +342,7 @@ def test_after_an_error_nothing_more_is_drawn() -> None:
 
 
 def test_the_next_steps_micro_batches_are_drawn_from_a_steps_second_on() -> None:
-    from wlb_megatron.plugin.pipeline_shapes import _drawn
+    from wlb_megatron.plugin.step.pipeline_shapes import _drawn
 
     due: list[int] = []
     seen = [(batch, list(due)) for batch in _drawn("abcd", due.append)]
@@ -491,7 +491,7 @@ def test_documents_without_a_token_in_the_files_are_passed_over_and_counted(tmp_
 
 FAILS = """
 import atexit, threading
-from wlb_megatron.plugin.planning import PlanAhead
+from wlb_megatron.plugin.plans.planning import PlanAhead
 def plans():
     yield 1
     threading.Event().wait()  # for a sender that waits for this rank

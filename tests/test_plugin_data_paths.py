@@ -11,7 +11,7 @@ import pytest
 from megatron_runs import write_corpus
 
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin.data_paths import documents
+from wlb_megatron.plugin.flags.data_paths import documents
 
 PARTS = ("train", "valid", "test")
 

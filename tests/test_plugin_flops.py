@@ -17,7 +17,7 @@ WINDOW = 64
 @pytest.fixture()
 def counted(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     """The module as if Megatron could not count segments, on one rank; and a formula like Megatron's."""
-    from wlb_megatron.plugin import flops
+    from wlb_megatron.plugin.logs import flops
 
     monkeypatch.setattr(flops, "training", object())
     monkeypatch.setattr(flops, "_over_all_ranks", lambda here: (float(here[0]), float(here[1])))
@@ -60,7 +60,7 @@ def test_throughput_is_of_all_iterations_since_the_last_line(
     release: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The interval that Megatron's own timer has, which the line after the first iteration does not end."""
-    from wlb_megatron.plugin import flops
+    from wlb_megatron.plugin.logs import flops
 
     told: list[tuple[float, float]] = []
     monkeypatch.setattr(flops, "get_args", lambda: argparse.Namespace(log_interval=3))
@@ -119,6 +119,6 @@ def test_megatrons_straggler_detector_gets_the_times_of_our_forwards() -> None:
     """--log-straggler: one detector a process, which Megatron configures and reports."""
     from megatron.training import training
 
-    from wlb_megatron.plugin import forward_step
+    from wlb_megatron.plugin.step import forward_step
 
     assert forward_step.stimer is training.stimer

@@ -16,9 +16,11 @@ from wlb_megatron.attention.device_layout import DeviceCache
 from wlb_megatron.attention.key_cache import KeyCache, cached_bytes
 from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
-from wlb_megatron.plugin import chunk_limits, grouped_steps, planning
-from wlb_megatron.plugin.chunk_limits import chunks_refused, in_step
-from wlb_megatron.plugin.pipeline_shapes import transfer_orders
+from wlb_megatron.plugin.flags import chunk_limits
+from wlb_megatron.plugin.flags.chunk_limits import chunks_refused, in_step
+from wlb_megatron.plugin.plans import planning
+from wlb_megatron.plugin.step import grouped_steps
+from wlb_megatron.plugin.step.pipeline_shapes import transfer_orders
 from wlb_megatron.workload.kernel_table import h100
 
 

@@ -15,8 +15,8 @@ import torch
 
 from wlb_megatron import doctor
 from wlb_megatron.attention.kernels import kernel_check
-from wlb_megatron.plugin import versions
-from wlb_megatron.plugin.kernel_trial import try_transformer_engine
+from wlb_megatron.plugin.trials import versions
+from wlb_megatron.plugin.trials.kernel_trial import try_transformer_engine
 from wlb_megatron.refusals import Refused
 
 

@@ -14,7 +14,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.chunk_packer import held
 from wlb_megatron.packing.memory_limits import no_memory_for_chunks, told_of_memory
-from wlb_megatron.plugin.limits import (
+from wlb_megatron.plugin.flags.limits import (
     adoptable_tokens,
     document_memory,
     fit_to_memory,

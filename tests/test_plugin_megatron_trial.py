@@ -17,8 +17,8 @@ from megatron_runs import free_port
 
 from wlb_megatron import doctor
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin import megatron_check, megatron_trial, versions
-from wlb_megatron.plugin.megatron_trial import Finding
+from wlb_megatron.plugin.trials import megatron_check, megatron_trial, versions
+from wlb_megatron.plugin.trials.megatron_trial import Finding
 from wlb_megatron.refusals import Refused
 
 RIGHT = [Finding("loss", 1e-8, 1.0), Finding("gradients", 2e-6, 1.0)]
@@ -160,7 +160,7 @@ def changed(owner: Any, name: str, value: Any) -> Any:
 
 def check_of_changed_megatrons(rank: int, folder: Path) -> None:
     """Findings of this rank with Megatron as it is, with weaker routers' losses, and with gradients left undivided."""
-    from wlb_megatron.plugin.without_gpu import run_without_gpu
+    from wlb_megatron.plugin.trials.without_gpu import run_without_gpu
 
     run_without_gpu()
     from megatron.core.transformer.moe import moe_utils

@@ -26,10 +26,10 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.job import plan_job
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.plugin import planning_process
-from wlb_megatron.plugin.planning import PlannedIteration, ShardSettings, plan_iterations
-from wlb_megatron.plugin.planning_process import in_a_process, plan_in_a_process
-from wlb_megatron.plugin.prediction import UntilItFails
+from wlb_megatron.plugin.logs.prediction import UntilItFails
+from wlb_megatron.plugin.plans import planning_process
+from wlb_megatron.plugin.plans.planning import PlannedIteration, ShardSettings, plan_iterations
+from wlb_megatron.plugin.plans.planning_process import in_a_process, plan_in_a_process
 from wlb_megatron.sharding.digest import digest_of_cuts
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import h100

@@ -15,10 +15,10 @@ import torch
 from megatron_runs import write_corpus
 
 from wlb_megatron.documents.blend import Blend
-from wlb_megatron.plugin.data import Layout
-from wlb_megatron.plugin.kept_state import KeptState
-from wlb_megatron.plugin.planning import ShardSettings
-from wlb_megatron.plugin.rehearsal import longest_micro_batches, rehearse, text
+from wlb_megatron.plugin.plans.data import Layout
+from wlb_megatron.plugin.plans.planning import ShardSettings
+from wlb_megatron.plugin.step.kept_state import KeptState
+from wlb_megatron.plugin.step.rehearsal import longest_micro_batches, rehearse, text
 from wlb_megatron.workload.kernel_table import h100
 
 
@@ -137,7 +137,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delitem(sys.modules, "wlb_megatron.attention.kernels.te_backend", raising=False)
     importlib.import_module("wlb_megatron.attention.kernels.te_backend")
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace(fp8="hybrid"))
-    monkeypatch.setattr("wlb_megatron.plugin.rehearsal.build_graphs", lambda *_: None)
+    monkeypatch.setattr("wlb_megatron.plugin.step.rehearsal.build_graphs", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.get_rng_state())
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: None)
     yield state

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron_runs import cpu_environment, failure, flags, launch
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.plugin import metrics, reporting, trace
-from wlb_megatron.plugin.reporting import check_outputs, never_fatal
+from wlb_megatron.plugin.logs import metrics, reporting, trace
+from wlb_megatron.plugin.logs.reporting import check_outputs, never_fatal
 from wlb_megatron.refusals import RefusedHere
 
 
@@ -160,7 +160,7 @@ def test_a_trace_of_interleaved_stages_knows_any_group_size_and_leaves_out_evalu
 
 FOLDER_GOES = """
 import pathlib, shutil, sys
-from wlb_megatron.plugin import trace
+from wlb_megatron.plugin.logs import trace
 begin = trace.begin_step
 def begin_step():
     shutil.rmtree(sys.argv[sys.argv.index("--wlb-trace") + 1].rsplit("/", 1)[0], ignore_errors=True)

@@ -18,8 +18,8 @@ from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.plugin import checkpoint, resume
-from wlb_megatron.plugin.source import Source
+from wlb_megatron.plugin.plans import checkpoint, resume
+from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.refusals import Refused
 
 

@@ -12,15 +12,15 @@ import torch
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import document_balance, hooks
-from wlb_megatron.plugin.data import padding_mask
 from wlb_megatron.plugin.document_balance import Documents, balance, wrap_apply_seq_aux_loss
-from wlb_megatron.plugin.planning import PlannedMicroBatch
-from wlb_megatron.plugin.routing import (
+from wlb_megatron.plugin.model.routing import (
     stage_padding_mask,
     wrap_apply_expert_bias,
     wrap_set_loss_scale,
     wrap_token_counts,
 )
+from wlb_megatron.plugin.plans.data import padding_mask
+from wlb_megatron.plugin.plans.planning import PlannedMicroBatch
 from wlb_megatron.sharding.cut import pad
 from wlb_megatron.sharding.select import shard
 

@@ -16,9 +16,9 @@ from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.plugin import shared_solver
-from wlb_megatron.plugin.board import Board
-from wlb_megatron.plugin.planning import PlanAhead, ShardSettings, plan_iterations
+from wlb_megatron.plugin.plans.planning import PlanAhead, ShardSettings, plan_iterations
+from wlb_megatron.plugin.ranks import shared_solver
+from wlb_megatron.plugin.ranks.board import Board
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import h100
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron.core.transformer.attention import Attention
 
-from wlb_megatron.plugin.spec import prepare_model, with_wlb_attention
+from wlb_megatron.plugin.model.spec import prepare_model, with_wlb_attention
 from wlb_megatron.refusals import Refused
 
 

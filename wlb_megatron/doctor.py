@@ -168,7 +168,7 @@ BY_SEQUENCES = 92400
 
 def transformer_engine() -> Iterator[Finding]:
     """Transformer Engine, and with it which attention will run."""
-    from wlb_megatron.plugin.versions import check_transformer_engine, untried_transformer_engine
+    from wlb_megatron.plugin.trials.versions import check_transformer_engine, untried_transformer_engine
 
     gpus = _gpus()
     found = _version("transformer-engine")
@@ -224,7 +224,7 @@ def flash_attention() -> Iterator[Finding]:
 
 def apex() -> Iterator[Finding]:
     """NVIDIA's apex, which is not PyPI's package of that name."""
-    from wlb_megatron.plugin.versions import check_apex
+    from wlb_megatron.plugin.trials.versions import check_apex
 
     check_apex()  # raises with the cure
     here = importlib.util.find_spec("apex") is not None
@@ -235,7 +235,7 @@ def apex() -> Iterator[Finding]:
 
 def megatron() -> Iterator[Finding]:
     """Megatron, and whether every symbol that the plugin replaces is there."""
-    from wlb_megatron.plugin.versions import check_megatron, untried_megatron
+    from wlb_megatron.plugin.trials.versions import check_megatron, untried_megatron
 
     version, untried = check_megatron(), untried_megatron() is not None
     where = importlib.util.find_spec("megatron.core")
@@ -299,11 +299,11 @@ def untried_step() -> Iterator[Finding]:
     """A small step of a Megatron that was not tried."""
     if importlib.util.find_spec("megatron") is None or _version("torch") is None:
         return
-    from wlb_megatron.plugin.versions import untried_megatron
+    from wlb_megatron.plugin.trials.versions import untried_megatron
 
     if untried_megatron() is None:
         return
-    from wlb_megatron.plugin import megatron_trial
+    from wlb_megatron.plugin.trials import megatron_trial
 
     worst = megatron_trial.check()
     yield Finding(

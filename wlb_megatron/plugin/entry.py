@@ -14,22 +14,22 @@ from typing import Any
 
 from wlb_megatron.arguments import PREFIX, add_arguments, config_from_args, name_flag
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.plugin import source as sources
-from wlb_megatron.plugin import versions
-from wlb_megatron.plugin.batch_sizes import (
+from wlb_megatron.plugin.flags.batch_sizes import (
     batch_schedule,
     evaluated,
     misfit,
     plan_decides,
     ramp_as_steps,
 )
-from wlb_megatron.plugin.kernel_trial import try_transformer_engine
-from wlb_megatron.plugin.kernels import kernels_of
-from wlb_megatron.plugin.limits import fit_to_memory
-from wlb_megatron.plugin.model_shape import token_alignment, window_misfit
-from wlb_megatron.plugin.multi_token import refuse_other_form
-from wlb_megatron.plugin.reporting import check_outputs
-from wlb_megatron.plugin.telling import checked
+from wlb_megatron.plugin.flags.limits import fit_to_memory
+from wlb_megatron.plugin.flags.model_shape import token_alignment, window_misfit
+from wlb_megatron.plugin.flags.telling import checked
+from wlb_megatron.plugin.logs.reporting import check_outputs
+from wlb_megatron.plugin.model.kernels import kernels_of
+from wlb_megatron.plugin.plans import source as sources
+from wlb_megatron.plugin.step.multi_token import refuse_other_form
+from wlb_megatron.plugin.trials import versions
+from wlb_megatron.plugin.trials.kernel_trial import try_transformer_engine
 from wlb_megatron.refusals import Refused, RefusedHere, refuse_unsupported
 
 _sources: dict[str, sources.Source] | None = None
@@ -124,7 +124,7 @@ def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
         if given.get("model_provider") is not None:
             given["model_provider"] = _choose_model_provider(given["model_provider"])
         else:
-            from wlb_megatron.plugin.spec import install_spec
+            from wlb_megatron.plugin.model.spec import install_spec
 
             install_spec(given["cfg_container"].model)
         return checked(
@@ -148,7 +148,7 @@ class _DatasetProvider:
     def __call__(self, train_valid_test_num_samples: Any, vp_stage: int | None = None) -> Any:
         provider = self._theirs
         if _sources is not None:
-            from wlb_megatron.plugin.provider import make_provider
+            from wlb_megatron.plugin.plans.provider import make_provider
 
             provider = self._ours = self._ours or make_provider(_sources)
         stage = {} if vp_stage is None else {"vp_stage": vp_stage}
@@ -159,7 +159,7 @@ def _choose_forward_step(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if _sources is None:
             return theirs(data_iterator, model, *args, **kwargs)
-        from wlb_megatron.plugin import forward_step as ours
+        from wlb_megatron.plugin.step import forward_step as ours
 
         return ours.forward_step(data_iterator, model, *args, **kwargs)
 
@@ -170,7 +170,7 @@ def _choose_model_provider(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def model_provider(*args: Any, **kwargs: Any) -> Any:
         if _sources is None:
             return theirs(*args, **kwargs)
-        from wlb_megatron.plugin.spec import with_plan_attention
+        from wlb_megatron.plugin.model.spec import with_plan_attention
 
         return with_plan_attention(theirs)(*args, **kwargs)
 

@@ -16,21 +16,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from wlb_megatron.plugin import (
-    checkpoint,
-    document_balance,
-    entry,
-    grouped_steps,
-    logged_losses,
-    multi_token,
-    offloading,
-    pipeline_shapes,
-    routing,
-    spec,
-    torch_fsdp,
-    trace,
-)
-from wlb_megatron.plugin.versions import megatron_version
+from wlb_megatron.plugin import document_balance, entry
+from wlb_megatron.plugin.logs import logged_losses, trace
+from wlb_megatron.plugin.model import routing, spec
+from wlb_megatron.plugin.plans import checkpoint
+from wlb_megatron.plugin.step import grouped_steps, multi_token, offloading, pipeline_shapes, torch_fsdp
+from wlb_megatron.plugin.trials.versions import megatron_version
 from wlb_megatron.refusals import Refused
 
 ORIGINAL = "__wlb_original__"
@@ -55,32 +46,32 @@ class Hook:
 
 
 def _wrap_flops(original: Callable[..., Any]) -> Callable[..., Any]:
-    from wlb_megatron.plugin import flops  # imports megatron.training
+    from wlb_megatron.plugin.logs import flops
 
     return flops.wrap_num_floating_point_operations(original)
 
 
 def _wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    from wlb_megatron.plugin import flops, metrics, timers  # import torch's data loader, or megatron.training
+    from wlb_megatron.plugin.logs import flops, metrics, timers
 
     logged = checkpoint.wrap_training_log(flops.wrap_training_log(original))
     return metrics.wrap_training_log(timers.wrap_training_log(logged))
 
 
 def _wrap_dummy_train_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    from wlb_megatron.plugin import skipping
+    from wlb_megatron.plugin.plans import skipping
 
     return skipping.wrap_dummy_train_step(original)
 
 
 def _wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
-    from wlb_megatron.plugin import evaluation
+    from wlb_megatron.plugin.plans import evaluation
 
     return evaluation.wrap_evaluate(original)
 
 
 def _wrap_cyclic_iter(original: Callable[..., Any]) -> Callable[..., Any]:
-    from wlb_megatron.plugin import evaluation
+    from wlb_megatron.plugin.plans import evaluation
 
     return evaluation.wrap_cyclic_iter(original)
 

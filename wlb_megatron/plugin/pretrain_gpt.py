@@ -37,7 +37,7 @@ def _model() -> dict[str, Any]:
     """What pretrain() of this release makes the model of; from 0.18 on its caller parses the arguments before."""
     from megatron.training import argument_utils, arguments
 
-    from wlb_megatron.plugin.gpt_model import model_provider
+    from wlb_megatron.plugin.model.gpt_model import model_provider
 
     if not hasattr(arguments, "parse_and_validate_args"):  # before 0.18
         return {"model_provider": _unless_off(model_provider)}

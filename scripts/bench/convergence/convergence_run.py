@@ -11,7 +11,8 @@ from typing import Any
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
-from wlb_megatron.plugin import pretrain_gpt, source
+from wlb_megatron.plugin import pretrain_gpt
+from wlb_megatron.plugin.plans import source
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""Megatron's arguments as the plugin reads them, and what they refuse."""

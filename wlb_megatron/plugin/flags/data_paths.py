@@ -1,0 +1,76 @@
+"""Where the documents of a part lie, by Megatron's flags: --data-path, --data-args-path, per-split paths."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from wlb_megatron.documents.blend import SPLITS, Blend, parse_blend
+from wlb_megatron.documents.corpus import Corpus
+from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin.flags.open_files import allow_open_files
+
+
+def documents(
+    args: Any, part: str, opened: dict[tuple[str, ...], Blend] | None = None
+) -> tuple[Blend, list[Corpus]] | None:
+    """A part's corpora (train, valid or test); None if it has no document. WlbError if a file cannot be read.
+
+    opened: blends that other parts have read, which this one shares: an index is checked once.
+    """
+    by_part = _values_by_part(args)
+    values = _common_values(args) if by_part is None else by_part[part]
+    split = args.split if by_part is None else None
+    if part != "train" and (not values or (split is None and by_part is None)):
+        return None  # without a split, all documents train
+    opened, key = {} if opened is None else opened, tuple(values or ())
+    if key not in opened:
+        paths, weights = parse_blend(key)
+        allow_open_files(len(paths), "the mapped indices of all corpora")
+        opened[key] = Blend(paths, weights)
+    blend = opened[key]
+    corpora = blend.corpora(split, part)
+    return (blend, corpora) if corpora or part == "train" else None
+
+
+def _common_values(args: Any) -> list[str] | None:
+    if args.data_args_path is None:
+        return list(args.data_path) if args.data_path else None
+    return _read("--data-args-path", args.data_args_path).split()
+
+
+def _values_by_part(args: Any) -> dict[str, list[str]] | None:
+    """Prefixes (and weights) of train, valid and test where each has its own; None where --split divides them."""
+    if args.per_split_data_args_path is not None:
+        return _read_parts("--per-split-data-args-path", args.per_split_data_args_path)
+    paths = {part: list(getattr(args, f"{part}_data_path") or ()) for part in SPLITS}
+    return paths if any(paths.values()) and not args.data_path else None
+
+
+def _read_parts(flag: str, path: str) -> dict[str, list[str]]:
+    """The JSON file of Megatron's --per-split-data-args-path: {"train": [...] or "...", "valid": .., "test": ..}."""
+    try:
+        parts = json.loads(_read(flag, path))
+    except ValueError as error:
+        raise WlbError(
+            f"{flag} {path} is no JSON ({error}); give an object of train, valid and test"
+        ) from None
+    if not isinstance(parts, dict) or not parts.get("train"):
+        raise WlbError(
+            f"{flag} {path} names no training corpus; give an object with lists train, valid and test"
+        )
+    found = {}
+    for part in SPLITS:
+        values = parts.get(part) or []
+        found[part] = values.split() if isinstance(values, str) else [str(value) for value in values]
+    return found
+
+
+def _read(flag: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WlbError(
+            f"cannot read {flag} {path}: {getattr(error, 'strerror', None) or error}; give a text file"
+        ) from None

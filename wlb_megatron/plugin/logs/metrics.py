@@ -1,0 +1,230 @@
+"""What each trained iteration's plan did, in Megatron's log, its TensorBoard / W&B writers, and a JSON-lines file.
+
+Figures are made when a step's forwards and backwards are launched, and reported after Megatron has logged the
+iteration: the time from the step's start to then is what the iteration took, since Megatron waits for the gradients'
+norm in between.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from wlb_megatron.documents import passes
+from wlb_megatron.pipeline.groups import documents_in_chunks
+from wlb_megatron.plan import IterationPlan
+from wlb_megatron.plugin.logs.drift import Drift
+from wlb_megatron.plugin.logs.reporting import never_fatal
+from wlb_megatron.plugin.plans.planning import PlannedIteration, PlannedMicroBatch
+from wlb_megatron.sharding.segments import ShardPlan
+
+_pending: tuple[dict[str, Any], float] | None = None
+"""Figures of the iteration that is not yet logged, and when it began (perf_counter)."""
+_drift = Drift()
+_LONG = ("iteration", "lengths", "epochs")
+"""Figures that are no number of an iteration, or many: not for TensorBoard and Weights & Biases."""
+_thrown_away: Counter[str] = Counter()
+"""What iterations held whose update Megatron threw away (in fp16, where a gradient overflows), since the last line."""
+_NO_FIGURES = "figures of an iteration are not reported"
+
+
+def stepped(
+    batches: Sequence[dict[str, Any]],
+    planned: PlannedIteration,
+    *,
+    began: float,
+    plan_wait_ms: float,
+    corpora: Sequence[str],
+) -> None:
+    """Note the iteration whose micro-batches were just launched. Only the last rank does, as Megatron logs there.
+    corpora: names of those that train, in the stream's order."""
+    global _pending
+    from megatron.training import get_args
+    from megatron.training.utils import is_last_rank
+
+    if not is_last_rank():
+        return
+    args = get_args()
+    with never_fatal(_NO_FIGURES):
+        figures = step_figures(batches, args.wlb_quadratic_at)
+        figures |= {
+            "plan_wait_ms": plan_wait_ms,
+            "put_back": planned.put_back,
+            "consumed_tokens": planned.trained,
+            "predicted_ms": planned.predicted_ms,
+            **passes.figures(planned.stream, corpora),
+        }
+        if args.wlb_log_plans and planned.plan is not None:
+            figures["lengths"] = plan_lengths(planned.plan)
+        _pending = ({**figures, "iteration": args.curr_iteration + 1}, began)
+
+
+def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
+    """training_log, after which the plugin's own figures of the iteration follow."""
+    signature = inspect.signature(original)
+
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        global _pending
+        result = original(*args, **kwargs)
+        if _pending is not None:
+            (figures, began), _pending = _pending, None
+            with never_fatal(_NO_FIGURES):
+                seconds = time.perf_counter() - began
+                rate = figures["tokens"] / seconds / torch.distributed.get_world_size()
+                skipped = int(signature.bind(*args, **kwargs).arguments["skipped_iter"])
+                figures |= {"measured_ms": seconds * 1e3, "tokens_per_second_per_gpu": rate}
+                _report(figures | {"update_skipped": skipped})
+        return result
+
+    return training_log
+
+
+def _report(figures: dict[str, Any]) -> None:
+    from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
+
+    args, iteration = get_args(), figures["iteration"]
+    warning = None
+    if figures["predicted_ms"] is not None:
+        warning = _drift.add(figures["predicted_ms"], figures["measured_ms"])
+    if figures.get("update_skipped"):
+        _thrown_away.update(iterations=1, documents=figures["documents"], tokens=figures["tokens"])
+    with never_fatal("the log line is not printed"):
+        if iteration % args.log_interval == 0:
+            print(log_line(figures, _drift.scale, _thrown_away), flush=True)
+            _thrown_away.clear()
+        if warning is not None:
+            print(f"WARNING: wlb_megatron: {warning}", flush=True)
+    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+    shown = {f"wlb/{name}": value for name, value in figures.items() if name not in _LONG}
+    if writer and iteration % args.tensorboard_log_interval == 0:
+        with never_fatal("TensorBoard gets no figures of plans"):
+            _add_scalars(writer, shown, iteration)
+    if wandb:
+        with never_fatal("Weights & Biases gets no figures of plans"):
+            wandb.log(shown, iteration)
+    if args.wlb_log:
+        with never_fatal(f"--wlb-log {args.wlb_log} cannot be written"):
+            # The epochs of a blend of thousands are long: they stand in the lines that are logged, too.
+            kept = figures if iteration % args.log_interval == 0 else {**figures, "epochs": None}
+            append_line(args.wlb_log, json.dumps(kept))
+
+
+def _add_scalars(writer: Any, shown: dict[str, Any], iteration: int) -> None:
+    for name, value in shown.items():
+        if isinstance(value, int | float):
+            writer.add_scalar(name, value, iteration)
+    for kind, count in shown["wlb/shardings"].items():
+        writer.add_scalar(f"wlb/sharding-{kind}", count, iteration)
+
+
+def append_line(path: str, line: str) -> None:
+    """Append a whole line or nothing. OSError where it cannot be written, as on a full disk."""
+    with open(path, "ab", buffering=0) as lines:
+        size = lines.tell() if lines.seekable() else None
+        left = memoryview(f"{line}\n".encode())
+        try:
+            while left:
+                left = left[lines.write(left) :]
+        except OSError:
+            if size is not None:
+                lines.truncate(size)
+            raise
+
+
+def log_line(
+    figures: dict[str, Any], scale: float | None, thrown_away: Mapping[str, int] = MappingProxyType({})
+) -> str:
+    """One line of an iteration. scale: measured over predicted time, as the run's first iterations tell it.
+    thrown_away: iterations, documents and tokens whose update was not applied, since the last line."""
+    line = (
+        f" [wlb] iteration {figures['iteration']} | imbalance (max/mean work): micro-batches "
+        f"{figures['imbalance']:.3f}, CP ranks {figures['cp_imbalance']:.3f} | step over ideal: "
+        f"{figures['step_over_ideal']:.3f} with {figures['micro_batches']} micro-batches{_in_chunks(figures)} | "
+        f"tokens: {figures['tokens']}, "
+        f"{figures['consumed_tokens']} so far, {figures['tokens_per_second_per_gpu']:.0f}/s/GPU | "
+        f"delayed documents: {figures['delayed']} | mean token delay: {figures['token_delay']:.3f} | "
+        f"plan ms: {figures['plan_ms']:.2f} (waited {figures['plan_wait_ms']:.2f})"
+    )
+    line += passes.told(figures)
+    if thrown_away:
+        line += (
+            f" | updates thrown away: {thrown_away['iterations']}, with {thrown_away['documents']} documents, "
+            f"{thrown_away['tokens']} tokens"
+        )
+    if figures.get("shardings"):
+        line += " | sharding: " + ", ".join(f"{n} {kind}" for kind, n in figures["shardings"].items())
+    if figures["predicted_ms"] is None:
+        return line
+    line += f" | ms: {figures['measured_ms']:.1f}, predicted {figures['predicted_ms']:.1f}"
+    return line if scale is None else line + f" (x {scale:.3f} so far)"
+
+
+def _in_chunks(figures: Mapping[str, Any]) -> str:
+    count = figures.get("documents_in_chunks")
+    return f", {count} documents in {figures['chunks']} chunks" if count else ""
+
+
+def plan_lengths(plan: IterationPlan) -> list[list[list[int]]]:
+    """Tokens of each piece, [micro-batch][data-parallel rank][piece], without padding."""
+    return [[[piece.tokens for piece in one.pieces] for one in row] for row in plan.micro_batches]
+
+
+def step_figures(batches: Sequence[dict[str, Any]], quadratic_at: float) -> dict[str, Any]:
+    """The plan's summary with what only the shard plans know (of this data-parallel rank's micro-batches)."""
+    planned = [batch["planned"] for batch in batches]
+    shares = [work_per_rank(item.shard, quadratic_at) for item in planned]
+    mean = sum(sum(share) / len(share) for share in shares)
+    real = [sum(piece.tokens for piece in item.pieces if piece.document >= 0) for item in planned]
+    total = sum(item.shard.tokens for item in planned)
+    return {
+        **asdict(planned[0].summary),
+        "cp_imbalance": sum(max(share) for share in shares) / mean,
+        "padding": total - sum(real),
+        "plan_ms": planned[0].plan_seconds * 1e3,
+        "micro_batch_tokens": [item.shard.tokens for item in planned],
+        "micro_batch_work": [sum(share) for share in shares],
+        "shardings": dict(Counter(item.shard.kind for item in planned if item.shard.kind)),
+        **_groups(planned),
+        **_chunks(planned),
+    }
+
+
+def _chunks(planned: Sequence[PlannedMicroBatch]) -> dict[str, Any]:
+    """With documents in chunks: sizes of this rank's groups, and the document that each micro-batch has a chunk of."""
+    sizes = planned[0].chunk_groups
+    if not sizes:
+        return {}
+    return {
+        "chunk_groups": list(sizes),
+        "chunks_of": documents_in_chunks([one.pieces for one in planned]),
+    }
+
+
+def _groups(planned: Sequence[PlannedMicroBatch]) -> dict[str, Any]:
+    """With dynamic groups: this rank's, whose plan it is, and its predicted speed-up over fixed groups."""
+    groups = [item.group for item in planned if item.group is not None]
+    if not groups:
+        return {}
+    told = groups[0]
+    return {"group_sizes": [g.size for g in groups], "plan_of": told.source, "predicted_gain": told.gain}
+
+
+def work_per_rank(plan: ShardPlan, quadratic_at: float) -> list[float]:
+    """Work of each context-parallel rank, in tokens of linear work: its tokens, plus the keys its queries see.
+
+    A whole document of d tokens counts d + d*d/quadratic_at, as in the cost model: queries [s, e) see
+    (e*e - s*s)/2 keys.
+    """
+    shares = []
+    for rows in plan.ranks:
+        start, end = rows[:, 1].astype(float), rows[:, 2].astype(float)
+        shares.append(float((end - start).sum() + ((end * end - start * start) / quadratic_at).sum()))
+    return shares

@@ -1,0 +1,166 @@
+"""Predicted time of a training iteration: from its plan, Megatron's arguments (model and layout), and a profile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.dynamic.cost import GroupCost
+from wlb_megatron.dynamic.plan import StepPlan
+from wlb_megatron.plan import IterationPlan
+from wlb_megatron.plugin.flags.model_shape import attention_shape
+from wlb_megatron.plugin.logs.reporting import never_fatal
+from wlb_megatron.sharding.cut import orders_of
+from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.simulator.calibration import with_links
+from wlb_megatron.simulator.groups import simulate_groups
+from wlb_megatron.simulator.iteration import cut_of, run_steps
+from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape, Times
+from wlb_megatron.workload.assumptions import Assumptions
+from wlb_megatron.workload.costs import Costs
+
+PredictGroups = Callable[[StepPlan, Sequence[int]], float | None]
+"""Milliseconds of an iteration from its groups and the tokens of its documents."""
+
+Predict = Callable[[IterationPlan, Sequence[ShardPlan]], float | None]
+"""Milliseconds of an iteration from its plan and the shard plans of this data-parallel rank's micro-batches."""
+
+
+def predictor(
+    args: Any, costs: Costs | None, dp_rank: int, alignment: int, *, in_step: bool = False
+) -> Predict:
+    """The prediction of this job. costs: of a profile; None: built-in H100 attention, all else assumed. in_step: all
+    data-parallel ranks run the same groups of micro-batches.
+
+    None for a job that the simulator does not take (a schedule of another kind): it trains all the same.
+    """
+    model = _model_or_none(args, costs)
+    if model is None:
+        return nothing_predicted
+    return UntilItFails(partial(_predict, model, dp_rank, alignment, in_step))
+
+
+def _predict(
+    model: LayerModel,
+    dp_rank: int,
+    alignment: int,
+    in_step: bool,
+    plan: IterationPlan,
+    shards: Sequence[ShardPlan],
+) -> float:
+    tokens, attention = _loads(plan, shards, model, dp_rank, alignment)
+    (orders,) = orders_of([plan], in_step=in_step)
+    cut = np.broadcast_to(cut_of(shards)[:, None], tokens.shape)  # of this rank's; others' are like them
+    told = run_steps(tokens, attention, model, blocking=True, cut=cut, orders=orders)
+    return float(told.steps[0]) / 1e6
+
+
+def group_predictor(args: Any, costs: Costs | None, cost: GroupCost) -> PredictGroups:
+    """The same with dynamic groups, every rank of a stage with micro-batches of its own. cost: what they were planned
+    by, which tells the attention of a group without sharding it."""
+    given = _model_or_none(args, costs)
+    if given is None:
+        return nothing_predicted
+
+    def predict(plan: StepPlan, tokens: Sequence[int]) -> float:
+        return float(simulate_groups([plan], [tokens], given, cost).steps[0]) / 1e6
+
+    return UntilItFails(predict)
+
+
+def nothing_predicted(*_: Any) -> None:
+    """Of a job that the simulator does not take."""
+
+
+class UntilItFails:
+    """A figure of the log must not end training: no more of it after the first error, which is told. An object, so
+    that it can be sent to the process that plans."""
+
+    def __init__(self, predict: Callable[..., float]) -> None:
+        self._predict, self._failed = predict, False
+
+    def __call__(self, *args: Any) -> float | None:
+        if self._failed:
+            return None
+        with never_fatal("no more predicted times, the simulator failed"):
+            return self._predict(*args)
+        self._failed = True
+        return None
+
+
+def _model_or_none(args: Any, costs: Costs | None) -> LayerModel | None:
+    with never_fatal("no predicted times, the simulator failed"), contextlib.suppress(ValueError):
+        return layer_model(args, costs)
+    return None
+
+
+def layer_model(args: Any, costs: Costs | None) -> LayerModel:
+    """Megatron's validated arguments as the simulator's model. Experts count as what they activate for a token.
+
+    Raises ValueError for a model or a schedule that the simulator does not take.
+    """
+    heads, groups, channels = attention_shape(args)
+    ffn = args.ffn_hidden_size
+    if args.num_experts:
+        ffn = (args.moe_ffn_hidden_size or ffn) * args.moe_router_topk
+    shape = ModelShape(
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        heads=heads,
+        kv_heads=groups,
+        ffn=ffn,
+        vocab=args.padded_vocab_size or args.vocab_size,
+        channels=channels,
+        gated=args.swiglu,
+    )
+    layout = Layout(
+        tp=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        dp=args.data_parallel_size,
+        chunks=args.virtual_pipeline_model_parallel_size or 1,
+    )
+    group = getattr(args, "microbatch_group_size_per_vp_stage", None) or layout.pp
+    if layout.chunks > 1 and group != layout.pp:
+        raise ValueError(f"an interleaved schedule by groups of {group} micro-batches on {layout.pp} stages")
+    overlapped = getattr(args, "overlap_grad_reduce", False)
+    return LayerModel(
+        shape=shape,
+        layout=layout,
+        assumptions=with_links(Assumptions(dp_exposed=0.0 if overlapped else 1.0), costs),
+        costs=costs,
+        recompute=args.recompute_granularity or "none",
+        regather=bool(getattr(args, "wlb_regather_keys", False)),
+    )
+
+
+def _loads(
+    plan: IterationPlan, shards: Sequence[ShardPlan], model: LayerModel, dp_rank: int, alignment: int
+) -> tuple[npt.NDArray[np.int64], Times]:
+    """Tokens int[1, m, dp] and attention float[1, m, dp, 1] (the slowest context rank's) of all micro-batches.
+
+    Only this rank's are sharded. The others' attention is what its documents would take whole, times what this
+    rank's shards take of theirs: by pairs of tokens alone, a rank of short documents, which take more for a pair,
+    would have another's long one take twice its time.
+    """
+    grid = plan.micro_batches
+    tokens = np.array([[one.tokens for one in row] for row in grid], dtype=np.int64)
+    tokens = -(-tokens // alignment) * alignment
+    pieces = [[one.pieces for one in row] for row in grid]
+    lengths = np.array([p.end - p.start for row in pieces for one in row for p in one], dtype=np.int64)
+    counts = np.array([len(one) for row in pieces for one in row])
+    begins = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    whole = np.append(model.table.diagonal_ns(lengths), 0)  # an empty micro-batch may come last
+    prices = np.where(counts > 0, np.add.reduceat(whole, begins), 0).reshape(tokens.shape) + model.table.call
+    ways = []
+    for times in model.attention(shards):
+        slowest = times.max(axis=1)
+        every = prices * (slowest.sum() / prices[:, dp_rank].sum())
+        every[:, dp_rank] = slowest
+        ways.append(every[None, :, :, None])
+    return tokens[None], Times(*ways)

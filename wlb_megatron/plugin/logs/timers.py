@@ -1,0 +1,91 @@
+"""The plugin's share of a step among Megatron's timers: --timing-log-level 1 or 2, --log-timers-to-tensorboard.
+
+    wlb-draw          1  the host gets this step's micro-batches, or in it the next one's: waits for plans and tokens
+    wlb-plan-wait     1  the part of it that it waits for plans
+    wlb-planning      1  an iteration is planned, by a thread or a process beside training
+    wlb-predicted     1  the iteration's predicted time (last rank)
+    wlb-key-exchange  2  keys, or their gradients, of other context-parallel ranks are waited for (from iteration 2)
+
+Nothing here synchronises: exchanges are marked on the device, and read when the step's work is done.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from wlb_megatron.attention import kv_exchange
+from wlb_megatron.plugin.logs.reporting import never_fatal
+
+LEVELS = {"wlb-draw": 1, "wlb-plan-wait": 1, "wlb-planning": 1, "wlb-predicted": 1, "wlb-key-exchange": 2}
+"""--timing-log-level from which each is shown."""
+
+_waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+"""Marks around the waits for exchanges since they were last read."""
+
+
+def add(name: str, seconds: float) -> None:
+    """Add to a timer of LEVELS; nothing where the run does not log it. Times of a log interval are averaged."""
+    from megatron.training import get_args, get_timers
+
+    if get_args().timing_log_level >= LEVELS[name]:
+        with never_fatal(f"the timer {name} is not kept"):
+            timer = get_timers()(name, log_level=LEVELS[name])
+            timer.set_elapsed(timer.elapsed(reset=False) + seconds)
+
+
+def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
+    """training_log whose lists of timers are continued by the plugin's, on every rank alike."""
+
+    @functools.wraps(original)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args, get_timers
+
+        level, timers = get_args().timing_log_level, get_timers()
+        names = [name for name, least in LEVELS.items() if least <= level]
+        if names and not hasattr(timers.log, "names"):
+            timers.log, timers.write = _continued(timers.log, names), _continued(timers.write, names)
+        if level >= LEVELS["wlb-key-exchange"]:
+            kv_exchange.on_wait = _on_gpu if get_args().distributed_backend == "nccl" else _on_host
+            with never_fatal("the timer wlb-key-exchange is not kept"):
+                add("wlb-key-exchange", _read_waits())
+        return original(*args, **kwargs)
+
+    return training_log
+
+
+def _continued(method: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    """Timers.log or .write: a list with training's first timer gets ours as well."""
+
+    def run(given: list[str], *args: Any, **kwargs: Any) -> Any:
+        return method([*given, *names] if "forward-backward" in given else given, *args, **kwargs)
+
+    run.names = names  # type: ignore[attr-defined]
+    return run
+
+
+def _on_host(wait: Callable[[], Any]) -> None:
+    began = time.perf_counter()
+    wait()
+    add("wlb-key-exchange", time.perf_counter() - began)
+
+
+def _on_gpu(wait: Callable[[], Any]) -> None:
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    wait()
+    after.record()
+    _waits.append((before, after))
+
+
+def _read_waits() -> float:
+    """Seconds. The step's last work is waited for, which Megatron has done for the gradients' norm."""
+    if _waits:
+        _waits[-1][1].synchronize()
+    milliseconds = sum(before.elapsed_time(after) for before, after in _waits)
+    _waits.clear()
+    return milliseconds / 1e3

@@ -1,0 +1,246 @@
+"""A real iteration as a trace for Perfetto: when each rank ran each micro-batch's forward and backward.
+
+Megatron's schedule calls one function for each. During the traced iteration a mark on the device is made before and
+after each call; otherwise nothing is done. No order of the schedule is assumed. The plugin's forward step tells which
+micro-batch a forward is of, and a backward is of the micro-batch whose output it is given.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from wlb_megatron.pipeline.groups import documents_in_chunks
+from wlb_megatron.pipeline.schedule import Event
+from wlb_megatron.plan import Piece
+from wlb_megatron.plugin.logs.reporting import never_fatal
+from wlb_megatron.plugin.ranks.board import wait_for
+from wlb_megatron.report.trace import chrome_trace
+from wlb_megatron.whole_files import write_whole
+
+IntArray = npt.NDArray[np.int64]
+Mark = Any
+"""A CUDA event, or the host's nanoseconds where the CPU is the device."""
+
+UNKNOWN = -1
+"""Stands for a micro-batch that a backward cannot be told to be of."""
+
+PATIENCE = 60
+"""Seconds that the last rank waits for the times of the others."""
+
+
+class Call(NamedTuple):
+    """A forward or backward of one micro-batch through one model chunk: begin and end."""
+
+    backward: bool
+    begin: Mark
+    end: Mark
+    micro_batch: int
+    chunk: int
+
+
+class Recorder:
+    """Marks of one iteration on this rank."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self._zero: tuple[int, Mark] | None = None
+        self._calls: list[Call] = []
+        self._passed: Counter[int] = Counter()  # chunks that each micro-batch has passed forward
+        self._made: dict[
+            int, tuple[int, int]
+        ] = {}  # micro-batch and chunk by the id of what its forward returned
+        self.micro_batch = 0
+        """Of the forward that runs; set by the plugin's forward step."""
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        """The result of a schedule's forward; its time is noted."""
+        begin = self._begin()
+        result = call()
+        micro_batch = self.micro_batch
+        chunk = self._passed[micro_batch]
+        self._passed[micro_batch] += 1
+        # An id stays the output's until its backward: the schedule keeps the output so long.
+        self._made[_id(result[0])] = micro_batch, chunk
+        self._calls.append(Call(False, begin, self._mark(), micro_batch, chunk))
+        return result
+
+    def backward(self, output: Any, call: Callable[[], Any]) -> Any:
+        """The result of a schedule's backward from `output`; its time is noted."""
+        micro_batch, chunk = self._made.get(_id(output), (UNKNOWN, 0))
+        begin = self._begin()
+        result = call()
+        self._calls.append(Call(True, begin, self._mark(), micro_batch, chunk))
+        return result
+
+    def calls(self) -> list[Call]:
+        """All calls, in nanoseconds since 1970 by this host's clock."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        if self._zero is None:
+            return []
+        clock, zero = self._zero
+        return [
+            one._replace(begin=clock + self._since(zero, one.begin), end=clock + self._since(zero, one.end))
+            for one in self._calls
+        ]
+
+    def _begin(self) -> Mark:
+        if self._zero is None:
+            self._zero = self._now()
+        return self._mark()
+
+    def _now(self) -> tuple[int, Mark]:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return time.time_ns(), self._mark()
+
+    def _mark(self) -> Mark:
+        if not self._on_gpu:
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _since(self, zero: Mark, mark: Mark) -> int:
+        return int(zero.elapsed_time(mark) * 1e6) if self._on_gpu else mark - zero
+
+
+def _id(output: Any) -> int:
+    """Of a stage's output, which schedules hand on as a tensor or as a list of one."""
+    return id(output[0] if isinstance(output, list) else output)
+
+
+_due = False
+"""Whether the next training step is the traced one."""
+
+_recorder: Recorder | None = None
+
+
+def begin_step() -> None:
+    """Told before each training step. (Evaluation may run between two, and is not recorded.)"""
+    global _recorder, _due
+    if _due:
+        from megatron.training import get_args
+
+        _recorder, _due = Recorder(get_args().distributed_backend == "nccl"), False
+
+
+def begin_micro_batch(index: int) -> None:
+    """Told by the plugin's forward step: which micro-batch of the iteration it runs."""
+    if _recorder is not None:
+        _recorder.micro_batch = index
+
+
+def wrap_forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A schedule's forward of one micro-batch, marked in a traced iteration."""
+
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        if _recorder is None:
+            return original(*args, **kwargs)
+        return _recorder.forward(lambda: original(*args, **kwargs))
+
+    return forward_step
+
+
+def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A schedule's backward of one micro-batch, marked in a traced iteration."""
+
+    def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if _recorder is None:
+            return original(input_tensor, output_tensor, *args, **kwargs)
+        return _recorder.backward(
+            output_tensor, lambda: original(input_tensor, output_tensor, *args, **kwargs)
+        )
+
+    return backward_step
+
+
+def after_iteration(iteration: int, args: Any, store: Any, pieces: Sequence[Sequence[Piece]] = ()) -> None:
+    """To be called by every rank after each iteration (from 1): the one before the traced one makes it due, after the
+    traced one it is written.
+
+    pieces: of this rank's micro-batches, whose documents in chunks the trace tells apart.
+    store: common to all ranks, over which they send their times to the last one, which writes --wlb-trace.
+    """
+    global _recorder, _due
+    if args.wlb_trace is None:
+        return
+    if iteration + 1 == args.wlb_trace_iteration:
+        _due = True
+    elif _recorder is not None:
+        recorder, _recorder = _recorder, None
+        with never_fatal("--wlb-trace writes nothing"):
+            _send(recorder, store, documents_in_chunks(pieces))
+            if dist.get_rank() == dist.get_world_size() - 1:
+                _write(Path(args.wlb_trace), _gather(store), args)
+
+
+def _send(recorder: Recorder, store: Any, documents: Sequence[int]) -> None:
+    """Leave int64[1 + n + calls, 5] in the store: this rank's data, pipeline, context and tensor rank and n, its
+    micro-batches' documents in chunks, then its calls. Nothing but the first row where its times cannot be had: the
+    last rank waits for an answer."""
+    from megatron.core import parallel_state as state
+
+    place = (
+        state.get_data_parallel_rank(),
+        state.get_pipeline_model_parallel_rank(),
+        state.get_context_parallel_rank(),
+        state.get_tensor_model_parallel_rank(),
+    )
+    rows = np.array([(*place, 0)], dtype=np.int64)
+    try:
+        told = [(document, 0, 0, 0, 0) for document in documents]
+        rows = np.array([(*place, len(told)), *told, *recorder.calls()], dtype=np.int64)
+    finally:
+        store.set(str(dist.get_rank()), rows.tobytes())
+
+
+def _gather(store: Any) -> list[IntArray]:
+    """What the ranks have sent, in rank order. TimeoutError where one has not within PATIENCE."""
+    until = time.monotonic() + PATIENCE
+    told = []
+    for rank in range(dist.get_world_size()):
+        if not wait_for(store, str(rank), lambda: time.monotonic() > until):
+            raise TimeoutError(f"rank {rank} has not sent its times within {PATIENCE} s")
+        told.append(np.frombuffer(store.get(str(rank)), dtype=np.int64).reshape(-1, 5))
+    return told
+
+
+def _write(path: Path, ranks: list[IntArray], args: Any) -> None:
+    cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
+    calls = [rows[1 + int(rows[0, 4]) :] for rows in ranks]
+    zero = min(int(rows[:, 1].min()) for rows in calls if len(rows))
+    groups: dict[int, list[Event]] = {}
+    documents: dict[int, list[int]] = {}
+    for rows, timed in zip(ranks, calls, strict=True):
+        data, stage, context, tensor, count = rows[0].tolist()
+        documents[data] = rows[1 : 1 + count, 0].tolist() or documents.get(data, [])
+        row = (stage * cp + context) * tp + tensor
+        for backward, begin, end, micro_batch, chunk in timed.tolist():
+            event = Event(row, micro_batch, bool(backward), begin - zero, end - zero, chunk)
+            groups.setdefault(data, []).append(event)
+
+    def named(row: int) -> str:
+        return f"stage {row // (cp * tp)}, context rank {row // tp % cp}, tensor rank {row % tp}"
+
+    told = chrome_trace(
+        [groups[data] for data in sorted(groups)],
+        name="measured",
+        thread=named,
+        documents=[documents[data] for data in sorted(groups)],
+    )
+    write_whole(path, json.dumps(told) + "\n", "--wlb-trace")
+    print(
+        f"> wlb_megatron: iteration {args.wlb_trace_iteration} is traced in {path}: open it in ui.perfetto.dev",
+        flush=True,
+    )

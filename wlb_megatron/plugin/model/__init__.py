@@ -1,0 +1,1 @@
+"""What changes in the model that Megatron builds."""

@@ -1,0 +1,1 @@
+"""From the corpus to planned micro-batches, and their state in checkpoints."""

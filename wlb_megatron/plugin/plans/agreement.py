@@ -1,0 +1,175 @@
+"""Every rank must have made the same plan: digests are compared at start, and now and then beside training."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+from wlb_megatron.plugin.plans.planning import PlannedIteration
+from wlb_megatron.plugin.ranks.board import common_store, wait_for
+from wlb_megatron.sharding.digest import digest_of_cuts
+
+EVERY = 100
+"""Iterations between comparisons."""
+
+_BEGIN = -1
+"""Stands for an iteration before the first one."""
+
+TOLD_APART = 4
+"""Different digests of which is told who has them."""
+
+_PATIENCE = 1800.0
+"""Seconds that ranks may be apart at a comparison that is waited for."""
+
+
+_PLANS = "plans"
+"""What all ranks compare; ranks that share micro-batches compare their cuts, too."""
+
+_DIFFERS = (
+    "the corpus, its index, the --wlb flags, a profile or the GPUs' memory (it decides Lmax: set --wlb-max-tokens) "
+    "differ between nodes; make them the same everywhere"
+)
+_CUT_DIFFERS = (
+    "the documents are the same, their cut over context-parallel ranks is not: the kernel times planned by, this "
+    "plugin or numpy differ between nodes; make them the same everywhere"
+)
+
+
+class PlanAgreement:
+    """Compares the plans' digests; the answer is looked at one comparison later or when it is in.
+
+    Ranks count themselves in torch's own store under the digest that they have, and the last one tells the answer: a
+    few short requests of a rank, no connection beyond the one that it has, no group of all ranks. The first of a digest
+    tells who it is, so that ranks that differ can be named.
+    """
+
+    def __init__(self) -> None:
+        self._ranks = dist.get_world_size()
+        self._store = common_store("digests")
+        self._pending: int | None = None
+        self._passed: list[
+            list[str]
+        ] = []  # of each comparison: the keys that this rank takes out of the store
+        self.started = False
+
+    def begin(self, *decisive: str) -> None:
+        """Compare what decides all plans to come, before a step is run: in one, ranks that differ would wait for each
+        other's tensors, or take tensors of another size."""
+        self.compare(_BEGIN, hashlib.blake2b("\n".join(decisive).encode(), digest_size=8).digest(), wait=True)
+        self.started = False
+
+    def see(self, planned: PlannedIteration, dp_rank: int) -> None:
+        """Compare a planned iteration, if it is due, before any of it trains: ranks that cut a micro-batch differently
+        would wait in its exchange for ever. The first one is waited for. dp_rank: data-parallel rank, whose
+        micro-batches are cut alike on all ranks that have it."""
+        micro_batches = planned.micro_batches
+        iteration, group = micro_batches[0].iteration, micro_batches[0].group
+        first = not self.started
+        if not first and iteration % EVERY:
+            return
+        # Dynamic groups change with each micro-batch: the first one's stands for all.
+        shared = f"cuts of {dp_rank}" if group is None else f"cuts from rank {group.start}"
+        shards = [each.shard for each in micro_batches[: None if group is None else 1]]
+        self.compare(iteration, planned.digest, {shared: digest_of_cuts(shards)}, wait=first)
+
+    def compare(
+        self, iteration: int, digest: bytes, shared: Mapping[str, bytes] | None = None, *, wait: bool = False
+    ) -> None:
+        """Start a comparison (all ranks, same iteration). RuntimeError if an earlier one found a difference.
+
+        digest: the same on all ranks. shared: the same on all ranks that name it."""
+        self.check(wait=True)
+        self._clear()
+        self.started = True
+        keys = [f"{iteration}/all", f"{iteration}/answer"] if dist.get_rank() == 0 else []
+        for what, mine in {_PLANS: digest, **(shared or {})}.items():
+            if self._store.add(f"{iteration}/{what}/{mine.hex()}", 1) > 1:
+                continue
+            # The first of these: so many digests are there now, and this is whose.
+            at = self._store.add(f"{iteration}/{what}/digests", 1)
+            self._store.set(f"{iteration}/{what}/digest {at}", f"{mine.hex()} {_who()}")
+            keys += [f"{iteration}/{what}/{key}" for key in (mine.hex(), "digests", f"digest {at}")]
+            if at > 1:
+                self._store.set(f"{iteration}/{'plans' if what == _PLANS else 'cuts'} apart", what)
+        if self._store.add(f"{iteration}/all", 1) == self._ranks:
+            # Every rank has counted itself under its digests before it counted here.
+            self._store.set(f"{iteration}/answer", self._answer(iteration))
+        self._pending = iteration
+        self._passed.append(keys)
+        self.check(wait=wait)
+
+    def check(self, *, wait: bool = False) -> None:
+        """Look at the pending comparison, if it is done (or wait for it)."""
+        if self._pending is None:
+            return
+        answer = f"{self._pending}/answer"
+        if wait:
+            until = time.monotonic() + _PATIENCE
+            if not wait_for(self._store, answer, lambda: time.monotonic() > until):
+                done = "begun" if self._pending == _BEGIN else f"planned iteration {self._pending}"
+                raise RuntimeError(
+                    f"wlb_megatron: not every rank has {done} within {_PATIENCE:.0f} s of this one: see the log of the "
+                    "rank that stopped"
+                )
+        elif not self._store.check([answer]):
+            return
+        self._pending = None
+        found = self._store.get(answer).decode()
+        if found != "agreed":
+            raise RuntimeError(f"wlb_megatron: ranks {found}")
+
+    def _clear(self) -> None:
+        """Take the keys of the comparison before the last one out of the store. Every rank has read its answer: it
+        counted itself in the last one only then, and all have counted there, or that had no answer."""
+        if len(self._passed) > 1:
+            for key in self._passed.pop(0):
+                self._store.delete_key(key)
+
+    def _answer(self, iteration: int) -> str:
+        """ "agreed", or who differs, and what to do about it."""
+        if self._store.check([f"{iteration}/plans apart"]):
+            what = "would plan" if iteration == _BEGIN else f"have planned iteration {iteration}"
+            return f"{what} differently: {self._apart(iteration, _PLANS)}: {_DIFFERS}"
+        if self._store.check([f"{iteration}/cuts apart"]):
+            shared = self._store.get(f"{iteration}/cuts apart").decode()
+            return f"have cut iteration {iteration} differently: {self._apart(iteration, shared)}: {_CUT_DIFFERS}"
+        return "agreed"
+
+    def _apart(self, iteration: int, what: str) -> str:
+        kinds, told = self._store.add(f"{iteration}/{what}/digests", 0), []
+        for at in range(1, min(kinds, TOLD_APART) + 1):
+            digest, who = self._store.get(f"{iteration}/{what}/digest {at}").decode().split(" ", 1)
+            told.append(f"{self._store.add(f'{iteration}/{what}/{digest}', 0)} as {who}")
+        more = f", and {kinds - TOLD_APART} other variants" if kinds > TOLD_APART else ""
+        return f"{'; '.join(told)}{more}"
+
+
+def _who() -> str:
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"rank {dist.get_rank()} ({socket.gethostname()}{gpu})"
+
+
+@cache
+def shared_gpu(name: str) -> str:
+    """The name of the GPU by whose kernel times all ranks plan: theirs, or in a job that mixes GPUs the first in the
+    alphabet, which is told. name: of this rank's. Called on all ranks at once."""
+    names = [name] * dist.get_world_size()
+    dist.all_gather_object(names, name)
+    ranks = Counter(names)
+    chosen = min(ranks)
+    if len(ranks) > 1 and dist.get_rank() == 0:
+        told = ", ".join(
+            f"{ranks[gpu]} {gpu} (the first is rank {names.index(gpu)})" for gpu in sorted(ranks)
+        )
+        print(
+            f"> wlb_megatron: this job mixes GPUs: {told}; all plan with the kernel times of {chosen}",
+            flush=True,
+        )
+    return chosen

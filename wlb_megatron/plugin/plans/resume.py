@@ -1,0 +1,130 @@
+"""Continuing the document order of a checkpoint, or refusing with what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from wlb_megatron.documents.changes import changes
+from wlb_megatron.packing.carry import Carried, take_up
+from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides, windows_each
+from wlb_megatron.plugin.plans import checkpoint
+from wlb_megatron.plugin.plans.source import Source
+from wlb_megatron.refusals import Refused
+
+
+def remember(source: Source, planner_state: Callable[[], dict[str, Any]], *, applied: bool = True) -> None:
+    """Make the planner's state after an iteration part of the next checkpoint. applied: else not before Megatron
+    has applied its gradients."""
+    keep, settings = checkpoint.remember if applied else checkpoint.remember_if_applied, _settings_of(source)
+    keep(lambda: {"settings": settings, "planner": planner_state()})
+
+
+CURE = (
+    "or add --wlb-fresh-order: documents that wait train first, known corpora continue where they were, and new "
+    "ones begin"
+)
+
+
+def restore(source: Source, args: Any) -> list[str]:
+    """Bring the planner to where the loaded checkpoint was saved; returns what there is to say of it. SystemExit with
+    one line if it cannot continue."""
+    said: list[str] = []
+    if args.iteration:
+        said = _continue(source, args)
+    elif source.config.fresh_order:  # a new run, or --finetune
+        raise Refused(
+            "wlb_megatron refuses --wlb-fresh-order: training begins at iteration 0, so there is no document order to "
+            "continue; drop it, or give --load (without --finetune)"
+        )
+    planner = source.planner
+    for size in planner.schedule.from_now(planner.samples):
+        if wrong := misfit(size * windows_each(args), args, planned=plan_decides(source.config)):
+            raise Refused(f"wlb_megatron: this run comes to global batches that cannot train: {wrong}")
+    return said
+
+
+def _continue(source: Source, args: Any) -> list[str]:
+    state, planner, fresh = checkpoint.loaded_state(), source.planner, source.config.fresh_order
+    samples = args.consumed_train_samples
+    counted = samples // windows_each(args)  # as the planner counts
+    if state is None:
+        if not fresh:
+            raise Refused(
+                f"wlb_megatron: the checkpoint of iteration {args.iteration} holds no packing state, so the "
+                "documents that it has trained are not known: add --wlb-fresh-order to begin the document order anew"
+            )
+        planner.begin_at(counted)
+        return [f"the document order begins at sample {samples:,}: the checkpoint has none"]
+    unmoved = planner.stream.state()
+    changed = _load(source, state, args)
+    if changed and not fresh:
+        raise Refused(f"wlb_megatron: {changed}; {CURE}")
+    if not changed and planner.began and fresh:
+        began = planner.began * windows_each(args)
+        return [f"the document order taken up at sample {began:,} goes on: --wlb-fresh-order is done"]
+    if not fresh:
+        return _length_kept(source, unmoved)
+    said = [f"takes up the document order at sample {samples:,}: {changed or 'as --wlb-fresh-order asks'}"]
+    try:
+        return [*said, *_told(take_up(planner, counted, state["planner"], next_epoch=not changed))]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        planner.stream.load_state(unmoved)
+        planner.begin_at(counted)
+        return [*said, "its state cannot be read: all corpora begin, and what waited is not known"]
+
+
+def _length_kept(source: Source, before: dict[str, Any]) -> list[str]:
+    """What there is to say where documents are split at a shorter length than this run allows, as before."""
+    states = source.planner.stream.state(), before
+    now, allowed = (each.get("fingerprint", {}).get("window", 0) for each in states)
+    if now == allowed:
+        return []
+    return [
+        f"documents are split at {now:,} tokens, as in the checkpoint; this run could train {allowed:,} whole"
+    ]
+
+
+def _load(source: Source, state: dict[str, Any], args: Any) -> str:
+    """Load the state; what of it does not fit this run, empty if all does."""
+    settings = _settings_of(source)
+    changed = changes(state["settings"], settings, lambda name: f"--wlb-{name.replace('_', '-')}")
+    if changed:
+        return f"cannot resume with another cost model: {'; '.join(changed)}; set them as before"
+    try:
+        source.planner.load_state(state["planner"])
+    except ValueError as error:
+        return str(error)
+    except (KeyError, TypeError, AttributeError):
+        return "the packing state is damaged: resume from another checkpoint"
+    each = windows_each(args)
+    trained = source.planner.samples * each
+    if source.planner.samples == args.consumed_train_samples // each:
+        return ""
+    return (
+        f"the packing state has trained {trained} samples, the checkpoint of iteration {args.iteration} "
+        f"{args.consumed_train_samples}: load the checkpoint as it was saved"
+    )
+
+
+def _told(carried: Carried) -> list[str]:
+    corpora = [
+        (carried.going_on, "go on where they stood"),
+        (carried.restarted, "begin an epoch"),
+        (carried.begun, "are new"),
+        (carried.gone, "are gone"),
+    ]
+    said = ["corpora: " + ", ".join(f"{count} {what}" for count, what in corpora if count)]
+    for pieces, what in (
+        (carried.kept, "train first"),
+        (carried.lost, "of corpora that are gone do not train"),
+    ):
+        if pieces:
+            tokens = sum(piece.tokens for piece in pieces)
+            said.append(f"{len(pieces):,} documents ({tokens:,} tokens) that waited {what}")
+    return said
+
+
+def _settings_of(source: Source) -> dict[str, Any]:
+    """What plans depend on beside what the planner's own state checks."""
+    return {"quadratic_at": source.config.quadratic_at, "document_cost": source.config.document_cost}

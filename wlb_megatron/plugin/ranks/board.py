@@ -1,0 +1,192 @@
+"""What one rank tells all others beside training: notes on a board, a key-value store that rank 0 serves.
+
+A rank holds one connection, to rank 0, however many ranks there are. (A gloo group of all ranks is a connection to each
+of them: at 4,000 ranks, 4,000 on every rank and eight million in all.)
+
+The store knows no passwords: whoever reaches its port can read and write. So notes are signed with a secret that rank 0
+tells the others over a collective, and the store listens only at the address that ranks use.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import socket
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from wlb_megatron.plugin.flags.open_files import allow_open_files
+from wlb_megatron.plugin.ranks.addresses import listener, own_address, resolved, served_at
+from wlb_megatron.plugin.ranks.signing import Signer
+
+KEPT = 256
+"""Notes that stay readable: more than iterations are planned and read ahead, which is how far a reader is behind (with
+one micro-batch an iteration, a few and one for every data worker)."""
+
+_OLDEST = "oldest"
+"""Where the number of the oldest note is kept."""
+
+_FAILED = b"failed"
+"""The note of what could not be made."""
+
+_LOOK_BACK = 10
+"""Questions for a note that has not come between two looks whether it has gone instead."""
+
+_LONGEST_PAUSE = 0.25
+"""Seconds between two questions for a key: at 4,000 ranks that wait, 16,000 questions a second to rank 0."""
+
+
+class Board:
+    """Numbered notes from rank 0 to all others. Made on all ranks alike. (Not over torch's own store: over that NCCL
+    sets up groups, and may not wait behind the notes.)"""
+
+    def __init__(self) -> None:
+        common = common_store("board")
+        self._signer = Signer(_shared_secret())
+        host, port = served_at(common)
+        known = [""] * dist.get_world_size()
+        dist.all_gather_object(known, resolved(host, port))
+        if dist.get_rank() == 0:
+            allow_open_files(dist.get_world_size(), "plans sent to all ranks")
+            self._store: Any = _serve(own_address(host, port), host, known)
+            self._keep_from(0)
+            common.set("board", f"{self._store.port} {self._store.host}")
+        else:
+            at, address = common.get("board").decode().split(" ", 1)
+            self._store = dist.TCPStore(address, int(at), is_master=False, wait_for_workers=False)
+
+    def put(self, number: int, note: bytes) -> None:
+        """Leave a note for all; that of KEPT before goes."""
+        self._store.set(str(number), self._signer.sign(str(number), zlib.compress(note, 1)))
+        if number >= KEPT:
+            self._keep_from(number - KEPT + 1)
+            self._store.delete_key(str(number - KEPT))
+
+    def _keep_from(self, number: int) -> None:
+        self._store.set(_OLDEST, self._signer.sign(_OLDEST, str(number).encode()))
+
+    def _read(self, place: str) -> bytes:
+        note = self._signer.read(place, self._store.get(place))
+        if note is None:
+            raise RuntimeError(
+                f"wlb_megatron: rank {dist.get_rank()} on {socket.gethostname()} reads a plan that rank 0 has not "
+                f"signed: another program writes to {self._store.host}:{self._store.port}. End it, or let no other "
+                "machine reach the job's ports, and start the job again from its last checkpoint"
+            )
+        return note
+
+    def leave(self, number: int, make: Callable[[], bytes]) -> bytes:
+        """Put the note that `make` makes. Where it fails the others hear of that, and its error goes on here: they
+        would wait for the note in the middle of a step, and this rank for them in that step's collectives."""
+        note = _FAILED
+        try:
+            note = make()
+        finally:
+            self.put(number, note)
+        return note
+
+    def take(self, number: int, given_up: Callable[[], bool]) -> bytes | None:
+        """The note, waited for without a limit (rank 0 may be saving a checkpoint); None once `given_up`. Raises
+        DistNetworkError where rank 0 is gone, RuntimeError where the note is (rank 0 is more than KEPT notes ahead),
+        where rank 0 could not make it, or where it is not rank 0's."""
+        questions = itertools.count(1)
+
+        def over() -> bool:
+            if next(questions) % _LOOK_BACK == 0 and (oldest := int(self._read(_OLDEST))) > number:
+                raise RuntimeError(
+                    f"wlb_megatron: rank {dist.get_rank()} on {socket.gethostname()} asks for rank 0's plan {number}, "
+                    f"those before {oldest} are no longer kept: this rank is {KEPT} plans or more behind the others. "
+                    "Look at its machine, and start the job again from its last checkpoint"
+                )
+            return given_up()
+
+        if not wait_for(self._store, str(number), over):
+            return None
+        note = zlib.decompress(self._read(str(number)))
+        if note == _FAILED:
+            raise RuntimeError("wlb_megatron: rank 0 could not make a plan; its own error says why")
+        return note
+
+
+def _serve(own: str, host: str, known: list[str]) -> Any:
+    """A store's server at the address at which ranks reach this machine; see addresses.listener."""
+    listening, address = listener(own, host, known)
+    if listening is None:
+        print(
+            f"> wlb_megatron: ranks know {host} as {', '.join(sorted({*known}))}: the board of plans listens on all "
+            "interfaces of rank 0's machine",
+            flush=True,
+        )
+        return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    port = listening.getsockname()[1]
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+
+
+def _shared_secret() -> bytes:
+    """Rank 0's random secret of a board, told to all ranks over a collective and written nowhere."""
+    told = [secrets.token_bytes(32)]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def common_store(name: str) -> Any:
+    """torch's own store, over which init_process_group brought all ranks together, for one use by this name. Called
+    on all ranks alike, not necessarily at once (but for the first use: it is a broadcast); a second call of a name (a
+    second training in these processes) gives other keys, and so does torchrun's next attempt, whose store still holds
+    what the last one left."""
+    global _attempt
+    if _attempt is None:
+        # Not TORCHELASTIC_RESTART_COUNT: every node's agent counts its own, and that of a node that took a broken one's
+        # place begins at 0 (pytorch issue 135712).
+        _warn_of_restarts()
+        told = [secrets.token_hex(8)]
+        dist.broadcast_object_list(told, src=0)
+        (_attempt,) = told
+    call = _calls[name]
+    _calls[name] += 1
+    return dist.PrefixStore(f"wlb_megatron/{_attempt}/{name}/{call}", distributed_c10d._get_default_store())
+
+
+def _warn_of_restarts() -> None:
+    """torch's own groups are set up over that store, too, and know no attempts."""
+    restarts, shared = (
+        os.environ.get(f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "USE_AGENT_STORE")
+    )
+    if dist.get_rank() == 0 and restarts not in (None, "0") and shared == "True":
+        print(
+            "WARNING: wlb_megatron: torchrun keeps its store over a restart, and ranks may take the addresses that "
+            "those before have left there: they fail or hang (pytorch issue 135712). Set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and give --rdzv-backend c10d --rdzv-endpoint HOST:PORT",
+            flush=True,
+        )
+
+
+_attempt: str | None = None
+"""Rank 0's random name of this start of all ranks."""
+
+_calls: Counter[str] = Counter()
+"""How often a name was asked for in this process: counted here, as another rank may be a call ahead."""
+
+
+def wait_for(store: Any, key: str, given_up: Callable[[], bool]) -> bool:
+    """Wait until a key is set, without a limit; False once `given_up`.
+
+    Asks again and again, after 1, 2, 4 .. 250 ms. A wait inside the store with a time limit would log two warnings each
+    time it ends (torch 2.6 to 2.14), on every rank.
+    """
+    pause = 0.001
+    while not given_up():
+        if store.check([key]):
+            return True
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    return False

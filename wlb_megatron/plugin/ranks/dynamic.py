@@ -1,0 +1,191 @@
+"""Dynamic groups in training: one rank plans each iteration's groups ahead, all others are sent them.
+
+Which documents train in which iteration stays the packer's decision; the groups decide only who computes what
+inside the iteration. So the packing state is that of a run with fixed groups, at any layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.dynamic.blocks import Stage
+from wlb_megatron.dynamic.cost import group_cost, token_ns
+from wlb_megatron.dynamic.plan import Group, StepPlan, fixed_groups
+from wlb_megatron.dynamic.planner import FIXED, GREEDY, LATE, SOLVER, Outcome
+from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.summary import Summariser
+from wlb_megatron.plan import Piece
+from wlb_megatron.plugin.flags.batch_sizes import micro_step_multiple
+from wlb_megatron.plugin.flags.profile import profile_of
+from wlb_megatron.plugin.logs.prediction import PredictGroups, group_predictor
+from wlb_megatron.plugin.plans.planning import (
+    PlanAhead,
+    PlannedIteration,
+    PlannedMicroBatch,
+    RankGroup,
+    ShardSettings,
+    planned_iteration,
+    update_digest,
+)
+from wlb_megatron.plugin.ranks.board import Board
+from wlb_megatron.plugin.ranks.groups import make_groups
+from wlb_megatron.plugin.ranks.plan_process import PlanProcess
+from wlb_megatron.sharding.cut import cut, pad
+from wlb_megatron.simulator.calibration import with_links
+from wlb_megatron.workload.assumptions import Assumptions
+from wlb_megatron.workload.kernel_table import KernelTable
+
+SOURCES = (GREEDY, SOLVER, FIXED, LATE)
+SPARE_PLANS = 2
+"""Plans made and not asked for from which on rank 0 takes the time for a solver."""
+
+PATIENCE = 0.05
+"""Seconds that training waits for better groups, once it trains; then the fixed ones serve."""
+
+
+@dataclass(frozen=True)
+class DynamicSettings:
+    """sizes, tables: of groups and their kernels. stage_rank: of this process among the stage's data x context
+    parallel ranks. plan: what rank 0 makes plans by, of tokens and fixed groups; it leaves them on the `board`, until
+    it is `closing`. predict: milliseconds of an iteration from its groups and tokens, on the rank that reports them.
+    """
+
+    sizes: tuple[int, ...]
+    tables: tuple[KernelTable, ...]
+    plan: Callable[[list[int], StepPlan], Outcome]
+    stage_rank: int
+    closing: Callable[[], bool]
+    board: Board
+    predict: PredictGroups | None = None
+
+
+def training_plans(
+    planner: Planner, config: WlbConfig, args: Any, shards: ShardSettings, ahead: Callable[[], PlanAhead]
+) -> Callable[[], Iterator[PlannedIteration]]:
+    """Make the process groups (on all ranks at once) and return what makes the plans, to be run in a thread.
+
+    ahead: what runs the thread. config: complete. Costs are of the job's profile, or of the model's shape on H100s.
+    """
+    make_groups(timedelta(minutes=args.distributed_timeout_minutes))
+    stage_ranks = dist.get_process_group_ranks(
+        parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    longest = planner.packer.max_tokens // shards.alignment * shards.alignment
+    assert config.quadratic_at is not None
+    stage = Stage.of(shards.cp_size, len(stage_ranks) // shards.cp_size, longest)
+    tensor = args.tensor_model_parallel_size
+    profile = profile_of(args)
+    costs = None if profile is None else profile.costs
+    links = with_links(Assumptions(), costs)
+    per_token = token_ns(shards.table, config.quadratic_at)
+    cost = group_cost(shards.table, per_token, stage.sizes, tensor=tensor, assumptions=links)
+    process = PlanProcess(
+        stage, cost, shards.sharding, args.pipeline_model_parallel_size, micro_step_multiple(args)
+    )
+    if dist.get_rank() == 0:
+        process.start()
+    dynamic = DynamicSettings(
+        sizes=cost.sizes,
+        tables=cost.tables,
+        plan=lambda tokens, fixed: plan_in_time(process, ahead(), config.solver_seconds, tokens, fixed),
+        stage_rank=stage_ranks.index(dist.get_rank()),
+        closing=lambda: ahead().closing,
+        board=Board(),
+        predict=None if shards.predict is None else group_predictor(args, costs, cost),
+    )
+    return lambda: plan_groups(planner, shards, dynamic)
+
+
+def plan_in_time(
+    process: PlanProcess, ahead: PlanAhead, seconds: float, tokens: list[int], fixed: StepPlan
+) -> Outcome:
+    """Rank 0's groups of an iteration: a plan takes as long as an iteration does, of which a solver gets at most
+    `seconds`, and none where training may soon ask. Once it trains, training does not wait: it gets the fixed groups.
+    """
+    return process.plan(
+        tokens,
+        fixed,
+        seconds if ahead.ready >= SPARE_PLANS else 0.0,
+        budget=ahead.pace,
+        hurry=lambda: ahead.pace is not None and ahead.waiting > PATIENCE,
+    )
+
+
+def plan_groups(
+    planner: Planner, shards: ShardSettings, dynamic: DynamicSettings
+) -> Iterator[PlannedIteration]:
+    """Planned iterations one after another, until the planner's stream ends; every rank has equally many
+    micro-batches in each."""
+    # Ranks whose kernel tables differ would cut a group's micro-batch differently.
+    summariser, digest = Summariser(), hashlib.blake2b(digest_size=8)
+    for size, table in zip(dynamic.sizes, dynamic.tables, strict=True):
+        digest.update(f"{size} {table.to_json()}".encode())
+    for number in itertools.count():
+        start = time.perf_counter()
+        plan = planner.next_iteration()
+        if plan is None:
+            return
+        summary = summariser.summarise(plan)
+        pieces = [piece for row in plan.micro_batches for one in row for piece in one.pieces]
+        tokens = [piece.tokens for piece in pieces]
+        told = agree(number, tokens, fixed_groups(plan, shards.cp_size), dynamic)
+        if told is None:
+            return
+        steps, source, gain = told
+        update_digest(digest, plan)
+        digest.update(steps.encode().tobytes())
+        counts = shards.predictions(pieces)
+        micro_batches = []
+        for index, group in enumerate(steps.of_rank(dynamic.stage_rank)):
+            held = padded_group(group, pieces, shards)
+            table = dynamic.tables[dynamic.sizes.index(group.size)]
+            lengths = np.array([piece.tokens for piece in held], dtype=np.int64)
+            (shard_plan,) = cut([lengths], group.size, shards.sharding, table)
+            shared = RankGroup(group.start, group.size, len(steps.micro_steps), source, gain)
+            seconds = time.perf_counter() - start
+            micro_batches.append(
+                PlannedMicroBatch(
+                    plan.iteration, index, held, shard_plan, summary, seconds, shared, counts, shared.steps
+                )
+            )
+        predicted = None if dynamic.predict is None else dynamic.predict(steps, tokens)
+        yield planned_iteration(planner, tuple(micro_batches), digest, predicted, plan)
+
+
+def padded_group(group: Group, pieces: Sequence[Piece], shards: ShardSettings) -> tuple[Piece, ...]:
+    """A group's pieces with the padding that makes its tokens divide; a group without documents is all padding."""
+    alignment = shards.alignment // shards.cp_size * group.size
+    return pad(tuple(pieces[document] for document in group.documents), alignment)
+
+
+def agree(
+    number: int, tokens: list[int], fixed: StepPlan, dynamic: DynamicSettings
+) -> tuple[StepPlan, str, float] | None:
+    """Rank 0's plan, whose it is, and its predicted gain over fixed groups; the same on every rank. None when rank 0
+    or this one is closing: no rank is then left waiting. number: of the plan, from 0."""
+    if dist.get_rank() == 0:
+        note = dynamic.board.leave(
+            number, lambda: b"" if dynamic.closing() else _encode(dynamic.plan(tokens, fixed))
+        )
+    else:
+        note = dynamic.board.take(number, dynamic.closing) or b""
+    if not note:
+        return None
+    source, predicted, kept, *rows = np.frombuffer(note, dtype=np.int64).tolist()
+    return StepPlan.decode(rows), SOURCES[source], kept / max(predicted, 1)
+
+
+def _encode(made: Outcome) -> bytes:
+    head = np.array([SOURCES.index(made.source), made.predicted, made.fixed], dtype=np.int64)
+    return np.concatenate((head, made.plan.encode())).tobytes()

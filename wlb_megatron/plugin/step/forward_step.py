@@ -1,0 +1,98 @@
+"""Megatron's forward_step for planned micro-batches, and the loss per token."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import StragglerDetector
+from megatron.training import get_args, get_timers
+
+from wlb_megatron.attention.core_attention import packed_seq_params
+from wlb_megatron.plugin import document_balance
+from wlb_megatron.plugin.logs import trace
+from wlb_megatron.plugin.model.routing import stage_padding_mask, stage_part
+from wlb_megatron.plugin.ranks.groups import process_group
+from wlb_megatron.plugin.step.rehearsal import REHEARSAL
+
+stimer = StragglerDetector()
+SPIKY_LOSS_FACTOR = 10
+
+
+def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+    """One micro-batch forward. Returns the model's output and the function that makes the loss of it."""
+    if return_schedule_plan:
+        raise RuntimeError("--overlap-moe-expert-parallel-comm is not handled by wlb_megatron")
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    with stimer(bdata=True):
+        batch = next(data_iterator)
+        planned = batch["planned"]
+        trace.begin_micro_batch(planned.index)
+        tokens, labels, loss_mask, position_ids, padding = (
+            batch[key].cuda(non_blocking=True) if key in batch else None
+            for key in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
+        )
+        routed = {}
+        if padding is not None:
+            routed["padding_mask"] = stage_padding_mask(padding, model, get_args().sequence_parallel)
+        documents = None
+        if "documents" in batch:
+            index = stage_part(batch["documents"].cuda(non_blocking=True), get_args().sequence_parallel)
+            documents = document_balance.Documents(index, len(planned.pieces))
+        document_balance.begin(documents)
+        group = process_group(planned.group)
+        params = packed_seq_params(batch["attention"], batch["layout"].cp_rank, group=group)
+        if "following" in batch:
+            params.following = batch["following"].cuda(non_blocking=True)
+            params.factors, params.predicted = iter(batch["factors"]), batch.get("predicted", 0.0)
+    timers("batch-generator").stop()
+    with stimer:
+        output = model(
+            tokens, position_ids, None, labels=labels, loss_mask=loss_mask, packed_seq_params=params, **routed
+        )
+    document_balance.begin_backward(documents, output)
+    return output, partial(sum_of_losses if planned.iteration == REHEARSAL else loss_per_token, loss_mask)
+
+
+def sum_of_losses(
+    loss_mask: Any, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of this rank's token losses, the number of tokens that predict something, and both for the log."""
+    mask = loss_mask.view(-1)
+    loss = torch.sum(output.view(-1).float() * mask)
+    count = mask.sum().to(torch.int)
+    return loss, count, {"lm loss": torch.cat([loss.detach().view(1), count.view(1).to(loss.dtype)])}
+
+
+def loss_per_token(
+    loss_mask: Any, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """sum_of_losses, checked by Megatron's rerun state machine as its own loss function does."""
+    args = get_args()
+    result = sum_of_losses(loss_mask, output)
+    rerun = get_rerun_state_machine()
+    spiky = partial(rerun.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss")
+    checks: list[tuple[bool, Any, str, bool]] = [
+        (
+            args.check_for_nan_in_loss_and_grad,
+            torch.isnan,
+            "found NaN in local forward loss calculation",
+            True,
+        ),
+        (
+            args.check_for_nan_in_loss_and_grad,
+            torch.isinf,
+            "found Inf in local forward loss calculation",
+            True,
+        ),
+        (args.check_for_spiky_loss, spiky, "Spiky loss", False),
+    ]
+    for wanted, rejection, message, fatal in checks:
+        if wanted:
+            rerun.validate_result(
+                result=result[0], rejection_func=rejection, message=message, tolerance=0.0, fatal=fatal
+            )
+    return result

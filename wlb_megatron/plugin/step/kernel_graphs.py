@@ -1,0 +1,155 @@
+"""Kernels built before step 1, within a budget of time: the likeliest first, the others when a step needs them.
+
+FlashAttention-4 compiles one for each kind of call, some seconds each: a handful. cuDNN makes a graph for each size, in
+about 0.13 s (H100). A model of windows of 128K has some hundred, of 1M with sliding windows thousands, most of which no
+step will ever need; one that is not built here costs its time once, in the step that first meets it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from wlb_megatron.attention.kernels.graph_buckets import (
+    Bucket,
+    Equal,
+    Warmable,
+    by_likelihood,
+    foreseen,
+    repeated,
+)
+from wlb_megatron.plugin.plans.planning import ShardSettings
+from wlb_megatron.sharding.calls.attention_calls import AttentionLayout
+from wlb_megatron.sharding.cut import CHOOSING
+
+MOST_CUT = 64
+"""Segments with earlier keys that a rank is taken to have at most, where sharding cuts only what pays."""
+
+_TELL_EVERY = 15.0
+"""Seconds between lines of progress."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """What a rank can meet: a micro-batch's tokens over cp_size ranks in so many segments, `cut` of them with earlier
+    keys, and the tokens and segments that it usually holds. one_call: whether it may make one call instead of two.
+    again: this rank's layout of one document of a window, as which every long document comes in the end; None where it
+    is not known. prefix: earlier tokens that its documents in chunks attend to at most, all together."""
+
+    tokens: int
+    cp_size: int
+    segments: int
+    cut: int
+    usual_tokens: int
+    usual_segments: int
+    one_call: bool = True
+    again: AttentionLayout | None = None
+    prefix: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        tokens: int,
+        window: int,
+        settings: ShardSettings,
+        documents: int,
+        again: AttentionLayout | None = None,
+        prefix: int = 0,
+    ) -> Met:
+        """documents: of the longest micro-batch, which usually has a window's tokens; at most two segments of each."""
+        segments = 2 * documents
+        cut = segments if settings.sharding == "per-document" else min(segments, MOST_CUT)
+        # Per document, a rank holds two segments of each; otherwise most documents are whole, on one rank.
+        share = 2.0 if settings.sharding == "per-document" else 1.0 / settings.cp_size
+        usual = max(32, int(documents * min(1.0, window / tokens) * share))
+        return cls(
+            tokens,
+            settings.cp_size,
+            segments,
+            cut,
+            max(1, min(window, tokens) // settings.cp_size),
+            usual,
+            settings.sharding in CHOOSING,
+            again,
+            prefix,
+        )
+
+
+def build_graphs(chunks: list[Any], met: Met, seconds: float) -> int:
+    """Build what the layers can meet, for at most `seconds` (one graph more, to be exact), and tell; returns how many.
+
+    Ranks may stop after different graphs: what is not built here is built later, by whoever needs it. But which calls
+    go to the kernels for equal sequences is no matter of time, or a resumed run would not repeat bitwise: of these few
+    all are built, or with 0 seconds none.
+    """
+    from megatron.training import print_rank_0
+
+    began = told = time.perf_counter()
+    graphs, built = likeliest_first(chunks, met), 0
+    for module, graph in graphs:
+        now = time.perf_counter()
+        if now - began >= seconds and not (seconds and isinstance(graph[2], Equal)):
+            break
+        if now - told >= _TELL_EVERY:
+            print_rank_0(
+                f"> wlb_megatron: {built} of {len(graphs)} attention kernels, {now - began:.0f} s .."
+            )
+            told = now
+        module.warm_up([graph])
+        built += 1
+    if graphs:
+        took = time.perf_counter() - began
+        each = f", {took / built:.2f} s each" if built else ""
+        rest = (
+            "; others are built when a step needs them (--wlb-graph-seconds)" if built < len(graphs) else ""
+        )
+        print_rank_0(
+            f"> wlb_megatron: {built} of {len(graphs)} attention kernels built in {took:.1f} s{each}{rest}"
+        )
+    return built
+
+
+def likeliest_first(chunks: list[Any], met: Met) -> list[tuple[Any, Warmable]]:
+    """Every kernel that the model's layers can meet, with a layer of its kind: FlashAttention-4's, and cuDNN's graphs
+    of a document of a window, whose layout comes `again`; then graphs of diagonals, rectangles and windows by turns,
+    of each those nearest to usual sizes first.
+    """
+    from wlb_megatron.attention.core_attention import WlbCoreAttention, window_of
+
+    kinds: dict[tuple[Any, ...], WlbCoreAttention] = {}
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, WlbCoreAttention):
+                kinds.setdefault(module.kind, module)
+    turns = []
+    for (whose, windowed, *_), module in kinds.items():
+        window = window_of(module.config) if windowed else None
+        if whose == "fa4":
+            turns += [(-1, module, kind) for kind in compiled(met, window)]
+        elif whose == "cudnn":
+            if met.again is not None:
+                turns += [(-1, module, graph) for graph in repeated(met.again, windowed=windowed)]
+            graphs = foreseen(
+                *(met.tokens, met.cp_size, met.segments, met.cut, window),
+                full=not windowed,
+                one_call=met.one_call,
+                prefix=met.prefix,
+            )
+            for kind in by_likelihood(graphs, met.usual_tokens, met.usual_segments):
+                turns += [(turn, module, graph) for turn, graph in enumerate(kind)]
+    return [(module, graph) for _, module, graph in sorted(turns, key=lambda one: one[0])]
+
+
+MANY = 256
+"""Sequences in a call, above which FlashAttention-4 looks them up in another way, and compiles for it."""
+
+
+def compiled(met: Met, window: int | None) -> list[Warmable]:
+    """A call of each kind that FlashAttention-4 compiles for: a layer's mask, and few or many sequences. window: of the
+    layer, None where it sees whole documents."""
+    kinds = [(True, met.segments)]
+    if window is None and (met.cp_size > 1 or met.prefix):
+        kinds.append((False, met.cut))
+    counts = [(causal, count) for causal, most in kinds for count in (1, MANY + 1) if count <= max(1, most)]
+    return [(causal, window, Bucket(count, 128, 128 if causal else 256)) for causal, count in counts]

@@ -1,0 +1,225 @@
+"""Activation shapes of a pipeline step, known on every stage from the plan.
+
+Megatron's `variable_seq_lengths` exchanges the shape before each transfer and then synchronises the device.
+Every stage draws the same micro-batches here, so it knows all shapes before the step. Transfers of one direction
+between two stages arrive in the order in which they are sent, whatever overlaps with what; so a stage's queue to
+receive is its neighbour's queue to send. The queues are made anew at every forward_backward call (train, evaluation,
+rerun) and never carried over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from wlb_megatron.pipeline.orders import grouped_orders
+
+Shape = tuple[int, int, int]
+
+
+def transfer_orders(
+    micro_batches: int,
+    stage: int,
+    stages: int,
+    chunks: int = 1,
+    group: int = 1,
+    backward_groups: Sequence[int] = (),
+) -> dict[str, list[int]]:
+    """The micro-batch of each transfer of a step, by direction, on one pipeline stage (1F1B or interleaved).
+
+    chunks: model chunks a stage. group: consecutive micro-batches that pass one chunk before the next chunk's turn
+    (--microbatch-group-size-per-virtual-pipeline-stage). The last stage hands activations of all but its last chunk
+    on to the first stage. 2 stages of 2 chunks, group 2, 3 micro-batches: every stage's forwards are of micro-batches
+    0 1 | 0 1 | 2 | 2, by turns of chunk 0 and 1; the last stage sends 0 1 2, after its chunk 0, the first sends all.
+    Backwards go the same way, through the chunks in reverse order. (Megatron's get_schedule_table.)
+    backward_groups: sizes of groups whose backwards run last first (pipeline.orders.grouped_orders), with one chunk.
+    """
+    table = [
+        (index, chunk)
+        for first in range(0, micro_batches, group)
+        for chunk in range(chunks)
+        for index in range(first, min(first + group, micro_batches))
+    ]
+    through = [index for index, _ in table]
+    order = grouped_orders(stages, backward_groups)[stage] if backward_groups else ()
+    back = [step.micro_batch for step in order if step.backward] or through
+    wrapped = [index for index, chunk in table if chunk < chunks - 1]
+    is_first, is_last = stage == 0, stage == stages - 1
+    return {
+        "send forward": wrapped if is_last else through,
+        "receive forward": wrapped if is_first else through,
+        "send backward": wrapped if is_first else back,
+        "receive backward": wrapped if is_last else back,
+    }
+
+
+class ShapeQueue:
+    """Shapes of one step by direction, in the schedule's order."""
+
+    def __init__(self, shapes: Sequence[Shape], orders: dict[str, list[int]]) -> None:
+        self._shapes = {way: [shapes[index] for index in order] for way, order in orders.items()}
+        self._next = dict.fromkeys(orders, 0)
+
+    def take(self, direction: str) -> Shape:
+        index = self._next[direction]
+        shapes = self._shapes[direction]
+        if index >= len(shapes):
+            raise RuntimeError(f"pipeline transfer {index} ({direction}), but the step has {len(shapes)}")
+        self._next[direction] = index + 1
+        return shapes[index]
+
+    def check(self, direction: str, tensor: Any) -> None:
+        """Raise unless a tensor to be sent has the planned shape (compared on the host)."""
+        expected = self.take(direction)
+        if tuple(tensor.shape) != expected:
+            raise RuntimeError(f"{direction}: tensor of shape {tuple(tensor.shape)}, planned {expected}")
+
+
+_current: ShapeQueue | None = None
+
+
+def wrap_communicate_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
+    """P2PCommunicator._communicate_shapes that answers from the plan during a planned step."""
+
+    def communicate_shapes(
+        self: Any, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> Any:
+        if _current is None:
+            return original(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+        if tensor_send_next is not None:
+            _current.check("send forward", tensor_send_next)
+        if tensor_send_prev is not None:
+            _current.check("send backward", tensor_send_prev)
+        from_prev = list(_current.take("receive forward")) if recv_prev else [0, 0, 0]
+        from_next = list(_current.take("receive backward")) if recv_next else [0, 0, 0]
+        return from_prev, from_next
+
+    return communicate_shapes
+
+
+def wrap_send_forward_recv_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """P2PCommunicator.send_forward_recv_forward, for Megatron before 0.18: waits until activations are sent.
+
+    The interleaved schedule frees a stage's output while it is still being sent, and the next stage may receive
+    whatever takes its memory. From 0.18 Megatron waits at this place.
+    """
+
+    def send_forward_recv_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if _current is None or not self.config.deallocate_pipeline_outputs or not isinstance(result, tuple):
+            return result
+        _, handles = result  # of an exchange that goes on beside computation
+        if handles and "send_next" in handles:
+            handles.pop("send_next").wait()
+        return result
+
+    return send_forward_recv_forward
+
+
+def wrap_get_forward_backward_func(original: Callable[..., Any]) -> Callable[..., Any]:
+    """get_forward_backward_func whose function draws all micro-batches of the step before it starts."""
+
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return _with_known_shapes(original(*args, **kwargs))
+
+    return get_forward_backward_func
+
+
+def _orders(micro_batches: int, model: Any, chunks: int, groups: Sequence[int]) -> dict[str, list[int]]:
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_model_config
+
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    if chunks == 1:
+        return transfer_orders(micro_batches, stage, stages, backward_groups=groups)
+    group = get_model_config(model[0]).microbatch_group_size_per_vp_stage
+    return transfer_orders(micro_batches, stage, stages, chunks, group)
+
+
+def _taken(windows: int, model: Any) -> int:
+    """As many micro-batches as the schedule takes and windows are, or more: interleaved, a multiple of its group."""
+    from megatron.core.utils import get_model_config
+
+    if not isinstance(model, list) or len(model) == 1:
+        return windows
+    group = get_model_config(model[0]).microbatch_group_size_per_vp_stage
+    return -(-windows // group) * group
+
+
+def _mean_losses(model: Any, batches: Sequence[Any]) -> AbstractContextManager[None]:
+    """In fp16, losses are means; see loss_scale.py."""
+    from megatron.core.utils import get_model_config
+
+    from wlb_megatron.plugin.step.loss_scale import mean_losses
+
+    config = get_model_config(model[0] if isinstance(model, list) else model)
+    return mean_losses(config, max(1, batches[0]["planned"].predictions[0])) if config.fp16 else nullcontext()
+
+
+def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*, data_iterator: Any, num_microbatches: int, **kwargs: Any) -> Any:
+        from wlb_megatron.plugin.logs import logged_losses, timers, trace
+        from wlb_megatron.plugin.plans import data
+        from wlb_megatron.plugin.step import grouped_steps
+        from wlb_megatron.plugin.step.rehearsal import REHEARSAL, rehearse
+
+        # Model chunks of a stage have an iterator each, all the plugin's same one.
+        first = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+        source = data.planned_iterator(first)
+        if source is None:
+            return forward_backward(data_iterator=data_iterator, num_microbatches=num_microbatches, **kwargs)
+
+        def step(batches: Sequence[Any]) -> Any:
+            global _current
+            model = kwargs["model"]
+            chunks = len(model) if isinstance(model, list) else 1
+            shapes = [data.activation_shape(batch) for batch in batches]
+            groups = batches[0]["planned"].chunk_groups if training else ()
+            _current = ShapeQueue(shapes, _orders(len(batches), model, chunks, groups))
+            ahead = draw_ahead if training and batches[0]["planned"].iteration != REHEARSAL else None
+            means = _mean_losses(model, batches) if training else nullcontext()
+            drawn = [_drawn(batches, ahead), *(_drawn(batches) for _ in range(chunks - 1))]
+            try:
+                with grouped_steps.running(groups, len(batches), chunks), means:
+                    return forward_backward(
+                        data_iterator=drawn if chunks > 1 else drawn[0],
+                        num_microbatches=len(batches),
+                        **kwargs,
+                    )
+            finally:
+                _current = None
+
+        def draw_ahead(count: int) -> None:
+            began = time.perf_counter()
+            source.draw_ahead(count)
+            timers.add("wlb-draw", time.perf_counter() - began)
+
+        training = not kwargs.get("forward_only")
+        longest = source.take_rehearsal() if training else None
+        if longest is not None:
+            every = longest if len(longest) > 1 else longest * _taken(num_microbatches, kwargs["model"])
+            rehearse(lambda: step(every), kwargs["model"], longest[0])
+        began = time.perf_counter()
+        batches = data.draw_step(first)
+        if training:
+            timers.add("wlb-draw", time.perf_counter() - began)
+            trace.begin_step()
+        result = step(batches)
+        if training:
+            logged_losses.stepped(num_microbatches, len(batches))
+            source.after_step(batches)
+        return result
+
+    return run
+
+
+def _drawn(batches: Sequence[Any], ahead: Callable[[int], None] | None = None) -> Iterator[Any]:
+    """The step's micro-batches. ahead: called from the second on, when the device has the one before to work at, with
+    how many of the next step's are due by then."""
+    for index, batch in enumerate(batches):
+        if ahead is not None and index:
+            ahead(index + 1)
+        yield batch

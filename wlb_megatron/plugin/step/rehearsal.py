@@ -1,0 +1,144 @@
+"""One forward and backward of the longest micro-batches before step 1.
+
+It takes the memory that any later step can need, so that the order of micro-batches is free after that and a run
+that does not fit ends now, not at a step that happens to draw long ones. Before it, kernel graphs of the sizes that
+micro-batches can have are built (kernel_graphs.py). Gradients are cleared and all other state is put back
+(kept_state.py): training goes on as if nothing had been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from wlb_megatron.documents.blend import Blend
+from wlb_megatron.packing.summary import PlanSummary
+from wlb_megatron.plan import Piece
+from wlb_megatron.plugin.plans.data import Layout, with_plan
+from wlb_megatron.plugin.plans.planning import PlannedMicroBatch, ShardSettings
+from wlb_megatron.plugin.step.kept_state import KeptState
+from wlb_megatron.plugin.step.kernel_graphs import Met, build_graphs
+from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
+from wlb_megatron.sharding.chunks import links_of
+from wlb_megatron.sharding.cut import cut
+from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.sharding.select import shard_all
+
+REHEARSAL = -1
+"""Iteration number of a rehearsed micro-batch."""
+
+MOST_READ = 4096
+"""Documents read for it at most, however short they are."""
+
+
+def longest_micro_batches(
+    max_tokens: int,
+    window: int,
+    settings: ShardSettings,
+    layout: Layout,
+    corpus: Blend,
+    documents: int = 1,
+    graph_seconds: float = 0.0,
+    held: int = 0,
+    longest: int = 0,
+) -> list[dict[str, Any]]:
+    """A batch of max_tokens as documents of one window, cut per document: every rank needs all keys.
+
+    The tokens are the corpus's. documents: how many a micro-batch of max_tokens may hold. graph_seconds: for building
+    kernel graphs before it. held: micro-batches that run forward before the first backward: so many batches, of which
+    the first are a document of `longest` tokens in chunks; 0: as the schedule has it, one batch that stands for all.
+    """
+    usable = max_tokens // settings.alignment * settings.alignment
+    rows = in_chunks(usable, held, longest) if held > 1 else [_of_windows(usable, window)]
+    lengths = [[piece.tokens for piece in pieces] for pieces in rows]
+    plans = shard_all(lengths, settings.cp_size, "per-document", links=links_of(rows))
+    summary = PlanSummary(REHEARSAL, usable, len(rows[0]), usable, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
+    counts = (usable,) * (1 + layout.follows)
+    together = (held,) if held > 1 else ()
+    graphs = Met.of(
+        *(usable, window, settings, documents, _of_a_window(window, settings, layout)),
+        prefix=longest if held > 1 else 0,  # of a document up to its last chunk
+    )
+    batches = []
+    for at, (pieces, plan) in enumerate(zip(rows, plans, strict=True)):
+        planned = PlannedMicroBatch(
+            *(REHEARSAL, at, pieces, plan, summary, 0.0),
+            predictions=counts,
+            steps=len(rows),
+            chunk_groups=together,
+        )
+        batch = with_plan(planned, layout) | {"graphs": (graphs, graph_seconds)}
+        if layout.reads_tokens:
+            _read(batch, plan, corpus, layout, settings.dp_rank)
+        batches.append(batch)
+    return batches
+
+
+def in_chunks(tokens: int, count: int, longest: int) -> list[tuple[Piece, ...]]:
+    """`count` micro-batches of so many tokens, of which the first hold a document of `longest` ones in chunks.
+
+    4 tokens, 3 micro-batches, a document of 6: (0, 4) | (4, 6) (0, 2) | (0, 4).
+    """
+    rows: list[tuple[Piece, ...]] = []
+    for at in range(count):
+        start, end = at * tokens, min((at + 1) * tokens, longest)
+        chunk = (Piece(0, 0, start, end, start),) if start < end else ()
+        rest = tokens - sum(piece.tokens for piece in chunk)
+        rows.append((*chunk, Piece(0, 1 + at, 0, rest)) if rest else chunk)
+    return rows
+
+
+def _of_windows(tokens: int, window: int) -> tuple[Piece, ...]:
+    sizes = [window] * (tokens // window) + [tokens % window] * (tokens % window > 0)
+    return tuple(Piece(0, document, 0, size) for document, size in enumerate(sizes))
+
+
+def _read(batch: dict[str, Any], plan: ShardPlan, corpus: Blend, layout: Layout, seed: int) -> None:
+    """Add tokens of the corpus, each of which predicts the next one."""
+    index = plan.packed_index(layout.cp_rank)
+    ids = torch.from_numpy(text(corpus, plan.tokens + 1, seed, layout.vocabulary))
+    batch.update(tokens=ids[index][None], labels=ids[index + 1][None], loss_mask=torch.ones(1, len(index)))
+    batch["position_ids"] = torch.from_numpy(plan.positions(layout.cp_rank))[None]
+    batch["predicted"] = float(len(index))
+
+
+def _of_a_window(window: int, settings: ShardSettings, layout: Layout) -> AttentionLayout | None:
+    """This rank's layout of one document of a window; None where padding would come with it."""
+    if window % settings.alignment:
+        return None
+    lengths = [np.array([window], dtype=np.int64)]
+    (plan,) = cut(lengths, settings.cp_size, settings.sharding, settings.table)
+    return attention_layout(plan, layout.cp_rank, layout.window)
+
+
+def text(corpus: Blend, tokens: int, seed: int, vocabulary: int | None) -> np.ndarray:
+    """int64[tokens] of documents drawn at random, one after the other; over again where the corpus has fewer.
+
+    Routers then choose experts as they do in training. Of one token repeated, all would go to the same experts, and
+    with expert parallelism a rank would get every rank's tokens. Ids without a row in the embedding become its last
+    one: they are told where they train.
+    """
+    drawn, found = [np.zeros(0, dtype=np.int64)], 0
+    for document in np.random.default_rng(seed).integers(corpus.first_ids[-1], size=MOST_READ).tolist():
+        if found == tokens:
+            break
+        drawn.append(corpus.read(document, 0, min(corpus.length(document), tokens - found)))
+        found += len(drawn[-1])
+    ids = np.resize(np.concatenate(drawn), tokens)
+    return ids if vocabulary is None else ids.clip(0, vocabulary - 1)
+
+
+def rehearse(step: Callable[[], Any], model: Any, batch: dict[str, Any]) -> None:
+    """Build kernels, run `step` (a forward and backward of all micro-batches) and undo what it left behind."""
+    chunks = model if isinstance(model, list) else [model]
+    kept = KeptState(chunks)
+    build_graphs(chunks, *batch["graphs"])
+    step()
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+        for parameter in chunk.parameters():
+            parameter.grad = None  # where FSDP2 keeps it
+    kept.restore()

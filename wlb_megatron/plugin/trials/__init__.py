@@ -1,0 +1,1 @@
+"""Whether versions that were not tried compute what they should."""

@@ -1,0 +1,209 @@
+"""A small step through Megatron's own schedule, with the plugin's hooks, against plain torch: do its parts still mean
+what the plugin takes them for?
+
+Names and parameters of what is replaced are compared at start. Meanings are not seen there: by how many tokens
+gradients are divided, or how strong routers' losses are. Here two context-parallel ranks, processes on CPU tensors over
+gloo, train one step of a GPT with experts. A rank is
+`python -m wlb_megatron.plugin.trials.megatron_check RANK MEETING`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from wlb_megatron.plugin.trials.megatron_trial import RANKS, Finding
+
+LENGTHS = ((9, 1, 14, 8), (5, 30, 3, 7, 11))
+"""Documents (tokens) of two micro-batches, which are multiples of 2 x RANKS: none is padded."""
+
+
+def rank_findings(meeting: str, rank: int) -> list[Finding]:
+    """What this rank finds. meeting: a file in an empty folder, over which the ranks meet."""
+    from wlb_megatron.plugin.trials.without_gpu import run_without_gpu
+
+    run_without_gpu()
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", world_size=RANKS, rank=rank)
+    from megatron.core import parallel_state
+    from megatron.training import global_vars
+
+    from wlb_megatron.plugin import hooks
+
+    hooks.install()
+    global_vars._GLOBAL_ARGS = argparse.Namespace(wlb_off=False)
+    parallel_state.initialize_model_parallel(context_parallel_size=RANKS)
+    try:
+        return _compared(rank)
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _compared(rank: int) -> list[Finding]:
+    """A step without routers' losses, one with the balancing loss alone, one with the z-loss alone."""
+    import torch
+
+    plain: dict[str, Any] = {}
+    found = []
+    for what, aux, z in (
+        ("gradients", 0.0, 0.0),
+        ("routers' auxiliary loss (its gradients)", 0.3, 0.0),
+        ("routers' z-loss (its gradients)", 0.0, 0.3),
+    ):
+        loss, gradients, right_loss, right = _step(rank, aux, z)
+        if not plain:
+            found.append(Finding("loss", abs(loss / right_loss - 1), loss / right_loss))
+            part, given = _flat(right), _flat(gradients)
+            plain = {"right": part, "given": given}
+        else:
+            part, given = _flat(right) - plain["right"], _flat(gradients) - plain["given"]
+        size = float(part.norm())
+        strength = float(torch.dot(part, given)) / size**2
+        found.append(Finding(what, float((given - part).norm()) / size, strength))
+    return found
+
+
+def _flat(tensors: dict[str, Any]) -> Any:
+    import torch
+
+    return torch.cat([tensors[name].double().flatten() for name in sorted(tensors)])
+
+
+def _step(rank: int, aux: float, z: float) -> tuple[float, dict[str, Any], float, dict[str, Any]]:
+    """Loss and gradients (by parameter) through Megatron, and the right ones."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from wlb_megatron.plugin.trials.plain_gpt import Shape, loss_of
+
+    shape = Shape()
+    generator = torch.Generator().manual_seed(0)
+    documents = [
+        [torch.randint(shape.vocabulary, (length,), generator=generator) for length in lengths]
+        for lengths in LENGTHS
+    ]
+    model = _model(shape, aux, z)
+    named = dict(model.module.named_parameters())
+    for name in sorted(named):
+        draw = torch.randn(named[name].shape, generator=generator)
+        named[name].data.copy_(1 + 0.1 * draw if "norm" in name else 0.2 * draw)
+    weights = {name: one.detach().double().requires_grad_() for name, one in named.items()}
+    right_loss, predictions = loss_of(weights, documents, shape, aux, z)
+    right = torch.autograd.grad(right_loss, list(weights.values()))
+    model.zero_grad_buffer()
+    told = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=_batches(rank, documents),
+        model=[model],
+        num_microbatches=len(documents),
+        seq_length=max(map(sum, LENGTHS)),
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    sums = sum(each["lm loss"].double() for each in told)
+    dist.all_reduce(sums)
+    plain, _ = loss_of(weights, documents, shape, 0.0, 0.0)
+    gradients = {name: one.main_grad.clone() for name, one in named.items()}
+    # As Megatron's log has it: a sum over a count, of all ranks. The routers' losses are not in it.
+    return float(sums[0]) / predictions, gradients, float(plain), dict(zip(weights, right, strict=True))
+
+
+def _model(shape: Any, aux: float, z: float) -> Any:
+    import torch
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from wlb_megatron.plugin.model.spec import plan_positions, with_wlb_attention
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_moe_experts=shape.experts,
+        moe_router_topk=shape.topk,
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=aux,
+        moe_z_loss_coeff=z or None,
+        moe_token_dispatcher_type="allgather",  # the router is the same, and it asks for no stream
+        context_parallel_size=RANKS,
+        calculate_per_token_loss=True,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        params_dtype=torch.float32,
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    gpt = GPTModel(
+        config,
+        with_wlb_attention(spec),
+        vocab_size=shape.vocabulary,
+        max_sequence_length=max(map(sum, LENGTHS)),
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        rotary_base=int(shape.base),
+    )
+    plan_positions(gpt)
+    config.finalize_model_grads_func = finalize_model_grads
+    return DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
+
+
+def _batches(rank: int, documents: list[list[Any]]) -> Iterator[dict[str, Any]]:
+    import torch
+
+    from wlb_megatron.attention.core_attention import packed_seq_params
+    from wlb_megatron.sharding.select import shard
+
+    for one, lengths in zip(documents, LENGTHS, strict=True):
+        plan = shard(lengths, RANKS, "per-document")
+        held = torch.from_numpy(plan.packed_index(rank))
+        labels = torch.cat([ids.roll(-1) for ids in one])
+        mask = torch.cat([torch.arange(length) < length - 1 for length in lengths]).float()
+        yield {
+            "tokens": torch.cat(one)[held][None],
+            "labels": labels[held][None],
+            "loss_mask": mask[held][None],
+            "position_ids": torch.from_numpy(plan.positions(rank))[None],
+            "params": packed_seq_params(plan, rank, "cpu"),
+        }
+
+
+def _forward_step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
+    from wlb_megatron.plugin.step.forward_step import sum_of_losses
+
+    batch = next(data_iterator)
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+        packed_seq_params=batch["params"],
+    )
+    return output, partial(sum_of_losses, batch["loss_mask"])
+
+
+if __name__ == "__main__":
+    rank, meeting = sys.argv[1:]
+    print(json.dumps(rank_findings(meeting, int(rank))))

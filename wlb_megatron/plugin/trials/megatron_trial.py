@@ -1,0 +1,165 @@
+"""A Megatron that was not tried must train a small step right before a job trains with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from wlb_megatron import __version__
+from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin.trials.versions import (
+    megatron_version,
+    sources_digest,
+    tried_versions,
+    untried_megatron,
+)
+from wlb_megatron.refusals import Refused
+
+RANKS = 2
+"""Context-parallel ranks of the check."""
+
+TOLERATED = 1e-2
+"""Largest relative error: fp32 against fp64 comes to 1e-5; a factor of 1 / RANKS is 0.5."""
+
+SECONDS = 180
+"""A check that takes longer has failed. It takes about ten, most of them imports."""
+
+_OF_THE_JOB = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_")
+"""Beginnings of environment variables that would make the check's processes ranks of the job."""
+
+
+class Finding(NamedTuple):
+    """`what` was compared, its error relative to the right value, and its strength: 1 where it is right."""
+
+    what: str
+    error: float
+    strength: float
+
+
+def try_megatron() -> None:
+    """On all ranks at once: check a Megatron that was not tried, on rank 0, which tells the others.
+
+    A warning on rank 0 where it passes; Refused on all ranks, with what differs, where it does not. A check that has
+    passed is remembered and not run again for the same versions.
+    """
+    told: list[str | None] = [None]
+    if dist.get_rank() == 0 and (found := untried_megatron()) is not None:
+        told = [_refusal(found)]
+    dist.broadcast_object_list(told, src=0)
+    if told[0]:
+        raise Refused(told[0])
+
+
+def _refusal(version: str) -> str | None:
+    """Why it is not to be trained with; None, with a warning, where it may be."""
+    key, file = _key(), _remembered()
+    worst = _known(file).get(key)
+    try:
+        if worst is None:
+            worst = check()
+            _remember(file, key, worst)
+    except (WlbError, OSError, ValueError, subprocess.SubprocessError) as wrong:
+        return (
+            f"wlb_megatron was not tried with megatron-core {version}, and its check of it fails: {wrong}. Install a "
+            f"version that was tried ({tried_versions()})"
+        )
+    print(
+        f"WARNING: wlb_megatron was not tried with megatron-core {version}; a small step of it comes out right: loss, "
+        f"gradients and routers' losses within {worst:.0e}",
+        flush=True,
+    )
+    return None
+
+
+def check() -> float:
+    """Run the check's ranks on this machine's CPU; the largest error. WlbError with what differs, or why it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = str(Path(folder) / "meeting")
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", "wlb_megatron.plugin.trials.megatron_check", str(rank), meeting],
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(RANKS)
+        ]
+        try:
+            told = [rank.communicate(timeout=SECONDS) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            raise WlbError(f"it did not finish within {SECONDS} s") from None
+        finally:
+            for rank in ranks:
+                rank.kill()
+    for rank, (_, errors) in zip(ranks, told, strict=True):
+        if rank.returncode:
+            lines = errors.strip().splitlines() or [f"a rank ended with status {rank.returncode}"]
+            raise WlbError(lines[-1].removeprefix("[rank0]: ").removeprefix("[rank1]: "))
+    return judged([Finding(*found) for out, _ in told for found in json.loads(out.splitlines()[-1])])
+
+
+def judged(findings: list[Finding]) -> float:
+    """The largest error. WlbError with each finding that is out of bounds."""
+    wrong = {one.what: one for one in findings if not one.error <= TOLERATED}
+    if wrong:
+        raise WlbError(
+            "; ".join(
+                f"{one.what}: {one.strength:.3g} times the right strength, off by {one.error:.1e} of it"
+                for one in wrong.values()
+            )
+        )
+    return max(one.error for one in findings)
+
+
+def _environment() -> dict[str, str]:
+    """Of a process that is no rank of the job, sees no GPU, and imports what this one does."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_JOB)}
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
+def _key() -> str:
+    return (
+        f"wlb {__version__}, megatron-core {megatron_version()} {sources_digest()}, torch {torch.__version__}"
+    )
+
+
+def _remembered() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "wlb_megatron" / "megatron_checks.json"
+
+
+def _known(file: Path) -> dict[str, float]:
+    """Errors of checks that have passed; none where the file cannot be read."""
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+        return {str(key): float(worst) for key, worst in known.items() if float(worst) <= TOLERATED}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _remember(file: Path, key: str, worst: float) -> None:
+    """Without a place to write it, the next start checks again."""
+    scratch = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps({**_known(file), key: worst}, indent=1), encoding="utf-8")
+        scratch.replace(file)
+    except OSError:
+        pass
