@@ -120,7 +120,7 @@ def host(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
     say = print if rank == 0 else lambda *a, **k: None
     timers = [
         *(
-            (importlib.import_module(f"wlb_megatron.attention.{where}"), name, f"kernels {way}")
+            (importlib.import_module(f"wlb_megatron.attention.kernels.{where}"), name, f"kernels {way}")
             for where, name, way in ENTRIES[KERNELS.name]
         ),
         (kv_exchange, "_all_to_all", "all-to-all"),
