@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from wlb_megatron.plugin import document_balance, entry
+from wlb_megatron.plugin import entry
 from wlb_megatron.plugin.logs import logged_losses, trace
-from wlb_megatron.plugin.model import routing, spec
+from wlb_megatron.plugin.model import document_balance, routing, spec
 from wlb_megatron.plugin.plans import checkpoint
 from wlb_megatron.plugin.step import grouped_steps, multi_token, offloading, pipeline_shapes, torch_fsdp
 from wlb_megatron.plugin.trials.versions import megatron_version

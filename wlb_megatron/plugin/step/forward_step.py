@@ -11,8 +11,8 @@ from megatron.core.utils import StragglerDetector
 from megatron.training import get_args, get_timers
 
 from wlb_megatron.attention.core_attention import packed_seq_params
-from wlb_megatron.plugin import document_balance
 from wlb_megatron.plugin.logs import trace
+from wlb_megatron.plugin.model import document_balance
 from wlb_megatron.plugin.model.routing import stage_padding_mask, stage_part
 from wlb_megatron.plugin.ranks.groups import process_group
 from wlb_megatron.plugin.step.rehearsal import REHEARSAL
