@@ -11,7 +11,8 @@ import torch
 
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin.model import document_balance, hooks
+from wlb_megatron.plugin import hooks
+from wlb_megatron.plugin.model import document_balance
 from wlb_megatron.plugin.model.document_balance import Documents, balance, wrap_apply_seq_aux_loss
 from wlb_megatron.plugin.model.routing import (
     stage_padding_mask,
