@@ -275,6 +275,16 @@ def test_a_corpus_that_predicts_nothing_is_refused_in_one_line_as_in_training(
     assert not any("nothing to train" in line for line in lines_of(capsys, f"{job} --lengths 1,0,1,2"))
 
 
+@pytest.mark.parametrize("command", ["analyze --no-split", "simulate"])
+def test_a_step_of_hundreds_of_epochs_is_refused_at_once(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would go through a corpus of 18 tokens 29,127 times a step, for minutes."""
+    code, out, err = call(capsys, *f"{command} --lengths 5,6,7 --window 131072 --micro-batches 4".split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "a step of 524,288 tokens is 29,127 times all documents (18 tokens)" in err
+
+
 def test_inspects_warnings_leave_its_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, *["inspect", "--lengths", "1,1", "--window", "16", "--json", "-"])
     assert (code, err.count("\n")) == (0, 1) and "WARNING: nothing to train" in err

@@ -153,10 +153,11 @@ def _ending(analysis: Analysis) -> list[str]:
     if memory is not None:
         how = "documents in chunks" if memory.in_chunks else "whole documents"
         most = f"micro-batches up to {memory.micro_batch:,} tokens, windows up to {memory.window:,} ({how})"
-        if memory.micro_batch == 0:
+        if not memory.weights:
             lines.append(f"weights alone do not fit {memory.gib:g} GiB a GPU: more --tp or --pp")
-        elif memory.window < window:
-            lines.append(f"does not fit {memory.gib:g} GiB a GPU, which takes {most}:")
+        elif memory.window < window or not memory.micro_batch:
+            takes = most if memory.micro_batch else f"windows up to {memory.window:,} ({how})"
+            lines.append(f"does not fit {memory.gib:g} GiB a GPU, which takes {takes}:")
             lines.append(
                 "more --tp, --cp or --pp, --recompute full, or --gpu-memory to plan as training would there"
             )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from wlb_megatron.documents.blocks import Lengths
+from wlb_megatron.documents.blocks import Lengths, blocks
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.thresholds import Repeated, sampled
@@ -26,6 +26,21 @@ def nothing_predicted(lengths: Lengths, rules: Rules) -> str | None:
         return None
     return (
         "nothing to train: no document has a second token, which the first would predict; correct the corpus"
+    )
+
+
+MOST_EPOCHS = 100
+"""Passes over a corpus in one step, above which a command does not plan: a corpus of a few tokens takes it minutes."""
+
+
+def too_small(lengths: Lengths, step_tokens: int) -> str | None:
+    """Why a command does not plan steps of so many tokens over documents of these lengths; None where it does."""
+    tokens = sum(int(np.asarray(block).sum()) for block in blocks(lengths))
+    if step_tokens <= MOST_EPOCHS * tokens:
+        return None
+    return (
+        f"a step of {step_tokens:,} tokens is {step_tokens // max(tokens, 1):,} times all documents ({tokens:,} "
+        "tokens): give the lengths of a larger corpus, or a shorter --window"
     )
 
 

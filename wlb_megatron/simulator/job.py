@@ -17,7 +17,7 @@ from wlb_megatron.dynamic.plan import StepPlan, fixed_groups
 from wlb_megatron.dynamic.planner import plan_step
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
-from wlb_megatron.packing.foresee import nothing_predicted
+from wlb_megatron.packing.foresee import nothing_predicted, too_small
 from wlb_megatron.packing.job import plan_job, sample_lengths_of
 from wlb_megatron.packing.memory_limits import GpuMemory, no_memory_for_chunks, with_lmax
 from wlb_megatron.packing.planner import Planner
@@ -88,7 +88,8 @@ class Job:
             longest = self.longest(config)
             rules = Rules(longest, config.overlong, self.seed, endless=True)
             stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
-            if told := nothing_predicted(lengths, rules):
+            step = self.window * self.micro_batches * layout.dp
+            if told := nothing_predicted(lengths, rules) or too_small(lengths, step):
                 raise WlbError(told)
             if self.gib is not None and self.trainer.experts:
                 say(
