@@ -42,7 +42,7 @@ class StepLaw:
         """Work units for which a micro-batch of documents of `work` occupies a stage (all its chunks).
 
         On a stage alone, launches of a backward hide behind its forward: only their sum counts. In a pipeline the host
-        waits between the two. Work 30, least 12 and 14: 34 in a pipeline (a forward of 12, a backward of 2 * 30 / 3).
+        waits between the two. Work 30, least 12 and 14: 32 in a pipeline (a forward of 12, a backward of 20).
         """
         if self.pp == 1:
             return max(work + self.per_micro_batch, sum(self.least))
