@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks every patch against a clone of Megatron-LM: applied, applied again, reverted to the very files, for each release
-# branch (patches/0.19 against core_r0.19.0, ..; a series without its branch against main).
+# Checks the patches against a clone of Megatron-LM: applied, applied again, reverted to the very files, on the branch of
+# each version that they name (0.19.1: core_r0.19.0; main for a version without a branch).
 # usage: scripts/check_patches.sh CLONE
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -27,8 +27,9 @@ branch_of() { # the first of these names that the clone knows
     return 1
 }
 
-for folder in "$root"/patches/*/; do
-    series=$(basename "$folder")
+patches=$(find "$root/patches" -name '*.patch' | wc -l)
+for version in $(sed -n 's/^Tried on megatron-core //p' "$root/patches/0001-pretrain-gpt.patch" | tr -d ,); do
+    series=${version%.*}
     branch=$(branch_of "$series")
     tree="$scratch/$series"
     mkdir "$tree"
@@ -37,8 +38,8 @@ for folder in "$root"/patches/*/; do
     for action in --check --apply --apply --check; do
         patch "$action" "$tree" >"$scratch/said" || { cat "$scratch/said"; exit 1; }
     done
-    [ "$(grep -c ' applied$' "$scratch/said")" -eq "$(find "$folder" -name '*.patch' | wc -l)" ]
+    [ "$(grep -c ' applied$' "$scratch/said")" -eq "$patches" ]
     patch --revert "$tree" >/dev/null
     diff -r "$tree" "$tree.before"
-    echo "patches/$series: apply to and revert from $branch ($(git -C "$clone" rev-parse --short "$branch"))"
+    echo "$series: patches apply to and revert from $branch ($(git -C "$clone" rev-parse --short "$branch"))"
 done

@@ -11,19 +11,21 @@ import pytest
 
 from wlb_megatron.cli import main
 from wlb_megatron.errors import WlbError
-from wlb_megatron.patching import checkout_version, git_apply, hunks, patches_of, state_of
+from wlb_megatron.patching import checkout_version, git_apply, hunks, patches_of, state_of, tried_on
 
 ROOT = Path(__file__).resolve().parents[1]
-SERIES = sorted(folder.name for folder in (ROOT / "patches").iterdir() if folder.is_dir())
+# The line of pretrain_gpt.py at which each version has the patch's first line; the other file never changed.
+PLACES = {"0.16.2": 327, "0.17.2": 397, "0.18.3": 380, "0.19.1": 493, "0.20.0": 506}
 WHEEL = importlib.util.find_spec("megatron.core")
 
 
-def before(patch: Path) -> str:
-    """The lines a patch expects, padded with others to where it expects them."""
+def before(patch: Path, version: str) -> str:
+    """The lines a patch expects, below others, where a version of Megatron has them."""
     body = hunks(patch)
     (start,) = re.match(r"@@ -(\d+)", body[0]).groups()
+    place = PLACES[version] if target(patch) == "pretrain_gpt.py" else int(start)
     lines = [line[1:] for line in body[1:] if line[:1] in (" ", "-")]
-    return "\n".join([f"# line {number}" for number in range(1, int(start))] + lines) + "\n"
+    return "\n".join([f"# line {number}" for number in range(1, place)] + lines) + "\n"
 
 
 def target(patch: Path) -> str:
@@ -31,20 +33,24 @@ def target(patch: Path) -> str:
     return name
 
 
-@pytest.fixture(params=SERIES)
-def checkout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A git repository with just the files that a version's patches touch, and its version."""
-    root = tmp_path / "fork"
-    for patch in patches_of(f"{request.param}.1"):
-        file = root / target(patch)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(before(patch))
-    major, minor = request.param.split(".")
+def write_version(root: Path, version: str) -> None:
+    major, minor, patch = version.split(".")
     info = root / "megatron" / "core" / "package_info.py"
     info.parent.mkdir(parents=True, exist_ok=True)
     info.write_text(
-        f"MAJOR = {major}\nMINOR = {minor}\nPATCH = 1\nPRE_RELEASE = ''\nraise SystemExit('run')\n"
+        f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ''\nraise SystemExit('run')\n"
     )
+
+
+@pytest.fixture(params=PLACES)
+def checkout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A git repository of just the files that the patches touch, as a version has them, and its version."""
+    root = tmp_path / "fork"
+    for patch in patches_of(request.param):
+        file = root / target(patch)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(before(patch, request.param))
+    write_version(root, request.param)
     for command in ("init", "add -A", "-c user.name=n -c user.email=e commit -m fork"):
         subprocess.run(["git", *command.split()], cwd=root, check=True, capture_output=True)
     return root
@@ -58,10 +64,13 @@ def tree(root: Path) -> dict[str, str]:
 def test_applied_once_and_reverted_to_the_very_bytes(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = tree(checkout)
+    original, version = tree(checkout), checkout_version(checkout)
     assert main(["patch", "--check", str(checkout)]) == 0
     assert tree(checkout) == original
-    assert capsys.readouterr().out.count("can be applied") == 2
+    assert capsys.readouterr().out == "".join(
+        f"megatron-core {version}: {name}.patch (tried on 0.16.2 to 0.20.0) can be applied\n"
+        for name in ("0001-pretrain-gpt", "0002-other-scripts")
+    )
     assert main(["patch", "--apply", str(checkout)]) == 0
     patched = tree(checkout)
     assert "enable()" in patched["pretrain_gpt.py"]
@@ -91,8 +100,9 @@ def test_a_fork_that_differs_in_one_file_is_named_with_its_hunk_and_nothing_is_c
 
 
 def test_the_three_way_help_merges_a_fork_that_moved_on_from_a_known_file(checkout: Path) -> None:
-    script, patch = checkout / "pretrain_gpt.py", patches_of(checkout_version(checkout))[0]
-    known = before(patch)
+    version = checkout_version(checkout)
+    script, patch = checkout / "pretrain_gpt.py", patches_of(version)[0]
+    known = before(patch, version)
     # The command needs the patch's own blobs, which a clone of Megatron-LM has: make this repository's so.
     new = checkout.parent / "after.patch"
     script.write_text(known.replace('__main__":\n', '__main__":\n    enable()\n'))
@@ -140,7 +150,7 @@ def test_a_checkout_inside_another_repository_is_patched_too(checkout: Path) -> 
     assert "enable()" in (checkout / "pretrain_gpt.py").read_text()
 
 
-def test_a_version_without_patches_and_a_folder_that_is_no_checkout_are_refused(
+def test_a_version_older_than_the_patches_and_a_folder_that_is_no_checkout_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["patch", "--apply", str(tmp_path)]) == 2
@@ -155,15 +165,30 @@ def test_a_version_without_patches_and_a_folder_that_is_no_checkout_are_refused(
     assert "no patches for megatron-core 0.12.0" in capsys.readouterr().err
 
 
+def test_a_newer_version_takes_the_patches_and_is_told_which_ones_were_tried(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_version(checkout, "0.21.0")
+    assert main(["patch", "--apply", str(checkout)]) == 0
+    assert (
+        "megatron-core 0.21.0: 0001-pretrain-gpt.patch (tried on 0.16.2 to 0.20.0)" in capsys.readouterr().out
+    )
+
+
+def test_the_patches_name_the_versions_that_the_tests_apply_them_to() -> None:
+    found = sorted((ROOT / "patches").rglob("*.patch"))
+    assert len(found) == 2
+    assert [tried_on(patch) for patch in found] == [list(PLACES)] * 2
+
+
 def test_a_patch_holds_a_call_and_no_logic() -> None:
     """pretrain_gpt.py always calls, other scripts where a flag asks for it."""
     call = ["from wlb_megatron import enable", "enable()"]
     asked = ["import sys", 'if any(argument.startswith("--wlb-") for argument in sys.argv[1:]):']
-    for series in SERIES:
-        for patch, expected in zip(patches_of(f"{series}.0"), (call, [*asked, *call]), strict=True):
-            added = [line[1:].split("  #")[0].strip() for line in hunks(patch) if line.startswith("+")]
-            assert [line for line in added if line] == expected
-            assert not [line for line in hunks(patch) if line.startswith("-")]
+    for patch, expected in zip(patches_of("0.20.0"), (call, [*asked, *call]), strict=True):
+        added = [line[1:].split("  #")[0].strip() for line in hunks(patch) if line.startswith("+")]
+        assert [line for line in added if line] == expected
+        assert not [line for line in hunks(patch) if line.startswith("-")]
 
 
 def test_patches_of_the_wheels_files_fit_the_installed_wheel(tmp_path: Path) -> None:

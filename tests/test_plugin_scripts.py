@@ -51,13 +51,9 @@ runpy.run_path(str(pathlib.Path(__file__).with_name("users_script.py")), run_nam
 
 
 def patch_lines() -> str:
-    """What patches/ add to megatron/training/__init__.py, the same for every version."""
-    added = {
-        "\n".join(line[1:] for line in hunks(patch) if line.startswith("+"))
-        for patch in (ROOT / "patches").glob("*/0002-other-scripts.patch")
-    }
-    (lines,) = added
-    return lines
+    """What patches/ add to megatron/training/__init__.py."""
+    patch = ROOT / "patches" / "0002-other-scripts.patch"
+    return "\n".join(line[1:] for line in hunks(patch) if line.startswith("+"))
 
 
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:

@@ -37,8 +37,8 @@ class State:
 def add_patch(parser: argparse.ArgumentParser) -> None:
     """Flags of `wlb-megatron patch`."""
     parser.description = (
-        "Patches a fork of Megatron-LM so that its own scripts start with the plugin. The patches are those of the "
-        "checkout's version; all or none are applied, and doing it again does nothing."
+        "Patches a fork of Megatron-LM so that its own scripts start with the plugin. All patches are applied or "
+        "none, and applying them again does nothing."
     )
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument(
@@ -67,7 +67,8 @@ def run_patch(args: argparse.Namespace) -> None:
             told = "reverted" if args.revert else "applied"
         else:
             told = "was not applied" if args.revert else "was applied already"
-        print(f"megatron-core {version}: {state.patch.parent.name}/{state.patch.name} {told}")
+        on = tried_on(state.patch)
+        print(f"megatron-core {version}: {state.patch.name} (tried on {on[0]} to {on[-1]}) {told}")
 
 
 def checkout_version(checkout: Path) -> str:
@@ -94,19 +95,35 @@ def checkout_version(checkout: Path) -> str:
 
 
 def patches_of(version: str) -> list[Path]:
-    """The patches of a version's series (0.19 for 0.19.1), in order. WlbError if there are none for it."""
+    """The patches, in order, for a version from the oldest on that they were tried on. WlbError for an older one.
+
+    A newer version is not refused: where its files differ, git says so and changes nothing.
+    """
     root = next(
         (folder for folder in (PACKAGE / "patches", PACKAGE.parent / "patches") if folder.is_dir()), None
     )
-    series = version.rsplit(".", 1)[0]
-    found = sorted((root / series).glob("*.patch")) if root else []
+    found = sorted(root.glob("*.patch")) if root else []
     if not found:
-        known = sorted(folder.name for folder in root.iterdir() if folder.is_dir()) if root else []
         raise WlbError(
-            f"no patches for megatron-core {version}, only for {', '.join(known)}: check out one of those branches "
-            "(core_r0.19.0 and so on), or start through `-m wlb_megatron.launch`"
+            "this installation has no patches; install it again, or start with -m wlb_megatron.launch"
+        )
+    oldest = tried_on(found[0])[0]
+    if _numbers(version)[:2] < _numbers(oldest)[:2]:
+        raise WlbError(
+            f"no patches for megatron-core {version}, which is older than {oldest}: check out core_r0.16.0 or a "
+            "later branch"
         )
     return found
+
+
+def tried_on(patch: Path) -> list[str]:
+    """The versions of megatron-core that a patch was applied to and reverted from, oldest first."""
+    (line,) = re.findall(r"^Tried on megatron-core (.+)$", patch.read_text(encoding="utf-8"), re.MULTILINE)
+    return line.split(", ")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split("."))
 
 
 def state_of(checkout: Path, patch: Path) -> State:
@@ -174,6 +191,7 @@ def _explain(checkout: Path, version: str, state: State) -> str:
     lines += [
         "  Merge it three-way (conflicts are marked in the file), then run this again:",
         f"    git -C {here} apply --3way {patch}",
+        "  It needs Megatron-LM's history (git fetch --unshallow). Without it, add the lines with + by hand.",
     ]
     return "\n".join(lines)
 
