@@ -46,7 +46,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["wlb_megatron", "wlb_megatron.*"]),
-    package_data={"wlb_megatron": ["py.typed"]},
+    package_data={"wlb_megatron": ["py.typed", "workload/tables/*.json"]},
     install_requires=["numpy>=1.26,<3"],
     extras_require={
         "cpu": MEGATRON + PROGRESS + PICTURES,

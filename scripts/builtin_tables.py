@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write wlb_megatron/workload/builtin_tables.py from profiles of GPUs.
+"""Write wlb_megatron/workload/tables/NAME.json, the built-in kernel tables, from profiles of GPUs.
 
 python scripts/builtin_tables.py --links TWO_GPUS.json h100=H100.json [h200=H200.json]
 
@@ -12,27 +12,13 @@ wlb-megatron profile --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from textwrap import indent, wrap
 from typing import Any
 
-from wlb_megatron.workload.kernel_table import KernelTable
+from wlb_megatron.workload.kernel_table import TABLES, VERSION, KernelTable
 from wlb_megatron.workload.profile import Profile, read_profile
-
-OUT = Path(__file__).resolve().parents[1] / "wlb_megatron" / "workload" / "builtin_tables.py"
-HEAD = '''"""Kernel tables of GPUs as the profiler measured them. Made by scripts/builtin_tables.py: do not edit.
-
-Forward + backward nanoseconds of one layer's attention, bf16, 8 query and 2 key-value heads of 128 channels.
-"""
-
-from __future__ import annotations
-
-from typing import Any
-
-# fmt: off
-TABLES: dict[str, dict[str, Any]] = {
-'''
 
 
 def main() -> None:
@@ -43,17 +29,14 @@ def main() -> None:
     parser.add_argument("--links", type=Path)
     args = parser.parse_args()
     links = None if args.links is None else read_profile(args.links)
-    parts = [HEAD]
     for given in args.profiles:
         name, _, path = given.partition("=")
         profile = read_profile(path)
-        parts += [f"    # {line}\n" for line in wrap(profile.told(), 110)] + [f"    {name!r}: {{\n"]
-        for key, value in asdict(_table(profile, links)).items():
-            exact = key in ("queries", "ratios")
-            parts.append(f"        {key!r}: {_text(value, exact)},\n")
-        parts.append("    },\n")
-    OUT.write_text("".join([*parts, "}\n# fmt: on\n"]), encoding="utf-8")
-    print(f"written: {OUT}")
+        table = {"version": VERSION, "measured": profile.told(), **asdict(_table(profile, links))}
+        lines = (f" {json.dumps(key)}: {_text(value, key)}" for key, value in table.items())
+        out = TABLES / f"{name}.json"
+        out.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        print(f"written: {out}")
 
 
 def _table(profile: Profile, links: Profile | None) -> KernelTable:
@@ -70,14 +53,14 @@ def _table(profile: Profile, links: Profile | None) -> KernelTable:
     return table
 
 
-def _text(value: Any, exact: bool = False) -> str:
-    """A literal; numbers to four figures unless exact, lines of at most 110 characters, a grid's rows begin lines."""
-    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
-        return "(\n" + "".join(indent(f"{_text(row)},\n", " " * 12) for row in value) + "        )"
+def _text(value: Any, key: str) -> str:
+    """JSON on one line, a grid's rows on one each; times to four figures, the places of a grid exact."""
+    if isinstance(value, tuple) and isinstance(value[0], tuple):
+        return "[\n" + ",\n".join(f"  {_text(row, key)}" for row in value) + "\n ]"
     if isinstance(value, tuple):
-        told = f"({', '.join(_text(one, exact) for one in value)},)"
-        return "\n".join(wrap(told, 96, subsequent_indent=" "))
-    return repr(float(f"{value:.4g}")) if isinstance(value, float) and not exact else repr(value)
+        return f"[{', '.join(_text(one, key) for one in value)}]"
+    exact = not isinstance(value, float) or key in ("queries", "ratios")
+    return json.dumps(value if exact else float(f"{value:.4g}"))
 
 
 if __name__ == "__main__":

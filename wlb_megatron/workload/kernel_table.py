@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.workload.builtin_tables import TABLES
-
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 VERSION = 1
+TABLES = Path(__file__).resolve().parent / "tables"
+"""NAME.json of each built-in table, written by scripts/builtin_tables.py: bf16, 8 query heads, 2 KV heads, d=128. Each
+says with what it was measured. FlashAttention-4's have names that end in -fa4."""
 TILE = 128
 """Rows of queries, or of keys, that a kernel computes together; a segment of 1 row costs as much as one of 128."""
 HALF = 64
@@ -178,6 +179,7 @@ class KernelTable:
             raise ValueError(f"kernel table {path} is not JSON; {again}") from None
         if not isinstance(told, dict) or told.pop("version", None) != VERSION:
             raise ValueError(f"kernel table {path} is not of version {VERSION}; {again}")
+        told.pop("measured", None)  # for readers of the file
         told.setdefault("backend", "cudnn")  # there was no other
         names = {field.name for field in fields(KernelTable)}
         if set(told) != names:
@@ -190,10 +192,15 @@ class KernelTable:
 
 
 @cache
+def builtin_names() -> tuple[str, ...]:
+    """Of the built-in tables, in alphabetical order."""
+    return tuple(sorted(path.stem for path in TABLES.glob("*.json")))
+
+
+@cache
 def builtin(name: str) -> KernelTable:
-    """A table of builtin_tables.py, which says with what it was measured: bf16, 8 query heads, 2 KV heads, d=128.
-    FlashAttention-4's are those whose names end in -fa4."""
-    return KernelTable(**TABLES[name])
+    """A built-in table, one of builtin_names."""
+    return KernelTable.from_json(TABLES / f"{name}.json")
 
 
 def h100() -> KernelTable:
@@ -206,7 +213,7 @@ def of_gpu(name: str, backend: str = "cudnn") -> KernelTable:
     is one of any GPU, else of cuDNN's (its `backend` says which)."""
     own = "h200" if "H200" in name else "h100"
     if backend == "fa4":
-        measured = [gpu for gpu in (own, "h200", "h100") if f"{gpu}-fa4" in TABLES]
+        measured = [gpu for gpu in (own, "h200", "h100") if f"{gpu}-fa4" in builtin_names()]
         if measured:
             return builtin(f"{measured[0]}-fa4")
     return builtin(own)

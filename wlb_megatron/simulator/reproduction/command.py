@@ -25,8 +25,7 @@ from wlb_megatron.simulator.reproduction.reproduce import parts, reproduce
 from wlb_megatron.simulator.run import Inputs
 from wlb_megatron.whole_files import whole_folder
 from wlb_megatron.workload.assumptions import Assumptions
-from wlb_megatron.workload.builtin_tables import TABLES
-from wlb_megatron.workload.kernel_table import KernelTable, builtin
+from wlb_megatron.workload.kernel_table import KernelTable, builtin, builtin_names
 from wlb_megatron.workload.profile import Profile, read_profile
 
 REPRODUCED = Assumptions(tp_exposed=0.0, host_launch=0.0)
@@ -48,7 +47,7 @@ def add_assumptions(parser: argparse.ArgumentParser, defaults: Assumptions) -> N
     parser.add_argument(
         "--kernel-table",
         metavar="NAME|PATH",
-        help=f"attention of a GPU measured here ({', '.join(TABLES)}), or JSON of another's (default: h100)",
+        help=f"attention of a GPU measured here ({', '.join(builtin_names())}), or JSON of another's (default: h100)",
     )
     parser.add_argument(
         "--profile",
@@ -67,7 +66,7 @@ def read_assumptions(args: argparse.Namespace) -> tuple[Assumptions, KernelTable
             profile = read_profile(args.profile)
             return calibrated(given, profile), profile.costs.table, profile
         named = args.kernel_table or "h100"
-        return given, builtin(named) if named in TABLES else KernelTable.from_json(named), None
+        return given, builtin(named) if named in builtin_names() else KernelTable.from_json(named), None
 
 
 def add_reproduce(parser: argparse.ArgumentParser) -> None:
