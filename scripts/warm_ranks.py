@@ -233,10 +233,10 @@ def _forget() -> None:
 
     from wlb_megatron.plugin import entry
     from wlb_megatron.plugin.logs import drift, metrics, trace
-    from wlb_megatron.plugin.plans import checkpoint, data
+    from wlb_megatron.plugin.plans import checkpoint, iterators
     from wlb_megatron.plugin.ranks import groups
 
-    for loader in [found for found in gc.get_objects() if type(found) is data.MicroBatchIterator]:
+    for loader in [found for found in gc.get_objects() if type(found) is iterators.MicroBatchIterator]:
         loader.close()
     training.destroy_global_state()
     if torch.distributed.is_initialized():

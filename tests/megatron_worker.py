@@ -180,16 +180,16 @@ def watch() -> None:
     def forward_step(data_iterator: Any, model: Any, *rest: Any) -> Any:
         def recording() -> Any:
             for batch in data_iterator:
-                planned, layout = batch["planned"], batch["layout"]
+                planned, layout = batch.planned, batch.layout
                 rows = planned.shard.ranks[layout.cp_rank].tolist()
                 pieces = [tuple(piece[:4]) for piece in planned.pieces]
                 seen["documents"].append((planned.iteration, planned.index, pieces, rows))
-                seen["tokens"].append(None if "tokens" not in batch else batch["tokens"].clone())
+                seen["tokens"].append(None if batch.held is None else batch.held.tokens.clone())
                 yield batch
 
         def evaluating() -> Any:
             for batch in data_iterator:
-                seen["evaluated"].append([tuple(piece[:4]) for piece in batch["planned"].pieces])
+                seen["evaluated"].append([tuple(piece[:4]) for piece in batch.planned.pieces])
                 yield batch
 
         return make_step(recording() if torch.is_grad_enabled() else evaluating(), model, *rest)

@@ -200,7 +200,7 @@ def test_a_group_s_documents_are_counted_once_for_the_flops() -> None:
     """Megatron sums over all ranks and divides by the context-parallel size, 2: group of 4, told twice by one."""
     from wlb_megatron.packing.summary import PlanSummary
     from wlb_megatron.plan import Piece
-    from wlb_megatron.plugin.plans.data import Layout, with_plan
+    from wlb_megatron.plugin.plans.loaded import Layout, from_plan
     from wlb_megatron.plugin.plans.planning import PlannedMicroBatch, RankGroup
 
     summary = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
@@ -208,8 +208,6 @@ def test_a_group_s_documents_are_counted_once_for_the_flops() -> None:
     planned = PlannedMicroBatch(
         0, 0, pieces, shard([5, 9, 2], 4, "per-document"), summary, 0.0, RankGroup(0, 4, 1, "greedy", 1.0)
     )
-    told = [
-        with_plan(planned, Layout(0, 1, 8, True, stage_rank=rank, cp_size=2))["bounds"] for rank in range(4)
-    ]
+    told = [from_plan(planned, Layout(0, 1, 8, True, stage_rank=rank, cp_size=2)).bounds for rank in range(4)]
     assert told[0].tolist() == [0, 5, 14, 19, 28]
     assert all(np.diff(bounds.numpy()).tolist() == [0] for bounds in told[1:])

@@ -19,7 +19,8 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import hooks
-from wlb_megatron.plugin.plans.data import Layout, PackedDocuments
+from wlb_megatron.plugin.plans.data import PackedDocuments
+from wlb_megatron.plugin.plans.loaded import Layout
 from wlb_megatron.plugin.plans.planning import PlannedMicroBatch
 from wlb_megatron.plugin.step.multi_token import next_in_document, refuse_other_form, wrap_roll_tensor
 from wlb_megatron.refusals import Refused
@@ -97,10 +98,10 @@ def test_a_micro_batch_brings_the_factors_of_its_whole_iteration(tmp_path: Path)
         plan = shard(np.array([piece.tokens for piece in padded]), 2, "per-document")
         planned = PlannedMicroBatch(0, 0, padded, plan, summary, 0.0, predictions=(128, 64, 0))
         ranks = [PackedDocuments(corpus, Layout(rank, 1, 8, True, follows=2))[planned] for rank in range(2)]
-        assert sum(batch["predicted"] for batch in ranks) == predicted
-        assert [batch["predicted"] for batch in ranks] == [float(b["loss_mask"].sum()) for b in ranks]
-        assert all(batch["factors"] == [2.0, 0.0] for batch in ranks)
-        assert all(batch["following"].tolist() == following(plan).tolist() for batch in ranks)
+        assert sum(batch.held.predicted for batch in ranks) == predicted
+        assert [batch.held.predicted for batch in ranks] == [float(b.held.loss_mask.sum()) for b in ranks]
+        assert all(batch.factors == (2.0, 0.0) for batch in ranks)
+        assert all(batch.following.tolist() == following(plan).tolist() for batch in ranks)
 
 
 def test_the_sum_told_leaves_each_depth_its_factor_alone() -> None:

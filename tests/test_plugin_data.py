@@ -10,7 +10,7 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -33,14 +33,14 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.plans.data import (
-    Layout,
-    MicroBatchIterator,
     MicroBatchSampler,
     PackedDocuments,
     files_of_workers,
     make_loader,
     read_ahead,
 )
+from wlb_megatron.plugin.plans.iterators import MicroBatchIterator
+from wlb_megatron.plugin.plans.loaded import Layout
 from wlb_megatron.plugin.plans.planning import PlanAhead, PlannedIteration, PlannedMicroBatch
 from wlb_megatron.plugin.plans.provider import Again
 from wlb_megatron.refusals import Refused
@@ -60,8 +60,8 @@ def planned(pieces: list[Piece], cp: int, sharding: str) -> PlannedMicroBatch:
 
 
 def read(corpus: Blend, micro_batch: PlannedMicroBatch, rank: int) -> dict[str, list[float]]:
-    batch = PackedDocuments(corpus, Layout(rank, 1, 8, True))[micro_batch]
-    return {key: batch[key][0].tolist() for key in ("tokens", "labels", "loss_mask", "position_ids")}
+    held = PackedDocuments(corpus, Layout(rank, 1, 8, True))[micro_batch].held
+    return {key: getattr(held, key)[0].tolist() for key in ("tokens", "labels", "loss_mask", "position_ids")}
 
 
 def corpus_of(folder: Path, documents: list[list[int]]) -> Blend:
@@ -177,7 +177,7 @@ def test_a_step_counts_a_document_in_chunks_as_the_whole_one(tmp_path: Path) -> 
     ]
     for layout in (Layout(0, 1, 8, True), Layout(1, 1, 8, False)):
         batches = [PackedDocuments(corpus, layout)[each] for each in chunked(iteration, 4, "per-document")]
-        lengths = [batch["bounds"].diff().tolist() for batch in batches]
+        lengths = [batch.bounds.diff().tolist() for batch in batches]
         assert lengths == [[], [8], [50]]
 
 
@@ -195,7 +195,7 @@ def test_a_token_id_outside_the_vocabulary_is_an_error_that_names_corpus_documen
         WlbError, match=f"documents: document 1 has token id {wild} at token {at}, .* ends at 49"
     ):
         PackedDocuments(corpus, Layout(0, 1, 8, True, vocabulary=50))[micro_batch]
-    assert wild < 0 or right[micro_batch]["labels"][0, -1] == document[6]
+    assert wild < 0 or right[micro_batch].held.labels[0, -1] == document[6]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -290,8 +290,7 @@ def test_workers_read_ahead_without_changing_order_or_state(workers: int, tmp_pa
     sampler = MicroBatchSampler(PlanAhead(lambda: iter(plans()), depth=2))
     loader = make_loader(corpus, sampler, Layout(0, 1, 8, True), workers=workers, ahead=4, pin_memory=False)
     seen = [
-        (b["planned"].iteration, b["planned"].index, b["tokens"][0].tolist())
-        for b in MicroBatchIterator(loader)
+        (b.planned.iteration, b.planned.index, b.held.tokens[0].tolist()) for b in MicroBatchIterator(loader)
     ]
     assert seen == [(i, m, [2 * i + m] * 4) for i in range(6) for m in range(2)]
     assert {i: p.state()["iteration"] for i, p in sampler.passed.items()} == {i: i + 1 for i in range(6)}
@@ -372,8 +371,35 @@ def test_an_error_while_planning_is_raised_where_the_plan_is_asked_for() -> None
 def test_a_stage_that_needs_no_tokens_reads_none(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, [[1, 2]])
     batch = PackedDocuments(corpus, Layout(0, 1, 8, False))[planned([Piece(0, 0, 0, 2)], 1, "per-document")]
-    assert set(batch) == {"planned", "layout", "attention", "bounds"}
-    assert batch["bounds"].tolist() == [0, 2] and not torch.is_tensor(batch["planned"])
+    tensors = [each.name for each in fields(batch) if torch.is_tensor(getattr(batch, each.name))]
+    assert batch.held is None and tensors == ["bounds"] and batch.bounds.tolist() == [0, 2]
+
+
+def test_the_loader_pins_every_tensor_of_a_micro_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else copies to the GPU wait. A stand-in for pinned memory, which needs a GPU: the tensors that it gave."""
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    corpus = corpus_of(tmp_path, [[1, 2, 3], [4, 5]])
+    micro_batch = replace(
+        planned([Piece(0, 0, 0, 3), Piece(0, 1, 0, 2)], 2, "per-document"), predictions=(4, 2)
+    )
+    layout = Layout(0, 1, 8, True, routes=True, follows=1, by_document=True)
+    loaded = PackedDocuments(corpus, layout)[micro_batch]
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: given.append(self.clone()) or given[-1])
+    pinned = pin_memory(loaded)
+
+    def tensors(parts: Any) -> dict[str, torch.Tensor]:
+        found = {each.name: getattr(parts, each.name) for each in fields(parts)}
+        return {name: value for name, value in found.items() if torch.is_tensor(value)}
+
+    found, expected = tensors(pinned) | tensors(pinned.held), tensors(loaded) | tensors(loaded.held)
+    assert len(found) == 8 and list(found) == list(expected)
+    assert all(any(value is one for one in given) for value in found.values())
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert pinned.planned is loaded.planned and pinned.factors == (2.0,) and pinned.held.predicted == 2.0
 
 
 def test_workers_outlive_the_signal_that_tells_the_trainer_to_save_and_exit(tmp_path: Path) -> None:
@@ -390,10 +416,10 @@ def test_workers_outlive_the_signal_that_tells_the_trainer_to_save_and_exit(tmp_
         ignored_signal=signal.SIGTERM,
     )
     batches = iter(loader)
-    assert next(batches)["tokens"][0, 0] == 0
+    assert next(batches).held.tokens[0, 0] == 0
     (worker,) = batches._workers  # type: ignore[attr-defined]
     os.kill(worker.pid, signal.SIGTERM)
-    assert [int(batch["tokens"][0, 0]) for batch in batches] == list(range(1, 8))
+    assert [int(batch.held.tokens[0, 0]) for batch in batches] == list(range(1, 8))
 
 
 def test_files_of_two_iterations_of_many_micro_batches_a_window_are_counted(tmp_path: Path) -> None:
@@ -457,7 +483,7 @@ def test_reading_a_long_micro_batch_takes_memory_for_its_tokens_and_no_mask_of_t
     batch = dataset[micro_batch]
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert batch["tokens"].numel() == tokens
+    assert batch.held.tokens.numel() == tokens
     assert peak < 100 * tokens
 
 
@@ -467,7 +493,7 @@ def test_flops_are_told_by_document_and_without_padding(tmp_path: Path) -> None:
     layout = Layout(0, 1, 8, False)
 
     def squares(pieces: list[Piece]) -> int:
-        bounds = PackedDocuments(corpus, layout)[planned(pieces, 4, "per-document")]["bounds"]
+        bounds = PackedDocuments(corpus, layout)[planned(pieces, 4, "per-document")].bounds
         return int((bounds.diff() ** 2).sum())
 
     one = squares([Piece(0, 0, 0, 4096)])

@@ -15,7 +15,7 @@ import torch
 from megatron_runs import write_corpus
 
 from wlb_megatron.documents.blend import Blend
-from wlb_megatron.plugin.plans.data import Layout
+from wlb_megatron.plugin.plans.loaded import Layout
 from wlb_megatron.plugin.plans.planning import ShardSettings
 from wlb_megatron.plugin.step.kept_state import KeptState
 from wlb_megatron.plugin.step.rehearsal import longest_micro_batches, rehearse, text
@@ -56,9 +56,9 @@ def test_context_parallel_ranks_hold_parts_of_one_text_and_predict_its_next_toke
     settings = ShardSettings(0, 2, 2, "hybrid", h100())
     whole, following = np.full(24, -1), np.full(24, -1)
     for rank in range(2):
-        (batch,) = longest_micro_batches(24, 16, settings, Layout(rank, 1, 8, True), corpus)
-        index = batch["planned"].shard.packed_index(rank)
-        whole[index], following[index] = batch["tokens"][0], batch["labels"][0]
+        (batch,) = longest_micro_batches(24, 16, settings, Layout(rank, 1, 8, True), corpus).batches
+        index = batch.planned.shard.packed_index(rank)
+        whole[index], following[index] = batch.held.tokens[0], batch.held.labels[0]
     stream = text(corpus, 25, 0, None)
     assert whole.tolist() == stream[:-1].tolist() and following.tolist() == stream[1:].tolist()
     assert len(set(whole.tolist())) > 4
@@ -69,14 +69,14 @@ def test_a_document_in_chunks_is_rehearsed_whole_with_every_micro_batch_full(
 ) -> None:
     corpus, _ = documents
     settings = ShardSettings(0, 2, 2, "hybrid", h100())
-    batches = longest_micro_batches(24, 64, settings, Layout(1, 1, 8, True), corpus, held=4, longest=60)
-    planned = [batch["planned"] for batch in batches]
+    rehearsal = longest_micro_batches(24, 64, settings, Layout(1, 1, 8, True), corpus, held=4, longest=60)
+    planned = [batch.planned for batch in rehearsal.batches]
     chunks = [one.pieces[0] for one in planned]
     assert [(chunk.prefix, chunk.tokens) for chunk in chunks] == [(0, 24), (24, 24), (48, 12), (0, 24)]
     assert {one.shard.tokens for one in planned} == {24} and {one.steps for one in planned} == {4}
     assert {one.chunk_groups for one in planned} == {(4,)}
     assert [one.shard.prefixes.max() for one in planned] == [0, 24, 48, 0]
-    assert all(batch["graphs"][0].prefix == 60 for batch in batches)
+    assert rehearsal.met.prefix == 60
 
 
 @dataclass
@@ -178,7 +178,7 @@ def test_fp8s_scales_and_histories_are_those_of_a_start_or_of_the_checkpoint(eng
             for state in map(RecipeState, scales, engine.global_amax_history_buffer[key]):
                 state.learn(1000.0)
 
-    rehearse(step, chunk, {"graphs": ((), 0.0)})
+    rehearse(step, chunk, SimpleNamespace(met=(), graph_seconds=0.0))
     assert loaded.fp8_meta["scaling_fwd"].told() == loaded.fp8_meta["scaling_bwd"].told() == before
     assert shortened.fp8_meta["scaling_bwd"].told() == ([56.0] * 3, kept_rows)
     assert (

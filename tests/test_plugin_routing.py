@@ -20,7 +20,7 @@ from wlb_megatron.plugin.model.routing import (
     wrap_set_loss_scale,
     wrap_token_counts,
 )
-from wlb_megatron.plugin.plans.data import padding_mask
+from wlb_megatron.plugin.plans.loaded import padding_mask
 from wlb_megatron.plugin.plans.planning import PlannedMicroBatch
 from wlb_megatron.sharding.cut import pad
 from wlb_megatron.sharding.select import shard

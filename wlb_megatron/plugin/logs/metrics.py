@@ -23,6 +23,7 @@ from wlb_megatron.pipeline.groups import documents_in_chunks
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.logs.drift import Drift
 from wlb_megatron.plugin.logs.reporting import never_fatal
+from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.plans.planning import PlannedIteration, PlannedMicroBatch
 from wlb_megatron.sharding.segments import ShardPlan
 
@@ -37,7 +38,7 @@ _NO_FIGURES = "figures of an iteration are not reported"
 
 
 def stepped(
-    batches: Sequence[dict[str, Any]],
+    batches: Sequence[LoadedMicroBatch],
     planned: PlannedIteration,
     *,
     began: float,
@@ -177,9 +178,9 @@ def plan_lengths(plan: IterationPlan) -> list[list[list[int]]]:
     return [[[piece.tokens for piece in one.pieces] for one in row] for row in plan.micro_batches]
 
 
-def step_figures(batches: Sequence[dict[str, Any]], quadratic_at: float) -> dict[str, Any]:
+def step_figures(batches: Sequence[LoadedMicroBatch], quadratic_at: float) -> dict[str, Any]:
     """The plan's summary with what only the shard plans know (of this data-parallel rank's micro-batches)."""
-    planned = [batch["planned"] for batch in batches]
+    planned = [batch.planned for batch in batches]
     shares = [work_per_rank(item.shard, quadratic_at) for item in planned]
     mean = sum(sum(share) / len(share) for share in shares)
     real = [sum(piece.tokens for piece in item.pieces if piece.document >= 0) for item in planned]

@@ -6,55 +6,20 @@ it holds; a middle pipeline stage reads none. Workers only read tokens, planning
 
 from __future__ import annotations
 
-import atexit
 import signal
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from wlb_megatron.documents.blend import Blend
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import PADDING
-from wlb_megatron.plugin.plans.planning import PlannedIteration, PlannedMicroBatch, RankGroup
-from wlb_megatron.refusals import RefusedHere
-from wlb_megatron.sharding.calls.attention_calls import attention_layout
-from wlb_megatron.sharding.following import following
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What of a micro-batch this process holds, and whether it needs its tokens.
-
-    window: earlier keys that a query of the model's windowed layers sees, None where it has no such layers.
-    stage_rank, cp_size: among the stage's data x context parallel ranks, and of Megatron's groups of them.
-    routes: the model has experts, whose routers must not count padding. follows: how many further tokens it predicts,
-    each of which asks for the next one of a document. vocabulary: rows of the embedding, which token ids must be below.
-    by_document: its routers balance each document by itself.
-    """
-
-    cp_rank: int
-    activation_divisor: int
-    hidden_size: int
-    reads_tokens: bool
-    window: int | None = None
-    stage_rank: int = 0
-    cp_size: int = 1
-    routes: bool = False
-    follows: int = 0
-    vocabulary: int | None = None
-    by_document: bool = False
-
-    def within(self, group: RankGroup | None) -> Layout:
-        """The same where another group than Megatron's context-parallel one shares the micro-batch."""
-        return self if group is None else replace(self, cp_rank=self.stage_rank - group.start)
+from wlb_megatron.plugin.plans.loaded import HeldTokens, Layout, LoadedMicroBatch, from_plan
+from wlb_megatron.plugin.plans.planning import PlannedIteration, PlannedMicroBatch
 
 
 class MicroBatchSampler(Sampler[list[PlannedMicroBatch]]):
@@ -78,26 +43,25 @@ class MicroBatchSampler(Sampler[list[PlannedMicroBatch]]):
                 yield [micro_batch]
 
 
-class PackedDocuments(Dataset[dict[str, Any]]):
+class PackedDocuments(Dataset[LoadedMicroBatch]):
     """Tokens of a corpus by micro-batch plan: `self[planned]` is what this rank holds of it.
 
-    Keys: tokens, labels, position_ids (int64[1, t]), loss_mask (float32[1, t]), or none of them where no
-    tokens are needed; `planned` is the plan itself, `attention` this rank's attention calls of it, `bounds` the
-    real documents' cumulative lengths (int64[n + 1]; one in chunks counts whole, with its last). `padding_mask`
-    (bool[1, t]) is there for routers alone, for multi-token prediction `following` (int32[T]), how many of the rank's
-    tokens predict one (`predicted`), and the `factors` of its losses. All of it is made here, in a worker, not in a
-    step.
+    All of it is made here, in a worker, not in a step. WlbError for a token id without a row in the embedding.
     """
 
     def __init__(self, corpus: Blend, layout: Layout) -> None:
         self._corpus = corpus
         self.layout = layout
 
-    def __getitem__(self, planned: PlannedMicroBatch) -> dict[str, Any]:
-        batch = with_plan(planned, self.layout)
-        rank = batch["layout"].cp_rank
-        if not self.layout.reads_tokens:
-            return batch
+    def __getitem__(self, planned: PlannedMicroBatch) -> LoadedMicroBatch:
+        loaded = from_plan(planned, self.layout)
+        return (
+            replace(loaded, held=self._read(planned, loaded.layout.cp_rank))
+            if self.layout.reads_tokens
+            else loaded
+        )
+
+    def _read(self, planned: PlannedMicroBatch, rank: int) -> HeldTokens:
         plan = planned.shard
         size = plan.tokens_per_rank[rank]
         tokens = np.zeros(size, dtype=np.int64)
@@ -120,12 +84,13 @@ class PackedDocuments(Dataset[dict[str, Any]]):
                 labels[at : at + predicted] = read[1:]
                 mask[at : at + predicted] = 1.0
             at += length
-        batch["tokens"] = torch.from_numpy(tokens)[None]
-        batch["labels"] = torch.from_numpy(labels)[None]
-        batch["loss_mask"] = torch.from_numpy(mask)[None]
-        batch["position_ids"] = torch.from_numpy(plan.positions(rank))[None]
-        batch["predicted"] = float(mask.sum())
-        return batch
+        return HeldTokens(
+            tokens=torch.from_numpy(tokens)[None],
+            labels=torch.from_numpy(labels)[None],
+            loss_mask=torch.from_numpy(mask)[None],
+            position_ids=torch.from_numpy(plan.positions(rank))[None],
+            predicted=float(mask.sum()),
+        )
 
     def _check_ids(self, document: int, first: int, read: np.ndarray) -> None:
         """WlbError if a token id has no row in the embedding: tensor-parallel ranks would take it for one of another
@@ -138,152 +103,6 @@ class PackedDocuments(Dataset[dict[str, Any]]):
             f"{self._corpus.name(document)} has token id {read[at]} at token {first + at}, but the vocabulary ends at "
             f"{rows - 1}: tokenize the corpus with this run's tokenizer, or correct --vocab-size"
         )
-
-
-def with_plan(planned: PlannedMicroBatch, layout: Layout) -> dict[str, Any]:
-    """A batch's parts that are made from its plan alone."""
-    layout, real = layout.within(planned.group), _whole_lengths(planned)
-    if planned.group is not None:
-        # Megatron sums over all ranks and divides by the context-parallel size: told by one rank, so many times.
-        real = np.tile(real, layout.cp_size) if layout.cp_rank == 0 and len(real) else np.zeros(1, np.int64)
-    batch = {
-        "planned": planned,
-        "layout": layout,
-        "attention": attention_layout(planned.shard, layout.cp_rank, layout.window),
-        "bounds": torch.from_numpy(np.concatenate(([0], np.cumsum(real))).astype(np.int64)),
-    }
-    if layout.routes:
-        batch["padding_mask"] = torch.from_numpy(padding_mask(planned, layout.cp_rank))[None]
-    if layout.by_document:
-        rows = planned.shard.ranks[layout.cp_rank]
-        batch["documents"] = torch.from_numpy(np.repeat(rows[:, 0], rows[:, 2] - rows[:, 1]).astype(np.int64))
-    if layout.follows:
-        batch["following"] = torch.from_numpy(following(planned.shard).astype(np.int32))
-        first, *further = planned.predictions
-        batch["factors"] = [first / count if count else 0.0 for count in further]
-    return batch
-
-
-def _whole_lengths(planned: PlannedMicroBatch) -> np.ndarray:
-    """int64[n]: tokens of the documents that end here, those of earlier chunks included; padding left out.
-
-    Counted so, a step's tokens and squared lengths are the documents', in however many chunks they came.
-    """
-    lengths = planned.shard.prefixes + planned.shard.lengths
-    last = len(lengths) - (planned.pieces[-1].document == PADDING)
-    ends = np.ones(last, dtype=bool)
-    if planned.shard.chunks is not None:
-        ends[planned.shard.chunks.continued] = False
-    return lengths[:last][ends]
-
-
-def padding_mask(planned: PlannedMicroBatch, rank: int) -> np.ndarray:
-    """bool[t]: which of the tokens that the rank holds are padding, in the order it holds them."""
-    last = planned.pieces[-1].document == PADDING
-    rows = planned.shard.ranks[rank]
-    return np.repeat(last & (rows[:, 0] == len(planned.pieces) - 1), rows[:, 2] - rows[:, 1])
-
-
-class MicroBatchIterator:
-    """The loader's iterator, marked as the plugin's (Megatron's external dataloader is used as it comes)."""
-
-    def __init__(
-        self,
-        loader: DataLoader[dict[str, Any]],
-        trained: Callable[[list[dict[str, Any]], bool], None] | None = None,
-        rehearsal: list[dict[str, Any]] | None = None,
-    ) -> None:
-        """trained: called with the micro-batches of a step when it is done, and whether it was skipped. rehearsal: see
-        rehearsal.py."""
-        self._iterator: Iterator[dict[str, Any]] = iter(loader)
-        self._trained = trained
-        self._rehearsal = rehearsal
-        self._began: float | None = None
-        self._drawn: deque[dict[str, Any] | Exception] = deque()
-        # Workers that ignore a signal are not ended by it when Python exits: end them before it tries.
-        atexit.register(self.close)
-
-    def close(self) -> None:
-        """End the workers. The traceback of an error that they raised keeps the loader's iterator, so that its
-        destructor does not run; Python's exit would then wait for ever for workers that ignore SIGTERM."""
-        iterator, self._iterator = self._iterator, iter(())
-        self._drawn.clear()
-        if isinstance(iterator, _MultiProcessingDataLoaderIter):
-            iterator._shutdown_workers()
-            for worker in iterator._workers:
-                worker.kill()  # one that is stuck in a read has not ended
-
-    def __iter__(self) -> MicroBatchIterator:
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        self._began = self._began or time.perf_counter()
-        try:
-            drawn = self._drawn.popleft() if self._drawn else next(self._iterator)
-            if isinstance(drawn, Exception):
-                raise drawn
-        except WlbError as error:
-            # A worker's error comes with its stack in front of its line.
-            line = str(error).strip().splitlines()[-1].removeprefix(f"{WlbError.__module__}.WlbError: ")
-            raise RefusedHere(f"wlb_megatron: {line}") from None
-        return drawn
-
-    def take_began(self) -> float:
-        """When the first micro-batch of the step was asked for (time.perf_counter)."""
-        began, self._began = self._began, None
-        return began or time.perf_counter()
-
-    def take_rehearsal(self) -> list[dict[str, Any]] | None:
-        """The micro-batches to rehearse, the first time they are asked for."""
-        taken, self._rehearsal = self._rehearsal, None
-        return taken
-
-    def after_step(self, batches: list[dict[str, Any]], *, skipped: bool = False) -> None:
-        if self._trained is not None:
-            self._trained(batches, skipped)
-
-    def draw_ahead(self, count: int) -> None:
-        """Draw micro-batches of the next step until there are `count`. Called while the device is busy.
-
-        Between steps it stands still while micro-batches are drawn, and while threads that a draw wakes (the one that
-        plans, the loader's) hold the interpreter: 3 to 7 ms.
-        """
-        failed = bool(self._drawn) and isinstance(self._drawn[-1], Exception)
-        try:
-            while not failed and len(self._drawn) < count:
-                self._drawn.append(next(self._iterator))
-        except Exception as error:
-            self._drawn.append(error)  # is the next step's; a loader asked again passes over what failed
-
-
-class EvaluationIterator(MicroBatchIterator):
-    """Over a whole set, again and again; its length is the number of iterations that cover the set once."""
-
-    def __init__(self, loader: DataLoader[dict[str, Any]], iterations: int) -> None:
-        super().__init__(loader)
-        self._iterations = iterations
-
-    def __len__(self) -> int:
-        return self._iterations
-
-
-def planned_iterator(data_iterator: Any) -> MicroBatchIterator | None:
-    """The plugin's iterator inside Megatron's (replayable) one, or None if it is another's."""
-    found = getattr(data_iterator, "iterable", data_iterator)
-    return found if isinstance(found, MicroBatchIterator) else None
-
-
-def draw_step(data_iterator: Any) -> list[dict[str, Any]]:
-    """A step's micro-batches: as many as the iteration was planned with, whatever Megatron counts."""
-    first = next(data_iterator)
-    return [first, *(next(data_iterator) for _ in range(first["planned"].steps - 1))]
-
-
-def activation_shape(batch: dict[str, Any]) -> tuple[int, int, int]:
-    """Shape of the hidden states that pipeline stages hand on: [tokens held, 1, hidden]."""
-    layout: Layout = batch["layout"]
-    tokens = batch["planned"].shard.tokens_per_rank[layout.cp_rank]
-    return tokens // layout.activation_divisor, 1, layout.hidden_size
 
 
 def read_ahead(windows: int, most: int) -> int:
@@ -308,7 +127,7 @@ def make_loader(
     ahead: int,
     pin_memory: bool,
     ignored_signal: int | None = None,
-) -> DataLoader[dict[str, Any]]:
+) -> DataLoader[LoadedMicroBatch]:
     """Loader over the plan; workers read about `ahead` micro-batches before they are asked for.
 
     ignored_signal: what a scheduler sends to all processes of a job before its end (--exit-signal-handler). The
@@ -330,6 +149,6 @@ def _ignore(number: int, worker: int) -> None:
     signal.signal(number, signal.SIG_IGN)
 
 
-def _only(items: list[dict[str, Any]]) -> dict[str, Any]:
+def _only(items: list[LoadedMicroBatch]) -> LoadedMicroBatch:
     (item,) = items
     return item

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from wlb_megatron.plugin.plans.data import EvaluationIterator, MicroBatchIterator, planned_iterator
+from wlb_megatron.plugin.plans.iterators import EvaluationIterator, MicroBatchIterator, planned_iterator
 
 
 def wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:

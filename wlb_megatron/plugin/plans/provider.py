@@ -22,14 +22,9 @@ from wlb_megatron.plugin.logs.flops import count_segments
 from wlb_megatron.plugin.logs.prediction import predictor
 from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans.agreement import PlanAgreement, shared_gpu
-from wlb_megatron.plugin.plans.data import (
-    EvaluationIterator,
-    Layout,
-    MicroBatchIterator,
-    MicroBatchSampler,
-    make_loader,
-    read_ahead,
-)
+from wlb_megatron.plugin.plans.data import MicroBatchSampler, make_loader, read_ahead
+from wlb_megatron.plugin.plans.iterators import EvaluationIterator, MicroBatchIterator
+from wlb_megatron.plugin.plans.loaded import Layout, LoadedMicroBatch
 from wlb_megatron.plugin.plans.planning import (
     PlanAhead,
     PlannedIteration,
@@ -139,13 +134,13 @@ def _training(source: Source, args: Any, agreement: PlanAgreement) -> MicroBatch
     sampler = MicroBatchSampler(ahead, partial(agreement.see, dp_rank=settings.dp_rank))
     latest: int | None = None
 
-    def trained(batches: list[dict[str, Any]], skipped: bool) -> None:
+    def trained(batches: list[LoadedMicroBatch], skipped: bool) -> None:
         nonlocal latest
-        iteration = batches[0]["planned"].iteration
+        iteration = batches[0].planned.iteration
         if iteration == latest or iteration not in sampler.passed:
             return  # run again by Megatron, to tell a wrong result from a wrong GPU; or out of a checkpoint for that
         latest, planned = iteration, sampler.passed[iteration]
-        drawn = [(batch["planned"].iteration, batch["planned"].index) for batch in batches]
+        drawn = [(batch.planned.iteration, batch.planned.index) for batch in batches]
         if drawn != [(iteration, index) for index in range(len(planned.micro_batches))]:
             raise RuntimeError(
                 f"wlb_megatron: Megatron drew {len(batches)} micro-batches, iteration {iteration} was planned with "
@@ -159,7 +154,7 @@ def _training(source: Source, args: Any, agreement: PlanAgreement) -> MicroBatch
         if skipped:
             _tell_skipped(planned)
             return
-        count_segments([batch["bounds"] for batch in batches])
+        count_segments([batch.bounds for batch in batches])
         timers.add("wlb-plan-wait", waited)
         timers.add("wlb-planning", planned.micro_batches[0].plan_seconds)
         timers.add("wlb-predicted", (planned.predicted_ms or 0.0) / 1e3)

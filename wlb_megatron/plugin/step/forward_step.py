@@ -14,6 +14,7 @@ from wlb_megatron.attention.core_attention import packed_seq_params
 from wlb_megatron.plugin.logs import trace
 from wlb_megatron.plugin.model import document_balance
 from wlb_megatron.plugin.model.routing import stage_padding_mask, stage_part
+from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.ranks.groups import process_group
 from wlb_megatron.plugin.step.rehearsal import REHEARSAL
 
@@ -28,26 +29,29 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     with stimer(bdata=True):
-        batch = next(data_iterator)
-        planned = batch["planned"]
+        batch: LoadedMicroBatch = next(data_iterator)
+        planned, held = batch.planned, batch.held
         trace.begin_micro_batch(planned.index)
-        tokens, labels, loss_mask, position_ids, padding = (
-            batch[key].cuda(non_blocking=True) if key in batch else None
-            for key in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
-        )
+        tokens = labels = loss_mask = position_ids = None
+        if held is not None:
+            tokens, labels, loss_mask, position_ids = (
+                each.cuda(non_blocking=True)
+                for each in (held.tokens, held.labels, held.loss_mask, held.position_ids)
+            )
         routed = {}
-        if padding is not None:
+        if batch.padding_mask is not None:
+            padding = batch.padding_mask.cuda(non_blocking=True)
             routed["padding_mask"] = stage_padding_mask(padding, model, get_args().sequence_parallel)
         documents = None
-        if "documents" in batch:
-            index = stage_part(batch["documents"].cuda(non_blocking=True), get_args().sequence_parallel)
+        if batch.document_of is not None:
+            index = stage_part(batch.document_of.cuda(non_blocking=True), get_args().sequence_parallel)
             documents = document_balance.Documents(index, len(planned.pieces))
         document_balance.begin(documents)
         group = process_group(planned.group)
-        params = packed_seq_params(batch["attention"], batch["layout"].cp_rank, group=group)
-        if "following" in batch:
-            params.following = batch["following"].cuda(non_blocking=True)
-            params.factors, params.predicted = iter(batch["factors"]), batch.get("predicted", 0.0)
+        params = packed_seq_params(batch.attention, batch.layout.cp_rank, group=group)
+        if batch.following is not None:
+            params.following = batch.following.cuda(non_blocking=True)
+            params.factors, params.predicted = iter(batch.factors), 0.0 if held is None else held.predicted
     timers("batch-generator").stop()
     with stimer:
         output = model(

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from wlb_megatron.pipeline.orders import grouped_orders
+from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
 
 Shape = tuple[int, int, int]
 
@@ -149,37 +150,37 @@ def _taken(windows: int, model: Any) -> int:
     return -(-windows // group) * group
 
 
-def _mean_losses(model: Any, batches: Sequence[Any]) -> AbstractContextManager[None]:
+def _mean_losses(model: Any, batches: Sequence[LoadedMicroBatch]) -> AbstractContextManager[None]:
     """In fp16, losses are means; see loss_scale.py."""
     from megatron.core.utils import get_model_config
 
     from wlb_megatron.plugin.step.loss_scale import mean_losses
 
     config = get_model_config(model[0] if isinstance(model, list) else model)
-    return mean_losses(config, max(1, batches[0]["planned"].predictions[0])) if config.fp16 else nullcontext()
+    return mean_losses(config, max(1, batches[0].planned.predictions[0])) if config.fp16 else nullcontext()
 
 
 def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*, data_iterator: Any, num_microbatches: int, **kwargs: Any) -> Any:
         from wlb_megatron.plugin.logs import logged_losses, timers, trace
-        from wlb_megatron.plugin.plans import data
+        from wlb_megatron.plugin.plans.iterators import draw_step, planned_iterator
         from wlb_megatron.plugin.step import grouped_steps
         from wlb_megatron.plugin.step.rehearsal import REHEARSAL, rehearse
 
         # Model chunks of a stage have an iterator each, all the plugin's same one.
         first = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        source = data.planned_iterator(first)
+        source = planned_iterator(first)
         if source is None:
             return forward_backward(data_iterator=data_iterator, num_microbatches=num_microbatches, **kwargs)
 
-        def step(batches: Sequence[Any]) -> Any:
+        def step(batches: Sequence[LoadedMicroBatch]) -> Any:
             global _current
             model = kwargs["model"]
             chunks = len(model) if isinstance(model, list) else 1
-            shapes = [data.activation_shape(batch) for batch in batches]
-            groups = batches[0]["planned"].chunk_groups if training else ()
+            shapes = [batch.activation_shape for batch in batches]
+            groups = batches[0].planned.chunk_groups if training else ()
             _current = ShapeQueue(shapes, _orders(len(batches), model, chunks, groups))
-            ahead = draw_ahead if training and batches[0]["planned"].iteration != REHEARSAL else None
+            ahead = draw_ahead if training and batches[0].planned.iteration != REHEARSAL else None
             means = _mean_losses(model, batches) if training else nullcontext()
             drawn = [_drawn(batches, ahead), *(_drawn(batches) for _ in range(chunks - 1))]
             try:
@@ -200,10 +201,12 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         training = not kwargs.get("forward_only")
         longest = source.take_rehearsal() if training else None
         if longest is not None:
-            every = longest if len(longest) > 1 else longest * _taken(num_microbatches, kwargs["model"])
-            rehearse(lambda: step(every), kwargs["model"], longest[0])
+            every = longest.batches
+            if len(every) == 1:
+                every *= _taken(num_microbatches, kwargs["model"])
+            rehearse(lambda: step(every), kwargs["model"], longest)
         began = time.perf_counter()
-        batches = data.draw_step(first)
+        batches = draw_step(first)
         if training:
             timers.add("wlb-draw", time.perf_counter() - began)
             trace.begin_step()
@@ -216,7 +219,9 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
     return run
 
 
-def _drawn(batches: Sequence[Any], ahead: Callable[[int], None] | None = None) -> Iterator[Any]:
+def _drawn(
+    batches: Sequence[LoadedMicroBatch], ahead: Callable[[int], None] | None = None
+) -> Iterator[LoadedMicroBatch]:
     """The step's micro-batches. ahead: called from the second on, when the device has the one before to work at, with
     how many of the next step's are due by then."""
     for index, batch in enumerate(batches):

@@ -9,6 +9,7 @@ micro-batches can have are built (kernel_graphs.py). Gradients are cleared and a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from wlb_megatron.documents.blend import Blend
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin.plans.data import Layout, with_plan
+from wlb_megatron.plugin.plans.loaded import HeldTokens, Layout, LoadedMicroBatch, from_plan
 from wlb_megatron.plugin.plans.planning import PlannedMicroBatch, ShardSettings
 from wlb_megatron.plugin.step.kept_state import KeptState
 from wlb_megatron.plugin.step.kernel_graphs import Met, build_graphs
@@ -34,6 +35,19 @@ MOST_READ = 4096
 """Documents read for it at most, however short they are."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What runs before step 1.
+
+    batches: of one step; a single one stands for as many as the schedule takes. met: the sizes to build kernel graphs
+    for, in at most graph_seconds.
+    """
+
+    batches: tuple[LoadedMicroBatch, ...]
+    met: Met
+    graph_seconds: float
+
+
 def longest_micro_batches(
     max_tokens: int,
     window: int,
@@ -44,7 +58,7 @@ def longest_micro_batches(
     graph_seconds: float = 0.0,
     held: int = 0,
     longest: int = 0,
-) -> list[dict[str, Any]]:
+) -> Rehearsal:
     """A batch of max_tokens as documents of one window, cut per document: every rank needs all keys.
 
     The tokens are the corpus's. documents: how many a micro-batch of max_tokens may hold. graph_seconds: for building
@@ -70,11 +84,11 @@ def longest_micro_batches(
             steps=len(rows),
             chunk_groups=together,
         )
-        batch = with_plan(planned, layout) | {"graphs": (graphs, graph_seconds)}
+        batch = from_plan(planned, layout)
         if layout.reads_tokens:
-            _read(batch, plan, corpus, layout, settings.dp_rank)
+            batch = replace(batch, held=_read(plan, corpus, layout, settings.dp_rank))
         batches.append(batch)
-    return batches
+    return Rehearsal(tuple(batches), graphs, graph_seconds)
 
 
 def in_chunks(tokens: int, count: int, longest: int) -> list[tuple[Piece, ...]]:
@@ -96,13 +110,17 @@ def _of_windows(tokens: int, window: int) -> tuple[Piece, ...]:
     return tuple(Piece(0, document, 0, size) for document, size in enumerate(sizes))
 
 
-def _read(batch: dict[str, Any], plan: ShardPlan, corpus: Blend, layout: Layout, seed: int) -> None:
-    """Add tokens of the corpus, each of which predicts the next one."""
+def _read(plan: ShardPlan, corpus: Blend, layout: Layout, seed: int) -> HeldTokens:
+    """Tokens of the corpus, each of which predicts the next one."""
     index = plan.packed_index(layout.cp_rank)
     ids = torch.from_numpy(text(corpus, plan.tokens + 1, seed, layout.vocabulary))
-    batch.update(tokens=ids[index][None], labels=ids[index + 1][None], loss_mask=torch.ones(1, len(index)))
-    batch["position_ids"] = torch.from_numpy(plan.positions(layout.cp_rank))[None]
-    batch["predicted"] = float(len(index))
+    return HeldTokens(
+        tokens=ids[index][None],
+        labels=ids[index + 1][None],
+        loss_mask=torch.ones(1, len(index)),
+        position_ids=torch.from_numpy(plan.positions(layout.cp_rank))[None],
+        predicted=float(len(index)),
+    )
 
 
 def _of_a_window(window: int, settings: ShardSettings, layout: Layout) -> AttentionLayout | None:
@@ -131,11 +149,11 @@ def text(corpus: Blend, tokens: int, seed: int, vocabulary: int | None) -> np.nd
     return ids if vocabulary is None else ids.clip(0, vocabulary - 1)
 
 
-def rehearse(step: Callable[[], Any], model: Any, batch: dict[str, Any]) -> None:
+def rehearse(step: Callable[[], Any], model: Any, rehearsal: Rehearsal) -> None:
     """Build kernels, run `step` (a forward and backward of all micro-batches) and undo what it left behind."""
     chunks = model if isinstance(model, list) else [model]
     kept = KeptState(chunks)
-    build_graphs(chunks, *batch["graphs"])
+    build_graphs(chunks, rehearsal.met, rehearsal.graph_seconds)
     step()
     for chunk in chunks:
         chunk.zero_grad_buffer()

@@ -1,0 +1,154 @@
+"""What a rank holds of a micro-batch: the value that travels from the data loader to the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+
+from wlb_megatron.plan import PADDING
+from wlb_megatron.plugin.plans.planning import PlannedMicroBatch, RankGroup
+from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
+from wlb_megatron.sharding.following import following
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Parts = TypeVar("Parts", bound=DataclassInstance)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What of a micro-batch this process holds, and whether it needs its tokens.
+
+    window: earlier keys that a query of the model's windowed layers sees, None where it has no such layers.
+    stage_rank, cp_size: among the stage's data x context parallel ranks, and of Megatron's groups of them.
+    routes: the model has experts, whose routers must not count padding. follows: how many further tokens it predicts,
+    each of which asks for the next one of a document. vocabulary: rows of the embedding, which token ids must be below.
+    by_document: its routers balance each document by itself.
+    """
+
+    cp_rank: int
+    activation_divisor: int
+    hidden_size: int
+    reads_tokens: bool
+    window: int | None = None
+    stage_rank: int = 0
+    cp_size: int = 1
+    routes: bool = False
+    follows: int = 0
+    vocabulary: int | None = None
+    by_document: bool = False
+
+    def within(self, group: RankGroup | None) -> Layout:
+        """The same where another group than Megatron's context-parallel one shares the micro-batch."""
+        return self if group is None else replace(self, cp_rank=self.stage_rank - group.start)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTokens:
+    """The t tokens that this rank embeds or scores, in the order in which it holds them.
+
+    tokens, labels, position_ids: int64[1, t]. loss_mask: float32[1, t], 1 where a token predicts its label.
+    predicted: the sum of the mask.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    predicted: float
+
+    def pin_memory(self) -> HeldTokens:
+        return _pinned(self)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedMicroBatch:
+    """One micro-batch on this rank. It holds t of the micro-batch's T tokens.
+
+    layout: of the rank within the group that shares the micro-batch. attention: the rank's attention calls.
+    bounds: int64[n + 1], cumulative lengths of the n real documents that end here; one in chunks counts whole, with
+    its last chunk. held: None on a pipeline stage that neither embeds nor scores. padding_mask: bool[1, t], True where
+    a token is padding; for routers alone. document_of: int64[t], index of each token's piece; for routers that balance
+    each document. following: int32[T], where each token's next one is held, and factors: of the losses at each depth;
+    both for multi-token prediction.
+    """
+
+    planned: PlannedMicroBatch
+    layout: Layout
+    attention: AttentionLayout
+    bounds: torch.Tensor
+    held: HeldTokens | None = None
+    padding_mask: torch.Tensor | None = None
+    document_of: torch.Tensor | None = None
+    following: torch.Tensor | None = None
+    factors: tuple[float, ...] = ()
+
+    def pin_memory(self) -> LoadedMicroBatch:
+        """torch's data loader calls this with pin_memory=True; it does not look into a dataclass by itself."""
+        return _pinned(self)
+
+    @property
+    def activation_shape(self) -> tuple[int, int, int]:
+        """Shape of the hidden states that pipeline stages hand on: [tokens held, 1, hidden]."""
+        tokens = self.planned.shard.tokens_per_rank[self.layout.cp_rank]
+        return tokens // self.layout.activation_divisor, 1, self.layout.hidden_size
+
+
+def _pinned(parts: Parts) -> Parts:
+    """The same with all its tensors in pinned memory, so that copies to the GPU need not wait."""
+    found = {each.name: getattr(parts, each.name) for each in fields(parts)}
+    pinned = {name: value.pin_memory() for name, value in found.items() if hasattr(value, "pin_memory")}
+    return replace(parts, **pinned)
+
+
+def from_plan(planned: PlannedMicroBatch, layout: Layout) -> LoadedMicroBatch:
+    """All that is made from the plan alone; `held` is left out."""
+    layout, real = layout.within(planned.group), _whole_lengths(planned)
+    if planned.group is not None:
+        # Megatron sums over all ranks and divides by the context-parallel size: told by one rank, so many times.
+        real = np.tile(real, layout.cp_size) if layout.cp_rank == 0 and len(real) else np.zeros(1, np.int64)
+    padding = document_of = after = None
+    factors: tuple[float, ...] = ()
+    if layout.routes:
+        padding = torch.from_numpy(padding_mask(planned, layout.cp_rank))[None]
+    if layout.by_document:
+        rows = planned.shard.ranks[layout.cp_rank]
+        document_of = torch.from_numpy(np.repeat(rows[:, 0], rows[:, 2] - rows[:, 1]).astype(np.int64))
+    if layout.follows:
+        after = torch.from_numpy(following(planned.shard).astype(np.int32))
+        first, *further = planned.predictions
+        factors = tuple(first / count if count else 0.0 for count in further)
+    return LoadedMicroBatch(
+        planned,
+        layout,
+        attention_layout(planned.shard, layout.cp_rank, layout.window),
+        torch.from_numpy(np.concatenate(([0], np.cumsum(real))).astype(np.int64)),
+        padding_mask=padding,
+        document_of=document_of,
+        following=after,
+        factors=factors,
+    )
+
+
+def _whole_lengths(planned: PlannedMicroBatch) -> np.ndarray:
+    """int64[n]: tokens of the documents that end here, those of earlier chunks included; padding left out.
+
+    Counted so, a step's tokens and squared lengths are the documents', in however many chunks they came.
+    """
+    lengths = planned.shard.prefixes + planned.shard.lengths
+    last = len(lengths) - (planned.pieces[-1].document == PADDING)
+    ends = np.ones(last, dtype=bool)
+    if planned.shard.chunks is not None:
+        ends[planned.shard.chunks.continued] = False
+    return lengths[:last][ends]
+
+
+def padding_mask(planned: PlannedMicroBatch, rank: int) -> np.ndarray:
+    """bool[t]: which of the tokens that the rank holds are padding, in the order it holds them."""
+    last = planned.pieces[-1].document == PADDING
+    rows = planned.shard.ranks[rank]
+    return np.repeat(last & (rows[:, 0] == len(planned.pieces) - 1), rows[:, 2] - rows[:, 1])
