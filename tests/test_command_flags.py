@@ -213,7 +213,7 @@ def test_every_flag_of_reproduce_reaches_what_is_reproduced(
 
     parser = argparse.ArgumentParser()
     reproduction.add_reproduce(parser)
-    assert names(parser) - set(REPRODUCE) == {"out", "compare", "profile"}
+    assert names(parser) - set(REPRODUCE) == {"out", "profile"}
     np.save(tmp_path / "lengths.npy", np.array([3, 4]))
     asked: list[Any] = []
 
@@ -245,7 +245,6 @@ def test_every_flag_of_reproduce_reaches_what_is_reproduced(
         ("{} --balance-batches 2", "without --packing fixed-greedy or fixed-solver"),
         ("{} --release full --micro-batches-per-window 2", "changes nothing without --release balance"),
         ("reproduce --lengths-of 64", "seeded lengths"),
-        ("reproduce --compare a b --seed 3", "--seed changes nothing with --compare"),
     ],
 )
 def test_what_would_change_nothing_is_refused_in_one_line(

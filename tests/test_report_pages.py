@@ -17,7 +17,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.varlen import thresholds
 from wlb_megatron.pipeline.schedule import pipeline_events
 from wlb_megatron.report.files import as_csv, write_csv
-from wlb_megatron.report.html import comparison_page, page
+from wlb_megatron.report.html import page
 from wlb_megatron.report.reproduction import Section, as_markdown
 from wlb_megatron.report.timeline import Drawn, draw_timelines
 from wlb_megatron.report.trace import _letters, chrome_trace
@@ -112,23 +112,6 @@ def test_figures_agree_between_json_csv_and_markdown(out):
     assert len(job["heat"]) == 8 and len(job["heat"][0]) == 2  # dp x pp rows, cp columns
 
 
-def test_two_runs_are_compared_setting_by_setting(out, tmp_path, capsys):
-    first = json.loads((out / "reproduction.json").read_text())
-    second = json.loads((out / "reproduction.json").read_text())
-    second["assumptions"]["tp_exposed"] = 0.7
-    second["configurations"][0]["schemes"]["ours"]["speedup"] *= 2
-    other = tmp_path / "b.json"
-    other.write_text(json.dumps(second))
-    flags = ["--compare", str(out / "reproduction.json"), str(other), "--out", str(tmp_path / "cmp")]
-    assert main(["reproduce", *flags]) == 0
-    parsed = _parse((tmp_path / "cmp" / "comparison.html").read_text())
-    assert "2.000" in parsed.cells and "tp_exposed" in parsed.cells and "0.7" in parsed.cells
-    assert "matmul_rate" not in parsed.cells  # alike
-    second["configurations"] = second["windows"] = []
-    with pytest.raises(ValueError, match="no setting in common"):
-        comparison_page(first, second, ("a", "b"))
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -137,8 +120,6 @@ def test_two_runs_are_compared_setting_by_setting(out, tmp_path, capsys):
         (["--out", "{}/x", "--lengths", "{}/none.npy"], "cannot read lengths"),
         (["--out", "{}/x", "--matmul-rate", "0"], "--matmul-rate must be positive"),
         (["--out", "{}/file/x", "--iterations", "1"], "give another --out"),
-        (["--out", "{}/x", "--compare", "{}/file", "{}/file"], "is not a reproduction's JSON"),
-        (["--out", "{}/x", "--compare", "{}/none", "{}/file"], "cannot read"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(flags, message, tmp_path, capsys):

@@ -44,41 +44,6 @@ def reproduction_page(report: dict[str, Any], pictures: Iterable[Path]) -> str:
     return page("Balanced packing and context parallelism, simulated", summary, told, pictures)
 
 
-def comparison_page(first: dict[str, Any], second: dict[str, Any], names: tuple[str, str]) -> str:
-    """Two reproductions side by side: each figure that both have, and their ratio.
-
-    Raises ValueError where they have no setting in common.
-    """
-    told = []
-    for key in ("configurations", "windows"):
-        ours, theirs = ({row["name"]: row for row in report[key]} for report in (first, second))
-        rows = []
-        for name in ours:
-            if name not in theirs:
-                continue
-            for scheme, figures in ours[name]["schemes"].items():
-                if scheme in theirs[name]["schemes"]:
-                    a, b = figures["speedup"], theirs[name]["schemes"][scheme]["speedup"]
-                    rows.append([name, scheme, f"{a:.3f}", f"{b:.3f}", f"{b / a:.3f}"])
-        if rows:
-            told.append(
-                Section(f"Speed-up over plain 4D, {key}", ("setting", "scheme", *names, "ratio"), rows)
-            )
-    if not told:
-        raise ValueError(f"{names[0]} and {names[1]} have no setting in common: compare runs of one command")
-    assumed = [
-        r["assumptions"]
-        | {k: r[k] for k in ("kernel_table", "lengths", "iterations", "seed")}
-        | {"profile": r.get("profile")}
-        for r in (first, second)
-    ]
-    differ = [[k, str(v), str(assumed[1].get(k))] for k, v in assumed[0].items() if v != assumed[1].get(k)]
-    told.append(
-        Section("What differs in what they assume", ("figure", *names), differ or [["nothing", "", ""]])
-    )
-    return page("Two simulations compared", f"{names[0]} against {names[1]}; both simulated.", told, ())
-
-
 def page(title: str, summary: str, told: Sequence[Section], pictures: Iterable[Path]) -> str:
     """HTML text; pictures are read and become part of it."""
     parts = [

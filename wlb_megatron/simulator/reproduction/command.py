@@ -75,7 +75,7 @@ def add_reproduce(parser: argparse.ArgumentParser) -> None:
         "this project does it, the paper's figures beside them. Writes JSON, CSV, Markdown, PNG and one HTML page."
     )
     add = parser.add_argument
-    add("--out", metavar="DIR", help="folder for what is written (needed, unless --compare)")
+    add("--out", metavar="DIR", help="folder for what is written (needed)")
     add(
         "--lengths",
         help="tokens of each document: a .npy of integers or an .idx (default: seeded, long-tailed)",
@@ -99,12 +99,6 @@ def add_reproduce(parser: argparse.ArgumentParser) -> None:
         help="micro-batches of ours for each window: auto, or a number from 1 (default: auto)",
     )
     add("--no-large-job", action="store_true", help="leave out the job of 8,192 GPUs")
-    add(
-        "--compare",
-        nargs=2,
-        metavar="JSON",
-        help="only compare two runs' reproduction.json, as HTML in --out",
-    )
     add_assumptions(parser, REPRODUCED)
     parser.set_defaults(run=run_reproduce)
 
@@ -114,9 +108,6 @@ def run_reproduce(args: argparse.Namespace) -> None:
         raise WlbError("reproduce writes files: give --out DIR")
     _need("matplotlib")
     _refuse_idle(args)
-    if args.compare is not None:
-        _compare(Path(args.out), [Path(path) for path in args.compare])
-        return
     read_per_window(args.micro_batches_per_window)
     assumptions, measured, profile = read_assumptions(args)
     inputs = Inputs(
@@ -145,18 +136,15 @@ def run_reproduce(args: argparse.Namespace) -> None:
 
 
 def _refuse_idle(args: argparse.Namespace) -> None:
-    """WlbError for a flag that the others leave without effect."""
+    """WlbError for --lengths-of where it would have no effect."""
     plain = argparse.ArgumentParser()
     add_reproduce(plain)
-    changed = [name for name, default in vars(plain.parse_args([])).items() if getattr(args, name) != default]
-    if args.compare is not None:
-        idle, why = [name for name in changed if name not in ("out", "compare", "run")], "--compare"
-    else:
-        fixed = args.lengths is None and not args.no_stretch
-        idle = ["lengths_of"] if fixed and "lengths_of" in changed else []
-        why = "seeded lengths, which are made for each window; give --lengths, or --no-stretch"
-    if idle:
-        raise WlbError(f"--{idle[0].replace('_', '-')} changes nothing with {why}; or leave it out")
+    given = args.lengths_of != plain.get_default("lengths_of")
+    if given and args.lengths is None and not args.no_stretch:
+        raise WlbError(
+            "--lengths-of changes nothing with seeded lengths, which are made for each window; give --lengths, or "
+            "--no-stretch; or leave it out"
+        )
 
 
 def _write(report: dict[str, Any], folder: Path) -> None:
@@ -182,28 +170,6 @@ def _show(report: dict[str, Any]) -> None:
         print_table(title, header, rows)
         if note:
             print(note + "\n")
-
-
-def _compare(out: Path, paths: list[Path]) -> None:
-    from wlb_megatron.report.html import comparison_page
-
-    reports = []
-    for path in paths:
-        try:
-            report = json.loads(path.read_text(encoding="utf-8"))
-            if not report["simulated"]:
-                raise ValueError
-        except OSError as error:
-            raise WlbError(f"cannot read {path}: {error.strerror}; give a reproduction.json") from None
-        except (ValueError, KeyError, TypeError):
-            raise WlbError(
-                f"{path} is not a reproduction's JSON; give the file that reproduce wrote"
-            ) from None
-        reports.append(report)
-    with explain_bad_values(), whole_folder(out) as folder:
-        text = comparison_page(reports[0], reports[1], (str(paths[0]), str(paths[1])))
-        (folder / "comparison.html").write_text(text, encoding="utf-8")
-    print(f"written to {out / 'comparison.html'}")
 
 
 def _need(module: str) -> None:
