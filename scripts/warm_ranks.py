@@ -232,7 +232,7 @@ def _forget() -> None:
     from megatron.training import training
 
     from wlb_megatron.plugin import entry
-    from wlb_megatron.plugin.logs import drift, metrics, trace
+    from wlb_megatron.plugin.logs import drift, metrics, reporting, trace
     from wlb_megatron.plugin.plans import checkpoint, iterators
     from wlb_megatron.plugin.ranks import groups
 
@@ -242,7 +242,8 @@ def _forget() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     entry._sources, entry._validated = None, False
-    metrics._pending, metrics._drift, metrics._log_failed = None, drift.Drift(), False
+    metrics._pending, metrics._drift = None, drift.Drift()
+    reporting._warned.clear()
     checkpoint._loaded = trace._recorder = None
     groups._groups.clear()
     gc.collect()

@@ -19,7 +19,7 @@ from wlb_megatron.sharding.chunks import CachedKeys, Kept, Taken
 
 @dataclass(frozen=True)
 class DeviceCall:
-    """sharding.varlen_call.AttentionCall with int32 tensors, and its mask.
+    """sharding.calls.varlen_call.AttentionCall with int32 tensors, and its mask.
 
     causal: queries are the last of their sequence's keys, and none sees a later one. window: keys before itself that
     a query sees, None for all. q_rows, kv_rows: of all sequences; the buffers that the call is given may have more
@@ -57,7 +57,7 @@ class Bags:
 
 @dataclass(frozen=True)
 class DeviceExchange:
-    """sharding.exchange.ExchangePlan with int32 tensors, and its inverse for the way back.
+    """sharding.calls.exchange.ExchangePlan with int32 tensors, and its inverse for the way back.
 
     unplace: arriving row j is buffer row unplace[j]. returns: of local rows, the rows that come back; then of the rows
     of each of DeviceCache.takes.
@@ -84,7 +84,7 @@ class DeviceCache:
 
 @dataclass(frozen=True)
 class DeviceWindow:
-    """sharding.window_call.WindowLayout on a device. exchange: None where the keys are the rank's own, in order."""
+    """sharding.calls.window_call.WindowLayout on a device. exchange: None where the keys are its own, in order."""
 
     call: DeviceCall
     exchange: DeviceExchange | None
@@ -93,7 +93,7 @@ class DeviceWindow:
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """sharding.attention_calls.AttentionLayout on a device.
+    """sharding.calls.attention_calls.AttentionLayout on a device.
 
     positions: int32[t]. queries: of local rows, the query rows of the rectangles. exchange: None where no rank
     needs earlier keys. window: for windowed layers. single: for the others, where one call serves them instead.

@@ -65,7 +65,7 @@ def cut_plans(
 
 def orders_of(plans: Sequence[IterationPlan], *, in_step: bool = False) -> list[list[tuple[int, ...] | None]]:
     """Group sizes [iteration][data-parallel rank]; None where no document is in chunks. in_step: all ranks run the
-    same order (packing.chunk_limits)."""
+    same order (packing.chunks.chunk_limits)."""
     found: list[list[tuple[int, ...] | None]] = []
     for plan in plans:
         sizes = [groups([one.pieces for one in column]) for column in zip(*plan.micro_batches, strict=True)]

@@ -51,7 +51,7 @@ class PlannedMicroBatch:
     """One item of the sampler. `pieces` and `shard` include the padding piece, if there is one.
 
     group: who shares it; None: Megatron's context-parallel group. predictions: of the whole iteration, see
-    packing.predictions; empty where nothing asks for them. steps: micro-batches of the iteration on every rank, which
+    documents.predictions; empty where nothing asks for them. steps: micro-batches of the iteration on every rank, which
     need not be as many as Megatron counts. chunk_groups: sizes of the groups that this rank's micro-batches form
     (pipeline/groups.py); empty where no document is in chunks.
     """

@@ -24,7 +24,7 @@ class Closing(Exception):
 
 
 class SharedSolver:
-    """packing.solver.solve, asked on all ranks for the same cases in the same order."""
+    """packing.fixed.solver.solve, asked on all ranks for the same cases in the same order."""
 
     def __init__(self, board: Board, closing: Callable[[], bool]) -> None:
         self._board, self._closing = board, closing
