@@ -175,25 +175,20 @@ def test_rank_0_s_failure_to_plan_reaches_the_others_who_would_wait_for_it(
 ) -> None:
     """They draw the next step's micro-batches in the middle of one, in whose collectives rank 0 waits for them."""
     from wlb_megatron.plugin.ranks import dynamic as module
-    from wlb_megatron.plugin.ranks import shared_solver
     from wlb_megatron.plugin.ranks.board import Board
     from wlb_megatron.plugin.ranks.signing import Signer
 
     def fails(*_: object) -> Outcome:
         raise MemoryError("no plan")
 
-    notes, answers = (Board.__new__(Board) for _ in range(2))
-    notes._store, answers._store = dist.HashStore(), dist.HashStore()
-    notes._signer = answers._signer = Signer(b"secret")
+    notes = Board.__new__(Board)
+    notes._store, notes._signer = dist.HashStore(), Signer(b"secret")
     cost = group_cost(h100(), 300.0, STAGE.sizes)
     settings = module.DynamicSettings(cost.sizes, cost.tables, fails, 0, lambda: False, notes)
-    monkeypatch.setattr(shared_solver, "solve", fails)
     for rank, error, says in ((0, MemoryError, "no plan"), (1, RuntimeError, "rank 0 could not make a plan")):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         with pytest.raises(error, match=says):
             module.agree(7, [], None, settings)  # type: ignore[arg-type]
-        with pytest.raises(error, match=says):
-            shared_solver.SharedSolver(answers, lambda: False)()
 
 
 def test_a_group_s_documents_are_counted_once_for_the_flops() -> None:

@@ -240,5 +240,5 @@ def test_a_process_plans_large_iterations_of_packers_that_plan_alone(tmp_path: P
     assert in_a_process(planner, WlbConfig(), mean_length=2.0)
     assert not in_a_process(planner, WlbConfig(plan_process="never"), mean_length=2.0)
     assert in_a_process(planner, WlbConfig(plan_process="always"), mean_length=200.0)
-    for other in ({"cp_mode": "dynamic"}, {"packing": "fixed-solver"}, {"balance_batches": 2}):
+    for other in ({"cp_mode": "dynamic"}, {"balance_batches": 2}):
         assert not in_a_process(planner, WlbConfig(**other), mean_length=2.0)  # type: ignore[arg-type]

@@ -25,7 +25,8 @@ class WlbConfig:
     packing: str = _setting(
         "varlen",
         "how documents become micro-batches: original (arrival order, windows of --seq-length), fixed-greedy "
-        "(balanced windows), fixed-solver (the same by an exact solver), varlen (variable length with delay)",
+        "(balanced windows), fixed-solver (the same by an exact solver, in planning commands alone), varlen (of "
+        "variable length)",
         choices=PACKINGS,
     )
     sharding: str = _setting(
@@ -79,7 +80,7 @@ class WlbConfig:
     )
     balance_batches: int = _setting(
         1,
-        "fixed-greedy and fixed-solver balance over this many global batches (iterations)",
+        "fixed-greedy (and fixed-solver) balance over this many global batches (iterations)",
         type=int,
         within=(1, COUNT),
     )
@@ -91,7 +92,7 @@ class WlbConfig:
     )
     solver_seconds: float = _setting(
         1.0,
-        "time limit for one plan of fixed-solver, or of dynamic groups (seconds)",
+        "time limit for one plan of dynamic groups, or of fixed-solver (seconds)",
         type=float,
         within=(1e-3, SECONDS),
     )

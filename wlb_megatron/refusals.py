@@ -79,6 +79,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "--moe-router-enable-expert-bias, or use --wlb-cp-mode fixed",
     ),
     Refusal(
+        lambda a, c: c.packing == "fixed-solver",
+        "--wlb-packing fixed-solver",
+        "the planning commands compare with it, but it balances less than varlen and plans for up to a second an "
+        "iteration; train with varlen, or with fixed-greedy for windows of one length",
+    ),
+    Refusal(
         lambda a, c: (
             c.micro_batches_per_window not in ("auto", "1")
             and (c.cp_mode == "dynamic" or c.release == "full")
@@ -182,13 +188,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "--ddp-average-in-collective",
     ),
     Refusal(
-        lambda a, c: (
-            c.plan_process == "always"
-            and (c.cp_mode == "dynamic" or c.packing == "fixed-solver" or c.balance_batches > 1)
-        ),
+        lambda a, c: c.plan_process == "always" and (c.cp_mode == "dynamic" or c.balance_batches > 1),
         "--wlb-plan-process always",
-        "--wlb-cp-mode dynamic, --wlb-packing fixed-solver and --wlb-balance-batches above 1 plan in a thread; use "
-        "auto",
+        "--wlb-cp-mode dynamic and --wlb-balance-batches above 1 plan in a thread; use auto",
     ),
     Refusal(lambda a, c: _get(a, "sft"), "--sft", "only pre-training documents can be packed; drop it"),
     Refusal(lambda a, c: _get(a, "fim_data"), "--fim-data", "fill-in-the-middle rewrites documents; drop it"),

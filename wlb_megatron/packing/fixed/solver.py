@@ -1,4 +1,4 @@
-"""Fixed windows balanced by an exact solver (CP-SAT): the yardstick for greedy packing, and for tests."""
+"""Fixed windows balanced by an exact solver (CP-SAT): what other packers are measured against, not for training."""
 
 from __future__ import annotations
 
@@ -105,7 +105,6 @@ class FixedSolverPacker(FixedGreedyPacker):
         if config.solver_seconds <= 0:
             raise WlbError(f"solver_seconds must be positive, got {config.solver_seconds}")
         self._seconds = config.solver_seconds
-        self.solve = solve  # a run of many ranks has one of them ask it
         self.gap: float | None = None
 
     def _fill(
@@ -118,7 +117,7 @@ class FixedSolverPacker(FixedGreedyPacker):
         long = [items[i] for i in by_length[: LONG_PER_WINDOW * windows]]
         short = [items[i] for i in by_length[LONG_PER_WINDOW * windows :]]
         where = {item.piece: at for at, window in enumerate(greedy) for item in window}
-        solution = self.solve(
+        solution = solve(
             [price([item.piece], self._cost) // UNITS_PER_TOKEN for item in long],
             [item.piece.tokens for item in long],
             bins=windows,

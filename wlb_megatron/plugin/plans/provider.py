@@ -37,7 +37,6 @@ from wlb_megatron.plugin.plans.resume import remember, restore
 from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.plugin.ranks.board import common_store
 from wlb_megatron.plugin.ranks.dynamic import training_plans
-from wlb_megatron.plugin.ranks.shared_solver import share_solver
 from wlb_megatron.plugin.step.rehearsal import longest_micro_batches
 from wlb_megatron.plugin.trials.megatron_trial import try_megatron
 from wlb_megatron.sharding.alignment import padding
@@ -130,7 +129,6 @@ def _training(source: Source, args: Any, agreement: PlanAgreement) -> MicroBatch
     ahead = PlanAhead(make, PLANS_AHEAD)
     if source.config.cp_mode == "dynamic":
         atexit.register(ahead.close)
-    share_solver(source.planner.packer, ahead)
     sampler = MicroBatchSampler(ahead, partial(agreement.see, dp_rank=settings.dp_rank))
     latest: int | None = None
 
