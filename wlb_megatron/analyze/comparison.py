@@ -16,6 +16,7 @@ from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.job import arrival_order
+from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.simulator.job import DEFAULT_GIB, Job, Run
@@ -137,16 +138,16 @@ def analyze(
         settings = job.cost(run.config), layout, job.longest(run.config), orders
         return measure(run.plans, run.shards, run.timed, *settings)
 
-    capacity = after.planner.packer.max_tokens
+    packer = after.planner.packer
     memory = job.memory(DEFAULT_GIB if job.gib is None else job.gib)
-    chunked = isinstance(after.planner.packer, ChunkPacker)
+    chunked = isinstance(packer, ChunkPacker)
     return Analysis(
         lengths=lengths,
         config=config,
         layout=layout,
         job=job,
-        capacity=capacity,
-        thresholds=list(after.planner.packer.state()["settings"].get("thresholds", [])),
+        capacity=packer.max_tokens,
+        thresholds=list(packer.thresholds) if isinstance(packer, VarlenPacker) else [],
         before=measured(before),
         after=measured(after),
         said=after.said,
