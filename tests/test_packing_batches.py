@@ -21,10 +21,16 @@ from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule, linear_ramp
 from wlb_megatron.packing.packer import Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan
-from wlb_megatron.plugin.flags.batch_sizes import batch_schedule, evaluated, misfit, ramp_as_steps
+from wlb_megatron.plugin.flags.batch_sizes import BatchSizes, misfit
+from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
 from wlb_megatron.workload.cost_model import CostModel
 
 LENGTHS = [3, 9, 1, 14, 2, 2, 16, 5, 7, 1, 12, 4, 4, 8, 16, 3]
+
+
+def flags_give(**given: Any) -> BatchSizes:
+    """Sizes of Megatron's arguments `given`, of which it has set these itself."""
+    return BatchSizes.of(argparse.Namespace(**{"global_batch_size": 4, "seq_length": 64} | given))
 
 
 def old_ramp(consumed: int, start: int, increment: int, samples: int, size: int) -> int:
@@ -57,9 +63,8 @@ def test_a_step_schedule_has_the_sizes_of_megatrons_calculator(sizes: list[int],
         f"{at * window + data.draw(st.integers(0, 15)) * (at > 0)}:{size}"
         for at, size in zip(accumulate(gaps, initial=0), sorted(sizes), strict=True)
     )
-    args = argparse.Namespace(step_batch_size_schedule=text, seq_length=window)
     schedule, theirs = (
-        batch_schedule(args),
+        flags_give(step_batch_size_schedule=text, seq_length=window).schedule,
         StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, text, window),
     )
     consumed = 0
@@ -76,17 +81,10 @@ def test_an_interleaved_schedule_takes_what_megatrons_own_check_takes() -> None:
     """The rule of forward_backward_pipelining_with_interleaving, by its text: PP <= group <= micro-batches, and no
     last group of less than PP."""
 
-    def refused(
-        micro_batches: int, group: int | None, chunks: int | None = 2, planned: bool = False
-    ) -> str | None:
+    def refused(micro_batches: int, group: int | None, chunks: int = 2, planned: bool = False) -> str | None:
         return misfit(
             3 * micro_batches,
-            argparse.Namespace(
-                data_parallel_size=3,
-                pipeline_model_parallel_size=2,
-                virtual_pipeline_model_parallel_size=chunks,
-                microbatch_group_size_per_vp_stage=group,
-            ),
+            ParallelSizes(data=3, pipeline=2, virtual=chunks, group=group),
             planned=planned,
         )
 
@@ -103,7 +101,7 @@ def test_an_interleaved_schedule_takes_what_megatrons_own_check_takes() -> None:
         5: [5, 7, 8, 9, 10, 12],
     }
     assert "3 micro-batches" in str(refused(3, None)) and "12 would do" in str(refused(3, None))
-    assert refused(3, None, chunks=None) is None
+    assert refused(3, None, chunks=1) is None
     # Where the plan makes a multiple of the group of them, any number of windows is one.
     assert refused(3, None, planned=True) is None and "below the 2" in str(refused(3, 1, planned=True))
     law = Ranks(pp=2, vpp=2, group=3).law(CostModel(8.0))
@@ -117,26 +115,28 @@ def test_batches_are_decreased_as_megatrons_calculator_decreases_them() -> None:
 
     for size, ranks in ((4, 3), (6, 3), (7, 4), (3, 3)):
         theirs = ConstantNumMicroBatchesCalculator(size, 1, ranks, True, 1)
-        args = argparse.Namespace(
-            global_batch_size=size, data_parallel_size=ranks, decrease_batch_size_if_needed=True
-        )
-        assert batch_schedule(args).steps == ((0, theirs.get_current_running_global_batch_size()),)
-        assert evaluated(args) == ranks * theirs.get()
+        given = {"data_parallel_size": ranks, "decrease_batch_size_if_needed": True}
+        sizes = flags_give(global_batch_size=size, **given)
+        assert sizes.schedule.steps == ((0, theirs.get_current_running_global_batch_size()),)
+        assert sizes.evaluated == ranks * theirs.get()
     assert linear_ramp(4, 1, 30, 7).rounded(2).steps == ((0, 4), (20, 6))
     with pytest.raises(ValueError, match="a global batch of 2 cannot be decreased to a multiple of 3"):
-        batch_schedule(argparse.Namespace(**{**vars(args), "global_batch_size": 2}))
+        flags_give(global_batch_size=2, **given)
     with pytest.raises(ValueError, match="give sizes that the data-parallel size divides"):
-        batch_schedule(argparse.Namespace(**{**vars(args), "step_batch_size_schedule": "0:4"}))
+        flags_give(global_batch_size=3, **given, step_batch_size_schedule="0:4")
+    with pytest.raises(ValueError, match="give sizes that the data-parallel size divides"):
+        flags_give(
+            global_batch_size=3, **given, step_batch_size_schedule=None, rampup_batch_size=["3", "3", "9"]
+        )
 
 
 def test_a_ramp_that_megatron_would_ignore_becomes_its_step_schedule() -> None:
-    args = argparse.Namespace(
-        step_batch_size_schedule=None, rampup_batch_size=["2", "2", "100"], global_batch_size=6, seq_length=64
-    )
-    text = ramp_as_steps(args)
+    given = {"rampup_batch_size": ["2", "2", "100"], "global_batch_size": 6, "seq_length": 64}
+    text = flags_give(step_batch_size_schedule=None, **given).ramp_as_steps()
     assert text == "0:2 3200:4 6400:6"
-    args.step_batch_size_schedule = text
-    assert batch_schedule(args).steps == ((0, 2), (50, 4), (100, 6)) and ramp_as_steps(args) is None
+    sizes = flags_give(step_batch_size_schedule=text, **given)
+    assert sizes.schedule.steps == ((0, 2), (50, 4), (100, 6)) and sizes.ramp_as_steps() is None
+    assert flags_give(**given).ramp_as_steps() is None, "a Megatron that trains by it"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_ramp_that_megatron_would_ignore_becomes_its_step_schedule() -> None:
 )
 def test_a_schedule_that_cannot_train_is_refused(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        batch_schedule(argparse.Namespace(step_batch_size_schedule=text, seq_length=64))
+        flags_give(step_batch_size_schedule=text, seq_length=64)
     with pytest.raises(ValueError, match="does not lead to --global-batch-size 5"):
         linear_ramp(2, 2, 100, 5)
 
@@ -261,14 +261,11 @@ def test_a_schedule_counts_in_micro_batches_of_several_windows() -> None:
 
 
 def test_a_batch_is_a_multiple_of_ranks_and_of_a_micro_batchs_windows() -> None:
-    args = argparse.Namespace(
-        data_parallel_size=2,
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=2,
-        micro_batch_size=3,
-        eval_micro_batch_size=1,
-    )
-    assert "data-parallel size 2 x 3 windows of a micro-batch" in str(misfit(8, args))
-    assert misfit(12, args) is None
-    assert "18 would do" not in str(misfit(18, args)) and "24 would do" in str(misfit(18, args))
-    assert misfit(8, args, evaluation=True) is None
+    layout = ParallelSizes(data=2, pipeline=2, virtual=2)
+    assert "data-parallel size 2 x 3 windows of a micro-batch" in str(misfit(8, layout, 3))
+    assert misfit(12, layout, 3) is None
+    assert "18 would do" not in str(misfit(18, layout, 3)) and "24 would do" in str(misfit(18, layout, 3))
+    assert misfit(8, layout, 1) is None
+    sizes = flags_give(micro_batch_size=3, eval_micro_batch_size=1, seq_length=64)
+    assert (sizes.joined_window, sizes.evaluated_window) == (192, 64)
+    assert flags_give(micro_batch_size=3).evaluated_each == 3

@@ -34,6 +34,7 @@ def arguments(**changed: Any) -> argparse.Namespace:
         "vocab_size": 257, "swiglu": True, "untie_embeddings_and_output_weights": True, "hidden_dropout": 0.0,
         "bf16": True, "fp16": False, "tensor_model_parallel_size": 1, "context_parallel_size": 1,
         "pipeline_model_parallel_size": 1, "data_parallel_size": 1, "global_batch_size": 4,
+        "virtual_pipeline_model_parallel_size": None,
         "sequence_parallel": False, "use_distributed_optimizer": True, "recompute_granularity": None,
         "recompute_num_layers": None, "recompute_method": None, "wlb_regather_keys": False,
         "moe_router_load_balancing_type": "aux_loss", "expert_model_parallel_size": 1,

@@ -18,6 +18,7 @@ from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
+from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
 from wlb_megatron.plugin.plans import checkpoint, resume
 from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.refusals import Refused
@@ -35,9 +36,6 @@ def megatron(iteration: int) -> argparse.Namespace:
         iteration=iteration,
         wlb_off=False,
         consumed_train_samples=4 * iteration,
-        data_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        virtual_pipeline_model_parallel_size=None,
     )
 
 
@@ -47,6 +45,11 @@ def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(checkpoint, "_computed", None)
     monkeypatch.setattr(checkpoint, "_kept", None)
     yield
+
+
+def restored(into: Source, args: argparse.Namespace) -> list[str]:
+    at = resume.LoadedAt(args.iteration, args.consumed_train_samples)
+    return resume.restore(into, at, ParallelSizes(), getattr(args, "micro_batch_size", 1))
 
 
 def save(args: argparse.Namespace) -> argparse.Namespace:
@@ -108,7 +111,7 @@ def test_a_state_continues_where_it_was_saved_and_counts_its_tokens() -> None:
     resume.remember(first, first.planner.snapshot())
     load(save(args))
     again = source()
-    resume.restore(again, megatron(3))
+    restored(again, megatron(3))
     assert again.planner.trained == first.planner.trained
     assert again.planner.next_iteration() == first.planner.next_iteration()
 
@@ -119,22 +122,22 @@ def test_a_state_of_another_iteration_than_the_checkpoint_is_refused() -> None:
     resume.remember(first, first.planner.snapshot())
     load(save(args))
     with pytest.raises(Refused, match="has trained 4 samples, the checkpoint of iteration 2 8"):
-        resume.restore(source(), megatron(2))
+        restored(source(), megatron(2))
 
 
 def test_a_checkpoint_without_a_state_needs_to_be_told_to_begin_anew() -> None:
     load(argparse.Namespace())
     with pytest.raises(Refused, match=r"iteration 3 holds no packing state.*--wlb-fresh-order"):
-        resume.restore(source(), megatron(3))
+        restored(source(), megatron(3))
     anew = source(fresh_order=True)
-    resume.restore(anew, megatron(3))
+    restored(anew, megatron(3))
     assert anew.planner.samples == 12
     assert anew.planner.trained == 12 * 16  # windows of 16 tokens
     unread = source()
-    resume.restore(unread, megatron(0))  # --finetune: a new run
+    restored(unread, megatron(0))  # --finetune: a new run
     assert unread.planner.samples == 0
     with pytest.raises(Refused, match="refuses --wlb-fresh-order: training begins at iteration 0"):
-        resume.restore(source(fresh_order=True), megatron(0))
+        restored(source(fresh_order=True), megatron(0))
 
 
 def documents(*, fresh: bool = False, cost: float = 0.0, **changed: Any) -> Source:
@@ -181,11 +184,11 @@ def test_what_changed_is_refused_with_the_flag_that_takes_it_up_and_taken_up_wit
     args.consumed_train_samples = 8
     before = loaded_after(4, documents(), args)
     with pytest.raises(Refused) as refused:
-        resume.restore(documents(**CHANGES[words]), args)
+        restored(documents(**CHANGES[words]), args)
     (line,) = str(refused.value).splitlines()
     assert words in line and "or add --wlb-fresh-order: documents that wait train first" in line
     now = documents(fresh=True, **CHANGES[words])
-    said = resume.restore(now, args)
+    said = restored(now, args)
     assert said[0].startswith("takes up the document order at sample 8: ") and words in said[0]
     assert (now.planner.samples, now.planner.trained) == (8, before.planner.trained)
     waiting = before.planner.packer.waiting
@@ -211,17 +214,17 @@ def test_a_run_that_has_taken_up_an_order_goes_on_with_it_when_it_is_queued_agai
     args.consumed_train_samples = 8
     loaded_after(4, documents(), args)
     changed = documents(fresh=True, packing="original")
-    resume.restore(changed, args)
+    restored(changed, args)
     loaded_after(2, changed, args)
     args.iteration, args.consumed_train_samples = 6, 12
     again = documents(fresh=True, packing="original")
-    assert resume.restore(again, args) == [
+    assert restored(again, args) == [
         "the document order taken up at sample 8 goes on: --wlb-fresh-order is done"
     ]
     for _ in range(5):
         assert again.planner.next_iteration() == changed.planner.next_iteration()
     other = documents(fresh=True, packing="original", max_documents=7)  # a second change is taken up, too
-    assert "max_documents was 4096, is 7" in resume.restore(other, args)[0]
+    assert "max_documents was 4096, is 7" in restored(other, args)[0]
     assert other.planner.began == 12
 
 
@@ -235,18 +238,18 @@ def test_windows_of_a_micro_batch_are_counted_as_megatrons_samples(trained: int)
     before = loaded_after(4, before, args)
     args.micro_batch_size = 2
     with pytest.raises(Refused, match="keep --seq-length and --micro-batch-size"):
-        resume.restore(documents(each=2), args)
+        restored(documents(each=2), args)
     now = documents(each=2, fresh=True)
-    resume.restore(now, args)
+    restored(now, args)
     assert (now.planner.samples, now.planner.trained) == (4, before.planner.trained)
     loaded_after(3, now, args)
     args.iteration, args.consumed_train_samples = 7, trained + 3 * 2
     again = documents(each=2)
-    assert resume.restore(again, args) == []
+    assert restored(again, args) == []
     assert again.planner.next_iteration() == now.planner.next_iteration()
     args.consumed_train_samples += 2
     with pytest.raises(Refused, match=r"has trained 14 samples, the checkpoint of iteration 7 1[67]"):
-        resume.restore(documents(each=2), args)
+        restored(documents(each=2), args)
 
 
 def test_the_flag_alone_begins_an_epoch_of_every_corpus() -> None:
@@ -254,7 +257,7 @@ def test_the_flag_alone_begins_an_epoch_of_every_corpus() -> None:
     args.consumed_train_samples = 8
     before = loaded_after(4, documents(), args)
     now = documents(fresh=True)
-    said = resume.restore(now, args)
+    said = restored(now, args)
     assert said[:2] == ["takes up the document order at sample 8: as --wlb-fresh-order asks", said[1]]
     assert said[1] == "corpora: 1 begin an epoch"
     waiting = before.planner.packer.waiting
@@ -271,9 +274,9 @@ def test_a_state_that_cannot_be_read_is_said_to_be_and_all_begins(damage: dict[s
     state = {"settings": resume._settings_of(before), "planner": before.planner.state() | damage}
     load(argparse.Namespace(wlb_state=json.dumps(state)))
     with pytest.raises(Refused, match="--wlb-fresh-order"):
-        resume.restore(documents(), args)
+        restored(documents(), args)
     now = documents(fresh=True)
-    assert "cannot be read" in resume.restore(now, args)[1]
+    assert "cannot be read" in restored(now, args)[1]
     assert now.planner.next_iteration().arrived == documents().planner.next_iteration().arrived  # type: ignore[union-attr]
 
 

@@ -14,15 +14,10 @@ from typing import Any
 
 from wlb_megatron.arguments import PREFIX, add_arguments, config_from_args, name_flag
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.plugin.flags.batch_sizes import (
-    batch_schedule,
-    evaluated,
-    misfit,
-    plan_decides,
-    ramp_as_steps,
-)
+from wlb_megatron.plugin.flags.batch_sizes import BatchSizes, misfit, plan_decides
 from wlb_megatron.plugin.flags.limits import fit_to_memory
 from wlb_megatron.plugin.flags.model_shape import token_alignment, window_misfit
+from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
 from wlb_megatron.plugin.flags.telling import checked
 from wlb_megatron.plugin.logs.reporting import check_outputs
 from wlb_megatron.plugin.model.kernels import kernels_of
@@ -203,7 +198,7 @@ def _take_over(args: Any) -> None:
         check_outputs(config)
         try_transformer_engine(args)
         kernels_of(args)
-        if (steps := ramp_as_steps(args)) is not None:
+        if (steps := BatchSizes.of(args).ramp_as_steps()) is not None:
             _set(
                 args,
                 "step_batch_size_schedule",
@@ -243,13 +238,15 @@ def _refuse_misfits(args: Any, config: WlbConfig) -> None:
     """
     if wrong := window_misfit(args):
         raise Refused(f"wlb_megatron refuses --seq-length: {wrong}")
-    trained, tested = batch_schedule(args).largest, evaluated(args)
-    stepped = getattr(args, "step_batch_size_schedule", None) is not None
-    if wrong := misfit(trained, args, planned=plan_decides(config)):
-        flag = "--step-batch-size-schedule" if stepped else "--global-batch-size"
+    batches, sizes = BatchSizes.of(args), ParallelSizes.of(args)
+    trained, evaluated = batches.schedule.largest, batches.evaluated
+    if wrong := misfit(trained, sizes, batches.each, planned=plan_decides(config)):
+        flag = "--step-batch-size-schedule" if batches.stepped else "--global-batch-size"
         raise Refused(f"wlb_megatron refuses {flag}: {wrong}")
     if args.eval_iters and (
-        wrong := misfit(*(tested, args), planned=plan_decides(config, evaluation=True), evaluation=True)
+        wrong := misfit(
+            *(evaluated, sizes, batches.evaluated_each), planned=plan_decides(config, evaluation=True)
+        )
     ):
         raise Refused(f"wlb_megatron refuses --eval-global-batch-size: {wrong}")
 

@@ -1,48 +1,91 @@
-"""Growing global batches as Megatron's flags give them: --step-batch-size-schedule and --rampup-batch-size."""
+"""Sizes of batches as Megatron's flags give them, also of growing ones."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule, linear_ramp
+from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
 
 
-def windows_each(args: Any, *, evaluation: bool = False) -> int:
-    """Windows (Megatron's samples) of a micro-batch in the mean: --micro-batch-size, or its like for evaluation."""
-    trained = getattr(args, "micro_batch_size", None) or 1
-    return int((getattr(args, "eval_micro_batch_size", None) if evaluation else None) or trained)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """Sizes in windows, Megatron's samples.
+
+    window: tokens, --seq-length. schedule: of a global batch over all ranks, by consumed samples. evaluated: of an
+    evaluation iteration over all ranks. each, evaluated_each: of a micro-batch in the mean, in training and in
+    evaluation. stepped: --step-batch-size-schedule gives the sizes. ramp_ignored: this Megatron parses
+    --rampup-batch-size but does not train by it.
+    """
+
+    window: int
+    schedule: BatchSchedule
+    evaluated: int
+    each: int = 1
+    evaluated_each: int = 1
+    stepped: bool = False
+    ramp_ignored: bool = False
+
+    @classmethod
+    def of(cls, args: Any) -> BatchSizes:
+        """args: Megatron's validated arguments. WlbError if the flags do not fit together."""
+        each = int(getattr(args, "micro_batch_size", None) or 1)
+        evaluated_each = int(getattr(args, "eval_micro_batch_size", None) or each)
+        # Before 0.18 Megatron evaluates in training's batches.
+        evaluated = int(getattr(args, "eval_global_batch_size", None) or args.global_batch_size)
+        if _decreased(args):
+            evaluated -= evaluated % (args.data_parallel_size * evaluated_each)
+        return cls(
+            window=args.seq_length,
+            schedule=_schedule(args, each),
+            evaluated=evaluated,
+            each=each,
+            evaluated_each=evaluated_each,
+            stepped=getattr(args, "step_batch_size_schedule", None) is not None,
+            ramp_ignored=_ramp_ignored(args),
+        )
+
+    @property
+    def joined_window(self) -> int:
+        """Tokens of a micro-batch in the mean."""
+        return self.window * self.each
+
+    @property
+    def evaluated_window(self) -> int:
+        """The same in evaluation."""
+        return self.window * self.evaluated_each
+
+    def ramp_as_steps(self) -> str | None:
+        """A ramp that Megatron ignores as --step-batch-size-schedule (in tokens, as Megatron reads it); else None."""
+        if not self.ramp_ignored:
+            return None
+        return " ".join(f"{at * self.window}:{size}" for at, size in self.schedule.steps)
 
 
-def joined_window(args: Any, *, evaluation: bool = False) -> int:
-    """Tokens of a micro-batch in the mean."""
-    return int(args.seq_length) * windows_each(args, evaluation=evaluation)
-
-
-def batch_schedule(args: Any) -> BatchSchedule:
-    """Windows of a global batch, over all ranks, by consumed samples. WlbError if the flags do not fit."""
+def _schedule(args: Any, each: int) -> BatchSchedule:
     text, decreased = getattr(args, "step_batch_size_schedule", None), _decreased(args)
+    if decreased and (text is not None or _ramp_ignored(args)):
+        raise WlbError(
+            "--decrease-batch-size-if-needed does not go with batches that grow by --step-batch-size-schedule, as "
+            "which Megatron trains --rampup-batch-size, too: give sizes that the data-parallel size divides"
+        )
     if text is not None:
-        if decreased:
-            raise WlbError(
-                "--decrease-batch-size-if-needed does not go with batches that grow by --step-batch-size-schedule, as "
-                "which Megatron trains --rampup-batch-size, too: give sizes that the data-parallel size divides"
-            )
         return BatchSchedule(_steps(text, args.seq_length))
     schedule = BatchSchedule.constant(args.global_batch_size)
     if getattr(args, "rampup_batch_size", None) is not None:
         start, increment, samples = (int(value) for value in args.rampup_batch_size)
         schedule = linear_ramp(start, increment, samples, args.global_batch_size)
-    return schedule.rounded(args.data_parallel_size * windows_each(args)) if decreased else schedule
+    return schedule.rounded(args.data_parallel_size * each) if decreased else schedule
 
 
-def evaluated(args: Any) -> int:
-    """Windows of an evaluation iteration over all ranks; before 0.18 Megatron evaluates in training's batches."""
-    size = int(getattr(args, "eval_global_batch_size", None) or args.global_batch_size)
-    multiple = args.data_parallel_size * windows_each(args, evaluation=True)
-    return size - size % multiple if _decreased(args) else size
+def _ramp_ignored(args: Any) -> bool:
+    """Whether Megatron has the other flag and takes its sizes from there alone, as 0.19.2 does."""
+    has_steps = hasattr(args, "step_batch_size_schedule") and args.step_batch_size_schedule is None
+    return has_steps and getattr(args, "rampup_batch_size", None) is not None
 
 
 def _decreased(args: Any) -> bool:
@@ -57,23 +100,22 @@ def plan_decides(config: WlbConfig, *, evaluation: bool = False) -> bool:
     return config.release == "balance" and (evaluation or trains)
 
 
-def misfit(size: int, args: Any, *, planned: bool = False, evaluation: bool = False) -> str | None:
-    """Why Megatron cannot train a global batch of so many windows in this layout; None where it can. planned: see
-    plan_decides."""
-    ranks, stages = args.data_parallel_size, args.pipeline_model_parallel_size
-    each = windows_each(args, evaluation=evaluation)
+def misfit(size: int, sizes: ParallelSizes, each: int = 1, *, planned: bool = False) -> str | None:
+    """Why Megatron cannot train a global batch of `size` windows in this layout; None where it can.
+
+    each: windows of a micro-batch. planned: see plan_decides.
+    """
+    ranks, stages = sizes.data, sizes.pipeline
     if size % (ranks * each):
         of = f"the data-parallel size {ranks}" + (f" x {each} windows of a micro-batch" if each > 1 else "")
         return f"a global batch of {size} is not a multiple of {of}: change one of them"
-    if (args.virtual_pipeline_model_parallel_size or 1) == 1:
+    if sizes.virtual == 1:
         return None
-    group = getattr(args, "microbatch_group_size_per_vp_stage", None) or stages
+    group = sizes.micro_step_multiple
     if group < stages:
         return f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below the {stages} pipeline stages"
     count = size // (ranks * each)
-    if planned:
-        return None
-    if _interleaves(count, group, stages):
+    if planned or _interleaves(count, group, stages):
         return None
     next_one = next(more for more in itertools.count(count) if _interleaves(more, group, stages))
     return (
@@ -85,15 +127,6 @@ def misfit(size: int, args: Any, *, planned: bool = False, evaluation: bool = Fa
 def _interleaves(micro_batches: int, group: int, stages: int) -> bool:
     """Whether Megatron's interleaved schedule takes so many micro-batches, by groups of `group`."""
     return micro_batches >= group and not 0 < micro_batches % group < stages
-
-
-def ramp_as_steps(args: Any) -> str | None:
-    """--rampup-batch-size as a --step-batch-size-schedule (in tokens, as Megatron reads it), where Megatron has that:
-    0.19.2 parses the former and ignores it. None where there is nothing to translate."""
-    ignored = hasattr(args, "step_batch_size_schedule") and args.step_batch_size_schedule is None
-    if not ignored or getattr(args, "rampup_batch_size", None) is None:
-        return None
-    return " ".join(f"{at * args.seq_length}:{size}" for at, size in batch_schedule(args).steps)
 
 
 def _steps(text: str, window: int) -> tuple[tuple[int, int], ...]:
@@ -112,11 +145,3 @@ def _steps(text: str, window: int) -> tuple[tuple[int, int], ...]:
     except (AssertionError, ValueError) as error:
         raise WlbError(f"--step-batch-size-schedule {text!r}: {error}") from None
     return tuple((int(at), int(size)) for at, size in calculator.schedule)
-
-
-def micro_step_multiple(args: Any) -> int:
-    """The interleaved schedule takes micro-batches by groups of this many; 1F1B any number."""
-    if (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) == 1:
-        return 1
-    group = getattr(args, "microbatch_group_size_per_vp_stage", None)
-    return int(group or args.pipeline_model_parallel_size)

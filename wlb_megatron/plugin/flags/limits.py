@@ -12,14 +12,10 @@ from wlb_megatron.documents.whole_documents import Bound
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.choose_chunks import chunk_capacity
 from wlb_megatron.packing.memory_limits import GpuMemory, with_lmax
-from wlb_megatron.plugin.flags.batch_sizes import (
-    batch_schedule,
-    joined_window,
-    micro_step_multiple,
-    windows_each,
-)
+from wlb_megatron.plugin.flags.batch_sizes import BatchSizes
 from wlb_megatron.plugin.flags.chunk_limits import chunks_refused
 from wlb_megatron.plugin.flags.model_shape import attention_shape
+from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
 from wlb_megatron.workload.chunk_memory import fit_document, keys_bytes
 from wlb_megatron.workload.memory import ModelShape, ParallelLayout
 
@@ -32,7 +28,9 @@ def fit_to_memory(args: Any, config: WlbConfig, alignment: int) -> WlbConfig:
     independent of the layout wherever memory suffices."""
     if config.max_tokens is not None:
         return config
-    return with_lmax(config, gpu_memory(args, alignment), joined_window(args), chunks_refused(args))
+    return with_lmax(
+        config, gpu_memory(args, alignment), BatchSizes.of(args).joined_window, chunks_refused(args)
+    )
 
 
 def gpu_memory(args: Any, alignment: int) -> GpuMemory | None:
@@ -40,7 +38,7 @@ def gpu_memory(args: Any, alignment: int) -> GpuMemory | None:
     ahead)."""
     if not _known(args):
         return None
-    return GpuMemory(_memory(args), *model_and_layout(args), joined_window(args), alignment)
+    return GpuMemory(_memory(args), *model_and_layout(args), BatchSizes.of(args).joined_window, alignment)
 
 
 def fitting_tokens(args: Any, alignment: int) -> int | None:
@@ -58,10 +56,11 @@ def document_memory(args: Any, config: WlbConfig, alignment: int) -> Bound | Non
     if not _known(args):
         return None
     shape, layout = model_and_layout(args)
+    window = BatchSizes.of(args).joined_window
     fitting = fit_document(
         *(shape, layout, _memory(args)),
-        longest=chunk_capacity(joined_window(args), config.max_tokens, alignment),
-        share=layout.micro_batches * joined_window(args),
+        longest=chunk_capacity(window, config.max_tokens, alignment),
+        share=layout.micro_batches * window,
     )
     each = keys_bytes(shape, layout) / layout.context / 1024
     return Bound(fitting, f"memory (keys and their gradients take {each:,.1f} KiB a token of each GPU)")
@@ -91,7 +90,8 @@ def adoptable_tokens(args: Any, alignment: int) -> int:
 def model_and_layout(args: Any) -> tuple[ModelShape, ParallelLayout]:
     """Megatron's validated arguments in workload.memory's terms."""
     heads, groups, channels = attention_shape(args)
-    pipeline, further = args.pipeline_model_parallel_size, getattr(args, "mtp_num_layers", None) or 0
+    sizes, batches = ParallelSizes.of(args), BatchSizes.of(args)
+    further = getattr(args, "mtp_num_layers", None) or 0
     shape = ModelShape(
         hidden=args.hidden_size,
         ffn=args.ffn_hidden_size,
@@ -106,17 +106,17 @@ def model_and_layout(args: Any) -> tuple[ModelShape, ParallelLayout]:
         dtype_bytes=2 if args.bf16 or args.fp16 else 4,
         losses=1 + further,
     )
-    count = batch_schedule(args).largest // (args.data_parallel_size * windows_each(args))
-    multiple = micro_step_multiple(args)
+    count = batches.schedule.largest // (sizes.data * batches.each)
+    multiple = sizes.micro_step_multiple
     layout = ParallelLayout(
-        tensor=args.tensor_model_parallel_size,
-        context=args.context_parallel_size,
-        pipeline=pipeline,
-        data=args.data_parallel_size,
-        virtual=getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
-        group=getattr(args, "microbatch_group_size_per_vp_stage", None) or 1,
+        tensor=sizes.tensor,
+        context=sizes.context,
+        pipeline=sizes.pipeline,
+        data=sizes.data,
+        virtual=sizes.virtual,
+        group=sizes.group or 1,
         micro_batches=-(-count // multiple) * multiple,
-        sequence=args.sequence_parallel,
+        sequence=sizes.sequence,
         distributed_optimizer=args.use_distributed_optimizer,
         recompute=args.recompute_granularity or "none",
         recompute_layers=args.recompute_num_layers or 1,

@@ -14,8 +14,10 @@ import torch
 
 from wlb_megatron.documents.predictions import predictions_in
 from wlb_megatron.plan import Piece
+from wlb_megatron.plugin.flags.batch_sizes import BatchSizes
 from wlb_megatron.plugin.flags.chunk_limits import in_step
 from wlb_megatron.plugin.flags.model_shape import attention_shape, token_alignment
+from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
 from wlb_megatron.plugin.flags.profile import profile_of, told
 from wlb_megatron.plugin.logs import metrics, timers, trace
 from wlb_megatron.plugin.logs.flops import count_segments
@@ -33,7 +35,7 @@ from wlb_megatron.plugin.plans.planning import (
     plan_iterations,
 )
 from wlb_megatron.plugin.plans.planning_process import in_a_process, plan_in_a_process
-from wlb_megatron.plugin.plans.resume import remember, restore
+from wlb_megatron.plugin.plans.resume import LoadedAt, remember, restore
 from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.plugin.ranks.board import common_store
 from wlb_megatron.plugin.ranks.dynamic import training_plans
@@ -61,7 +63,8 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
         args = get_args()
         try_megatron()
         if "train" in sources:  # else --skip-train
-            for line in restore(sources["train"], args):
+            at = LoadedAt(args.iteration, args.consumed_train_samples)
+            for line in restore(sources["train"], at, ParallelSizes.of(args), BatchSizes.of(args).each):
                 print_rank_0(f"> wlb_megatron: {line}")
         first = next(iter(sources.values()))
         print_rank_0(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from wlb_megatron.documents.changes import changes
 from wlb_megatron.packing.carry import Carried, take_up
-from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides, windows_each
+from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
+from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
 from wlb_megatron.plugin.plans import checkpoint
 from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.refusals import Refused
@@ -26,12 +27,22 @@ CURE = (
 )
 
 
-def restore(source: Source, args: Any) -> list[str]:
+class LoadedAt(NamedTuple):
+    """Where Megatron goes on: at 0, unless it has loaded a checkpoint. samples: consumed in training (windows)."""
+
+    iteration: int
+    samples: int
+
+
+def restore(source: Source, at: LoadedAt, sizes: ParallelSizes, each: int = 1) -> list[str]:
     """Bring the planner to where the loaded checkpoint was saved; returns what there is to say of it. SystemExit with
-    one line if it cannot continue."""
+    one line if it cannot continue.
+
+    each: windows of a micro-batch, in which the planner counts.
+    """
     said: list[str] = []
-    if args.iteration:
-        said = _continue(source, args)
+    if at.iteration:
+        said = _continue(source, at, each)
     elif source.config.fresh_order:  # a new run, or --finetune
         raise Refused(
             "wlb_megatron refuses --wlb-fresh-order: training begins at iteration 0, so there is no document order to "
@@ -39,33 +50,32 @@ def restore(source: Source, args: Any) -> list[str]:
         )
     planner = source.planner
     for size in planner.schedule.from_now(planner.samples):
-        if wrong := misfit(size * windows_each(args), args, planned=plan_decides(source.config)):
+        if wrong := misfit(size * each, sizes, each, planned=plan_decides(source.config)):
             raise Refused(f"wlb_megatron: this run comes to global batches that cannot train: {wrong}")
     return said
 
 
-def _continue(source: Source, args: Any) -> list[str]:
+def _continue(source: Source, at: LoadedAt, each: int) -> list[str]:
     state, planner, fresh = checkpoint.loaded_state(), source.planner, source.config.fresh_order
-    samples = args.consumed_train_samples
-    counted = samples // windows_each(args)  # as the planner counts
+    counted = at.samples // each
     if state is None:
         if not fresh:
             raise Refused(
-                f"wlb_megatron: the checkpoint of iteration {args.iteration} holds no packing state, so the "
+                f"wlb_megatron: the checkpoint of iteration {at.iteration} holds no packing state, so the "
                 "documents that it has trained are not known: add --wlb-fresh-order to begin the document order anew"
             )
         planner.begin_at(counted)
-        return [f"the document order begins at sample {samples:,}: the checkpoint has none"]
+        return [f"the document order begins at sample {at.samples:,}: the checkpoint has none"]
     unmoved = planner.stream.state()
-    changed = _load(source, state, args)
+    changed = _load(source, state, at, each)
     if changed and not fresh:
         raise Refused(f"wlb_megatron: {changed}; {CURE}")
     if not changed and planner.began and fresh:
-        began = planner.began * windows_each(args)
+        began = planner.began * each
         return [f"the document order taken up at sample {began:,} goes on: --wlb-fresh-order is done"]
     if not fresh:
         return _length_kept(source, unmoved)
-    said = [f"takes up the document order at sample {samples:,}: {changed or 'as --wlb-fresh-order asks'}"]
+    said = [f"takes up the document order at sample {at.samples:,}: {changed or 'as --wlb-fresh-order asks'}"]
     try:
         return [*said, *_told(take_up(planner, counted, state["planner"], next_epoch=not changed))]
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -85,7 +95,7 @@ def _length_kept(source: Source, before: dict[str, Any]) -> list[str]:
     ]
 
 
-def _load(source: Source, state: dict[str, Any], args: Any) -> str:
+def _load(source: Source, state: dict[str, Any], at: LoadedAt, each: int) -> str:
     """Load the state; what of it does not fit this run, empty if all does."""
     settings = _settings_of(source)
     changed = changes(state["settings"], settings, lambda name: f"--wlb-{name.replace('_', '-')}")
@@ -97,13 +107,12 @@ def _load(source: Source, state: dict[str, Any], args: Any) -> str:
         return str(error)
     except (KeyError, TypeError, AttributeError):
         return "the packing state is damaged: resume from another checkpoint"
-    each = windows_each(args)
     trained = source.planner.samples * each
-    if source.planner.samples == args.consumed_train_samples // each:
+    if source.planner.samples == at.samples // each:
         return ""
     return (
-        f"the packing state has trained {trained} samples, the checkpoint of iteration {args.iteration} "
-        f"{args.consumed_train_samples}: load the checkpoint as it was saved"
+        f"the packing state has trained {trained} samples, the checkpoint of iteration {at.iteration} "
+        f"{at.samples}: load the checkpoint as it was saved"
     )
 
 

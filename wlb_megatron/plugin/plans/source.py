@@ -16,13 +16,7 @@ from wlb_megatron.packing.chunks.choose_chunks import holds_whole
 from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
 from wlb_megatron.packing.job import most_micro_batches, plan_job, sample_lengths_of, without_chunks
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.plugin.flags.batch_sizes import (
-    batch_schedule,
-    evaluated,
-    joined_window,
-    micro_step_multiple,
-    windows_each,
-)
+from wlb_megatron.plugin.flags.batch_sizes import BatchSizes
 from wlb_megatron.plugin.flags.chunk_limits import chunks_refused
 from wlb_megatron.plugin.flags.data_paths import documents
 from wlb_megatron.plugin.flags.limits import (
@@ -32,6 +26,7 @@ from wlb_megatron.plugin.flags.limits import (
 )
 from wlb_megatron.plugin.flags.model_shape import attention_shape, token_alignment
 from wlb_megatron.plugin.flags.open_files import allow_open_files
+from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
 from wlb_megatron.plugin.flags.profile import profile_of
 from wlb_megatron.plugin.logs.prediction import layer_model
 from wlb_megatron.plugin.plans.data import files_of_workers
@@ -79,10 +74,11 @@ def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
     WlbError (or ValueError) with one line for whatever is wrong with the data or the settings.
     Validation and test are packed whole and without delay, whatever packs the training, so that runs compare.
     """
+    sizes = BatchSizes.of(args)
     opened: dict[tuple[str, ...], Blend] = {}
     sources: dict[str, Source] = {}
     if not getattr(args, "skip_train", False):
-        train = open_part(args, config, "train", batch_schedule(args), opened)
+        train = open_part(args, config, "train", sizes.schedule, opened)
         assert train is not None  # without documents it has raised
         sources["train"] = train
     elif not args.eval_iters:
@@ -91,7 +87,7 @@ def open_sources(args: Any, config: WlbConfig) -> dict[str, Source]:
         )
     if args.eval_iters:
         plain = replace(config, packing="varlen", max_delay=0, thresholds="none")
-        batches = BatchSchedule.constant(evaluated(args))
+        batches = BatchSchedule.constant(sizes.evaluated)
         if args.multiple_validation_sets:
             sources |= _validation_sets(args, plain, batches, opened)
         else:
@@ -155,14 +151,12 @@ def _source(
     *,
     endless: bool,
 ) -> Source:
-    dp, alignment, each = (
-        args.data_parallel_size,
-        token_alignment(args),
-        windows_each(args, evaluation=not endless),
-    )
+    sizes, of = ParallelSizes.of(args), BatchSizes.of(args)
+    dp, alignment = sizes.data, token_alignment(args)
+    window, each = (of.joined_window, of.each) if endless else (of.evaluated_window, of.evaluated_each)
     # Documents are cut at --seq-length; a micro-batch is packed as one window of each x --seq-length.
     smallest = min(size for _, size in batches.steps) // dp
-    window, batches = joined_window(args, evaluation=not endless), batches.joined(each)
+    batches = batches.joined(each)
     if not endless:
         config = replace(without_chunks(config), micro_batches_per_window="1")
         if not holds_whole(config, window, alignment):
@@ -186,9 +180,9 @@ def _source(
         micro_batches=batches.largest // dp,
         schedule=batches,
         dp=dp,
-        pp=args.pipeline_model_parallel_size,
-        vpp=args.virtual_pipeline_model_parallel_size or 1,
-        group=micro_step_multiple(args),
+        pp=sizes.pipeline,
+        vpp=sizes.virtual,
+        group=sizes.micro_step_multiple,
         alignment=alignment,
         sample=sample,
         longest=stream.longest,

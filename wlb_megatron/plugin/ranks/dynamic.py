@@ -26,7 +26,7 @@ from wlb_megatron.dynamic.planner import FIXED, GREEDY, LATE, SOLVER, Outcome
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin.flags.batch_sizes import micro_step_multiple
+from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
 from wlb_megatron.plugin.flags.profile import profile_of
 from wlb_megatron.plugin.logs.prediction import PredictGroups, group_predictor
 from wlb_megatron.plugin.plans.planning import (
@@ -84,15 +84,13 @@ def training_plans(
     longest = planner.packer.max_tokens // shards.alignment * shards.alignment
     assert config.quadratic_at is not None
     stage = Stage.of(shards.cp_size, len(stage_ranks) // shards.cp_size, longest)
-    tensor = args.tensor_model_parallel_size
+    sizes = ParallelSizes.of(args)
     profile = profile_of(args)
     costs = None if profile is None else profile.costs
     links = with_links(Assumptions(), costs)
     per_token = token_ns(shards.table, config.quadratic_at)
-    cost = group_cost(shards.table, per_token, stage.sizes, tensor=tensor, assumptions=links)
-    process = PlanProcess(
-        stage, cost, shards.sharding, args.pipeline_model_parallel_size, micro_step_multiple(args)
-    )
+    cost = group_cost(shards.table, per_token, stage.sizes, tensor=sizes.tensor, assumptions=links)
+    process = PlanProcess(stage, cost, shards.sharding, sizes.pipeline, sizes.micro_step_multiple)
     if dist.get_rank() == 0:
         process.start()
     dynamic = DynamicSettings(
