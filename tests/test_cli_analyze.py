@@ -14,7 +14,7 @@ from test_cli import NUMPY_ALONE, call, run
 
 from wlb_megatron.analyze.comparison import Analysis, Gain
 from wlb_megatron.analyze.comparison import analyze as analyze_job
-from wlb_megatron.analyze.measure import Layout, rank_work, spread
+from wlb_megatron.analyze.measure import JobLayout, rank_work, spread
 from wlb_megatron.analyze.told import figures
 from wlb_megatron.arguments import add_arguments, config_from_args
 from wlb_megatron.config import WlbConfig
@@ -23,12 +23,11 @@ from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.iteration import Simulated
 from wlb_megatron.simulator.job import Job
-from wlb_megatron.simulator.model import LayerModel
-from wlb_megatron.simulator.model import Layout as Sizes
+from wlb_megatron.simulator.model import LayerModel, ParallelSizes
 from wlb_megatron.simulator.reproduction.paper import SHAPES
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel
-from wlb_megatron.workload.memory import ModelShape, ParallelLayout, memory_needed
+from wlb_megatron.workload.memory import ParallelLayout, StageShape, memory_needed
 
 QUADRATIC_AT = 40.0
 
@@ -55,14 +54,14 @@ def test_the_work_of_ranks_adds_up_to_the_work_of_the_documents() -> None:
 def analyze(
     lengths: np.ndarray,
     config: WlbConfig,
-    layout: Layout,
+    layout: JobLayout,
     *,
     micro_batches: int,
     iterations: int,
     seed: int | None,
     split: bool = False,
 ) -> Analysis:
-    sizes = Sizes(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)
+    sizes = ParallelSizes(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)
     job = Job(
         model=LayerModel(shape=SHAPES["550M"], layout=sizes, assumptions=Assumptions(host_launch=0)),
         window=layout.window,
@@ -75,7 +74,7 @@ def analyze(
 
 
 def from_json(
-    lengths: np.ndarray, config: WlbConfig, layout: Layout, micro_batches: int, iterations: int
+    lengths: np.ndarray, config: WlbConfig, layout: JobLayout, micro_batches: int, iterations: int
 ) -> dict[str, Any]:
     """The same figures, from nothing but what inspect prints and the formula of the cost model."""
     shown = inspect_plans(
@@ -124,9 +123,9 @@ def from_json(
 
 
 @pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
-@pytest.mark.parametrize("layout", [Layout(64, dp=2, cp=2, tp=2), Layout(64, dp=1, cp=4)])
+@pytest.mark.parametrize("layout", [JobLayout(64, dp=2, cp=2, tp=2), JobLayout(64, dp=1, cp=4)])
 def test_every_figure_equals_what_the_printed_plans_give(
-    packing: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
+    packing: str, layout: JobLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(VarlenPacker, "state")  # of checkpoints, which analysis does not ask
     # Whole documents of distinct ids: a rank's segments tell which piece they are of.
@@ -157,7 +156,7 @@ def test_every_figure_equals_what_the_printed_plans_give(
 
 
 def test_before_is_arrival_order_by_sequence_whatever_the_settings() -> None:
-    layout = Layout(64, cp=2)
+    layout = JobLayout(64, cp=2)
     lengths = some_lengths()
     first = analyze(
         lengths, WlbConfig(quadratic_at=QUADRATIC_AT), layout, micro_batches=2, iterations=5, seed=1
@@ -176,7 +175,7 @@ def test_balancing_is_predicted_to_help_long_tails_and_not_to_hurt_equal_lengths
         micro_batch_cost=0.0,
         chunks="off",
     )
-    layout = Layout(65536, cp=2, pp=4)
+    layout = JobLayout(65536, cp=2, pp=4)
     uneven = analyze(1024 * some_lengths(), config, layout, micro_batches=4, iterations=40, seed=1)
     assert uneven.after.imbalance.mean < uneven.before.imbalance.mean - 0.05
     assert uneven.equal_work_speedup > 1.0, "the bubble stays: evenness alone gains little"
@@ -336,7 +335,7 @@ def test_the_longest_micro_batch_that_fits_is_trainings(capsys: pytest.CaptureFi
     code, out, _ = call(capsys, *command.split(), "--gpu-memory", "40")
     assert code == 0
     told = json.loads(out)["fits"]
-    shape = ModelShape(hidden=4096, ffn=11008, layers=16, heads=32, kv_heads=8, head_dim=128, vocab=128_256)
+    shape = StageShape(hidden=4096, ffn=11008, layers=16, heads=32, kv_heads=8, head_dim=128, vocab=128_256)
     layout = ParallelLayout(
         tensor=4, context=2, pipeline=2, group=2, sequence=True, distributed_optimizer=True
     )
@@ -368,7 +367,7 @@ def test_parts_that_do_not_fit_the_memory_are_left_out(capsys: pytest.CaptureFix
 def test_what_is_predicted_slower_is_not_recommended(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = np.full(400, 64)
     config = WlbConfig(quadratic_at=QUADRATIC_AT, packing="fixed-greedy", sharding="per-sequence")
-    told = analyze(lengths, config, Layout(64), micro_batches=2, iterations=3, seed=1)
+    told = analyze(lengths, config, JobLayout(64), micro_batches=2, iterations=3, seed=1)
     assert told.speedup == 1.0
     assert told.flags == "--wlb-packing fixed-greedy --wlb-sharding per-sequence --wlb-quadratic-at 40.0"
     slower = replace(told, before=told.after, after=told.before)
@@ -378,7 +377,7 @@ def test_what_is_predicted_slower_is_not_recommended(capsys: pytest.CaptureFixtu
 
 def test_others_are_recommended_for_more_than_noise_and_never_with_a_slower_slowest_step() -> None:
     config = WlbConfig(quadratic_at=QUADRATIC_AT)
-    told = analyze(some_lengths(), config, Layout(64, pp=2), micro_batches=2, iterations=6, seed=1)
+    told = analyze(some_lengths(), config, JobLayout(64, pp=2), micro_batches=2, iterations=6, seed=1)
     slowest = float(told.after.simulated.steps.max() / told.before.simulated.steps.max())
     scale = 1.1 / told.speedup  # as if this were faster than arrival order, whatever it is here
     told = replace(told, after=replace(told.after, simulated=_faster(told.after.simulated, scale)))

@@ -18,7 +18,7 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.varlen.varlen_packer import longest_micro_batch
+from wlb_megatron.packing.varlen.varlen_packer import lmax
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.workload.cost_model import CostModel
 
@@ -76,7 +76,7 @@ class Run:
     @property
     def capacity(self) -> int:
         varlen = self.config.packing == "varlen"
-        return longest_micro_batch(self.config, self.rules.window) if varlen else self.rules.window
+        return lmax(self.config, self.rules.window) if varlen else self.rules.window
 
     @property
     def latest(self) -> int:

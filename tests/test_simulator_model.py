@@ -11,7 +11,7 @@ from wlb_megatron.sharding.predict import predict
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.simulator.iteration import group_events, simulate
 from wlb_megatron.simulator.lengths import long_tailed, rescale
-from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape
+from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.kernel_table import h100, of_gpu
 
@@ -29,7 +29,7 @@ FREE = Assumptions(
 
 
 def _model(assumptions: Assumptions = FREE, **layout: int) -> LayerModel:
-    return LayerModel(shape=SMALL, layout=Layout(**layout), assumptions=assumptions)
+    return LayerModel(shape=SMALL, layout=ParallelSizes(**layout), assumptions=assumptions)
 
 
 def test_parameters_of_a_known_model():
@@ -68,7 +68,7 @@ def test_ranks_of_a_node_share_its_way_out():
 def test_heads_are_divided_over_tensor_ranks_and_key_heads_at_least_one():
     assert _model(tp=2).table.heads == 4 and _model(tp=2).table.kv_heads == 1
     assert _model(tp=4).table.heads == 2 and _model(tp=4).table.kv_heads == 1
-    assert LayerModel(shape=SMALL, layout=Layout(tp=1)).table.head_dim == 128
+    assert LayerModel(shape=SMALL, layout=ParallelSizes(tp=1)).table.head_dim == 128
     with pytest.raises(ValueError, match="8 attention heads cannot be divided"):
         _model(tp=3)
     with pytest.raises(ValueError, match="8 layers are fewer"):
@@ -76,7 +76,7 @@ def test_heads_are_divided_over_tensor_ranks_and_key_heads_at_least_one():
 
 
 def test_keys_travel_slower_between_nodes():
-    near, far = (LayerModel(shape=SMALL, layout=Layout(tp=tp, cp=2)).table for tp in (2, 8))
+    near, far = (LayerModel(shape=SMALL, layout=ParallelSizes(tp=tp, cp=2)).table for tp in (2, 8))
     # Per key head, as tp=8 holds no fewer than one.
     assert near.kv_heads == far.kv_heads == 1
     assert far.exchange_row - near.exchange_row == pytest.approx(4 * 2 * 128 * (1 / 45 - 1 / 370))
@@ -85,9 +85,9 @@ def test_keys_travel_slower_between_nodes():
 
 def test_layers_are_spread_as_evenly_as_they_go():
     shape = replace(SMALL, layers=126)
-    stages = LayerModel(shape=shape, layout=Layout(pp=16))
+    stages = LayerModel(shape=shape, layout=ParallelSizes(pp=16))
     assert [stages.layers_of(p) for p in range(16)] == [8] * 14 + [7] * 2
-    chunked = LayerModel(shape=shape, layout=Layout(pp=4, chunks=3))
+    chunked = LayerModel(shape=shape, layout=ParallelSizes(pp=4, chunks=3))
     assert sum(chunked.layers_of(p, c) for p in range(4) for c in range(3)) == 126
 
 

@@ -18,15 +18,15 @@ from wlb_megatron.simulator.reproduction.command import REPRODUCED
 from wlb_megatron.simulator.reproduction.paper import CONFIGURATIONS, SHAPES, Setting
 from wlb_megatron.simulator.reproduction.schemes import perfectly_balanced, plan_run, shard_run
 from wlb_megatron.simulator.reproduction.sensitivity import slowness_of_the_paper
-from wlb_megatron.simulator.run import SCHEMES, Inputs, Run, lockstep
+from wlb_megatron.simulator.run import SCHEMES, Inputs, SettingRuns, lockstep
 from wlb_megatron.workload.cost_model import CostModel
 
 SETTING: Setting = CONFIGURATIONS[1]  # 550M-128K, CP=4
 
 
 @pytest.fixture(scope="module")
-def run() -> Run:
-    return Run(Inputs(iterations=24, assumptions=REPRODUCED), SETTING)
+def run() -> SettingRuns:
+    return SettingRuns(Inputs(iterations=24, assumptions=REPRODUCED), SETTING)
 
 
 def test_the_papers_configurations_have_its_gpus_and_batches():
@@ -76,7 +76,7 @@ def test_nothing_is_faster_than_the_perfectly_balanced_plan_of_the_same_document
     for sharding in ("per-sequence", "per-document", "hybrid", "adaptive"):
         assert run.simulated("varlen", sharding).ns_per_token > bound
     # One document for each micro-batch, all alike, one rank: balanced as it is, so the bound is met.
-    model = LayerModel(shape=SHAPES["550M"], layout=paper.Layout(pp=2), assumptions=REPRODUCED)
+    model = LayerModel(shape=SHAPES["550M"], layout=paper.ParallelSizes(pp=2), assumptions=REPRODUCED)
     setting = Setting("550M", 4096, model.layout)
     lengths = np.full(64, 4096)
     plans = plan_run("original", lengths, setting, model.cost(), iterations=2, warm_up=0, seed=1)
@@ -166,7 +166,7 @@ def test_simulate_refuses_in_one_line(flags, message, capsys):
 def test_attention_is_slowed_until_arrival_order_is_as_uneven_as_the_papers():
     inputs = Inputs(iterations=48, assumptions=REPRODUCED)
     factor = slowness_of_the_paper(inputs)
-    run = Run(inputs, paper.BREAKDOWN_OF)
+    run = SettingRuns(inputs, paper.BREAKDOWN_OF)
     cost = CostModel(run.cost.quadratic_at / factor, run.cost.per_document)
     uneven = []
     for plan in run.planned("original"):
@@ -176,7 +176,7 @@ def test_attention_is_slowed_until_arrival_order_is_as_uneven_as_the_papers():
 
 
 def test_with_many_stages_more_micro_batches_than_windows_are_planned_and_pay():
-    few = Run(
+    few = SettingRuns(
         Inputs(iterations=12, assumptions=REPRODUCED), CONFIGURATIONS[5]
     )  # 30B-128K: a host's launches are no limit
     one, auto = few.simulated("varlen-1", "adaptive"), few.simulated("varlen", "adaptive")

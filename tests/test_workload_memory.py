@@ -24,8 +24,8 @@ from wlb_megatron.workload.chunk_memory import (
 )
 from wlb_megatron.workload.memory import (
     GIB,
-    ModelShape,
     ParallelLayout,
+    StageShape,
     chunks_in_flight,
     fit_max_tokens,
     kept_bytes,
@@ -35,15 +35,15 @@ from wlb_megatron.workload.memory import (
     weight_bytes,
 )
 
-SMALL = ModelShape(hidden=8, ffn=16, layers=2, heads=2, kv_heads=1, head_dim=4, vocab=32)
-SEVEN_B = ModelShape(
+SMALL = StageShape(hidden=8, ffn=16, layers=2, heads=2, kv_heads=1, head_dim=4, vocab=32)
+SEVEN_B = StageShape(
     hidden=4096, ffn=11008, layers=32, heads=32, kv_heads=32, head_dim=128, vocab=32000, gated=True
 )
 GPT_7B = dataclasses.replace(SEVEN_B, ffn=16384, vocab=50304, gated=False, dropout=True)
 H100 = 80 * GIB
 
 
-def fit(shape: ModelShape, layout: ParallelLayout, memory: int = H100, window: int = 8192) -> int:
+def fit(shape: StageShape, layout: ParallelLayout, memory: int = H100, window: int = 8192) -> int:
     """Lmax, or 0 where it is refused."""
     try:
         return fit_max_tokens(shape, layout, memory, window=window, alignment=64)
@@ -183,7 +183,7 @@ layouts = st.builds(
     keep_keys=st.booleans(),
 )
 shapes = st.builds(
-    ModelShape,
+    StageShape,
     hidden=st.sampled_from([64, 1024, 4096]),
     ffn=st.sampled_from([64, 3000, 16384]),
     layers=st.integers(2, 40),
@@ -202,7 +202,7 @@ many = settings(deadline=None, max_examples=300)
 @many
 @given(shapes, layouts, st.integers(1, 200), st.integers(1, 64))
 def test_what_is_fitted_is_the_most_that_fits(
-    shape: ModelShape, layout: ParallelLayout, gib: int, alignment: int
+    shape: StageShape, layout: ParallelLayout, gib: int, alignment: int
 ) -> None:
     memory, window = gib * GIB, 4096
     room = int(memory * 0.9)
@@ -222,7 +222,7 @@ def test_what_is_fitted_is_the_most_that_fits(
 @many
 @given(shapes, layouts, st.integers(1, 200), st.integers(1, 200))
 def test_more_memory_never_shortens_lmax(
-    shape: ModelShape, layout: ParallelLayout, gib: int, other: int
+    shape: StageShape, layout: ParallelLayout, gib: int, other: int
 ) -> None:
     small, large = sorted((gib, other))
     assert fit(shape, layout, small * GIB) <= fit(shape, layout, large * GIB)
@@ -230,7 +230,7 @@ def test_more_memory_never_shortens_lmax(
 
 @many
 @given(shapes, layouts, st.integers(1, 200))
-def test_more_ranks_never_shorten_lmax(shape: ModelShape, layout: ParallelLayout, gib: int) -> None:
+def test_more_ranks_never_shorten_lmax(shape: StageShape, layout: ParallelLayout, gib: int) -> None:
     memory = gib * GIB
     wider = dataclasses.replace(layout, tensor=2 * layout.tensor)
     assert fit(shape, layout, memory) <= fit(shape, wider, memory)
@@ -242,7 +242,7 @@ def test_more_ranks_never_shorten_lmax(shape: ModelShape, layout: ParallelLayout
 
 @many
 @given(shapes, layouts, st.integers(1, 200))
-def test_more_recompute_never_shortens_lmax(shape: ModelShape, layout: ParallelLayout, gib: int) -> None:
+def test_more_recompute_never_shortens_lmax(shape: StageShape, layout: ParallelLayout, gib: int) -> None:
     layout = dataclasses.replace(layout, recompute_layers=1, recompute_block=False, virtual=1)
     none, selective, full = (
         fit(shape, dataclasses.replace(layout, recompute=kind), gib * GIB)

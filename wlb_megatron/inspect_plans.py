@@ -18,7 +18,7 @@ from wlb_megatron.packing.chunks.choose_chunks import holds_whole
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.foresee import nothing_predicted
 from wlb_megatron.packing.job import plan_job
-from wlb_megatron.packing.varlen.varlen_packer import longest_micro_batch
+from wlb_megatron.packing.varlen.varlen_packer import lmax
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.sharding.cut import cut_plans, pad
@@ -81,7 +81,7 @@ def inspect_plans(
             say(f"WARNING: {told}")
         if config.packing == "varlen" and (config.chunks == "off" or holds_whole(config, window, alignment)):
             # Any window can be looked at, a multiple of CP x TP or not: a padded micro-batch keeps within Lmax.
-            config = replace(config, max_tokens=longest_micro_batch(config, window, alignment))
+            config = replace(config, max_tokens=lmax(config, window, alignment))
         elif config.max_tokens is not None:
             config = replace(config, max_tokens=max(alignment, config.max_tokens // alignment * alignment))
         planner = plan_job(

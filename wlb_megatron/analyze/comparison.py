@@ -10,7 +10,7 @@ import numpy as np
 
 from wlb_megatron.analyze.credit import others, parts
 from wlb_megatron.analyze.fits import Fits, fits
-from wlb_megatron.analyze.measure import Layout, Measured, measure
+from wlb_megatron.analyze.measure import JobLayout, Measured, measure
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
@@ -48,7 +48,7 @@ class Analysis:
 
     lengths: Lengths
     config: WlbConfig
-    layout: Layout
+    layout: JobLayout
     job: Job
     capacity: int
     thresholds: list[int]
@@ -128,7 +128,7 @@ def analyze(
     lengths: integers[n], tokens of each document. progress: called after each planned iteration. split: also what
     each part gains. WlbError on settings that cannot work.
     """
-    layout = Layout.of(job)
+    layout = JobLayout.of(job)
     runs = _Runs(lengths, job, progress)
     plain = arrival_order(config)
     after, before = runs.of(config), runs.of(plain)

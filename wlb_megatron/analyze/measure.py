@@ -39,7 +39,7 @@ def spread(values: npt.ArrayLike, weights: npt.ArrayLike | None = None) -> Sprea
 
 
 @dataclass(frozen=True)
-class Layout:
+class JobLayout:
     """Sizes of the parallel groups, and the window (tokens) from which over-long documents are split."""
 
     window: int
@@ -50,7 +50,7 @@ class Layout:
     vpp: int = 1
 
     @classmethod
-    def of(cls, job: Job) -> Layout:
+    def of(cls, job: Job) -> JobLayout:
         sizes = job.model.layout
         return cls(job.window, sizes.dp, sizes.cp, sizes.tp, sizes.pp, sizes.chunks)
 
@@ -67,7 +67,7 @@ class Measured:
     """
 
     simulated: Simulated
-    layout: Layout
+    layout: JobLayout
     work: list[npt.NDArray[np.float64]] = field(default_factory=list)
     cp_imbalance: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
@@ -133,7 +133,7 @@ def measure(
     shards: Shards | None,
     simulated: Simulated,
     cost: CostModel,
-    layout: Layout,
+    layout: JobLayout,
     longest: int | None = None,
     orders: Orders = (),
 ) -> Measured:

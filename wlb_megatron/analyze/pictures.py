@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from wlb_megatron.analyze.comparison import Analysis
-from wlb_megatron.analyze.measure import Layout, Measured
+from wlb_megatron.analyze.measure import JobLayout, Measured
 from wlb_megatron.documents.blocks import Lengths, blocks
 from wlb_megatron.errors import WlbError
 from wlb_megatron.extras import install
@@ -187,7 +187,7 @@ def _columns(plan: IterationPlan) -> list[tuple[int, MicroBatch]]:
 
 
 def _draw_timeline(
-    path: Path, measured: Sequence[tuple[str, Measured]], layout: Layout, iteration: int
+    path: Path, measured: Sequence[tuple[str, Measured]], layout: JobLayout, iteration: int
 ) -> Path:
     """Of each, the same iteration on its slowest data-parallel rank, by simulated times."""
     most = max(1, _MOST_EVENTS // (2 * layout.pp))

@@ -16,7 +16,7 @@ from wlb_megatron.packing.foresee import too_many_documents, unpaired
 from wlb_megatron.packing.packer import MOST_PER_WINDOW, Packer, Ranks, most_per_window, read_per_window
 from wlb_megatron.packing.varlen.delay_bound import Limits
 from wlb_megatron.packing.varlen.thresholds import MOST_BINS, find_thresholds, read_thresholds, rule_of_thumb
-from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker, longest_micro_batch
+from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker, lmax
 from wlb_megatron.workload.cost_model import CostModel
 
 MAX_DELAY = 16
@@ -126,7 +126,7 @@ def _make_varlen(
     limits = Limits(micro_batches * ranks.dp, window, window, config.max_documents, max_delay)
 
     def whole(few: Limits, on: Ranks, thresholds: Sequence[int]) -> VarlenPacker:
-        capacity = longest_micro_batch(config, window, alignment)
+        capacity = lmax(config, window, alignment)
         few = replace(few, capacity=capacity, max_delay=max_delay)
         return VarlenPacker(
             cost,
@@ -161,7 +161,7 @@ def _make_varlen(
     if chunks:
         return ChunkPacker(cost, short, ranks, per_window=per_window, longest=longest)
     if given is None and sample is not None:
-        limits = replace(limits, capacity=longest_micro_batch(config, window, alignment))
+        limits = replace(limits, capacity=lmax(config, window, alignment))
         usual = find_thresholds(sample, cost, limits, ranks, per_window).thresholds
     if sample and max_delay:
         few = replace(limits, bins=min(limits.bins // ranks.dp, MOST_BINS))

@@ -10,7 +10,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.choose_chunks import chunk_capacity, holds_whole, settings_refused
 from wlb_megatron.packing.chunks.chunk_packer import held
 from wlb_megatron.workload.chunk_memory import chunked_bytes, fit_chunks
-from wlb_megatron.workload.memory import GIB, ModelShape, ParallelLayout, fit_max_tokens, memory_needed
+from wlb_megatron.workload.memory import GIB, ParallelLayout, StageShape, fit_max_tokens, memory_needed
 
 LEAST_CHUNK = 8
 """A micro-batch with chunks has at least a window over this, by which fixed costs of kernels and hosts stay small."""
@@ -24,7 +24,7 @@ class GpuMemory:
     """size: bytes of one GPU. window, alignment: tokens."""
 
     size: int
-    shape: ModelShape
+    shape: StageShape
     layout: ParallelLayout
     window: int
     alignment: int

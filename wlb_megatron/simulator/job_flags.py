@@ -11,7 +11,7 @@ from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.simulator.calibration import profiled_shape
 from wlb_megatron.simulator.job import Job
-from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape
+from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes
 from wlb_megatron.simulator.reproduction.command import add_assumptions, read_assumptions
 from wlb_megatron.simulator.reproduction.paper import SHAPES
 from wlb_megatron.workload.assumptions import Assumptions
@@ -160,7 +160,7 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
     if profile is not None:
         _refuse_measured(args)
     with explain_bad_values():
-        layout = Layout(tp=args.tp, cp=args.cp, pp=args.pp, dp=args.dp, chunks=args.vpp)
+        layout = ParallelSizes(tp=args.tp, cp=args.cp, pp=args.pp, dp=args.dp, chunks=args.vpp)
         shape = activated(read_shape(args, profile), args)
         check_heads(
             shape.heads, shape.kv_heads, hidden=None if shape.channels else shape.hidden, tp=layout.tp

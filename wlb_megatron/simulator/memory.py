@@ -5,7 +5,7 @@ from __future__ import annotations
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.packing.memory_limits import GpuMemory
 from wlb_megatron.simulator.model import LayerModel
-from wlb_megatron.workload.memory import GIB, ModelShape, ParallelLayout
+from wlb_megatron.workload.memory import GIB, ParallelLayout, StageShape
 
 
 def gpu_memory(
@@ -16,7 +16,7 @@ def gpu_memory(
     if trainer.experts:
         return None
     shape, sizes = model.shape, model.layout
-    described = ModelShape(
+    described = StageShape(
         hidden=shape.hidden,
         ffn=shape.ffn,
         layers=-(-shape.layers // sizes.pp) + trainer.mtp,

@@ -60,7 +60,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ParallelSizes:
     """Sizes of the parallel groups. chunks: model chunks of a pipeline stage (virtual pipeline size)."""
 
     tp: int = 1
@@ -97,7 +97,7 @@ class LayerModel:
     """
 
     shape: ModelShape
-    layout: Layout
+    layout: ParallelSizes
     assumptions: Assumptions = field(default_factory=Assumptions)
     measured: KernelTable = field(default_factory=h100)
     costs: Costs | None = None

@@ -62,7 +62,7 @@ class Inputs:
 
 
 @dataclass
-class Run:
+class SettingRuns:
     """One setting under several packings and shardings, each planned once."""
 
     inputs: Inputs
@@ -129,7 +129,7 @@ class Run:
 
 def compare_schemes(inputs: Inputs, setting: Setting) -> dict[str, Any]:
     """One row of the table. Speed-ups are over plain 4D, by time per trained token."""
-    run = Run(inputs, setting)
+    run = SettingRuns(inputs, setting)
     bound = run.bound()
     schemes = {}
     for name in SCHEMES:

@@ -8,8 +8,8 @@ a rank holds.
 from __future__ import annotations
 
 from wlb_megatron.workload.memory import (
-    ModelShape,
     ParallelLayout,
+    StageShape,
     ends,
     kv_elements,
     micro_batch_bytes,
@@ -18,20 +18,20 @@ from wlb_megatron.workload.memory import (
 )
 
 
-def keys_bytes(shape: ModelShape, layout: ParallelLayout) -> int:
+def keys_bytes(shape: StageShape, layout: ParallelLayout) -> int:
     """Bytes that a stage keeps for each token held of a document in chunks: keys and values of all its layers, and
     their gradients, which are summed in fp32 at least (attention/key_cache.py)."""
     return shape.layers * kv_elements(shape, layout) * (shape.dtype_bytes + max(4, shape.dtype_bytes))
 
 
-def attended_bytes(shape: ModelShape, layout: ParallelLayout) -> int:
+def attended_bytes(shape: StageShape, layout: ParallelLayout) -> int:
     """Bytes that a layer at work needs for each token held of the document: own keys beside kept ones, and on a rank
     that sees the document of all context-parallel ranks its keys with their gradients."""
     return kv_elements(shape, layout) * shape.dtype_bytes * (1 + 2 * layout.context)
 
 
 def chunked_bytes(
-    shape: ModelShape, layout: ParallelLayout, *, longest: int, held: int, document: int
+    shape: StageShape, layout: ParallelLayout, *, longest: int, held: int, document: int
 ) -> int:
     """Bytes on the fullest GPU (tokens are over all context-parallel ranks).
 
@@ -42,7 +42,7 @@ def chunked_bytes(
 
 
 def fit_chunks(
-    shape: ModelShape,
+    shape: StageShape,
     layout: ParallelLayout,
     memory_bytes: int,
     *,
@@ -62,7 +62,7 @@ def fit_chunks(
 
 
 def fit_document(
-    shape: ModelShape,
+    shape: StageShape,
     layout: ParallelLayout,
     memory_bytes: int,
     *,
@@ -85,7 +85,7 @@ def fit_document(
 
 
 def _bytes(
-    shape: ModelShape, layout: ParallelLayout, stage: int, longest: int, held: int, document: int
+    shape: StageShape, layout: ParallelLayout, stage: int, longest: int, held: int, document: int
 ) -> int:
     at_work, kept, keys = (-(-tokens // layout.context) for tokens in (longest, held, document))
     return (

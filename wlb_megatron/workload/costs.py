@@ -54,7 +54,7 @@ class Curve:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class TransferCost:
     """A collective or transfer takes latency + bytes * per_byte, nanoseconds."""
 
     latency: float
@@ -84,7 +84,7 @@ class Costs:
     host_second: tuple[float, float] = (0.0, 0.0)
     host_embedding: tuple[float, float] = (0.0, 0.0)
     host_loss: tuple[float, float] = (0.0, 0.0)
-    links: dict[str, Link] | None = None
+    links: dict[str, TransferCost] | None = None
 
     @cached_property
     def table(self) -> KernelTable:
@@ -120,7 +120,7 @@ class Costs:
         """Raises KeyError, TypeError or ValueError where `told` is not what `told()` gives."""
         parts: dict[str, Any] = {name: KernelTable(**frozen(told[name])) for name in ("forward", "backward")}
         parts |= {name: Curve(**frozen(told[name])) for name in ("layer", "embedding", "loss")}
-        links = {name: Link(**link) for name, link in (told["links"] or {}).items()}
+        links = {name: TransferCost(**link) for name, link in (told["links"] or {}).items()}
         for name in ("host", "host_second", "host_embedding", "host_loss"):
             if name in told or name == "host":  # the others are younger than the first profiles
                 forward, backward = told[name]

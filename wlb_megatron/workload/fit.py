@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from wlb_megatron.workload.costs import Costs, Curve, Link
+from wlb_megatron.workload.costs import Costs, Curve, TransferCost
 from wlb_megatron.workload.fit_attention import fit_attention, least_squares
 from wlb_megatron.workload.kernel_table import KernelTable
 from wlb_megatron.workload.pairs_table import WAYS, Device, FloatArray, Sample, missing, samples_of
@@ -78,7 +78,7 @@ def _hosts(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
     return {name: (float(both[0]), float(both[1])) for name, both in found.items()}
 
 
-def _link(samples: Sequence[Sample], name: str) -> Link | None:
+def _link(samples: Sequence[Sample], name: str) -> TransferCost | None:
     """Latency and time per byte, from the smallest size and from what the largest adds to it."""
     group = sorted(samples_of(samples, name), key=lambda s: s["sizes"]["bytes"])
     if len(group) < 2:
@@ -86,4 +86,6 @@ def _link(samples: Sequence[Sample], name: str) -> Link | None:
     first, last = group[0], group[-1]
     grown = last["sizes"]["bytes"] - first["sizes"]["bytes"]
     per_byte = max(last["forward"][0] - first["forward"][0], 1) / grown
-    return Link(latency=max(first["forward"][0] - per_byte * first["sizes"]["bytes"], 0.0), per_byte=per_byte)
+    return TransferCost(
+        latency=max(first["forward"][0] - per_byte * first["sizes"]["bytes"], 0.0), per_byte=per_byte
+    )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wlb_megatron.workload.costs import Link
+from wlb_megatron.workload.costs import TransferCost
 from wlb_megatron.workload.kernel_table import HALF, TILE, KernelTable
 from wlb_megatron.workload.pairs_table import (
     Device,
@@ -53,7 +53,7 @@ def predicted(sample: Sample, table: KernelTable, extras: Extras) -> float:
 
 
 def fit_attention(
-    model: ProfiledModel, samples: Sequence[Sample], device: Device, way: Way, exchange: Link | None
+    model: ProfiledModel, samples: Sequence[Sample], device: Device, way: Way, exchange: TransferCost | None
 ) -> KernelTable:
     """What a share of a micro-batch costs."""
     table, extras = fit_way(model, samples, device, way)

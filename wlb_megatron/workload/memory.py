@@ -21,8 +21,8 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """A dense GPT, in Megatron's arguments:
+class StageShape:
+    """The fullest pipeline stage of a dense GPT, in Megatron's arguments:
 
     hidden: hidden_size. ffn: ffn_hidden_size. layers: of the fullest pipeline stage, all its virtual stages together
     (num_layers / pipeline size, rounded up). heads: num_attention_heads. kv_heads: num_query_groups under
@@ -84,7 +84,7 @@ class ParallelLayout:
 
 
 def fit_max_tokens(
-    shape: ModelShape,
+    shape: StageShape,
     layout: ParallelLayout,
     memory_bytes: int,
     *,
@@ -124,7 +124,7 @@ def fit_max_tokens(
     return tokens
 
 
-def memory_needed(shape: ModelShape, layout: ParallelLayout, tokens: int) -> int:
+def memory_needed(shape: StageShape, layout: ParallelLayout, tokens: int) -> int:
     """Bytes on the fullest GPU when no micro-batch is longer than `tokens` (over all context-parallel ranks)."""
     held = -(-tokens // layout.context)
     return max(
@@ -133,7 +133,7 @@ def memory_needed(shape: ModelShape, layout: ParallelLayout, tokens: int) -> int
     )
 
 
-def weight_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
+def weight_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
     """Weights, their gradients in fp32, Adam's two states, and an fp32 copy of weights that are not.
 
     bf16: 2 + 4 + 12 bytes a parameter, the 12 spread over data x context ranks by the distributed optimizer.
@@ -151,7 +151,7 @@ def weight_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
     return parameters * (shape.dtype_bytes + 4) + -(-parameters * states // shards)
 
 
-def token_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
+def token_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
     """Most bytes that a stage needs at once for each token that a rank holds of a micro-batch.
 
     What micro-batches in flight keep, and what one of them needs beside.
@@ -159,7 +159,7 @@ def token_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
     return kept_bytes(shape, layout, stage) + working_bytes(shape, layout, stage)
 
 
-def working_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
+def working_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
     """Bytes for each token held of the micro-batch at work, beside what it keeps: the larger of a layer in its
     backward, and the logits with their loss."""
     layer = _layer_bytes(shape, layout)
@@ -175,25 +175,25 @@ def working_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
     return max(working, logits)
 
 
-def kept_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
+def kept_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
     """Bytes kept from forward to backward for each token held, over all micro-batches in flight on a stage."""
     flight = chunks_in_flight(layout, stage)
     micro_batches = -(-flight // layout.virtual)
     return flight * _chunk_bytes(shape, layout) + micro_batches * _ends_bytes(shape, layout, stage)
 
 
-def micro_batch_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
+def micro_batch_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
     """Of that, what one micro-batch keeps: all model chunks of the stage."""
     return layout.virtual * _chunk_bytes(shape, layout) + _ends_bytes(shape, layout, stage)
 
 
-def _ends_bytes(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
+def _ends_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
     """Kept for each token held outside the layers."""
     ids = 28  # tokens, labels and positions in int64, loss mask in fp32
     return ids + (_spread(shape.hidden, layout) if shape.dropout and _is_first(stage) else 0)
 
 
-def logits_bytes(shape: ModelShape, layout: ParallelLayout) -> int:
+def logits_bytes(shape: StageShape, layout: ParallelLayout) -> int:
     """Final norm's input and output, logits, and their fp32 copy of which the loss makes its gradient."""
     norm = 2 * _spread(shape.hidden, layout) * shape.dtype_bytes
     return shape.losses * (norm + -(-shape.vocab // layout.tensor) * (shape.dtype_bytes + 4))
@@ -212,11 +212,11 @@ def chunks_in_flight(layout: ParallelLayout, stage: int) -> int:
     return min(most, layout.micro_batches * layout.virtual)
 
 
-def _chunk_layers(shape: ModelShape, layout: ParallelLayout) -> int:
+def _chunk_layers(shape: StageShape, layout: ParallelLayout) -> int:
     return -(-shape.layers // layout.virtual)
 
 
-def _chunk_bytes(shape: ModelShape, layout: ParallelLayout) -> int:
+def _chunk_bytes(shape: StageShape, layout: ParallelLayout) -> int:
     """What the layers of one virtual stage keep for a token held."""
     layers = _chunk_layers(shape, layout)
     layer, keys = _layer_bytes(shape, layout), _keys_bytes(shape, layout) * layout.keep_keys
@@ -231,7 +231,7 @@ def _chunk_bytes(shape: ModelShape, layout: ParallelLayout) -> int:
     return -(-layers // layout.recompute_layers) * first_input
 
 
-def _layer_bytes(shape: ModelShape, layout: ParallelLayout) -> int:
+def _layer_bytes(shape: StageShape, layout: ParallelLayout) -> int:
     """Activations of a layer for a token held, without gathered keys.
 
     Elements, plain heads, ffn 4h: inputs of two norms and of the two matrices behind them 4h; q, k, v 3h, attention's
@@ -246,12 +246,12 @@ def _layer_bytes(shape: ModelShape, layout: ParallelLayout) -> int:
     return spread + attention + ffn
 
 
-def _keys_bytes(shape: ModelShape, layout: ParallelLayout) -> int:
+def _keys_bytes(shape: StageShape, layout: ParallelLayout) -> int:
     """Gathered keys and values of a layer for a token held: at most those of the whole micro-batch."""
     return layout.context * kv_elements(shape, layout) * shape.dtype_bytes if layout.context > 1 else 0
 
 
-def kv_elements(shape: ModelShape, layout: ParallelLayout) -> int:
+def kv_elements(shape: StageShape, layout: ParallelLayout) -> int:
     """Elements of a token's keys and values in a layer, on one rank."""
     return 2 * -(-shape.kv_heads // layout.tensor) * shape.head_dim
 
@@ -274,7 +274,7 @@ def _is_last(layout: ParallelLayout, stage: int) -> bool:
     return stage == layout.pipeline - 1
 
 
-def _check_positive(sizes: ModelShape | ParallelLayout) -> None:
+def _check_positive(sizes: StageShape | ParallelLayout) -> None:
     for field in fields(sizes):
         value = getattr(sizes, field.name)
         if not isinstance(value, bool | str) and value < 1:

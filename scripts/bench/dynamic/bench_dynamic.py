@@ -32,7 +32,7 @@ from wlb_megatron.dynamic.plan import fixed_groups, validate
 from wlb_megatron.dynamic.planner import FIXED, SOLVER, plan_step
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.report.files import write_csv
-from wlb_megatron.simulator.model import LayerModel, Layout
+from wlb_megatron.simulator.model import LayerModel, ParallelSizes
 from wlb_megatron.simulator.reproduction.paper import SHAPES
 from wlb_megatron.simulator.reproduction.schemes import run_packer
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
@@ -72,7 +72,7 @@ def main() -> None:
 
 def costs(stage: Stage) -> GroupCost:
     """Of the model's layer on H100s."""
-    model = LayerModel(shape=SHAPES["7B"], layout=Layout())
+    model = LayerModel(shape=SHAPES["7B"], layout=ParallelSizes())
     line = model.linear(np.array([0.0, 65536.0]))
     return group_cost(model.table, float((line.forward + line.backward) @ [-1, 1]) / 65536, stage.sizes)
 
@@ -155,7 +155,7 @@ def case(name: str, lengths: Any, window: int, iterations: int) -> list[dict[str
     of d: where documents are delayed, an iteration trains others, and tokens of long ones cost more."""
     context, data = window * 3 // 2 // RANK_TOKENS, 64 * RANK_TOKENS * 2 // 3 // window
     stage = Stage.of(context, data, RANK_TOKENS * context)
-    cost, model_cost = costs(stage), LayerModel(shape=SHAPES["7B"], layout=Layout()).cost()
+    cost, model_cost = costs(stage), LayerModel(shape=SHAPES["7B"], layout=ParallelSizes()).cost()
     per_rank = 4 * 192 * K // window // data
     rules, batch = Rules(window, "split", 1, endless=True), per_rank * data * window
     kept, tokens = 0, []

@@ -16,7 +16,7 @@ from wlb_megatron.sharding.alignment import padded
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.calibration import calibrated
 from wlb_megatron.simulator.iteration import Shards, Simulated, simulate
-from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape
+from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes
 from wlb_megatron.whole_files import renamed_at_end
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.profile import Profile
@@ -24,7 +24,7 @@ from wlb_megatron.workload.profile import Profile
 WINDOW = 32768
 SHAPE = ModelShape(layers=8, hidden=2048, heads=16, kv_heads=4, ffn=5632, vocab=384, channels=128, gated=True)
 """gpu_train.MODEL."""
-LAYOUTS = {"cp2": Layout(cp=2), "pp2": Layout(pp=2), "dp2": Layout(dp=2)}
+LAYOUTS = {"cp2": ParallelSizes(cp=2), "pp2": ParallelSizes(pp=2), "dp2": ParallelSizes(dp=2)}
 SHARDINGS = {"plain": "per-sequence", "wlb": "adaptive"}
 Row = dict[str, Any]
 HITCH = 1.4

@@ -26,7 +26,7 @@ def holds_whole(config: WlbConfig, window: int, alignment: int = 1) -> bool:
     return config.max_tokens is None or config.max_tokens // alignment * alignment * 4 >= window * 5
 
 
-class Choice(NamedTuple):
+class ChunkChoice(NamedTuple):
     chunks: bool
     why: str
 
@@ -53,7 +53,7 @@ def choose_chunks(
     fits_whole: bool,
     refused: Sequence[tuple[str, str]],
     whole: Callable[[Limits, Ranks], Packer],
-) -> Choice:
+) -> ChunkChoice:
     """limits: of the plan with chunks. sample: lengths of documents (tokens); longest: of all. fits_whole: see
     holds_whole. refused: (flag, cure) of each setting that chunks cannot be trained with. whole: the packer without
     chunks, for limits.bins windows on ranks.
@@ -68,22 +68,22 @@ def choose_chunks(
     if asked is not None and config.chunks == "off":
         raise WlbError(f"{asked[0]} does not go with --wlb-chunks off: leave it out, or {asked[1]}")
     if config.chunks == "off":
-        return Choice(False, "--wlb-chunks off")
+        return ChunkChoice(False, "--wlb-chunks off")
     if refused:
         flag, cure = refused[0]
         if asked is not None:
             raise WlbError(f"{asked[0]} does not go with {flag}: {cure}, or {asked[1]}")
-        return Choice(False, f"not with {flag}")
+        return ChunkChoice(False, f"not with {flag}")
     if config.chunks == "on":
-        return Choice(True, "--wlb-chunks on")
+        return ChunkChoice(True, "--wlb-chunks on")
     if longest > limits.window:
-        return Choice(True, f"documents of up to {longest:,} tokens train whole")
+        return ChunkChoice(True, f"documents of up to {longest:,} tokens train whole")
     if not fits_whole:
-        return Choice(True, f"micro-batches of {config.max_tokens:,} tokens do not hold whole documents")
+        return ChunkChoice(True, f"micro-batches of {config.max_tokens:,} tokens do not hold whole documents")
     if ranks.pp == 1:
-        return Choice(False, "there is no pipeline to fill")
+        return ChunkChoice(False, "there is no pipeline to fill")
     if not sample:
-        return Choice(False, "no documents to predict from")
+        return ChunkChoice(False, "no documents to predict from")
     lengths = sampled(sample)
     fill = MOST_AT_ONCE * int(lengths.sum()) // (len(lengths) * limits.window)  # so many windows
     windows = min(limits.bins // ranks.dp, MOST_BINS, max(1, fill))
@@ -92,7 +92,9 @@ def choose_chunks(
         step_over_ideal(lengths, windows * limits.window, packer, cost.per_earlier_key)
         for packer in (ChunkPacker(cost, few, one, per_window=per_window), whole(few, one))
     )
-    return Choice(cut <= PAYS * uncut, f"predicted step over ideal: {cut:.2f} in chunks, {uncut:.2f} whole")
+    return ChunkChoice(
+        cut <= PAYS * uncut, f"predicted step over ideal: {cut:.2f} in chunks, {uncut:.2f} whole"
+    )
 
 
 def _asked_for(config: WlbConfig) -> tuple[str, str] | None:

@@ -50,14 +50,14 @@ class Situation(NamedTuple):
     """Of a global batch: bins x window."""
 
 
-class Choice(NamedTuple):
+class ReleaseChoice(NamedTuple):
     counts: list[int]
     """How many of each level train now, oldest first."""
     bins: Bins
     """With all that is placed so far."""
 
 
-def choose_release(queues: OutlierQueues, must: Choice, now: Situation) -> Choice:
+def choose_release(queues: OutlierQueues, must: ReleaseChoice, now: Situation) -> ReleaseChoice:
     """`must` (what trains in any case, placed) and the outliers that are best released with it."""
     heights = [max(item.work for item in level) for level in queues.levels if level]
     floor = max(must.bins.work)
@@ -71,7 +71,7 @@ def choose_release(queues: OutlierQueues, must: Choice, now: Situation) -> Choic
     return best[3]
 
 
-def _fill(queues: OutlierQueues, must: Choice, ceiling: int) -> Choice:
+def _fill(queues: OutlierQueues, must: ReleaseChoice, ceiling: int) -> ReleaseChoice:
     """Empty the queues into the bins under the ceiling, longest level first, each until its oldest does not fit."""
     bins, counts = must.bins.copy(), must.counts.copy()
     for i in reversed(range(len(counts))):
@@ -79,10 +79,10 @@ def _fill(queues: OutlierQueues, must: Choice, ceiling: int) -> Choice:
             if not bins.add(item, ceiling):
                 break
             counts[i] += 1
-    return Choice(counts, bins)
+    return ReleaseChoice(counts, bins)
 
 
-def _value(choice: Choice, queues: OutlierQueues, now: Situation) -> int:
+def _value(choice: ReleaseChoice, queues: OutlierQueues, now: Situation) -> int:
     """Gain of what is released less the imbalance it leaves, in 1 / SCALE. Integers: all ranks agree."""
     gain = 0
     for level, count in zip(queues.levels, choice.counts, strict=True):

@@ -26,7 +26,7 @@ from wlb_megatron.packing.varlen.delay_price import DelayPrice
 from wlb_megatron.packing.varlen.height import Lot, choose_height
 from wlb_megatron.packing.varlen.improve import improve
 from wlb_megatron.packing.varlen.outlier_queues import Item, OutlierQueues, by_falling_work, items_of
-from wlb_megatron.packing.varlen.release import Choice, Situation, choose_release
+from wlb_megatron.packing.varlen.release import ReleaseChoice, Situation, choose_release
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel
 
@@ -43,7 +43,7 @@ class _Ready(NamedTuple):
     short: list[Item]
 
 
-def longest_micro_batch(config: WlbConfig, window: int, alignment: int = 1) -> int:
+def lmax(config: WlbConfig, window: int, alignment: int = 1) -> int:
     """Lmax: config.max_tokens or 1.5 windows, down to a multiple of `alignment`. Raises ValueError below 1.25 windows.
 
     Documents are not cut, so a micro-batch cannot always be filled: with less, documents would pile up.
@@ -186,7 +186,7 @@ class VarlenPacker:
         """As many micro-batches as windows, of like work."""
         due, counts, leftovers, short = ready
         bins, left = self._place_due(due, self._limits.bins)
-        choice = self._release_levels(Choice(counts, bins))
+        choice = self._release_levels(ReleaseChoice(counts, bins))
         if self._by_balance:
             choice = choose_release(self._queues, choice, self._situation(iteration, leftovers + short))
         bins = choice.bins
@@ -241,7 +241,7 @@ class VarlenPacker:
             left = [item for item in due if not bins.add_shortest(item)]
         return bins, left
 
-    def _release_levels(self, must: Choice) -> Choice:
+    def _release_levels(self, must: ReleaseChoice) -> ReleaseChoice:
         """A level that holds as many as there are bins gives one to each. Without a choice by balance, one of which
         a document is due gives what it has, too: alone it would stand out."""
         counts, bins = must

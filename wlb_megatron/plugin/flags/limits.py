@@ -17,7 +17,7 @@ from wlb_megatron.plugin.flags.chunk_limits import chunks_refused
 from wlb_megatron.plugin.flags.model_shape import attention_shape
 from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
 from wlb_megatron.workload.chunk_memory import fit_document, keys_bytes
-from wlb_megatron.workload.memory import ModelShape, ParallelLayout
+from wlb_megatron.workload.memory import ParallelLayout, StageShape
 
 LARGE_VOCABULARY = 131072
 """Assumed where only the tokenizer knows, which is built after the flags are checked."""
@@ -87,12 +87,12 @@ def adoptable_tokens(args: Any, alignment: int) -> int:
     return sys.maxsize if fitting is None else fitting
 
 
-def model_and_layout(args: Any) -> tuple[ModelShape, ParallelLayout]:
+def model_and_layout(args: Any) -> tuple[StageShape, ParallelLayout]:
     """Megatron's validated arguments in workload.memory's terms."""
     heads, groups, channels = attention_shape(args)
     sizes, batches = ParallelSizes.of(args), BatchSizes.of(args)
     further = getattr(args, "mtp_num_layers", None) or 0
-    shape = ModelShape(
+    shape = StageShape(
         hidden=args.hidden_size,
         ffn=args.ffn_hidden_size,
         layers=_fullest_stage(args) + further,  # of multi-token prediction, on the last stage

@@ -20,7 +20,7 @@ from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.calibration import with_links
 from wlb_megatron.simulator.groups import simulate_groups
 from wlb_megatron.simulator.iteration import cut_of, run_steps
-from wlb_megatron.simulator.model import LayerModel, Layout, ModelShape, Times
+from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes, Times
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.costs import Costs
 
@@ -118,7 +118,7 @@ def layer_model(args: Any, costs: Costs | None) -> LayerModel:
         channels=channels,
         gated=args.swiglu,
     )
-    layout = Layout(
+    layout = ParallelSizes(
         tp=args.tensor_model_parallel_size,
         cp=args.context_parallel_size,
         pp=args.pipeline_model_parallel_size,

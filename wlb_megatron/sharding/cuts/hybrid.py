@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from wlb_megatron.sharding.alignment import slot_bounds
 from wlb_megatron.sharding.cuts.leveller import fill_in_pairs, fill_in_turn, prices_in_pairs, prices_in_turn
-from wlb_megatron.sharding.cuts.ranks import Chunk, Ranks
+from wlb_megatron.sharding.cuts.rank_loads import Chunk, RankLoads
 from wlb_megatron.sharding.segments import IntArray, ShardPlan
 from wlb_megatron.workload.kernel_table import TILE, KernelTable
 
@@ -34,7 +34,7 @@ class _Way(NamedTuple):
     degree: list[int]
     share_ns: list[int]
     prices: Callable[[int, float, float], list[float]]
-    fill: Callable[[Ranks], None]
+    fill: Callable[[RankLoads], None]
 
 
 def mix(
@@ -54,14 +54,14 @@ def mix(
     chunks = np.flatnonzero(before * lengths)
     whole_ns[chunks] += table.rectangle_ns(lengths[chunks], before[chunks])
     size, leveller = lengths.tolist(), order[0]
-    best: Ranks | None = None
+    best: RankLoads | None = None
     ways = sorted(_ways(lengths, before, whole_ns, leveller, cp_size, table), key=lambda way: way.least)
     for way in ways[:TRIES]:
         if best is not None and 1.01 * way.least >= best.worst():
             break
         mean_price = int(whole_ns[leveller]) / size[leveller]
         rise = size[leveller] / (size[leveller] + 2 * int(before[leveller]))
-        ranks = Ranks(table, size, leveller, way.prices(cp_size, mean_price, rise), before.tolist())
+        ranks = RankLoads(table, size, leveller, way.prices(cp_size, mean_price, rise), before.tolist())
         _place(ranks, order[1:], way)
         way.fill(ranks)
         if best is None or ranks.worst() < best.worst():
@@ -105,7 +105,7 @@ def _share_ns(
     return np.where(degree > 1, np.rint(cut_ns), whole_ns).astype(np.int64)
 
 
-def _place(ranks: Ranks, order: list[int], way: _Way) -> None:
+def _place(ranks: RankLoads, order: list[int], way: _Way) -> None:
     """Place these pieces, the longest first. One with no room at its degree is cut over more ranks, one with
     no room at any degree is cut where room ends."""
     ranks.expect([way.share_ns[piece] * way.degree[piece] for piece in order], [ranks.size[p] for p in order])

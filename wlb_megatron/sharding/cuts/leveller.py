@@ -7,7 +7,7 @@ much of its room is early and how much late levels the work that the others left
 
 from __future__ import annotations
 
-from wlb_megatron.sharding.cuts.ranks import Ranks
+from wlb_megatron.sharding.cuts.rank_loads import RankLoads
 
 ROUNDS = 4
 """Corrections of the early tokens; each moves the others' keys a little."""
@@ -25,7 +25,7 @@ def prices_in_pairs(ranks: int, mean: float, rise: float = 1.0) -> list[float]:
     return [mean] * ranks
 
 
-def fill_in_turn(ranks: Ranks) -> None:
+def fill_in_turn(ranks: RankLoads) -> None:
     """One chunk a rank, in the order of ranks."""
     size, load = ranks.size[ranks.leveller], ranks.load
     start = ranks.before[ranks.leveller]
@@ -41,7 +41,7 @@ def fill_in_turn(ranks: Ranks) -> None:
     ranks.chunks[ranks.leveller] = chunks
 
 
-def fill_in_pairs(ranks: Ranks) -> None:
+def fill_in_pairs(ranks: RankLoads) -> None:
     """An early and a late chunk a rank, as many tokens early as levels the loads.
 
     Room 4 and 4, loads equal: chunks of 2 2 2 2 tokens. Where rank 1 is loaded more: 2 3 1 2.

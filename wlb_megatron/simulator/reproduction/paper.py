@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from wlb_megatron.simulator.model import Layout, ModelShape
+from wlb_megatron.simulator.model import ModelShape, ParallelSizes
 
 K = 1024
 
@@ -25,7 +25,7 @@ class Setting(NamedTuple):
 
     model: str
     window: int
-    layout: Layout
+    layout: ParallelSizes
     speedup: float | None = None
     windows: int | None = None
 
@@ -41,7 +41,7 @@ class Setting(NamedTuple):
 def _setting(
     model: str, window: int, tp: int, cp: int, pp: int, dp: int, speedup: float | None = None
 ) -> Setting:
-    return Setting(model, window * K, Layout(tp=tp, cp=cp, pp=pp, dp=dp), speedup)
+    return Setting(model, window * K, ParallelSizes(tp=tp, cp=cp, pp=pp, dp=dp), speedup)
 
 
 CONFIGURATIONS = (

@@ -14,7 +14,7 @@ import numpy as np
 
 from wlb_megatron.simulator.reproduction import paper
 from wlb_megatron.simulator.reproduction.sensitivity import vary
-from wlb_megatron.simulator.run import OURS, PAPER, PLAIN, Inputs, Run, compare_schemes, means
+from wlb_megatron.simulator.run import OURS, PAPER, PLAIN, Inputs, SettingRuns, compare_schemes, means
 
 LARGE_JOB_ITERATIONS = 100
 """At most; one of its iterations has as many micro-batches as 16 of the others."""
@@ -44,10 +44,10 @@ def reproduce(inputs: Inputs, tick: Callable[[str], None], *, large: bool = True
             report[key].append(compare_schemes(inputs, setting))
     report["means"] = means(report["configurations"])
     tick("breakdown")
-    run = Run(inputs, paper.BREAKDOWN_OF)
+    run = SettingRuns(inputs, paper.BREAKDOWN_OF)
     report["breakdown"] = break_down(run)
     report["packing"] = compare_packings(run)
-    report["sharding"] = compare_shardings(Run(inputs, paper.SHARDING_OF))
+    report["sharding"] = compare_shardings(SettingRuns(inputs, paper.SHARDING_OF))
     report["sensitivity"] = vary(inputs, report["configurations"], lambda: tick("other assumptions"))
     report["large_job"] = []
     for scheme in (PLAIN, PAPER, OURS) if large else ():
@@ -70,7 +70,7 @@ def _tables() -> dict[str, tuple[paper.Setting, ...]]:
     }
 
 
-def break_down(run: Run) -> list[dict[str, Any]]:
+def break_down(run: SettingRuns) -> list[dict[str, Any]]:
     """What each part brings at 7B-128K, the paper's and ours; each over plain 4D."""
     parts = [
         ("per-document CP", "original", "per-document", paper.BREAKDOWN["per-document"]),
@@ -90,7 +90,7 @@ def break_down(run: Run) -> list[dict[str, Any]]:
     return [*rows, {"part": "perfectly balanced (bound)", "simulated": run.bound(), "paper": None}]
 
 
-def compare_packings(run: Run) -> list[dict[str, Any]]:
+def compare_packings(run: SettingRuns) -> list[dict[str, Any]]:
     """Max/mean of simulated micro-batch times, per-document sharding throughout; and of work by the cost model."""
     packings = [
         ("original", "original"),
@@ -115,7 +115,7 @@ def compare_packings(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
-def compare_shardings(run: Run) -> list[dict[str, Any]]:
+def compare_shardings(run: SettingRuns) -> list[dict[str, Any]]:
     """A layer's attention at this setting's CP over arrival-order micro-batches: mean of the slowest rank's time."""
     rows: list[dict[str, Any]] = []
     for kind in ("per-sequence", "per-document", "paper-adaptive", "hybrid", "adaptive"):
@@ -139,7 +139,7 @@ def large_job(inputs: Inputs, scheme: str) -> dict[str, Any]:
     tensor ranks alike)."""
     setting = paper.LARGE_JOB
     few = replace(inputs, iterations=min(inputs.iterations, LARGE_JOB_ITERATIONS))
-    _, _, simulated = Run(few, setting).scheme(scheme)
+    _, _, simulated = SettingRuns(few, setting).scheme(scheme)
     flat = simulated.busy.reshape(len(simulated.busy), -1)
     return {
         "scheme": scheme,

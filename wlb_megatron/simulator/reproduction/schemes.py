@@ -17,7 +17,7 @@ from wlb_megatron.packing.job import plan_job
 from wlb_megatron.packing.packer import Packer, Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.delay_bound import Limits
-from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker, longest_micro_batch
+from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker, lmax
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.alignment import multiple, padded_lengths
 from wlb_megatron.sharding.cut import cut_plans
@@ -85,7 +85,7 @@ def _planner(
         limits = Limits(
             bins=setting.micro_batches * layout.dp,
             window=window,
-            capacity=longest_micro_batch(WlbConfig(), window, aligned),
+            capacity=lmax(WlbConfig(), window, aligned),
             max_documents=WlbConfig().max_documents,
             max_delay=UNBOUNDED,
         )

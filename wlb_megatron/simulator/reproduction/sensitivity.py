@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from wlb_megatron.simulator.reproduction import paper
-from wlb_megatron.simulator.run import OURS, PAPER, PLAIN, Inputs, Run, compare_schemes, means
+from wlb_megatron.simulator.run import OURS, PAPER, PLAIN, Inputs, SettingRuns, compare_schemes, means
 from wlb_megatron.workload.kernel_table import KernelTable
 
 UNEVEN_ITERATIONS = 1000
@@ -51,7 +51,7 @@ def slowness_of_the_paper(inputs: Inputs) -> float:
 
     The paper gives neither kernels nor rates; this figure of its tells how much attention weighs in its jobs.
     """
-    run = Run(inputs, paper.BREAKDOWN_OF)
+    run = SettingRuns(inputs, paper.BREAKDOWN_OF)
     pieces = [
         [np.array([x.end - x.start for x in m.pieces]) for row in plan.micro_batches for m in row]
         for plan in run.planned("original")

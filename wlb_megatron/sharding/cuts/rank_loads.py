@@ -8,7 +8,7 @@ Chunk = tuple[int, int]
 """(rank, tokens). A piece's chunks lie in it one after another."""
 
 
-class Ranks:
+class RankLoads:
     """What each rank holds so far. Pieces are placed in a given order, the leveller (the longest) last.
 
     room: tokens left. load: nanoseconds so far. calls: kernel calls on earlier keys, which are as many as the
