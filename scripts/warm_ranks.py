@@ -215,7 +215,7 @@ def _launch(job: dict[str, Any]) -> None:
 def _profile(job: dict[str, Any]) -> None:
     import argparse
 
-    from wlb_megatron.profiler.command import add_profile
+    from wlb_megatron.profiler.profile_command import add_profile
 
     parser = argparse.ArgumentParser()
     add_profile(parser)

@@ -261,7 +261,7 @@ def plan_at_random(seed: int) -> None:
     from random_groups import random_plan
 
     from wlb_megatron.dynamic.plan import in_multiples
-    from wlb_megatron.dynamic.planner import GREEDY, Outcome
+    from wlb_megatron.dynamic.plan_step import GREEDY, Outcome
     from wlb_megatron.plugin.ranks import dynamic
 
     iterations = itertools.count(seed)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from test_cli import call
 
-from wlb_megatron.analyze.command import add_analyze
+from wlb_megatron.analyze.analyze_command import add_analyze
 from wlb_megatron.cli import main
 from wlb_megatron.settings_flags import NOT_HERE, add_layout, add_settings
-from wlb_megatron.simulator.reproduction import command as reproduction
+from wlb_megatron.simulator.reproduction import reproduce_command as reproduction
 from wlb_megatron.simulator.simulate import add_simulate
 
 LENGTHS = "--lengths 300,40,9,64,17,128,33,50,20,8 --window 128"

@@ -25,7 +25,7 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import group_cost
 from wlb_megatron.dynamic.plan import validate
-from wlb_megatron.dynamic.planner import Outcome
+from wlb_megatron.dynamic.plan_step import Outcome
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.sharding.calls.attention_calls import attention_layout

@@ -18,7 +18,7 @@ from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.attention.kernels.kernel_choice import TRIED, Layer, chosen, told
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.model.kernels import kernels_of
-from wlb_megatron.profiler.command import _backend
+from wlb_megatron.profiler.profile_command import _backend
 from wlb_megatron.workload.profile import ProfiledModel
 
 HOPPER = Layer(dim=128, v_dim=128, grouped=True, capability=(9, 0))

@@ -29,7 +29,7 @@ from wlb_megatron.packing.varlen import thresholds
 from wlb_megatron.packing.varlen.assign import assign_ranks, in_given_order, step_bound, step_work
 from wlb_megatron.packing.varlen.bins import Bins
 from wlb_megatron.packing.varlen.delay_bound import Limits
-from wlb_megatron.packing.varlen.improve import improve
+from wlb_megatron.packing.varlen.improve_bins import improve_bins
 from wlb_megatron.packing.varlen.outlier_queues import Item, by_falling_work
 from wlb_megatron.packing.varlen.thresholds import DELAY_BOUND, find_thresholds
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
@@ -48,7 +48,7 @@ def items(lengths: list[int], cost: CostModel = COST) -> list[Item]:
 def pack_once(lengths: list[int], count: int, capacity: int) -> tuple[list[int], list[Item]]:
     bins = Bins(count, capacity, 4096)
     left = bins.add_all(by_falling_work(items(lengths)))
-    improve(bins.contents(), bins.work, capacity, 4096)
+    improve_bins(bins.contents(), bins.work, capacity, 4096)
     return bins.work, left
 
 
@@ -105,7 +105,7 @@ def test_improving_never_makes_the_largest_larger_nor_breaks_a_limit(
     contents = bins.contents()
     before = sorted(item.serial for held in contents for item in held)
     work = bins.work.copy()
-    improve(contents, work, capacity, most)
+    improve_bins(contents, work, capacity, most)
     assert max(work) <= max(bins.work)
     assert work == [sum(item.work for item in held) for held in contents]
     assert all(sum(item.tokens for item in held) <= capacity and len(held) <= most for held in contents)
@@ -118,7 +118,7 @@ def test_improving_evens_what_greedy_leaves_uneven() -> None:
         [Item(w, 1, i, 0, Piece(0, i, 0, 1)) for i, w in enumerate(row)] for row in ([8, 5, 5], [6, 4])
     ]
     work = [18, 10]
-    improve(contents, work, 10, 10)
+    improve_bins(contents, work, 10, 10)
     assert work == [14, 14]
 
 
@@ -292,7 +292,7 @@ def test_one_round_of_trades_brings_two_bins_as_close_as_any_move_or_swap_can(
     closest = min(
         [gap, *(abs(gap - 2 * w) for w in moves), *(abs(gap - 2 * (w - b)) for w in heavy for b in light)]
     )
-    improve(bins, work, 10**6, 100, rounds=1)
+    improve_bins(bins, work, 10**6, 100, rounds=1)
     assert work == [sum(item.work for item in items) for items in bins]
     assert abs(work[0] - work[1]) == closest
     assert sorted(item.serial for items in bins for item in items) == list(range(len(heavy) + len(light)))
@@ -304,14 +304,14 @@ def test_trades_keep_the_bounds_on_tokens_and_documents() -> None:
         return made, [8, 0]
 
     held, work = bins()
-    improve(held, work, 10**6, 2)
+    improve_bins(held, work, 10**6, 2)
     assert work == [4, 4]
     held, work = bins()
-    improve(held, work, 30, 2)  # 4 has too many tokens to move
+    improve_bins(held, work, 30, 2)  # 4 has too many tokens to move
     assert work == [5, 3]
     held, work = bins()
-    improve(held, work, 10**6, 0)
+    improve_bins(held, work, 10**6, 0)
     assert work == [8, 0] and not held[1]
     empty: list[list[Item]] = [[], []]
-    improve(empty, [0, 0], 10, 10)
+    improve_bins(empty, [0, 0], 10, 10)
     assert empty == [[], []]

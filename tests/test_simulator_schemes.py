@@ -14,8 +14,8 @@ from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.reproduction import paper
-from wlb_megatron.simulator.reproduction.command import REPRODUCED
 from wlb_megatron.simulator.reproduction.paper import CONFIGURATIONS, SHAPES, Setting
+from wlb_megatron.simulator.reproduction.reproduce_command import REPRODUCED
 from wlb_megatron.simulator.reproduction.schemes import perfectly_balanced, plan_run, shard_run
 from wlb_megatron.simulator.reproduction.sensitivity import slowness_of_the_paper
 from wlb_megatron.simulator.run import SCHEMES, Inputs, SettingRuns, lockstep

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from wlb_megatron.analyze.command import add_analyze, run_analyze
+from wlb_megatron.analyze.analyze_command import add_analyze, run_analyze
 from wlb_megatron.analyze.told import as_json, print_analysis
 from wlb_megatron.arguments import name_flag
 from wlb_megatron.bounds import RANKS, whole
@@ -19,9 +19,9 @@ from wlb_megatron.documents.lengths import read_lengths
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.patching import add_patch
-from wlb_megatron.profiler.command import add_profile
+from wlb_megatron.profiler.profile_command import add_profile
 from wlb_megatron.settings_flags import NOT_HERE, add_layout, add_settings, renamed, settings
-from wlb_megatron.simulator.reproduction.command import add_reproduce
+from wlb_megatron.simulator.reproduction.reproduce_command import add_reproduce
 from wlb_megatron.simulator.simulate import add_simulate, print_simulation, run_simulate
 from wlb_megatron.whole_files import write_whole
 

@@ -17,7 +17,7 @@ from wlb_megatron.child import pipes, read_message, write_message
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.plan import StepPlan
-from wlb_megatron.dynamic.planner import Outcome, plan_step
+from wlb_megatron.dynamic.plan_step import Outcome, plan_step
 from wlb_megatron.workload.kernel_table import KernelTable
 
 

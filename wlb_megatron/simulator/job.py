@@ -14,7 +14,7 @@ from wlb_megatron.documents.whole_documents import longest_whole
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import GroupCost, group_cost, token_ns
 from wlb_megatron.dynamic.plan import StepPlan, fixed_groups
-from wlb_megatron.dynamic.planner import plan_step
+from wlb_megatron.dynamic.plan_step import plan_step
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.packing.foresee import nothing_predicted, too_small

@@ -12,8 +12,8 @@ from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.simulator.calibration import profiled_shape
 from wlb_megatron.simulator.job import Job
 from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes
-from wlb_megatron.simulator.reproduction.command import add_assumptions, read_assumptions
 from wlb_megatron.simulator.reproduction.paper import SHAPES
+from wlb_megatron.simulator.reproduction.reproduce_command import add_assumptions, read_assumptions
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.memory import RECOMPUTE
 from wlb_megatron.workload.profile import Profile

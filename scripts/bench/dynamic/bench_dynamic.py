@@ -29,7 +29,7 @@ from wlb_megatron.documents.synthetic import code_like, cut_overlong, web_like
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import GroupCost, group_cost
 from wlb_megatron.dynamic.plan import fixed_groups, validate
-from wlb_megatron.dynamic.planner import FIXED, SOLVER, plan_step
+from wlb_megatron.dynamic.plan_step import FIXED, SOLVER, plan_step
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.simulator.model import LayerModel, ParallelSizes

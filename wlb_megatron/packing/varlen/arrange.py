@@ -11,7 +11,7 @@ from wlb_megatron.packing.packer import Grid, Ranks
 from wlb_megatron.packing.varlen.assign import assign_ranks
 from wlb_megatron.packing.varlen.bins import Bins
 from wlb_megatron.packing.varlen.delay_bound import Limits
-from wlb_megatron.packing.varlen.improve import improve
+from wlb_megatron.packing.varlen.improve_bins import improve_bins
 from wlb_megatron.packing.varlen.outlier_queues import Item
 from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import MicroBatch
@@ -61,7 +61,7 @@ def arrange(
         return arrange(fill, least, lot, limits, ranks, law)
     _, bins, left = best
     contents = bins.contents()
-    improve(contents, bins.work, limits.capacity, limits.max_documents)
+    improve_bins(contents, bins.work, limits.capacity, limits.max_documents)
     sizes = (sum(map(_TOKENS, items)) for items in contents)
     grid = assign_ranks(list(map(Filled, contents, bins.work, sizes)), ranks)
     if most_held(grid, law) > allowed and fitting != least:

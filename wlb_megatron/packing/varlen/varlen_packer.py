@@ -24,7 +24,7 @@ from wlb_megatron.packing.varlen.bins import UNBOUNDED, Bins
 from wlb_megatron.packing.varlen.delay_bound import Limits
 from wlb_megatron.packing.varlen.delay_price import DelayPrice
 from wlb_megatron.packing.varlen.height import Lot, choose_height
-from wlb_megatron.packing.varlen.improve import improve
+from wlb_megatron.packing.varlen.improve_bins import improve_bins
 from wlb_megatron.packing.varlen.outlier_queues import Item, OutlierQueues, by_falling_work, items_of
 from wlb_megatron.packing.varlen.release import ReleaseChoice, Situation, choose_release
 from wlb_megatron.plan import MicroBatch, Piece
@@ -198,7 +198,7 @@ class VarlenPacker:
         left += bins.add_all(by_falling_work(leftovers))
         left += bins.add_all(by_falling_work(short))
         contents = bins.contents()
-        improve(contents, bins.work, self._limits.capacity, self._limits.max_documents)
+        improve_bins(contents, bins.work, self._limits.capacity, self._limits.max_documents)
         micro_batches = [
             MicroBatch(tuple(map(_PIECE, items)), w) for items, w in zip(contents, bins.work, strict=True)
         ]

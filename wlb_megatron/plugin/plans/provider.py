@@ -16,9 +16,9 @@ from wlb_megatron.documents.predictions import predictions_in
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.flags.batch_sizes import BatchSizes
 from wlb_megatron.plugin.flags.chunk_limits import in_step
+from wlb_megatron.plugin.flags.job_profile import profile_of, told
 from wlb_megatron.plugin.flags.model_shape import attention_shape, token_alignment
 from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
-from wlb_megatron.plugin.flags.profile import profile_of, told
 from wlb_megatron.plugin.logs import metrics, timers, trace
 from wlb_megatron.plugin.logs.flops import count_segments
 from wlb_megatron.plugin.logs.prediction import predictor

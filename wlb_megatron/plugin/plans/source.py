@@ -19,6 +19,7 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.flags.batch_sizes import BatchSizes
 from wlb_megatron.plugin.flags.chunk_limits import chunks_refused
 from wlb_megatron.plugin.flags.data_paths import documents
+from wlb_megatron.plugin.flags.job_profile import profile_of
 from wlb_megatron.plugin.flags.limits import (
     adoptable_tokens,
     document_memory,
@@ -27,7 +28,6 @@ from wlb_megatron.plugin.flags.limits import (
 from wlb_megatron.plugin.flags.model_shape import attention_shape, token_alignment
 from wlb_megatron.plugin.flags.open_files import allow_open_files
 from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
-from wlb_megatron.plugin.flags.profile import profile_of
 from wlb_megatron.plugin.logs.prediction import layer_model
 from wlb_megatron.plugin.plans.data import files_of_workers
 from wlb_megatron.workload.cost_model import (

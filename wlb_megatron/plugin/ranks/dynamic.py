@@ -22,12 +22,12 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import group_cost, token_ns
 from wlb_megatron.dynamic.plan import Group, StepPlan, fixed_groups
-from wlb_megatron.dynamic.planner import FIXED, GREEDY, LATE, SOLVER, Outcome
+from wlb_megatron.dynamic.plan_step import FIXED, GREEDY, LATE, SOLVER, Outcome
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.plan import Piece
+from wlb_megatron.plugin.flags.job_profile import profile_of
 from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
-from wlb_megatron.plugin.flags.profile import profile_of
 from wlb_megatron.plugin.logs.prediction import PredictGroups, group_predictor
 from wlb_megatron.plugin.plans.planning import (
     PlanAhead,

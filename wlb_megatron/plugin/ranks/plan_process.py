@@ -10,7 +10,7 @@ from wlb_megatron.dynamic.__main__ import read_outcome, tell_iteration, tell_set
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.plan import StepPlan
-from wlb_megatron.dynamic.planner import LATE, Outcome, plan_step
+from wlb_megatron.dynamic.plan_step import LATE, Outcome, plan_step
 
 
 class PlanProcess:

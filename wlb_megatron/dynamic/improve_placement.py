@@ -19,7 +19,7 @@ Score = tuple[int, int]
 """Time of the plan, and how many ranks end last: less is better, in this order."""
 
 
-def improve(placement: Placement, until: float = math.inf, rounds: int = 64) -> None:
+def improve_placement(placement: Placement, until: float = math.inf, rounds: int = 64) -> None:
     """Move a document off the blocks of the last rank to be done, or swap it with a cheaper one, for the least time
     that follows, until nothing shortens the plan, or the time has come (of time.monotonic). `placement` changes in
     place and never gets slower."""

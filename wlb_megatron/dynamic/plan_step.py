@@ -15,7 +15,7 @@ from wlb_megatron.dynamic.buckets import bucket
 from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.exact import LARGEST, place_exactly
 from wlb_megatron.dynamic.greedy import SHARES, place_greedily
-from wlb_megatron.dynamic.improve import improve
+from wlb_megatron.dynamic.improve_placement import improve_placement
 from wlb_megatron.dynamic.placement import Placement, Problem, problem_of
 from wlb_megatron.dynamic.plan import StepPlan, in_multiples
 from wlb_megatron.dynamic.predict import predicted_time
@@ -100,7 +100,7 @@ def _place(problem: Problem, seconds: float, threads: int, until: float) -> tupl
     greedy = place_all_greedily(problem, until)
     best = min(greedy.values(), key=Placement.time)
     if best.time() > CLOSE * problem.bound:
-        improve(best, until)
+        improve_placement(best, until)
     seconds = min(seconds, until - time.monotonic())
     if seconds <= 0 or best.time() <= NEAR * problem.bound:
         return best, GREEDY
@@ -122,7 +122,7 @@ def place_all_greedily(problem: Problem, until: float = math.inf) -> dict[int, P
             placement = place_greedily(problem, most, share)
             if placement is not None:
                 if len(problem.tokens) <= FEW:
-                    improve(placement, until)
+                    improve_placement(placement, until)
                 fitting.append((placement.time(), share, placement))
                 if placement.time() <= CLOSE * problem.bound or time.monotonic() > until:
                     break
@@ -157,5 +157,5 @@ def _place_by_solver(
         )
     placements = [one for one in solved if one is not None]
     for placement in placements:
-        improve(placement)
+        improve_placement(placement)
     return min(placements, key=Placement.time, default=None)

@@ -32,7 +32,7 @@ class _Bin:
         self.ranked = np.lexsort((by_age, self.tokens, self.work))
 
 
-def improve(
+def improve_bins(
     bins: list[list[Item]], work: list[int], capacity: int, max_documents: int, rounds: int = 16
 ) -> None:
     """Move a piece from the bin with most work to a light one, or swap two, whichever evens them best, while it
