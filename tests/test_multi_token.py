@@ -22,7 +22,12 @@ from wlb_megatron.plugin import hooks
 from wlb_megatron.plugin.plans.data import PackedDocuments
 from wlb_megatron.plugin.plans.loaded import Layout
 from wlb_megatron.plugin.plans.planning import PlannedMicroBatch
-from wlb_megatron.plugin.step.multi_token import next_in_document, refuse_other_form, wrap_roll_tensor
+from wlb_megatron.plugin.step.multi_token import (
+    next_in_document,
+    refuse_other_form,
+    wrap_is_inference_linear,
+    wrap_roll_tensor,
+)
 from wlb_megatron.refusals import Refused
 from wlb_megatron.sharding.cut import pad
 from wlb_megatron.sharding.following import following
@@ -74,6 +79,17 @@ def test_one_rank_rolls_as_megatron_does_for_packed_sequences(dtype: torch.dtype
     after = torch.from_numpy(following(shard(np.array(lengths), 1, "per-document")).astype(np.int32))
     found = next_in_document(values, after, None)
     assert torch.equal(found[0], expected[0]) and found[1] == expected[1]
+
+
+def test_a_linear_layer_is_none_of_inference_where_transformer_engine_is_missing() -> None:
+    class Inference(torch.nn.Linear):
+        pass
+
+    kinds: list[object] = [Inference]
+    asked = wrap_is_inference_linear(lambda module: isinstance(module, tuple(kinds)))  # type: ignore[arg-type]
+    assert asked(Inference(1, 1)) and not asked(torch.nn.Linear(1, 1))
+    kinds.append(SimpleNamespace())  # what Megatron makes of a class derived from a missing one
+    assert not asked(torch.nn.Linear(1, 1))
 
 
 def test_a_micro_batch_that_was_not_planned_for_it_is_an_error() -> None:

@@ -210,6 +210,14 @@ HOOKS: tuple[Hook, ...] = (
         optional=True,
     ),
     Hook(
+        "megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
+        ("module",),
+        "lets multi-token prediction run without Transformer Engine, on which this question fails then",
+        multi_token.wrap_is_inference_linear,
+        since=(0, 20),
+        optional=True,
+    ),
+    Hook(
         "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.track_mtp_metrics",
         ("loss_scale",),
         "logs losses of multi-token prediction as means over the planned micro-batches",
