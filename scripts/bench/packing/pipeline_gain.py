@@ -45,22 +45,30 @@ def main() -> None:
         )
 
 
-def measured(options: argparse.Namespace, flags: list[str]) -> tuple[float, float]:
-    """Work units a trained token, and the most tokens of a micro-batch in windows."""
+def planned(options: argparse.Namespace, flags: list[str]) -> list[list[dict[str, Any]]]:
+    """The micro-batches of each iteration, as inspect prints them."""
     command = [sys.executable, "-m", "wlb_megatron.cli", "inspect", "--json", "-"]
     for name in ("lengths", "window", "pp", "quadratic_at", "iterations"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     told = subprocess.run(
         [*command, "--micro-batches", str(options.windows), *flags], stdout=subprocess.PIPE, check=True
     )
+    return [iteration["micro_batches"] for iteration in json.loads(told.stdout)["iterations"]]
+
+
+def measured(options: argparse.Namespace, flags: list[str]) -> tuple[float, float]:
+    """Work units a trained token, and the most tokens of a micro-batch in windows."""
     time = trained = largest = 0
-    for iteration in json.loads(told.stdout)["iterations"]:
-        grid = iteration["micro_batches"]
-        tokens = [sum(end - start for _, start, end in one["documents"]) for one in grid]
+    for grid in planned(options, flags):
+        tokens = [tokens_of(one) for one in grid]
         works = [round(1024 * work(one, options.quadratic_at)) for one in grid]
         time += step_time(works, [2 * each for each in works], options.pp, groups(grid))
         trained, largest = trained + sum(tokens), max(largest, *tokens)
     return time / trained, largest / options.window
+
+
+def tokens_of(micro_batch: dict[str, Any]) -> int:
+    return sum(end - start for _, start, end in micro_batch["documents"])
 
 
 def work(micro_batch: dict[str, Any], at: int) -> float:
