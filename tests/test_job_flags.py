@@ -55,11 +55,11 @@ def job(flags: str = "") -> Job:
         ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
         ("--num-experts 8", {"num_experts": 8}),
         (
-            "--num-experts 8 --expert-model-parallel-size 2",
+            "--dp 2 --num-experts 8 --expert-model-parallel-size 2",
             {"num_experts": 8, "expert_model_parallel_size": 2},
         ),
         (
-            "--num-experts 8 --expert-tensor-parallel-size 2",
+            "--dp 2 --num-experts 8 --expert-tensor-parallel-size 2",
             {"num_experts": 8, "expert_tensor_parallel_size": 2},
         ),
         (
@@ -222,3 +222,37 @@ def test_chunks_that_cannot_be_trained_are_refused_with_the_cure(
     assert "--chunks on does not go with --mtp-num-layers" in err and "train whole documents" in err
     code, _, err = call(capsys, *f"{command} --lengths 9 --window 64 --moe-router-topk 2".split())
     assert code == 2 and "--moe-router-topk needs --num-experts" in err
+
+
+@pytest.mark.parametrize("command", ["analyze", "simulate"])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--pp 5", "--num-layers 32 cannot be divided over --pp 5: choose a divisor of 32, or of 34"),
+        ("--pp 4 --vpp 3", "--num-layers 32 cannot be divided over --pp 4 x --vpp 3"),
+        ("--vpp 2", "--vpp 2 changes nothing without --pp above 1"),
+        ("--tp 3", "--num-attention-heads 32 is no multiple of the tensor-parallel size 3"),
+        (
+            "--tp 8 --num-attention-heads 48 --num-query-groups 12 --kv-channels 128",
+            "neither a multiple nor a",
+        ),
+        ("--tp 2 --ffn-hidden-size 1001", "--ffn-hidden-size 1001 is no multiple of --tp 2"),
+        ("--cp 3", "--window of 64 tokens is not a multiple of 3"),
+        ("--num-experts 3 --expert-model-parallel-size 2 --dp 2", "--num-experts 3 is no multiple of"),
+        (
+            "--num-experts 4 --expert-model-parallel-size 4 --dp 2",
+            "2 ranks (--tp x --cp x --dp) are no multiple",
+        ),
+        ("--num-experts 4 --expert-tensor-parallel-size 4", "1 ranks (--tp x --cp x --dp) are no multiple"),
+        ("--num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 is above --num-experts 2"),
+    ],
+)
+def test_sizes_that_megatron_does_not_divide_are_refused_in_one_line(
+    command: str, flags: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = call(capsys, *f"{command} --lengths 9,30,64 --window 64 {flags}".split())
+    assert code == 2 and said in err and err.count("\n") == 1
+
+
+def test_layers_that_divide_with_the_embedding_and_the_loss_are_taken() -> None:
+    assert job("--model 405B --pp 16").model.shape.layers == 126

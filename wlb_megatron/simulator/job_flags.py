@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from wlb_megatron.bounds import RANKS, SEED, check_heads, real, whole
+from wlb_megatron.bounds import RANKS, SEED, real, whole
 from wlb_megatron.documents.blocks import Lengths, blocks
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.simulator.calibration import profiled_shape
+from wlb_megatron.simulator.divisible import check_divisible
 from wlb_megatron.simulator.job import Job
 from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes
 from wlb_megatron.simulator.reproduction.paper import SHAPES
@@ -161,10 +162,9 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
         _refuse_measured(args)
     with explain_bad_values():
         layout = ParallelSizes(tp=args.tp, cp=args.cp, pp=args.pp, dp=args.dp, chunks=args.vpp)
-        shape = activated(read_shape(args, profile), args)
-        check_heads(
-            shape.heads, shape.kv_heads, hidden=None if shape.channels else shape.hidden, tp=layout.tp
-        )
+        dense = read_shape(args, profile)
+        check_divisible(dense, args)
+        shape = activated(dense, args)
         if profile is not None:
             names = ("hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated")
             profile.refuse_other({**{name: getattr(shape, name) for name in names}, "tp": layout.tp})

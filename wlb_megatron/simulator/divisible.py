@@ -1,0 +1,59 @@
+"""Sizes that Megatron does not divide over ranks, refused where a command describes a job."""
+
+from __future__ import annotations
+
+import argparse
+
+from wlb_megatron.bounds import check_heads
+from wlb_megatron.errors import WlbError
+from wlb_megatron.simulator.model import ModelShape
+
+
+def check_divisible(shape: ModelShape, args: argparse.Namespace) -> None:
+    """WlbError with the flag and what would do. shape: dense; args: parallel sizes and experts, as flags give them."""
+    _check_layers(shape.layers, args.pp, args.vpp)
+    hidden = None if shape.channels else shape.hidden
+    check_heads(shape.heads, shape.kv_heads, hidden=hidden, tp=args.tp)
+    if shape.kv_heads % args.tp and args.tp % shape.kv_heads:
+        raise WlbError(
+            f"--num-query-groups {shape.kv_heads} is neither a multiple nor a divisor of --tp {args.tp}: change one"
+        )
+    if args.num_experts is None:
+        _check_multiple("--ffn-hidden-size", shape.ffn, "--tp", args.tp)
+    else:
+        _check_experts(shape, args)
+
+
+def _check_layers(layers: int, pp: int, vpp: int) -> None:
+    """Layers that do not divide are accepted where those and 2 do: Megatron counts the embedding and the loss as layers
+    by --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split."""
+    if vpp > 1 and pp == 1:
+        raise WlbError(f"--vpp {vpp} changes nothing without --pp above 1: add that, or leave it out")
+    parts = pp * vpp
+    if layers % parts and (layers + 2) % parts:
+        over = f"--pp {pp}" + (f" x --vpp {vpp}" if vpp > 1 else "")
+        raise WlbError(
+            f"--num-layers {layers} cannot be divided over {over}: choose a divisor of {layers}, or of {layers + 2} "
+            "(with the embedding and the loss counted as layers)"
+        )
+
+
+def _check_experts(shape: ModelShape, args: argparse.Namespace) -> None:
+    each, tensor = args.expert_model_parallel_size or 1, args.expert_tensor_parallel_size or args.tp
+    _check_multiple("--num-experts", args.num_experts, "--expert-model-parallel-size", each)
+    _check_multiple(
+        "--moe-ffn-hidden-size", args.moe_ffn_hidden_size or shape.ffn, "expert tensor size", tensor
+    )
+    stage = args.tp * args.cp * args.dp
+    if stage % (each * tensor):
+        raise WlbError(
+            f"a stage's {stage} ranks (--tp x --cp x --dp) are no multiple of the {each * tensor} that share experts: "
+            "change --expert-model-parallel-size or --expert-tensor-parallel-size"
+        )
+    if (args.moe_router_topk or 1) > args.num_experts:
+        raise WlbError(f"--moe-router-topk {args.moe_router_topk} is above --num-experts {args.num_experts}")
+
+
+def _check_multiple(flag: str, value: int, by: str, size: int) -> None:
+    if value % size:
+        raise WlbError(f"{flag} {value} is no multiple of {by} {size}: change one")
