@@ -241,7 +241,7 @@ def _forget() -> None:
     training.destroy_global_state()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    entry._sources, entry._validated = None, False
+    entry._opened, entry._validated = None, False
     metrics._pending, metrics._drift = None, drift.Drift()
     reporting._warned.clear()
     checkpoint._loaded = trace._recorder = None

@@ -12,6 +12,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from training_jobs import training_job
 
 from wlb_megatron.attention.core_attention import (
     WlbCoreAttention,
@@ -22,7 +23,7 @@ from wlb_megatron.attention.core_attention import (
 from wlb_megatron.attention.key_cache import cached_bytes, clear_caches
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin.flags.model_shape import token_alignment, window_misfit
+from wlb_megatron.plugin.flags.training_job import window_misfit
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.select import shard, shard_all
 
@@ -157,12 +158,14 @@ def test_a_machine_without_transformer_engine_or_megatron_imports_the_executor()
 )
 def test_each_ranks_tokens_fit_the_rows_that_fp8_products_want(fp8, recipe, multiple):
     """CP=2, TP=2 with sequence parallelism: a rank's GEMMs see a quarter of a micro-batch's tokens."""
-    args = SimpleNamespace(context_parallel_size=2, tensor_model_parallel_size=2, fp8=fp8, fp8_recipe=recipe)
-    assert token_alignment(args) == multiple
-    args.seq_length = 5 * multiple
-    assert window_misfit(args) is None
-    args.seq_length = 4 * multiple + 2
-    told = window_misfit(args)
+
+    def job(window):
+        sizes = {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "seq_length": window}
+        return training_job(**sizes, fp8=fp8, fp8_recipe=recipe)
+
+    assert job(64).alignment == multiple
+    assert window_misfit(job(5 * multiple)) is None
+    told = window_misfit(job(4 * multiple + 2))
     assert f"{4 * multiple + 2} tokens are no multiple of {multiple}," in told
     assert f"set it to {5 * multiple}" in told
     assert ("FP8" in told) == (fp8 is not None) and (f"x {multiple // 4} rows" in told) == (fp8 is not None)

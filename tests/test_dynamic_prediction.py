@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_live_view import arguments
+from test_live_view import job_of
 
 from wlb_megatron.dynamic.blocks import block_sizes
 from wlb_megatron.dynamic.cost import GroupCost, group_cost, token_ns
@@ -14,13 +14,13 @@ from wlb_megatron.simulator.iteration import simulate
 
 
 def cost_of(context: int, data: int, tensor: int) -> GroupCost:
-    table = layer_model(arguments(), None).table
+    table = layer_model(job_of(), None).table
     return group_cost(table, token_ns(table, 40_000.0), block_sizes(context, data), tensor=tensor)
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_groups_of_megatrons_size_are_predicted_as_fixed_ones_are(pipeline: int) -> None:
-    args = arguments(pipeline_model_parallel_size=pipeline)
+    job = job_of(pipeline_model_parallel_size=pipeline)
     lengths = [[60_000], [40_000, 20_000], [32_000, 32_000]]
     tokens = [n for row in lengths for _ in range(2) for n in row]
     steps, at = [], 0
@@ -32,13 +32,13 @@ def test_groups_of_megatrons_size_are_predicted_as_fixed_ones_are(pipeline: int)
             )
         )
         at += 2 * len(row)
-    found = group_predictor(args, None, cost_of(2, 2, 4))(StepPlan(4, tuple(steps)), tokens)
+    found = group_predictor(job, None, cost_of(2, 2, 4))(StepPlan(4, tuple(steps)), tokens)
     shards = [[[shard(row, 2, "per-document")] * 2 for row in lengths]]
-    assert found == pytest.approx(simulate(shards, layer_model(args, None)).steps[0] / 1e6, rel=0.05)
+    assert found == pytest.approx(simulate(shards, layer_model(job, None)).steps[0] / 1e6, rel=0.05)
 
 
 def test_an_iteration_takes_as_long_as_its_busiest_rank_and_padding_costs_little() -> None:
-    predict = group_predictor(arguments(), None, cost_of(2, 2, 4))
+    predict = group_predictor(job_of(), None, cost_of(2, 2, 4))
     tokens = [30_000, 30_000]
     apart = predict(StepPlan(4, ((Group(0, 1, (0,)), Group(3, 1, (1,))),)), tokens)
     together = predict(StepPlan(4, ((Group(0, 1, (0, 1)),),)), tokens)
@@ -49,7 +49,7 @@ def test_an_iteration_takes_as_long_as_its_busiest_rank_and_padding_costs_little
 
 
 def test_a_prediction_that_fails_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    predict = group_predictor(arguments(), None, cost_of(2, 2, 4))
+    predict = group_predictor(job_of(), None, cost_of(2, 2, 4))
     assert predict(StepPlan(4, ((Group(0, 3, (0,)),),)), [5]) is None  # no such size
     assert predict(StepPlan(4, ((Group(0, 2, (0,)),),)), [5]) is None
     assert capsys.readouterr().out.count("WARNING") == 1

@@ -70,7 +70,7 @@ def job(flags: str = "") -> Job:
 )
 def test_the_commands_know_trainings_limits_of_chunks(flags: str, megatron: dict[str, object]) -> None:
     pytest.importorskip("megatron.core")
-    from wlb_megatron.plugin.flags.chunk_limits import trainer_of
+    from wlb_megatron.plugin.flags.trainer import trainer_of
 
     trained = trainer_of(SimpleNamespace(**{**MEGATRON, **megatron}))
     assert job(flags).trainer == replace(trained, release=None)
@@ -133,15 +133,15 @@ def test_chunks_whose_keys_cross_a_slow_network_are_not_chosen() -> None:
 
 def test_training_prices_keys_of_chunks_as_the_commands_do() -> None:
     pytest.importorskip("megatron.core")
-    from test_live_view import arguments
+    from test_live_view import job_of
 
-    from wlb_megatron.plugin.plans.source import _per_earlier_key
+    from wlb_megatron.plugin.plans.cost_settings import _per_earlier_key
 
     sizes = {"tensor_model_parallel_size": 8, "context_parallel_size": 8, "pipeline_model_parallel_size": 4}
-    args = arguments(**sizes, distributed_backend="nccl", wlb_profile=None, num_layers=32)
+    trained = job_of(**sizes, num_layers=32)
     expected = job("--model 7B --cp 8 --tp 8 --dp-exposed 1 --dp 2").model.cost().per_earlier_key
-    assert _per_earlier_key(args) == pytest.approx(expected) and expected > 0.1
-    assert _per_earlier_key(arguments(**sizes, distributed_backend="gloo", wlb_profile=None)) == 0
+    assert _per_earlier_key(trained) == pytest.approx(expected) and expected > 0.1
+    assert _per_earlier_key(job_of(**sizes, distributed_backend="gloo")) == 0
 
 
 def test_memory_sets_lmax_and_chunks_as_in_training() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from test_attention_module import build
+from training_jobs import training_job
 
 from wlb_megatron.attention import core_attention
 from wlb_megatron.attention.kernels import kernel_choice
@@ -176,26 +177,11 @@ def test_the_flags_say_beforehand_which_kernels_the_model_gets(
     on_hopper: None, installed: Callable[..., None]
 ) -> None:
     installed()
-    args = SimpleNamespace(
-        transformer_impl="transformer_engine",
-        wlb_kernels="auto",
-        num_attention_heads=8,
-        num_query_groups=2,
-        group_query_attention=True,
-        kv_channels=128,
-        hidden_size=1024,
-        params_dtype=torch.bfloat16,
-        distributed_backend="nccl",
-        local_rank=0,
-    )
-    assert kernels_of(args) == ("fa4", "")
-    args.kv_channels = 260
-    assert kernels_of(args)[0] == "cudnn"
-    args.wlb_kernels = "fa4"
+    assert kernels_of(training_job()) == ("fa4", "")
+    assert kernels_of(training_job(kv_channels=260))[0] == "cudnn"
     with pytest.raises(WlbError, match="not 260"):
-        kernels_of(args)
-    args.multi_latent_attention = True
-    args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim = 128, 64, 128
-    assert kernels_of(args) == ("fa4", "")
-    args.transformer_impl = "local"
-    assert kernels_of(args) == ("torch", "")
+        kernels_of(training_job(kv_channels=260, wlb_kernels="fa4"))
+    latent = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64}
+    latent |= {"multi_latent_attention": True, "v_head_dim": 128, "wlb_kernels": "fa4"}
+    assert kernels_of(training_job(**latent)) == ("fa4", "")
+    assert kernels_of(training_job(**latent, transformer_impl="local")) == ("torch", "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,8 +13,10 @@ from typing import Any
 import pytest
 from megatron_runs import ROOT, failure, flags, launch, write_corpus
 from test_profile_fit import GPU, made_samples
+from training_jobs import training_job
 
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
+from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs import metrics, timers, trace
 from wlb_megatron.plugin.logs.drift import CALIBRATION, WINDOW, Drift
 from wlb_megatron.plugin.logs.prediction import layer_model, predictor
@@ -134,39 +135,25 @@ def plan_of(grid: list[list[list[int]]]) -> IterationPlan:
     return IterationPlan(0, (), rows, ())
 
 
-def arguments(**changes: Any) -> Namespace:
+def job_of(**changes: Any) -> TrainingJob:
     given = {
-        "num_layers": 4,
-        "hidden_size": 4096,
-        "ffn_hidden_size": 11008,
-        "num_attention_heads": 32,
-        "num_query_groups": 8,
-        "group_query_attention": True,
-        "kv_channels": 128,
-        "num_experts": None,
-        "padded_vocab_size": 128256,
-        "vocab_size": None,
-        "swiglu": True,
-        "tensor_model_parallel_size": 4,
-        "context_parallel_size": 2,
-        "pipeline_model_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": None,
-        "data_parallel_size": 2,
-        "recompute_granularity": None,
+        **{"num_layers": 4, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32},
+        **{"num_query_groups": 8, "padded_vocab_size": 128256, "tensor_model_parallel_size": 4},
+        **{"context_parallel_size": 2, "pipeline_model_parallel_size": 2, "data_parallel_size": 2},
     }
-    return Namespace(**given | changes)
+    return training_job(**given | changes)
 
 
 def test_the_live_prediction_is_the_simulators_where_all_ranks_have_like_documents() -> None:
     """It shards its own rank's micro-batches alone, and takes the others' attention from their documents."""
     costs = fit(ProfiledModel(**MODEL), made_samples(), GPU)
-    args = arguments()
+    job = job_of()
     lengths = [[4096, 8192], [10000, 2000, 288]]
     plan = plan_of([[one, one] for one in lengths])
     shards = [shard(one, 2, "adaptive", costs.table) for one in lengths]
     # As the process that plans has it.
-    live = pickle.loads(pickle.dumps(predictor(args, costs, 0, 8)))(plan, shards)
-    whole = simulate([[[s, s] for s in shards]], layer_model(args, costs)).steps[0] / 1e6
+    live = pickle.loads(pickle.dumps(predictor(job, costs, 0, 8)))(plan, shards)
+    whole = simulate([[[s, s] for s in shards]], layer_model(job, costs)).steps[0] / 1e6
     assert live == pytest.approx(whole, rel=1e-6)
 
 
@@ -175,36 +162,36 @@ def test_a_document_in_chunks_is_predicted_live_as_by_the_simulator() -> None:
     costs = replace(fit(ProfiledModel(**MODEL), made_samples(), GPU), host_second=(5e6, 5e6))
     grid = [(Piece(0, 1, 0, 512),), (Piece(0, 0, 0, 700),), (Piece(0, 0, 700, 1200, 700),)]
     plan = IterationPlan(0, (), tuple((MicroBatch(pieces, 0),) for pieces in grid), ())
-    args = arguments(data_parallel_size=1, context_parallel_size=1)
+    job = job_of(data_parallel_size=1, context_parallel_size=1)
     lengths = [[piece.tokens for piece in pieces] for pieces in grid]
     shards = shard_all(lengths, 1, "per-document", links=links_of(grid))
     orders = orders_of([plan])
     assert orders == [[(1, 2)]]
-    whole = simulate([[[one] for one in shards]], layer_model(args, costs), orders=orders).steps[0] / 1e6
-    assert predictor(args, costs, 0, 1)(plan, shards) == pytest.approx(float(whole))
+    whole = simulate([[[one] for one in shards]], layer_model(job, costs), orders=orders).steps[0] / 1e6
+    assert predictor(job, costs, 0, 1)(plan, shards) == pytest.approx(float(whole))
 
 
 def test_another_ranks_heavier_micro_batch_is_what_an_iteration_waits_for() -> None:
     costs = fit(ProfiledModel(**MODEL), made_samples(), GPU)
     shards = [shard([8192], 2, "adaptive", costs.table)]
-    args = arguments(pipeline_model_parallel_size=1)
-    even = predictor(args, costs, 0, 8)(plan_of([[[8192], [8192]]]), shards)
-    heavy = predictor(args, costs, 0, 8)(plan_of([[[8192], [65536]]]), shards)
+    job = job_of(pipeline_model_parallel_size=1)
+    even = predictor(job, costs, 0, 8)(plan_of([[[8192], [8192]]]), shards)
+    heavy = predictor(job, costs, 0, 8)(plan_of([[[8192], [65536]]]), shards)
     assert even is not None and heavy is not None and heavy > 5 * even
 
 
 def test_every_rank_predicts_the_same_step_though_one_has_short_documents_and_another_a_long_one() -> None:
     costs = fit(ProfiledModel(**MODEL), made_samples(), GPU)
-    args = arguments(pipeline_model_parallel_size=1, context_parallel_size=1)
+    job = job_of(pipeline_model_parallel_size=1, context_parallel_size=1)
     short, long = [1024] * 64, [65536]
     plan = plan_of([[short, long], [long, short]])
     seen = [
-        predictor(args, costs, rank, 8)(plan, [shard(one, 1, "adaptive", costs.table) for one in own])
+        predictor(job, costs, rank, 8)(plan, [shard(one, 1, "adaptive", costs.table) for one in own])
         for rank, own in enumerate(((short, long), (long, short)))
     ]
     plan = plan_of([[short, long]])
     seen += [
-        predictor(args, costs, rank, 8)(plan, [shard(one, 1, "adaptive", costs.table)])
+        predictor(job, costs, rank, 8)(plan, [shard(one, 1, "adaptive", costs.table)])
         for rank, one in enumerate((short, long))
     ]
     assert seen[0] == pytest.approx(seen[1], rel=1e-6)
@@ -212,10 +199,10 @@ def test_every_rank_predicts_the_same_step_though_one_has_short_documents_and_an
 
 
 def test_a_job_that_the_simulator_does_not_take_has_no_prediction() -> None:
-    odd = arguments(virtual_pipeline_model_parallel_size=2)
+    odd = job_of(virtual_pipeline_model_parallel_size=2)
     plan = plan_of([[[64], [64]]] * 3)  # three micro-batches are no multiple of two stages
     assert predictor(odd, None, 0, 8)(plan, [shard([64], 2, "hybrid")] * 3) is None
-    assert predictor(arguments(num_layers=1), None, 0, 8)(plan, []) is None
+    assert predictor(job_of(num_layers=1), None, 0, 8)(plan, []) is None
 
 
 MODEL = {"hidden": 4096, "ffn": 11008, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocab": 128256, "tp": 4}

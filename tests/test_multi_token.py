@@ -200,6 +200,6 @@ def test_multi_token_prediction_is_refused_where_its_roll_has_another_form(
 
     monkeypatch.setattr(multi_token_prediction, "roll_tensor", roll_tensor)
     assert not any(hook.place.endswith(":roll_tensor") for hook in hooks.hooks())
-    refuse_other_form(SimpleNamespace(mtp_num_layers=None))
+    refuse_other_form(0)
     with pytest.raises(Refused, match="refuses --mtp-num-layers"):
-        refuse_other_form(SimpleNamespace(mtp_num_layers=1))
+        refuse_other_form(1)

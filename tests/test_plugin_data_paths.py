@@ -11,7 +11,7 @@ import pytest
 from megatron_runs import write_corpus
 
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin.flags.data_paths import documents
+from wlb_megatron.plugin.flags.data_paths import DataPaths, documents
 
 PARTS = ("train", "valid", "test")
 
@@ -41,7 +41,7 @@ def megatrons(args: argparse.Namespace, part: str) -> tuple[list[str], list[floa
 
 
 def check(args: argparse.Namespace, part: str) -> None:
-    found = documents(args, part)
+    found = documents(DataPaths.of(args), part)
     assert found is not None
     paths, weights = megatrons(args, part)
     assert (found[0].paths, found[0].weights) == (paths, weights)
@@ -58,17 +58,20 @@ def test_data_path_and_the_same_text_in_a_file_are_one_blend_cut_by_split(
     ):
         for part, counts in zip(PARTS, ([8, 16], [1, 2], [1, 2]), strict=True):
             check(args, part)
-            found = documents(args, part)
+            found = documents(DataPaths.of(args), part)
             assert found is not None and [len(corpus.lengths) for corpus in found[1]] == counts
 
 
 def test_parts_of_the_same_files_share_what_was_read_of_them(prefixes: list[str]) -> None:
     opened: dict[Any, Any] = {}
     args = arguments(data_path=prefixes, split="80,10,10")
-    found = [documents(args, part, opened) for part in PARTS]
+    found = [documents(DataPaths.of(args), part, opened) for part in PARTS]
     assert all(one is not None and one[0] is opened[tuple(prefixes)] for one in found)
     apart = arguments(train_data_path=prefixes[:1], valid_data_path=prefixes[1:])
-    assert [documents(apart, part, opened)[0].paths for part in PARTS[:2]] == [prefixes[:1], prefixes[1:]]  # type: ignore[index]
+    assert [documents(DataPaths.of(apart), part, opened)[0].paths for part in PARTS[:2]] == [
+        prefixes[:1],
+        prefixes[1:],
+    ]  # type: ignore[index]
 
 
 def test_parts_with_paths_of_their_own_are_taken_whole(prefixes: list[str], tmp_path: Path) -> None:
@@ -83,17 +86,17 @@ def test_parts_with_paths_of_their_own_are_taken_whole(prefixes: list[str], tmp_
     ):
         for part, counts in zip(PARTS, ([10, 20], [30], [20]), strict=True):
             check(args, part)
-            found = documents(args, part)
+            found = documents(DataPaths.of(args), part)
             assert found is not None and [len(corpus.lengths) for corpus in found[1]] == counts
 
 
 def test_a_part_without_documents_is_none(prefixes: list[str], tmp_path: Path) -> None:
     (tmp_path / "parts.json").write_text(json.dumps({"train": [prefixes[0]], "valid": None}))
     only_train = arguments(per_split_data_args_path=str(tmp_path / "parts.json"))
-    assert documents(only_train, "train") and not documents(only_train, "valid")
-    assert documents(arguments(train_data_path=[prefixes[0]]), "test") is None
-    assert documents(arguments(data_path=[prefixes[0]]), "valid") is None
-    assert documents(arguments(data_path=[prefixes[0]], split="1,0,0"), "valid") is None
+    assert documents(DataPaths.of(only_train), "train") and not documents(DataPaths.of(only_train), "valid")
+    assert documents(DataPaths.of(arguments(train_data_path=[prefixes[0]])), "test") is None
+    assert documents(DataPaths.of(arguments(data_path=[prefixes[0]])), "valid") is None
+    assert documents(DataPaths.of(arguments(data_path=[prefixes[0]], split="1,0,0")), "valid") is None
 
 
 @pytest.mark.parametrize(
@@ -112,5 +115,5 @@ def test_a_file_of_parts_that_cannot_be_used_is_one_line(
     if text is not None:
         (tmp_path / "parts.json").write_text(text)
     with pytest.raises(WlbError, match=words) as error:
-        documents(arguments(per_split_data_args_path=str(tmp_path / "parts.json")), "train")
+        documents(DataPaths.of(arguments(per_split_data_args_path=str(tmp_path / "parts.json"))), "train")
     assert "\n" not in str(error.value)

@@ -14,10 +14,11 @@ import torch
 
 from wlb_megatron.attention.device_layout import DeviceCache
 from wlb_megatron.attention.key_cache import KeyCache, cached_bytes
+from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
-from wlb_megatron.plugin.flags import chunk_limits
-from wlb_megatron.plugin.flags.chunk_limits import chunks_refused, in_step
+from wlb_megatron.plugin.flags import trainer
+from wlb_megatron.plugin.flags.trainer import trainer_of
 from wlb_megatron.plugin.plans import planning
 from wlb_megatron.plugin.step import grouped_steps
 from wlb_megatron.plugin.step.pipeline_shapes import transfer_orders
@@ -205,7 +206,7 @@ def test_groups_are_of_this_rank_or_of_all_that_meet_in_every_step() -> None:
     assert [of(0, False), of(1, False), of(0, True), of(1, True)] == [(), (2, 1), (2, 1), (2, 1)]
 
 
-def arguments(**given: Any) -> SimpleNamespace:
+def told(**given: Any) -> Trainer:
     plain = {
         "pipeline_model_parallel_size": 2,
         "tensor_model_parallel_size": 1,
@@ -213,34 +214,34 @@ def arguments(**given: Any) -> SimpleNamespace:
         "expert_tensor_parallel_size": None,
         "moe_router_load_balancing_type": "aux_loss",
     }
-    return SimpleNamespace(**{**plain, **given})
+    return trainer_of(SimpleNamespace(**{**plain, **given}))
 
 
 def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert chunks_refused(arguments()) == []
+    assert told().chunks_refused() == []
     for name, flag in {
         "virtual_pipeline_model_parallel_size": "--num-virtual-stages",
         "fine_grained_activation_offloading": "--fine-grained-activation-offloading",
         "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
         "mtp_num_layers": "--mtp-num-layers",
     }.items():
-        ((told, cure),) = chunks_refused(arguments(**{name: 2}))
-        assert told.startswith(flag) and cure
+        ((flag_told, cure),) = told(**{name: 2}).chunks_refused()
+        assert flag_told.startswith(flag) and cure
     by_document = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}
-    ((told, cure),) = chunks_refused(arguments(num_experts=4, **by_document))
-    assert told.endswith("seq_aux_loss") and cure
-    assert chunks_refused(arguments(**by_document)) == []  # a dense model has no routers
-    monkeypatch.setattr(chunk_limits, "megatron_version", lambda: "0.16.2")
-    ((told, _),) = chunks_refused(arguments())
-    assert told.startswith("megatron-core 0.16.2")
-    assert chunks_refused(arguments(pipeline_model_parallel_size=1)) == []
+    ((flag_told, cure),) = told(num_experts=4, **by_document).chunks_refused()
+    assert flag_told.endswith("seq_aux_loss") and cure
+    assert told(**by_document).chunks_refused() == []  # a dense model has no routers
+    monkeypatch.setattr(trainer, "megatron_version", lambda: "0.16.2")
+    ((flag_told, _),) = told().chunks_refused()
+    assert flag_told.startswith("megatron-core 0.16.2")
+    assert told(pipeline_model_parallel_size=1).chunks_refused() == []
 
 
 def test_ranks_that_share_experts_or_parameters_keep_in_step() -> None:
-    assert not in_step(arguments()) and not in_step(arguments(num_experts=4))
-    assert in_step(arguments(num_experts=4, expert_model_parallel_size=2))
-    assert in_step(arguments(num_experts=4, expert_tensor_parallel_size=2))
-    assert in_step(arguments(num_experts=4, moe_router_load_balancing_type=["global_aux_loss"]))
-    assert in_step(arguments(use_megatron_fsdp=True)) and in_step(arguments(use_torch_fsdp2=True))
+    assert not told().in_step and not told(num_experts=4).in_step
+    assert told(num_experts=4, expert_model_parallel_size=2).in_step
+    assert told(num_experts=4, expert_tensor_parallel_size=2).in_step
+    assert told(num_experts=4, moe_router_load_balancing_type=["global_aux_loss"]).in_step
+    assert told(use_megatron_fsdp=True).in_step and told(use_torch_fsdp2=True).in_step

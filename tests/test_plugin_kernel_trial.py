@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import sys
-from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from training_jobs import training_job
 
 from wlb_megatron import doctor
 from wlb_megatron.attention.kernels import kernel_check
@@ -44,9 +44,7 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(importlib.metadata, "version", found)
         monkeypatch.setattr(kernel_check, "worst_error", worst_error)
-        engine = {"transformer_impl": "transformer_engine", "distributed_backend": "nccl"}
-        args = {**engine, "local_rank": 0, "rank": 0, "wlb_kernels": "auto", **changed}
-        try_transformer_engine(Namespace(**args))
+        try_transformer_engine(training_job(**changed))
 
     return run
 

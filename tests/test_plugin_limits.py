@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from training_jobs import training_job
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
@@ -21,26 +21,24 @@ from wlb_megatron.plugin.flags.limits import (
     gpu_memory,
     model_and_layout,
 )
+from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.workload.chunk_memory import chunked_bytes
-from wlb_megatron.workload.memory import GIB, ParallelLayout, chunks_in_flight, logits_bytes, memory_needed
+from wlb_megatron.workload.memory import (
+    GIB,
+    ParallelLayout,
+    StageShape,
+    chunks_in_flight,
+    logits_bytes,
+    memory_needed,
+)
+
+IN_ROWS = {"fp8": "hybrid", "fp8_recipe": "delayed"}
+"""Micro-batches are multiples of 16 tokens."""
 
 
-def arguments(**changed: Any) -> argparse.Namespace:
-    """What pretrain_gpt.py's validated arguments are for 8 layers of 2048 at a window of 32K."""
-    given = {
-        "seq_length": 32768, "distributed_backend": "nccl", "num_experts": None, "local_rank": 0,
-        "hidden_size": 2048, "ffn_hidden_size": 5632, "num_layers": 8, "num_attention_heads": 16,
-        "group_query_attention": True, "num_query_groups": 4, "kv_channels": 128, "padded_vocab_size": None,
-        "vocab_size": 257, "swiglu": True, "untie_embeddings_and_output_weights": True, "hidden_dropout": 0.0,
-        "bf16": True, "fp16": False, "tensor_model_parallel_size": 1, "context_parallel_size": 1,
-        "pipeline_model_parallel_size": 1, "data_parallel_size": 1, "global_batch_size": 4,
-        "virtual_pipeline_model_parallel_size": None,
-        "sequence_parallel": False, "use_distributed_optimizer": True, "recompute_granularity": None,
-        "recompute_num_layers": None, "recompute_method": None, "wlb_regather_keys": False,
-        "moe_router_load_balancing_type": "aux_loss", "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": None,
-    }  # fmt: skip
-    return argparse.Namespace(**(given | changed))
+def shapes(job: TrainingJob) -> tuple[StageShape, ParallelLayout]:
+    assert job.memory is not None
+    return model_and_layout(job, job.memory)
 
 
 @pytest.fixture
@@ -56,105 +54,105 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_lmax_is_one_and_a_half_windows_where_memory_suffices(memory: Any) -> None:
     memory(80)
-    assert fit_to_memory(arguments(), WlbConfig(), 1).max_tokens == 49152
+    assert fit_to_memory(training_job(), WlbConfig()).max_tokens == 49152
 
 
 def test_less_memory_lowers_it_and_too_little_is_refused_with_a_cure(memory: Any) -> None:
     memory(31)
-    lower = fit_to_memory(arguments(), WlbConfig(), 8).max_tokens
-    assert lower is not None and 40960 <= lower < 49152 and lower % 8 == 0
+    lower = fit_to_memory(training_job(**IN_ROWS), WlbConfig()).max_tokens
+    assert lower is not None and 40960 <= lower < 49152 and lower % 16 == 0
     memory(20)
     with pytest.raises(WlbError, match=r"GiB.*--context-parallel-size"):
-        fit_to_memory(arguments(), WlbConfig(chunks="off"), 1)
+        fit_to_memory(training_job(), WlbConfig(chunks="off"))
 
 
 def test_a_flag_overrides_it_and_cpus_and_experts_are_not_measured(memory: Any) -> None:
     memory(1)
-    assert fit_to_memory(arguments(), WlbConfig(max_tokens=60000), 1).max_tokens == 60000
-    assert fit_to_memory(arguments(distributed_backend="gloo"), WlbConfig(), 1).max_tokens == 49152
-    assert fit_to_memory(arguments(num_experts=8), WlbConfig(), 1).max_tokens == 49152
+    assert fit_to_memory(training_job(), WlbConfig(max_tokens=60000)).max_tokens == 60000
+    assert fit_to_memory(training_job(distributed_backend="gloo"), WlbConfig()).max_tokens == 49152
+    assert fit_to_memory(training_job(num_experts=8), WlbConfig()).max_tokens == 49152
 
 
 def test_a_saved_lmax_may_come_along_up_to_what_fits_unless_a_flag_sets_it(memory: Any) -> None:
     memory(31)
-    fits = adoptable_tokens(arguments(wlb_max_tokens=None), 8)
-    assert fits == fit_to_memory(arguments(), WlbConfig(), 8).max_tokens
-    assert adoptable_tokens(arguments(wlb_max_tokens=49152), 8) == 0
-    assert adoptable_tokens(arguments(wlb_max_tokens=None, distributed_backend="gloo"), 8) > 1 << 40
+    fits = adoptable_tokens(training_job())
+    assert fits == fit_to_memory(training_job(), WlbConfig()).max_tokens
+    assert adoptable_tokens(training_job(wlb_max_tokens=49152)) == 0
+    assert adoptable_tokens(training_job(distributed_backend="gloo")) > 1 << 40
 
 
 def test_where_whole_documents_do_not_fit_micro_batches_are_shorter_and_documents_come_in_chunks(
     memory: Any,
 ) -> None:
-    staged = {"pipeline_model_parallel_size": 2, "num_layers": 16, "wlb_max_tokens": None}
+    staged = {"pipeline_model_parallel_size": 2, "num_layers": 16}
     memory(46)
-    fitted = fit_to_memory(arguments(**staged), WlbConfig(), 8).max_tokens
-    assert fitted is not None and 32768 // 8 <= fitted <= 32768 * 3 // 4 and fitted % 8 == 0
-    shape, layout = model_and_layout(arguments(**staged))
+    fitted = fit_to_memory(training_job(**staged, **IN_ROWS), WlbConfig()).max_tokens
+    assert fitted is not None and 32768 // 8 <= fitted <= 32768 * 3 // 4 and fitted % 16 == 0
+    shape, layout = shapes(training_job(**staged))
     flying = held(32768, 4, 2)
     at = chunked_bytes(shape, layout, longest=fitted, held=flying, document=32768)
     assert at <= 0.9 * 46 * GIB
     assert memory_needed(shape, layout, 40960) > 0.9 * 46 * GIB
-    assert adoptable_tokens(arguments(**staged), 8) == 0
+    assert adoptable_tokens(training_job(**staged)) == 0
     for refused in ({"virtual_pipeline_model_parallel_size": 2}, {"mtp_num_layers": 1}):
         with pytest.raises(WlbError, match=r"1\.25 windows"):
-            fit_to_memory(arguments(**staged | refused), WlbConfig(), 8)
+            fit_to_memory(training_job(**staged | refused), WlbConfig())
     memory(8)
     with pytest.raises(WlbError, match=r"1\.25 windows"):
-        fit_to_memory(arguments(**staged), WlbConfig(), 8)
+        fit_to_memory(training_job(**staged), WlbConfig())
 
 
 def test_a_run_with_chunks_says_what_they_free_and_auto_leaves_them_where_keys_do_not_fit(
     memory: Any,
 ) -> None:
     memory(80)
-    staged = arguments(pipeline_model_parallel_size=2, num_layers=16, wlb_max_tokens=None)
-    config = fit_to_memory(staged, WlbConfig(), 8)
-    known = gpu_memory(staged, 8)
+    staged = training_job(pipeline_model_parallel_size=2, num_layers=16)
+    config = fit_to_memory(staged, WlbConfig())
+    known = gpu_memory(staged)
     assert known is not None and config.max_tokens == 49152
     assert "so chunks free" in told_of_memory(config, known, 32768, chunks=True)
     assert no_memory_for_chunks(config, known) == []
-    whole = memory_needed(*model_and_layout(staged), 49152) / GIB
+    whole = memory_needed(*shapes(staged), 49152) / GIB
     told = told_of_memory(config, known, 32768, chunks=False)
     assert f"{whole:.1f} GiB, however many micro-batches: each may hold 49,152 tokens" in told
     # As many key heads as heads, under full recompute: keys with their gradients outweigh what layers keep.
     many = {"group_query_attention": False, "recompute_granularity": "full", "num_layers": 64}
-    keys = arguments(**many, pipeline_model_parallel_size=2, wlb_max_tokens=None)
-    shape, layout = model_and_layout(keys)
+    keys = training_job(**many, pipeline_model_parallel_size=2)
+    shape, layout = shapes(keys)
     memory(8 * memory_needed(shape, layout, 49152) / GIB)  # there is room: what counts is the peak
-    config, known = fit_to_memory(keys, WlbConfig(), 8), gpu_memory(keys, 8)
+    config, known = fit_to_memory(keys, WlbConfig()), gpu_memory(keys)
     ((flag, _),) = no_memory_for_chunks(config, known)
     assert "GiB, where whole documents need" in flag and "--wlb-chunks on allows it" in flag
     assert no_memory_for_chunks(replace(config, chunks="on"), known) == []
-    assert gpu_memory(arguments(distributed_backend="gloo"), 8) is None
+    assert gpu_memory(training_job(distributed_backend="gloo")) is None
 
 
 def test_a_document_that_trains_whole_is_as_long_as_memory_allows_and_keys_are_told(memory: Any) -> None:
     memory(80)
-    wide = document_memory(arguments(), WlbConfig(), 8)
+    wide = document_memory(training_job(), WlbConfig())
     assert wide is not None and "KiB a token" in wide.of
-    recomputed = document_memory(arguments(recompute_granularity="full"), WlbConfig(), 8)
+    recomputed = document_memory(training_job(recompute_granularity="full"), WlbConfig())
     assert recomputed is not None and wide.tokens < recomputed.tokens
     memory(40)
-    narrow = document_memory(arguments(), WlbConfig(), 8)
+    narrow = document_memory(training_job(), WlbConfig())
     assert narrow is not None and narrow.tokens < wide.tokens
-    assert document_memory(arguments(distributed_backend="gloo"), WlbConfig(), 8) is None
-    assert document_memory(arguments(num_experts=8), WlbConfig(), 8) is None
+    assert document_memory(training_job(distributed_backend="gloo"), WlbConfig()) is None
+    assert document_memory(training_job(num_experts=8), WlbConfig()) is None
 
 
 def test_cards_of_which_drivers_keep_different_shares_give_one_lmax(memory: Any) -> None:
     memory(32.9)
-    one = fit_to_memory(arguments(), WlbConfig(), 8)
+    one = fit_to_memory(training_job(), WlbConfig())
     memory(32.1)
-    assert fit_to_memory(arguments(), WlbConfig(), 8) == one
+    assert fit_to_memory(training_job(), WlbConfig()) == one
     memory(31.9)
-    assert fit_to_memory(arguments(), WlbConfig(), 8) != one
+    assert fit_to_memory(training_job(), WlbConfig()) != one
 
 
 @pytest.mark.parametrize(("context", "measured_mb"), [(1, 30084), (2, 17570)])
 def test_the_estimate_holds_what_was_measured_on_h100s(context: int, measured_mb: int) -> None:
     """docs/results/2x_h100/train_cp.csv: peak memory of runs whose longest micro-batch had 48,652 tokens."""
-    shape, layout = model_and_layout(arguments(context_parallel_size=context))
+    shape, layout = shapes(training_job(context_parallel_size=context))
     estimate = memory_needed(shape, layout, 48652) / 2**20
     assert measured_mb <= estimate <= 1.1 * measured_mb
 
@@ -184,22 +182,22 @@ def test_each_field_of_the_layout_is_looked_at_here() -> None:
 @pytest.mark.parametrize("name", ARRIVES)
 def test_each_field_of_the_layout_arrives(name: str) -> None:
     changed, value = ARRIVES[name]
-    assert getattr(model_and_layout(arguments())[1], name) != value
-    assert getattr(model_and_layout(arguments(**changed))[1], name) == value
+    assert getattr(shapes(training_job())[1], name) != value
+    assert getattr(shapes(training_job(**changed))[1], name) == value
 
 
 def test_lmax_fits_with_virtual_stages_which_hold_more_micro_batches(memory: Any) -> None:
     """70B on TP8 x CP4 x PP8: eight micro-batches' worth in flight without virtual stages, 10.2 with five."""
     memory(79)
-    given = arguments(
+    given = training_job(
         **{"seq_length": 61440, "hidden_size": 8192, "ffn_hidden_size": 28672, "num_layers": 80, "vocab_size": 128256},
         **{"num_attention_heads": 64, "num_query_groups": 8, "tensor_model_parallel_size": 8, "global_batch_size": 64},
         **{"context_parallel_size": 4, "pipeline_model_parallel_size": 8, "sequence_parallel": True},
         virtual_pipeline_model_parallel_size=5, wlb_regather_keys=True,
     )  # fmt: skip
-    shape, layout = model_and_layout(given)
+    shape, layout = shapes(given)
     assert (chunks_in_flight(layout, 0), chunks_in_flight(replace(layout, virtual=1), 0)) == (47, 8)
-    lmax = fit_to_memory(given, WlbConfig(), 32).max_tokens
+    lmax = fit_to_memory(given, WlbConfig()).max_tokens
     assert lmax is not None and lmax < 92160  # 1.5 windows, which would fit without virtual stages
     assert (
         memory_needed(shape, layout, 92160)
@@ -222,16 +220,16 @@ def test_lmax_fits_with_virtual_stages_which_hold_more_micro_batches(memory: Any
 )
 def test_the_layers_are_those_of_the_fullest_stage(changed: dict[str, Any], layers: int) -> None:
     """Eight layers on four stages."""
-    shape, _ = model_and_layout(arguments(pipeline_model_parallel_size=4, **changed))
+    shape, _ = shapes(training_job(pipeline_model_parallel_size=4, **changed))
     assert shape.layers == layers
 
 
 def test_an_unknown_vocabulary_is_taken_to_be_large() -> None:
-    shape, _ = model_and_layout(arguments(vocab_size=None))
+    shape, _ = shapes(training_job(vocab_size=None))
     assert shape.vocab == 131072
 
 
 def test_each_further_token_predicted_takes_a_layer_and_logits() -> None:
-    plain, further = (model_and_layout(arguments(mtp_num_layers=depths)) for depths in (None, 2))
+    plain, further = (shapes(training_job(mtp_num_layers=depths)) for depths in (None, 2))
     assert further[0].layers == plain[0].layers + 2
     assert logits_bytes(*further) == 3 * logits_bytes(*plain)

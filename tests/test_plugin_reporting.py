@@ -111,19 +111,19 @@ def test_a_rank_whose_times_cannot_be_had_holds_up_no_other(
         monkeypatch.setattr(state, f"get_{place}_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(trace, "PATIENCE", 0.2)
-    args = Namespace(wlb_trace=str(tmp_path / "trace.json"), wlb_trace_iteration=3)
+    traced = trace.Traced(tmp_path / "trace.json", 3)
     store = dist.HashStore()
     for rank in (0, 1):
         broken = trace.Recorder(on_gpu=False)
         monkeypatch.setattr(broken, "calls", lambda: [][0])
         monkeypatch.setattr(trace, "_recorder", broken)
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        trace.after_iteration(3, args, store)
+        trace.after_iteration(3, traced, store)
         assert store.check([str(rank)])
     assert capsys.readouterr().out.count("--wlb-trace writes nothing: IndexError") == 1
     reporting._warned.clear()
     monkeypatch.setattr(trace, "_recorder", trace.Recorder(on_gpu=False))
-    trace.after_iteration(3, args, dist.HashStore())  # rank 0 has sent nothing there
+    trace.after_iteration(3, traced, dist.HashStore())  # rank 0 has sent nothing there
     assert "rank 0 has not sent its times within 0.2 s" in capsys.readouterr().out
 
 

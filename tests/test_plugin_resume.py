@@ -18,7 +18,7 @@ from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
+from wlb_megatron.plugin.flags.rank_counts import RankCounts
 from wlb_megatron.plugin.plans import checkpoint, resume
 from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.refusals import Refused
@@ -49,7 +49,7 @@ def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def restored(into: Source, args: argparse.Namespace) -> list[str]:
     at = resume.LoadedAt(args.iteration, args.consumed_train_samples)
-    return resume.restore(into, at, ParallelSizes(), getattr(args, "micro_batch_size", 1))
+    return resume.restore(into, at, RankCounts(), getattr(args, "micro_batch_size", 1))
 
 
 def save(args: argparse.Namespace) -> argparse.Namespace:

@@ -154,10 +154,10 @@ def test_megatrons_dataset_helpers_are_built_only_where_its_own_datasets_may_be(
     made: list[str] = []
     compile_helpers = entry.wrap_compile_helpers(lambda: made.append("made"))
     monkeypatch.setattr(entry.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(entry, "_sources", {})
+    monkeypatch.setattr(entry, "_opened", object())
     compile_helpers()
     assert not made
-    monkeypatch.setattr(entry, "_sources", None)  # --wlb-off
+    monkeypatch.setattr(entry, "_opened", None)  # --wlb-off
     compile_helpers()
     assert made
 
@@ -184,7 +184,7 @@ def test_with_the_plugin_off_pretrain_gets_what_the_script_gave(monkeypatch: pyt
         got.extend([train_valid_test_dataset_provider, model_provider, forward_step_func])
 
     monkeypatch.setattr(entry, "_validated", True)
-    monkeypatch.setattr(entry, "_sources", None)
+    monkeypatch.setattr(entry, "_opened", None)
     given = [object(), object(), object()]
     entry.wrap_pretrain(original)(*given)
     assert all(one is other for one, other in zip(got, given, strict=True))
@@ -201,7 +201,7 @@ def test_before_the_flags_are_read_pretrain_gets_what_decides_later(monkeypatch:
         told.append(forward_step_func("iterator", "model"))
 
     monkeypatch.setattr(entry, "_validated", False)
-    monkeypatch.setattr(entry, "_sources", None)
+    monkeypatch.setattr(entry, "_opened", None)
     entry.wrap_pretrain(original)(
         lambda samples: f"data of {samples}",
         lambda pre_process: f"model {pre_process}",

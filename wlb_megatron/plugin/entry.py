@@ -8,26 +8,36 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from wlb_megatron.arguments import PREFIX, add_arguments, config_from_args, name_flag
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.plugin.flags.batch_sizes import BatchSizes, misfit, plan_decides
+from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
 from wlb_megatron.plugin.flags.limits import fit_to_memory
-from wlb_megatron.plugin.flags.model_shape import token_alignment, window_misfit
-from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
 from wlb_megatron.plugin.flags.telling import checked
+from wlb_megatron.plugin.flags.training_job import TrainingJob, window_misfit
 from wlb_megatron.plugin.logs.reporting import check_outputs
 from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans import source as sources
+from wlb_megatron.plugin.plans.cost_settings import complete
 from wlb_megatron.plugin.step.multi_token import refuse_other_form
 from wlb_megatron.plugin.trials import versions
 from wlb_megatron.plugin.trials.kernel_trial import try_transformer_engine
 from wlb_megatron.refusals import Refused, RefusedHere, refuse_unsupported
 
-_sources: dict[str, sources.Source] | None = None
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A job that the plugin runs, and the planners over its corpus."""
+
+    job: TrainingJob
+    sources: dict[str, sources.Source]
+
+
+_opened: Opened | None = None
 _validated = False
 
 
@@ -109,7 +119,7 @@ def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def pretrain(*args: Any, **kwargs: Any) -> Any:
-        if _validated and _sources is None:  # --wlb-off
+        if _validated and _opened is None:  # --wlb-off
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         given["train_valid_test_dataset_provider"] = _DatasetProvider(
@@ -138,21 +148,21 @@ class _DatasetProvider:
 
     @property
     def is_distributed(self) -> bool:
-        return _sources is not None or getattr(self._theirs, "is_distributed", False)
+        return _opened is not None or getattr(self._theirs, "is_distributed", False)
 
     def __call__(self, train_valid_test_num_samples: Any, vp_stage: int | None = None) -> Any:
         provider = self._theirs
-        if _sources is not None:
+        if _opened is not None:
             from wlb_megatron.plugin.plans.provider import make_provider
 
-            provider = self._ours = self._ours or make_provider(_sources)
+            provider = self._ours = self._ours or make_provider(_opened.job, _opened.sources)
         stage = {} if vp_stage is None else {"vp_stage": vp_stage}
         return provider(train_valid_test_num_samples, **stage)
 
 
 def _choose_forward_step(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if _sources is None:
+        if _opened is None:
             return theirs(data_iterator, model, *args, **kwargs)
         from wlb_megatron.plugin.step import forward_step as ours
 
@@ -163,7 +173,7 @@ def _choose_forward_step(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 def _choose_model_provider(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def model_provider(*args: Any, **kwargs: Any) -> Any:
-        if _sources is None:
+        if _opened is None:
             return theirs(*args, **kwargs)
         from wlb_megatron.plugin.model.spec import with_plan_attention
 
@@ -177,39 +187,36 @@ def wrap_compile_helpers(original: Callable[..., Any]) -> Callable[..., Any]:
     PyPI's wheel brings them built, but no Makefile."""
 
     def compile_helpers() -> None:
-        if _sources is None and importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        if _opened is None and importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
             original()
 
     return compile_helpers
 
 
 def _take_over(args: Any) -> None:
-    global _sources
+    global _opened
     versions.check_transformer_engine(args.transformer_impl)
-    args.wlb_full_validation = bool(getattr(args, "full_validation", False))
-    if args.wlb_full_validation:
+    full_validation = bool(getattr(args, "full_validation", False))
+    if full_validation:
         args.eval_iters = args.eval_iters or 1  # Megatron evaluates where it is above 0; see evaluation.py
         args.full_validation = args.multiple_validation_sets
     try:
-        config = sources.complete(args, config_from_args(args))
-        refuse_unsupported(args, config)
-        refuse_other_form(args)
-        _refuse_misfits(args, config)
+        given = config_from_args(args)
+        refuse_unsupported(args, given)
+        job = TrainingJob.of(args, given, full_validation=full_validation)
+        config = complete(job)
+        refuse_other_form(job.model.depths)
+        _refuse_misfits(job, config)
         check_outputs(config)
-        try_transformer_engine(args)
-        kernels_of(args)
-        if (steps := BatchSizes.of(args).ramp_as_steps()) is not None:
-            _set(
-                args,
-                "step_batch_size_schedule",
-                steps,
-                "this Megatron parses --rampup-batch-size but ignores it",
-            )
-        config = fit_to_memory(args, config, token_alignment(args))
-        _sources = sources.open_sources(args, config)
+        try_transformer_engine(job)
+        kernels_of(job)
+        config = fit_to_memory(job, config)
+        _opened = Opened(job, sources.open_sources(job, config))
     except ValueError as error:  # WlbErrors, and settings that do not fit together
         raise RefusedHere(f"wlb_megatron: {name_flag(str(error), args, PREFIX)}") from None
-    args.wlb_quadratic_at = config.quadratic_at
+    if (steps := job.batches.ramp_as_steps()) is not None:
+        why = "this Megatron parses --rampup-batch-size but ignores it"
+        _set(args, "step_batch_size_schedule", steps, why)
     _set(
         args,
         "calculate_per_token_loss",
@@ -231,22 +238,20 @@ def _take_over(args: Any) -> None:
         )
 
 
-def _refuse_misfits(args: Any, config: WlbConfig) -> None:
+def _refuse_misfits(job: TrainingJob, config: WlbConfig) -> None:
     """Refuse a window that does not divide, and the sizes of batches that every run comes to.
 
     Sizes on the way there are looked at once the model has loaded, when it is known where the run goes on.
     """
-    if wrong := window_misfit(args):
+    if wrong := window_misfit(job):
         raise Refused(f"wlb_megatron refuses --seq-length: {wrong}")
-    batches, sizes = BatchSizes.of(args), ParallelSizes.of(args)
-    trained, evaluated = batches.schedule.largest, batches.evaluated
-    if wrong := misfit(trained, sizes, batches.each, planned=plan_decides(config)):
+    batches = job.batches
+    if wrong := misfit(batches.schedule.largest, job.sizes, batches.each, planned=plan_decides(config)):
         flag = "--step-batch-size-schedule" if batches.stepped else "--global-batch-size"
         raise Refused(f"wlb_megatron refuses {flag}: {wrong}")
-    if args.eval_iters and (
-        wrong := misfit(
-            *(evaluated, sizes, batches.evaluated_each), planned=plan_decides(config, evaluation=True)
-        )
+    planned = plan_decides(config, evaluation=True)
+    if job.evaluation.iterations and (
+        wrong := misfit(batches.evaluated, job.sizes, batches.evaluated_each, planned=planned)
     ):
         raise Refused(f"wlb_megatron refuses --eval-global-batch-size: {wrong}")
 

@@ -7,21 +7,21 @@ packing trains them, one run tells both losses, whatever packs its training.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
 from wlb_megatron.plugin import pretrain_gpt
+from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.plans import source
 
 
 def main() -> None:
     opened = source.open_sources
 
-    def open_with_cut_windows(args: Any, config: WlbConfig) -> dict[str, source.Source]:
-        parts = opened(args, config)
+    def open_with_cut_windows(job: TrainingJob, config: WlbConfig) -> dict[str, source.Source]:
+        parts = opened(job, config)
         plain = dataclasses.replace(config, packing="original")
-        windows = source.open_part(args, plain, "valid", BatchSchedule.constant(args.eval_global_batch_size))
+        windows = source.open_part(job, plain, "valid", BatchSchedule.constant(job.batches.evaluated))
         assert windows is not None
         return {**parts, "test": windows}
 

@@ -9,7 +9,7 @@ from typing import Any
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule, linear_ramp
-from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
+from wlb_megatron.plugin.flags.rank_counts import RankCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ def plan_decides(config: WlbConfig, *, evaluation: bool = False) -> bool:
     return config.release == "balance" and (evaluation or trains)
 
 
-def misfit(size: int, sizes: ParallelSizes, each: int = 1, *, planned: bool = False) -> str | None:
+def misfit(size: int, sizes: RankCounts, each: int = 1, *, planned: bool = False) -> str | None:
     """Why Megatron cannot train a global batch of `size` windows in this layout; None where it can.
 
     each: windows of a micro-batch. planned: see plan_decides.

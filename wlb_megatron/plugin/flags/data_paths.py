@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +14,43 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags.open_files import allow_open_files
 
 
+@dataclass(frozen=True, slots=True)
+class DataPaths:
+    """Prefixes (and weights) as Megatron's flags give them.
+
+    common: of all parts, which `split` divides. by_part: of train, valid and test, where each has its own.
+    """
+
+    common: tuple[str, ...] = ()
+    split: str | None = None
+    by_part: Mapping[str, tuple[str, ...]] | None = None
+
+    @classmethod
+    def of(cls, args: Any) -> DataPaths:
+        """args: Megatron's validated arguments. WlbError if a file of paths cannot be read."""
+        by_part = _values_by_part(args)
+        if by_part is None:
+            return cls(tuple(_common_values(args) or ()), args.split)
+        return cls(by_part={part: tuple(values) for part, values in by_part.items()})
+
+
 def documents(
-    args: Any, part: str, opened: dict[tuple[str, ...], Blend] | None = None
+    paths: DataPaths, part: str, opened: dict[tuple[str, ...], Blend] | None = None
 ) -> tuple[Blend, list[Corpus]] | None:
     """A part's corpora (train, valid or test); None if it has no document. WlbError if a file cannot be read.
 
     opened: blends that other parts have read, which this one shares: an index is checked once.
     """
-    by_part = _values_by_part(args)
-    values = _common_values(args) if by_part is None else by_part[part]
-    split = args.split if by_part is None else None
-    if part != "train" and (not values or (split is None and by_part is None)):
+    key = paths.common if paths.by_part is None else paths.by_part[part]
+    if part != "train" and (not key or (paths.split is None and paths.by_part is None)):
         return None  # without a split, all documents train
-    opened, key = {} if opened is None else opened, tuple(values or ())
+    opened = {} if opened is None else opened
     if key not in opened:
-        paths, weights = parse_blend(key)
-        allow_open_files(len(paths), "the mapped indices of all corpora")
-        opened[key] = Blend(paths, weights)
+        prefixes, weights = parse_blend(key)
+        allow_open_files(len(prefixes), "the mapped indices of all corpora")
+        opened[key] = Blend(prefixes, weights)
     blend = opened[key]
-    corpora = blend.corpora(split, part)
+    corpora = blend.corpora(paths.split, part)
     return (blend, corpora) if corpora or part == "train" else None
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents import passes
 from wlb_megatron.pipeline.groups import documents_in_chunks
 from wlb_megatron.plan import IterationPlan
@@ -38,34 +39,38 @@ _NO_FIGURES = "figures of an iteration are not reported"
 
 
 def stepped(
+    iteration: int,
     batches: Sequence[LoadedMicroBatch],
     planned: PlannedIteration,
+    config: WlbConfig,
     *,
     began: float,
-    plan_wait_ms: float,
+    waited: float,
     corpora: Sequence[str],
 ) -> None:
     """Note the iteration whose micro-batches were just launched. Only the last rank does, as Megatron logs there.
-    corpora: names of those that train, in the stream's order."""
+
+    iteration: its number in Megatron's log. config: completed. began: when (perf_counter); waited: for its plan
+    (seconds). corpora: names of those that train, in the stream's order.
+    """
     global _pending
-    from megatron.training import get_args
     from megatron.training.utils import is_last_rank
 
     if not is_last_rank():
         return
-    args = get_args()
     with never_fatal(_NO_FIGURES):
-        figures = step_figures(batches, args.wlb_quadratic_at)
+        assert config.quadratic_at is not None
+        figures = step_figures(batches, config.quadratic_at)
         figures |= {
-            "plan_wait_ms": plan_wait_ms,
+            "plan_wait_ms": waited * 1e3,
             "put_back": planned.put_back,
             "consumed_tokens": planned.trained,
             "predicted_ms": planned.predicted_ms,
             **passes.figures(planned.stream, corpora),
         }
-        if args.wlb_log_plans and planned.plan is not None:
+        if config.log_plans and planned.plan is not None:
             figures["lengths"] = plan_lengths(planned.plan)
-        _pending = ({**figures, "iteration": args.curr_iteration + 1}, began)
+        _pending = ({**figures, "iteration": iteration}, began)
 
 
 def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Predicted time of a training iteration: from its plan, Megatron's arguments (model and layout), and a profile."""
+"""Predicted time of a training iteration: from its plan, the job (model and layout), and a profile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import numpy.typing as npt
 from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.plan import StepPlan
 from wlb_megatron.plan import IterationPlan
-from wlb_megatron.plugin.flags.model_shape import attention_shape
+from wlb_megatron.plugin.flags.trained_model import LARGE_VOCABULARY
+from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.sharding.segments import ShardPlan
@@ -32,14 +33,14 @@ Predict = Callable[[IterationPlan, Sequence[ShardPlan]], float | None]
 
 
 def predictor(
-    args: Any, costs: Costs | None, dp_rank: int, alignment: int, *, in_step: bool = False
+    job: TrainingJob, costs: Costs | None, dp_rank: int, alignment: int, *, in_step: bool = False
 ) -> Predict:
     """The prediction of this job. costs: of a profile; None: built-in H100 attention, all else assumed. in_step: all
     data-parallel ranks run the same groups of micro-batches.
 
     None for a job that the simulator does not take (a schedule of another kind): it trains all the same.
     """
-    model = _model_or_none(args, costs)
+    model = _model_or_none(job, costs)
     if model is None:
         return nothing_predicted
     return UntilItFails(partial(_predict, model, dp_rank, alignment, in_step))
@@ -60,10 +61,10 @@ def _predict(
     return float(told.steps[0]) / 1e6
 
 
-def group_predictor(args: Any, costs: Costs | None, cost: GroupCost) -> PredictGroups:
+def group_predictor(job: TrainingJob, costs: Costs | None, cost: GroupCost) -> PredictGroups:
     """The same with dynamic groups, every rank of a stage with micro-batches of its own. cost: what they were planned
     by, which tells the attention of a group without sharding it."""
-    given = _model_or_none(args, costs)
+    given = _model_or_none(job, costs)
     if given is None:
         return nothing_predicted
 
@@ -93,49 +94,42 @@ class UntilItFails:
         return None
 
 
-def _model_or_none(args: Any, costs: Costs | None) -> LayerModel | None:
+def _model_or_none(job: TrainingJob, costs: Costs | None) -> LayerModel | None:
     with never_fatal("no predicted times, the simulator failed"), contextlib.suppress(ValueError):
-        return layer_model(args, costs)
+        return layer_model(job, costs)
     return None
 
 
-def layer_model(args: Any, costs: Costs | None) -> LayerModel:
-    """Megatron's validated arguments as the simulator's model. Experts count as what they activate for a token.
+def layer_model(job: TrainingJob, costs: Costs | None) -> LayerModel:
+    """The job as the simulator's model. Experts count as what they activate for a token.
 
     Raises ValueError for a model or a schedule that the simulator does not take.
     """
-    heads, groups, channels = attention_shape(args)
-    ffn = args.ffn_hidden_size
-    if args.num_experts:
-        ffn = (args.moe_ffn_hidden_size or ffn) * args.moe_router_topk
+    model, sizes = job.model, job.sizes
     shape = ModelShape(
-        layers=args.num_layers,
-        hidden=args.hidden_size,
-        heads=heads,
-        kv_heads=groups,
-        ffn=ffn,
-        vocab=args.padded_vocab_size or args.vocab_size,
-        channels=channels,
-        gated=args.swiglu,
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        ffn=model.active_ffn,
+        vocab=model.vocabulary or LARGE_VOCABULARY,
+        channels=model.head_dim,
+        gated=model.gated,
     )
     layout = ParallelSizes(
-        tp=args.tensor_model_parallel_size,
-        cp=args.context_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        dp=args.data_parallel_size,
-        chunks=args.virtual_pipeline_model_parallel_size or 1,
+        tp=sizes.tensor, cp=sizes.context, pp=sizes.pipeline, dp=sizes.data, chunks=sizes.virtual
     )
-    group = getattr(args, "microbatch_group_size_per_vp_stage", None) or layout.pp
+    group = sizes.group or layout.pp
     if layout.chunks > 1 and group != layout.pp:
         raise ValueError(f"an interleaved schedule by groups of {group} micro-batches on {layout.pp} stages")
-    overlapped = getattr(args, "overlap_grad_reduce", False)
+    exposed = 0.0 if job.overlaps_gradients else 1.0
     return LayerModel(
         shape=shape,
         layout=layout,
-        assumptions=with_links(Assumptions(dp_exposed=0.0 if overlapped else 1.0), costs),
+        assumptions=with_links(Assumptions(dp_exposed=exposed), costs),
         costs=costs,
-        recompute=args.recompute_granularity or "none",
-        regather=bool(getattr(args, "wlb_regather_keys", False)),
+        recompute=job.recompute,
+        regather=job.given.regather_keys,
     )
 
 

@@ -165,24 +165,36 @@ def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return backward_step
 
 
-def after_iteration(iteration: int, args: Any, store: Any, pieces: Sequence[Sequence[Piece]] = ()) -> None:
+class Traced(NamedTuple):
+    """Which iteration goes into which file, and the sizes that name its ranks."""
+
+    path: Path
+    iteration: int
+    context: int = 1
+    tensor: int = 1
+
+
+def after_iteration(
+    iteration: int, traced: Traced | None, store: Any, pieces: Sequence[Sequence[Piece]] = ()
+) -> None:
     """To be called by every rank after each iteration (from 1): the one before the traced one makes it due, after the
     traced one it is written.
 
     pieces: of this rank's micro-batches, whose documents in chunks the trace tells apart.
     store: common to all ranks, over which they send their times to the last one, which writes --wlb-trace.
+    traced: None without that flag.
     """
     global _recorder, _due
-    if args.wlb_trace is None:
+    if traced is None:
         return
-    if iteration + 1 == args.wlb_trace_iteration:
+    if iteration + 1 == traced.iteration:
         _due = True
     elif _recorder is not None:
         recorder, _recorder = _recorder, None
         with never_fatal("--wlb-trace writes nothing"):
             _send(recorder, store, documents_in_chunks(pieces))
             if dist.get_rank() == dist.get_world_size() - 1:
-                _write(Path(args.wlb_trace), _gather(store), args)
+                _write(traced, _gather(store))
 
 
 def _send(recorder: Recorder, store: Any, documents: Sequence[int]) -> None:
@@ -216,8 +228,8 @@ def _gather(store: Any) -> list[IntArray]:
     return told
 
 
-def _write(path: Path, ranks: list[IntArray], args: Any) -> None:
-    cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
+def _write(traced: Traced, ranks: list[IntArray]) -> None:
+    cp, tp = traced.context, traced.tensor
     calls = [rows[1 + int(rows[0, 4]) :] for rows in ranks]
     zero = min(int(rows[:, 1].min()) for rows in calls if len(rows))
     groups: dict[int, list[Event]] = {}
@@ -239,8 +251,8 @@ def _write(path: Path, ranks: list[IntArray], args: Any) -> None:
         thread=named,
         documents=[documents[data] for data in sorted(groups)],
     )
-    write_whole(path, json.dumps(told) + "\n", "--wlb-trace")
+    write_whole(traced.path, json.dumps(told) + "\n", "--wlb-trace")
     print(
-        f"> wlb_megatron: iteration {args.wlb_trace_iteration} is traced in {path}: open it in ui.perfetto.dev",
+        f"> wlb_megatron: iteration {traced.iteration} is traced in {traced.path}: open it in ui.perfetto.dev",
         flush=True,
     )

@@ -8,23 +8,23 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.predictions import predictions_in
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin.flags.batch_sizes import BatchSizes
-from wlb_megatron.plugin.flags.chunk_limits import in_step
-from wlb_megatron.plugin.flags.job_profile import profile_of, told
-from wlb_megatron.plugin.flags.model_shape import attention_shape, token_alignment
-from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
+from wlb_megatron.plugin.flags.rank_counts import RankCounts
+from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs import metrics, timers, trace
 from wlb_megatron.plugin.logs.flops import count_segments
 from wlb_megatron.plugin.logs.prediction import predictor
 from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans.agreement import PlanAgreement, shared_gpu
 from wlb_megatron.plugin.plans.data import MicroBatchSampler, make_loader, read_ahead
+from wlb_megatron.plugin.plans.first_lines import first_lines
 from wlb_megatron.plugin.plans.iterators import EvaluationIterator, MicroBatchIterator
 from wlb_megatron.plugin.plans.loaded import Layout, LoadedMicroBatch
 from wlb_megatron.plugin.plans.planning import (
@@ -48,7 +48,7 @@ PLANS_AHEAD = 4
 """Iterations planned before they are asked for."""
 
 
-def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, Any]]:
+def make_provider(job: TrainingJob, sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, Any]]:
     """train_valid_test_datasets_provider over the sources' plans.
 
     Asked for each model chunk of a virtual pipeline, it gives the same iterators: micro-batches are drawn once a step.
@@ -61,34 +61,23 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
         if vp_stage:
             return made[0]
         args = get_args()
+        known = job.with_vocabulary(args.padded_vocab_size)
         try_megatron()
+        said: list[str] = []
         if "train" in sources:  # else --skip-train
             at = LoadedAt(args.iteration, args.consumed_train_samples)
-            for line in restore(sources["train"], at, ParallelSizes.of(args), BatchSizes.of(args).each):
-                print_rank_0(f"> wlb_megatron: {line}")
+            said = restore(sources["train"], at, known.sizes, known.batches.each)
         first = next(iter(sources.values()))
-        print_rank_0(
-            f"> wlb_megatron: {_documents_of(first)}, packing {first.config.packing}, micro-batches "
-            f"of at most {first.planner.packer.max_tokens:,} tokens, sharding {first.config.sharding}, "
-            f"attention costs as much as the rest at {first.config.quadratic_at:.0f} tokens"
-        )
-        for line in first.said:
+        said += first_lines(known, first, _settings(first, known).table.backend)
+        for line in said:
             print_rank_0(f"> wlb_megatron: {line}")
-        profile = profile_of(args)
-        if profile is not None:
-            print_rank_0(f"> wlb_megatron: {told(profile, args)}")
-        elif kernels_of(args)[0] == "fa4" and _settings(first, args).table.backend != "fa4":
-            print_rank_0(
-                "> wlb_megatron: planning with cuDNN's kernel times: FlashAttention-4's are not built in; "
-                "wlb-megatron profile measures them"
-            )
-        agreement = _agree(sources, args)
+        agreement = _agree(sources, known)
         # Training last: its planning thread must not hold a lock while evaluation's workers are forked.
-        valid: Any = [_evaluation(sources[part], args) for part in sources if part.startswith("valid")]
-        if not args.multiple_validation_sets:
+        valid: Any = [_evaluation(sources[part], known) for part in sources if part.startswith("valid")]
+        if not known.evaluation.each_set:
             valid = valid[0] if valid else None
-        test = _evaluation(sources["test"], args) if "test" in sources else None
-        train = _training(sources["train"], args, agreement) if "train" in sources else None
+        test = _evaluation(sources["test"], known) if "test" in sources else None
+        train = _training(sources["train"], known, agreement) if "train" in sources else None
         made[:] = [(train, valid, test)]
         return made[0]
 
@@ -96,29 +85,23 @@ def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, A
     return provider
 
 
-def _documents_of(source: Source) -> str:
-    """How many documents train (or are evaluated), and of how many, where others are held out."""
-    of = source.corpus.first_ids[-1]
-    return f"{source.documents:,} documents" + (f" of {of:,}" if of > source.documents else "")
-
-
-def _agree(sources: dict[str, Source], args: Any) -> PlanAgreement:
+def _agree(sources: dict[str, Source], job: TrainingJob) -> PlanAgreement:
     """Compare what decides all plans to come, of every part."""
     agreement, first = PlanAgreement(), next(iter(sources.values()))
-    settings = _settings(first, args)
+    settings = _settings(first, job)
     states = [json.dumps(each.planner.state(), sort_keys=True) for each in sources.values()]
-    decisive = settings.table.to_json(), settings.sharding, first.config.cp_mode, kernels_of(args)[0]
+    decisive = settings.table.to_json(), settings.sharding, first.config.cp_mode, kernels_of(job)[0]
     agreement.begin(*decisive, *states)
     return agreement
 
 
-def _training(source: Source, args: Any, agreement: PlanAgreement) -> MicroBatchIterator:
-    from megatron.training import print_rank_0
+def _training(source: Source, job: TrainingJob, agreement: PlanAgreement) -> MicroBatchIterator:
+    from megatron.training import get_args, print_rank_0
     from megatron.training.utils import is_last_rank
 
-    spans = common_store("trace")
+    spans, traced = common_store("trace"), _traced(source.config, job.sizes)
     remember(source, source.planner.snapshot())
-    settings, layout = _reporting(_settings(source, args), args), _layout(args)
+    settings, layout = _reporting(_settings(source, job), job), _layout(job)
     make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
     if in_a_process(source.planner, source.config, source.mean_length):
         each = source.planner.global_tokens / source.mean_length
@@ -128,7 +111,7 @@ def _training(source: Source, args: Any, agreement: PlanAgreement) -> MicroBatch
         logs = source.config.log_plans and is_last_rank()
         make = partial(plan_in_a_process, source.planner, settings, keeps_plans=logs)
     if source.config.cp_mode == "dynamic":
-        make = training_plans(source.planner, source.config, args, settings, lambda: ahead)
+        make = training_plans(source.planner, source.config, job, settings, lambda: ahead)
     ahead = PlanAhead(make, PLANS_AHEAD)
     if source.config.cp_mode == "dynamic":
         atexit.register(ahead.close)
@@ -159,13 +142,14 @@ def _training(source: Source, args: Any, agreement: PlanAgreement) -> MicroBatch
         timers.add("wlb-plan-wait", waited)
         timers.add("wlb-planning", planned.micro_batches[0].plan_seconds)
         timers.add("wlb-predicted", (planned.predicted_ms or 0.0) / 1e3)
-        metrics.stepped(batches, planned, began=began, plan_wait_ms=waited * 1e3, corpora=source.names)
+        number = get_args().curr_iteration + 1
+        metrics.stepped(
+            *(number, batches, planned, source.config), began=began, waited=waited, corpora=source.names
+        )
         pieces = [one.pieces for one in planned.micro_batches]
-        trace.after_iteration(args.curr_iteration + 1, args, spans, pieces)
+        trace.after_iteration(number, traced, spans, pieces)
 
-    wanted = {"auto": args.distributed_backend == "nccl", "always": True, "never": False}[
-        source.config.rehearsal
-    ]
+    wanted = {"auto": job.device.on_gpu, "always": True, "never": False}[source.config.rehearsal]
     most = source.planner.packer.max_tokens
     most += padding(most, settings.alignment)
     documents = min(source.config.max_documents, 1 + int(1.5 * most / source.mean_length))
@@ -174,11 +158,17 @@ def _training(source: Source, args: Any, agreement: PlanAgreement) -> MicroBatch
         seconds = source.config.graph_seconds
         held = -(-source.planner.packer.held_tokens // most)
         longest = longest_micro_batches(
-            *(most, args.seq_length, settings, layout, source.corpus, documents, seconds, held),
-            longest=max(args.seq_length, source.longest),
+            *(most, job.batches.window, settings, layout, source.corpus, documents, seconds, held),
+            longest=max(job.batches.window, source.longest),
         )
-    iterator = MicroBatchIterator(_loader(source, sampler, layout, args), trained, longest)
+    iterator = MicroBatchIterator(_loader(source, sampler, layout, job), trained, longest)
     return iterator
+
+
+def _traced(config: WlbConfig, sizes: RankCounts) -> trace.Traced | None:
+    if config.trace is None:
+        return None
+    return trace.Traced(Path(config.trace), config.trace_iteration, sizes.context, sizes.tensor)
 
 
 def _tell_skipped(planned: PlannedIteration) -> None:
@@ -191,17 +181,17 @@ def _tell_skipped(planned: PlannedIteration) -> None:
     )
 
 
-def _evaluation(source: Source, args: Any) -> MicroBatchIterator:
+def _evaluation(source: Source, job: TrainingJob) -> MicroBatchIterator:
     """The same iterations at every evaluation, so that the losses of two are of the same documents: --eval-iters,
     or all that the set holds."""
-    planned = plan_iterations(source.planner, _settings(source, args))
-    chosen = planned if args.wlb_full_validation else itertools.islice(planned, args.eval_iters)
+    planned, evaluation = plan_iterations(source.planner, _settings(source, job)), job.evaluation
+    chosen = planned if evaluation.full else itertools.islice(planned, evaluation.iterations)
     plans = [
         replace(each, state=dict, plan=None) for each in chosen
     ]  # kept for the whole run, one rank's share
-    each = len(plans) if args.wlb_full_validation else args.eval_iters
-    loader = _loader(source, MicroBatchSampler(Again(plans, each)), _layout(args), args)
-    return EvaluationIterator(loader, len(plans)) if args.wlb_full_validation else MicroBatchIterator(loader)
+    each = len(plans) if evaluation.full else evaluation.iterations
+    loader = _loader(source, MicroBatchSampler(Again(plans, each)), _layout(job), job)
+    return EvaluationIterator(loader, len(plans)) if evaluation.full else MicroBatchIterator(loader)
 
 
 class Again(Iterable[PlannedIteration]):
@@ -215,79 +205,77 @@ class Again(Iterable[PlannedIteration]):
         return itertools.cycle(self._planned)
 
 
-def _reporting(settings: ShardSettings, args: Any) -> ShardSettings:
+def _reporting(settings: ShardSettings, job: TrainingJob) -> ShardSettings:
     """On the rank that logs: with the prediction of each iteration's time."""
     from megatron.training.utils import is_last_rank
 
     if not is_last_rank():
         return settings
-    profile = profile_of(args)
-    if profile is None and args.distributed_backend != "nccl":
+    if job.profile is None and not job.device.on_gpu:
         return settings  # the built-in figures are a GPU's
-    costs = None if profile is None else profile.costs
-    predict = predictor(args, costs, settings.dp_rank, settings.alignment, in_step=settings.in_step)
+    costs = None if job.profile is None else job.profile.costs
+    predict = predictor(job, costs, settings.dp_rank, settings.alignment, in_step=settings.in_step)
     return replace(settings, predict=predict)
 
 
-def _predictions(source: Source, args: Any) -> Callable[[Sequence[Piece]], tuple[int, ...]]:
+def _predictions(source: Source, job: TrainingJob) -> Callable[[Sequence[Piece]], tuple[int, ...]]:
     """Counts an iteration's predictions by depth, where losses are scaled by them: multi-token prediction, fp16."""
-    further = args.mtp_num_layers or 0
-    return partial(predictions_in, source.corpus, further) if further or args.fp16 else nothing_counted
+    further, scaled = job.model.depths, job.model.dtype == "float16"
+    return partial(predictions_in, source.corpus, further) if further or scaled else nothing_counted
 
 
-def _settings(source: Source, args: Any) -> ShardSettings:
+def _settings(source: Source, job: TrainingJob) -> ShardSettings:
     from megatron.core import parallel_state
 
-    heads, groups, channels = attention_shape(args)
-    tp, profile = args.tensor_model_parallel_size, profile_of(args)
-    kernels, _ = kernels_of(args)
-    if profile is not None:
-        table = profile.costs.table
-    elif args.distributed_backend == "nccl":
-        table = of_gpu(shared_gpu(torch.cuda.get_device_name(args.local_rank)), kernels)
+    model, tp = job.model, job.sizes.tensor
+    kernels, _ = kernels_of(job)
+    if job.profile is not None:
+        table = job.profile.costs.table
+    elif job.device.on_gpu:
+        table = of_gpu(shared_gpu(torch.cuda.get_device_name(job.device.index)), kernels)
     else:
         table = h100()
     if kernels == "cudnn":
         table = replace(table, backend=kernels)  # whoever's times: its graphs bound what one call may hold
+    heads = {"heads": model.heads // tp, "kv_heads": max(1, model.kv_heads // tp)}
     return ShardSettings(
         dp_rank=parallel_state.get_data_parallel_rank(),
-        cp_size=args.context_parallel_size,
-        alignment=token_alignment(args),
+        cp_size=job.sizes.context,
+        alignment=job.alignment,
         sharding=source.config.sharding,
-        in_step=in_step(args),
-        table=table.scaled(heads=heads // tp, kv_heads=max(1, groups // tp), head_dim=channels),
-        predictions=_predictions(source, args),
+        in_step=job.trainer.in_step,
+        table=table.scaled(**heads, head_dim=model.head_dim),
+        predictions=_predictions(source, job),
     )
 
 
-def _layout(args: Any) -> Layout:
+def _layout(job: TrainingJob) -> Layout:
     from megatron.core import parallel_state
 
-    from wlb_megatron.attention.core_attention import window_of
-
+    model, sizes = job.model, job.sizes
     return Layout(
         cp_rank=parallel_state.get_context_parallel_rank(),
-        activation_divisor=args.tensor_model_parallel_size if args.sequence_parallel else 1,
-        hidden_size=args.hidden_size,
+        activation_divisor=sizes.tensor if sizes.sequence else 1,
+        hidden_size=model.hidden,
         reads_tokens=parallel_state.is_pipeline_first_stage(ignore_virtual=True)
         or parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-        window=window_of(args),
+        window=model.window,
         stage_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-        cp_size=args.context_parallel_size,
-        routes=bool(args.num_experts),
-        follows=args.mtp_num_layers or 0,
-        vocabulary=args.padded_vocab_size,
-        by_document=bool(args.num_experts) and "seq_aux_loss" in str(args.moe_router_load_balancing_type),
+        cp_size=sizes.context,
+        routes=model.experts is not None,
+        follows=model.depths,
+        vocabulary=model.vocabulary,
+        by_document=model.experts is not None and "seq_aux_loss" in model.experts.balancing,
     )
 
 
-def _loader(source: Source, sampler: MicroBatchSampler, layout: Layout, args: Any) -> Any:
+def _loader(source: Source, sampler: MicroBatchSampler, layout: Layout, job: TrainingJob) -> Any:
     return make_loader(
         source.corpus,
         sampler,
         layout,
-        workers=args.num_workers,
+        workers=job.workers,
         ahead=read_ahead(source.micro_batches, source.most_micro_batches),
-        pin_memory=args.distributed_backend == "nccl",
-        ignored_signal=int(args.exit_signal) if args.exit_signal_handler else None,
+        pin_memory=job.device.on_gpu,
+        ignored_signal=job.ignored_signal,
     )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from wlb_megatron.documents.changes import changes
 from wlb_megatron.packing.carry import Carried, take_up
 from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
-from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
+from wlb_megatron.plugin.flags.rank_counts import RankCounts
 from wlb_megatron.plugin.plans import checkpoint
 from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.refusals import Refused
@@ -34,7 +34,7 @@ class LoadedAt(NamedTuple):
     samples: int
 
 
-def restore(source: Source, at: LoadedAt, sizes: ParallelSizes, each: int = 1) -> list[str]:
+def restore(source: Source, at: LoadedAt, sizes: RankCounts, each: int = 1) -> list[str]:
     """Bring the planner to where the loaded checkpoint was saved; returns what there is to say of it. SystemExit with
     one line if it cannot continue.
 

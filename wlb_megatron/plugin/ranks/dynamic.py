@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -26,8 +25,7 @@ from wlb_megatron.dynamic.plan_step import FIXED, GREEDY, LATE, SOLVER, Outcome
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin.flags.job_profile import profile_of
-from wlb_megatron.plugin.flags.parallel_sizes import ParallelSizes
+from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs.prediction import PredictGroups, group_predictor
 from wlb_megatron.plugin.plans.planning import (
     PlanAhead,
@@ -71,22 +69,25 @@ class DynamicSettings:
 
 
 def training_plans(
-    planner: Planner, config: WlbConfig, args: Any, shards: ShardSettings, ahead: Callable[[], PlanAhead]
+    planner: Planner,
+    config: WlbConfig,
+    job: TrainingJob,
+    shards: ShardSettings,
+    ahead: Callable[[], PlanAhead],
 ) -> Callable[[], Iterator[PlannedIteration]]:
     """Make the process groups (on all ranks at once) and return what makes the plans, to be run in a thread.
 
     ahead: what runs the thread. config: complete. Costs are of the job's profile, or of the model's shape on H100s.
     """
-    make_groups(timedelta(minutes=args.distributed_timeout_minutes))
+    make_groups(timedelta(minutes=job.timeout))
     stage_ranks = dist.get_process_group_ranks(
         parallel_state.get_data_parallel_group(with_context_parallel=True)
     )
     longest = planner.packer.max_tokens // shards.alignment * shards.alignment
     assert config.quadratic_at is not None
     stage = Stage.of(shards.cp_size, len(stage_ranks) // shards.cp_size, longest)
-    sizes = ParallelSizes.of(args)
-    profile = profile_of(args)
-    costs = None if profile is None else profile.costs
+    sizes = job.sizes
+    costs = None if job.profile is None else job.profile.costs
     links = with_links(Assumptions(), costs)
     per_token = token_ns(shards.table, config.quadratic_at)
     cost = group_cost(shards.table, per_token, stage.sizes, tensor=sizes.tensor, assumptions=links)
@@ -100,7 +101,7 @@ def training_plans(
         stage_rank=stage_ranks.index(dist.get_rank()),
         closing=lambda: ahead().closing,
         board=Board(),
-        predict=None if shards.predict is None else group_predictor(args, costs, cost),
+        predict=None if shards.predict is None else group_predictor(job, costs, cost),
     )
     return lambda: plan_groups(planner, shards, dynamic)
 

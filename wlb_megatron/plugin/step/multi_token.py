@@ -57,9 +57,12 @@ def wrap_is_inference_linear(original: Callable[..., Any]) -> Callable[..., Any]
     return is_inference_linear
 
 
-def refuse_other_form(args: Any) -> None:
-    """Refuse --mtp-num-layers where Megatron's roll_tensor has another form, so that it was left as it is."""
-    if not args.mtp_num_layers:
+def refuse_other_form(depths: int) -> None:
+    """Refuse --mtp-num-layers where Megatron's roll_tensor has another form, so that it was left as it is.
+
+    depths: further tokens that are predicted.
+    """
+    if not depths:
         return
     from megatron.core.transformer import multi_token_prediction
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.trials.versions import TRIED_TRANSFORMER_ENGINE, untried_transformer_engine
 from wlb_megatron.refusals import Refused
 
 
-def try_transformer_engine(args: Any) -> None:
+def try_transformer_engine(job: TrainingJob) -> None:
     """Tell of a Transformer Engine newer than those tried, and refuse it unless small calls of each kind come out
     right on this rank's GPU: the plugin calls entry points below its modules, which may change without a word."""
-    found = untried_transformer_engine(args.transformer_impl)
-    if found is None or args.distributed_backend != "nccl" or args.wlb_kernels == "fa4":
+    found = untried_transformer_engine(job.model.implementation)
+    if found is None or not job.device.on_gpu or job.given.kernels == "fa4":
         return
     cure = f"install a tried one (pip install 'transformer-engine[pytorch]{TRIED_TRANSFORMER_ENGINE}')"
     try:
         from wlb_megatron.attention.kernels.kernel_check import TOLERATED, worst_error
         from wlb_megatron.attention.kernels.te_backend import TransformerEngineKernels
 
-        with torch.cuda.device(args.local_rank):
+        with torch.cuda.device(job.device.index):
             worst = worst_error(TransformerEngineKernels(), torch.bfloat16, "cuda")
     except Exception as error:
         raise Refused(
@@ -33,7 +32,7 @@ def try_transformer_engine(args: Any) -> None:
             f"wlb_megatron was not tried with Transformer Engine {found}, and its attention is off by {worst:.1e} of "
             f"the largest value, {TOLERATED:.0e} is tolerated: {cure}"
         )
-    if args.rank == 0:
+    if job.device.rank == 0:
         print(
             f"WARNING: wlb_megatron was not tried with Transformer Engine {found}; small calls of its attention come "
             f"out right (within {worst:.0e} of the largest value)",

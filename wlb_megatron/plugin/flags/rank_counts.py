@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelSizes:
+class RankCounts:
     """Ranks of each kind; `virtual`: model chunks of a pipeline stage.
 
     group: --microbatch-group-size-per-virtual-pipeline-stage, None for as many as there are stages. sequence: whether
@@ -23,7 +23,7 @@ class ParallelSizes:
     sequence: bool = False
 
     @classmethod
-    def of(cls, args: Any) -> ParallelSizes:
+    def of(cls, args: Any) -> RankCounts:
         """args: Megatron's validated arguments."""
         return cls(
             tensor=args.tensor_model_parallel_size,

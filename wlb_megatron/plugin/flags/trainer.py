@@ -1,20 +1,20 @@
-"""Megatron's arguments as far as they decide about documents in chunks."""
+"""Megatron's flags as far as they decide about documents in chunks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
+from wlb_megatron.plugin.flags.trained_model import balancing_of
 from wlb_megatron.plugin.trials.versions import megatron_version
 
 
 def trainer_of(args: Any) -> Trainer:
-    """args: Megatron's validated ones; what a release does not know is not given."""
+    """args: Megatron's validated arguments; what a release does not know is taken as not given."""
 
     def given(name: str) -> Any:
         return getattr(args, name, None)
 
-    balancing = args.moe_router_load_balancing_type
     return Trainer(
         stages=args.pipeline_model_parallel_size,
         virtual=given("virtual_pipeline_model_parallel_size") or 1,
@@ -22,20 +22,10 @@ def trainer_of(args: Any) -> Trainer:
         experts=given("num_experts") or 0,
         expert=args.expert_model_parallel_size or 1,
         expert_tensor=args.expert_tensor_parallel_size,
-        balancing=tuple(balancing) if isinstance(balancing, list) else (str(balancing),),
+        balancing=balancing_of(args),
         shards_weights=bool(given("use_megatron_fsdp") or given("use_torch_fsdp2")),
         mtp=given("mtp_num_layers") or 0,
         offloads=bool(given("fine_grained_activation_offloading")),
         offloads_layers=bool(given("cpu_offloading") or given("cpu_offloading_num_layers")),
         release=megatron_version(),
     )
-
-
-def chunks_refused(args: Any) -> list[tuple[str, str]]:
-    """(flag, cure) of each setting under which steps cannot run in groups of micro-batches (grouped_steps.py)."""
-    return trainer_of(args).chunks_refused()
-
-
-def in_step(args: Any) -> bool:
-    """Whether data-parallel ranks meet in every forward and backward, so that they need the same groups."""
-    return trainer_of(args).in_step

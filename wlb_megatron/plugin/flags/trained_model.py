@@ -1,0 +1,152 @@
+"""The model of Megatron's flags, as far as plans, costs and kernels depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from wlb_megatron.workload.cost_model import latent_parameters, layer_parameters
+
+LARGE_VOCABULARY = 131072
+"""Assumed where only the tokenizer knows, which is built after the flags are checked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Multi-latent attention: ranks of the two compressions (query 0: not compressed), channels of a head's parts."""
+
+    query_rank: int
+    key_rank: int
+    head: int
+    position: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """ffn: of all experts that a token passes. balancing: kinds of the routers' balancing losses."""
+
+    count: int
+    ffn: int
+    balancing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """Sizes of the whole model, not of a rank's part.
+
+    head_dim: channels of a query or key head; value_dim: of a value head. positions: --max-position-embeddings.
+    depths: further tokens that are predicted (--mtp-num-layers). vocabulary: rows of the embedding, None where only the
+    tokenizer knows. window: earlier keys that a windowed layer's query sees, None without such layers; whole_layers:
+    share of the layers that see whole documents. rows: of which a rank's tokens are a multiple, in FP8's matrix
+    products. dtype: of parameters, such as "bfloat16". implementation: --transformer-impl.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    positions: int
+    gated: bool
+    tied: bool = False
+    dropout: bool = False
+    latent: LatentAttention | None = None
+    experts: Experts | None = None
+    depths: int = 0
+    vocabulary: int | None = None
+    window: int | None = None
+    whole_layers: float = 1.0
+    rows: int = 1
+    dtype: str = "bfloat16"
+    implementation: str = "transformer_engine"
+
+    @classmethod
+    def of(cls, args: Any) -> TrainedModel:
+        """args: Megatron's validated arguments."""
+        latent, heads = _latent(args), args.num_attention_heads
+        head_dim = latent.head + latent.position if latent else args.kv_channels or args.hidden_size // heads
+        grouped = args.group_query_attention and not latent
+        window, whole_layers = _windows(args)
+        return cls(
+            layers=args.num_layers,
+            hidden=args.hidden_size,
+            ffn=args.ffn_hidden_size,
+            heads=heads,
+            kv_heads=args.num_query_groups if grouped else heads,
+            head_dim=head_dim,
+            value_dim=latent.value if latent else head_dim,
+            gated=args.swiglu,
+            tied=not args.untie_embeddings_and_output_weights,
+            dropout=args.hidden_dropout > 0,
+            latent=latent,
+            experts=_experts(args),
+            depths=getattr(args, "mtp_num_layers", None) or 0,
+            positions=args.max_position_embeddings,
+            vocabulary=args.padded_vocab_size or args.vocab_size,
+            window=window,
+            whole_layers=whole_layers,
+            rows=_rows(args),
+            dtype=str(args.params_dtype).removeprefix("torch."),
+            implementation=args.transformer_impl,
+        )
+
+    @property
+    def active_ffn(self) -> int:
+        """Width of the MLP that a token passes, over all its experts."""
+        return self.ffn if self.experts is None else self.experts.ffn
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of a layer's matrix products that a token passes."""
+        latent = self.latent
+        query, key = (0, 0) if latent else (self.heads * self.head_dim, self.kv_heads * self.head_dim)
+        parameters = layer_parameters(self.hidden, query, key, self.active_ffn, gated=self.gated)
+        if latent:
+            dims = latent.head, latent.position, latent.value
+            parameters += latent_parameters(self.hidden, self.heads, latent.query_rank, latent.key_rank, dims)
+        return parameters
+
+
+def _latent(args: Any) -> LatentAttention | None:
+    if not getattr(args, "multi_latent_attention", False):
+        return None
+    return LatentAttention(
+        query_rank=args.q_lora_rank or 0,
+        key_rank=args.kv_lora_rank,
+        head=args.qk_head_dim,
+        position=args.qk_pos_emb_head_dim,
+        value=args.v_head_dim,
+    )
+
+
+def _experts(args: Any) -> Experts | None:
+    if not args.num_experts:
+        return None
+    ffn = (args.moe_ffn_hidden_size or args.ffn_hidden_size) * args.moe_router_topk
+    return Experts(count=args.num_experts, ffn=ffn, balancing=balancing_of(args))
+
+
+def balancing_of(args: Any) -> tuple[str, ...]:
+    """Kinds of balancing losses that the flags name, whether there are experts or not."""
+    kinds = args.moe_router_load_balancing_type
+    return tuple(kinds) if isinstance(kinds, list) else (str(kinds),)
+
+
+def _windows(args: Any) -> tuple[int | None, float]:
+    from wlb_megatron.attention.core_attention import window_of
+
+    size, skip = window_of(args), getattr(args, "window_attn_skip_freq", None)
+    if size is None:
+        return None, 1.0
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    near = [is_layer_window_attention(args.window_size, skip, n + 1) for n in range(args.num_layers)]
+    return size, 1 - sum(near) / len(near)
+
+
+def _rows(args: Any) -> int:
+    """16 with FP8, 32 with MXFP8 (Megatron's get_fp8_align_size)."""
+    return 1 if not getattr(args, "fp8", None) else 32 if args.fp8_recipe == "mxfp8" else 16

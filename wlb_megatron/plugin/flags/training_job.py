@@ -1,0 +1,129 @@
+"""A job as Megatron's validated flags describe it, read once: the only form in which plans and logs know them.
+
+What changes after the flags are checked (the iteration, samples consumed, the number of micro-batches) is not in it.
+Who needs that reads it from Megatron where it stands, and hands it on as a value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.packing.chunks.chunk_limits import Trainer
+from wlb_megatron.plugin.flags.batch_sizes import BatchSizes
+from wlb_megatron.plugin.flags.data_paths import DataPaths
+from wlb_megatron.plugin.flags.job_profile import profile_of
+from wlb_megatron.plugin.flags.memory_flags import MemoryFlags
+from wlb_megatron.plugin.flags.rank_counts import RankCounts
+from wlb_megatron.plugin.flags.trained_model import TrainedModel
+from wlb_megatron.plugin.flags.trainer import trainer_of
+from wlb_megatron.sharding.alignment import multiple
+from wlb_megatron.workload.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """This process's. on_gpu: NCCL runs; index: of the GPU in its node; rank: in the whole job."""
+
+    on_gpu: bool
+    index: int = 0
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """iterations: of each evaluation, 0 for none. full: whole sets instead. each_set: every corpus is a set of its own,
+    by these names if there are any."""
+
+    iterations: int = 0
+    full: bool = False
+    each_set: bool = False
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJob:
+    """given: the plugin's settings as the user gave them. trains: not --skip-train. memory: None where it is not looked
+    at: without a GPU, or with experts (how many tokens one gets is not known ahead). profile: of --wlb-profile.
+    workers: of a data loader; ignored_signal: what they must ignore, which tells the trainer to save and exit.
+    overlaps_gradients: --overlap-grad-reduce. timeout: of communication between ranks (minutes).
+    """
+
+    given: WlbConfig
+    model: TrainedModel
+    sizes: RankCounts
+    batches: BatchSizes
+    data: DataPaths
+    trainer: Trainer
+    evaluation: Evaluation
+    device: Device
+    memory: MemoryFlags | None
+    profile: Profile | None
+    trains: bool
+    seed: int
+    workers: int
+    ignored_signal: int | None
+    recompute: str
+    overlaps_gradients: bool
+    timeout: int
+
+    @classmethod
+    def of(cls, args: Any, given: WlbConfig, *, full_validation: bool = False) -> TrainingJob:
+        """args: Megatron's validated arguments; what a release does not know is taken as not given. full_validation: as
+        the user gave it.
+
+        WlbError where flags do not fit together or a file that one names cannot be read.
+        """
+        model, sizes = TrainedModel.of(args), RankCounts.of(args)
+        device = Device(
+            on_gpu=args.distributed_backend == "nccl", index=args.local_rank, rank=getattr(args, "rank", 0)
+        )
+        return cls(
+            given=given,
+            model=model,
+            sizes=sizes,
+            batches=BatchSizes.of(args),
+            data=DataPaths.of(args),
+            trainer=trainer_of(args),
+            evaluation=Evaluation(
+                iterations=args.eval_iters or 0,
+                full=full_validation,
+                each_set=args.multiple_validation_sets,
+                names=tuple(getattr(args, "validation_set_names", None) or ()),
+            ),
+            device=device,
+            memory=MemoryFlags.of(args) if device.on_gpu and model.experts is None else None,
+            profile=profile_of(given.profile, model, sizes.tensor),
+            trains=not getattr(args, "skip_train", False),
+            seed=args.seed,
+            workers=args.num_workers,
+            ignored_signal=int(args.exit_signal) if args.exit_signal_handler else None,
+            recompute=args.recompute_granularity or "none",
+            overlaps_gradients=bool(getattr(args, "overlap_grad_reduce", False)),
+            timeout=args.distributed_timeout_minutes,
+        )
+
+    @property
+    def alignment(self) -> int:
+        """A micro-batch's tokens are a multiple of this: equal shares for CP ranks, and for TP under sequence parallel.
+
+        With FP8 each share is a multiple of the GEMMs' rows.
+        """
+        return multiple(self.sizes.context, self.sizes.tensor, self.model.rows)
+
+    def with_vocabulary(self, rows: int) -> TrainingJob:
+        """The same once the tokenizer is built, which Megatron does after the flags are checked."""
+        return replace(self, model=replace(self.model, vocabulary=rows))
+
+
+def window_misfit(job: TrainingJob) -> str | None:
+    """Why a window cannot be padded as micro-batches are; None where it can."""
+    wanted, window, rows = job.alignment, job.batches.window, job.model.rows
+    if window % wanted == 0:
+        return None
+    of = f" x {rows} rows, which FP8's matrix products need on each rank" if rows > 1 else ""
+    return (
+        f"{window} tokens are no multiple of {wanted}, to which micro-batches are padded (context-parallel size "
+        f"{job.sizes.context} x tensor-parallel size {job.sizes.tensor}{of}); set it to {-(-window // wanted) * wanted}"
+    )

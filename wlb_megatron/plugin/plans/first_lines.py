@@ -1,0 +1,53 @@
+"""What a job's log says of its plans before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from wlb_megatron.attention.kernels.kernel_choice import NAMES
+from wlb_megatron.plugin.flags.training_job import TrainingJob
+from wlb_megatron.plugin.model.kernels import kernels_of
+from wlb_megatron.plugin.plans.source import Source
+from wlb_megatron.workload.profile import Profile
+
+
+def first_lines(job: TrainingJob, source: Source, backend: str) -> Iterator[str]:
+    """One line each. source: training's, or the first one of evaluation. backend: whose kernel times plans use."""
+    yield (
+        f"{_documents_of(source)}, packing {source.config.packing}, micro-batches "
+        f"of at most {source.planner.packer.max_tokens:,} tokens, sharding {source.config.sharding}, "
+        f"attention costs as much as the rest at {source.config.quadratic_at:.0f} tokens"
+    )
+    yield from source.said
+    if job.profile is not None:
+        yield _of_profile(job.profile, job)
+    elif kernels_of(job)[0] == "fa4" and backend != "fa4":
+        yield (
+            "planning with cuDNN's kernel times: FlashAttention-4's are not built in; wlb-megatron profile measures "
+            "them"
+        )
+
+
+def _documents_of(source: Source) -> str:
+    """How many documents train (or are evaluated), and of how many, where others are held out."""
+    of = source.corpus.first_ids[-1]
+    return f"{source.documents:,} documents" + (f" of {of:,}" if of > source.documents else "")
+
+
+def _of_profile(profile: Profile, job: TrainingJob) -> str:
+    """What the profile is of, and what of this job is unlike it."""
+    line = f"planning and predicting with {profile.told()}"
+    if job.device.on_gpu:
+        here = torch.cuda.get_device_name(job.device.index)
+        if here != profile.device:
+            line += f"; this GPU is another ({here}): its times are taken to be in proportion"
+    kernels, _ = kernels_of(job)
+    if kernels in ("cudnn", "fa4") and profile.costs.table.backend != kernels:
+        theirs = NAMES[profile.costs.table.backend]
+        line += f"; its attention is by {theirs}'s kernels, this job's by {NAMES[kernels]}'s"
+    vocabulary = job.model.vocabulary
+    if vocabulary and vocabulary != profile.model.vocab:
+        line += f"; its vocabulary is {profile.model.vocab:,}, not {vocabulary:,}: output and loss are predicted wrong"
+    return line
