@@ -105,16 +105,20 @@ def test_the_version_of_cudnn_says_who_rounds_the_sizes_of_graphs(version: int, 
     assert [one.found for one in doctor.cudnn(None)] == ["missing"]
 
 
-def test_flash_attention_of_another_version_is_told_and_not_to_be_fixed(
+def test_flash_attention_of_another_version_and_what_stock_makes_of_it_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def version(package: str) -> str:
-        return {**kernel_choice.TRIED, **changed}[package]
+    def version(package: str) -> str | None:
+        return {**kernel_choice.TRIED, **changed}.get(package)
 
     monkeypatch.setattr(kernel_choice, "version", version)
     monkeypatch.setattr(doctor, "_version", version)
     changed: dict[str, str] = {}
     assert list(doctor.flash_attention()) == [doctor.Finding("FlashAttention-4", "4.0.0b36")]
+    changed["transformer-engine"] = "2.20.2"
+    _, stock = doctor.flash_attention()
+    assert stock.verdict == doctor.NOTE and "NVTE_FLASH_ATTN=0" in stock.cure
+    del changed["transformer-engine"]
     changed["flash-attn-4"] = "4.0.0b11"
     (one,) = doctor.flash_attention()
     assert (one.found, one.verdict) == ("4.0.0b11", doctor.NOTE)

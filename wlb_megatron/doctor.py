@@ -207,11 +207,19 @@ def _kernels() -> str:
     return f"{told(*chosen('auto', layer))}; bf16 and fp16 (--wlb-kernels auto; NVTE_* are not read)"
 
 
+STOCK_FA4 = (
+    "called by Transformer Engine (2.20.2 with 4.0.0b36), it attends to no key under a causal mask, without an error "
+    "(TransformerEngine issue 3528); give such runs NVTE_FLASH_ATTN=0. The plugin calls it itself and is not affected"
+)
+
+
 def flash_attention() -> Iterator[Finding]:
     """FlashAttention-4, which is optional, and whether its versions are those that were tried."""
     found, lacks = _version("flash-attn-4"), not_installed()
     if found is not None:
         yield Finding("FlashAttention-4", found, OK if lacks is None else NOTE, lacks or "")
+        if _version("transformer-engine") is not None:
+            yield Finding("FlashAttention-4 in runs without the plugin", "do not use it", NOTE, STOCK_FA4)
         return
     hopper = False
     if _gpus():
