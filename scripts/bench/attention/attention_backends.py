@@ -1,7 +1,8 @@
 """One layer's attention over NCCL by cuDNN's and by FlashAttention-4's kernels, beside Transformer Engine's own.
 
 A process a rank. Ours is what adaptive takes by each backend's kernel table, one call or two. Transformer Engine's p2p
-and all-gather run on cuDNN, as they do where nothing else is asked for; its p2p on FlashAttention-4, too.
+and all-gather run on cuDNN, as they do where nothing else is asked for; its p2p on FlashAttention-4, too, with its
+windows corrected (te_windows.py).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from scripts.bench.attention.attention_bench import (
 )
 from scripts.bench.attention.attention_choice import kernel_table
 from scripts.bench.attention.attention_steps import Mixes, sharded_step
+from scripts.bench.attention.fa4.te_windows import correct_windows
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
@@ -47,6 +49,7 @@ def backends(mixes: Mixes, args: argparse.Namespace) -> None:
     rank, cp, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     say = print if rank == 0 else lambda *a, **k: None
     until = time.perf_counter() + args.seconds
+    correct_windows()
     tables = {}
     for name in ("cudnn", "fa4"):
         KERNELS.use(name)

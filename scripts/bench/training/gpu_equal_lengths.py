@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from scripts.bench.attention.fa4.te_windows import ASKED
 from scripts.bench.training.gpu_train import ROOT, STOCK, WLB, add_warm_ranks, corpus, run, warm_ranks
 from scripts.bench.training.step_trace import compare
 from wlb_megatron.report.files import write_csv
@@ -31,7 +32,8 @@ KERNELS = {
     "cudnn": {"stock": ["--attention-backend", "fused"], "wlb": ["--wlb-kernels", "cudnn"]},
     "fa4": {"stock": ["--attention-backend", "flash"], "wlb": ["--wlb-kernels", "fa4"]},
 }
-"""How each is told whose kernels to take: where FlashAttention-4 is installed alone, stock's flash means it."""
+"""How each is told whose kernels to take: where FlashAttention-4 is installed alone, stock's flash means it.
+Its windows are corrected for stock (te_windows.py): as Transformer Engine 2.20.2 calls it, it attends to no key."""
 
 
 def main() -> None:
@@ -56,6 +58,10 @@ def main() -> None:
     )
     add_warm_ranks(parser)
     options = parser.parse_args()
+    if options.kernels == "fa4":
+        if not options.warm_ranks:
+            parser.error("--kernels fa4 needs --warm-ranks, whose processes correct stock's windows")
+        os.environ[ASKED] = "1"
     options.out.mkdir(parents=True, exist_ok=True)
     lengths = options.out / "lengths.npy"
     np.save(lengths, np.full(4096, options.seq_length))
