@@ -112,7 +112,8 @@ def long_document(options: argparse.Namespace) -> None:
         )
     if rows:
         print(f"  peak {rows[-1]['peak_mb']:,.0f} MB")
-    one = job(options, extra=words, seq_length=whole, global_batch_size=2, iterations=2)
+    short_run = f"{words} --lr-warmup-iters 0"
+    one = job(options, extra=short_run, seq_length=whole, global_batch_size=2, iterations=2)
     kept = [*STAGES, "--wlb-packing", "original"]
     rows = run("long-whole-module", 2, kept, prefix, one)
     print(f"the same whole, a window of {whole:,}: {'it fits' if rows else 'it does not fit'}", flush=True)
