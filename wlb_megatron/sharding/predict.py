@@ -13,6 +13,11 @@ import numpy as np
 from wlb_megatron.sharding.segments import IntArray, ShardPlan
 from wlb_megatron.workload.kernel_table import KernelTable
 
+ONE_CALL = 0.7
+"""Of the executor's work around a call on earlier keys (KernelTable.second_call), what one call for all needs as well:
+its keys are gathered and their gradients returned, but no output is merged. By 348 shares of windows of 32K on an H200
+with cuDNN, where second_call is 110 us: one call took 75 us longer than without (docs/results/1x_h200/fa4)."""
+
 
 def predict(plan: ShardPlan, table: KernelTable) -> IntArray:
     """int64[cp]: nanoseconds, forward + backward, of one layer's attention and exposed exchange on each rank."""
@@ -74,7 +79,8 @@ def in_one_call(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
     remote = per_rank(end - held)
     busy = per_rank(table.bottom_right_ns(end - start, end)) + table.moved_key * per_rank(end)
     exchange = np.where(remote > 0, table.exchange + table.exchange_row * remote, 0.0)
-    return np.rint(table.call + busy + exchange).astype(np.int64).reshape(len(plans), -1)
+    once = table.call + ONE_CALL * table.second_call
+    return np.rint(once + busy + exchange).astype(np.int64).reshape(len(plans), -1)
 
 
 def _rectangles(

@@ -3,9 +3,9 @@
 Two calls (attention_calls.py) run the faster kernels: causal squares and rectangles without mask, the first while keys
 travel. One bottom-right call (window_call.py) also computes what it masks in backward, and waits for its keys; but it
 launches half as much, and no query is gathered and no output merged. So with cuDNN's kernels it is for short pieces cut
-over ranks: by the H100's table it is faster, in the median of 28 mixes of documents cut by hybrid, by 1 to 15 % at
-windows of 8K and 16K, and by 5 % at 32K over 8 ranks; from 64K on never (predicted: bench_calls.py,
-docs/results/simulated/one_call.csv). FlashAttention-4 leaves out what is masked in backward, too.
+over ranks: of 26 mixes that hybrid cuts over 8 ranks it is faster for 11 at a window of 8K, 9 at 16K, 1 at 32K and none
+above (predicted by the H100's table: bench_calls.py, docs/results/simulated/one_call.csv). FlashAttention-4 leaves out
+what is masked in backward, too.
 """
 
 from __future__ import annotations
