@@ -16,7 +16,7 @@ from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.simulator.calibration import calibrated, profiled_shape
 from wlb_megatron.simulator.iteration import simulate
-from wlb_megatron.simulator.model import LayerModel, Layout
+from wlb_megatron.simulator.model import LayerModel, ParallelSizes
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.fit import fit
@@ -44,7 +44,7 @@ def profile(path: Path) -> Profile:
 def modelled(profile: Profile, **layout: int) -> LayerModel:
     return LayerModel(
         shape=profiled_shape(profile, 4),
-        layout=Layout(tp=4, **layout),
+        layout=ParallelSizes(tp=4, **layout),
         assumptions=NOTHING_ELSE,
         costs=profile.costs,
     )
@@ -122,7 +122,7 @@ def test_pipeline_transfers_take_the_measured_link(profile: Profile) -> None:
 
 def test_assumptions_calibrated_by_a_profile_give_its_layers_time(profile: Profile) -> None:
     given = calibrated(Assumptions(tp_exposed=0.0), profile)
-    assumed = LayerModel(shape=profiled_shape(profile, 4), layout=Layout(tp=4), assumptions=given)
+    assumed = LayerModel(shape=profiled_shape(profile, 4), layout=ParallelSizes(tp=4), assumptions=given)
     both = sum(float(t) for t in assumed.linear(10000))
     assert both == pytest.approx(sum(LAYER) * 10000, rel=0.01)
     assert given.nvlink_rate == pytest.approx(200e9, rel=0.01)
