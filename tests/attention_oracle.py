@@ -101,11 +101,12 @@ class _Done:
         group.barrier.wait()
 
 
-def _thread_all_to_all(sent, send_counts, recv_counts, member):
+def _thread_all_to_all(sent, send_counts, recv_counts, member, hidden):
     if not isinstance(member, Member):
-        return _real_all_to_all(sent, send_counts, recv_counts, member)
+        return _real_all_to_all(sent, send_counts, recv_counts, member, hidden)
+    assert not send_counts[member.rank] and not recv_counts[member.rank]
     member.group.mail[member.rank] = sent.split(list(send_counts))
-    member.group.traffic += sum(n for peer, n in enumerate(send_counts) if peer != member.rank)
+    member.group.traffic += sum(send_counts)
     return (out := sent.new_empty((sum(recv_counts), *sent.shape[1:]))), _Done(member, out, recv_counts)
 
 

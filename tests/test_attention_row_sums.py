@@ -27,12 +27,12 @@ def test_bags_group_source_rows_by_owner_in_order():
 
 def test_bags_of_several_targets_share_what_the_owners_count():
     """Owners 3 0 3 of two targets of 2 rows: row 0 of the first has source row 1, row 1 of the second 0 2."""
-    _, *first_and_second = (x.tolist() for x in _bags(np.array([3, 0, 3]), 2, 2))
+    first_and_second = [x.tolist() for x in _bags(np.array([3, 0, 3]), 2, 2)]
     assert first_and_second == [[0], [0, 1], [1], [1], [0, 2], [0, 2]]
-    owner, *rest = (torch.from_numpy(x).int() for x in _bags(np.array([3, 0, 3]), 2, 2))
+    rest = [torch.from_numpy(x).int() for x in _bags(np.array([3, 0, 3]), 2, 2)]
     source = torch.tensor([[1.0], [10.0], [100.0]])
     for part, expected in ((rest[:3], [10.0, 0.0]), (rest[3:], [0.0, 101.0])):
-        add_rows(target := torch.zeros(2, 1), source, Bags(owner, *part))
+        add_rows(target := torch.zeros(2, 1), source, Bags(*part))
         assert target.flatten().tolist() == expected
 
 
@@ -82,22 +82,44 @@ for heads, dim in ((3, 64), (3, 96), (16, 128), (1, 256)):
     assert (out - expected).abs().max() < 1e-5 and (lse - expected_lse).abs().max() < 1e-5
     expected = out.clone()
     row_sums.add_rows(expected.flatten(1), parts.flatten(1), bags)
-    row_sums_triton.add_rows(out.flatten(1), parts.flatten(1), bags)
+    row_sums_triton.add_rows(out.flatten(1), parts.flatten(1), bags, parts)
     assert (out - expected).abs().max() < 1e-5
     # Two targets of what the owners count, the second in fp32 beside a source in bf16, as cached keys' gradients are.
     made = _bags(np.random.default_rng(1).integers(0, 30, 50), 20, 17)
-    owner, *rest = (torch.from_numpy(x).int() for x in made)
+    rest = [torch.from_numpy(x).int() for x in made]
     for first, rows, target in ((0, 20, out.bfloat16()), (3, 17, out)):
-        part, expected = Bags(owner, *rest[first : first + 3]), target[:rows].flatten(1).clone()
+        part, expected = Bags(*rest[first : first + 3]), target[:rows].flatten(1).clone()
         again, source = expected.clone(), parts.flatten(1).bfloat16()
         row_sums.add_rows(expected, source, part)
-        row_sums_triton.add_rows(again, source, part)
+        row_sums_triton.add_rows(again, source, part, source)
         assert (again - expected).abs().max() < (1e-5 if rows == 17 else 0.1)
         assert not torch.equal(expected, target[:rows].flatten(1))
     index = torch.tensor([3, 0, 36, 3], dtype=torch.int32)
     sources = out, out.bfloat16()[..., :40].contiguous(), lse.double(), torch.randn(37, 1, 5)
     for source, spread in zip(sources, row_sums_triton.spread_four(sources, index, 6), strict=True):
         assert spread.shape == (6, *source.shape[1:]) and torch.equal(spread[:4], source[index])
+# Rows of two sources: what a rank holds, and what arrives.
+place = torch.tensor([2, ~0, 1, ~3, ~1, 0, ~2], dtype=torch.int32)
+for shape in ((2, 3, 64), (2, 1, 5), (2, 8, 160)):
+    held, arrived = torch.randn(3, *shape).bfloat16(), torch.randn(4, *shape).bfloat16()
+    held[0] = -0.0
+    expected = torch.stack([arrived[~at] if at < 0 else held[at] for at in place.tolist()])
+    for function in (row_sums.join_rows, row_sums_triton.join_rows):
+        joined = function(held, arrived, place, 9)
+        assert joined.shape == (9, *shape) and torch.equal(joined[:7].view(torch.int16), expected.view(torch.int16))
+    members = [2, ~0, 1, ~3, ~1, 0, ~2]
+    bags = Bags(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 2], [0, 1, 4, 7], members)))
+    wide = torch.stack([sum(expected[n].double() for n in run) for run in ([0], [1, 2, 3], [4, 5, 6])])
+    for function in (row_sums.sum_pairs, row_sums_triton.sum_pairs):
+        for half, sums in enumerate(function(held, bags, arrived)):
+            assert sums.dtype == torch.bfloat16 and sums.is_contiguous()
+            assert (sums.double() - wide[:, half]).abs().max() <= wide.abs().max() / 128  # the interpreter cuts off
+    again = held.clone()
+    row_sums_triton.add_rows(again, held, bags, arrived)
+    assert (again.double() - wide - held.double()).abs().max() <= (wide.abs().max() + held.abs().max()) / 128
+for function in (row_sums.join_rows, row_sums_triton.join_rows):
+    assert function(held, held[:0], place[:0], 0).shape == (0, 2, 8, 160)
+    assert torch.equal(function(held, held[:0], torch.tensor([1], dtype=torch.int32), 1), held[1:2])
 """
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

@@ -16,7 +16,7 @@ from wlb_megatron.sharding.select import shard
 
 def exchanged(plan, rank):
     """The rank's key buffer, when every rank sends its tokens' packed indices instead of keys."""
-    arrives = []
+    own, arrives = plan.packed_index(rank), []
     for sender in range(plan.cp_size):
         exchange = attention_layout(plan, sender).exchange
         before = sum(exchange.send_counts[:rank])
@@ -24,7 +24,8 @@ def exchanged(plan, rank):
         arrives.append(plan.packed_index(sender)[rows])
     mine = attention_layout(plan, rank).exchange
     assert tuple(map(len, arrives)) == mine.recv_counts
-    return np.concatenate(arrives)[mine.place]
+    # What arrives, backwards behind its own, is where ~0, ~1, .. point.
+    return np.concatenate((own, np.concatenate(arrives)[::-1]))[mine.place]
 
 
 def sequences(call):

@@ -61,7 +61,7 @@ def by_the_calls(plan, rank, table):
     rectangles = 0.0
     if layout.rectangles:
         rectangles = table.call + table.second_call + table.rectangle_ns(*shapes(layout.rectangles)).sum()
-    remote = sum(layout.exchange.recv_counts) - layout.exchange.recv_counts[rank]
+    remote = sum(layout.exchange.recv_counts)
     exchange = table.exchange + table.exchange_row * remote if remote else 0.0
     return diagonal + rectangles + max(0.0, exchange - diagonal)
 

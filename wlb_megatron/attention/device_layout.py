@@ -42,30 +42,33 @@ class DeviceCall:
 
 @dataclass(frozen=True)
 class Bags:
-    """Which rows of a source belong to which row of a target.
+    """Which rows of a source belong to which row of a target, int32 all.
 
-    owner: int32[n], target row of each source row; where there are several targets, counted through all of them.
-    The same grouped, of one target: its row targets[i] owns source rows members[bounds[i] : bounds[i + 1]], in order;
-    targets own at least one.
+    Target row targets[i] owns source rows members[bounds[i] : bounds[i + 1]], in order; targets own at least one. A
+    member j below 0 is row ~j of a second source, of what arrives.
     """
 
-    owner: Tensor
     targets: Tensor
     bounds: Tensor
     members: Tensor
+
+
+Rows = slice | Tensor
+"""Rows of a buffer: a run of them, of which a view serves, or int32 indices."""
 
 
 @dataclass(frozen=True)
 class DeviceExchange:
     """sharding.calls.exchange.ExchangePlan with int32 tensors, and its inverse for the way back.
 
-    unplace: arriving row j is buffer row unplace[j]. returns: of local rows, the rows that come back; then of the rows
+    sends: the rows that go to others. arrivals: buffer rows of what arrives, in its order: their gradients go back.
+    returns: the buffer rows, and below 0 the rows that come back, that belong to each of the rank's rows; then to those
     of each of DeviceCache.takes.
     """
 
-    send_rows: Tensor
+    sends: Rows
     place: Tensor
-    unplace: Tensor
+    arrivals: Rows
     returns: tuple[Bags, ...]
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
@@ -95,15 +98,17 @@ class DeviceWindow:
 class DeviceLayout:
     """sharding.calls.attention_calls.AttentionLayout on a device.
 
-    positions: int32[t]. queries: of local rows, the query rows of the rectangles. exchange: None where no rank
-    needs earlier keys. window: for windowed layers. single: for the others, where one call serves them instead.
-    cache: None where the micro-batch shares no document with another, or single serves.
+    positions: int32[t]. query_rows: int32, the local row of each query of the rectangles; queries: the same by local
+    row. exchange: None where no rank needs earlier keys. window: for windowed layers. single: for the others,
+    where one call serves them instead. cache: None where the micro-batch shares no document with another, or single
+    serves.
     """
 
     tokens: int
     positions: Tensor
     diagonals: DeviceCall
     rectangles: DeviceCall | None
+    query_rows: Tensor | None
     queries: Bags | None
     exchange: DeviceExchange | None
     hide_return: bool
@@ -118,7 +123,7 @@ def device_layout(layout: AttentionLayout, device: torch.device | str) -> Device
     arrays: list[np.ndarray] = [layout.positions, layout.diagonals.cu_seqlens_q]
     if rectangles:
         arrays += [rectangles.cu_seqlens_q, rectangles.cu_seqlens_kv]
-        arrays += _bags(layout.query_rows, layout.tokens)
+        arrays += [layout.query_rows, *_bags(layout.query_rows, layout.tokens)]
     needed = rectangles is not None or exchange.remote
     if needed:
         arrays += _moves(exchange, _parts(layout.cached, layout.tokens))
@@ -128,10 +133,10 @@ def device_layout(layout: AttentionLayout, device: torch.device | str) -> Device
     shipped = _ship(arrays, torch.device(device))
 
     positions, own = next(shipped), next(shipped)
-    diagonals, others, queries = _call(layout.diagonals, (own, own)), None, None
+    diagonals, others, rows, queries = _call(layout.diagonals, (own, own)), None, None, None
     if rectangles:
         others = _call(rectangles, (next(shipped), next(shipped)), causal=False)
-        (queries,) = _take_bags(shipped)
+        rows, queries = next(shipped), _take_bags(shipped)
     moves = _take_moves(exchange, _parts(layout.cached, layout.tokens), shipped) if needed else None
     cache = _take_cache(layout.cached, layout.tokens, shipped)
     window, single = (
@@ -143,6 +148,7 @@ def device_layout(layout: AttentionLayout, device: torch.device | str) -> Device
         positions,
         diagonals,
         others,
+        rows,
         queries,
         moves,
         layout.hide_return,
@@ -213,32 +219,57 @@ def _call(
 
 
 def _moves(exchange: ExchangePlan, parts: Sequence[int]) -> list[np.ndarray]:
-    """Place, unplace, rows to send and the bags of the way back. Place [1, 0, 2] is undone by [1, 0, 2], [1, 2, 0] by
-    [2, 0, 1]. parts: rows of each target of what comes back, which send_rows counts through."""
-    unplace = np.empty_like(exchange.place)
-    unplace[exchange.place] = np.arange(len(unplace))
-    return [exchange.place, unplace, *_bags(exchange.send_rows, *parts)]
+    """Place, the rows to send and those that arrive unless they are runs, and the bags of the way back. parts: rows of
+    each target of what comes back, which send_rows counts through."""
+    place, send_rows = exchange.place, exchange.send_rows
+    own, first = np.flatnonzero(place >= 0), sum(exchange.send_counts[: exchange.rank])
+    # In rank order, so that a sum does not depend on which of its rows travel.
+    back = ~np.arange(len(send_rows))
+    owner = np.concatenate((send_rows[:first], place[own], send_rows[first:]))
+    source = np.concatenate((back[:first], own, back[first:]))
+    chosen = [rows for rows in (send_rows, _arrivals(exchange)) if _run(rows) is None]
+    return [place, *chosen, *_bags(owner, *parts, source=source)]
 
 
 def _take_moves(exchange: ExchangePlan, parts: Sequence[int], shipped: Iterator[Tensor]) -> DeviceExchange:
-    place, back, returns = next(shipped), next(shipped), _take_bags(shipped, len(parts))
+    place = next(shipped)
+    sends, arrivals = (
+        next(shipped) if (run := _run(rows)) is None else run
+        for rows in (exchange.send_rows, _arrivals(exchange))
+    )
+    returns = tuple(_take_bags(shipped) for _ in parts)
     counts = exchange.send_counts, exchange.recv_counts
-    return DeviceExchange(returns[0].owner, place, back, returns, *counts, exchange.remote)
+    return DeviceExchange(sends, place, arrivals, returns, *counts, exchange.remote)
 
 
-def _take_bags(shipped: Iterator[Tensor], parts: int = 1) -> tuple[Bags, ...]:
-    owner = next(shipped)
-    return tuple(Bags(owner, next(shipped), next(shipped), next(shipped)) for _ in range(parts))
+def _arrivals(exchange: ExchangePlan) -> npt.NDArray[np.int64]:
+    """Buffer row of each row that arrives. Place [~1, 0, ~0]: 2 0."""
+    rows = np.flatnonzero(exchange.place < 0)
+    return rows[np.argsort(~exchange.place[rows])]
 
 
-def _bags(owner: npt.NDArray[np.int64], *parts: int) -> list[np.ndarray]:
-    """Owner, and of each part of what it counts, of so many rows: targets, bounds, members of Bags.
+def _run(rows: npt.NDArray[np.int64]) -> slice | None:
+    """Rows 3 4 5 as a slice; None where they are not one after the other."""
+    if not len(rows):
+        return slice(0, 0)
+    return slice(int(rows[0]), int(rows[-1]) + 1) if bool((np.diff(rows) == 1).all()) else None
 
-    Owners [3, 0, 3] of 4 rows: targets 0 3, members 1 | 0 2. Of 2 and 2 rows: target 0, member 1, then target 1,
-    members 0 2.
+
+def _take_bags(shipped: Iterator[Tensor]) -> Bags:
+    return Bags(next(shipped), next(shipped), next(shipped))
+
+
+def _bags(
+    owner: npt.NDArray[np.int64], *parts: int, source: npt.NDArray[np.int64] | None = None
+) -> list[np.ndarray]:
+    """Of each part, of so many rows, of what `owner` counts through: targets, bounds, members of Bags.
+
+    source: int64, source row of each owner; None: its place. Owners [3, 0, 3] of 4 rows: targets 0 3, members 1 | 0 2.
+    Of 2 and 2 rows: target 0, member 1, then target 1, members 0 2.
     """
     counts, members = np.bincount(owner, minlength=sum(parts)), np.argsort(owner, kind="stable")
-    arrays, row, taken = [owner], 0, 0
+    members = members if source is None else source[members]
+    arrays, row, taken = [], 0, 0
     for rows in parts:
         targets = np.flatnonzero(counts[row : row + rows])
         bounds = np.concatenate(([0], np.cumsum(counts[row + targets])))

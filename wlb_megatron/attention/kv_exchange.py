@@ -1,8 +1,10 @@
 """Moves the keys and values that other ranks' queries see, and their gradients back to the owners.
 
 Both ways are one all-to-all of rows, whose counts every rank knows in advance: no shape is exchanged, no
-device is waited for. It is started, then waited for, so that kernels on local keys run meanwhile (NCCL works
-on a stream of its own and orders itself after the current one).
+device is waited for. Only what another rank holds travels; a rank copies its own rows from where they are. Where
+kernels on local keys run meanwhile, the transfer is started, then waited for: NCCL works on a stream of its own and
+orders itself after the current one. Where nothing runs meanwhile it works on the current stream, which takes the host
+less.
 """
 
 from __future__ import annotations
@@ -13,49 +15,65 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb_megatron.attention.device_layout import DeviceExchange
-from wlb_megatron.attention.kernels.row_sums import add_rows, spread_rows
+from wlb_megatron.attention.device_layout import DeviceExchange, Rows
+from wlb_megatron.attention.kernels.row_sums import add_rows, join_rows
 
 on_wait: Callable[[Callable[[], Any]], None] | None = None
 """Where set: given each wait for what travels, to be called, by whoever times them."""
 
 
-def start_gather(exchange: DeviceExchange, kv: Tensor, group: Any) -> Callable[[int], Tensor]:
-    """Begin fetching the keys this rank needs. kv: [t, 2, heads, dim], those it holds (ShardPlan.held_keys).
+def start_gather(
+    exchange: DeviceExchange, kv: Tensor, group: Any, hidden: bool = True
+) -> Callable[[int], Tensor]:
+    """Begin fetching the keys this rank needs. kv: [t, 2, heads, dim], those it holds (ShardPlan.held_keys). hidden:
+    other kernels run meanwhile.
 
     Returns a function that waits and gives [rows, 2, heads, dim] for the rows it is asked for: n in the order of the
     plan's key buffer, and others that nothing reads.
     """
     if not exchange.remote:
-        return lambda rows: spread_rows(kv, exchange.send_rows, rows)
-    sent = kv.index_select(0, exchange.send_rows)
-    arrived, work = _all_to_all(sent, exchange.send_counts, exchange.recv_counts, group)
-
-    def finish(rows: int) -> Tensor:
-        _wait(work)
-        return spread_rows(arrived, exchange.place, rows)
-
-    return finish
+        return lambda rows: join_rows(kv, kv, exchange.place, rows)
+    wait = _travel(kv, exchange.sends, exchange.send_counts, exchange.recv_counts, group, hidden)
+    return lambda rows: join_rows(kv, wait(), exchange.place, rows)
 
 
-def start_return(exchange: DeviceExchange, grad: Tensor, group: Any) -> Callable[..., None]:
+def start_return(
+    exchange: DeviceExchange, grad: Tensor, group: Any, hidden: bool = True
+) -> Callable[[], Tensor]:
     """Begin returning gradients to the owners of the keys. grad: [rows, 2, heads, dim], as start_gather gave them.
 
-    Returns a function that waits and adds what came back to the gradients of the rank's own keys,
-    [t, 2, heads, dim], and of each part of its cached ones: in fp32 at least, in rank order, rounded once.
+    Returns a function that waits and gives what came back, the second source of exchange.returns beside grad.
     """
-    back, work = grad, None
-    if exchange.remote:
-        back = grad.index_select(0, exchange.unplace)
-        back, work = _all_to_all(back, exchange.recv_counts, exchange.send_counts, group)
+    if not exchange.remote:
+        return lambda: grad
+    return _travel(grad, exchange.arrivals, exchange.recv_counts, exchange.send_counts, group, hidden)
 
-    def finish(*held: Tensor) -> None:
+
+def add_returned(exchange: DeviceExchange, grad: Tensor, back: Tensor, *held: Tensor) -> None:
+    """Add gradients to those of the rank's own keys, [t, 2, heads, dim], and of each part of its cached ones: in fp32
+    at least, in rank order, rounded once. back: what start_return gave for grad."""
+    for target, bags in zip(held, exchange.returns, strict=True):
+        add_rows(target, grad, bags, back)
+
+
+def _travel(
+    source: Tensor,
+    rows: Rows,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    group: Any,
+    hidden: bool,
+) -> Callable[[], Tensor]:
+    """Begin sending rows; a function that waits for those that come, [sum of recv_counts, ..]."""
+    sent = source[rows] if isinstance(rows, slice) else source.index_select(0, rows)
+    arrived, work = _all_to_all(sent, send_counts, recv_counts, group, hidden or on_wait is not None)
+
+    def wait() -> Tensor:
         if work is not None:
             _wait(work)
-        for target, bags in zip(held, exchange.returns, strict=True):
-            add_rows(target, back, bags)
+        return arrived
 
-    return finish
+    return wait
 
 
 def _wait(work: Any) -> None:
@@ -66,10 +84,11 @@ def _wait(work: Any) -> None:
 
 
 def _all_to_all(
-    sent: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], group: Any
+    sent: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], group: Any, hidden: bool
 ) -> tuple[Tensor, Any]:
+    """What arrives, and what is to be waited for first; None where the current stream does."""
     arrived = sent.new_empty((sum(recv_counts), *sent.shape[1:]))
     work = dist.all_to_all_single(
-        arrived, sent, list(recv_counts), list(send_counts), group=group, async_op=True
+        arrived, sent, list(recv_counts), list(send_counts), group=group, async_op=hidden
     )
     return arrived, work

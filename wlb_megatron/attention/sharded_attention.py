@@ -14,9 +14,15 @@ import torch
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall, DeviceLayout, DeviceWindow
-from wlb_megatron.attention.kernels.row_sums import add_rows, merge_rows, spread_four, spread_rows
+from wlb_megatron.attention.kernels.row_sums import (
+    add_rows,
+    merge_rows,
+    spread_four,
+    spread_rows,
+    sum_pairs,
+)
 from wlb_megatron.attention.key_cache import KeyCache
-from wlb_megatron.attention.kv_exchange import start_gather, start_return
+from wlb_megatron.attention.kv_exchange import add_returned, start_gather, start_return
 from wlb_megatron.attention.pairs import grads_apart, side_by_side
 from wlb_megatron.attention.sinks import apply_sink, sink_gradient
 
@@ -96,6 +102,9 @@ def sharded_attention(
 class _Attention(torch.autograd.Function):
     """What both ways share: inputs made contiguous, the sink, what is saved. They differ in `attend` and `pull`."""
 
+    keys_serve = False
+    """Whether backward needs the exchanged keys alone, where they are kept."""
+
     @classmethod
     def forward(cls, ctx: Any, *given: Any) -> Tensor:
         q, k, v, sink, ctx.layout, ctx.group, ctx.kernels, ctx.scale, keep_keys, ctx.cache = given
@@ -106,18 +115,18 @@ class _Attention(torch.autograd.Function):
         out, lse, keys = cls.attend(ctx, q, kv)
         if sink is not None:
             out, lse = apply_sink(out, lse, sink)
-        ctx.save_for_backward(q, kv, keys if keep_keys else None, out, lse, sink)
+        keys = keys if keep_keys else None
+        own = None if keys is not None and cls.keys_serve else kv
+        ctx.save_for_backward(q, own, keys, out, lse, sink)
         return out
 
     @classmethod
     def backward(cls, ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, keys, out, lse, sink = ctx.saved_tensors
         dout = dout.contiguous()
-        dq, dkv = cls.pull(ctx, q, kv, keys, out, lse, dout)
-        if ctx.layout.cache:
-            ctx.cache.finish(ctx.layout.cache, dkv)
+        dq, dk, dv = cls.pull(ctx, q, kv, keys, out, lse, dout)
         dsink = None if sink is None else sink_gradient(out, lse, dout, sink)
-        return dq, *grads_apart(dkv, q.shape[-1]), dsink, *(None,) * 6
+        return dq, dk, dv, dsink, None, None, None, None, None, None
 
     @classmethod
     def attend(cls, ctx: Any, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -125,8 +134,8 @@ class _Attention(torch.autograd.Function):
         raise NotImplementedError  # abstract: the two ways of calling the kernels, below, each have their own
 
     @classmethod
-    def pull(cls, ctx: Any, *saved: Any) -> tuple[Tensor, Tensor]:
-        """dq and dkv from q, kv, exchanged keys (None: not kept), out, lse, dout."""
+    def pull(cls, ctx: Any, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv from q, kv (None: the keys serve), exchanged keys (None: not kept), out, lse, dout."""
         raise NotImplementedError  # abstract, as `attend`
 
 
@@ -138,14 +147,14 @@ class _ShardedAttention(_Attention):
         out, lse = kernels.forward(layout.diagonals, q, kv, scale)
         earlier = finish(_key_rows(layout, kernels)) if finish else None
         if call := layout.rectangles:
-            queries = spread_rows(q, layout.queries.owner, kernels.room(call)[0])
+            queries = spread_rows(q, layout.query_rows, kernels.room(call)[0])
             part, part_lse = kernels.forward(call, queries, earlier, scale)
             lse = lse.contiguous()
             merge_rows(out, lse, part, part_lse.contiguous(), layout.queries)
         return out, lse, earlier
 
     @classmethod
-    def pull(cls, ctx: Any, *saved: Any) -> tuple[Tensor, Tensor]:
+    def pull(cls, ctx: Any, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, kv, earlier, out, lse, dout = saved
         layout, group, kernels, scale = ctx.layout, ctx.group, ctx.kernels, ctx.scale
 
@@ -153,7 +162,8 @@ class _ShardedAttention(_Attention):
             return kernels.backward(layout.diagonals, q, kv, out, lse, dout, scale)
 
         if layout.exchange is None:
-            return diagonals()
+            dq, dkv = diagonals()
+            return dq, *_apart(ctx, dkv, q)
         own = None
         if earlier is None:  # keys travel again, under the diagonals
             finish = start_gather(layout.exchange, _held(ctx, kv), group)
@@ -162,16 +172,16 @@ class _ShardedAttention(_Attention):
         dq_part, dearlier = None, earlier
         if call := layout.rectangles:
             rows, _ = kernels.room(call)
-            queries, *picked = spread_four((q, out, lse, dout), layout.queries.owner, rows)
+            queries, *picked = spread_four((q, out, lse, dout), layout.query_rows, rows)
             dq_part, dearlier = kernels.backward(call, queries, earlier, *picked, scale)
         if own is None and not layout.hide_return:
             own = diagonals()
-        give_back = start_return(layout.exchange, dearlier, group)
+        come_back = start_return(layout.exchange, dearlier, group)
         dq, dkv = own or diagonals()
         if dq_part is not None:
             add_rows(dq, dq_part, layout.queries)
-        give_back(dkv, *_cached_gradients(ctx))
-        return dq, dkv
+        add_returned(layout.exchange, dearlier, come_back(), dkv, *_cached_gradients(ctx))
+        return dq, *_apart(ctx, dkv, q)
 
 
 def _held(ctx: Any, kv: Tensor) -> Tensor:
@@ -189,7 +199,9 @@ def _key_rows(layout: DeviceLayout, kernels: Kernels) -> int:
 
 
 class _OneCall(_Attention):
-    """One call on a buffer of each segment's keys, its own included, so that all of dkv comes back by exchange."""
+    """One call on a buffer of each segment's keys, its own included, so that dkv is the sum of its rows."""
+
+    keys_serve = True
 
     @classmethod
     def attend(cls, ctx: Any, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -199,21 +211,33 @@ class _OneCall(_Attention):
         return out, lse, keys
 
     @classmethod
-    def pull(cls, ctx: Any, *saved: Any) -> tuple[Tensor, Tensor]:
+    def pull(cls, ctx: Any, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, kv, keys, out, lse, dout = saved
         near: DeviceWindow = ctx.layout
         if near.exchange is None:
-            return ctx.kernels.backward(near.call, q, kv, out, lse, dout, ctx.scale)
+            dq, dkv = ctx.kernels.backward(near.call, q, kv, out, lse, dout, ctx.scale)
+            return dq, *_apart(ctx, dkv, q)
         if keys is None:
             keys = _all_keys(ctx, kv)
         dq, dkeys = ctx.kernels.backward(near.call, q, keys, out, lse, dout, ctx.scale)
-        dkv = torch.zeros_like(kv)
-        start_return(near.exchange, dkeys, ctx.group)(dkv, *_cached_gradients(ctx))
-        return dq, dkv
+        back = start_return(near.exchange, dkeys, ctx.group, hidden=False)()
+        if near.cache is None and dkeys.dim() == 4:
+            return dq, *sum_pairs(dkeys, near.exchange.returns[0], back)
+        dkv = dkeys.new_zeros((len(q), *dkeys.shape[1:]))
+        add_returned(near.exchange, dkeys, back, dkv, *_cached_gradients(ctx))
+        return dq, *_apart(ctx, dkv, q)
 
 
 def _all_keys(ctx: Any, kv: Tensor) -> Tensor:
     """The buffer of each segment's keys, exchanged."""
     near: DeviceWindow = ctx.layout
     assert near.exchange is not None
-    return start_gather(near.exchange, _held(ctx, kv), ctx.group)(ctx.kernels.room(near.call)[1])
+    gather = start_gather(near.exchange, _held(ctx, kv), ctx.group, hidden=False)
+    return gather(ctx.kernels.room(near.call)[1])
+
+
+def _apart(ctx: Any, dkv: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """dk and dv, with what later micro-batches gave back."""
+    if ctx.layout.cache:
+        ctx.cache.finish(ctx.layout.cache, dkv)
+    return grads_apart(dkv, q.shape[-1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from wlb_megatron.attention.sharded_attention import Kernels, sharded_attention
 from wlb_megatron.profiler.layer import Part
 from wlb_megatron.profiler.points import Point
 from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
+from wlb_megatron.sharding.calls.exchange import ExchangePlan
 from wlb_megatron.workload.profile import ProfiledModel
 
 
@@ -86,17 +86,8 @@ class AttentionBench:
 
 
 def _alone(layout: AttentionLayout) -> AttentionLayout:
-    """The layout with an exchange within the rank: of as many rows as arrive, in the order in which they are wanted."""
-    needed = len(layout.exchange.place)
-    if layout.rectangles is None:
-        return replace(layout, exchange=replace(layout.exchange, remote=False))
-    rows = np.arange(needed, dtype=np.int64) % layout.tokens
-    exchange: Any = replace(
-        layout.exchange,
-        send_rows=rows,
-        send_counts=(needed,),
-        recv_counts=(needed,),
-        place=np.argsort(np.argsort(layout.exchange.place, kind="stable"), kind="stable"),
-        remote=False,
-    )
-    return replace(layout, exchange=exchange)
+    """The layout with an exchange within the rank: all keys that are wanted are some of its own."""
+    exchange = layout.exchange
+    place = np.where(exchange.place < 0, ~exchange.place % layout.tokens, exchange.place)
+    alone = ExchangePlan(0, place[:0], (0,), (0,), place, remote=False)
+    return replace(layout, exchange=alone)

@@ -50,7 +50,7 @@ ENTRIES = {
 """Of each backend, what it calls."""
 DEFAULT = ("short2k", "paper-like A", "paper-like B", "paper-like C")
 # What a part is for, and the functions that do it.
-ROWS = ("add_rows", "merge_rows", "spread_four")
+ROWS = ("add_rows", "join_rows", "merge_rows", "spread_four", "sum_pairs")
 VIEWS = (
     "empty",
     "new_empty",
@@ -126,7 +126,7 @@ def host(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
         (kv_exchange, "_all_to_all", "all-to-all"),
         (kv_exchange, "_wait", "wait"),
         *((row_sums_triton, name, "Triton rows") for name in ROWS),
-        *((where, "spread_rows", "gathers") for where in (kv_exchange, sharded_attention)),
+        (sharded_attention, "spread_rows", "gathers"),
         *((sharded_attention, name, "gathers") for name in ("start_gather", "start_return", "side_by_side")),
     ]
     parts = list(dict.fromkeys(part for *_, part in timers))
@@ -283,11 +283,15 @@ def _count(name: str, kind: str, rank: int, layout: DeviceLayout) -> None:
 
     done = SimpleNamespace(wait=lambda: None)
 
-    def travels(sent: Tensor, _: Any, counts: Any, group: Any) -> tuple[Tensor, Any]:
+    def travels(sent: Tensor, _: Any, counts: Any, *rest: Any) -> tuple[Tensor, Any]:
         return sent.new_empty((sum(counts), *sent.shape[1:])), done
 
     def spread_four(sources: Any, index: Tensor, rows: int) -> list[Tensor]:
         return [source.new_empty((rows, *source.shape[1:])) for source in sources]
+
+    def sums(source: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        shape = layout.tokens, *source.shape[2:]
+        return source.new_empty(shape), source.new_empty(shape)
 
     kernels = NoKernels()
     quiet = [
@@ -295,6 +299,12 @@ def _count(name: str, kind: str, rank: int, layout: DeviceLayout) -> None:
         (kernels, "backward", stand_in("kernels", kernels.backward)),
         (kv_exchange, "_all_to_all", stand_in("collectives", travels)),
         (kv_exchange, "add_rows", stand_in("rows", lambda *a: None)),
+        (
+            kv_exchange,
+            "join_rows",
+            stand_in("rows", lambda source, *a: source.new_empty(a[-1], *source.shape[1:])),
+        ),
+        (sharded_attention, "sum_pairs", stand_in("rows", sums)),
     ]
     for where in (sharded_attention, row_sums):
         quiet += [(where, n, stand_in("rows", lambda *a: None)) for n in ("add_rows", "merge_rows")]

@@ -46,7 +46,7 @@ class NothingTravels:
     def __init__(self) -> None:
         self.rows: dict[torch.Size, Tensor] = {}
 
-    def __call__(self, sent: Tensor, send_counts: Any, recv_counts: Any, _: Any) -> tuple[Tensor, Any]:
+    def __call__(self, sent: Tensor, send_counts: Any, recv_counts: Any, *_: Any) -> tuple[Tensor, Any]:
         shape = torch.Size((sum(recv_counts), *sent.shape[1:]))
         if shape not in self.rows:
             self.rows[shape] = torch.randn(shape, device=sent.device, dtype=sent.dtype)

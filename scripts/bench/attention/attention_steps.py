@@ -72,7 +72,7 @@ class Simulated:
         self.back = arrived.new_zeros((sum(send_counts), *arrived.shape[1:]))
         self.returned: Tensor | None = None
 
-    def all_to_all(self, sent: Tensor, send_counts: Any, recv_counts: Any, _: Any) -> tuple[Tensor, Any]:
+    def all_to_all(self, sent: Tensor, send_counts: Any, recv_counts: Any, *_: Any) -> tuple[Tensor, Any]:
         done = SimpleNamespace(wait=lambda: None)
         if send_counts is self.send_counts:
             return self.arrived, done

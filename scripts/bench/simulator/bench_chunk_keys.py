@@ -41,7 +41,7 @@ def chunks_of(count: int, cp: int) -> list[tuple[Piece]]:
 def fetched(plan: ShardPlan) -> int:
     """Rows that the neediest rank fetches from others."""
     plans = (attention_layout(plan, rank).exchange for rank in range(plan.cp_size))
-    return max(sum(one.recv_counts) - one.recv_counts[rank] for rank, one in enumerate(plans))
+    return max(sum(one.recv_counts) for one in plans)
 
 
 def kernels_ms(plans: list[ShardPlan], table: KernelTable) -> float:

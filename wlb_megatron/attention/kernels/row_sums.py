@@ -1,7 +1,7 @@
 """Takes rows by index; adds or merges, as attention, the rows of a source that belong to each row of a target.
 
-A source may have more rows than have owners. On a GPU one kernel each, which reads and writes every row once
-(row_sums_triton.py).
+A source may have more rows than have owners; an index below 0 is row ~index of a second source. On a GPU one kernel
+each, which reads and writes every row once (row_sums_triton.py).
 """
 
 from __future__ import annotations
@@ -28,17 +28,49 @@ def spread_four(sources: tuple[Tensor, Tensor, Tensor, Tensor], index: Tensor, r
     return [spread_rows(source, index, rows) for source in sources]
 
 
-def add_rows(target: Tensor, source: Tensor, bags: Bags) -> None:
-    """target[owner[j]] += source[j] for all j whose owner is one of the target's rows. [rows, ..] each, contiguous;
-    summed in fp32 at least, rounded once."""
+def join_rows(source: Tensor, other: Tensor, index: Tensor, rows: int) -> Tensor:
+    """Row index[i] of source, or ~index[i] of other, at row i of a new buffer of `rows` rows, of which nothing reads
+    the others. [rows, ..] each, contiguous."""
+    if source.is_cuda:
+        from wlb_megatron.attention.kernels import row_sums_triton
+
+        return row_sums_triton.join_rows(source, other, index, rows)
+    buffer = source.new_empty((rows, *source.shape[1:]))
+    buffer[: len(index)] = _joined(source, other, index)
+    return buffer
+
+
+def add_rows(target: Tensor, source: Tensor, bags: Bags, other: Tensor | None = None) -> None:
+    """Add to each row of the target the rows that it owns, of source and other. [rows, ..] each, contiguous; summed in
+    fp32 at least, rounded once."""
+    other = source if other is None else other
     if target.is_cuda:
         from wlb_megatron.attention.kernels import row_sums_triton
 
-        row_sums_triton.add_rows(target, source, bags)
+        row_sums_triton.add_rows(target, source, bags, other)
         return
-    owner = bags.targets.repeat_interleave(bags.bounds.diff())
     wide = torch.promote_types(target.dtype, torch.float32)
-    target.copy_(target.to(wide).index_add(0, owner, source.index_select(0, bags.members).to(wide)))
+    owner, rows = bags.targets.repeat_interleave(bags.bounds.diff()), _joined(source, other, bags.members)
+    target.copy_(target.to(wide).index_add(0, owner, rows.to(wide)))
+
+
+def sum_pairs(source: Tensor, bags: Bags, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of the rows that each target owns, as add_rows to zeros, where every row of the target owns any.
+
+    source, other: [rows, 2, ..]. Returns [targets, ..] of their first halves, and of their second ones.
+    """
+    if source.is_cuda:
+        from wlb_megatron.attention.kernels import row_sums_triton
+
+        return row_sums_triton.sum_pairs(source, bags, other)
+    sums = source.new_zeros((len(bags.targets), *source.shape[1:]))
+    add_rows(sums, source, bags, other)
+    return sums[:, 0].contiguous(), sums[:, 1].contiguous()
+
+
+def _joined(source: Tensor, other: Tensor, index: Tensor) -> Tensor:
+    both = torch.cat((source, other))
+    return both.index_select(0, torch.where(index < 0, len(source) + ~index, index))
 
 
 def merge_rows(out: Tensor, lse: Tensor, parts: Tensor, parts_lse: Tensor, bags: Bags) -> None:
@@ -52,8 +84,8 @@ def merge_rows(out: Tensor, lse: Tensor, parts: Tensor, parts_lse: Tensor, bags:
 
         row_sums_triton.merge_rows(out, lse, parts, parts_lse, bags)
         return
-    owner = bags.owner.long()
-    parts, parts_lse = parts[: len(owner)], parts_lse[: len(owner)]
+    owner = bags.targets.repeat_interleave(bags.bounds.diff()).long()
+    parts, parts_lse = parts[bags.members], parts_lse[bags.members]
     top = lse.scatter_reduce(0, owner[:, None].expand_as(parts_lse), parts_lse, "amax")
     mine, theirs = torch.exp(lse - top), torch.exp(parts_lse - top[owner])
     total = mine.index_add(0, owner, theirs)

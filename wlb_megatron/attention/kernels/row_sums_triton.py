@@ -86,7 +86,37 @@ def spread_four(sources: Four, index: Tensor, rows: int) -> list[Tensor]:
 
 
 @triton.jit
-def _add(target, source, targets, bounds, members, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pick(source, other, at, width, column, inside):  # type: ignore[no-untyped-def]
+    """Row `at` of source, or ~at of other where it is below 0."""
+    mine = tl.load(source + at * width + column, inside & (at >= 0), 0.0)
+    theirs = tl.load(other + (-1 - at) * width + column, inside & (at < 0), 0.0)
+    return tl.where(at >= 0, mine, theirs)
+
+
+@triton.jit
+def _join(source, other, buffer, index, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    to = tl.program_id(0).to(tl.int64)
+    at = tl.load(index + to).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    tl.store(buffer + to * width + column, _pick(source, other, at, width, column, inside), inside)
+
+
+def join_rows(source: Tensor, other: Tensor, index: Tensor, rows: int) -> Tensor:
+    """See row_sums.join_rows."""
+    shape = source.shape[1:]
+    buffer = source.new_empty((rows, *shape))
+    if count := len(index):
+        width = shape.numel()
+        block = min(1024, _power(width))
+        _launch(_join, (count, -(-width // block)), (source, other, buffer, index), (width, block), 4)
+    return buffer
+
+
+@triton.jit
+def _add(  # type: ignore[no-untyped-def]
+    target, source, other, targets, bounds, members, width, BLOCK: tl.constexpr
+):
     bag = tl.program_id(0)
     row = tl.load(targets + bag).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -94,18 +124,48 @@ def _add(target, source, targets, bounds, members, width, BLOCK: tl.constexpr): 
     total = tl.load(target + row * width + column, inside, 0.0).to(tl.float32)
     for at in range(tl.load(bounds + bag), tl.load(bounds + bag + 1)):
         member = tl.load(members + at).to(tl.int64)
-        total += tl.load(source + member * width + column, inside, 0.0).to(tl.float32)
+        total += _pick(source, other, member, width, column, inside).to(tl.float32)
     tl.store(target + row * width + column, total.to(target.dtype.element_ty), inside)
 
 
-def add_rows(target: Tensor, source: Tensor, bags: Bags) -> None:
-    """See row_sums.add_rows. Tensors contiguous."""
-    if not len(bags.targets):
+def add_rows(target: Tensor, source: Tensor, bags: Bags, other: Tensor) -> None:
+    """See row_sums.add_rows."""
+    if not (count := len(bags.targets)):
         return
-    width = target.numel() // len(target)
+    width = target.shape[1:].numel()
     block = min(1024, _power(width))
-    grid = len(bags.targets), -(-width // block)
-    _launch(_add, grid, (target, source, bags.targets, bags.bounds, bags.members), (width, block))
+    tensors = target, source, other, bags.targets, bags.bounds, bags.members
+    _launch(_add, (count, -(-width // block)), tensors, (width, block))
+
+
+@triton.jit
+def _sum_pairs(  # type: ignore[no-untyped-def]
+    first, second, source, other, targets, bounds, members, half, BLOCK: tl.constexpr
+):
+    bag = tl.program_id(0)
+    row = tl.load(targets + bag).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < half
+    begin, end = tl.load(bounds + bag), tl.load(bounds + bag + 1)
+    one, two = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for at in range(begin, end):
+        member = tl.load(members + at).to(tl.int64)
+        one += _pick(source, other, member, 2 * half, column, inside).to(tl.float32)
+        two += _pick(source, other, member, 2 * half, half + column, inside).to(tl.float32)
+    tl.store(first + row * half + column, one.to(first.dtype.element_ty), inside)
+    tl.store(second + row * half + column, two.to(second.dtype.element_ty), inside)
+
+
+def sum_pairs(source: Tensor, bags: Bags, other: Tensor) -> tuple[Tensor, Tensor]:
+    """See row_sums.sum_pairs."""
+    count, shape = len(bags.targets), source.shape[2:]
+    first, second = source.new_empty((count, *shape)), source.new_empty((count, *shape))
+    if count:
+        half = shape.numel()
+        block = min(1024, _power(half))
+        tensors = first, second, source, other, bags.targets, bags.bounds, bags.members
+        _launch(_sum_pairs, (count, -(-half // block)), tensors, (half, block))
+    return first, second
 
 
 @triton.jit

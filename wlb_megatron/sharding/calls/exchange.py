@@ -18,13 +18,14 @@ from wlb_megatron.sharding.segments import IntArray, ShardPlan, _ranges
 class ExchangePlan:
     """One rank's part in the exchange of one micro-batch.
 
-    send_rows: int64[s], rows it sends of those that it holds (ShardPlan.held_keys), by receiver, rank 0's first (itself
-        included: its own earlier rows come the same way). send_counts, recv_counts: rows to and from each rank.
-    place: int64[n], row i of the key buffer is row place[i] of all that arrives, rank 0's first.
-    remote: whether any rank sends anything to another; where not, no rank communicates, and send_rows are in the key
-        buffer's order already.
+    rank: which one. send_rows: int64[s], rows that it sends to others, of those that it holds (ShardPlan.held_keys), by
+        receiver, rank 0's first. send_counts, recv_counts: rows to and from each rank, none to and from itself.
+    place: int64[n], where row i of the key buffer comes from: row place[i] of those that the rank holds; where that is
+        negative, row ~place[i] (-1 - place[i]) of all that arrives, rank 0's first.
+    remote: whether any rank sends anything to another; where not, no rank communicates.
     """
 
+    rank: int
     send_rows: IntArray
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
@@ -39,17 +40,19 @@ def exchange_plan(plan: ShardPlan, rank: int, reaches: Sequence[IntArray], buffe
     `rank` needs, as ShardPlan.key_index counts them, in the order in which it wants them.
 
     Pieces [4], rank 0 holds (0, 0, 1) (0, 3, 4), rank 1 (0, 1, 3); rank 0 needs 3 tokens, rank 1 needs 1.
-    Rank 0 sends row 0 to itself and to rank 1; rank 1 sends rows 0, 1 to rank 0.
+    Rank 0 sends row 0 to rank 1; rank 1 sends rows 0, 1 to rank 0, whose buffer is its own row 0, then both.
     """
     held = [plan.held_keys(holder) for holder in range(plan.cp_size)]
     sent = [_rows_within(held[rank], reach) for reach in reaches]
     arrived = [_keys_within(plan, rows, reaches[rank]) for rows in held]
-    arrival = np.empty(plan.key_starts[-1], dtype=np.int64)
-    keys = np.concatenate(arrived)
-    arrival[keys] = np.arange(len(keys))
+    comes_from = np.empty(plan.key_starts[-1], dtype=np.int64)
+    comes_from[arrived[rank]] = sent[rank]
+    sent[rank] = arrived[rank] = sent[rank][:0]
+    others = np.concatenate(arrived)
+    comes_from[others] = ~np.arange(len(others))
     needed = sum(int(reach.sum()) for reach in reaches)
     at_home = sum(int(_inside(rows, reach).sum()) for rows, reach in zip(held, reaches, strict=True))
-    return _in_order(sent, map(len, arrived), arrival[buffer], needed > at_home)
+    return _part(rank, sent, map(len, arrived), comes_from[buffer], needed > at_home)
 
 
 def _inside(rows: IntArray, reach: IntArray) -> IntArray:
@@ -74,26 +77,27 @@ def exchange_buffers(
     """The part of `rank` where each rank wants any keys, in any order and as often as it likes.
 
     buffers: for each rank, int64[n], the keys it wants, as ShardPlan.key_index counts them. window: of the layers, by
-    which ranks hold keys of prefixes. Tokens [0, 1] on rank 0 and [2, 3] on rank 1; rank 0 wants 1 2 1: it sends rows
-    1 1 to itself, rank 1 sends it row 0, and buffer rows 0 1 2 are arrivals 0 2 1.
+    which ranks hold keys of prefixes. Tokens [0, 1] on rank 0 and [2, 3] on rank 1; rank 0 wants 1 2 1: rank 1 sends it
+    row 0, and its buffer is its own row 1, what arrived, and row 1 again.
     """
     owner, local = np.empty((2, plan.key_starts[-1]), dtype=np.int64)
     for holder in range(plan.cp_size):
         index = plan.key_index(plan.held_keys(holder, window))
         owner[index], local[index] = holder, np.arange(len(index))
     owners = [owner[tokens] for tokens in buffers]
-    place = np.empty(len(buffers[rank]), dtype=np.int64)
-    place[np.argsort(owners[rank], kind="stable")] = np.arange(len(place))
-    sent = [local[tokens[held == rank]] for tokens, held in zip(buffers, owners, strict=True)]
-    received = np.bincount(owners[rank], minlength=plan.cp_size).tolist()
-    remote = any(bool((held != wanting).any()) for wanting, held in enumerate(owners))
-    return _in_order(sent, received, place, remote)
+    elsewhere = [held != wanting for wanting, held in enumerate(owners)]
+    place = local[buffers[rank]]
+    arriving = np.flatnonzero(elsewhere[rank])
+    place[arriving[np.argsort(owners[rank][arriving], kind="stable")]] = ~np.arange(len(arriving))
+    sent = [
+        local[tokens[(held == rank) & away]]
+        for tokens, held, away in zip(buffers, owners, elsewhere, strict=True)
+    ]
+    received = np.bincount(owners[rank][arriving], minlength=plan.cp_size).tolist()
+    return _part(rank, sent, received, place, any(bool(away.any()) for away in elsewhere))
 
 
-def _in_order(
-    sent: Sequence[IntArray], received: Iterable[int], place: IntArray, remote: bool
+def _part(
+    rank: int, sent: Sequence[IntArray], received: Iterable[int], place: IntArray, remote: bool
 ) -> ExchangePlan:
-    rows = np.concatenate(sent)
-    if not remote:
-        rows, place = rows[place], np.arange(len(place))
-    return ExchangePlan(rows, tuple(map(len, sent)), tuple(received), place, remote)
+    return ExchangePlan(rank, np.concatenate(sent), tuple(map(len, sent)), tuple(received), place, remote)
