@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -92,3 +94,41 @@ time.sleep(60)
                 raise ProcessLookupError
             os.kill(child, 0)
             time.sleep(0.05)
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_help_of_a_gpu_benchmark_needs_neither_torch_nor_a_gpu() -> None:
+    script = """
+import runpy, sys
+sys.modules["torch"] = sys.modules["transformer_engine"] = None  # importing them fails
+sys.argv = ["gpu_attention", "share", "--help"]
+runpy.run_module("scripts.bench.attention.gpu_attention", run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "comma list of mixes" in done.stdout
+
+
+def test_each_mode_of_the_gpu_benchmark_is_a_function_of_its_module() -> None:
+    from scripts.bench.attention.gpu_attention import MODES
+
+    for module, function in MODES.values():
+        text = (ROOT / "scripts" / "bench" / "attention" / f"{module}.py").read_text(encoding="utf-8")
+        assert f"\ndef {function}(" in text, (module, function)
+
+
+def test_the_benchmarks_table_names_modules_that_are_there() -> None:
+    folder, found = "", 0
+    for line in (ROOT / "scripts" / "bench" / "README.md").read_text(encoding="utf-8").splitlines():
+        first = line.split("|")[1] if line.startswith("| ") else ""
+        if heads := re.findall(r"`python -m (scripts\.bench\.\w+)\.`", first):
+            (folder,) = heads
+        elif folder:
+            for name in re.findall(r"`([\w.]+)[^`]*`", first):
+                assert (ROOT / f"{folder}.{name}".replace(".", "/")).with_suffix(".py").is_file(), line
+                found += 1
+    assert found > 20
