@@ -2,10 +2,11 @@
 
 python -m scripts.bench.training.gpu_fixed_shapes graphs --script ../Megatron-LM/pretrain_gpt.py --out out/fixed
 
-The plugin refuses both, since its micro-batches vary in length. Here stock Megatron trains windows of one length with
-and without them, so the ratios are upper bounds of what the plugin could gain. graphs: one GPU; eager, the MLPs as
-CUDA graphs, whole layers as CUDA graphs. overlap: two GPUs, TP=2 with sequence parallelism; stock without and with
---tp-comm-overlap, and the plugin. Times are medians of Megatron's own after --warm-up. Multicast stays off
+The plugin takes both with packings that fill windows, and refuses them with varlen, whose micro-batches vary in length.
+Here documents are as long as the window. Stock Megatron's ratios are upper bounds of what varlen could gain; the plugin
+packs windows, and its losses with and without must be the same. graphs: one GPU; eager, the MLPs as CUDA graphs, whole
+layers as CUDA graphs (stock alone). overlap: two GPUs, TP=2 with sequence parallelism, with --tp-comm-overlap or not.
+Times are medians of Megatron's own after --warm-up. Multicast stays off
 (UB_SKIPMC=1): Transformer Engine's buffers then go through CUDA's memory handles.
 """
 
@@ -19,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.training.gpu_train import ROOT, STOCK, WLB, corpus, run
+from scripts.bench.training.gpu_train import ROOT, STOCK, corpus, run
 from wlb_megatron.report.files import write_csv
 
 GRAPHS = ["--te-rng-tracker"]
 """Of all variants: graphs need this generator, and processes that stay must not change it."""
 MLP = ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "mlp"]
+WINDOWS = ["--wlb-packing", "fixed-greedy"]
 TENSOR = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 OVERLAP = ["--tp-comm-overlap", "--tp-comm-bootstrap-backend", "nccl"]
 
@@ -46,20 +48,27 @@ SECTIONS = {
         {
             "eager": [*STOCK, *GRAPHS],
             "mlp-graph": [*STOCK, *GRAPHS, *MLP],
+            "plugin": [*WINDOWS, *GRAPHS],
+            "plugin-mlp-graph": [*WINDOWS, *GRAPHS, *MLP],
             "layer-graph": [*STOCK, *GRAPHS, *MLP[:2]],
         },
         {8192: 8, 2048: 16, 65536: 2},
     ),
     "overlap": Section(
         2,
-        {"stock": [*STOCK, *TENSOR], "overlap": [*STOCK, *TENSOR, *OVERLAP], "plugin": [*WLB, *TENSOR]},
+        {
+            "stock": [*STOCK, *TENSOR],
+            "overlap": [*STOCK, *TENSOR, *OVERLAP],
+            "plugin": [*WINDOWS, *TENSOR],
+            "plugin-overlap": [*WINDOWS, *TENSOR, *OVERLAP],
+        },
         {65536: 2, 16384: 4},
-        frozenset({"overlap"}),
+        frozenset({"overlap", "plugin-overlap"}),
     ),
 }
 
-LONGEST_LAYER_GRAPH = 8192
-"""A layer's graph takes a mask of the window squared as an input (tokens)."""
+LONGEST = {"layer-graph": 8192, "plugin": 8192, "plugin-mlp-graph": 8192}
+"""Windows of some variants, at most (tokens): a layer's graph takes a mask of the window squared; others take time."""
 
 
 def main() -> None:
@@ -98,7 +107,7 @@ def measured(section: Section, failed: set[str], options: argparse.Namespace) ->
     rows: list[dict[str, Any]] = []
     base = float("nan")
     for variant, flags in section.variants.items():
-        if variant in failed or (variant == "layer-graph" and window > LONGEST_LAYER_GRAPH):
+        if variant in failed or (section.gpus == 1 and window > LONGEST.get(variant, window)):
             continue
         name = f"{options.section}-{window}-{variant}"
         options.warm_ranks = variant not in section.fresh
@@ -128,11 +137,11 @@ def measured(section: Section, failed: set[str], options: argparse.Namespace) ->
 def table(rows: list[dict[str, Any]]) -> None:
     """ms saved: of a layer's forward and backward in a micro-batch of one window, against the first variant."""
     print(
-        f"\n{'window':>8} {'variant':12} {'ms a step':>10} {'time':>7} {'ms saved':>9} {'peak MB':>9} {'loss':>8}"
+        f"\n{'window':>8} {'variant':16} {'ms a step':>10} {'time':>7} {'ms saved':>9} {'peak MB':>9} {'loss':>8}"
     )
     for row in rows:
         print(
-            f"{row['window']:8} {row['variant']:12} {row['ms_a_step']:10.1f} {row['time_ratio']:7.3f} "
+            f"{row['window']:8} {row['variant']:16} {row['ms_a_step']:10.1f} {row['time_ratio']:7.3f} "
             f"{row['ms_saved_a_layer']:9.3f} {row['peak_mb']:9.0f} {row['loss']:8.4f}"
         )
 
