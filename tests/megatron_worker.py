@@ -23,13 +23,21 @@ from megatron.training import get_args, training
 from wlb_megatron.attention import core_attention
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.plugin import pretrain_gpt
+from wlb_megatron.plugin.flags import training_job
 from wlb_megatron.plugin.model import spec
 from wlb_megatron.plugin.step import forward_step as steps
 
 OUT = Path(os.environ["WORKER_OUT"])
 EXACT = "WORKER_EXACT" in os.environ
 """Attention in plain torch, for a run in fp32 on a GPU: cuDNN's kernels take 16 bits alone."""
-seen: dict[str, Any] = {"losses": [], "documents": [], "logits": [], "tokens": [], "evaluated": []}
+seen: dict[str, Any] = {
+    "losses": [],
+    "documents": [],
+    "logits": [],
+    "tokens": [],
+    "evaluated": [],
+    "rows": [],
+}
 
 
 def global_names(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -190,6 +198,7 @@ def watch() -> None:
         def evaluating() -> Any:
             for batch in data_iterator:
                 seen["evaluated"].append([tuple(piece[:4]) for piece in batch.planned.pieces])
+                seen["rows"].append(batch.planned.shard.tokens // batch.layout.cp_size)
                 yield batch
 
         return make_step(recording() if torch.is_grad_enabled() else evaluating(), model, *rest)
@@ -302,6 +311,8 @@ if __name__ == "__main__":
         core_attention._kernels = lambda *_: ("torch", TorchKernels())
     norms_for_sequence_parallelism()
     routers_without_transformer_engine()
+    if "WORKER_ONE_LENGTH" in os.environ:  # as with --tp-comm-overlap, which needs GPUs
+        training_job.one_length = lambda args: True
     if "WORKER_RANDOM_GROUPS" in os.environ:
         plan_at_random(int(os.environ["WORKER_RANDOM_GROUPS"]))
     if "WORKER_GROUPS" in os.environ:

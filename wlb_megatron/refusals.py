@@ -36,6 +36,37 @@ def _get(args: Any, name: str) -> Any:
     return getattr(args, name, None)
 
 
+def one_length(args: Any) -> bool:
+    """Whether Megatron is to hold buffers, or graphs, that take one number of tokens."""
+    return bool(_get(args, "tp_comm_overlap")) or graphed(args) is not None
+
+
+MLP_GRAPHS = ("transformer_engine", {"mlp"})
+"""The one kind of CUDA graphs whose parts do not depend on where documents end."""
+
+
+def graphed(args: Any) -> tuple[str, set[str]] | None:
+    """Who captures CUDA graphs, and which parts of a layer by name (none: whole layers); None without graphs."""
+    made_by = _get(args, "cuda_graph_impl") or "none"
+    if made_by == "none" and not _get(args, "enable_cuda_graph"):
+        return None
+    parts = _get(args, "cuda_graph_modules") or _get(args, "cuda_graph_scope") or []
+    return made_by, {
+        str(getattr(part, "name", part)) for part in (parts if isinstance(parts, list) else [parts])
+    }
+
+
+def _windows(args: Any, config: WlbConfig) -> bool:
+    """Whether all micro-batches, evaluation's too, can be padded to one length at little cost: packings fill windows of
+    it."""
+    each = _get(args, "micro_batch_size")
+    return (
+        config.packing != "varlen"
+        and config.cp_mode != "dynamic"
+        and (_get(args, "eval_micro_batch_size") or each) == each
+    )
+
+
 def _balancing(args: Any) -> bool:
     """Whether a router has a balancing loss: of its kinds, one coefficient or one for each."""
     kinds, coefficients = _get(args, "moe_router_load_balancing_type"), _get(args, "moe_aux_loss_coeff")
@@ -131,9 +162,23 @@ REFUSALS: tuple[Refusal, ...] = (
         "into the last stage",
     ),
     Refusal(
-        lambda a, c: (_get(a, "cuda_graph_impl") or "none") != "none" or _get(a, "enable_cuda_graph"),
-        "--cuda-graph-impl",
-        "CUDA graphs need fixed shapes, but micro-batches vary in length; leave graphs off",
+        lambda a, c: graphed(a) not in (None, MLP_GRAPHS),
+        "--cuda-graph-impl other than transformer_engine with --cuda-graph-modules mlp",
+        "other graphs take in attention or a router, which depend on where documents end; leave graphs off",
+    ),
+    Refusal(
+        lambda a, c: (
+            graphed(a) == MLP_GRAPHS
+            and not (
+                _windows(a, c)
+                and _get(a, "micro_batch_size") == 1
+                and not _get(a, "num_experts")
+                and not _batches_grow(a)
+            )
+        ),
+        "--cuda-graph-impl with varlen packing, dynamic groups, experts, growing batches or --micro-batch-size above 1",
+        "a graph takes one number of tokens, but micro-batches vary in length; use --wlb-packing fixed-greedy, which "
+        "fills windows, or leave graphs off",
     ),
     Refusal(
         lambda a, c: _get(a, "hybrid_layer_pattern") or _get(a, "is_hybrid_model"),
@@ -282,10 +327,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "the plugin replaces core attention; drop it",
     ),
     Refusal(
-        lambda a, c: _get(a, "tp_comm_overlap"),
-        "--tp-comm-overlap",
-        "Transformer Engine allocates its buffers once for --seq-length tokens, but micro-batches vary in length; "
-        "drop it",
+        lambda a, c: _get(a, "tp_comm_overlap") and not _windows(a, c),
+        "--tp-comm-overlap with packing by varlen, dynamic groups or another --eval-micro-batch-size",
+        "Transformer Engine's buffers take --seq-length tokens and no fewer, but micro-batches vary in length; use "
+        "--wlb-packing fixed-greedy, which fills windows, or drop it",
     ),
     Refusal(
         lambda a, c: _get(a, "defer_embedding_wgrad_compute"),

@@ -18,6 +18,7 @@ from wlb_megatron.plugin.flags.memory_flags import MemoryFlags
 from wlb_megatron.plugin.flags.rank_counts import RankCounts
 from wlb_megatron.plugin.flags.trained_model import TrainedModel
 from wlb_megatron.plugin.flags.trainer import trainer_of
+from wlb_megatron.refusals import one_length
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.workload.profile import Profile
 
@@ -47,7 +48,8 @@ class TrainingJob:
     """given: the plugin's settings as the user gave them. trains: not --skip-train. memory: None where it is not looked
     at: without a GPU, or with experts (how many tokens one gets is not known ahead). profile: of --wlb-profile.
     workers: of a data loader; ignored_signal: what they must ignore, which tells the trainer to save and exit.
-    overlaps_gradients: --overlap-grad-reduce. timeout: of communication between ranks (minutes).
+    overlaps_gradients: --overlap-grad-reduce. one_length: Megatron holds buffers or graphs of one length. timeout: of
+    communication between ranks (minutes).
     """
 
     given: WlbConfig
@@ -66,6 +68,7 @@ class TrainingJob:
     ignored_signal: int | None
     recompute: str
     overlaps_gradients: bool
+    one_length: bool
     timeout: int
 
     @classmethod
@@ -101,6 +104,7 @@ class TrainingJob:
             ignored_signal=int(args.exit_signal) if args.exit_signal_handler else None,
             recompute=args.recompute_granularity or "none",
             overlaps_gradients=bool(getattr(args, "overlap_grad_reduce", False)),
+            one_length=one_length(args),
             timeout=args.distributed_timeout_minutes,
         )
 
@@ -108,8 +112,14 @@ class TrainingJob:
     def alignment(self) -> int:
         """A micro-batch's tokens are a multiple of this: equal shares for CP ranks, and for TP under sequence parallel.
 
-        With FP8 each share is a multiple of the GEMMs' rows.
+        With FP8 each share is a multiple of the GEMMs' rows. Where Megatron holds buffers or graphs of one length, it
+        is the window: packings of windows then have no other.
         """
+        return self.batches.joined_window if self.one_length else self.shares
+
+    @property
+    def shares(self) -> int:
+        """Of which a micro-batch's tokens are a multiple in any case."""
         return multiple(self.sizes.context, self.sizes.tensor, self.model.rows)
 
     def with_vocabulary(self, rows: int) -> TrainingJob:
@@ -119,7 +129,7 @@ class TrainingJob:
 
 def window_misfit(job: TrainingJob) -> str | None:
     """Why a window cannot be padded as micro-batches are; None where it can."""
-    wanted, window, rows = job.alignment, job.batches.window, job.model.rows
+    wanted, window, rows = job.shares, job.batches.window, job.model.rows
     if window % wanted == 0:
         return None
     of = f" x {rows} rows, which FP8's matrix products need on each rank" if rows > 1 else ""

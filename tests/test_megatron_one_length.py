@@ -1,0 +1,107 @@
+"""Micro-batches padded to windows of one length, for --tp-comm-overlap and CUDA graphs of the MLPs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_runs import flags, mean_losses, train, whole_gradients
+from training_jobs import training_job
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.plugin.flags.training_job import window_misfit
+from wlb_megatron.refusals import MLP_GRAPHS, Refused, graphed, refuse_unsupported
+
+ACCEPTED = {
+    **{"micro_batch_size": 1, "position_embedding_type": "rope", "distributed_backend": "nccl"},
+    **{"seq_length": 64, "max_position_embeddings": 128, "global_batch_size": 4},
+}
+GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": [argparse.Namespace(name="mlp")]}
+GREEDY = WlbConfig(packing="fixed-greedy")
+
+
+def megatron(**changed: object) -> argparse.Namespace:
+    return argparse.Namespace(**{**ACCEPTED, **changed})
+
+
+@pytest.mark.parametrize("feature", [{"tp_comm_overlap": True}, GRAPHS], ids=["overlap", "graphs"])
+def test_what_takes_one_length_goes_with_windows_alone(feature: dict[str, object]) -> None:
+    args = megatron(**feature)
+    refuse_unsupported(args, GREEDY)
+    refuse_unsupported(args, WlbConfig(packing="original"))
+    shares = {"context_parallel_size": 2, "tensor_model_parallel_size": 2}
+    assert training_job(**feature, **shares, seq_length=64).alignment == 64
+    assert training_job(**feature, **shares, seq_length=64, micro_batch_size=2).alignment == 128
+    assert training_job(**shares, seq_length=64).alignment == 4
+    assert "no multiple of 4" in str(window_misfit(training_job(**feature, **shares, seq_length=66)))
+    for changed, config in (
+        ({}, WlbConfig()),
+        ({}, WlbConfig(packing="fixed-greedy", cp_mode="dynamic")),
+        ({"eval_micro_batch_size": 2}, GREEDY),
+    ):
+        with pytest.raises(Refused, match="use --wlb-packing fixed-greedy"):
+            refuse_unsupported(megatron(**feature, **changed), config)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"micro_batch_size": 2, "eval_micro_batch_size": 2},
+        {"num_experts": 4, "moe_token_dispatcher_type": "alltoall"},
+        {"rampup_batch_size": [2, 2, 4]},
+    ],
+    ids=["several windows", "experts", "growing batches"],
+)
+def test_graphs_of_one_shape_are_refused_where_another_would_come(changed: dict[str, object]) -> None:
+    with pytest.raises(Refused, match="a graph takes one number of tokens"):
+        refuse_unsupported(megatron(**GRAPHS, **changed), GREEDY)
+
+
+@pytest.mark.parametrize(
+    "graphs",
+    [
+        {"cuda_graph_impl": "local"},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": []},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn", "mlp"]},
+        {"enable_cuda_graph": True},
+    ],
+)
+def test_graphs_of_more_than_mlps_are_refused_with_any_packing(graphs: dict[str, object]) -> None:
+    assert graphed(megatron(**graphs)) not in (None, MLP_GRAPHS)
+    with pytest.raises(Refused, match="leave graphs off"):
+        refuse_unsupported(megatron(**graphs), GREEDY)
+
+
+def test_padding_to_one_length_changes_neither_losses_nor_gradients(corpus: Path, tmp_path: Path) -> None:
+    arguments = [
+        *flags(context=2),
+        "--global-batch-size",
+        "3",
+        "--train-iters",
+        "2",
+        "--data-path",
+        str(corpus),
+    ]
+    arguments += [
+        "--split",
+        "80,20,0",
+        "--eval-iters",
+        "2",
+        "--eval-interval",
+        "2",
+        "--wlb-packing",
+        "fixed-greedy",
+    ]
+    arguments += ["--wlb-max-documents", "3"]  # many windows are then not full
+    short = train(arguments, 2, tmp_path / "short")
+    full = train(arguments, 2, tmp_path / "full", WORKER_ONE_LENGTH="1")
+    assert {tokens.numel() for rank in full for tokens in rank["tokens"]} == {32}
+    assert {rows for rank in full for rows in rank["rows"]} == {32}
+    assert min(tokens.numel() for rank in short for tokens in rank["tokens"]) < 32
+    assert min(rows for rank in short for rows in rank["rows"]) < 32
+    assert mean_losses(full, 2) == pytest.approx(mean_losses(short, 2), rel=1e-6)
+    expected, found = whole_gradients(short), whole_gradients(full)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max()))
