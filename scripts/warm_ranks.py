@@ -49,7 +49,8 @@ class WarmRanks:
         """0 if every rank ran the job to its end, else 1; their output is in `log`.
 
         kind: `train` (wlb_megatron.pretrain_gpt), `launch` (a script through the launcher: its path comes first in
-        `arguments`; processes that run stock Megatron, --wlb-off, run nothing else) or `profile`.
+        `arguments`; processes that run stock Megatron, --wlb-off, run nothing else), `profile`, or `module` (the
+        main() of the module whose name comes first in `arguments`).
 
         limit: seconds, after which all are killed. spans: a path, and the iteration (from 1) from which on each rank
         writes when its forwards and backwards ran to PATH.<rank> (see Spans).
@@ -226,7 +227,13 @@ def _profile(job: dict[str, Any]) -> None:
     given.run(given)
 
 
-KINDS = {"train": _train, "launch": _launch, "profile": _profile}
+def _module(job: dict[str, Any]) -> None:
+    name, *arguments = job["arguments"]
+    sys.argv = [name, *arguments]
+    importlib.import_module(name).main()
+
+
+KINDS = {"train": _train, "launch": _launch, "profile": _profile, "module": _module}
 
 
 def _forget() -> None:

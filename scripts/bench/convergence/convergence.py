@@ -1,19 +1,20 @@
-"""Does reordering documents cost loss? One GPT on the same tokens, plain, with WLB, and balanced over 8 batches.
+"""Does reordering documents cost loss? One GPT trained on the same documents in other orders, many seeds of each.
 
-Each run trains through Megatron's own loop in one process. Held-out documents are evaluated whole, and cut to windows
-in arrival order as plain packing trains them, whatever the arm. An arm's loss minus plain's of the same seed (same
-weights, same document stream) is set against seed noise, the standard deviation of plain over seeds. The corpus is
-Python sources, byte by byte: one document a file, those longer than a window left out; or, joined and cut anew, as
-long-tailed for the window as WLB-LLM's figure 3, each token given once.
+Each run trains through Megatron's own loop in one process, the learning rate decaying linearly to zero, and evaluates
+the same held-out documents once, at the end. An arm's loss minus plain's of the same seed (same first weights, same
+document stream) is averaged over seeds. Documents are functions of Python sources, byte by byte. Work is weighed as at
+a window of 128K, so that as many documents wait, as long, as there.
 
-    python -m scripts.bench.convergence.convergence --seeds 12 --workers 2
+    python -m scripts.bench.convergence.convergence --seeds 4 --workers 2
         a small model on the CPU
-    python -m scripts.bench.convergence.convergence --device cuda --size large --documents long-tailed \\
-        --seq-length 4096 --held-out 4
-        8 layers of 512 on a GPU, bf16
+    python -m scripts.bench.convergence.convergence --device cuda --size large --seq-length 4096 --iterations 512 \\
+        --held-out 1000000 --workers 14 --seeds 24 --seconds 340 --text FOLDER
+        4 layers of 512, as many runs at a time as there are cores; stops by itself
+    python -m scripts.bench.convergence.convergence_report out/a/runs.jsonl out/b/runs.jsonl --out DIR
+        table, CSV and picture of several calls' runs
 
-Each run's figures are kept under --out and not made again: start it anew to go on, or with more --seeds to add some.
-Writes a table (also convergence.txt), convergence.csv (every evaluation), convergence.json and convergence.png.
+Each run is appended to runs.jsonl under --out when it is done, and not made again: start anew to go on. On another
+machine go on with --first-seed, and report both.
 """
 
 from __future__ import annotations
@@ -24,40 +25,47 @@ import os
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from scripts.bench.convergence.convergence_report import report, write
-from scripts.environment import ROOT, cpu_environment, free_port
+from scripts.bench.convergence.convergence_report import report
+from scripts.bench.convergence.statistics import read_runs
+from scripts.environment import ROOT, cpu_environment
 from scripts.megatron_job import Losses, arguments
-from wlb_megatron.documents.synthetic import KINDS
+from scripts.warm_ranks import WarmRanks
 
 ARMS = {
     "plain": "--wlb-packing original",
-    "wlb": "--wlb-packing varlen",
-    "greedy-8": "--wlb-packing fixed-greedy --wlb-balance-batches 8",
-    "no-delay": "--wlb-packing varlen --wlb-max-delay 0",
+    "wlb": "--wlb-packing varlen --wlb-chunks off",
+    "no-delay": "--wlb-packing varlen --wlb-chunks off --wlb-max-delay 0",
+    "chunks": "--wlb-packing varlen --wlb-chunks on",
+    "sorted": "--wlb-packing original",
+    "unmasked": "--wlb-packing original",
 }
-"""greedy-8 is the paper's warning: windows balanced over 8 global batches, which reorders documents most. no-delay
-tells what variable-length packing does without any reordering."""
+"""no-delay: variable-length packing without any reordering; chunks: the same documents in each step, in more and
+smaller micro-batches. sorted and unmasked: positive controls (controls.py)."""
+FEWER = ("chunks", "sorted", "unmasked")
+"""Arms of fewer seeds: chunks take twice as long and can be paired with no-delay, controls show at once."""
 
 SIZES = {
-    "small": """--num-layers 2 --num-attention-heads 2 --num-query-groups 1 --init-method-std 0.05
-    --lr 1e-2 --min-lr 1e-4 --lr-warmup-iters 8 --adam-beta2 0.95""",
-    "large": """--num-layers 8 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8
-    --num-query-groups 2 --kv-channels 64 --lr 1e-3 --min-lr 1e-5 --lr-warmup-iters 16 --adam-beta2 0.95""",
+    "small": "--num-layers 2 --num-attention-heads 2 --num-query-groups 1 --init-method-std 0.05 --lr 3e-3",
+    "large": """--num-layers 4 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8
+    --num-query-groups 2 --kv-channels 64 --lr 1e-3""",
 }
 DEVICES = {
     "cpu": "",
     "cuda": "--distributed-backend nccl --wlb-rehearsal never --transformer-impl transformer_engine --bf16",
 }
-CPU_ALONE = "--use-cpu-initialization"
-Result = dict[str, Any]
+CPU_ALONE = ("--use-cpu-initialization", "--no-rope-fusion")
+FASTER = (
+    "--no-check-for-nan-in-loss-and-grad --rerun-mode disabled --wlb-max-documents 256 --wlb-graph-seconds 15"
+)
+"""Without a device synchronisation in each micro-batch, and with few sizes of kernel graphs to build."""
 
 
 def main() -> None:
@@ -66,29 +74,19 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "convergence", help="folder of results")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each arm")
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        choices=list(ARMS)[1:],
-        default=list(ARMS)[1:],
-        help="what is compared with plain",
-    )
+    parser.add_argument("--first-seed", type=int, default=1)
+    parser.add_argument("--fewer-seeds", type=int, default=4, help=f"runs of {', '.join(FEWER)}, at most")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS)[1:], default=list(ARMS)[1:])
     parser.add_argument("--device", choices=list(DEVICES), default="cpu")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that the workers are spread over")
     parser.add_argument("--size", choices=list(SIZES), default="small", help="model")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time")
-    parser.add_argument(
-        "--stop-after",
-        type=float,
-        default=float("inf"),
-        metavar="SECONDS",
-        help="start no run later than this; what is there is reported",
-    )
-    parser.add_argument("--iterations", type=int, default=120, help="training steps; a multiple of 8")
-    parser.add_argument("--eval-interval", type=int, default=48, help="iterations between evaluations")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end then, with what is done")
+    parser.add_argument("--iterations", type=int, default=128, help="training steps")
     parser.add_argument("--seq-length", type=int, default=1024, help="window (tokens)")
     parser.add_argument("--global-batch-size", type=int, default=4, help="windows a step")
-    parser.add_argument("--held-out", type=int, default=20, help="percent of the documents, the last ones")
-    parser.add_argument("--documents", choices=("files", "long-tailed"), default="files")
+    parser.add_argument("--held-out", type=int, default=200_000, help="tokens to evaluate on")
+    parser.add_argument("--extra", default="", help="further flags for every run")
     parser.add_argument(
         "--text",
         type=Path,
@@ -96,146 +94,166 @@ def main() -> None:
         help="folder of Python sources (default: the standard library)",
     )
     options = parser.parse_args()
-    if options.seeds < 2 or options.iterations % 8 or not 0 < options.eval_interval <= options.iterations:
-        parser.error("give at least 2 seeds, iterations in multiples of 8, and an interval within them")
-    if not 0 < options.held_out < 100 or options.workers < 1:
-        parser.error("give --held-out between 1 and 99 (percent) and at least 1 worker")
-    options.out.mkdir(parents=True, exist_ok=True)
-    prefix = corpus(options)
-    flags = common_flags(prefix, options)
-    # Seed by seed, so that what is done can be compared at any time.
-    jobs = [(arm, seed) for seed in range(1, options.seeds + 1) for arm in ("plain", *options.arms)]
-    results = dict(zip(jobs, train_all(jobs, flags, options), strict=True))
-    done = [
-        seed
-        for seed in range(1, options.seeds + 1)
-        if all(results[arm, seed] for arm in ("plain", *options.arms))
-    ]
-    if len(done) < 2:
-        raise SystemExit(f"only {len(done)} seeds are complete: start again to go on, or allow more time")
-    report({arm: [results[arm, seed] for seed in done] for arm in ("plain", *options.arms)}, options)
+    if min(options.seeds, options.workers, options.gpus, options.iterations, options.held_out) < 1:
+        parser.error("--seeds, --workers, --gpus, --iterations and --held-out must be at least 1")
+    Experiment(options, time.monotonic() + options.seconds).run()
 
 
-def corpus(options: argparse.Namespace) -> Path:
-    """Prefix of the .bin/.idx pair, made if it is not there."""
-    prefix = Path(options.out / "corpus" / f"{options.documents}_{options.seq_length}_{options.iterations}")
-    if not prefix.with_suffix(".idx").exists():
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-        cut = ["--longest", str(options.seq_length)]
-        if options.documents == "long-tailed":
-            needed = options.iterations * options.global_batch_size * options.seq_length
-            lengths = KINDS["paper-like"](needed // 16, 0) * options.seq_length // 131072 + 1
-            lengths = lengths[
-                : np.searchsorted(np.cumsum(lengths), 1.1 * needed * 100 / (100 - options.held_out))
-            ]
-            np.save(prefix.with_suffix(".npy"), lengths)
-            cut = ["--lengths", str(prefix.with_suffix(".npy"))]
-        script = ROOT / "scripts" / "build_corpus.py"
-        command = [sys.executable, str(script), str(prefix), "--files", str(options.text), *cut]
-        subprocess.run(command, env=cpu_environment(), check=True)
-    return prefix
+class Experiment:
+    """Runs of all arms and seeds, several at a time, each worker in a process of its own that stays warm."""
 
+    def __init__(self, options: argparse.Namespace, until: float) -> None:
+        self._options, self._until = options, until
+        options.out.mkdir(parents=True, exist_ok=True)
+        self._kept = options.out / "runs.jsonl"
+        self._lock = threading.Lock()
+        self._latest = 0.0  # seconds of the run that ended last
+        self._failed: list[str] = []
+        self._facts = corpora(options)
 
-def common_flags(prefix: Path, options: argparse.Namespace) -> list[str]:
-    """What all arms and seeds share. An evaluation goes through all held-out documents, so every seed has the same."""
-    from wlb_megatron.documents.blend import split_bounds
-    from wlb_megatron.documents.indexed import read_index
+    def run(self) -> None:
+        """Train what is not there, then report. SystemExit where a run failed."""
+        options = self._options
+        for worker in self._started(deque(self._jobs())):
+            worker.join()
+        runs = read_runs([self._kept])
+        if len([run for run in runs if run["arm"] == "plain"]) > 1:
+            report(runs, options.out)
+        if self._failed:
+            raise SystemExit(f"failed: {', '.join(self._failed)}; their logs are in {options.out}")
 
-    split = f"{100 - options.held_out},{options.held_out},0"
-    lengths = read_index(prefix).lengths
-    held_out = lengths[slice(*split_bounds(split, len(lengths))[1])]
-    if not held_out.any():
-        raise SystemExit(f"no held-out file has at most {options.seq_length} bytes: raise --seq-length")
-    batches = -(-int(held_out.sum()) // (options.seq_length * options.global_batch_size))
-    print(f"{lengths.sum():,} tokens, of these held out {held_out.sum():,}")
-    text = (
-        f"{SIZES[options.size]} {DEVICES[options.device]} --split {split} --eval-iters {batches} "
-        f"--eval-interval {options.eval_interval} --seq-length {options.seq_length} "
-        f"--max-position-embeddings {2 * options.seq_length} --global-batch-size {options.global_batch_size}"
-    )
-    return [*text.split(), "--data-path", str(prefix)]
+    def _jobs(self) -> list[tuple[str, int]]:
+        """Seed by seed, so that what is done can be compared at any time; without the runs that are there."""
+        options, first = self._options, self._options.first_seed
+        jobs = [
+            (arm, seed)
+            for seed in range(first, first + options.seeds)
+            for arm in ("plain", *options.arms)
+            if arm not in FEWER or seed < first + options.fewer_seeds
+        ]
+        there = {
+            (run["arm"], run["seed"])
+            for run in read_runs([self._kept])
+            if run["flags"] == self._flags(run["arm"], run["seed"]) and run["corpus"] == self._facts["digest"]
+        }
+        return [job for job in jobs if job not in there]
 
+    def _started(self, jobs: deque[tuple[str, int]]) -> list[threading.Thread]:
+        count = min(self._options.workers, len(jobs))
+        workers = [threading.Thread(target=self._work, args=(index, jobs)) for index in range(count)]
+        for worker in workers:
+            worker.start()
+        return workers
 
-def train_all(
-    jobs: list[tuple[str, int]], flags: list[str], options: argparse.Namespace
-) -> Iterator[Result | None]:
-    """Each job's result, in order; None for one that time did not allow."""
-    from rich.progress import track
+    def _work(self, index: int, jobs: deque[tuple[str, int]]) -> None:
+        """Train job after job. The order of jobs is that of their starts."""
+        ranks = WarmRanks(1, environment(self._options, index))
+        try:
+            while True:
+                with self._lock:
+                    if not jobs or time.monotonic() + 1.05 * self._latest > self._until:
+                        return
+                    job = jobs.popleft()
+                started = time.monotonic()
+                if (result := self._train(*job, ranks)) is not None:
+                    with self._lock:
+                        self._latest = time.monotonic() - started
+                        with self._kept.open("a", encoding="utf-8") as lines:
+                            lines.write(json.dumps(result) + "\n")
+                        print(
+                            f"{job[0]} {job[1]}: {result['held_out_loss']:.4f}, {result['seconds']} s",
+                            flush=True,
+                        )
+        finally:
+            ranks.close()
 
-    started = time.monotonic()
-
-    def run(job: tuple[str, int]) -> Result | None:
-        late = time.monotonic() - started > options.stop_after
-        return train(*job, flags, options, only_kept=late)
-
-    with ThreadPoolExecutor(options.workers) as pool:
-        yield from track(pool.map(run, jobs), "training", len(jobs))
-
-
-def train(
-    arm: str, seed: int, common: list[str], options: argparse.Namespace, *, only_kept: bool
-) -> Result | None:
-    """One run's losses and figures of its plans; read from its file if it was made with the same flags."""
-    kept = options.out / f"{arm}-{seed}.json"
-    figures, log = kept.with_suffix(".jsonl"), kept.with_suffix(".log")
-    flags = arguments(
-        [*common, *ARMS[arm].split(), "--seed", str(seed), "--wlb-log", str(figures)], options.iterations
-    )
-    if options.device != "cpu":  # Megatron would leave such a model on the CPU
-        flags.remove(CPU_ALONE)
-    if kept.exists():
-        result = json.loads(kept.read_text(encoding="utf-8"))
-        if result["flags"] == flags:
-            return dict(result)
-    if only_kept:
-        return None
-    figures.unlink(missing_ok=True)
-    started = time.monotonic()
-    with log.open("w", encoding="utf-8") as output:
-        command = [sys.executable, "-m", "scripts.bench.convergence.convergence_run", *flags]
-        done = subprocess.run(
-            command,
-            env=environment(options.device),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            check=False,
+    def _flags(self, arm: str, seed: int) -> list[str]:
+        options = self._options
+        folder = options.out / "corpus"
+        text = (
+            f"{SIZES[options.size]} {DEVICES[options.device]} {FASTER} {ARMS[arm]} --seed {seed} "
+            f"--adam-beta2 0.95 --lr-decay-style linear --min-lr 0 --lr-warmup-iters {options.iterations // 10} "
+            f"--wlb-quadratic-at {3 * options.seq_length // 16} --wlb-document-cost 0 "
+            f"--full-validation --eval-iters 1 --eval-interval {options.iterations + 1} "
+            f"--seq-length {options.seq_length} --max-position-embeddings {2 * options.seq_length} "
+            f"--global-batch-size {options.global_batch_size} "
+            f"--train-data-path {folder / 'train'} --valid-data-path {folder / 'held-out'} {options.extra}"
         )
-    text = log.read_text(encoding="utf-8").splitlines()
-    if done.returncode:
-        tail = "\n".join(text[-15:])
-        raise SystemExit(
-            f"{tail}\nrun {arm} {seed} failed with status {done.returncode}; whole output: {log}"
+        flags = arguments(text.split(), options.iterations)
+        # Megatron would leave such a model on the CPU.
+        return [flag for flag in flags if options.device == "cpu" or flag not in CPU_ALONE]
+
+    def _train(self, arm: str, seed: int, ranks: WarmRanks) -> dict[str, Any] | None:
+        """One run's losses and figures of its plans; None if it failed or time ran out."""
+        name, out = f"{arm}-{seed}", self._options.out
+        told, figures, log = (out / f"{name}{end}" for end in (".json", ".steps.jsonl", ".log"))
+        figures.unlink(missing_ok=True)
+        flags, started = self._flags(arm, seed), time.monotonic()
+        job = ["scripts.bench.convergence.convergence_run", arm, str(told), *flags, "--wlb-log", str(figures)]
+        if ranks.run("module", job, log, max(1.0, min(self._until - started, 1e6))):
+            if time.monotonic() < self._until:
+                self._failed.append(name)
+                print(f"{name} failed: {log}", *log.read_text(encoding="utf-8").splitlines()[-15:], sep="\n")
+            return None
+        losses = Losses()
+        for line in log.read_text(encoding="utf-8").splitlines():
+            losses.read(line)
+        steps = [json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines()]
+        tokens, delay, imbalance = (
+            [step[key] for step in steps] for key in ("tokens", "token_delay", "imbalance")
         )
-    losses = Losses()
-    for line in text:
-        losses.read(line)
-    rows = [json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines()]
-    tokens = [row["tokens"] for row in rows]
-    result = {
-        "arm": arm,
-        "seed": seed,
-        "flags": flags,
-        "validation": losses.validation,
-        "cut_windows": losses.test[options.iterations],
-        "training": losses.training,
-        "tokens": sum(tokens),
-        "token_delay": float(np.average([row["token_delay"] for row in rows], weights=tokens)),
-        "imbalance": float(np.mean([row["imbalance"] for row in rows])),
-        "seconds": round(time.monotonic() - started, 1),
-    }
-    write(kept, json.dumps(result, indent=1))
-    return dict(json.loads(kept.read_text(encoding="utf-8")))
+        return {
+            "arm": arm,
+            "seed": seed,
+            **json.loads(told.read_text(encoding="utf-8")),
+            "token_delay": float(np.average(delay, weights=tokens)),
+            "imbalance": float(np.mean(imbalance)),
+            "tokens": sum(tokens),
+            "seconds": round(time.monotonic() - started, 1),
+            "training": [losses.training[step["iteration"]] for step in steps],
+            "step_tokens": tokens,
+            "step_delay": [round(one, 4) for one in delay],
+            "corpus": self._facts["digest"],
+            "flags": flags,
+        }
 
 
-def environment(device: str) -> dict[str, str]:
-    """Of a run: one process, without the torchrun that several would need."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    alone["MASTER_PORT"] = str(free_port())
-    if device == "cpu":
-        return {**cpu_environment(), **alone}
-    paths = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+def corpora(options: argparse.Namespace) -> dict[str, Any]:
+    """The facts of the corpora, which are made if they are not there."""
+    folder = options.out / "corpus"
+    facts = folder / "facts.json"
+    if not facts.exists():
+        needed = int(1.05 * options.iterations * options.global_batch_size * options.seq_length)
+        sizes = {"window": options.seq_length, "train": needed, "held-out": options.held_out}
+        command = [
+            sys.executable,
+            "-m",
+            "scripts.bench.convergence.text",
+            str(folder),
+            "--text",
+            str(options.text),
+        ]
+        for name, value in sizes.items():
+            command += [f"--{name}", str(value)]
+        subprocess.run(command, env=cpu_environment(), cwd=ROOT, check=True)
+    made = json.loads(facts.read_text(encoding="utf-8"))
+    print(
+        *(
+            f"{part}: {made[part]['documents']:,} documents, {made[part]['tokens']:,} tokens"
+            for part in ("train", "held-out")
+        ),
+        sep="\n",
+    )
+    return dict(made)
+
+
+def environment(options: argparse.Namespace, worker: int) -> dict[str, str]:
+    """Of a worker's process."""
+    if options.device == "cpu":
+        return cpu_environment()
     quiet = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    return {**os.environ, **alone, **quiet, "PYTHONPATH": paths, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    seen = {"CUDA_VISIBLE_DEVICES": str(worker % options.gpus), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return {**os.environ, **quiet, **seen}
 
 
 if __name__ == "__main__":

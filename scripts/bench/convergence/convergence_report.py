@@ -1,147 +1,196 @@
-"""What convergence.py's runs say: a table, a CSV of every evaluation, all figures as JSON, and a picture."""
+"""What convergence.py's runs say: tables, a CSV with a row a run, and a picture.
+
+python -m scripts.bench.convergence.convergence_report RUNS.jsonl [RUNS.jsonl ...] --out DIR
+"""
 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from scripts.bench.convergence.statistics import (
+    NEAR,
+    Run,
+    by_fullness,
+    interval,
+    mean_and_error,
+    paired,
+    read_runs,
+)
+from wlb_megatron.report.files import write_csv
 from wlb_megatron.whole_files import renamed_at_end
 
-Runs = dict[str, list[dict[str, Any]]]
-"""Of each arm, plain first, one result a seed."""
 
-LINES = (
-    ("held-out loss, whole documents (nats/token)", "loss", "{:.4f}"),
-    ("... minus plain's, mean over seeds", "difference", "{:+.4f}"),
-    ("... its standard error", "standard_error", "{:.4f}"),
-    ("... in seed noise", "in_noise", "{:+.2f}"),
-    ("... relative to plain's loss (%)", "percent", "{:+.2f}"),
-    ("held-out loss, cut windows (nats/token)", "cut_loss", "{:.4f}"),
-    ("... minus plain's, mean over seeds", "cut_difference", "{:+.4f}"),
-    ("... its standard error", "cut_standard_error", "{:.4f}"),
-    ("training loss minus plain's, last quarter", "training_difference", "{:+.4f}"),
-    ("mean token delay (iterations)", "token_delay", "{:.3f}"),
-    ("imbalance over micro-batches (max/mean)", "imbalance", "{:.3f}"),
-    ("tokens trained, mean", "tokens", "{:,.0f}"),
-    ("seconds a run, mean", "seconds", "{:.0f}"),
-)
-
-
-def report(runs: Runs, options: argparse.Namespace) -> None:
+def report(runs: list[Run], out: Path) -> None:
     """Print and write the comparison."""
-    from rich.console import Console
-    from rich.table import Table
-
-    iterations = sorted(map(int, runs["plain"][0]["validation"]))
-    losses = {
-        arm: np.array([[run["validation"][str(at)] for at in iterations] for run in each])
-        for arm, each in runs.items()
-    }  # [seeds, evaluations]
-    noise = losses["plain"].std(axis=0, ddof=1)
-    summary = {arm: summarise(runs[arm], runs["plain"], losses, noise) for arm in runs}
-    table = Table(
-        title=f"{options.size} model, {options.device}: {len(runs['plain'])} seeds, {iterations[-1]} iterations of "
-        f"{options.global_batch_size} x {options.seq_length:,} tokens; seed noise {noise[-1]:.4f}"
+    out.mkdir(parents=True, exist_ok=True)
+    arms = list(dict.fromkeys(["plain", *(run["arm"] for run in runs)]))
+    others = [arm for arm in arms[1:] if len(paired(runs, arm)[0])]
+    text = "\n\n".join(
+        [losses_table(runs, arms, others), lengths_table(runs, others), fullness_table(runs, arms)]
     )
-    table.add_column("")
-    for arm in runs:
-        table.add_column(arm, justify="right")
-    for label, key, form in LINES:
-        table.add_row(label, *(form.format(summary[arm][key]) for arm in runs))
-    console = Console(width=100, record=True)
-    console.print(table)
-    write(options.out / "convergence.txt", console.export_text())
-    write(options.out / "convergence.csv", as_csv(runs, iterations))
-    figures = {"summary": summary, "noise": noise.tolist(), "evaluations": iterations, "runs": runs}
-    write(options.out / "convergence.json", json.dumps(figures, indent=1))
-    draw(options.out / "convergence.png", iterations, losses, noise)
-    print(f"picture: {options.out / 'convergence.png'}\nall figures: {options.out / 'convergence.json'}")
+    print(f"\n{text}")
+    with renamed_at_end(out / "convergence.txt") as scratch:
+        scratch.write_text(text + "\n", encoding="utf-8")
+    write_csv(
+        out / "convergence.csv",
+        [row(run) for run in sorted(runs, key=lambda run: (arms.index(run["arm"]), run["seed"]))],
+    )
+    draw(out / "convergence.png", runs, others)
 
 
-def summarise(
-    each: list[dict[str, Any]], plain: list[dict[str, Any]], losses: dict[str, np.ndarray], noise: np.ndarray
-) -> dict[str, float]:
-    """An arm's figures at the last evaluation. losses: of each arm, [seeds, evaluations]; noise: [evaluations]."""
-    final, reference = losses[each[0]["arm"]][:, -1], losses["plain"][:, -1]
-    cut, cut_plain = (np.array([run["cut_windows"] for run in arm]) for arm in (each, plain))
-    steps = list(plain[0]["training"])
-    quarter = [at for at in steps if 4 * int(at) > 3 * int(steps[-1])]
-    training = [
-        run["training"][at] - other["training"][at]
-        for run, other in zip(each, plain, strict=True)
-        for at in quarter
+def losses_table(runs: list[Run], arms: list[str], others: list[str]) -> str:
+    heads = (
+        "arm",
+        "seeds",
+        "loss",
+        "minus plain's",
+        "std. error",
+        "95 % interval",
+        "deviation",
+        "imbalance",
+        "token delay",
+        "s a run",
+    )
+    rows = [heads]
+    for arm in arms:
+        each = [run for run in runs if run["arm"] == arm]
+        loss, balance, delay, seconds = (
+            float(np.mean([run[key] for run in each]))
+            for key in ("held_out_loss", "imbalance", "token_delay", "seconds")
+        )
+        against = ("", "", "", "")
+        if arm in others:
+            difference, _ = paired(runs, arm)
+            mean, error = mean_and_error(difference)
+            half = interval(error, len(difference))
+            against = (
+                f"{mean:+.4f}",
+                f"{error:.4f}",
+                f"{mean - half:+.4f} to {mean + half:+.4f}",
+                f"{error * len(difference) ** 0.5:.4f}",
+            )
+        shown = f"{balance:.3f}", f"{delay:.3f}", f"{seconds:.0f}"
+        rows.append((arm, str(len(each)), f"{loss:.4f}", *against, *shown))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(one, widths, strict=True)).rstrip() for one in rows
     ]
+    plain = np.array([run["held_out_loss"] for run in runs if run["arm"] == "plain"])
+    lines.append(f"plain's standard deviation over {len(plain)} seeds: {plain.std(ddof=1):.4f}")
+    alike, _ = paired(runs, "chunks", "no-delay")
+    if len(alike) > 1:
+        mean, error = mean_and_error(alike)
+        lines.append(f"chunks minus no-delay, {len(alike)} seeds: {mean:+.4f} +- {error:.4f}")
+    return "\n".join(lines)
 
-    def error(difference: np.ndarray) -> float:
-        return float(difference.std(ddof=1) / len(difference) ** 0.5)
 
+def lengths_table(runs: list[Run], others: list[str]) -> str:
+    ends, counts = runs[0]["length_up_to"], runs[0]["tokens_by_length"]
+    lines = ["loss minus plain's (+- standard error) on held-out documents of so many tokens at most"]
+    lines.append("arm        " + "".join(f"{end:>20,}" for end in ends))
+    lines.append("tokens     " + "".join(f"{count:>20,}" for count in counts))
+    for arm in others:
+        _, by_length = paired(runs, arm)
+        cells = [mean_and_error(column) for column in by_length.T]
+        lines.append(f"{arm:9}  " + "".join(f"{mean:+.4f} +- {error:.4f}".rjust(20) for mean, error in cells))
+    return "\n".join(lines)
+
+
+def fullness_table(runs: list[Run], arms: list[str]) -> str:
+    lines = [
+        f"iterations of the second half by their tokens: mean tokens, token delay, training loss minus that of the "
+        f"{2 * NEAR + 1} iterations around",
+        "arm        emptiest third                    middle                            fullest third",
+    ]
+    for arm in arms:
+        told = np.array([by_fullness(run) for run in runs if run["arm"] == arm])  # [seeds, thirds, figures]
+        if np.ptp(told[:, :, 0].mean(axis=0)) < 1:
+            continue  # all alike
+        cells = []
+        for third in range(3):
+            tokens, delay = told[:, third, :2].mean(axis=0)
+            mean, error = mean_and_error(told[:, third, 2])
+            cells.append(f"{tokens:7,.0f} {delay:5.2f} {mean:+.4f} +- {error:.4f}")
+        lines.append(f"{arm:9}  " + "     ".join(cells))
+    return "\n".join(lines)
+
+
+def row(run: Run) -> dict[str, Any]:
+    """Of the CSV."""
+    alone = ("arm", "seed", "held_out_loss", "token_delay", "imbalance", "tokens", "seconds")
+    by_length = zip(run["length_up_to"], run["loss_by_length"], strict=True)
     return {
-        "loss": float(final.mean()),
-        "difference": float((final - reference).mean()),
-        "standard_error": error(final - reference),
-        "in_noise": float((final - reference).mean() / noise[-1]),
-        "percent": float(100 * (final - reference).mean() / reference.mean()),
-        "cut_loss": float(cut.mean()),
-        "cut_difference": float((cut - cut_plain).mean()),
-        "cut_standard_error": error(cut - cut_plain),
-        "training_difference": float(np.mean(training)),
+        **{key: run[key] for key in alone},
+        **{f"loss_up_to_{end}": round(loss, 6) for end, loss in by_length},
         **{
-            key: float(np.mean([run[key] for run in each]))
-            for key in ("token_delay", "imbalance", "tokens", "seconds")
+            f"{part}_third_{name}": round(value, 5)
+            for part, told in zip(("emptiest", "middle", "fullest"), by_fullness(run), strict=True)
+            for name, value in zip(("tokens", "delay", "loss"), told, strict=True)
         },
     }
 
 
-def as_csv(runs: Runs, iterations: list[int]) -> str:
-    """One row an evaluation; cut windows are evaluated after the last iteration."""
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["arm", "seed", "iteration", "loss_whole_documents", "loss_cut_windows"])
-    for arm, each in runs.items():
-        for run in each:
-            for at in iterations:
-                cut = run["cut_windows"] if at == iterations[-1] else ""
-                rows.writerow([arm, run["seed"], at, run["validation"][str(at)], cut])
-    return text.getvalue()
-
-
-def draw(path: Path, iterations: list[int], losses: dict[str, np.ndarray], noise: np.ndarray) -> None:
-    """Held-out loss of each run; each arm's difference from plain in the band of seed noise. Whole or not at all."""
+def draw(path: Path, runs: list[Run], others: list[str]) -> None:
+    """Each arm's difference from plain, all seeds and the 95 % interval of their mean; and by length of document."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    band = "plain: ±1 standard deviation over seeds"
-    right.fill_between(iterations, -noise, noise, color="0.85", label=band)
-    colours = ("black", "tab:blue", "tab:red", "tab:green")
-    for colour, (arm, curves) in zip(colours, losses.items(), strict=False):
-        left.plot(iterations, curves.T, color=colour, alpha=0.3, linewidth=0.8)
-        left.plot(iterations, curves.mean(axis=0), color=colour, label=arm, marker="o", markersize=3)
-        if arm != "plain":
-            difference = curves - losses["plain"]
-            mean = difference.mean(axis=0)
-            right.plot(iterations, difference.T, color=colour, alpha=0.3, linewidth=0.8)
-            right.plot(iterations, mean, color=colour, label=f"{arm} - plain", marker="o", markersize=3)
-    right.axhline(0, color="black", linewidth=0.8)
-    left.set_ylabel("held-out loss (nats per token)")
-    right.set_ylabel("difference of the same seed (nats per token)")
+    ends = runs[0]["length_up_to"]
+    for at, arm in enumerate(others):
+        every, by_length = paired(runs, arm)
+        mean, error = mean_and_error(every)
+        colour = f"C{at}"
+        spread = at + 0.08 + 0.2 * np.linspace(0, 1, len(every))
+        left.plot(spread, every, ".", color=colour, alpha=0.5, markersize=4)
+        left.errorbar(at - 0.1, mean, interval(error, len(every)), fmt="o", color=colour, capsize=4)
+        cells = [mean_and_error(column) for column in by_length.T]
+        right.errorbar(
+            np.arange(len(ends)) + 0.1 * (at - len(others) / 2),
+            [mean for mean, _ in cells],
+            [interval(error, len(every)) for _, error in cells],
+            fmt="o-",
+            color=colour,
+            capsize=3,
+            label=arm,
+            markersize=4,
+            linewidth=0.8,
+        )
+    left.set_xticks(range(len(others)), others)
+    right.set_xticks(
+        range(len(ends)),
+        [f"{low + 1:,} to {end:,}" for low, end in zip([0, *ends], ends, strict=False)],
+        fontsize=8,
+    )
+    left.set_ylabel("held-out loss minus plain's of the same seed (nats a token)")
+    right.set_xlabel("tokens of the held-out document")
+    right.legend(fontsize=8)
     for axes in (left, right):
-        axes.set_xlabel("iteration (thin: one seed, thick: mean)")
-        axes.legend(fontsize=8)
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.set_yscale("symlog", linthresh=0.02)
     with renamed_at_end(path) as scratch:
-        figure.savefig(scratch, dpi=120)
+        figure.savefig(scratch, dpi=120, format="png")
     pyplot.close(figure)
 
 
-def write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    with renamed_at_end(path) as scratch:
-        scratch.write_text(text, encoding="utf-8")
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="runs.jsonl of one or more calls")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the table, CSV and picture")
+    options = parser.parse_args()
+    runs = read_runs(options.runs)
+    if not any(run["arm"] == "plain" for run in runs):
+        raise SystemExit("no run of plain in these files")
+    report(runs, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,32 +1,96 @@
-"""One training run of convergence.py: wlb_megatron.pretrain_gpt, whose test set is the validation documents cut anew.
+"""One training run of convergence.py: wlb_megatron.pretrain_gpt, which also tells held-out loss by length of document.
 
-The plugin evaluates on whole documents; with these windows, filled in arrival order and cut at their ends as plain
-packing trains them, one run tells both losses, whatever packs its training.
+python -m scripts.bench.convergence.convergence_run ARM OUT.json <Megatron's flags>
 """
 
 from __future__ import annotations
 
-import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
 
-from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
+import numpy as np
+import torch
+
+from scripts.bench.convergence.controls import sorted_documents, unmasked
 from wlb_megatron.plugin import pretrain_gpt
-from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.plugin.plans import source
+from wlb_megatron.plugin.step import forward_step as step
+from wlb_megatron.whole_files import renamed_at_end
+
+SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
+"""Upper ends of the classes of lengths, in windows."""
+
+
+class HeldOut:
+    """Loss of evaluated tokens, summed by the length of their document. window: tokens of --seq-length."""
+
+    def __init__(self, window: int) -> None:
+        self._ends = [int(share * window) for share in SHARES]
+        self._sums: torch.Tensor | None = None
+
+    def add(self, batch: dict[str, Any], losses: torch.Tensor) -> None:
+        """batch: a micro-batch of one rank; losses: [1, t], of its tokens as the rank holds them."""
+        planned = batch["planned"]
+        lengths = [piece.end - piece.start for piece in planned.pieces]
+        classes = np.searchsorted(self._ends, lengths)
+        rows = planned.shard.ranks[0]
+        index = torch.from_numpy(np.repeat(classes[rows[:, 0]], rows[:, 2] - rows[:, 1])).to(losses.device)
+        mask = batch["loss_mask"].to(losses.device).view(-1).double()
+        kinds = len(self._ends)
+        sums = torch.stack(
+            [
+                torch.bincount(index, weights, kinds)
+                for weights in (losses.detach().view(-1).double() * mask, mask)
+            ]
+        )
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def figures(self) -> dict[str, Any]:
+        """Of each class: the upper end of lengths (tokens), the mean loss (nats a token, None without any), tokens."""
+        if self._sums is None:
+            raise SystemExit("nothing was evaluated")
+        sums, counts = self._sums.tolist()
+        return {
+            "length_up_to": self._ends,
+            "loss_by_length": [s / n if n else None for s, n in zip(sums, counts, strict=True)],
+            "tokens_by_length": [round(n) for n in counts],
+            "held_out_loss": sum(sums) / sum(counts),
+        }
+
+
+@contextmanager
+def told_by(held_out: HeldOut, *, masked: bool) -> Iterator[None]:
+    """Within it evaluated losses go to `held_out`. masked: documents do not see each other in training."""
+    usual = step.forward_step
+
+    def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        batch = next(data_iterator)
+        if model.training and not masked:
+            batch = unmasked(batch)
+        output, loss = usual(iter([batch]), model, *args, **kwargs)
+        if not model.training:
+            held_out.add(batch, output)
+        return output, loss
+
+    step.forward_step = forward_step
+    try:
+        yield
+    finally:
+        step.forward_step = usual
 
 
 def main() -> None:
-    opened = source.open_sources
-
-    def open_with_cut_windows(job: TrainingJob, config: WlbConfig) -> dict[str, source.Source]:
-        parts = opened(job, config)
-        plain = dataclasses.replace(config, packing="original")
-        windows = source.open_part(job, plain, "valid", BatchSchedule.constant(job.batches.evaluated))
-        assert windows is not None
-        return {**parts, "test": windows}
-
-    source.open_sources = open_with_cut_windows
-    pretrain_gpt.main()
+    arm, out = sys.argv[1], Path(sys.argv[2])
+    sys.argv = [sys.argv[0], *sys.argv[3:]]
+    held_out = HeldOut(int(sys.argv[len(sys.argv) - 1 - sys.argv[::-1].index("--seq-length") + 1]))
+    order = sorted_documents() if arm == "sorted" else nullcontext()
+    with order, told_by(held_out, masked=arm != "unmasked"):
+        pretrain_gpt.main()
+    with renamed_at_end(out) as scratch:
+        scratch.write_text(json.dumps(held_out.figures()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,170 @@
+"""The convergence experiment: its documents, its controls, its statistics, and a run through the plugin."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scripts.bench.convergence import statistics, text
+from scripts.megatron_job import Losses
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.packing.packer import Batch
+from wlb_megatron.plan import Piece
+from wlb_megatron.workload.cost_model import CostModel
+
+
+def test_a_source_is_cut_at_definitions_with_their_decorators_and_loses_nothing() -> None:
+    source = b"import a\n\n@one\n@two\ndef f():\n    @inner\n    def g(): pass\n\nclass C:\n"
+    source += b"    async def h(self): ...\n"
+    parts = list(text.definitions(source))
+    assert b"".join(parts) == source
+    assert [part.split(b"\n")[0] for part in parts] == [
+        b"import a",
+        b"@one",
+        b"    @inner",
+        b"class C:",
+        b"    async def h(self): ...",
+    ]
+    assert list(text.definitions(b"def f(): pass\n")) == [b"def f(): pass\n"]
+
+
+def test_documents_fit_the_window_come_once_and_stop_at_the_tokens_asked_for(tmp_path: Path) -> None:
+    function = "def f():\n    return '" + "x" * 40 + "'\n"
+    (tmp_path / "a.py").write_text(function + "def long():\n    '" + "y" * 200 + "'\n" + function)
+    (tmp_path / "b.py").write_text(function + function.replace("f(", "g(") + function.replace("f(", "h("))
+    files, seen = [tmp_path / "a.py", tmp_path / "b.py"], set[bytes]()
+    found = [bytes(one[:-1].astype(np.uint8)).decode() for one in text.documents(files, 128, seen)]
+    assert [document.split("(")[0] for document in found] == ["def f", "def g", "def h"]
+
+    import hashlib
+
+    few = list(text.up_to(text.documents(files, 128, set()), len(function) + 2, hashlib.blake2b()))
+    assert len(few) == 2 and all(document[-1] == 256 for document in few)
+
+
+def test_the_sorted_control_trains_every_token_of_64_batches_once_shortest_first() -> None:
+    from scripts.bench.convergence.controls import SortedPacker
+
+    packer = SortedPacker(WlbConfig(), CostModel(1000.0, 0.0), window=64, bins=2)
+    lengths = np.random.default_rng(0).permutation(np.arange(1, 128))  # 8128 tokens: 63.5 batches
+    arrived = [Piece(0, at, 0, int(length)) for at, length in enumerate(lengths)]
+    trained: list[Piece] = []
+    for iteration in range(64):
+        grid, put_back = packer.pack(
+            iteration, [] if iteration else arrived, Batch(2, 0 if iteration else 64)
+        )
+        assert not put_back
+        trained += [piece for row in grid for one in row for piece in one.pieces]
+    covered = np.zeros(len(lengths), dtype=int)
+    np.add.at(covered, [piece.document for piece in trained], [piece.tokens for piece in trained])
+    assert covered.tolist() == lengths.tolist() and not packer.waiting
+    order = [int(lengths[piece.document]) for piece in trained]
+    assert order == sorted(order)
+
+
+def test_without_masks_a_micro_batch_is_one_document() -> None:
+    import argparse
+
+    from scripts.bench.convergence.controls import unmasked
+    from wlb_megatron.sharding.calls.attention_calls import attention_layout
+    from wlb_megatron.sharding.cut import cut
+    from wlb_megatron.workload.kernel_table import h100
+
+    (shard,) = cut([np.array([5, 3, 8])], 1, "adaptive", h100())
+    batch = {"planned": argparse.Namespace(shard=shard), "attention": attention_layout(shard, 0), "tokens": 1}
+    changed = unmasked(batch)
+    (one,) = cut([np.array([16])], 1, "adaptive", h100())
+    assert changed["tokens"] == 1 and changed["attention"].positions.tolist() == list(range(16))
+    assert str(changed["attention"].diagonals) == str(attention_layout(one, 0).diagonals)
+
+
+@pytest.mark.parametrize(("count", "quantile"), [(4, 3.182), (6, 2.571), (24, 2.069), (1000, 1.962)])
+def test_the_interval_is_students(count: int, quantile: float) -> None:
+    assert statistics.interval(0.01, count) == pytest.approx(0.01 * quantile, rel=0.01)
+
+
+def made_run(arm: str, seed: int, loss: float) -> dict[str, Any]:
+    steps = 200
+    tokens = [4000 + 100 * (at % 3) for at in range(steps)]
+    return {
+        "arm": arm,
+        "seed": seed,
+        "held_out_loss": loss,
+        "length_up_to": [64, 1024],
+        "loss_by_length": [loss + 1, loss - 1],
+        "tokens_by_length": [10, 20],
+        "token_delay": 0.5,
+        "imbalance": 1.1,
+        "tokens": 1,
+        "seconds": 2,
+        # Full iterations have a loss 0.2 above that of empty ones, on a falling curve.
+        "training": [3 - at / 100 + 0.1 * (at % 3) for at in range(steps)],
+        "step_tokens": tokens,
+        "step_delay": [float(at % 3) for at in range(steps)],
+        "corpus": "x",
+    }
+
+
+def test_losses_are_compared_with_plain_of_the_same_seed_and_half_written_lines_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from scripts.bench.convergence.convergence_report import report
+
+    losses = {"plain": {1: 1.0, 2: 2.0, 3: 3.0}, "wlb": {1: 1.1, 2: 2.2, 4: 9.0}}
+    runs = [made_run(arm, seed, loss) for arm, each in losses.items() for seed, loss in each.items()]
+    path = tmp_path / "runs.jsonl"
+    path.write_text("".join(json.dumps(run) + "\n" for run in runs) + '{"arm": "wl')
+    read = statistics.read_runs([path, tmp_path / "none.jsonl"])
+    every, by_length = statistics.paired(read, "wlb")
+    assert every == pytest.approx([0.1, 0.2]) and by_length == pytest.approx(
+        np.array([[0.1, 0.1], [0.2, 0.2]])
+    )
+    empty, _, full = statistics.by_fullness(read[0])
+    assert (empty[0], empty[1], full[0], full[1]) == pytest.approx((4000, 0, 4200, 2), abs=3)
+    assert full[2] - empty[2] == pytest.approx(0.2, abs=0.02)
+    report(read, tmp_path / "out")
+    assert "+0.1500" in capsys.readouterr().out
+    assert len((tmp_path / "out" / "convergence.csv").read_text().splitlines()) == 7
+    assert (tmp_path / "out" / "convergence.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(SystemExit, match="other documents"):
+        other = tmp_path / "other.jsonl"
+        other.write_text(json.dumps({**made_run("plain", 9, 1.0), "corpus": "y"}) + "\n")
+        statistics.read_runs([path, other])
+
+
+@pytest.mark.megatron
+def test_runs_are_kept_and_their_loss_is_megatrons_own_over_the_held_out_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from scripts.bench.convergence import convergence
+
+    sources = str(Path(text.__file__).parents[2])
+    sizes = ["--window", "256", "--train", "4000", "--held-out", "5000"]
+    monkeypatch.setattr(sys, "argv", ["text", str(tmp_path / "corpus"), "--text", sources, *sizes])
+    text.main()
+    options = ["--seeds", "1", "--arms", "unmasked", "--iterations", "2", "--seq-length", "256"]
+    monkeypatch.setattr(sys, "argv", ["convergence", "--out", str(tmp_path), *options])
+    convergence.main()
+    lines = (tmp_path / "runs.jsonl").read_text()
+    runs = [json.loads(line) for line in lines.splitlines()]
+    assert [run["arm"] for run in runs] == ["plain", "unmasked"]
+    for run in runs:
+        losses = Losses()
+        for line in (tmp_path / f"{run['arm']}-1.log").read_text().splitlines():
+            losses.read(line)
+        assert run["held_out_loss"] == pytest.approx(losses.validation[2], rel=1e-5)
+        facts = json.loads((tmp_path / "corpus" / "facts.json").read_text())["held-out"]
+        assert (
+            sum(run["tokens_by_length"]) == facts["tokens"] - facts["documents"]
+        )  # a last token predicts nothing
+    plain, unmasked = runs
+    # Same first weights and documents: only what a token sees differs.
+    assert plain["training"][0] != unmasked["training"][0]
+    assert plain["training"][0] == pytest.approx(unmasked["training"][0], abs=0.05)
+    convergence.main()
+    assert (tmp_path / "runs.jsonl").read_text() == lines
