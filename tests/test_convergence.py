@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from scripts.bench.convergence import statistics, text
 from scripts.megatron_job import Losses
@@ -41,8 +44,6 @@ def test_documents_fit_the_window_come_once_and_stop_at_the_tokens_asked_for(tmp
     found = [bytes(one[:-1].astype(np.uint8)).decode() for one in text.documents(files, 128, seen)]
     assert [document.split("(")[0] for document in found] == ["def f", "def g", "def h"]
 
-    import hashlib
-
     few = list(text.up_to(text.documents(files, 128, set()), len(function) + 2, hashlib.blake2b()))
     assert len(few) == 2 and all(document[-1] == 256 for document in few)
 
@@ -68,19 +69,20 @@ def test_the_sorted_control_trains_every_token_of_64_batches_once_shortest_first
 
 
 def test_without_masks_a_micro_batch_is_one_document() -> None:
-    import argparse
-
     from scripts.bench.convergence.controls import unmasked
+    from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
     from wlb_megatron.sharding.calls.attention_calls import attention_layout
     from wlb_megatron.sharding.cut import cut
     from wlb_megatron.workload.kernel_table import h100
 
     (shard,) = cut([np.array([5, 3, 8])], 1, "adaptive", h100())
-    batch = {"planned": argparse.Namespace(shard=shard), "attention": attention_layout(shard, 0), "tokens": 1}
+    planned: Any = argparse.Namespace(shard=shard)
+    layout: Any = None
+    batch = LoadedMicroBatch(planned, layout, attention_layout(shard, 0), torch.tensor([0, 5, 8, 16]))
     changed = unmasked(batch)
     (one,) = cut([np.array([16])], 1, "adaptive", h100())
-    assert changed["tokens"] == 1 and changed["attention"].positions.tolist() == list(range(16))
-    assert str(changed["attention"].diagonals) == str(attention_layout(one, 0).diagonals)
+    assert changed.bounds is batch.bounds and changed.attention.positions.tolist() == list(range(16))
+    assert str(changed.attention.diagonals) == str(attention_layout(one, 0).diagonals)
 
 
 @pytest.mark.parametrize(("count", "quantile"), [(4, 3.182), (6, 2.571), (24, 2.069), (1000, 1.962)])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from wlb_megatron.packing.packer import Batch, Packed
 from wlb_megatron.packing.saved_pieces import Waiting
 from wlb_megatron.packing.varlen.assign import in_given_order
 from wlb_megatron.plan import Piece
-from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
+from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
+from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.cut import cut
 from wlb_megatron.workload.kernel_table import h100
 
@@ -45,9 +46,8 @@ def sorted_documents() -> Iterator[None]:
         factory.OriginalPacker = usual  # type: ignore[misc]
 
 
-def unmasked(batch: dict[str, Any]) -> dict[str, Any]:
+def unmasked(batch: LoadedMicroBatch) -> LoadedMicroBatch:
     """A micro-batch of one rank as if all of it were one document: its mask and its positions."""
-    tokens = np.array([batch["planned"].shard.tokens], dtype=np.int64)
+    tokens = np.array([batch.planned.shard.tokens], dtype=np.int64)
     (whole,) = cut([tokens], 1, "per-sequence", h100())
-    layout: AttentionLayout = attention_layout(whole, 0)
-    return {**batch, "attention": layout}
+    return replace(batch, attention=attention_layout(whole, 0))

@@ -17,6 +17,7 @@ import torch
 
 from scripts.bench.convergence.controls import sorted_documents, unmasked
 from wlb_megatron.plugin import pretrain_gpt
+from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.step import forward_step as step
 from wlb_megatron.whole_files import renamed_at_end
 
@@ -31,14 +32,15 @@ class HeldOut:
         self._ends = [int(share * window) for share in SHARES]
         self._sums: torch.Tensor | None = None
 
-    def add(self, batch: dict[str, Any], losses: torch.Tensor) -> None:
+    def add(self, batch: LoadedMicroBatch, losses: torch.Tensor) -> None:
         """batch: a micro-batch of one rank; losses: [1, t], of its tokens as the rank holds them."""
-        planned = batch["planned"]
+        planned, held = batch.planned, batch.held
+        assert held is not None
         lengths = [piece.end - piece.start for piece in planned.pieces]
         classes = np.searchsorted(self._ends, lengths)
         rows = planned.shard.ranks[0]
         index = torch.from_numpy(np.repeat(classes[rows[:, 0]], rows[:, 2] - rows[:, 1])).to(losses.device)
-        mask = batch["loss_mask"].to(losses.device).view(-1).double()
+        mask = held.loss_mask.to(losses.device).view(-1).double()
         kinds = len(self._ends)
         sums = torch.stack(
             [
