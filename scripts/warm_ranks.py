@@ -126,12 +126,15 @@ class Spans:
         self._recorder: Any = None
         self._host: list[int] = []
 
-    def after_iteration(self, iteration: int, args: Any, *_: Any) -> None:
+    def after_iteration(self, iteration: int, *_: Any) -> None:
         """Stands for trace.after_iteration: called after each iteration's launches, on every rank."""
-        from wlb_megatron.plugin.logs import trace
+        import torch
+
+        from wlb_megatron.plugin.job_state import part
+        from wlb_megatron.plugin.logs.trace import Recorder, Tracing
 
         if iteration + 1 == self._first:
-            self._recorder = trace._recorder = trace.Recorder(args.distributed_backend == "nccl")
+            self._recorder = part(Tracing).recorder = Recorder(torch.cuda.is_available())
             self._recorder.forward = self._timed(self._recorder.forward)
             self._recorder.backward = self._timed(self._recorder.backward)
         elif self._recorder is not None:
@@ -241,21 +244,15 @@ def _forget() -> None:
     import torch
     from megatron.training import training
 
-    from wlb_megatron.plugin import entry
-    from wlb_megatron.plugin.logs import drift, metrics, reporting, trace
-    from wlb_megatron.plugin.plans import checkpoint, iterators
-    from wlb_megatron.plugin.ranks import groups
+    from wlb_megatron.plugin.job_state import begin_job
+    from wlb_megatron.plugin.plans import iterators
 
     for loader in [found for found in gc.get_objects() if type(found) is iterators.MicroBatchIterator]:
         loader.close()
     training.destroy_global_state()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    entry._opened, entry._validated = None, False
-    metrics._pending, metrics._drift = None, drift.Drift()
-    reporting._warned.clear()
-    checkpoint._loaded = trace._recorder = None
-    groups._groups.clear()
+    begin_job()
     gc.collect()
     torch.cuda.empty_cache()
     if torch.cuda.is_available():

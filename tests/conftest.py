@@ -11,6 +11,14 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 """As in runs of Megatron: importing the compiler takes longer than all that it would compile."""
 
 
+@pytest.fixture(autouse=True)
+def no_job_before() -> None:
+    """What a test leaves in the plugin's state is not the next one's."""
+    from wlb_megatron.plugin.job_state import begin_job
+
+    begin_job()
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of a small .bin/.idx pair with documents of megatron_runs.LENGTHS."""

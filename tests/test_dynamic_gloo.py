@@ -50,6 +50,7 @@ def attend_in_groups(rank: int, world: int) -> None:
     """Random plans, micro-step by micro-step: each group's documents as if computed one at a time, in fp64."""
     from megatron.core import parallel_state
 
+    from wlb_megatron.plugin.job_state import part
     from wlb_megatron.plugin.plans.planning import RankGroup
     from wlb_megatron.plugin.ranks import groups
     from wlb_megatron.plugin.ranks.groups import make_groups, process_group
@@ -59,7 +60,11 @@ def attend_in_groups(rank: int, world: int) -> None:
     parallel_state.get_data_parallel_group = lambda with_context_parallel: dist.group.WORLD
     parallel_state.get_context_parallel_group = lambda: alone
     make_groups(timedelta(minutes=77))
-    made = {size: group for size, group in groups._groups.items() if group is not dist.group.WORLD}
+    made = {
+        size: group
+        for size, group in part(groups.RankGroups).by_size.items()
+        if group is not dist.group.WORLD
+    }
     assert made  # their collectives wait as long as the flag says, not torch's own ten minutes on GPUs
     for group in made.values():
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(minutes=77)

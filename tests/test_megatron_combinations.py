@@ -16,6 +16,7 @@ from megatron_combinations import CPU
 from megatron_runs import MACHINE, MODEL, TRAINING, differences, train
 
 from wlb_megatron.plugin import hooks
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.step import pipeline_shapes
 from wlb_megatron.plugin.step.pipeline_shapes import (
     ShapeQueue,
@@ -117,7 +118,7 @@ def test_before_0_18_an_output_has_been_sent_when_megatron_frees_it(
     frees: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron's interleaved schedule frees what it sent as soon as the call is back (deallocate_output_tensor)."""
-    monkeypatch.setattr(pipeline_shapes, "_current", object())
+    part(pipeline_shapes.KnownShapes).queue = object()
     output = torch.arange(6.0)
     transfer = Transfer(output)
     communicator = SimpleNamespace(config=SimpleNamespace(deallocate_pipeline_outputs=frees))

@@ -7,7 +7,6 @@ import math
 import re
 import resource
 import time
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
@@ -25,10 +24,10 @@ from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin.flags.open_files import allow_open_files
+from wlb_megatron.plugin.job_state import begin_job
 from wlb_megatron.plugin.plans.agreement import EVERY, PlanAgreement, shared_gpu
 from wlb_megatron.plugin.plans.data import MicroBatchSampler
 from wlb_megatron.plugin.plans.planning import PlannedIteration, ShardSettings, plan_iterations, update_digest
-from wlb_megatron.plugin.ranks import board
 from wlb_megatron.plugin.ranks.board import KEPT, Board, common_store, wait_for
 from wlb_megatron.sharding.digest import digest_of_cuts
 from wlb_megatron.sharding.segments import Chunks, ShardPlan
@@ -80,7 +79,7 @@ def rank_of_three(rank: int, port: int) -> None:
     for at, store in enumerate((first, second)):
         assert [store.get(f"{other} wrote") for other in range(3)] == [str(at).encode()] * 3
     dist.barrier()
-    board._attempt, board._calls = None, Counter()  # torchrun's store outlives its workers
+    begin_job()  # torchrun's store outlives its workers
     assert not common_store("digests").check(["0/all"])
     assert shared_gpu("NVIDIA H200" if rank == 1 else "NVIDIA H100 80GB HBM3") == "NVIDIA H100 80GB HBM3"
     notes = Board()

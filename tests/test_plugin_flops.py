@@ -11,6 +11,8 @@ import pytest
 import torch
 from megatron_runs import cpu_environment, failure, flags
 
+from wlb_megatron.plugin.job_state import part
+
 WINDOW = 64
 
 
@@ -21,8 +23,6 @@ def counted(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
 
     monkeypatch.setattr(flops, "training", object())
     monkeypatch.setattr(flops, "_over_all_ranks", lambda here: (float(here[0]), float(here[1])))
-    monkeypatch.setattr(flops, "_here", None)
-    monkeypatch.setattr(flops, "_counted", None)
     return flops, flops.wrap_num_floating_point_operations(
         lambda args, batch: batch * (1000 * args.seq_length + 3 * args.seq_length**2)
     )
@@ -66,7 +66,7 @@ def test_throughput_is_of_all_iterations_since_the_last_line(
     monkeypatch.setattr(flops, "get_args", lambda: argparse.Namespace(log_interval=3))
 
     def log_of_17(loss, iteration, is_first_iteration=False):  # type: ignore[no-untyped-def]
-        told.append(flops._counted)
+        told.append(part(flops.Counted).step)
 
     def log_of_19(  # type: ignore[no-untyped-def]
         loss,
@@ -80,7 +80,7 @@ def test_throughput_is_of_all_iterations_since_the_last_line(
     log = flops.wrap_training_log(log_of_17 if release == "0.17" else log_of_19)
     for iteration in range(1, 7):
         counted = (10.0 * iteration, 100.0 * iteration)
-        monkeypatch.setattr(flops, "_counted", counted)
+        part(flops.Counted).step = counted
         later = {} if release == "0.17" else dict(zip(flops._TOTALS, counted, strict=True))
         log(None, iteration, is_first_iteration=iteration == 1, **later)
     assert [told[at] for at in (0, 2, 5)] == [(10, 100), (20, 200), (50, 500)]
@@ -95,6 +95,7 @@ def told(*args, **kwargs):
     return count(*args, **kwargs)
 
 training.num_floating_point_operations = told
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin import pretrain_gpt
 pretrain_gpt.main()
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 from argparse import Namespace
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,10 @@ import torch.distributed as dist
 from megatron_runs import cpu_environment, failure, flags, launch
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.plugin.logs import metrics, reporting, trace
+from wlb_megatron.plugin.job_state import begin_job, part
+from wlb_megatron.plugin.logs import metrics, trace
 from wlb_megatron.plugin.logs.reporting import check_outputs, never_fatal
 from wlb_megatron.refusals import RefusedHere
-
-
-@pytest.fixture(autouse=True)
-def nothing_warned_of() -> Iterator[None]:
-    reporting._warned.clear()
-    yield
-    reporting._warned.clear()
 
 
 def test_an_error_in_a_report_is_told_once_and_is_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,13 +109,13 @@ def test_a_rank_whose_times_cannot_be_had_holds_up_no_other(
     for rank in (0, 1):
         broken = trace.Recorder(on_gpu=False)
         monkeypatch.setattr(broken, "calls", lambda: [][0])
-        monkeypatch.setattr(trace, "_recorder", broken)
+        part(trace.Tracing).recorder = broken
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         trace.after_iteration(3, traced, store)
         assert store.check([str(rank)])
     assert capsys.readouterr().out.count("--wlb-trace writes nothing: IndexError") == 1
-    reporting._warned.clear()
-    monkeypatch.setattr(trace, "_recorder", trace.Recorder(on_gpu=False))
+    begin_job()
+    part(trace.Tracing).recorder = trace.Recorder(on_gpu=False)
     trace.after_iteration(3, traced, dist.HashStore())  # rank 0 has sent nothing there
     assert "rank 0 has not sent its times within 0.2 s" in capsys.readouterr().out
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -37,14 +36,6 @@ def megatron(iteration: int) -> argparse.Namespace:
         wlb_off=False,
         consumed_train_samples=4 * iteration,
     )
-
-
-@pytest.fixture(autouse=True)
-def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(checkpoint, "_loaded", None)
-    monkeypatch.setattr(checkpoint, "_computed", None)
-    monkeypatch.setattr(checkpoint, "_kept", None)
-    yield
 
 
 def restored(into: Source, args: argparse.Namespace) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import hooks
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.model import document_balance
 from wlb_megatron.plugin.model.document_balance import Documents, balance, wrap_apply_seq_aux_loss
 from wlb_megatron.plugin.model.routing import (
@@ -166,7 +167,7 @@ def test_routers_of_a_layer_that_is_recomputed_get_its_own_micro_batchs_document
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            seen.append(document_balance._current)
+            seen.append(part(document_balance.Routed).documents)
             return gradient
 
     outputs = []

@@ -13,6 +13,7 @@ from megatron_runs import ROOT, cpu_environment, flags, free_port, logged_losses
 
 from wlb_megatron.patching import hunks
 from wlb_megatron.plugin import entry
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.refusals import Refused
 
 USERS_SCRIPT = '''
@@ -154,10 +155,10 @@ def test_megatrons_dataset_helpers_are_built_only_where_its_own_datasets_may_be(
     made: list[str] = []
     compile_helpers = entry.wrap_compile_helpers(lambda: made.append("made"))
     monkeypatch.setattr(entry.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(entry, "_opened", object())
+    part(entry.Start).opened = object()
     compile_helpers()
     assert not made
-    monkeypatch.setattr(entry, "_opened", None)  # --wlb-off
+    part(entry.Start).opened = None  # --wlb-off
     compile_helpers()
     assert made
 
@@ -167,7 +168,6 @@ def test_a_yaml_file_that_replaces_all_flags_is_refused_where_flags_are_read(
 ) -> None:
     """Megatron's load_yaml returns other arguments than the parser's, and validates them elsewhere."""
     parse_args = entry.wrap_parse_args(lambda provider, unknown: argparse.Namespace(yaml_cfg="run.yaml"))
-    monkeypatch.setattr(entry, "_validated", False)
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "run.yaml"])
     with pytest.raises(Refused, match="--yaml-cfg: Megatron then ignores every flag"):
         parse_args()
@@ -183,8 +183,7 @@ def test_with_the_plugin_off_pretrain_gets_what_the_script_gave(monkeypatch: pyt
     ) -> None:
         got.extend([train_valid_test_dataset_provider, model_provider, forward_step_func])
 
-    monkeypatch.setattr(entry, "_validated", True)
-    monkeypatch.setattr(entry, "_opened", None)
+    part(entry.Start).validated = True
     given = [object(), object(), object()]
     entry.wrap_pretrain(original)(*given)
     assert all(one is other for one, other in zip(got, given, strict=True))
@@ -200,8 +199,6 @@ def test_before_the_flags_are_read_pretrain_gets_what_decides_later(monkeypatch:
         told.append(model_provider(pre_process=True))
         told.append(forward_step_func("iterator", "model"))
 
-    monkeypatch.setattr(entry, "_validated", False)
-    monkeypatch.setattr(entry, "_opened", None)
     entry.wrap_pretrain(original)(
         lambda samples: f"data of {samples}",
         lambda pre_process: f"model {pre_process}",

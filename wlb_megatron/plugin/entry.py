@@ -19,6 +19,7 @@ from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
 from wlb_megatron.plugin.flags.limits import fit_to_memory
 from wlb_megatron.plugin.flags.telling import checked
 from wlb_megatron.plugin.flags.training_job import TrainingJob, window_misfit
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.reporting import check_outputs
 from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans import source as sources
@@ -37,8 +38,12 @@ class Opened:
     sources: dict[str, sources.Source]
 
 
-_opened: Opened | None = None
-_validated = False
+@dataclass(slots=True)
+class Start:
+    """validated: the flags are read and checked. opened: the job that the plugin then runs, None with --wlb-off."""
+
+    validated: bool = False
+    opened: Opened | None = None
 
 
 def make_printable(parser: Any) -> None:
@@ -70,7 +75,6 @@ def wrap_parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _only_if_off(args: Any) -> None:
     """Arguments without the plugin's are those of a --yaml-cfg, which stands for all flags and has its own checks."""
-    global _validated
     args.wlb_off = "--wlb-off" in sys.argv
     if not args.wlb_off:
         checked(
@@ -80,14 +84,13 @@ def _only_if_off(args: Any) -> None:
                 "elsewhere; give the settings as flags.",
             )
         )
-    _validated = True
+    part(Start).validated = True
 
 
 def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
     """validate_args that then refuses what is not handled, opens the corpus, and sets what the plugin needs."""
 
     def validate_args(args: Any, defaults: dict[str, Any] | None = None) -> Any:
-        global _validated
         try:
             result = original(args, defaults or {})
         except (AssertionError, ValueError, RuntimeError) as error:
@@ -103,7 +106,7 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
             args.eval_interval = (
                 1000  # Megatron divides by it, though nothing is evaluated, also with --wlb-off
             )
-        _validated = True
+        part(Start).validated = True
         return result
 
     return validate_args
@@ -119,7 +122,8 @@ def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def pretrain(*args: Any, **kwargs: Any) -> Any:
-        if _validated and _opened is None:  # --wlb-off
+        start = part(Start)
+        if start.validated and start.opened is None:  # --wlb-off
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         given["train_valid_test_dataset_provider"] = _DatasetProvider(
@@ -148,21 +152,21 @@ class _DatasetProvider:
 
     @property
     def is_distributed(self) -> bool:
-        return _opened is not None or getattr(self._theirs, "is_distributed", False)
+        return part(Start).opened is not None or getattr(self._theirs, "is_distributed", False)
 
     def __call__(self, train_valid_test_num_samples: Any, vp_stage: int | None = None) -> Any:
-        provider = self._theirs
-        if _opened is not None:
+        provider, opened = self._theirs, part(Start).opened
+        if opened is not None:
             from wlb_megatron.plugin.plans.provider import make_provider
 
-            provider = self._ours = self._ours or make_provider(_opened.job, _opened.sources)
+            provider = self._ours = self._ours or make_provider(opened.job, opened.sources)
         stage = {} if vp_stage is None else {"vp_stage": vp_stage}
         return provider(train_valid_test_num_samples, **stage)
 
 
 def _choose_forward_step(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if _opened is None:
+        if part(Start).opened is None:
             return theirs(data_iterator, model, *args, **kwargs)
         from wlb_megatron.plugin.step import forward_step as ours
 
@@ -173,7 +177,7 @@ def _choose_forward_step(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 def _choose_model_provider(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def model_provider(*args: Any, **kwargs: Any) -> Any:
-        if _opened is None:
+        if part(Start).opened is None:
             return theirs(*args, **kwargs)
         from wlb_megatron.plugin.model.spec import with_plan_attention
 
@@ -187,14 +191,16 @@ def wrap_compile_helpers(original: Callable[..., Any]) -> Callable[..., Any]:
     PyPI's wheel brings them built, but no Makefile."""
 
     def compile_helpers() -> None:
-        if _opened is None and importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        if (
+            part(Start).opened is None
+            and importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None
+        ):
             original()
 
     return compile_helpers
 
 
 def _take_over(args: Any) -> None:
-    global _opened
     versions.check_transformer_engine(args.transformer_impl)
     full_validation = bool(getattr(args, "full_validation", False))
     if full_validation:
@@ -211,7 +217,7 @@ def _take_over(args: Any) -> None:
         try_transformer_engine(job)
         kernels_of(job)
         config = fit_to_memory(job, config)
-        _opened = Opened(job, sources.open_sources(job, config))
+        part(Start).opened = Opened(job, sources.open_sources(job, config))
     except ValueError as error:  # WlbErrors, and settings that do not fit together
         raise RefusedHere(f"wlb_megatron: {name_flag(str(error), args, PREFIX)}") from None
     if (steps := job.batches.ramp_as_steps()) is not None:

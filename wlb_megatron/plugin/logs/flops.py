@@ -10,14 +10,23 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.training import get_args, training
 
-_here: list[int] | None = None
-"""Tokens and squared lengths of this rank's micro-batches since the last step's count; None outside of a step."""
-_counted: tuple[float, float] | None = None
+from wlb_megatron.plugin.job_state import part
+
+
+@dataclass(slots=True)
+class Counted:
+    """Tokens and squared lengths. here: of this rank's micro-batches since the last step's count, None outside of a
+    step. step: of the last step, over all data-parallel ranks. passed: of the iterations since the last line."""
+
+    here: list[int] | None = None
+    step: tuple[float, float] | None = None
+    passed: list[tuple[Any, ...]] = field(default_factory=list)
 
 
 def count_segments(bounds: Sequence[torch.Tensor]) -> None:
@@ -29,26 +38,28 @@ def count_segments(bounds: Sequence[torch.Tensor]) -> None:
         whole = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         training.update_seqlen_stats_from_cu_seqlens(whole.cuda(non_blocking=True))
         return
-    global _here
-    tokens, squares = _here or (0, 0)
-    _here = [tokens + int(lengths.sum()), squares + int((lengths * lengths).sum())]
+    counted = part(Counted)
+    tokens, squares = counted.here or (0, 0)
+    counted.here = [tokens + int(lengths.sum()), squares + int((lengths * lengths).sum())]
 
 
 def wrap_num_floating_point_operations(original: Callable[..., Any]) -> Callable[..., Any]:
     """num_floating_point_operations(args, batch_size) of the step just trained, on every rank once before the log."""
 
     def num_floating_point_operations(args: Any, batch_size: int) -> float:
-        global _counted, _here
-        if _here is not None:  # the training loop's call after a step; the log's then finds the same numbers
-            _counted, _here = _over_all_ranks(_here), None
-        if _counted is None:
+        counted = part(Counted)
+        if (
+            counted.here is not None
+        ):  # the training loop's call after a step; the log's then finds the same numbers
+            counted.step, counted.here = _over_all_ranks(counted.here), None
+        if counted.step is None:
             return float(original(args, batch_size))
         one, two = copy.copy(args), copy.copy(args)
         two.seq_length = 2 * args.seq_length
         per_window, per_double = float(original(one, 1)), float(original(two, 1))
         attention = (per_double - 2 * per_window) / (2 * args.seq_length**2)
         linear = per_window / args.seq_length - attention * args.seq_length
-        return linear * _counted[0] + attention * _counted[1]
+        return linear * counted.step[0] + attention * counted.step[1]
 
     return num_floating_point_operations
 
@@ -59,22 +70,23 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     Megatron divides the last iteration's FLOPs by the interval's mean time. That is the throughput only where all
     iterations are alike.
     """
-    signature, passed = inspect.signature(original), []
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        global _counted
+        counted = part(Counted)
         given = signature.bind(*args, **kwargs).arguments
         ours = set(_TOTALS) <= set(signature.parameters)
-        last = tuple(given.get(name) for name in _TOTALS) if ours else _counted
+        last = tuple(given.get(name) for name in _TOTALS) if ours else counted.step
         if last is None or None in last:
             return original(*args, **kwargs)
-        passed.append(last)
+        counted.passed.append(last)
+        passed = counted.passed
         mean = tuple(sum(each) / len(passed) for each in zip(*passed, strict=True))
         if ours:
             given |= dict(zip(_TOTALS, mean, strict=True))
         else:
-            _counted = mean[0], mean[1]
+            counted.step = mean[0], mean[1]
         # After the first iteration Megatron logs, but goes on summing times.
         if given["iteration"] % get_args().log_interval == 0 and not given.get("is_first_iteration"):
             passed.clear()

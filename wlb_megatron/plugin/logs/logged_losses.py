@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-_correction = 1.0
-"""Megatron's number of micro-batches over the plan's, of the step just trained."""
+from wlb_megatron.plugin.job_state import part
+
+
+@dataclass(slots=True)
+class Correction:
+    """factor: Megatron's number of micro-batches over the plan's, of the step just trained."""
+
+    factor: float = 1.0
 
 
 def stepped(counted: int, planned: int) -> None:
     """To be called after each training step. counted: micro-batches by Megatron's calculator; planned: by the plan."""
-    global _correction
-    _correction = counted / planned
+    part(Correction).factor = counted / planned
 
 
 def wrap_report(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,7 +33,7 @@ def wrap_report(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def report(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
-        given.arguments["loss_scale"] *= _correction
+        given.arguments["loss_scale"] *= part(Correction).factor
         return original(*given.args, **given.kwargs)
 
     return report

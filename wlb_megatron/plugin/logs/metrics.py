@@ -12,7 +12,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -22,20 +22,27 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents import passes
 from wlb_megatron.pipeline.groups import documents_in_chunks
 from wlb_megatron.plan import IterationPlan
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.drift import Drift
 from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.plans.planning import PlannedIteration, PlannedMicroBatch
 from wlb_megatron.sharding.segments import ShardPlan
 
-_pending: tuple[dict[str, Any], float] | None = None
-"""Figures of the iteration that is not yet logged, and when it began (perf_counter)."""
-_drift = Drift()
 _LONG = ("iteration", "lengths", "epochs")
 """Figures that are no number of an iteration, or many: not for TensorBoard and Weights & Biases."""
-_thrown_away: Counter[str] = Counter()
-"""What iterations held whose update Megatron threw away (in fp16, where a gradient overflows), since the last line."""
 _NO_FIGURES = "figures of an iteration are not reported"
+
+
+@dataclass(slots=True)
+class Figures:
+    """pending: of the iteration that is not yet logged, and when it began (perf_counter). drift: of measured from
+    predicted times. thrown_away: what iterations held, since the last line, whose update Megatron threw away (in fp16,
+    where a gradient overflows)."""
+
+    pending: tuple[dict[str, Any], float] | None = None
+    drift: Drift = field(default_factory=Drift)
+    thrown_away: Counter[str] = field(default_factory=Counter)
 
 
 def stepped(
@@ -53,7 +60,6 @@ def stepped(
     iteration: its number in Megatron's log. config: completed. began: when (perf_counter); waited: for its plan
     (seconds). corpora: names of those that train, in the stream's order.
     """
-    global _pending
     from megatron.training.utils import is_last_rank
 
     if not is_last_rank():
@@ -70,7 +76,7 @@ def stepped(
         }
         if config.log_plans and planned.plan is not None:
             figures["lengths"] = plan_lengths(planned.plan)
-        _pending = ({**figures, "iteration": iteration}, began)
+        part(Figures).pending = ({**figures, "iteration": iteration}, began)
 
 
 def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,10 +84,9 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        global _pending
-        result = original(*args, **kwargs)
-        if _pending is not None:
-            (figures, began), _pending = _pending, None
+        result, state = original(*args, **kwargs), part(Figures)
+        if state.pending is not None:
+            (figures, began), state.pending = state.pending, None
             with never_fatal(_NO_FIGURES):
                 seconds = time.perf_counter() - began
                 rate = figures["tokens"] / seconds / torch.distributed.get_world_size()
@@ -96,16 +101,16 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
 def _report(figures: dict[str, Any]) -> None:
     from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
-    args, iteration = get_args(), figures["iteration"]
+    args, iteration, state = get_args(), figures["iteration"], part(Figures)
     warning = None
     if figures["predicted_ms"] is not None:
-        warning = _drift.add(figures["predicted_ms"], figures["measured_ms"])
+        warning = state.drift.add(figures["predicted_ms"], figures["measured_ms"])
     if figures.get("update_skipped"):
-        _thrown_away.update(iterations=1, documents=figures["documents"], tokens=figures["tokens"])
+        state.thrown_away.update(iterations=1, documents=figures["documents"], tokens=figures["tokens"])
     with never_fatal("the log line is not printed"):
         if iteration % args.log_interval == 0:
-            print(log_line(figures, _drift.scale, _thrown_away), flush=True)
-            _thrown_away.clear()
+            print(log_line(figures, state.drift.scale, state.thrown_away), flush=True)
+            state.thrown_away.clear()
         if warning is not None:
             print(f"WARNING: wlb_megatron: {warning}", flush=True)
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()

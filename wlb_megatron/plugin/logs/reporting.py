@@ -6,12 +6,19 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.refusals import RefusedHere
 
-_warned: set[str] = set()
+
+@dataclass(slots=True)
+class Warned:
+    """Outcomes that a warning has told."""
+
+    outcomes: set[str] = field(default_factory=set)
 
 
 @contextlib.contextmanager
@@ -20,8 +27,9 @@ def never_fatal(outcome: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if outcome not in _warned:
-            _warned.add(outcome)
+        warned = part(Warned).outcomes
+        if outcome not in warned:
+            warned.add(outcome)
             with contextlib.suppress(OSError):  # stdout may be what is full
                 print(f"WARNING: wlb_megatron: {outcome}: {error!r}", flush=True)
 

@@ -14,18 +14,24 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from wlb_megatron.attention import kv_exchange
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.reporting import never_fatal
 
 LEVELS = {"wlb-draw": 1, "wlb-plan-wait": 1, "wlb-planning": 1, "wlb-predicted": 1, "wlb-key-exchange": 2}
 """--timing-log-level from which each is shown."""
 
-_waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-"""Marks around the waits for exchanges since they were last read."""
+
+@dataclass(slots=True)
+class Waits:
+    """marks: around the waits for exchanges since they were last read."""
+
+    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
 
 def add(name: str, seconds: float) -> None:
@@ -79,13 +85,14 @@ def _on_gpu(wait: Callable[[], Any]) -> None:
     before.record()
     wait()
     after.record()
-    _waits.append((before, after))
+    part(Waits).marks.append((before, after))
 
 
 def _read_waits() -> float:
     """Seconds. The step's last work is waited for, which Megatron has done for the gradients' norm."""
-    if _waits:
-        _waits[-1][1].synchronize()
-    milliseconds = sum(before.elapsed_time(after) for before, after in _waits)
-    _waits.clear()
+    marks = part(Waits).marks
+    if marks:
+        marks[-1][1].synchronize()
+    milliseconds = sum(before.elapsed_time(after) for before, after in marks)
+    marks.clear()
     return milliseconds / 1e3

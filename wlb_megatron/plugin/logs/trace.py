@@ -11,6 +11,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from wlb_megatron.pipeline.groups import documents_in_chunks
 from wlb_megatron.pipeline.schedule import Event
 from wlb_megatron.plan import Piece
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.ranks.board import wait_for
 from wlb_megatron.report.trace import chrome_trace
@@ -120,34 +122,38 @@ def _id(output: Any) -> int:
     return id(output[0] if isinstance(output, list) else output)
 
 
-_due = False
-"""Whether the next training step is the traced one."""
+@dataclass(slots=True)
+class Tracing:
+    """due: the next training step is the traced one. recorder: of the traced iteration, while it runs."""
 
-_recorder: Recorder | None = None
+    due: bool = False
+    recorder: Recorder | None = None
 
 
 def begin_step() -> None:
     """Told before each training step. (Evaluation may run between two, and is not recorded.)"""
-    global _recorder, _due
-    if _due:
+    tracing = part(Tracing)
+    if tracing.due:
         from megatron.training import get_args
 
-        _recorder, _due = Recorder(get_args().distributed_backend == "nccl"), False
+        tracing.recorder, tracing.due = Recorder(get_args().distributed_backend == "nccl"), False
 
 
 def begin_micro_batch(index: int) -> None:
     """Told by the plugin's forward step: which micro-batch of the iteration it runs."""
-    if _recorder is not None:
-        _recorder.micro_batch = index
+    recorder = part(Tracing).recorder
+    if recorder is not None:
+        recorder.micro_batch = index
 
 
 def wrap_forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """A schedule's forward of one micro-batch, marked in a traced iteration."""
 
     def forward_step(*args: Any, **kwargs: Any) -> Any:
-        if _recorder is None:
+        recorder = part(Tracing).recorder
+        if recorder is None:
             return original(*args, **kwargs)
-        return _recorder.forward(lambda: original(*args, **kwargs))
+        return recorder.forward(lambda: original(*args, **kwargs))
 
     return forward_step
 
@@ -156,9 +162,10 @@ def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """A schedule's backward of one micro-batch, marked in a traced iteration."""
 
     def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if _recorder is None:
+        recorder = part(Tracing).recorder
+        if recorder is None:
             return original(input_tensor, output_tensor, *args, **kwargs)
-        return _recorder.backward(
+        return recorder.backward(
             output_tensor, lambda: original(input_tensor, output_tensor, *args, **kwargs)
         )
 
@@ -184,13 +191,13 @@ def after_iteration(
     store: common to all ranks, over which they send their times to the last one, which writes --wlb-trace.
     traced: None without that flag.
     """
-    global _recorder, _due
+    tracing = part(Tracing)
     if traced is None:
         return
     if iteration + 1 == traced.iteration:
-        _due = True
-    elif _recorder is not None:
-        recorder, _recorder = _recorder, None
+        tracing.due = True
+    elif tracing.recorder is not None:
+        recorder, tracing.recorder = tracing.recorder, None
         with never_fatal("--wlb-trace writes nothing"):
             _send(recorder, store, documents_in_chunks(pieces))
             if dist.get_rank() == dist.get_world_size() - 1:

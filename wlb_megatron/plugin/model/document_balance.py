@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wlb_megatron.plugin.job_state import part
+
 
 @dataclass(frozen=True, slots=True)
 class Documents:
@@ -24,13 +26,16 @@ class Documents:
     count: int
 
 
-_current: Documents | None = None
+@dataclass(slots=True)
+class Routed:
+    """documents: of the micro-batch whose tokens routers get now."""
+
+    documents: Documents | None = None
 
 
 def begin(documents: Documents | None) -> None:
     """Note whose tokens are routed from now on."""
-    global _current
-    _current = documents
+    part(Routed).documents = documents
 
 
 def begin_backward(documents: Documents | None, output: Any) -> None:
@@ -46,10 +51,11 @@ def wrap_apply_seq_aux_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, *rest: Any, **more: Any
     ) -> Any:
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
-        if _current is None or coefficient == 0:
+        documents = part(Routed).documents
+        if documents is None or coefficient == 0:
             return original(self, probs, scores_for_aux_loss, routing_map, *rest, **more)
         group = self.tp_cp_group
-        loss, tokens = balance(scores_for_aux_loss, routing_map, _current, self.topk, group)
+        loss, tokens = balance(scores_for_aux_loss, routing_map, documents, self.topk, group)
         return self.attach_and_log_load_balancing_loss(
             probs,
             coefficient,

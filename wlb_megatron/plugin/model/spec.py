@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from wlb_megatron.attention.core_attention import WlbCoreAttention, wlb_core_attention
 from wlb_megatron.attention.rope import PlannedRotaryEmbedding
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.refusals import Refused, RefusedHere
 
 
@@ -68,18 +70,22 @@ def with_plan_attention(model_provider: Callable[..., Any]) -> Callable[..., Any
     """A script's own model provider whose GPT models are built with the plugin's attention, and checked."""
 
     def provider(*args: Any, **kwargs: Any) -> Any:
-        global _building
-        _building = True
+        building = part(Building)
+        building.now = True
         try:
             model = model_provider(*args, **kwargs)
         finally:
-            _building = False
+            building.now = False
         return prepare_model([model])[0]
 
     return provider
 
 
-_building = False
+@dataclass(slots=True)
+class Building:
+    """now: a model provider of `with_plan_attention` runs."""
+
+    now: bool = False
 
 
 def wrap_gpt_model(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,7 +97,7 @@ def wrap_gpt_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs)
-        if _building:
+        if part(Building).now:
             with_wlb_attention(given.arguments["transformer_layer_spec"])
         further = given.arguments.get("mtp_block_spec")
         if further is not None and _has_wlb_attention(given.arguments["transformer_layer_spec"]):

@@ -11,38 +11,43 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from wlb_megatron.plugin.job_state import part
+
 ATTRIBUTE = "wlb_state"
-_loaded: dict[str, Any] | None = None
-
 MakeState = Callable[[], dict[str, Any]]
-_kept: MakeState | None = None
-"""Makes the state of the next checkpoint. Called where one is saved: with fixed windows over several global batches
-the state is megabytes."""
 
-_computed: MakeState | None = None
-"""The same of the iteration whose gradients are there but not yet applied."""
+
+@dataclass(slots=True)
+class PackingStates:
+    """loaded: the checkpoint's that Megatron has loaded, None if it has none. kept: makes the next checkpoint's. Called
+    where one is saved: with fixed windows over several global batches it is megabytes. computed: makes that of the
+    iteration whose gradients are there but not yet applied."""
+
+    loaded: dict[str, Any] | None = None
+    kept: MakeState | None = None
+    computed: MakeState | None = None
 
 
 def remember(state: MakeState) -> None:
     """Make what `state` returns part of the next checkpoint."""
-    global _kept
-    _kept = state
+    part(PackingStates).kept = state
 
 
 def remember_if_applied(state: MakeState) -> None:
     """The same, once Megatron has applied the iteration's gradients."""
-    global _computed
-    _computed = state
+    part(PackingStates).computed = state
 
 
 def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     """generate_state_dict(args, ..) of arguments that hold the packing state: all that is saved goes through it."""
 
     def generate_state_dict(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        if _kept is not None and not getattr(args, "wlb_off", True):
-            setattr(args, ATTRIBUTE, json.dumps(_kept()))
+        kept = part(PackingStates).kept
+        if kept is not None and not getattr(args, "wlb_off", True):
+            setattr(args, ATTRIBUTE, json.dumps(kept()))
         return original(args, *rest, **kwargs)
 
     return generate_state_dict
@@ -53,10 +58,9 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        global _computed
-        if _computed is not None:
-            remember(_computed)
-            _computed = None
+        states = part(PackingStates)
+        if states.computed is not None:
+            states.kept, states.computed = states.computed, None
         return original(*args, **kwargs)
 
     return training_log
@@ -64,7 +68,7 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def loaded_state() -> dict[str, Any] | None:
     """The state of the checkpoint that Megatron has loaded, or None if it has none."""
-    return _loaded
+    return part(PackingStates).loaded
 
 
 def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,12 +76,11 @@ def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
     saves again before anything trains (--ckpt-convert-format)."""
 
     def load_base_checkpoint(load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        global _loaded
         result = original(load_dir, args, *rest, **kwargs)
         contents = result[0] if isinstance(result, tuple) else None
         if isinstance(contents, dict) and "args" in contents:
             saved = getattr(contents["args"], ATTRIBUTE, None)
-            _loaded = None if saved is None else json.loads(saved)
+            part(PackingStates).loaded = None if saved is None else json.loads(saved)
             if saved is not None and not getattr(args, "wlb_off", True):
                 setattr(args, ATTRIBUTE, saved)
         return result

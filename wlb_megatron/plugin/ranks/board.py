@@ -17,12 +17,14 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from wlb_megatron.plugin.flags.open_files import allow_open_files
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.ranks.addresses import listener, own_address, resolved, served_at
 from wlb_megatron.plugin.ranks.signing import Signer
 
@@ -143,17 +145,19 @@ def common_store(name: str) -> Any:
     on all ranks alike, not necessarily at once (but for the first use: it is a broadcast); a second call of a name (a
     second training in these processes) gives other keys, and so does torchrun's next attempt, whose store still holds
     what the last one left."""
-    global _attempt
-    if _attempt is None:
+    attempt = part(Attempt)
+    if attempt.name is None:
         # Not TORCHELASTIC_RESTART_COUNT: every node's agent counts its own, and that of a node that took a broken one's
         # place begins at 0 (pytorch issue 135712).
         _warn_of_restarts()
         told = [secrets.token_hex(8)]
         dist.broadcast_object_list(told, src=0)
-        (_attempt,) = told
-    call = _calls[name]
-    _calls[name] += 1
-    return dist.PrefixStore(f"wlb_megatron/{_attempt}/{name}/{call}", distributed_c10d._get_default_store())
+        (attempt.name,) = told
+    call = attempt.calls[name]
+    attempt.calls[name] += 1
+    return dist.PrefixStore(
+        f"wlb_megatron/{attempt.name}/{name}/{call}", distributed_c10d._get_default_store()
+    )
 
 
 def _warn_of_restarts() -> None:
@@ -170,11 +174,13 @@ def _warn_of_restarts() -> None:
         )
 
 
-_attempt: str | None = None
-"""Rank 0's random name of this start of all ranks."""
+@dataclass(slots=True)
+class Attempt:
+    """This start of all ranks. name: rank 0's random one, the same on all. calls: how often this process asked for a
+    store by name. They are counted here, as another rank may be a call ahead."""
 
-_calls: Counter[str] = Counter()
-"""How often a name was asked for in this process: counted here, as another rank may be a call ahead."""
+    name: str | None = None
+    calls: Counter[str] = field(default_factory=Counter)
 
 
 def wait_for(store: Any, key: str, given_up: Callable[[], bool]) -> bool:

@@ -9,6 +9,7 @@ rehearsal, which has shown that the longest micro-batches fit beside them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -16,15 +17,20 @@ import torch
 import torch.distributed as dist
 
 from wlb_megatron.dynamic.blocks import block_sizes
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.plans.planning import RankGroup
 
-_groups: dict[int, Any] = {}
-"""This rank's process group of each size."""
+
+@dataclass(slots=True)
+class RankGroups:
+    """by_size: this rank's process groups."""
+
+    by_size: dict[int, Any] = field(default_factory=dict)
 
 
 def process_group(group: RankGroup | None) -> Any:
     """The process group of a planned micro-batch; None for Megatron's own, and for a rank alone."""
-    return None if group is None or group.size == 1 else _groups[group.size]
+    return None if group is None or group.size == 1 else part(RankGroups).by_size[group.size]
 
 
 def make_groups(timeout: timedelta) -> None:
@@ -38,14 +44,14 @@ def make_groups(timeout: timedelta) -> None:
     context = parallel_state.get_context_parallel_group()
     ranks = dist.get_process_group_ranks(stage)
     here, width = ranks.index(dist.get_rank()), dist.get_world_size(context)
-    block = here // width * width
+    block, groups = here // width * width, part(RankGroups).by_size
     if dist.get_process_group_ranks(context) != ranks[block : block + width]:
         raise RuntimeError(
             f"wlb_megatron: context-parallel ranks {dist.get_process_group_ranks(context)} do not lie side by side "
             f"among the data x context parallel ranks {ranks}: dynamic groups need Megatron's default --order"
         )
     for size in block_sizes(width, len(ranks) // width)[1:]:
-        if size in _groups:
+        if size in groups:
             continue
         start = here // size * size
         if size == width:
@@ -57,4 +63,4 @@ def make_groups(timeout: timedelta) -> None:
             # Megatron's own way: the group is among those whose time limit it lowers once training runs.
             made = parallel_state.create_group(members, timeout=timeout, use_local_synchronization=True)
         dist.all_reduce(torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu"), group=made)
-        _groups[size] = made
+        groups[size] = made

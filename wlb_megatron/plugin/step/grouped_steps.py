@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from wlb_megatron.attention.key_cache import clear_caches
 from wlb_megatron.pipeline.orders import grouped_orders
+from wlb_megatron.plugin.job_state import part
 
 
 class GroupedStep:
@@ -58,7 +60,11 @@ class GroupedStep:
         return result
 
 
-_running: GroupedStep | None = None
+@dataclass(slots=True)
+class Running:
+    """step: the one in groups that runs, None in a step of Megatron's own order."""
+
+    step: GroupedStep | None = None
 
 
 @contextlib.contextmanager
@@ -70,7 +76,6 @@ def running(sizes: Sequence[int], micro_batches: int, chunks: int = 1) -> Iterat
     """
     from megatron.core import parallel_state
 
-    global _running
     if not sizes:
         yield
         return
@@ -79,11 +84,11 @@ def running(sizes: Sequence[int], micro_batches: int, chunks: int = 1) -> Iterat
             f"groups of {list(sizes)} for {micro_batches} micro-batches on {chunks} model chunks a stage"
         )
     clear_caches()
-    _running = GroupedStep(sizes, parallel_state.get_pipeline_model_parallel_world_size())
+    part(Running).step = GroupedStep(sizes, parallel_state.get_pipeline_model_parallel_world_size())
     try:
         yield
     finally:
-        _running = None
+        part(Running).step = None
         clear_caches()  # of a step that has failed; after a whole one nothing is left
 
 
@@ -92,8 +97,9 @@ def wrap_forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward_step(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if _running is not None:
-            _running.keep(args[4] if len(args) > 4 else kwargs["input_tensor"], result[0])
+        step = part(Running).step
+        if step is not None:
+            step.keep(args[4] if len(args) > 4 else kwargs["input_tensor"], result[0])
         return result
 
     return forward_step
@@ -103,9 +109,10 @@ def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """A schedule's backward of the oldest micro-batch: in a step in groups, of the one whose turn it is."""
 
     def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, *rest: Any) -> Any:
-        if _running is None:
+        step = part(Running).step
+        if step is None:
             return original(input_tensor, output_tensor, output_tensor_grad, *rest)
-        return _running.backward(original, output_tensor_grad, rest)
+        return step.backward(original, output_tensor_grad, rest)
 
     return backward_step
 
@@ -114,6 +121,7 @@ def wrap_total_stages(original: Callable[..., Any]) -> Callable[..., Any]:
     """P2PCommunicator.total_stages, from which 1F1B takes how many forwards run ahead."""
 
     def total_stages(self: Any) -> int:
-        return original(self) + (0 if _running is None else _running.ahead)
+        step = part(Running).step
+        return original(self) + (0 if step is None else step.ahead)
 
     return total_stages

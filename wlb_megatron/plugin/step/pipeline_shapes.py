@@ -12,9 +12,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from wlb_megatron.pipeline.orders import grouped_orders
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
 
 Shape = tuple[int, int, int]
@@ -78,7 +80,11 @@ class ShapeQueue:
             raise RuntimeError(f"{direction}: tensor of shape {tuple(tensor.shape)}, planned {expected}")
 
 
-_current: ShapeQueue | None = None
+@dataclass(slots=True)
+class KnownShapes:
+    """queue: of the planned step that runs, None outside of one."""
+
+    queue: ShapeQueue | None = None
 
 
 def wrap_communicate_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,14 +93,15 @@ def wrap_communicate_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
     def communicate_shapes(
         self: Any, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> Any:
-        if _current is None:
+        shapes = part(KnownShapes).queue
+        if shapes is None:
             return original(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
         if tensor_send_next is not None:
-            _current.check("send forward", tensor_send_next)
+            shapes.check("send forward", tensor_send_next)
         if tensor_send_prev is not None:
-            _current.check("send backward", tensor_send_prev)
-        from_prev = list(_current.take("receive forward")) if recv_prev else [0, 0, 0]
-        from_next = list(_current.take("receive backward")) if recv_next else [0, 0, 0]
+            shapes.check("send backward", tensor_send_prev)
+        from_prev = list(shapes.take("receive forward")) if recv_prev else [0, 0, 0]
+        from_next = list(shapes.take("receive backward")) if recv_next else [0, 0, 0]
         return from_prev, from_next
 
     return communicate_shapes
@@ -109,7 +116,11 @@ def wrap_send_forward_recv_forward(original: Callable[..., Any]) -> Callable[...
 
     def send_forward_recv_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if _current is None or not self.config.deallocate_pipeline_outputs or not isinstance(result, tuple):
+        if (
+            part(KnownShapes).queue is None
+            or not self.config.deallocate_pipeline_outputs
+            or not isinstance(result, tuple)
+        ):
             return result
         _, handles = result  # of an exchange that goes on beside computation
         if handles and "send_next" in handles:
@@ -174,12 +185,11 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             return forward_backward(data_iterator=data_iterator, num_microbatches=num_microbatches, **kwargs)
 
         def step(batches: Sequence[LoadedMicroBatch]) -> Any:
-            global _current
-            model = kwargs["model"]
+            model, known = kwargs["model"], part(KnownShapes)
             chunks = len(model) if isinstance(model, list) else 1
             shapes = [batch.activation_shape for batch in batches]
             groups = batches[0].planned.chunk_groups if training else ()
-            _current = ShapeQueue(shapes, _orders(len(batches), model, chunks, groups))
+            known.queue = ShapeQueue(shapes, _orders(len(batches), model, chunks, groups))
             ahead = draw_ahead if training and batches[0].planned.iteration != REHEARSAL else None
             means = _mean_losses(model, batches) if training else nullcontext()
             drawn = [_drawn(batches, ahead), *(_drawn(batches) for _ in range(chunks - 1))]
@@ -191,7 +201,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
                         **kwargs,
                     )
             finally:
-                _current = None
+                known.queue = None
 
         def draw_ahead(count: int) -> None:
             began = time.perf_counter()
