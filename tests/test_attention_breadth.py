@@ -111,6 +111,28 @@ def test_values_narrower_than_keys_are_exact(heads, kv_heads, dim, v_dim):
     assert_exact(plan, heads=heads, kv_heads=kv_heads, dim=dim, v_dim=v_dim)
 
 
+@pytest.mark.parametrize("v_dim", [6, 4])
+@pytest.mark.parametrize("takes", [True, False])
+def test_tensors_as_megatron_has_them_give_the_same_bitwise(v_dim, takes, monkeypatch):
+    """[t, 1, heads, dim] in and [t, 1, heads * v dim] out, with values that the kernels take or that are padded."""
+    from wlb_megatron.attention.device_layout import device_layout
+    from wlb_megatron.attention.kernels.torch_backend import TorchKernels
+    from wlb_megatron.attention.sharded_attention import sharded_attention
+
+    monkeypatch.setattr(TorchKernels, "takes", lambda *_: takes)
+    layout = device_layout(attention_layout(shard([5, 3], 1, "per-document"), 0), "cpu")
+    x = random_tensors(8, dim=6, v_dim=v_dim)
+    results = []
+    for flat in (False, True):
+        q, k, v = ((t.unsqueeze(1) if flat else t).clone().requires_grad_() for t in (x.q, x.k, x.v))
+        out = sharded_attention(q, k, v, layout, None, TorchKernels(), 1.0)
+        dout = x.dout.flatten(1).unsqueeze(1) if flat else x.dout
+        assert out.shape == dout.shape
+        grads = torch.autograd.grad(out, (q, k, v), dout)
+        results.append((out.reshape(8, -1, v_dim), *(g.squeeze(1) if flat else g for g in grads)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_values_wider_than_keys_and_windows_without_a_layout_are_refused():
     from attention_oracle import Member, ThreadGroup
 

@@ -152,9 +152,7 @@ class WlbCoreAttention:
             )
         if attention_bias is not None:
             raise WlbError("wlb_megatron does not support attention bias: train without it")
-        if query.dim() == 4 and query.shape[1] == 1:
-            query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        if query.dim() != 3:
+        if query.dim() != 3 and (query.dim() != 4 or query.shape[1] != 1):
             raise WlbError(
                 f"attention got queries of shape {tuple(query.shape)}, not [tokens, 1, heads, dim]: "
                 "a micro-batch is one packed sequence, as wlb_megatron's forward_step gives it"
@@ -172,7 +170,7 @@ class WlbCoreAttention:
             windowed=self._windowed,
             cache=self._cache,
         )
-        return out.flatten(1).unsqueeze(1)
+        return out if query.dim() == 4 else out.flatten(1).unsqueeze(1)
 
     @functools.cached_property
     def kernels(self) -> tuple[str, Kernels]:

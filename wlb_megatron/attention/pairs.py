@@ -10,7 +10,7 @@ def side_by_side(k: Tensor, v: Tensor) -> Tensor:
     """[keys, 2, kv heads, dim], or [keys, kv heads, dim + v dim] where values are narrower: one copy, any strides."""
     if k.shape != v.shape:
         return torch.cat((k, v), dim=-1)
-    if all(_in_sixteens(x) for x in (k, v)):
+    if _in_sixteens(k) and _in_sixteens(v):
         # A GPU's strided stack is slow 2 bytes at a time: 0.12 ms for 32K keys of 4 heads of 128, so 0.03 (H200).
         wide = torch.stack((k.view(torch.complex128), v.view(torch.complex128)), dim=1)
         return wide.view(k.dtype)
@@ -30,11 +30,17 @@ def grads_apart(dkv: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 def _in_sixteens(x: Tensor) -> bool:
     """Whether every row of the last dimension is of whole 16 bytes, and begins at a multiple of them."""
-    each = 16 // x.element_size()
-    sizes = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
-    return x.stride(-1) == 1 and not any(size % each for size in sizes) and not x.data_ptr() % 16
+    *steps, last = x.stride()
+    bits = x.storage_offset() | x.shape[-1]
+    for step in steps:
+        bits |= step
+    # Elements in 16 bytes are a power of two, so that it divides numbers which have none of the bits below it.
+    return last == 1 and not bits & (16 // x.element_size() - 1) and not x.data_ptr() & 15
 
 
 def apart(kv: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Views of the keys, [keys, kv heads, dim], and of the values."""
-    return (kv[:, 0], kv[:, 1]) if kv.dim() == 4 else (kv[..., :dim], kv[..., dim:])
+    if kv.dim() != 4:
+        return kv[..., :dim], kv[..., dim:]
+    k, v = kv.unbind(1)
+    return k, v

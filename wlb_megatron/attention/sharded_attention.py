@@ -64,6 +64,7 @@ def sharded_attention(
     cache: KeyCache | None = None,
 ) -> Tensor:
     """[t, heads, v dim] from q [t, heads, dim], k [t, kv heads, dim], v [t, kv heads, v dim], the rank's own tokens.
+    Or, as Megatron has them, [t, 1, heads * v dim] from [t, 1, ..]: five nodes of autograd fewer than by views outside.
 
     group: the context-parallel process group. keep_keys: save the exchanged keys for backward, else exchange
     them again there. sink: [heads], see sinks.py. windowed: a layer that sees the layout's window. cache: the layer's,
@@ -96,7 +97,9 @@ def sharded_attention(
             raise ValueError("a micro-batch that shares a document with another needs the layer's cache")
         keep_keys = cache.start(chosen.cache) and keep_keys
     out = function.apply(q, k, v, sink, chosen, group, kernels, scale, keep_keys, cache)
-    return out[..., :v_dim] if pad else out
+    if not pad:
+        return out
+    return out[..., :v_dim] if q.dim() == 3 else out.unflatten(2, (-1, dim))[..., :v_dim].flatten(2)
 
 
 class _Attention(torch.autograd.Function):
@@ -108,6 +111,9 @@ class _Attention(torch.autograd.Function):
     @classmethod
     def forward(cls, ctx: Any, *given: Any) -> Tensor:
         q, k, v, sink, ctx.layout, ctx.group, ctx.kernels, ctx.scale, keep_keys, ctx.cache = given
+        ctx.flat = q.dim() == 4
+        if ctx.flat:
+            q, k, v = q.squeeze(1), k.squeeze(1), v.squeeze(1)
         q = q.contiguous()
         kv = side_by_side(k, v)
         if ctx.layout.cache:
@@ -118,14 +124,18 @@ class _Attention(torch.autograd.Function):
         keys = keys if keep_keys else None
         own = None if keys is not None and cls.keys_serve else kv
         ctx.save_for_backward(q, own, keys, out, lse, sink)
-        return out
+        return out.view(len(out), 1, -1) if ctx.flat else out
 
     @classmethod
     def backward(cls, ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, keys, out, lse, sink = ctx.saved_tensors
         dout = dout.contiguous()
+        if ctx.flat:
+            dout = dout.view(out.shape)
         dq, dk, dv = cls.pull(ctx, q, kv, keys, out, lse, dout)
         dsink = None if sink is None else sink_gradient(out, lse, dout, sink)
+        if ctx.flat:
+            dq, dk, dv = dq.unsqueeze(1), dk.unsqueeze(1), dv.unsqueeze(1)
         return dq, dk, dv, dsink, None, None, None, None, None, None
 
     @classmethod

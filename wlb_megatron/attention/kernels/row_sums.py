@@ -6,6 +6,9 @@ each, which reads and writes every row once (row_sums_triton.py).
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,9 +25,7 @@ def spread_rows(source: Tensor, index: Tensor, rows: int) -> Tensor:
 def spread_four(sources: tuple[Tensor, Tensor, Tensor, Tensor], index: Tensor, rows: int) -> list[Tensor]:
     """spread_rows of each: one launch on a GPU instead of four."""
     if sources[0].is_cuda:
-        from wlb_megatron.attention.kernels import row_sums_triton
-
-        return row_sums_triton.spread_four(sources, index, rows)
+        return _fused().spread_four(sources, index, rows)
     return [spread_rows(source, index, rows) for source in sources]
 
 
@@ -32,9 +33,7 @@ def join_rows(source: Tensor, other: Tensor, index: Tensor, rows: int) -> Tensor
     """Row index[i] of source, or ~index[i] of other, at row i of a new buffer of `rows` rows, of which nothing reads
     the others. [rows, ..] each, contiguous."""
     if source.is_cuda:
-        from wlb_megatron.attention.kernels import row_sums_triton
-
-        return row_sums_triton.join_rows(source, other, index, rows)
+        return _fused().join_rows(source, other, index, rows)
     buffer = source.new_empty((rows, *source.shape[1:]))
     buffer[: len(index)] = _joined(source, other, index)
     return buffer
@@ -45,9 +44,7 @@ def add_rows(target: Tensor, source: Tensor, bags: Bags, other: Tensor | None = 
     fp32 at least, rounded once."""
     other = source if other is None else other
     if target.is_cuda:
-        from wlb_megatron.attention.kernels import row_sums_triton
-
-        row_sums_triton.add_rows(target, source, bags, other)
+        _fused().add_rows(target, source, bags, other)
         return
     wide = torch.promote_types(target.dtype, torch.float32)
     owner, rows = bags.targets.repeat_interleave(bags.bounds.diff()), _joined(source, other, bags.members)
@@ -60,12 +57,18 @@ def sum_pairs(source: Tensor, bags: Bags, other: Tensor) -> tuple[Tensor, Tensor
     source, other: [rows, 2, ..]. Returns [targets, ..] of their first halves, and of their second ones.
     """
     if source.is_cuda:
-        from wlb_megatron.attention.kernels import row_sums_triton
-
-        return row_sums_triton.sum_pairs(source, bags, other)
+        return _fused().sum_pairs(source, bags, other)
     sums = source.new_zeros((len(bags.targets), *source.shape[1:]))
     add_rows(sums, source, bags, other)
     return sums[:, 0].contiguous(), sums[:, 1].contiguous()
+
+
+@cache
+def _fused() -> Any:
+    """row_sums_triton, which needs Triton; asked for anew in each call, an import takes the host 1 us."""
+    from wlb_megatron.attention.kernels import row_sums_triton
+
+    return row_sums_triton
 
 
 def _joined(source: Tensor, other: Tensor, index: Tensor) -> Tensor:
@@ -80,9 +83,7 @@ def merge_rows(out: Tensor, lse: Tensor, parts: Tensor, parts_lse: Tensor, bags:
     denominator, by which they are weighed. The sum is made in lse's type and rounded once.
     """
     if out.is_cuda:
-        from wlb_megatron.attention.kernels import row_sums_triton
-
-        row_sums_triton.merge_rows(out, lse, parts, parts_lse, bags)
+        _fused().merge_rows(out, lse, parts, parts_lse, bags)
         return
     owner = bags.targets.repeat_interleave(bags.bounds.diff()).long()
     parts, parts_lse = parts[bags.members], parts_lse[bags.members]

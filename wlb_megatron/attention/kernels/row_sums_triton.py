@@ -33,9 +33,11 @@ def _launch(
     That takes the host longer than the launch. What Triton compiles for depends on types, numbers and whether tensors
     begin at multiples of 16 bytes: where all do, the kernel it compiled for the same ones before is launched itself.
     """
-    place = tensors[0].device.index
-    key = id(kernel), place, numbers, tuple([tensor.dtype for tensor in tensors])
-    aligned = not sum(tensor.data_ptr() % 16 for tensor in tensors)
+    place, bits = tensors[0].get_device(), 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    aligned = not bits & 15
+    key = id(kernel), place, numbers, *[tensor.dtype for tensor in tensors]
     if aligned and (found := _compiled.get(key)) is not None:
         stream = driver.active.get_current_stream(place)
         # As CompiledKernel's own indexing does, less the hooks of Triton's profiler.

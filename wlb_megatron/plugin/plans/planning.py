@@ -35,7 +35,7 @@ from wlb_megatron.workload.kernel_table import KernelTable
 class RankGroup:
     """Ranks [start, start + size) of a stage's data x context parallel ones, which share a micro-batch.
 
-    steps: micro-batches of the iteration on every rank. source: whose plan it is (dynamic.planner.Outcome).
+    steps: micro-batches of the iteration on every rank. source: whose plan it is (dynamic.plan_step.Outcome).
     gain: predicted time with fixed groups over this plan's.
     """
 

@@ -16,7 +16,7 @@ from wlb_megatron.dynamic.plan_step import LATE, Outcome, plan_step
 class PlanProcess:
     """Plans iterations in a child that lives as long as its input is open, which is as long as this process.
 
-    pipeline, multiple: see dynamic.planner.plan_step.
+    pipeline, multiple: see dynamic.plan_step.plan_step.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class PlanProcess:
         budget: float | None = None,
         hurry: Callable[[], bool] = lambda: False,
     ) -> Outcome:
-        """See dynamic.planner.plan_step; budget None: without one. The fixed groups, marked late, where `hurry` says
+        """See dynamic.plan_step.plan_step; budget None: without one. The fixed groups, marked late, where `hurry` says
         so before the child has answered. Planned here, greedily, where there is no child any more."""
         if self._child is None and not self._broken:
             self.start()
