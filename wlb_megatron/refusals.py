@@ -177,8 +177,8 @@ REFUSALS: tuple[Refusal, ...] = (
             )
         ),
         "--cuda-graph-impl with varlen packing, dynamic groups, experts, growing batches or --micro-batch-size above 1",
-        "a graph takes one number of tokens, but micro-batches vary in length (with MLPs padded to the longest, a step "
-        "takes 1.28 times as long); use --wlb-packing fixed-greedy, which fills windows, or leave graphs off",
+        "a graph takes one number of tokens, but micro-batches vary in length (padding costs 5 to 28 % of a step, "
+        "graphs of MLPs give about 1 %); use --wlb-packing fixed-greedy, which fills windows, or leave graphs off",
     ),
     Refusal(
         lambda a, c: _get(a, "hybrid_layer_pattern") or _get(a, "is_hybrid_model"),
@@ -329,8 +329,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda a, c: _get(a, "tp_comm_overlap") and not _windows(a, c),
         "--tp-comm-overlap with packing by varlen, dynamic groups or another --eval-micro-batch-size",
-        "Transformer Engine's buffers take one number of tokens, but micro-batches vary in length (padded to the "
-        "longest, a step takes 1.37 times as long); use --wlb-packing fixed-greedy, which fills windows, or drop it",
+        "Transformer Engine's buffers take one number of tokens, but micro-batches vary in length (padding costs 37 % "
+        "of a step, the overlap gives about 2 %); use --wlb-packing fixed-greedy, which fills windows, or drop it",
     ),
     Refusal(
         lambda a, c: _get(a, "defer_embedding_wgrad_compute"),

@@ -13,6 +13,7 @@ Times are medians of Megatron's own after --warm-up. Multicast stays off
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -93,18 +94,18 @@ def main() -> None:
     failed: set[str] = set()
     for window in options.windows or section.windows:
         options.seq_length, options.global_batch_size = window, section.windows[window]
-        rows += measured(section, failed, options)
-        write_csv(options.out / f"{options.section}.csv", rows)
+        for row in measured(section, failed, options):
+            rows.append(row)
+            write_csv(options.out / f"{options.section}.csv", rows)
     table(rows)
 
 
-def measured(section: Section, failed: set[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each variant at one window that gave step times; one that gave none joins `failed`."""
+def measured(section: Section, failed: set[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each variant at one window that gave step times, as it ends; one that gave none joins `failed`."""
     window, windows = options.seq_length, options.global_batch_size
     lengths = options.out / f"lengths_{window}.npy"
     np.save(lengths, np.full(4096, window))
     prefix = corpus(options.out / f"corpus_{window}", lengths)
-    rows: list[dict[str, Any]] = []
     base = float("nan")
     for variant, flags in section.variants.items():
         if variant in failed or (section.gpus == 1 and window > LONGEST.get(variant, window)):
@@ -122,7 +123,7 @@ def measured(section: Section, failed: set[str], options: argparse.Namespace) ->
             continue
         ns_a_token = median(1e6 * step["ms"] / step["tokens"] for step in timed)
         base = ns_a_token if variant == next(iter(section.variants)) else base
-        rows.append(
+        row = (
             {"section": options.section, "window": window, "windows": windows, "layers": options.layers}
             | {"gpus": section.gpus, "variant": variant, "steps": len(timed)}
             | {"ms_a_step": median(step["ms"] for step in timed), "ns_a_token": ns_a_token}
@@ -130,8 +131,8 @@ def measured(section: Section, failed: set[str], options: argparse.Namespace) ->
             | {"ms_saved_a_layer": (base - ns_a_token) * window / 1e6 / options.layers}
             | {"peak_mb": timed[-1]["peak_mb"], "loss": timed[-1]["loss"]}
         )
-        print(f"{name}: {rows[-1]['ms_a_step']:.1f} ms a step, {rows[-1]['time_ratio']:.3f}", flush=True)
-    return rows
+        print(f"{name}: {row['ms_a_step']:.1f} ms a step, {row['time_ratio']:.3f}", flush=True)
+        yield row
 
 
 def table(rows: list[dict[str, Any]]) -> None:
