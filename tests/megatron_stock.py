@@ -15,7 +15,7 @@ from megatron.core.enums import ModelType
 from megatron.training import argument_utils, arguments, get_args, pretrain
 from megatron_worker import norms_for_sequence_parallelism, save_when_reduced, seen, with_known_weights
 
-from wlb_megatron.plugin.entry import wrap_compile_helpers
+from wlb_megatron.plugin.hand_over import wrap_compile_helpers
 from wlb_megatron.plugin.step.forward_step import sum_of_losses
 
 

@@ -18,7 +18,7 @@ from megatron_runs import LENGTHS, cpu_environment, flags, launch, logged_losses
 
 from wlb_megatron.arguments import add_arguments, config_from_args
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.plugin.entry import wrap_parse_args
+from wlb_megatron.plugin.take_over import wrap_parse_args
 from wlb_megatron.refusals import REFUSALS, Refused, refuse_unsupported
 
 RUN = ["--global-batch-size", "2", "--train-iters", "2"]
@@ -167,6 +167,7 @@ ALLGATHER = {"num_experts": 8, "moe_token_dispatcher_type": "allgather"}
 FLEX = {"num_experts": 8, "moe_token_dispatcher_type": "flex"}
 EP2 = {"expert_model_parallel_size": 2}
 TOGETHER: list[dict[str, object]] = [
+    {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["mlp"]},
     {**ALLGATHER, **EP2},
     {**FLEX, **EP2, "moe_flex_dispatcher_backend": "hybridep"},
     {**FLEX, "moe_flex_dispatcher_backend": "ncclep"},
@@ -254,6 +255,7 @@ SETTINGS_REFUSED = [
     ({}, {"cp_mode": "dynamic", "micro_batches_per_window": "2"}),
     ({}, {"overlong": "chunk", "chunks": "off"}),
     ({"max_position_embeddings": 64}, {"overlong": "chunk"}),
+    ({}, {"packing": "fixed-solver"}),
 ]
 """Arguments and settings of the rows that refuse the plugin's own settings."""
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_runs import ROOT, cpu_environment, flags, free_port, logged_losses
 
 from wlb_megatron.patching import hunks
-from wlb_megatron.plugin import entry
+from wlb_megatron.plugin import hand_over, take_over
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.refusals import Refused
 
@@ -153,12 +153,12 @@ def test_megatrons_dataset_helpers_are_built_only_where_its_own_datasets_may_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[str] = []
-    compile_helpers = entry.wrap_compile_helpers(lambda: made.append("made"))
-    monkeypatch.setattr(entry.importlib.util, "find_spec", lambda name: None)
-    part(entry.Start).opened = object()
+    compile_helpers = hand_over.wrap_compile_helpers(lambda: made.append("made"))
+    monkeypatch.setattr(hand_over.importlib.util, "find_spec", lambda name: None)
+    part(take_over.Start).opened = object()
     compile_helpers()
     assert not made
-    part(entry.Start).opened = None  # --wlb-off
+    part(take_over.Start).opened = None  # --wlb-off
     compile_helpers()
     assert made
 
@@ -167,7 +167,7 @@ def test_a_yaml_file_that_replaces_all_flags_is_refused_where_flags_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Megatron's load_yaml returns other arguments than the parser's, and validates them elsewhere."""
-    parse_args = entry.wrap_parse_args(lambda provider, unknown: argparse.Namespace(yaml_cfg="run.yaml"))
+    parse_args = take_over.wrap_parse_args(lambda provider, unknown: argparse.Namespace(yaml_cfg="run.yaml"))
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "run.yaml"])
     with pytest.raises(Refused, match="--yaml-cfg: Megatron then ignores every flag"):
         parse_args()
@@ -183,9 +183,9 @@ def test_with_the_plugin_off_pretrain_gets_what_the_script_gave(monkeypatch: pyt
     ) -> None:
         got.extend([train_valid_test_dataset_provider, model_provider, forward_step_func])
 
-    part(entry.Start).validated = True
+    part(take_over.Start).validated = True
     given = [object(), object(), object()]
-    entry.wrap_pretrain(original)(*given)
+    hand_over.wrap_pretrain(original)(*given)
     assert all(one is other for one, other in zip(got, given, strict=True))
 
 
@@ -199,7 +199,7 @@ def test_before_the_flags_are_read_pretrain_gets_what_decides_later(monkeypatch:
         told.append(model_provider(pre_process=True))
         told.append(forward_step_func("iterator", "model"))
 
-    entry.wrap_pretrain(original)(
+    hand_over.wrap_pretrain(original)(
         lambda samples: f"data of {samples}",
         lambda pre_process: f"model {pre_process}",
         "gpt",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from wlb_megatron.plugin import entry
+from wlb_megatron.plugin import hand_over, take_over
 from wlb_megatron.plugin.logs import logged_losses, trace
 from wlb_megatron.plugin.model import document_balance, routing, spec
 from wlb_megatron.plugin.plans import checkpoint
@@ -89,19 +89,19 @@ HOOKS: tuple[Hook, ...] = (
         "megatron.training.arguments:parse_args",
         ("extra_args_provider", "ignore_unknown_args"),
         "adds the --wlb-* flags",
-        entry.wrap_parse_args,
+        take_over.wrap_parse_args,
     ),
     Hook(
         "megatron.training.arguments:validate_args",
         ("args", "defaults"),
         "refuses what is not handled, opens the corpus, sets what the plugin needs",
-        entry.wrap_validate_args,
+        take_over.wrap_validate_args,
     ),
     Hook(
         "megatron.training.training:pretrain",
         ("train_valid_test_dataset_provider", "model_provider", "forward_step_func"),
         "gives pretrain() the plugin's dataset provider, forward step and layer spec",
-        entry.wrap_pretrain,
+        hand_over.wrap_pretrain,
     ),
     Hook(
         "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
@@ -188,7 +188,7 @@ HOOKS: tuple[Hook, ...] = (
         "megatron.core.datasets.utils:compile_helpers",
         (),
         "builds no dataset helpers: documents come from the index, Megatron's samples are not built",
-        entry.wrap_compile_helpers,
+        hand_over.wrap_compile_helpers,
     ),
     Hook(
         "megatron.core.distributed.torch_fully_sharded_data_parallel:TorchFullyShardedDataParallel.scale_gradients",

@@ -1,9 +1,11 @@
-"""What happens at Megatron's entry points: flags in, refusals out, the plugin's parts handed to pretrain()."""
+"""Megatron's flags, taken over where they are parsed and validated: ours are added, what is not handled is refused.
+
+The flags are Megatron's own namespace here, since refusals look at any of them and some are set. All that comes after
+gets a TrainingJob.
+"""
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import os
 import sys
 import traceback
@@ -22,8 +24,8 @@ from wlb_megatron.plugin.flags.training_job import TrainingJob, window_misfit
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.reporting import check_outputs
 from wlb_megatron.plugin.model.kernels import kernels_of
-from wlb_megatron.plugin.plans import source as sources
 from wlb_megatron.plugin.plans.cost_settings import complete
+from wlb_megatron.plugin.plans.source import Source, open_sources
 from wlb_megatron.plugin.step.multi_token import refuse_other_form
 from wlb_megatron.plugin.trials import versions
 from wlb_megatron.plugin.trials.kernel_trial import try_transformer_engine
@@ -35,7 +37,7 @@ class Opened:
     """A job that the plugin runs, and the planners over its corpus."""
 
     job: TrainingJob
-    sources: dict[str, sources.Source]
+    sources: dict[str, Source]
 
 
 @dataclass(slots=True)
@@ -112,100 +114,18 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
     return validate_args
 
 
-def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
-    """pretrain() over the plugin's dataset provider, forward step and layer spec.
-
-    From 0.19 the model is described by a configuration, which gets the layer spec; before, or when the script gives a
-    model_provider, what that builds does. Before 0.18 pretrain() itself parses the flags, so that what is handed to it
-    decides only when it is called whether the plugin is on.
-    """
-    signature = inspect.signature(original)
-
-    def pretrain(*args: Any, **kwargs: Any) -> Any:
-        start = part(Start)
-        if start.validated and start.opened is None:  # --wlb-off
-            return original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        given["train_valid_test_dataset_provider"] = _DatasetProvider(
-            given["train_valid_test_dataset_provider"]
-        )
-        given["forward_step_func"] = _choose_forward_step(given["forward_step_func"])
-        if given.get("model_provider") is not None:
-            given["model_provider"] = _choose_model_provider(given["model_provider"])
-        else:
-            from wlb_megatron.plugin.model.spec import install_spec
-
-            install_spec(given["cfg_container"].model)
-        return checked(
-            lambda: original(**given)
-        )  # what a checkpoint or the model's layers tell is refused there
-
-    return pretrain
-
-
-class _DatasetProvider:
-    """The plugin's provider where it is on, else the script's."""
-
-    def __init__(self, theirs: Callable[..., Any]) -> None:
-        self._theirs = theirs
-        self._ours: Callable[..., Any] | None = None  # one for all model chunks of a virtual pipeline
-
-    @property
-    def is_distributed(self) -> bool:
-        return part(Start).opened is not None or getattr(self._theirs, "is_distributed", False)
-
-    def __call__(self, train_valid_test_num_samples: Any, vp_stage: int | None = None) -> Any:
-        provider, opened = self._theirs, part(Start).opened
-        if opened is not None:
-            from wlb_megatron.plugin.plans.provider import make_provider
-
-            provider = self._ours = self._ours or make_provider(opened.job, opened.sources)
-        stage = {} if vp_stage is None else {"vp_stage": vp_stage}
-        return provider(train_valid_test_num_samples, **stage)
-
-
-def _choose_forward_step(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if part(Start).opened is None:
-            return theirs(data_iterator, model, *args, **kwargs)
-        from wlb_megatron.plugin.step import forward_step as ours
-
-        return ours.forward_step(data_iterator, model, *args, **kwargs)
-
-    return forward_step
-
-
-def _choose_model_provider(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    def model_provider(*args: Any, **kwargs: Any) -> Any:
-        if part(Start).opened is None:
-            return theirs(*args, **kwargs)
-        from wlb_megatron.plugin.model.spec import with_plan_attention
-
-        return with_plan_attention(theirs)(*args, **kwargs)
-
-    return model_provider
-
-
-def wrap_compile_helpers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """compile_helpers that runs make only where Megatron's own datasets may be built (--wlb-off) and helpers are not:
-    PyPI's wheel brings them built, but no Makefile."""
-
-    def compile_helpers() -> None:
-        if (
-            part(Start).opened is None
-            and importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None
-        ):
-            original()
-
-    return compile_helpers
-
-
 def _take_over(args: Any) -> None:
-    versions.check_transformer_engine(args.transformer_impl)
     full_validation = bool(getattr(args, "full_validation", False))
     if full_validation:
         args.eval_iters = args.eval_iters or 1  # Megatron evaluates where it is above 0; see evaluation.py
         args.full_validation = args.multiple_validation_sets
+    opened = part(Start).opened = _open(args, full_validation)
+    _set_what_plans_need(args, opened.job)
+
+
+def _open(args: Any, full_validation: bool) -> Opened:
+    """Refuse what is not handled, and open the corpus."""
+    versions.check_transformer_engine(args.transformer_impl)
     try:
         given = config_from_args(args)
         refuse_unsupported(args, given)
@@ -217,31 +137,28 @@ def _take_over(args: Any) -> None:
         try_transformer_engine(job)
         kernels_of(job)
         config = fit_to_memory(job, config)
-        part(Start).opened = Opened(job, sources.open_sources(job, config))
+        return Opened(job, open_sources(job, config))
     except ValueError as error:  # WlbErrors, and settings that do not fit together
         raise RefusedHere(f"wlb_megatron: {name_flag(str(error), args, PREFIX)}") from None
+
+
+def _set_what_plans_need(args: Any, job: TrainingJob) -> None:
     if (steps := job.batches.ramp_as_steps()) is not None:
         why = "this Megatron parses --rampup-batch-size but ignores it"
         _set(args, "step_batch_size_schedule", steps, why)
-    _set(
-        args,
-        "calculate_per_token_loss",
-        True,
-        "micro-batches differ in tokens, so the loss is summed per token",
-    )
+    why = "micro-batches differ in tokens, so the loss is summed per token"
+    _set(args, "calculate_per_token_loss", True, why)
     _set(args, "dataloader_type", "external", "the plugin's sampler orders the data")
     asked = getattr(args, "cp_comm_type", None) or ["p2p"]
-    if args.context_parallel_size > 1 and {*([asked] if isinstance(asked, str) else asked)} != {"p2p"}:
+    if job.sizes.context > 1 and {*([asked] if isinstance(asked, str) else asked)} != {"p2p"}:
         _say("ignores --cp-comm-type: the plan decides which keys ranks exchange")
-    if args.context_parallel_size > 1 and args.transformer_impl == "local":
+    if job.sizes.context > 1 and job.model.implementation == "local":
         args.cp_comm_type = ["all_gather"]  # the only kind that Megatron's dev branch takes with plain torch
     # Megatron clears this in validate_args; shapes then come from the plan, not from an exchange.
     # (allgather refuses it where the model is built; see spec.prepare_model.)
     args.variable_seq_lengths = not args.num_experts or args.moe_token_dispatcher_type != "allgather"
-    if args.num_experts is None:
-        args.moe_token_dispatcher_type = (
-            "alltoall"  # asked of every model with variable lengths; no experts here
-        )
+    if args.num_experts is None:  # asked of every model with variable lengths; no experts here
+        args.moe_token_dispatcher_type = "alltoall"
 
 
 def _refuse_misfits(job: TrainingJob, config: WlbConfig) -> None:
