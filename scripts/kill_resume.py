@@ -3,6 +3,7 @@
 
 python scripts/kill_resume.py 50 [--seed 0] [--processes 1] [--flags="--async-save"]
 python scripts/kill_resume.py 5 --torchrun --processes 2   # one rank is killed, torchrun starts all again
+python scripts/kill_resume.py 1 --torchrun --gpu           # on a GPU: NCCL, Transformer Engine, bf16, deterministic
 
 Every rank notes the documents and losses (to the last bit) of each iteration it trains, also of those that a kill
 makes it train again. All notes of an iteration must be equal, and equal to the uninterrupted run's. Moments: while
@@ -43,12 +44,15 @@ FLAGS = [
     "never",
 ]
 
+GPU = f"{runs.GPU_MODEL} {runs.GPU_MACHINE} {runs.GPU_TRAINING} --deterministic-mode"
+
 
 class Job:
     """A run in `folder`: started, killed, resumed from its own checkpoints."""
 
-    def __init__(self, folder: Path, corpus: Path, processes: int, flags: list[str]) -> None:
+    def __init__(self, folder: Path, corpus: Path, processes: int, flags: list[str], gpu: bool) -> None:
         self.folder, self._corpus, self._processes, self._flags = folder, corpus, processes, flags
+        self._gpu = gpu
         folder.mkdir(parents=True)
         self.journal = folder / "journal"
 
@@ -77,7 +81,8 @@ class Job:
     def _run(self, launcher: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
         checkpoints = str(self.folder / "checkpoints")
         command = [
-            *(*launcher, str(ROOT / "tests" / "megatron_worker.py"), *runs.flags(), *FLAGS),
+            *(*launcher, str(ROOT / "tests" / "megatron_worker.py")),
+            *(*(GPU.split() if self._gpu else runs.flags()), *FLAGS),
             *("--data-path", str(self._corpus), "--save", checkpoints, "--load", checkpoints, *self._flags),
         ]
         own = {
@@ -85,11 +90,12 @@ class Job:
             "WORKER_JOURNAL": str(self.journal),
             "NCCL_ALGO": "Ring",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
         }
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(
                 command,
-                env={**runs.cpu_environment(), **own, **environment},
+                env={**(runs.gpu_environment if self._gpu else runs.cpu_environment)(), **own, **environment},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -229,20 +235,22 @@ def main() -> None:
     parser.add_argument(
         "--torchrun", action="store_true", help="kill one rank a time, torchrun starts all again"
     )
+    parser.add_argument("--gpu", action="store_true", help="on GPUs, one a process")
     options = parser.parse_args()
     if options.torchrun and options.kills > MOST_RESTARTS:
         parser.error(f"--torchrun takes at most {MOST_RESTARTS} kills: the run is done by then")
     moment, flags = random.Random(options.seed), options.flags.split()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        runs.write_corpus(folder / "corpus", runs.LENGTHS * 3)
-        whole = Job(folder / "whole", folder / "corpus", options.processes, flags)
+        scale = 16 if options.gpu else 1
+        runs.write_corpus(folder / "corpus", [scale * length for length in runs.LENGTHS * 3])
+        whole = Job(folder / "whole", folder / "corpus", options.processes, flags, options.gpu)
         finish(whole)
         expected = whole.notes()
         if len(expected) != ITERATIONS * options.processes:
             raise SystemExit(f"the uninterrupted run noted {len(expected)} iterations")
         flags = ["--wlb-plan-process", "always", *flags]  # the uninterrupted run plans in a thread
-        job, killed = Job(folder / "killed", folder / "corpus", options.processes, flags), 0
+        job, killed = Job(folder / "killed", folder / "corpus", options.processes, flags, options.gpu), 0
         if options.torchrun:
             for told in restart(job, options.kills, moment):
                 killed += 1
@@ -253,7 +261,7 @@ def main() -> None:
             print(f"kill {killed}: {told}; {compare(job, expected)}", flush=True)
             if "done" in told:
                 shutil.rmtree(job.folder)
-                job = Job(folder / "killed", folder / "corpus", options.processes, flags)
+                job = Job(folder / "killed", folder / "corpus", options.processes, flags, options.gpu)
         if not options.torchrun:
             finish(job)
         notes = job.notes()

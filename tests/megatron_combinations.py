@@ -50,7 +50,15 @@ MLA = (
 WINDOWS = "--window-size 200,0 --window-attn-skip-freq 2 --softmax-type learnable"
 RECOMPUTE = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 
+REHEARSED = "--wlb-rehearsal always"
+
 GPU: tuple[Combination, ...] = (
+    Combination("one GPU, layers offloaded", 1, "--cpu-offloading-num-layers 2"),
+    Combination("one GPU, selective recompute", 1, "--recompute-granularity selective"),
+    Combination("one GPU, FP8 delayed, after a rehearsal", 1, REHEARSED, f"{FP8} delayed"),
+    Combination("one GPU, FP8 blockwise, after a rehearsal", 1, REHEARSED, f"{FP8} blockwise"),
+    Combination("one GPU, MoE, after a rehearsal", 1, REHEARSED, EXPERTS),
+    Combination("one GPU, distributed optimizer, overlaps", 1, OVERLAPS),
     Combination("TP2", 2, f"{TP} 2", stock=True),
     Combination(
         "TP2+SP, EP2, MoE, overlaps",
@@ -62,8 +70,11 @@ GPU: tuple[Combination, ...] = (
     Combination("CP2, Megatron-FSDP", 2, f"{CP} 2 {MEGATRON_FSDP}", needs="einops"),
     Combination("CP2, selective recompute", 2, f"{CP} 2 --recompute-granularity selective"),
     Combination("PP2, tied embeddings", 2, f"{PP} 2", without="--untie-embeddings-and-output-weights"),
-    Combination("CP2, FP8 delayed, after a rehearsal", 2, f"{CP} 2 --wlb-rehearsal always", f"{FP8} delayed"),
+    Combination("CP2, FP8 delayed, after a rehearsal", 2, f"{CP} 2 {REHEARSED}", f"{FP8} delayed"),
     Combination("CP2, FP8 blockwise", 2, f"{CP} 2", f"{FP8} blockwise"),
+    Combination(
+        "CP2, EP2, MoE, after a rehearsal", 2, f"{CP} 2 --expert-model-parallel-size 2 {REHEARSED}", EXPERTS
+    ),
     Combination("CP2", 2, f"{CP} 2"),
     Combination("TP2+SP", 2, f"{TP} 2 --sequence-parallel", stock=True),
     Combination("PP2", 2, f"{PP} 2"),
@@ -86,7 +97,7 @@ GPU: tuple[Combination, ...] = (
     ),
     Combination("CP2, torch FSDP2", 2, f"{CP} 2 {FSDP2}"),
 )
-"""For two GPUs (NCCL, Transformer Engine, bf16); those that are in no file of docs/results come first."""
+"""For one or two GPUs (NCCL, Transformer Engine, bf16); those that are in no file of docs/results come first."""
 
 FOUR = "--num-layers 4"
 WHOLE = {"no_op": False, "replace_with_linear": False}
