@@ -150,7 +150,7 @@ def test_simulate_tells_both_ways_and_writes_a_trace(tmp_path: Path, capsys):
     ("flags", "message"),
     [
         (["--tp", "3"], "--num-attention-heads 16 is no multiple of the tensor-parallel size 3"),
-        (["--vpp", "20"], "24 layers are fewer than 2 stages x 20 model chunks"),
+        (["--vpp", "20"], "--num-layers 24 cannot be divided over --pp 2 x --vpp 20"),
         (["--micro-batches", "3", "--vpp", "2"], "no multiple of 2 pipeline stages"),
         (["--tp-exposed", "2"], "tp-exposed is a share from 0 to 1"),
         (["--iterations", "0"], "is not a whole number from 1"),
