@@ -406,7 +406,7 @@ def test_a_table_tells_both_packings_and_the_flags(capsys: pytest.CaptureFixture
         "5 documents, 202 tokens; 1 empty (left out), 1 above the window (split)",
         "9 iterations, mean / most",
         "as set: varlen, adaptive",
-        "imbalance of micro-batches (max/mean work)",
+        "imbalance of micro-batches' work, max/mean",
         "token delay, iterations",
         "weights alone do not fit 80 GiB a GPU",
         "delay of long documents",

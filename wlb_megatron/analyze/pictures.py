@@ -108,7 +108,7 @@ def _draw_work(axes: Any, measured: Sequence[tuple[str, Measured]]) -> None:
             weights=np.full(len(values), 100 / len(values)),
             color=colour,
             alpha=0.6,
-            label=f"{name}: mean imbalance {figures.imbalance.mean:.3f}",
+            label=f"{name}: mean imbalance of work {figures.imbalance.mean:.3f}",
         )
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xlabel("work of a micro-batch over the mean of its iteration")

@@ -91,7 +91,7 @@ def print_analysis(analysis: Analysis) -> None:
             ("tokens a second", lambda r: f"{r['tokens_per_second']:,.0f}"),
             ("step over ideal (same work, no waiting)", lambda r: f"{r['step_over_ideal']:.3f}"),
             *((name, _share(key)) for key, name in WAITING.items()),
-            ("imbalance of micro-batches (max/mean work)", lambda r: _pair(r["imbalance"], "{:.3f}")),
+            ("imbalance of micro-batches' work, max/mean", lambda r: _pair(r["imbalance"], "{:.3f}")),
             ("micro-batches of a rank", lambda r: _pair(r["micro_batches"], "{:,.1f}")),
             ("documents in chunks", lambda r: _pair(r["documents_in_chunks"], "{:,.1f}")),
             ("tokens of a micro-batch", lambda r: _pair(r["micro_batch_tokens"], "{:,.0f}")),

@@ -101,16 +101,16 @@ def _balance(title: str, rows: list[dict[str, Any]]) -> Section:
             ]
         )
     header = (
-        *("", "micro-batches", "imbalance", "step over ideal", "speed-up", "at equal work"),
+        *("", "micro-batches", "imbalance of time", "step over ideal", "speed-up", "at equal work"),
         *("largest micro-batch", "held at once"),
     )
     return Section(
         f"{title}: means over the settings (simulated)",
         header,
         table,
-        "Imbalance: max/mean of micro-batch times. Step over ideal: a step over its GPUs' computing spread evenly, "
-        "with neither bubble nor waiting. The largest micro-batch, and the tokens that the first stage holds at once "
-        "at most, are in windows and of all settings.",
+        "Imbalance of time: max/mean of micro-batch times. Step over ideal: a step over its GPUs' computing spread "
+        "evenly, with neither bubble nor waiting. The largest micro-batch, and the tokens that the first stage holds "
+        "at once at most, are in windows and of all settings.",
     )
 
 

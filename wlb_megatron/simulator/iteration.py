@@ -45,7 +45,8 @@ class Simulated:
 
     @property
     def imbalance(self) -> float:
-        """Micro-batch latency, max/mean in each iteration, mean over iterations."""
+        """Time of a micro-batch on its slowest context-parallel rank, max/mean over all data-parallel ranks' in each
+        iteration, mean over iterations."""
         return float(np.mean([times.max() / times.mean() for times in self.micro_batches]))
 
     @property

@@ -58,7 +58,7 @@ def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) 
                     "step_ms_p95": float(np.percentile(simulated.steps, 95) / 1e6),
                     "tokens_per_second": 1e9 / simulated.ns_per_token,
                     "micro_batches": simulated.micro_batch_count,
-                    "imbalance": simulated.imbalance,
+                    "time_imbalance": simulated.imbalance,
                     "step_over_ideal": simulated.step_over_ideal,
                 }
             )
@@ -93,16 +93,16 @@ def print_simulation(told: dict[str, Any]) -> None:
         "packing",
         "sharding",
         "step ms",
-        "p95",
+        "p95 ms",
         "tokens/s",
         "micro-batches",
-        "imbalance",
-        "over ideal",
+        "imbalance of time",
+        "step over ideal",
     )
     rows = [
         [
             *(r["scheme"], r["packing"], r["sharding"], f"{r['step_ms']:,.1f}", f"{r['step_ms_p95']:,.1f}"),
-            *(f"{r['tokens_per_second']:,.0f}", f"{r['micro_batches']:.1f}", f"{r['imbalance']:.3f}"),
+            *(f"{r['tokens_per_second']:,.0f}", f"{r['micro_batches']:.1f}", f"{r['time_imbalance']:.3f}"),
             f"{r['step_over_ideal']:.3f}",
         ]
         for r in told["schemes"]
