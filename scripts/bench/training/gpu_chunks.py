@@ -4,9 +4,9 @@ python3 -m scripts.bench.training.gpu_chunks --lengths LENGTHS --out out/chunks
 
 losses: one checkpoint, four runs from it on the same documents, none delayed: two pipeline stages with chunks, with
 whole documents, and one GPU with one and with two micro-batches a window. What the last two differ by is bf16's own
-noise. long: documents of four windows, as chunks (--wlb-overlong chunk), and as a window of their own, which must not
-fit. The model has 8 layers of 2048, with full recompute; --vocabulary is the long document's. Logs and losses.csv go to
---out.
+noise. long: documents of four windows, as chunks (--wlb-overlong chunk). whole: as a window of their own, which must
+not fit. The model has 8 layers of 2048, with full recompute; --vocabulary is the long document's. Logs and losses.csv
+go to --out.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "chunks", help="folder of results")
     parser.add_argument("--lengths", type=Path, help=".npy of document lengths, below a window (for losses)")
-    parser.add_argument("--sections", default="losses,long", help="comma list (default: losses,long)")
+    parser.add_argument("--sections", default="losses,long,whole", help="comma list (default: all three)")
     parser.add_argument("--iterations", type=int, default=20, help="compared (default: 20)")
     parser.add_argument("--window", type=int, default=65536, help="tokens (default: 65536)")
     parser.add_argument("--vocabulary", type=int, default=48000, help="of the long document (default: 48000)")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for section in options.sections.split(","):
-        {"losses": losses, "long": long_document}[section](options)
+        {"losses": losses, "long": long_in_chunks, "whole": long_and_whole}[section](options)
 
 
 def job(options: argparse.Namespace, **changed: Any) -> argparse.Namespace:
@@ -93,29 +93,40 @@ def losses(options: argparse.Namespace) -> None:
         )
 
 
-def long_document(options: argparse.Namespace) -> None:
-    """Every third step has a document of four windows; then the same with a window as long as it, whole."""
-    whole = 4 * options.window
+def long_corpus(options: argparse.Namespace) -> Path:
+    """Prefix of documents of which every third step has one of four windows."""
     lengths = options.out / "long.npy"
     rng = np.random.default_rng(5)
     short = np.maximum(rng.lognormal(np.log(1500), 1.0, 3000), 2).astype(np.int64)
-    np.save(lengths, np.insert(np.minimum(short, options.window // 2), np.arange(20, 3000, 300), whole))
-    prefix = corpus(options.out / "long", lengths)
-    words = f"{RECOMPUTE} --vocab-size {options.vocabulary} --tokenizer-type NullTokenizer"
+    longest = np.arange(20, 3000, 300)
+    np.save(lengths, np.insert(np.minimum(short, options.window // 2), longest, 4 * options.window))
+    return corpus(options.out / "long", lengths)
+
+
+def words(options: argparse.Namespace) -> str:
+    return f"{RECOMPUTE} --vocab-size {options.vocabulary} --tokenizer-type NullTokenizer"
+
+
+def long_in_chunks(options: argparse.Namespace) -> None:
+    """Train documents of four windows in chunks."""
     chunks = [*STAGES, "--wlb-chunks", "on", "--wlb-overlong", "chunk"]
-    split = job(options, extra=words, global_batch_size=6, iterations=6)
-    rows = run("long-chunks-module", 2, chunks, prefix, split)
-    print(f"a document of {whole:,} tokens in chunks: {len(rows)} of 6 iterations", flush=True)
+    split = job(options, extra=words(options), global_batch_size=6, iterations=6)
+    rows = run("long-chunks-module", 2, chunks, long_corpus(options), split)
+    print(f"a document of {4 * options.window:,} tokens in chunks: {len(rows)} of 6 iterations", flush=True)
     for row in rows:
         print(
             f"  {row['tokens']:,} tokens, {row['micro_batches']} micro-batches, {row['ms']:,.0f} ms, loss {row['loss']}"
         )
     if rows:
         print(f"  peak {rows[-1]['peak_mb']:,.0f} MB")
-    short_run = f"{words} --lr-warmup-iters 0"
-    one = job(options, extra=short_run, seq_length=whole, global_batch_size=2, iterations=2)
-    kept = [*STAGES, "--wlb-packing", "original"]
-    rows = run("long-whole-module", 2, kept, prefix, one)
+
+
+def long_and_whole(options: argparse.Namespace) -> None:
+    """Try the same with a window as long as the document, which must not fit."""
+    whole = 4 * options.window
+    extra = f"{words(options)} --lr-warmup-iters 0"
+    one = job(options, extra=extra, seq_length=whole, global_batch_size=2, iterations=2)
+    rows = run("long-whole-module", 2, [*STAGES, "--wlb-packing", "original"], long_corpus(options), one)
     print(f"the same whole, a window of {whole:,}: {'it fits' if rows else 'it does not fit'}", flush=True)
 
 
