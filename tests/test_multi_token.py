@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import hooks
+from wlb_megatron.plugin.logs import logged_losses
 from wlb_megatron.plugin.plans.data import PackedDocuments
 from wlb_megatron.plugin.plans.loaded import Layout
 from wlb_megatron.plugin.plans.planning import PlannedMicroBatch
@@ -27,6 +29,8 @@ from wlb_megatron.plugin.step.multi_token import (
     refuse_other_form,
     wrap_is_inference_linear,
     wrap_roll_tensor,
+    wrap_roll_tensors,
+    wrap_track_metrics,
 )
 from wlb_megatron.refusals import Refused
 from wlb_megatron.sharding.cut import pad
@@ -93,10 +97,11 @@ def test_a_linear_layer_is_none_of_inference_where_transformer_engine_is_missing
 
 
 def test_a_micro_batch_that_was_not_planned_for_it_is_an_error() -> None:
-    roll = wrap_roll_tensor(lambda *_: "Megatron's")
-    assert roll(torch.ones(1, 4)) == "Megatron's"
-    with pytest.raises(WlbError, match="not planned"):
-        roll(torch.ones(1, 4), packed_seq_params=WlbPackedSeqParams())
+    for wrap, rolled in ((wrap_roll_tensor, torch.ones(1, 4)), (wrap_roll_tensors, [torch.ones(1, 4)])):
+        roll = wrap(lambda *_: "Megatron's")
+        assert roll(rolled) == "Megatron's"
+        with pytest.raises(WlbError, match="not planned"):
+            roll(rolled, packed_seq_params=WlbPackedSeqParams())
 
 
 def test_a_micro_batch_brings_the_factors_of_its_whole_iteration(tmp_path: Path) -> None:
@@ -120,19 +125,41 @@ def test_a_micro_batch_brings_the_factors_of_its_whole_iteration(tmp_path: Path)
         assert all(batch.following.tolist() == following(plan).tolist() for batch in ranks)
 
 
-def test_the_sum_told_leaves_each_depth_its_factor_alone() -> None:
+def one_at_a_time(tensor: torch.Tensor, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The dev branch's form, where Megatron itself sums the mask."""
+    (rolled,) = wrap_roll_tensors(lambda *_: None)([tensor], **more)
+    return rolled, rolled.sum()
+
+
+@pytest.mark.parametrize("roll", [wrap_roll_tensor(lambda *_: None), one_at_a_time], ids=["release", "dev"])
+def test_the_sum_told_leaves_each_depth_its_factor_alone(roll: Any) -> None:
     """Megatron multiplies by (predictions without a roll / the sum told, at least 1)."""
     after = torch.tensor([1, 2, 4, 4], dtype=torch.int32)
-    roll = wrap_roll_tensor(lambda *_: None)
     for mask in ([1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]):
         params = WlbPackedSeqParams(following=after, factors=iter([1.25, 4.0]), predicted=sum(mask))
         rolled = torch.tensor([mask])
         for factor in (1.25, 4.0):
             expected = [factor * float(rolled[0, at] != 0) if at < 4 else 0.0 for at in after.tolist()]
             rolled, told = roll(rolled, packed_seq_params=params, cp_group=None)
-            assert (rolled * sum(mask) / told.clamp(min=1)).tolist() == [expected]
+            weighed = rolled * sum(mask) / told.clamp(min=1)
+            assert weighed.tolist() == [expected] and type(weighed) is torch.Tensor
     padding = torch.tensor([[False, False, False, True]])
     assert roll(padding, packed_seq_params=params)[0] is padding
+
+
+def test_a_log_of_sums_over_predictions_is_not_corrected_for_micro_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    def track(loss_scale: float) -> float:
+        return loss_scale
+
+    monkeypatch.setattr(logged_losses, "part", lambda kind: SimpleNamespace(factor=0.25))
+    monkeypatch.delattr(MTPLossLoggingHelper, "save_loss_to_tracker", raising=False)
+    assert wrap_track_metrics(track)(1.0) == 0.25
+    monkeypatch.setattr(MTPLossLoggingHelper, "save_loss_to_tracker", None, raising=False)
+    assert wrap_track_metrics(track)(1.0) == 1.0
 
 
 @settings(deadline=None, max_examples=60)

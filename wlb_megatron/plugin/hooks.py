@@ -210,6 +210,13 @@ HOOKS: tuple[Hook, ...] = (
         optional=True,
     ),
     Hook(
+        "megatron.core.transformer.multi_token_prediction:roll_tensor",
+        ("tensors", "shifts", "dims", "cp_group", "packed_seq_params"),
+        "takes the next token of a document by the plan, wherever it is held",
+        multi_token.wrap_roll_tensors,
+        optional=True,
+    ),
+    Hook(
         "megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
         ("module",),
         "lets multi-token prediction run without Transformer Engine, on which this question fails then",
@@ -221,7 +228,7 @@ HOOKS: tuple[Hook, ...] = (
         "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.track_mtp_metrics",
         ("loss_scale",),
         "logs losses of multi-token prediction as means over the planned micro-batches",
-        logged_losses.wrap_report,
+        multi_token.wrap_track_metrics,
     ),
     Hook(
         "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.report",

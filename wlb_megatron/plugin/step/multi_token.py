@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin.logs import logged_losses
 from wlb_megatron.refusals import Refused
 
 
@@ -27,20 +28,70 @@ def wrap_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
         packed_seq_params: Any = None,
         **rest: Any,
     ) -> Any:
-        from wlb_megatron.attention.core_attention import WlbPackedSeqParams
-
-        if tensor is None or not isinstance(packed_seq_params, WlbPackedSeqParams):
+        if tensor is None or not _planned(packed_seq_params, shifts):
             return original(tensor, shifts, dims, cp_group, packed_seq_params, **rest)
-        if packed_seq_params.following is None or shifts != -1:
-            raise WlbError("multi-token prediction got a micro-batch that was not planned for it")
-        if tensor.dtype is torch.bool:
-            return tensor, tensor.sum()  # routers' padding mask: padding stays where it is
-        group = packed_seq_params.group or cp_group
-        if not tensor.is_floating_point():  # inputs and labels
-            return next_in_document(tensor, packed_seq_params.following, group)
-        return next_mask(tensor, packed_seq_params, group)
+        return _rolled(tensor, packed_seq_params, cp_group)
 
     return roll_tensor
+
+
+def wrap_roll_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of Megatron's dev branch, which rolls several tensors at once and sums the mask itself."""
+
+    def roll_tensor(
+        tensors: Any,
+        shifts: int = -1,
+        dims: int = -1,
+        cp_group: Any = None,
+        packed_seq_params: Any = None,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        if not _planned(packed_seq_params, shifts):
+            return original(tensors, shifts, dims, cp_group, packed_seq_params, *rest, **more)
+        rolled = [_rolled(tensor, packed_seq_params, cp_group) for tensor in tensors]
+        return [
+            CountedMask.of(later, total) if later.is_floating_point() else later for later, total in rolled
+        ]
+
+    return roll_tensor
+
+
+class CountedMask(torch.Tensor):
+    """A loss mask whose sum is the number that Megatron is to be told; a plain tensor to all other operations."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    total: torch.Tensor
+
+    @classmethod
+    def of(cls, mask: torch.Tensor, total: torch.Tensor) -> CountedMask:
+        counted = mask.as_subclass(cls)
+        counted.total = total
+        return counted
+
+    def sum(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self.total
+
+
+def _planned(params: Any, shifts: int) -> bool:
+    """Whether a roll is of a planned micro-batch; an error where it was not planned for it."""
+    from wlb_megatron.attention.core_attention import WlbPackedSeqParams
+
+    if not isinstance(params, WlbPackedSeqParams):
+        return False
+    if params.following is None or shifts != -1:
+        raise WlbError("multi-token prediction got a micro-batch that was not planned for it")
+    return True
+
+
+def _rolled(tensor: torch.Tensor, params: Any, cp_group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tensor one place later, and the sum that Megatron is told of it."""
+    if tensor.dtype is torch.bool:
+        return tensor, tensor.sum()  # routers' padding mask: padding stays where it is
+    group = params.group or cp_group
+    if not tensor.is_floating_point():  # inputs and labels
+        return next_in_document(tensor, params.following, group)
+    return next_mask(tensor, params, group)
 
 
 def wrap_is_inference_linear(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,6 +108,15 @@ def wrap_is_inference_linear(original: Callable[..., Any]) -> Callable[..., Any]
     return is_inference_linear
 
 
+def wrap_track_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
+    """track_mtp_metrics: as logged_losses has it, but for a Megatron that divides by predictions itself."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    if hasattr(MTPLossLoggingHelper, "save_loss_to_tracker"):
+        return lambda *args, **kwargs: original(*args, **kwargs)
+    return logged_losses.wrap_report(original)
+
+
 def refuse_other_form(depths: int) -> None:
     """Refuse --mtp-num-layers where Megatron's roll_tensor has another form, so that it was left as it is.
 
@@ -68,8 +128,8 @@ def refuse_other_form(depths: int) -> None:
 
     if not hasattr(multi_token_prediction.roll_tensor, "__wlb_original__"):
         raise Refused(
-            "wlb_megatron refuses --mtp-num-layers: this Megatron (its dev branch) counts the predictions of each "
-            "depth by micro-batch, in a form that the plan cannot correct; use a release, or leave the flag out."
+            "wlb_megatron refuses --mtp-num-layers: this Megatron rolls labels and masks in a form that the plugin "
+            "does not know; use a release, or leave the flag out."
         )
 
 
