@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 
-from wlb_megatron.plugin import hooks
+from wlb_megatron.plugin import install
 
 
 def told(arguments: list[str], world: int) -> str:
@@ -41,7 +41,7 @@ def told(arguments: list[str], world: int) -> str:
 
 
 if __name__ == "__main__":
-    hooks.install()
+    install.install()
     # Megatron's argument groups read their sources for each parser made: most of a case's time.
     inspect.getsource = functools.cache(inspect.getsource)
     cases = json.load(sys.stdin)

@@ -15,7 +15,7 @@ import torch
 from megatron_combinations import CPU
 from megatron_runs import MACHINE, MODEL, TRAINING, differences, train
 
-from wlb_megatron.plugin import hooks
+from wlb_megatron.plugin import install
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.step import pipeline_shapes
 from wlb_megatron.plugin.step.pipeline_shapes import (
@@ -140,5 +140,5 @@ def test_before_0_18_an_output_has_been_sent_when_megatron_frees_it(
 def test_outputs_are_waited_for_where_megatron_does_not(
     version: str, mended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hooks, "megatron_version", lambda: version)
-    assert any(hook.wrap is wrap_send_forward_recv_forward for hook in hooks.hooks()) == mended
+    monkeypatch.setattr(install, "megatron_version", lambda: version)
+    assert any(hook.wrap is wrap_send_forward_recv_forward for hook in install.rows()) == mended

@@ -19,7 +19,7 @@ from wlb_megatron.documents.predictions import predictions
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin import hooks
+from wlb_megatron.plugin import install
 from wlb_megatron.plugin.logs import logged_losses
 from wlb_megatron.plugin.plans.data import PackedDocuments
 from wlb_megatron.plugin.plans.loaded import Layout
@@ -226,7 +226,7 @@ def test_multi_token_prediction_is_refused_where_its_roll_has_another_form(
         return tensors
 
     monkeypatch.setattr(multi_token_prediction, "roll_tensor", roll_tensor)
-    assert not any(hook.place.endswith(":roll_tensor") for hook in hooks.hooks())
+    assert not any(hook.place.endswith(":roll_tensor") for hook in install.rows())
     refuse_other_form(0)
     with pytest.raises(Refused, match="refuses --mtp-num-layers"):
         refuse_other_form(1)

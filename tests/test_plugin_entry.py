@@ -414,14 +414,14 @@ def test_hooks_install_once_and_name_a_missing_symbol(tmp_path: Path) -> None:
     """E13: installing twice wraps once; a symbol that moved is an error with its name and the version."""
     script = """
 import megatron.training.arguments as arguments
-from wlb_megatron.plugin import hooks
-hooks.install()
+from wlb_megatron.plugin import install
+install.install()
 once = arguments.parse_args
-hooks.install()
+install.install()
 assert arguments.parse_args is once
-assert not hasattr(getattr(once, hooks.ORIGINAL), hooks.ORIGINAL)
+assert not hasattr(getattr(once, install.ORIGINAL), install.ORIGINAL)
 try:
-    hooks._locate("megatron.training.arguments:parse_argz")
+    install._locate("megatron.training.arguments:parse_argz")
 except ImportError as error:
     assert "parse_argz" in str(error) and "0.19.2" in str(error), error
 else:

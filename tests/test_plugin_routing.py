@@ -11,7 +11,7 @@ import torch
 
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin import hooks
+from wlb_megatron.plugin import install
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.model import document_balance
 from wlb_megatron.plugin.model.document_balance import Documents, balance, wrap_apply_seq_aux_loss
@@ -91,8 +91,8 @@ def test_routers_losses_weigh_by_the_whole_micro_batch_before_0_19(monkeypatch: 
 def test_the_strength_of_routers_losses_is_mended_where_megatron_does_not(
     version: str, mended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hooks, "megatron_version", lambda: version)
-    assert any(hook.wrap is wrap_set_loss_scale for hook in hooks.hooks()) == mended
+    monkeypatch.setattr(install, "megatron_version", lambda: version)
+    assert any(hook.wrap is wrap_set_loss_scale for hook in install.rows()) == mended
 
 
 def test_a_later_stage_gets_its_part_of_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,13 +125,13 @@ def test_a_release_that_moved_a_parameter_or_lacks_a_package_is_told_by_name(tmp
     script = """
 import dataclasses, sys
 import megatron.training.arguments as arguments
-from wlb_megatron.plugin import hooks
+from wlb_megatron.plugin import hooks, install
 from wlb_megatron.refusals import Refused
 
 def moved(place, takes):
     hooks.HOOKS = (*kept, dataclasses.replace(kept[0], place=place, takes=takes))
     try:
-        hooks.install()
+        install.install()
     except (ImportError, Refused) as error:
         return str(error)
     raise SystemExit("installed")

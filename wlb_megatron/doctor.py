@@ -258,9 +258,9 @@ def megatron() -> Iterator[Finding]:
     )
     if _version("torch") is None:
         return
-    from wlb_megatron.plugin import hooks
+    from wlb_megatron.plugin import install
 
-    count = len([hooks.locate(hook) for hook in hooks.hooks()])
+    count = len([install.locate(hook) for hook in install.rows()])
     yield Finding("Megatron's symbols that the plugin replaces", f"all {count} found")
     yield dataset_helpers()
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":

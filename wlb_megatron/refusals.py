@@ -2,6 +2,7 @@
 
 Each row: when it applies, the flag at fault, what to change. docs/support.md tells the rows
 that a user is likely to meet; a feature that gets built loses its row here and its word there.
+Rows look at any of Megatron's flags, so they take its arguments; all other code takes a TrainingJob.
 """
 
 from __future__ import annotations

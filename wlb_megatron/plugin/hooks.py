@@ -1,18 +1,11 @@
-"""The seams: every Megatron symbol the plugin replaces, in one table.
+"""The seams: every Megatron symbol that the plugin replaces, in one table. install.py does it.
 
-A replacement is a wrapper that gets the original; it holds no copy of Megatron's logic. Modules that took the original
-by name (`from .training import pretrain`) get the replacement as well, so it does not matter when the hooks are
-installed; installing twice does nothing the second time. A symbol that is missing, or does not take a parameter that
-its wrapper relies on, is an error that names both and the version.
+A replacement is a wrapper that gets the original; it holds no copy of Megatron's logic.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +14,6 @@ from wlb_megatron.plugin.logs import logged_losses, trace
 from wlb_megatron.plugin.model import document_balance, routing, spec
 from wlb_megatron.plugin.plans import checkpoint
 from wlb_megatron.plugin.step import grouped_steps, multi_token, offloading, pipeline_shapes, torch_fsdp
-from wlb_megatron.plugin.trials.versions import megatron_version
-from wlb_megatron.refusals import Refused
-
-ORIGINAL = "__wlb_original__"
-_DISTRIBUTIONS = {"yaml": "pyyaml"}
-"""Names under which packages are installed, where they are imported under another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,92 +264,3 @@ HOOKS: tuple[Hook, ...] = (
         before=(0, 18),
     ),
 )
-
-
-def hooks() -> tuple[Hook, ...]:
-    """The rows of HOOKS that are for the Megatron that is here."""
-    major, minor = (int(part) for part in megatron_version().split(".")[:2])
-    here = (major, minor)
-    rows = (hook for hook in HOOKS if hook.since <= here and (hook.before is None or here < hook.before))
-    return tuple(hook for hook in rows if not hook.optional or _fits(hook))
-
-
-def _fits(hook: Hook) -> bool:
-    try:
-        locate(hook)
-    except ImportError:
-        return False
-    return True
-
-
-def install() -> None:
-    """Replace every symbol of HOOKS; nothing is replaced unless all can be. Safe to call again."""
-    found = [(hook, *locate(hook)) for hook in hooks()]
-    for hook, owner, name in found:
-        symbol = getattr(owner, name)
-        original = _function(symbol)
-        if hasattr(original, ORIGINAL):
-            continue
-        replacement = functools.wraps(original)(hook.wrap(original))
-        setattr(replacement, ORIGINAL, original)
-        setattr(owner, name, property(replacement) if isinstance(symbol, property) else replacement)
-        for module, alias in _aliases(original):
-            setattr(module, alias, replacement)
-
-
-def describe() -> str:
-    """The table of replaced symbols, for `python -m wlb_megatron.launch --describe`."""
-    rows = hooks()
-    lines = [f"megatron-core {megatron_version()}: {len(rows)} symbols are replaced"]
-    for hook in rows:
-        owner, name = locate(hook)
-        aliases = [f"{module.__name__}:{alias}" for module, alias in _aliases(getattr(owner, name))]
-        lines += [" = ".join(dict.fromkeys([hook.place, *aliases])), f"    {hook.why}"]
-    return "\n".join(lines)
-
-
-def locate(hook: Hook) -> tuple[Any, str]:
-    """The object that holds the hook's symbol, and its name there. ImportError if this Megatron has another."""
-    owner, name = _locate(hook.place)
-    parameters = inspect.signature(_function(getattr(owner, name))).parameters
-    missing = [parameter for parameter in hook.takes if parameter not in parameters]
-    if missing:
-        raise ImportError(
-            f"megatron-core {megatron_version()}: {hook.place} takes ({', '.join(parameters)}), not "
-            f"{', '.join(missing)}, which wlb_megatron relies on"
-        )
-    return owner, name
-
-
-def _function(symbol: Any) -> Any:
-    """What a symbol calls: itself, or a property's getter."""
-    return symbol.fget if isinstance(symbol, property) else symbol
-
-
-def _aliases(original: Any) -> Iterator[tuple[Any, str]]:
-    """Where loaded modules of Megatron's, or the running script, hold the same object by name."""
-    for name, module in sorted(sys.modules.items()):
-        if name == "__main__" or name.startswith("megatron."):
-            for alias in sorted(alias for alias, value in vars(module).items() if value is original):
-                yield module, alias
-
-
-def _locate(place: str) -> tuple[Any, str]:
-    module_name, path = place.split(":")
-    *parents, name = path.split(".")
-    try:
-        owner: Any = importlib.import_module(module_name)
-        for parent in parents:
-            owner = getattr(owner, parent)
-        getattr(owner, name)
-    except (ImportError, AttributeError) as missing:
-        package = getattr(missing, "name", None) if isinstance(missing, ModuleNotFoundError) else None
-        if package is not None and not package.startswith("megatron"):
-            raise Refused(
-                f"megatron-core {megatron_version()} needs the package {package}, which is not installed: "
-                f"pip install {_DISTRIBUTIONS.get(package, package)}"
-            ) from missing
-        raise ImportError(
-            f"megatron-core {megatron_version()} has no {place}, which wlb_megatron replaces ({missing})"
-        ) from missing
-    return owner, name

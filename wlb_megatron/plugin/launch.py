@@ -32,9 +32,9 @@ def main() -> None:
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     enable()
     if describe:
-        from wlb_megatron.plugin import hooks
+        from wlb_megatron.plugin import install
 
-        print(hooks.describe())
+        print(install.describe())
         return
     sys.argv = arguments
     runpy.run_path(script, run_name="__main__")
@@ -60,12 +60,12 @@ def enable() -> None:
 
 
 def _install_hooks() -> None:
-    from wlb_megatron.plugin import hooks
+    from wlb_megatron.plugin import install
     from wlb_megatron.plugin.trials.versions import tried_versions
     from wlb_megatron.refusals import Refused
 
     try:
-        hooks.install()
+        install.install()
     except ImportError as error:
         raise Refused(
             f"wlb_megatron does not fit this Megatron: {error}. Install a version that was tried ({tried_versions()})"

@@ -24,8 +24,8 @@ from wlb_megatron.workload.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """This process's. on_gpu: NCCL runs; index: of the GPU in its node; rank: in the whole job."""
+class RankDevice:
+    """This rank's. on_gpu: NCCL runs; index: of the GPU in its node; rank: in the whole job."""
 
     on_gpu: bool
     index: int = 0
@@ -59,7 +59,7 @@ class TrainingJob:
     data: DataPaths
     trainer: Trainer
     evaluation: Evaluation
-    device: Device
+    device: RankDevice
     memory: MemoryFlags | None
     profile: Profile | None
     trains: bool
@@ -79,7 +79,7 @@ class TrainingJob:
         WlbError where flags do not fit together or a file that one names cannot be read.
         """
         model, sizes = TrainedModel.of(args), RankCounts.of(args)
-        device = Device(
+        device = RankDevice(
             on_gpu=args.distributed_backend == "nccl", index=args.local_rank, rank=getattr(args, "rank", 0)
         )
         return cls(

@@ -1,4 +1,7 @@
-"""The GPT of Megatron's arguments, for `-m wlb_megatron.pretrain_gpt` on wheels before 0.19, which bring no builder."""
+"""The GPT of Megatron's arguments, for `-m wlb_megatron.pretrain_gpt` on wheels before 0.19, which bring no builder.
+
+It stands for Megatron's own builder and so takes Megatron's arguments.
+"""
 
 from __future__ import annotations
 

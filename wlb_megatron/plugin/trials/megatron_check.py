@@ -35,9 +35,9 @@ def rank_findings(meeting: str, rank: int) -> list[Finding]:
     from megatron.core import parallel_state
     from megatron.training import global_vars
 
-    from wlb_megatron.plugin import hooks
+    from wlb_megatron.plugin import install
 
-    hooks.install()
+    install.install()
     global_vars._GLOBAL_ARGS = argparse.Namespace(wlb_off=False)
     parallel_state.initialize_model_parallel(context_parallel_size=RANKS)
     try:

@@ -1,0 +1,100 @@
+"""How this rank cuts, holds and reads micro-batches: from the job, and its places among Megatron's groups of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch.utils.data import DataLoader
+
+from wlb_megatron.documents.predictions import predictions_in
+from wlb_megatron.plan import Piece
+from wlb_megatron.plugin.flags.training_job import TrainingJob
+from wlb_megatron.plugin.logs.prediction import predictor
+from wlb_megatron.plugin.model.kernels import kernels_of
+from wlb_megatron.plugin.plans.agreement import shared_gpu
+from wlb_megatron.plugin.plans.data import MicroBatchSampler, make_loader, read_ahead
+from wlb_megatron.plugin.plans.loaded import Layout, LoadedMicroBatch
+from wlb_megatron.plugin.plans.planning import ShardSettings, nothing_counted
+from wlb_megatron.plugin.plans.source import Source
+from wlb_megatron.workload.kernel_table import h100, of_gpu
+
+
+def reporting(settings: ShardSettings, job: TrainingJob) -> ShardSettings:
+    """On the rank that logs: with the prediction of each iteration's time."""
+    from megatron.training.utils import is_last_rank
+
+    if not is_last_rank():
+        return settings
+    if job.profile is None and not job.device.on_gpu:
+        return settings  # the built-in figures are a GPU's
+    costs = None if job.profile is None else job.profile.costs
+    predict = predictor(job, costs, settings.dp_rank, settings.alignment, in_step=settings.in_step)
+    return replace(settings, predict=predict)
+
+
+def _predictions(source: Source, job: TrainingJob) -> Callable[[Sequence[Piece]], tuple[int, ...]]:
+    """Counts an iteration's predictions by depth, where losses are scaled by them: multi-token prediction, fp16."""
+    further, scaled = job.model.depths, job.model.dtype == "float16"
+    return partial(predictions_in, source.corpus, further) if further or scaled else nothing_counted
+
+
+def shard_settings(source: Source, job: TrainingJob) -> ShardSettings:
+    from megatron.core import parallel_state
+
+    model, tp = job.model, job.sizes.tensor
+    kernels, _ = kernels_of(job)
+    if job.profile is not None:
+        table = job.profile.costs.table
+    elif job.device.on_gpu:
+        table = of_gpu(shared_gpu(torch.cuda.get_device_name(job.device.index)), kernels)
+    else:
+        table = h100()
+    if kernels == "cudnn":
+        table = replace(table, backend=kernels)  # whoever's times: its graphs bound what one call may hold
+    heads = {"heads": model.heads // tp, "kv_heads": max(1, model.kv_heads // tp)}
+    return ShardSettings(
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        cp_size=job.sizes.context,
+        alignment=job.alignment,
+        sharding=source.config.sharding,
+        in_step=job.trainer.in_step,
+        table=table.scaled(**heads, head_dim=model.head_dim),
+        predictions=_predictions(source, job),
+    )
+
+
+def rank_layout(job: TrainingJob) -> Layout:
+    from megatron.core import parallel_state
+
+    model, sizes = job.model, job.sizes
+    return Layout(
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        activation_divisor=sizes.tensor if sizes.sequence else 1,
+        hidden_size=model.hidden,
+        reads_tokens=parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        or parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        window=model.window,
+        stage_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        cp_size=sizes.context,
+        routes=model.experts is not None,
+        follows=model.depths,
+        vocabulary=model.vocabulary,
+        by_document=model.experts is not None and "seq_aux_loss" in model.experts.balancing,
+    )
+
+
+def rank_loader(
+    source: Source, sampler: MicroBatchSampler, layout: Layout, job: TrainingJob
+) -> DataLoader[LoadedMicroBatch]:
+    return make_loader(
+        source.corpus,
+        sampler,
+        layout,
+        workers=job.workers,
+        ahead=read_ahead(source.micro_batches, source.most_micro_batches),
+        pin_memory=job.device.on_gpu,
+        ignored_signal=job.ignored_signal,
+    )

@@ -1,0 +1,117 @@
+"""Training's iterator: plans made ahead, and what follows each step."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.plugin.flags.rank_counts import RankCounts
+from wlb_megatron.plugin.flags.training_job import TrainingJob
+from wlb_megatron.plugin.logs import metrics, timers, trace
+from wlb_megatron.plugin.logs.flops import count_segments
+from wlb_megatron.plugin.plans.agreement import PlanAgreement
+from wlb_megatron.plugin.plans.data import MicroBatchSampler
+from wlb_megatron.plugin.plans.iterators import MicroBatchIterator
+from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
+from wlb_megatron.plugin.plans.planning import PlanAhead, PlannedIteration, plan_iterations
+from wlb_megatron.plugin.plans.planning_process import in_a_process, plan_in_a_process
+from wlb_megatron.plugin.plans.rank_settings import rank_layout, rank_loader, reporting, shard_settings
+from wlb_megatron.plugin.plans.resume import remember
+from wlb_megatron.plugin.plans.source import Source
+from wlb_megatron.plugin.ranks.board import common_store
+from wlb_megatron.plugin.ranks.dynamic import training_plans
+from wlb_megatron.plugin.step.rehearsal import longest_micro_batches
+from wlb_megatron.sharding.alignment import padding
+
+PLANS_AHEAD = 4
+"""Iterations planned before they are asked for."""
+
+
+def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement) -> MicroBatchIterator:
+    """Called on every rank at once. agreement: begun."""
+    from megatron.training import get_args, print_rank_0
+    from megatron.training.utils import is_last_rank
+
+    spans, traced = common_store("trace"), _traced(source.config, job.sizes)
+    remember(source, source.planner.snapshot())
+    settings, layout = reporting(shard_settings(source, job), job), rank_layout(job)
+    make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
+    if in_a_process(source.planner, source.config, source.mean_length):
+        each = source.planner.global_tokens / source.mean_length
+        print_rank_0(
+            f"> wlb_megatron: a process on each rank plans iterations, of about {each:,.0f} documents"
+        )
+        logs = source.config.log_plans and is_last_rank()
+        make = partial(plan_in_a_process, source.planner, settings, keeps_plans=logs)
+    if source.config.cp_mode == "dynamic":
+        make = training_plans(source.planner, source.config, job, settings, lambda: ahead)
+    ahead = PlanAhead(make, PLANS_AHEAD)
+    if source.config.cp_mode == "dynamic":
+        atexit.register(ahead.close)
+    sampler = MicroBatchSampler(ahead, partial(agreement.see, dp_rank=settings.dp_rank))
+    latest: int | None = None
+
+    def trained(batches: list[LoadedMicroBatch], skipped: bool) -> None:
+        nonlocal latest
+        iteration = batches[0].planned.iteration
+        if iteration == latest or iteration not in sampler.passed:
+            return  # run again by Megatron, to tell a wrong result from a wrong GPU; or out of a checkpoint for that
+        latest, planned = iteration, sampler.passed[iteration]
+        drawn = [(batch.planned.iteration, batch.planned.index) for batch in batches]
+        if drawn != [(iteration, index) for index in range(len(planned.micro_batches))]:
+            raise RuntimeError(
+                f"wlb_megatron: Megatron drew {len(batches)} micro-batches, iteration {iteration} was planned with "
+                f"{len(planned.micro_batches)}: the batch size was changed behind the plan"
+            )
+        agreement.check()
+        for passed in [number for number in sampler.passed if number < iteration]:
+            del sampler.passed[passed]
+        remember(source, planned.state, applied=skipped)
+        waited, began = ahead.take_waited(), iterator.take_began()
+        if skipped:
+            _tell_skipped(planned)
+            return
+        count_segments([batch.bounds for batch in batches])
+        timers.add("wlb-plan-wait", waited)
+        timers.add("wlb-planning", planned.micro_batches[0].plan_seconds)
+        timers.add("wlb-predicted", (planned.predicted_ms or 0.0) / 1e3)
+        number = get_args().curr_iteration + 1
+        metrics.stepped(
+            *(number, batches, planned, source.config), began=began, waited=waited, corpora=source.names
+        )
+        pieces = [one.pieces for one in planned.micro_batches]
+        trace.after_iteration(number, traced, spans, pieces)
+
+    wanted = {"auto": job.device.on_gpu, "always": True, "never": False}[source.config.rehearsal]
+    most = source.planner.packer.max_tokens
+    most += padding(most, settings.alignment)
+    documents = min(source.config.max_documents, 1 + int(1.5 * most / source.mean_length))
+    longest = None
+    if wanted:
+        seconds = source.config.graph_seconds
+        held = -(-source.planner.packer.held_tokens // most)
+        longest = longest_micro_batches(
+            *(most, job.batches.window, settings, layout, source.corpus, documents, seconds, held),
+            longest=max(job.batches.window, source.longest),
+        )
+    iterator = MicroBatchIterator(rank_loader(source, sampler, layout, job), trained, longest)
+    return iterator
+
+
+def _traced(config: WlbConfig, sizes: RankCounts) -> trace.Traced | None:
+    if config.trace is None:
+        return None
+    return trace.Traced(Path(config.trace), config.trace_iteration, sizes.context, sizes.tensor)
+
+
+def _tell_skipped(planned: PlannedIteration) -> None:
+    from megatron.training import print_rank_0
+
+    summary = planned.micro_batches[0].summary
+    print_rank_0(
+        f"> wlb_megatron: an iteration of --iterations-to-skip: its {summary.documents} documents, {summary.tokens} "
+        "tokens, are used up and not trained"
+    )
