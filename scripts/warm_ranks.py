@@ -57,7 +57,9 @@ class WarmRanks:
         """
         self.start()
         log.unlink(missing_ok=True)
-        job = {"kind": kind, "arguments": arguments, "log": str(log), "port": free_port()}
+        # A rank alone takes whatever port is free when it listens; of several, the others must know it before.
+        port = free_port() if self._count > 1 else 0
+        job = {"kind": kind, "arguments": arguments, "log": str(log), "port": port}
         if spans is not None:
             job |= {"spans": str(spans[0]), "from": spans[1]}
         try:

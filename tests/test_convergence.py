@@ -68,6 +68,25 @@ def test_the_sorted_control_trains_every_token_of_64_batches_once_shortest_first
     assert order == sorted(order)
 
 
+def test_the_cut_control_trains_plains_pieces_in_other_micro_batches() -> None:
+    from scripts.bench.convergence.controls import CutPacker
+    from wlb_megatron.packing.fixed.baselines import OriginalPacker
+
+    generator = np.random.default_rng(0)
+    packers = [
+        kind(WlbConfig(), CostModel(12.0, 0.0), window=64, bins=4) for kind in (OriginalPacker, CutPacker)
+    ]
+    for iteration in range(20):
+        lengths = [52, 52, 52, 52, 52] if iteration == 10 else generator.integers(1, 65, 9).tolist()
+        arrived = [Piece(0, 100 * iteration + at, 0, length) for at, length in enumerate(lengths)]
+        plain, cut = (packer.pack(iteration, arrived, Batch(4)).grid for packer in packers)
+        assert sorted(piece for (one,) in plain for piece in one.pieces) == sorted(
+            piece for (one,) in cut for piece in one.pieces
+        )
+        assert max(one.work for (one,) in cut) <= max(one.work for (one,) in plain)
+        assert all(one.pieces and one.tokens <= 128 for (one,) in cut)
+
+
 def test_without_masks_a_micro_batch_is_one_document() -> None:
     from scripts.bench.convergence.controls import unmasked
     from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
@@ -83,6 +102,15 @@ def test_without_masks_a_micro_batch_is_one_document() -> None:
     (one,) = cut([np.array([16])], 1, "adaptive", h100())
     assert changed.bounds is batch.bounds and changed.attention.positions.tolist() == list(range(16))
     assert str(changed.attention.diagonals) == str(attention_layout(one, 0).diagonals)
+
+
+def test_what_training_tokens_see_counts_chunks_prefixes_and_marks_what_a_cut_hides() -> None:
+    from scripts.bench.convergence.convergence_run import Trained
+
+    trained = Trained()
+    # A whole document, one in two chunks, and the end of one that was cut at 4.
+    trained.add([Piece(0, 0, 0, 3), Piece(0, 1, 0, 2), Piece(0, 1, 2, 4, 2), Piece(0, 2, 4, 5)])
+    assert trained.figures() == {"after_a_cut": 1 / 8, "earlier_tokens_seen": (0 + 1 + 2 + 0 + 1 + 2 + 3) / 8}
 
 
 @pytest.mark.parametrize(("count", "quantile"), [(4, 3.182), (6, 2.571), (24, 2.069), (1000, 1.962)])
@@ -149,12 +177,12 @@ def test_runs_are_kept_and_their_loss_is_megatrons_own_over_the_held_out_documen
     sizes = ["--window", "256", "--train", "4000", "--held-out", "5000"]
     monkeypatch.setattr(sys, "argv", ["text", str(tmp_path / "corpus"), "--text", sources, *sizes])
     text.main()
-    options = ["--seeds", "1", "--arms", "unmasked", "--iterations", "2", "--seq-length", "256"]
+    options = ["--seeds", "1", "--arms", "cut", "unmasked", "--iterations", "2", "--seq-length", "256"]
     monkeypatch.setattr(sys, "argv", ["convergence", "--out", str(tmp_path), *options])
     convergence.main()
     lines = (tmp_path / "runs.jsonl").read_text()
     runs = [json.loads(line) for line in lines.splitlines()]
-    assert [run["arm"] for run in runs] == ["plain", "unmasked"]
+    assert [run["arm"] for run in runs] == ["plain", "cut", "unmasked"]
     for run in runs:
         losses = Losses()
         for line in (tmp_path / f"{run['arm']}-1.log").read_text().splitlines():
@@ -164,7 +192,12 @@ def test_runs_are_kept_and_their_loss_is_megatrons_own_over_the_held_out_documen
         assert (
             sum(run["tokens_by_length"]) == facts["tokens"] - facts["documents"]
         )  # a last token predicts nothing
-    plain, unmasked = runs
+    plain, cut, unmasked = runs
+    # The same pieces in other micro-batches: the same losses, also after an update, in fp32.
+    assert cut["training"] == pytest.approx(plain["training"], rel=1e-6)
+    assert cut["held_out_loss"] == pytest.approx(plain["held_out_loss"], rel=1e-6)
+    assert cut["imbalance"] < plain["imbalance"]
+    assert cut["after_a_cut"] == plain["after_a_cut"] > 0
     # Same first weights and documents: only what a token sees differs.
     assert plain["training"][0] != unmasked["training"][0]
     assert plain["training"][0] == pytest.approx(unmasked["training"][0], abs=0.05)

@@ -1,6 +1,7 @@
-"""Positive controls of convergence.py: what must change the loss, or the experiment sees nothing.
+"""Controls of convergence.py: two arms that must change the loss, else nothing can be seen, and one that must not.
 
 sorted: documents of 64 global batches, shortest first. unmasked: the documents of a window see those before them.
+cut: plain's pieces of documents, iteration by iteration, in balanced micro-batches of varying length.
 """
 
 from __future__ import annotations
@@ -8,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from wlb_megatron.packing import factory
-from wlb_megatron.packing.fixed.baselines import OriginalPacker, cut_windows, freeze
+from wlb_megatron.packing.fixed.baselines import OriginalPacker, cut_windows, freeze, price
 from wlb_megatron.packing.packer import Batch, Packed
 from wlb_megatron.packing.saved_pieces import Waiting
 from wlb_megatron.packing.varlen.assign import in_given_order
-from wlb_megatron.plan import Piece
+from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.cut import cut
@@ -35,11 +37,40 @@ class SortedPacker(OriginalPacker):
         return Packed(in_given_order(freeze(windows, batch.bins, self._cost), self._ranks.dp))
 
 
+class CutPacker(OriginalPacker):
+    """The pieces that `original` trains in an iteration, cut where it cuts them, in other micro-batches.
+
+    Pieces by falling work, each to the micro-batch of least work that has room. Losses and gradients are the same to
+    rounding, so a difference between plain and whole documents that this arm does not show is not the packing's.
+    """
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.max_tokens = 2 * self._window
+
+    def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
+        packed = super().pack(iteration, arrived, batch, draining)
+        pieces = [piece for row in packed.grid for one in row for piece in one.pieces]
+        bins: list[list[Piece]] = [[] for _ in range(batch.bins)]
+        for piece in sorted(pieces, key=lambda piece: -piece.tokens):
+            roomy = [one for one in bins if _tokens(one) + piece.tokens <= self.max_tokens]
+            min(roomy, key=lambda one: price(one, self._cost)).append(piece)
+        made = [MicroBatch(tuple(one), price(one, self._cost)) for one in bins]
+        return Packed(in_given_order(made, self._ranks.dp), packed.put_back)
+
+
+def _tokens(pieces: Sequence[Piece]) -> int:
+    return sum(piece.tokens for piece in pieces)
+
+
+PACKERS = {"sorted": SortedPacker, "cut": CutPacker}
+
+
 @contextmanager
-def sorted_documents() -> Iterator[None]:
-    """Within it `--wlb-packing original` is SortedPacker."""
+def packing_of(arm: str) -> Iterator[None]:
+    """Within it `--wlb-packing original` is this arm's packer, if the arm has one of its own."""
     usual = factory.OriginalPacker
-    factory.OriginalPacker = SortedPacker  # type: ignore[misc]
+    factory.OriginalPacker = PACKERS.get(arm, usual)  # type: ignore[misc]
     try:
         yield
     finally:

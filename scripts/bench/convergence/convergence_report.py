@@ -6,6 +6,7 @@ python -m scripts.bench.convergence.convergence_report RUNS.jsonl [RUNS.jsonl ..
 from __future__ import annotations
 
 import argparse
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,24 @@ from scripts.bench.convergence.statistics import (
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.whole_files import renamed_at_end
 
+ORDER = ("plain", "wlb", "no-delay", "cut", "chunks", "sorted", "unmasked")
+PAIRS = (("wlb", "no-delay"), ("no-delay", "cut"), ("chunks", "no-delay"))
+"""What delay does, what cutting documents at windows does, and what should be zero."""
+PHASES = 8
+
 
 def report(runs: list[Run], out: Path) -> None:
     """Print and write the comparison."""
     out.mkdir(parents=True, exist_ok=True)
-    arms = list(dict.fromkeys(["plain", *(run["arm"] for run in runs)]))
+    arms = [arm for arm in ORDER if any(run["arm"] == arm for run in runs)]
     others = [arm for arm in arms[1:] if len(paired(runs, arm)[0])]
     text = "\n\n".join(
-        [losses_table(runs, arms, others), lengths_table(runs, others), fullness_table(runs, arms)]
+        [
+            losses_table(runs, arms, others),
+            lengths_table(runs, others),
+            phases_table(runs, others),
+            fullness_table(runs, arms),
+        ]
     )
     print(f"\n{text}")
     with renamed_at_end(out / "convergence.txt") as scratch:
@@ -53,6 +64,8 @@ def losses_table(runs: list[Run], arms: list[str], others: list[str]) -> str:
         "deviation",
         "imbalance",
         "token delay",
+        "after a cut",
+        "seen",
         "s a run",
     )
     rows = [heads]
@@ -73,7 +86,11 @@ def losses_table(runs: list[Run], arms: list[str], others: list[str]) -> str:
                 f"{mean - half:+.4f} to {mean + half:+.4f}",
                 f"{error * len(difference) ** 0.5:.4f}",
             )
-        shown = f"{balance:.3f}", f"{delay:.3f}", f"{seconds:.0f}"
+        after, seen = (
+            f"{np.mean([run[key] for run in each]):.3g}" if key in each[0] else ""
+            for key in ("after_a_cut", "earlier_tokens_seen")
+        )
+        shown = f"{balance:.3f}", f"{delay:.3f}", after, seen, f"{seconds:.0f}"
         rows.append((arm, str(len(each)), f"{loss:.4f}", *against, *shown))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -81,10 +98,11 @@ def losses_table(runs: list[Run], arms: list[str], others: list[str]) -> str:
     ]
     plain = np.array([run["held_out_loss"] for run in runs if run["arm"] == "plain"])
     lines.append(f"plain's standard deviation over {len(plain)} seeds: {plain.std(ddof=1):.4f}")
-    alike, _ = paired(runs, "chunks", "no-delay")
-    if len(alike) > 1:
-        mean, error = mean_and_error(alike)
-        lines.append(f"chunks minus no-delay, {len(alike)} seeds: {mean:+.4f} +- {error:.4f}")
+    for arm, other in PAIRS:
+        difference, _ = paired(runs, arm, other)
+        if len(difference) > 1:
+            mean, error = mean_and_error(difference)
+            lines.append(f"{arm} minus {other}, {len(difference)} seeds: {mean:+.4f} +- {error:.4f}")
     return "\n".join(lines)
 
 
@@ -96,6 +114,18 @@ def lengths_table(runs: list[Run], others: list[str]) -> str:
     for arm in others:
         _, by_length = paired(runs, arm)
         cells = [mean_and_error(column) for column in by_length.T]
+        lines.append(f"{arm:9}  " + "".join(f"{mean:+.4f} +- {error:.4f}".rjust(20) for mean, error in cells))
+    return "\n".join(lines)
+
+
+def phases_table(runs: list[Run], others: list[str]) -> str:
+    of = {(run["arm"], run["seed"]): np.array(run["training"]) for run in runs}
+    ends = np.linspace(0, len(runs[0]["training"]), PHASES + 1).astype(int)
+    lines = ["training loss minus plain's (+- standard error) in the iterations up to"]
+    lines.append("arm        " + "".join(f"{end:>20}" for end in ends[1:]))
+    for arm in others:
+        apart = np.array([of[arm, s] - of["plain", s] for a, s in of if a == arm and ("plain", s) in of])
+        cells = [mean_and_error(apart[:, low:high].mean(axis=1)) for low, high in pairwise(ends.tolist())]
         lines.append(f"{arm:9}  " + "".join(f"{mean:+.4f} +- {error:.4f}".rjust(20) for mean, error in cells))
     return "\n".join(lines)
 
@@ -125,6 +155,7 @@ def row(run: Run) -> dict[str, Any]:
     by_length = zip(run["length_up_to"], run["loss_by_length"], strict=True)
     return {
         **{key: run[key] for key in alone},
+        **{key: run.get(key, "") for key in ("after_a_cut", "earlier_tokens_seen")},
         **{f"loss_up_to_{end}": round(loss, 6) for end, loss in by_length},
         **{
             f"{part}_third_{name}": round(value, 5)
@@ -168,12 +199,13 @@ def draw(path: Path, runs: list[Run], others: list[str]) -> None:
         [f"{low + 1:,} to {end:,}" for low, end in zip([0, *ends], ends, strict=False)],
         fontsize=8,
     )
-    left.set_ylabel("held-out loss minus plain's of the same seed (nats a token)")
+    left.set_ylabel("held-out loss minus plain's (nats a token)")
     right.set_xlabel("tokens of the held-out document")
     right.legend(fontsize=8)
     for axes in (left, right):
         axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_yscale("symlog", linthresh=0.02)
+        axes.set_yscale("symlog", linthresh=0.05)
+        axes.grid(axis="y", linewidth=0.3)
     with renamed_at_end(path) as scratch:
         figure.savefig(scratch, dpi=120, format="png")
     pyplot.close(figure)

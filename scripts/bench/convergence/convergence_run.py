@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from scripts.bench.convergence.controls import sorted_documents, unmasked
+from scripts.bench.convergence.controls import packing_of, unmasked
+from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import pretrain_gpt
 from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.step import forward_step as step
@@ -63,15 +64,36 @@ class HeldOut:
         }
 
 
+class Trained:
+    """What training tokens see of their documents, counted from plans."""
+
+    def __init__(self) -> None:
+        self._tokens = self._cut = self._seen = 0
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            tokens = piece.tokens
+            self._tokens += tokens
+            self._cut += tokens if piece.start > piece.prefix else 0
+            self._seen += tokens * (tokens - 1) // 2 + tokens * piece.prefix
+
+    def figures(self) -> dict[str, float]:
+        """The share of tokens whose document was cut somewhere before them, and how many earlier tokens of it a token
+        sees, in mean."""
+        return {"after_a_cut": self._cut / self._tokens, "earlier_tokens_seen": self._seen / self._tokens}
+
+
 @contextmanager
-def told_by(held_out: HeldOut, *, masked: bool) -> Iterator[None]:
-    """Within it evaluated losses go to `held_out`. masked: documents do not see each other in training."""
+def told_by(held_out: HeldOut, trained: Trained, *, masked: bool) -> Iterator[None]:
+    """Within it evaluated losses go to `held_out`, pieces that train to `trained`. masked: documents do not see each
+    other in training."""
     usual = step.forward_step
 
     def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         batch = next(data_iterator)
-        if model.training and not masked:
-            batch = unmasked(batch)
+        if model.training:
+            trained.add(batch.planned.pieces)
+            batch = batch if masked else unmasked(batch)
         output, loss = usual(iter([batch]), model, *args, **kwargs)
         if not model.training:
             held_out.add(batch, output)
@@ -88,11 +110,11 @@ def main() -> None:
     arm, out = sys.argv[1], Path(sys.argv[2])
     sys.argv = [sys.argv[0], *sys.argv[3:]]
     held_out = HeldOut(int(sys.argv[len(sys.argv) - 1 - sys.argv[::-1].index("--seq-length") + 1]))
-    order = sorted_documents() if arm == "sorted" else nullcontext()
-    with order, told_by(held_out, masked=arm != "unmasked"):
+    trained = Trained()
+    with packing_of(arm), told_by(held_out, trained, masked=arm != "unmasked"):
         pretrain_gpt.main()
     with renamed_at_end(out) as scratch:
-        scratch.write_text(json.dumps(held_out.figures()), encoding="utf-8")
+        scratch.write_text(json.dumps(held_out.figures() | trained.figures()), encoding="utf-8")
 
 
 if __name__ == "__main__":
