@@ -196,6 +196,12 @@ CPU: tuple[Combination, ...] = (
         f"{TP} 2 {PP} 2 --sequence-parallel",
         f"{MOE} --moe-z-loss-coeff 0.01 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
     ),
+    Combination(
+        "MoE with experts' biases after a rehearsal, EP2",
+        2,
+        f"{EP} {REHEARSED}",
+        f"{MOE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+    ),
     Combination("MoE with z-loss, CP2", 2, f"{CP} 2", f"{MOE} --moe-z-loss-coeff 0.01"),
     Combination("MoE, full recompute, CP2xPP2", 4, f"{CP} 2 {PP} 2 {RECOMPUTE} uniform", MOE),
     Combination("MoE without aux loss, CP2", 2, f"{CP} 2", MOE.replace("0.01", "0")),
