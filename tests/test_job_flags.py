@@ -87,9 +87,9 @@ def test_iterations_of_tiny_documents_are_few_unless_asked_for() -> None:
     """An iteration of these takes 16,384 documents, and a hundred of them would take minutes."""
     tiny = np.tile([2, 0, 2], 50)
     few = read_job(parsed(""), tiny)
-    assert (few.iterations, few.warm_up) == (30, 16)
+    assert (few.iterations, few.warm_up) == (12, 12)
     assert few.said == (
-        "30 iterations are looked at, not 100: each takes some 16,384 documents (--iterations)",
+        "12 iterations are looked at, not 100: each takes some 16,384 documents (--iterations)",
     )
     assert read_job(parsed("--dp 64"), tiny).warm_up == read_job(parsed("--dp 64"), tiny).iterations == 4
     for flags, lengths in (("--iterations 100", tiny), ("", np.full(9, 900))):

@@ -22,7 +22,7 @@ from wlb_megatron.workload.profile import Profile
 ITERATIONS, FEWEST, WARM_UP = 100, 4, 16
 """Looked at, and planned before, where the user does not say how many."""
 
-MOST_PLANNED = 500_000
+MOST_PLANNED = 200_000
 """Documents of all iterations that are looked at, about: of tiny ones a few iterations say as much as many."""
 
 
