@@ -164,8 +164,8 @@ def watch() -> None:
     """Record what this rank computes: losses and their documents, gradients after reduction, logits if asked."""
     prepare, loss, make_step = spec.prepare_model, steps.loss_per_token, steps.forward_step
 
-    def prepare_with_known_weights(chunks: list[Any]) -> list[Any]:
-        chunks = with_known_weights(prepare(chunks))
+    def prepare_with_known_weights(chunks: list[Any], settings: Any) -> list[Any]:
+        chunks = with_known_weights(prepare(chunks, settings))
         if os.environ.get("WORKER_LOGITS"):
             for chunk in chunks:
                 if hasattr(chunk, "output_layer"):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from types import SimpleNamespace
 from typing import Any
 
-import megatron.training
 import pytest
 import torch
 from megatron.core.transformer.attention import Attention
 
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin.model.spec import prepare_model, with_wlb_attention
 from wlb_megatron.refusals import Refused
 
@@ -26,11 +25,10 @@ class Foreign(Attention):
         raise AssertionError("Megatron's Attention asks for this method; a refused model never runs it")
 
 
-def test_an_attention_that_came_in_after_the_plugins_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = argparse.Namespace(wlb_regather_keys=False, wlb_kernels="auto")
-    monkeypatch.setattr(megatron.training, "get_args", lambda: args)
+def test_an_attention_that_came_in_after_the_plugins_is_named() -> None:
+    model = torch.nn.ModuleDict({"0": torch.nn.ModuleDict({"attention": Foreign()})})
     with pytest.raises(Refused, match=r"0\.attention was built with Identity"):
-        prepare_model([torch.nn.ModuleDict({"0": torch.nn.ModuleDict({"attention": Foreign()})})])
+        prepare_model([model], WlbConfig())
 
 
 def test_a_layer_without_core_attention_is_refused() -> None:

@@ -35,7 +35,8 @@ def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
         else:
             from wlb_megatron.plugin.model.spec import install_spec
 
-            install_spec(given["cfg_container"].model)
+            assert start.opened is not None  # flags are checked before a configuration is made of them
+            install_spec(given["cfg_container"].model, start.opened.job.given)
         return checked(
             lambda: original(**given)
         )  # what a checkpoint or the model's layers tell is refused there
@@ -77,11 +78,12 @@ def _choose_forward_step(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 def _choose_model_provider(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def model_provider(*args: Any, **kwargs: Any) -> Any:
-        if part(Start).opened is None:
+        opened = part(Start).opened
+        if opened is None:
             return theirs(*args, **kwargs)
         from wlb_megatron.plugin.model.spec import with_plan_attention
 
-        return with_plan_attention(theirs)(*args, **kwargs)
+        return with_plan_attention(theirs, opened.job.given)(*args, **kwargs)
 
     return model_provider
 

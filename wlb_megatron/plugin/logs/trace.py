@@ -40,6 +40,16 @@ PATIENCE = 60
 """Seconds that the last rank waits for the times of the others."""
 
 
+class Traced(NamedTuple):
+    """Which iteration goes into which file, whether marks are made on a GPU, and the sizes that name its ranks."""
+
+    path: Path
+    iteration: int
+    on_gpu: bool = False
+    context: int = 1
+    tensor: int = 1
+
+
 class Call(NamedTuple):
     """A forward or backward of one micro-batch through one model chunk: begin and end."""
 
@@ -124,19 +134,17 @@ def _id(output: Any) -> int:
 
 @dataclass(slots=True)
 class Tracing:
-    """due: the next training step is the traced one. recorder: of the traced iteration, while it runs."""
+    """due: what the next training step is traced for, if it is. recorder: of the traced iteration, while it runs."""
 
-    due: bool = False
+    due: Traced | None = None
     recorder: Recorder | None = None
 
 
 def begin_step() -> None:
     """Told before each training step. (Evaluation may run between two, and is not recorded.)"""
     tracing = part(Tracing)
-    if tracing.due:
-        from megatron.training import get_args
-
-        tracing.recorder, tracing.due = Recorder(get_args().distributed_backend == "nccl"), False
+    if tracing.due is not None:
+        tracing.recorder, tracing.due = Recorder(tracing.due.on_gpu), None
 
 
 def begin_micro_batch(index: int) -> None:
@@ -172,15 +180,6 @@ def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return backward_step
 
 
-class Traced(NamedTuple):
-    """Which iteration goes into which file, and the sizes that name its ranks."""
-
-    path: Path
-    iteration: int
-    context: int = 1
-    tensor: int = 1
-
-
 def after_iteration(
     iteration: int, traced: Traced | None, store: Any, pieces: Sequence[Sequence[Piece]] = ()
 ) -> None:
@@ -195,7 +194,7 @@ def after_iteration(
     if traced is None:
         return
     if iteration + 1 == traced.iteration:
-        tracing.due = True
+        tracing.due = traced
     elif tracing.recorder is not None:
         recorder, tracing.recorder = tracing.recorder, None
         with never_fatal("--wlb-trace writes nothing"):

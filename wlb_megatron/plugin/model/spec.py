@@ -9,6 +9,7 @@ from typing import Any
 
 from wlb_megatron.attention.core_attention import WlbCoreAttention, wlb_core_attention
 from wlb_megatron.attention.rope import PlannedRotaryEmbedding
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.refusals import Refused, RefusedHere
 
@@ -55,7 +56,7 @@ def _token_by_token(layer: Any) -> bool:
     )
 
 
-def install_spec(model_config: Any) -> None:
+def install_spec(model_config: Any, settings: WlbConfig) -> None:
     """Make the model builder use the plugin's attention and check what it built."""
     given = model_config.transformer_layer_spec
 
@@ -63,10 +64,10 @@ def install_spec(model_config: Any) -> None:
         return with_wlb_attention(_resolve(given, config, vp_stage))
 
     model_config.transformer_layer_spec = layer_spec
-    model_config.pre_wrap_hooks.append(prepare_model)
+    model_config.pre_wrap_hooks.append(lambda chunks: prepare_model(chunks, settings))
 
 
-def with_plan_attention(model_provider: Callable[..., Any]) -> Callable[..., Any]:
+def with_plan_attention(model_provider: Callable[..., Any], settings: WlbConfig) -> Callable[..., Any]:
     """A script's own model provider whose GPT models are built with the plugin's attention, and checked."""
 
     def provider(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +77,7 @@ def with_plan_attention(model_provider: Callable[..., Any]) -> Callable[..., Any
             model = model_provider(*args, **kwargs)
         finally:
             building.now = False
-        return prepare_model([model])[0]
+        return prepare_model([model], settings)[0]
 
     return provider
 
@@ -123,12 +124,10 @@ def _resolve(given: Any, config: Any, vp_stage: int | None) -> Any:
     return given(config)
 
 
-def prepare_model(chunks: list[Any]) -> list[Any]:
+def prepare_model(chunks: list[Any], settings: WlbConfig) -> list[Any]:
     """Check every self-attention of the built model, and give it rotary positions from the plan."""
     from megatron.core.transformer.attention import Attention
-    from megatron.training import get_args
 
-    keep_keys, asked = not get_args().wlb_regather_keys, get_args().wlb_kernels
     for chunk in chunks:
         for name, module in chunk.named_modules():
             if not isinstance(module, Attention):
@@ -138,7 +137,8 @@ def prepare_model(chunks: list[Any]) -> list[Any]:
                     f"wlb_megatron: {name} was built with {type(module.core_attention).__name__}: "
                     "something replaced the layer spec after the plugin (--spec, --attention-backend local?)."
                 )
-            module.core_attention.keep_keys, module.core_attention.asked_kernels = keep_keys, asked
+            module.core_attention.keep_keys = not settings.regather_keys
+            module.core_attention.asked_kernels = settings.kernels
             _ = module.core_attention.kernels  # chosen now, and told; or refused
         plan_positions(chunk)
         chunk.config.variable_seq_lengths = True  # where allgather had it left out; the plan gives the shapes

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.plugin.flags.rank_counts import RankCounts
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs import metrics, timers, trace
 from wlb_megatron.plugin.logs.flops import count_segments
@@ -35,7 +34,7 @@ def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement
     from megatron.training import get_args, print_rank_0
     from megatron.training.utils import is_last_rank
 
-    spans, traced = common_store("trace"), _traced(source.config, job.sizes)
+    spans, traced = common_store("trace"), _traced(source.config, job)
     remember(source, source.planner.snapshot())
     settings, layout = reporting(shard_settings(source, job), job), rank_layout(job)
     make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
@@ -101,10 +100,11 @@ def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement
     return iterator
 
 
-def _traced(config: WlbConfig, sizes: RankCounts) -> trace.Traced | None:
+def _traced(config: WlbConfig, job: TrainingJob) -> trace.Traced | None:
     if config.trace is None:
         return None
-    return trace.Traced(Path(config.trace), config.trace_iteration, sizes.context, sizes.tensor)
+    sizes = job.sizes.context, job.sizes.tensor
+    return trace.Traced(Path(config.trace), config.trace_iteration, job.device.on_gpu, *sizes)
 
 
 def _tell_skipped(planned: PlannedIteration) -> None:

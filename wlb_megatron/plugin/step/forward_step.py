@@ -38,13 +38,13 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
                 each.cuda(non_blocking=True)
                 for each in (held.tokens, held.labels, held.loss_mask, held.position_ids)
             )
-        routed = {}
+        routed, spread = {}, batch.layout.activation_divisor > 1  # under sequence parallelism
         if batch.padding_mask is not None:
             padding = batch.padding_mask.cuda(non_blocking=True)
-            routed["padding_mask"] = stage_padding_mask(padding, model, get_args().sequence_parallel)
+            routed["padding_mask"] = stage_padding_mask(padding, model, spread)
         documents = None
         if batch.document_of is not None:
-            index = stage_part(batch.document_of.cuda(non_blocking=True), get_args().sequence_parallel)
+            index = stage_part(batch.document_of.cuda(non_blocking=True), spread)
             documents = document_balance.Documents(index, len(planned.pieces))
         document_balance.begin(documents)
         group = process_group(planned.group)
