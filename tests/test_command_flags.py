@@ -12,6 +12,7 @@ from test_cli import call
 
 from wlb_megatron.analyze.analyze_command import add_analyze
 from wlb_megatron.cli import main
+from wlb_megatron.errors import WlbError
 from wlb_megatron.settings_flags import NOT_HERE, add_layout, add_settings
 from wlb_megatron.simulator.reproduction import reproduce_command as reproduction
 from wlb_megatron.simulator.simulate import add_simulate
@@ -318,3 +319,24 @@ def test_a_gpus_memory_that_sets_nothing_is_warned_of(
     assert "is not used: how many tokens an expert gets" in warned("--num-experts 8")[0]
     assert "sets no Lmax" in warned("--packing original")[0]
     assert not warned("")
+
+
+def test_the_help_of_every_flag_says_what_it_is_and_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsers: dict[str, argparse.ArgumentParser] = {}
+
+    def stop(self: argparse.ArgumentParser, *_: Any) -> None:
+        (commands,) = (one for one in self._actions if isinstance(one, argparse._SubParsersAction))
+        parsers.update(commands.choices)
+        raise WlbError("seen")
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    assert main([]) == 2
+    assert len(parsers) == 7
+    for command, parser in parsers.items():
+        for action in parser._actions:
+            text = action.help or ""
+            where = (command, action.dest, text)
+            assert len(text.split("(default")[0].split()) > 1, where
+            is_switch = action.nargs == 0 or not action.option_strings
+            # of training's settings (path; default: ..) and the like; a folder or a file that has to be given
+            assert is_switch or "default" in text or "required" in text or action.metavar, where

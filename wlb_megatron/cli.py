@@ -74,24 +74,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Plans of one pass over the documents in the given order, until all are used. A piece or segment is "
-        "[id, start, end), id the document's position; padding is [-1, 0, tokens]."
+        "Prints the plans of one pass over the documents in the given order. A piece or segment is id[start, end): "
+        "tokens start to end of the document at that position in --lengths. Padding has id -1."
     )
     add_layout(parser)
     add_settings(parser)
     parser.add_argument("--pp", default=1, type=whole(1, RANKS), help="pipeline-parallel size (default: 1)")
     parser.add_argument(
-        "--vpp", default=1, type=whole(1, RANKS), help="model chunks of a stage, interleaved (default: 1)"
+        "--vpp",
+        default=1,
+        type=whole(1, RANKS),
+        help="model chunks of a pipeline stage, for the interleaved schedule (default: 1)",
     )
-    parser.add_argument("--iterations", type=whole(1), help="stop after this many (iterations; default: all)")
-    parser.add_argument("--json", metavar="PATH", help="write JSON there, - for stdout, instead of a table")
+    parser.add_argument("--iterations", type=whole(1), help="iterations to show (default: all)")
+    parser.add_argument(
+        "--json",
+        metavar="PATH",
+        help="write the plans as JSON to this file, or to stdout for -, instead of a table",
+    )
     parser.set_defaults(run=_inspect)
 
 
 def _add_analyze(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Packs the documents as Megatron would (arrival order) and as set here, over the same shuffled epochs, and "
-        "compares balance, delay, padding and predicted step time."
+        "Plans the same shuffled documents in arrival order and as set here, and compares balance, delay, padding and "
+        "predicted step time. Prints what each part gains and the flags to train with (docs/analyze.md)."
     )
     add_layout(parser)
     add_settings(parser)
@@ -101,8 +108,8 @@ def _add_analyze(parser: argparse.ArgumentParser) -> None:
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Simulates iterations of 4D training, packed as Megatron would (arrival order) and as set here, over the same "
-        "shuffled epochs. Attention by a kernel table, all else by assumed rates."
+        "Simulates training steps of the same shuffled documents in arrival order and as set here. Attention takes the "
+        "times of a kernel table, or a profile's; all else follows assumed rates (docs/simulation.md)."
     )
     add_layout(parser)
     add_settings(parser)

@@ -29,7 +29,9 @@ NOT_HERE = (
 
 def renamed(text: str) -> str:
     """Flags as they are called here, where a message names them as in training."""
-    return text.replace("--wlb-", "--").replace("--seq-length", "--window")
+    for name, here in (("--wlb-", "--"), ("--seq-length", "--window"), ("--context-parallel-size", "--cp")):
+        text = text.replace(name, here)
+    return text
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
@@ -38,14 +40,14 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     add(
         "--lengths",
         required=True,
-        help="tokens of each document: 4,12, a .npy of integers, or a Megatron .idx",
+        help="tokens of each document: a list such as 4,12, a .npy of integers, or a Megatron .idx (required)",
     )
-    add("--window", required=True, type=whole(1, TOKENS), help="--seq-length of the run (tokens)")
+    add("--window", required=True, type=whole(1, TOKENS), help="--seq-length of the run (tokens; required)")
     add(
         "--micro-batches",
         default=1,
         type=whole(1),
-        help="windows of one data-parallel rank per iteration, --global-batch-size over its ranks (default: 1)",
+        help="windows of a data-parallel rank in an iteration: --global-batch-size over --dp (default: 1)",
     )
     add("--dp", default=1, type=whole(1, RANKS), help="data-parallel size (default: 1)")
     add("--cp", default=1, type=whole(1, RANKS), help="context-parallel size (default: 1)")
@@ -53,7 +55,7 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         "--tp",
         default=1,
         type=whole(1, RANKS),
-        help="tensor-parallel size; tokens are padded to CP x TP (default: 1)",
+        help="tensor-parallel size; a micro-batch is padded to a multiple of --cp x --tp tokens (default: 1)",
     )
 
 

@@ -26,49 +26,64 @@ TABLES = {"te": "cudnn", "fa4": "fa4", "torch": "torch"}
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Measure attention, the rest of a layer, embedding, loss, optimizer and (under torchrun) the network for your "
-        "model on this GPU, at most 3 minutes on an H100. Writes one JSON, which --wlb-profile and the other "
-        "commands' --profile take. Several GPUs: torchrun --nproc-per-node N -m wlb_megatron.profiler <the same flags>."
+        "Measures your model on this GPU: attention, the rest of a layer, embedding, loss and optimizer, in at most 3 "
+        "minutes on an H100. Writes a JSON file for --wlb-profile and the other commands' --profile. To measure the "
+        "network too, use several GPUs: torchrun --nproc-per-node N -m wlb_megatron.profiler <the same flags>."
     )
     add = parser.add_argument
-    add("--out", metavar="PATH", help="file of the profile; PATH.partial is kept meanwhile")
-    add("--refit", metavar="PATH", help="fit an earlier profile's measurements again, in place")
+    add(
+        "--out",
+        metavar="PATH",
+        help="file to write (required, unless --refit); until it is done, samples are in PATH.partial",
+    )
+    add(
+        "--refit",
+        metavar="PATH",
+        help="fit the measurements of this profile again and write it back, without measuring (default: measure)",
+    )
     model = parser.add_argument_group("model, in Megatron's flags").add_argument
-    model("--hidden-size", type=whole(1), default=4096, help="(default: 4096)")
-    model("--ffn-hidden-size", type=whole(1), help="(default: 4 x hidden)")
-    model("--num-attention-heads", type=whole(1), default=32, help="(default: 32)")
-    model("--num-query-groups", type=whole(1), help="(default: as many as heads)")
-    model("--kv-channels", type=whole(1), help="(default: hidden / heads)")
-    model("--vocab-size", type=whole(1, TOKENS), default=128256, help="padded (default: 128256)")
-    model("--swiglu", action="store_true", help="gated feed-forward")
+    model("--hidden-size", type=whole(1), default=4096, help="channels of a token (default: 4096)")
+    model("--ffn-hidden-size", type=whole(1), help="channels of the feed-forward layer (default: 4 x hidden)")
+    model("--num-attention-heads", type=whole(1), default=32, help="query heads (default: 32)")
+    model("--num-query-groups", type=whole(1), help="key-value heads (default: as many as query heads)")
+    model("--kv-channels", type=whole(1), help="channels of a head (default: hidden / query heads)")
     model(
-        "--gradient-accumulation-fusion", action="store_true", help="as in training, where apex is installed"
+        "--vocab-size",
+        type=whole(1, TOKENS),
+        default=128256,
+        help="rows of the embedding, padding included (default: 128256)",
+    )
+    model("--swiglu", action="store_true", help="gated feed-forward (default: not gated)")
+    model(
+        "--gradient-accumulation-fusion",
+        action="store_true",
+        help="add gradients inside the matrix products, as training does where apex is installed (default: off)",
     )
     add(
         "--tp",
         type=whole(1, RANKS),
         default=1,
-        help="tensor-parallel size: one rank's shape is measured (default: 1)",
+        help="tensor-parallel size of the job; the share of one rank is measured (default: 1)",
     )
     add("--cp", type=whole(1, RANKS), default=1, help="context-parallel size of the job (default: 1)")
     add(
         "--grid",
         choices=("full", "reduced", "tiny"),
         default="full",
-        help="how many points; tiny is for trying it out on a CPU (default: full)",
+        help="how many points are measured; tiny is to try the command on a CPU (default: full)",
     )
     add(
         "--backend",
         choices=("auto", "te", "fa4", "torch"),
         default="auto",
-        help="attention's kernels. te: cuDNN's through Transformer Engine; fa4: FlashAttention-4's; torch: plain torch "
-        "on the CPU (default: those that --wlb-kernels auto trains with)",
+        help="attention kernels: te (cuDNN's through Transformer Engine), fa4 (FlashAttention-4), torch (on the CPU), "
+        "auto (those that --wlb-kernels auto trains with) (default: auto)",
     )
     add(
         "--budget",
         type=real(0, SECONDS),
         default=170,
-        help="begin no further point after this (seconds; default: 170)",
+        help="time after which no further point is measured (seconds; default: 170)",
     )
     parser.set_defaults(run=run_profile)
 

@@ -30,52 +30,73 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     """The flags beyond layout and settings. Model flags are named as Megatron's."""
     add = parser.add_argument
     add("--pp", default=1, type=whole(1, RANKS), help="pipeline-parallel size (default: 1)")
-    add("--vpp", default=1, type=whole(1, RANKS), help="model chunks of a stage, interleaved (default: 1)")
+    add(
+        "--vpp",
+        default=1,
+        type=whole(1, RANKS),
+        help="model chunks of a pipeline stage, for the interleaved schedule (default: 1)",
+    )
     add(
         "--recompute",
         choices=RECOMPUTE,
         default="none",
-        help="activations made again in backward (default: none)",
+        help="activations that are recomputed in backward, as --recompute-granularity (default: none)",
     )
     add(
         "--iterations",
         type=whole(1),
-        help=f"to look at (default: {ITERATIONS}, fewer where they would take more than {MOST_PLANNED:,} documents)",
+        help=f"iterations to simulate (default: {ITERATIONS}, fewer if those hold over {MOST_PLANNED:,} documents)",
     )
     add(
         "--warm-up",
         type=whole(0),
-        help=f"planned before them, so that queues fill (default: {WARM_UP}, or as few as iterations by default)",
+        help=f"iterations to plan before those, so that queues fill (default: {WARM_UP}, or fewer with few iterations)",
     )
     add(
         "--seed",
         default=1234,
         type=whole(-1, SEED),
-        help="of the shuffle, as in training; -1: given order (default: 1234)",
+        help="seed of the shuffle, as --seed in training; -1: the given order (default: 1234)",
     )
     add(
         "--gpu-memory",
         type=real(1),
         metavar="GIB",
-        help="of a GPU: Lmax is then set by it, as training does (GiB; default: 1.5 windows, whatever fits)",
+        help="memory of a GPU, from which Lmax is set as in training (GiB; default: Lmax is 1.5 windows)",
     )
-    add("--json", metavar="PATH", help="write JSON there, - for stdout, instead of a table")
+    add(
+        "--json",
+        metavar="PATH",
+        help="write all figures as JSON to this file, or to stdout for -, instead of a table",
+    )
     model = parser.add_argument_group(
-        "model", "a known shape, or --hidden-size and the others, missing ones as Megatron's defaults"
+        "model",
+        "a known shape, or your own from --hidden-size and --num-attention-heads on, the others by Megatron's defaults",
     ).add_argument
-    model("--model", choices=SHAPES, help="a known shape, of which the others change parts (default: 7B)")
-    model("--num-layers", type=whole(1), help="default: the known shape's")
-    model("--hidden-size", type=whole(1))
-    model("--num-attention-heads", type=whole(1))
-    model("--num-query-groups", type=whole(1), help="default: as many as heads")
-    model("--kv-channels", type=whole(1), help="default: hidden size over heads")
+    model(
+        "--model", choices=SHAPES, help="a known shape, parts of which the other flags change (default: 7B)"
+    )
+    model("--num-layers", type=whole(1), help="layers of the model (default: the known shape's)")
+    model("--hidden-size", type=whole(1), help="channels of a token (default: the known shape's)")
+    model("--num-attention-heads", type=whole(1), help="query heads (default: the known shape's)")
+    model(
+        "--num-query-groups",
+        type=whole(1),
+        help="key-value heads (default: the known shape's; of your own as many as query heads)",
+    )
+    model("--kv-channels", type=whole(1), help="channels of a head (default: hidden size over heads)")
     model(
         "--ffn-hidden-size",
         type=whole(1),
-        help="default: 4 x hidden size; with --swiglu 8/3 of it, a multiple of 64",
+        help="channels of the feed-forward layer (default: the known shape's; of your own 4 x hidden size, or with "
+        "--swiglu 8/3 of it in multiples of 64)",
     )
-    model("--swiglu", action="store_true")
-    model("--vocab-size", type=whole(1), help="default: the known shape's")
+    model(
+        "--swiglu",
+        action="store_true",
+        help="gated feed-forward (default: the known shape's; of your own none)",
+    )
+    model("--vocab-size", type=whole(1), help="rows of the embedding (default: the known shape's)")
     _add_trainer(parser)
     add_assumptions(parser, Assumptions())
 
@@ -83,20 +104,54 @@ def add_job(parser: argparse.ArgumentParser) -> None:
 def _add_trainer(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
         "trainer",
-        "what else Megatron is told, as far as it decides whether documents train in chunks. Experts count as what "
-        "they activate for a token",
+        "Megatron's flags that decide whether documents can train in chunks. A model with experts is simulated as the "
+        "dense one that a token passes through",
     ).add_argument
-    add("--mtp-num-layers", type=whole(0), default=0, help="further tokens predicted (default: 0)")
-    add("--num-experts", type=whole(1), help="default: a dense model")
-    add("--moe-router-topk", type=whole(1), help="experts of a token (default: 2)")
-    add("--moe-ffn-hidden-size", type=whole(1), help="of an expert (default: --ffn-hidden-size)")
-    add("--moe-router-load-balancing-type", choices=BALANCING, help="default: aux_loss")
-    add("--expert-model-parallel-size", type=whole(1, RANKS), help="default: 1")
-    add("--expert-tensor-parallel-size", type=whole(1, RANKS), help="default: --tp", metavar="SIZE")
-    add("--use-megatron-fsdp", action="store_true", help="weights are sharded over data-parallel ranks")
-    add("--use-torch-fsdp2", action="store_true", help="the same by torch")
-    add("--fine-grained-activation-offloading", action="store_true", help="activations go to the host")
-    add("--cpu-offloading-num-layers", type=whole(0), default=0, help="layers that do (default: 0)")
+    add(
+        "--mtp-num-layers",
+        type=whole(0),
+        default=0,
+        help="further tokens that are predicted, each by a layer (default: 0)",
+    )
+    add("--num-experts", type=whole(1), help="experts of a layer (default: none, a dense model)")
+    add("--moe-router-topk", type=whole(1), help="experts that a token activates (default: 2)")
+    add(
+        "--moe-ffn-hidden-size",
+        type=whole(1),
+        help="channels of an expert's feed-forward layer (default: --ffn-hidden-size)",
+    )
+    add(
+        "--moe-router-load-balancing-type",
+        choices=BALANCING,
+        help="loss that balances the experts (default: aux_loss)",
+    )
+    add(
+        "--expert-model-parallel-size",
+        type=whole(1, RANKS),
+        help="ranks that the experts are spread over (default: 1)",
+    )
+    add(
+        "--expert-tensor-parallel-size",
+        type=whole(1, RANKS),
+        help="ranks that share one expert (default: --tp)",
+    )
+    add(
+        "--use-megatron-fsdp",
+        action="store_true",
+        help="Megatron's FSDP: weights are sharded over data-parallel ranks",
+    )
+    add("--use-torch-fsdp2", action="store_true", help="torch's FSDP2: the same")
+    add(
+        "--fine-grained-activation-offloading",
+        action="store_true",
+        help="single activations wait in host memory for backward",
+    )
+    add(
+        "--cpu-offloading-num-layers",
+        type=whole(0),
+        default=0,
+        help="layers whose activations all do (default: 0)",
+    )
 
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")

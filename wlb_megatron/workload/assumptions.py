@@ -2,44 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _assumed(value: float, help: str) -> Any:
+    return field(default=value, metadata={"help": help})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Figures of an H100 cluster; none of them was measured. Rates in units per second, latencies in seconds.
+    """Figures of an H100 cluster; none of them was measured. The text of each is its flag's help, with its unit."""
 
-    matmul_rate: FLOP/s of bf16 matrix products. memory_rate: bytes/s of element-wise kernels.
-    nvlink_rate: bytes/s of a GPU to others of its node. network_rate: bytes/s of a GPU to other nodes.
-    node: GPUs of a node. nvlink_latency, network_latency: of a collective or a transfer.
-    activation_passes: times that a layer's forward element-wise kernels read or write a hidden-wide row (norms,
-        residuals, rotary); ffn_passes: the same of ffn-wide rows (activation function). Backward: twice.
-    tp_exposed: share of tensor parallelism's all-gathers and reduce-scatters that is not hidden by matrix products.
-    dp_exposed: share of the gradient reduction and parameter gather that could be hidden by the last micro-batch's
-        backward and the first one's forward but is not; 1: not overlapped at all.
-    host_launch: share of the host's launches, as measured (of a profile, else on an H200's host), that a micro-batch
-        takes at least; 0: the host is always ahead.
-    step_overhead: of an iteration, outside all of that: data, logging, the first launches.
-    gradient_bytes, parameter_bytes: of a parameter, as reduced and as gathered. optimizer_bytes: that the optimizer
-        reads and writes for a parameter that a GPU owns.
-    """
-
-    matmul_rate: float = 650e12
-    memory_rate: float = 2.5e12
-    nvlink_rate: float = 370e9
-    network_rate: float = 45e9
-    node: int = 8
-    nvlink_latency: float = 10e-6
-    network_latency: float = 25e-6
-    activation_passes: float = 12
-    ffn_passes: float = 3
-    tp_exposed: float = 0.3
-    dp_exposed: float = 0.0
-    host_launch: float = 1.0
-    step_overhead: float = 0.0
-    gradient_bytes: float = 4
-    parameter_bytes: float = 2
-    optimizer_bytes: float = 40
+    matmul_rate: float = _assumed(650e12, "rate of a GPU's bf16 matrix products (FLOP/s)")
+    memory_rate: float = _assumed(2.5e12, "memory bandwidth of a GPU's element-wise kernels (bytes/s)")
+    nvlink_rate: float = _assumed(370e9, "bandwidth from a GPU to the others of its node (bytes/s)")
+    network_rate: float = _assumed(45e9, "bandwidth from a GPU to other nodes (bytes/s)")
+    node: int = _assumed(8, "GPUs of a node (count)")
+    nvlink_latency: float = _assumed(10e-6, "latency of a collective or transfer within a node (seconds)")
+    network_latency: float = _assumed(25e-6, "latency of a collective or transfer between nodes (seconds)")
+    activation_passes: float = _assumed(
+        12,
+        "times that the forward of a layer reads or writes a row of hidden-size in element-wise kernels: norms, "
+        "residuals, rotary embedding; backward takes twice as many (count)",
+    )
+    ffn_passes: float = _assumed(
+        3, "the same for rows of ffn-hidden-size, in the activation function (count)"
+    )
+    tp_exposed: float = _assumed(
+        0.3, "tensor parallelism's communication that matrix products do not hide (share, 0 to 1)"
+    )
+    dp_exposed: float = _assumed(
+        0.0,
+        "gradient reduction and parameter gather that the last backward and the first forward could hide but do not; "
+        "1: no overlap (share, 0 to 1)",
+    )
+    host_launch: float = _assumed(
+        1.0,
+        "how much of the host's launch times, measured for the profile or else on an H200's host, a micro-batch takes "
+        "at least; 0: the host is always ahead (factor)",
+    )
+    step_overhead: float = _assumed(
+        0.0, "time of a step outside all of that: data, logging, first launches (seconds)"
+    )
+    gradient_bytes: float = _assumed(4, "size of a parameter's gradient in its reduction (bytes)")
+    parameter_bytes: float = _assumed(2, "size of a parameter in its gather (bytes)")
+    optimizer_bytes: float = _assumed(
+        40, "memory traffic of the optimizer for each parameter that a GPU owns (bytes)"
+    )
 
     def __post_init__(self) -> None:
         rates = ("matmul_rate", "memory_rate", "nvlink_rate", "network_rate", "node")

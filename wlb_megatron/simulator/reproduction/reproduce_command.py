@@ -36,23 +36,29 @@ hosts the paper says nothing: they are taken to be ahead of the devices."""
 def add_assumptions(parser: argparse.ArgumentParser, defaults: Assumptions) -> None:
     """One flag for each figure, and the kernel table."""
     group = parser.add_argument_group(
-        "assumptions", "rates per second, latencies in seconds; see Assumptions"
+        "assumptions",
+        "figures of the cluster that are assumed, not measured; with --profile some are measured",
     )
     for one in fields(Assumptions):
         kind = whole(1) if one.name == "node" else real(0)
         value = getattr(defaults, one.name)
         group.add_argument(
-            f"--{one.name.replace('_', '-')}", type=kind, default=value, help=f"(default: {value:g})"
+            f"--{one.name.replace('_', '-')}",
+            type=kind,
+            default=value,
+            help=f"{one.metadata['help']} (default: {value:g})",
         )
     parser.add_argument(
         "--kernel-table",
         metavar="NAME|PATH",
-        help=f"attention of a GPU measured here ({', '.join(builtin_names())}), or JSON of another's (default: h100)",
+        help=f"attention times: a built-in table ({', '.join(builtin_names())}), or a JSON file of another GPU's "
+        "(default: h100)",
     )
     parser.add_argument(
         "--profile",
         metavar="PATH",
-        help="what wlb-megatron profile measured: its attention, its layer's rate and its links stand for the defaults",
+        help="file of wlb-megatron profile; what it measured replaces the kernel table and the assumptions about it "
+        "(default: none)",
     )
 
 
@@ -71,11 +77,12 @@ def read_assumptions(args: argparse.Namespace) -> tuple[Assumptions, KernelTable
 
 def add_reproduce(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Simulate the WLB-LLM paper's eight configurations, plain, fixed-length, as the paper describes it and as "
-        "this project does it, the paper's figures beside them. Writes JSON, CSV, Markdown, PNG and one HTML page."
+        "Simulates the WLB-LLM paper's eight configurations four ways: arrival order, balanced windows, "
+        "the paper's method, and this project's. Prints the paper's figures beside them. Writes JSON, CSV, Markdown, "
+        "PNG and one HTML page."
     )
     add = parser.add_argument
-    add("--out", metavar="DIR", help="folder for what is written (needed)")
+    add("--out", metavar="DIR", help="folder to write to (required)")
     add(
         "--lengths",
         help="tokens of each document: a .npy of integers or an .idx (default: seeded, long-tailed)",
@@ -84,21 +91,21 @@ def add_reproduce(parser: argparse.ArgumentParser) -> None:
         "--lengths-of",
         type=whole(1, TOKENS),
         default=128 * K,
-        help="window that the lengths belong to (default: 131072)",
+        help="window for which --lengths were drawn (tokens; default: 131072)",
     )
     add(
         "--no-stretch",
         action="store_true",
-        help="use lengths as they are at each window, split above it (default: stretched in proportion)",
+        help="use the lengths as they are, split above each window (default: stretch them in proportion to it)",
     )
-    add("--iterations", type=whole(1), default=300, help="simulated of each job (default: 300)")
-    add("--seed", type=whole(0, SEED), default=1234, help="of the documents' order (default: 1234)")
+    add("--iterations", type=whole(1), default=300, help="iterations to simulate for each job (default: 300)")
+    add("--seed", type=whole(0, SEED), default=1234, help="seed of the documents' order (default: 1234)")
     add(
         "--micro-batches-per-window",
         default="auto",
-        help="micro-batches of ours for each window: auto, or a number from 1 (default: auto)",
+        help="micro-batches for each window in this project's plans: auto, or a number from 1 (default: auto)",
     )
-    add("--no-large-job", action="store_true", help="leave out the job of 8,192 GPUs")
+    add("--no-large-job", action="store_true", help="leave out the job of 8,192 GPUs, which takes longest")
     add_assumptions(parser, REPRODUCED)
     parser.set_defaults(run=run_reproduce)
 
