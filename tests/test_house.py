@@ -201,3 +201,24 @@ def test_every_script_that_is_named_somewhere_is_there() -> None:
         for name in re.findall(r"(?<![\w/-])scripts(?:\.\w+)+", text):
             module = ROOT / name.replace(".", "/")
             assert module.is_dir() or module.with_suffix(".py").exists(), f"{page} names {name}"
+
+
+TAKES_FLAGS = ("refusals.py", "plugin/take_over.py", "plugin/pretrain_gpt.py", "plugin/model/gpt_model.py")
+"""Beside plugin/flags/, which reads them: what looks at any flag, sets some, or builds a model as Megatron does."""
+
+AS_MEGATRON_CALLS = ("plugin/plans/checkpoint.py", "plugin/logs/flops.py")
+"""Wrappers of functions of Megatron's that have its arguments as a parameter."""
+
+
+def test_megatrons_arguments_go_no_further_than_the_door() -> None:
+    found = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name != "__torch_function__":
+                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                if any(
+                    each.arg == "args" and ast.unparse(each.annotation or node) == "Any" for each in given
+                ):
+                    found.add(within(path))
+    beyond = {where for where in found if not where.startswith("plugin/flags/")}
+    assert beyond == {*TAKES_FLAGS, *AS_MEGATRON_CALLS}

@@ -1,0 +1,116 @@
+"""A TrainingJob holds what Megatron's flags say, with each part's own words for it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import FrozenInstanceError
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+from training_jobs import VALIDATED, training_job
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin.flags.training_job import TrainingJob
+
+MOE = {"num_experts": 8, "moe_ffn_hidden_size": 1024, "moe_router_topk": 2}
+MLA = {
+    **{"multi_latent_attention": True, "q_lora_rank": None, "kv_lora_rank": 512},
+    **{"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 96},
+}
+ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
+    ({"num_layers": 6}, "model.layers", 6),
+    ({"group_query_attention": False}, "model.kv_heads", 16),
+    ({"kv_channels": None, "hidden_size": 4096}, "model.head_dim", 256),
+    ({"swiglu": False}, "model.gated", False),
+    ({"untie_embeddings_and_output_weights": False}, "model.tied", True),
+    ({"hidden_dropout": 0.1}, "model.dropout", True),
+    ({"padded_vocab_size": 512}, "model.vocabulary", 512),
+    ({"max_position_embeddings": 131072}, "model.positions", 131072),
+    ({"mtp_num_layers": 2}, "model.depths", 2),
+    ({"window_size": (1024, 0), "window_attn_skip_freq": 2}, "model.window", 1024),
+    ({"window_size": (1024, 0), "window_attn_skip_freq": 2}, "model.whole_layers", 0.5),
+    ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, "model.rows", 32),
+    ({"params_dtype": torch.float16}, "model.dtype", "float16"),
+    ({"transformer_impl": "local"}, "model.implementation", "local"),
+    (MOE, "model.active_ffn", 2048),
+    ({**MOE, "moe_ffn_hidden_size": None}, "model.active_ffn", 2 * 5632),
+    (
+        {**MOE, "moe_router_load_balancing_type": ["seq_aux_loss"]},
+        "model.experts.balancing",
+        ("seq_aux_loss",),
+    ),
+    (MOE, "memory", None),
+    (MLA, "model.kv_heads", 16),
+    (MLA, "model.head_dim", 192),
+    (MLA, "model.value_dim", 96),
+    ({"tensor_model_parallel_size": 2}, "sizes.tensor", 2),
+    ({"context_parallel_size": 4}, "sizes.context", 4),
+    ({"pipeline_model_parallel_size": 2}, "sizes.pipeline", 2),
+    ({"data_parallel_size": 2}, "sizes.data", 2),
+    ({"virtual_pipeline_model_parallel_size": 3}, "sizes.virtual", 3),
+    (
+        {"virtual_pipeline_model_parallel_size": 3, "pipeline_model_parallel_size": 2},
+        "sizes.micro_step_multiple",
+        2,
+    ),
+    ({"pipeline_model_parallel_size": 2}, "sizes.micro_step_multiple", 1),
+    ({"sequence_parallel": True}, "sizes.sequence", True),
+    ({"seq_length": 8192, "micro_batch_size": 2}, "batches.joined_window", 16384),
+    ({"eval_global_batch_size": 8}, "batches.evaluated", 8),
+    ({"eval_iters": 3}, "evaluation.iterations", 3),
+    ({"multiple_validation_sets": True}, "evaluation.each_set", True),
+    ({"validation_set_names": ["a", "b"]}, "evaluation.names", ("a", "b")),
+    ({"distributed_backend": "gloo"}, "device.on_gpu", False),
+    ({"distributed_backend": "gloo"}, "memory", None),
+    ({"local_rank": 3, "rank": 11}, "device.index", 3),
+    ({"local_rank": 3, "rank": 11}, "device.rank", 11),
+    ({"skip_train": True}, "trains", False),
+    ({"seed": 7}, "seed", 7),
+    ({"num_workers": 5}, "workers", 5),
+    ({"exit_signal_handler": True}, "ignored_signal", 15),
+    ({"recompute_granularity": "full"}, "recompute", "full"),
+    ({"overlap_grad_reduce": True}, "overlaps_gradients", True),
+    ({"distributed_timeout_minutes": 3}, "timeout", 3),
+    ({"wlb_chunks": "off"}, "given.chunks", "off"),
+    ({"context_parallel_size": 2, "tensor_model_parallel_size": 2}, "alignment", 4),
+]
+"""Flags, a field that they set, and its value then."""
+
+
+@pytest.mark.parametrize(("flags", "field", "value"), ARRIVES)
+def test_a_flag_arrives_in_its_field(flags: dict[str, Any], field: str, value: Any) -> None:
+    def found(job: TrainingJob) -> Any:
+        return reduce(lambda of, name: getattr(of, name, None), field.split("."), job)
+
+    assert found(training_job(**flags)) == value
+    if flags is not MLA and field != "sizes.micro_step_multiple":
+        assert found(training_job()) != value, "the flag is what sets it"
+
+
+def test_latent_attention_has_the_weights_of_its_compressions() -> None:
+    """2048 wide, 16 heads: queries 2048 x 16 x 192, keys and values 2048 x (512 + 64) down and 512 x 16 x (128 + 96)
+    up, output 16 x 96 x 2048; a gated MLP of 5632."""
+    weights = 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 224 + 16 * 96 * 2048 + 3 * 2048 * 5632
+    assert training_job(**MLA).model.layer_parameters == weights
+
+
+def test_the_vocabulary_is_known_once_the_tokenizer_is_built() -> None:
+    job = training_job(vocab_size=None)
+    assert job.model.vocabulary is None and job.with_vocabulary(640).model.vocabulary == 640
+    with pytest.raises(FrozenInstanceError):
+        job.seed = 1  # type: ignore[misc]
+
+
+def test_whole_evaluation_is_told_apart_from_what_megatron_is_told() -> None:
+    """Megatron is then given another --full-validation than the user gave (evaluation.py)."""
+    args = argparse.Namespace(**VALIDATED)
+    assert TrainingJob.of(args, WlbConfig(), full_validation=True).evaluation.full
+    assert not TrainingJob.of(args, WlbConfig()).evaluation.full
+
+
+def test_a_profile_does_not_know_experts() -> None:
+    with pytest.raises(WlbError, match="--wlb-profile does not know experts"):
+        training_job(**MOE, wlb_profile="profile.json")
