@@ -129,6 +129,8 @@ def test_the_benchmarks_table_names_modules_that_are_there() -> None:
             (folder,) = heads
         elif folder:
             for name in re.findall(r"`([\w.]+)[^`]*`", first):
-                assert (ROOT / f"{folder}.{name}".replace(".", "/")).with_suffix(".py").is_file(), line
+                stem, script, _ = name.partition(".sh")
+                path = f"{folder}.{stem}".replace(".", "/") + (script or ".py")
+                assert (ROOT / path).is_file(), line
                 found += 1
     assert found > 20

@@ -15,6 +15,7 @@ import torch
 
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.cli import main
+from wlb_megatron.profiler import clock
 from wlb_megatron.profiler.attention import AttentionBench, _alone
 from wlb_megatron.profiler.clock import Clock
 from wlb_megatron.profiler.layer import layer_step, torch_layer
@@ -241,21 +242,36 @@ def test_points_are_named_by_what_they_measure() -> None:
     assert np.unique(keys).size == len(keys)
 
 
+class _Time:
+    """A clock that only work moves on, in nanoseconds."""
+
+    now = 0
+
+    @classmethod
+    def perf_counter_ns(cls) -> int:
+        return cls.now
+
+    @classmethod
+    def work(cls, ns: int) -> None:
+        cls.now += ns
+
+
 class _Event:
     """A CUDA event of a device that works at once."""
 
     def __init__(self, enable_timing: bool) -> None:
-        self.at = 0.0
+        self.at = 0
 
     def record(self) -> None:
-        self.at = time.perf_counter()
+        self.at = _Time.now
 
     def elapsed_time(self, later: _Event) -> float:
-        return (later.at - self.at) * 1e3
+        return (later.at - self.at) / 1e6
 
 
 def test_a_gpus_clock_heats_the_device_and_tells_launches_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     asleep: list[int] = []
+    monkeypatch.setattr(clock, "time", _Time)
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", asleep.append)
@@ -263,15 +279,15 @@ def test_a_gpus_clock_heats_the_device_and_tells_launches_apart(monkeypatch: pyt
 
     def forward() -> str:
         ran.append("forward")
-        time.sleep(0.002)
+        _Time.work(2_000_000)
         return "made"
 
     def backward(made: str) -> None:
         ran.append(made)
-        time.sleep(0.004)
+        _Time.work(4_000_000)
 
     timing = Clock(torch.device("cuda"), seconds=0.05).measure(forward, backward)
-    assert 2e6 <= timing.forward[0] < 4e6 <= timing.backward[0]
-    assert timing.host_forward >= 2e6 and timing.host_backward >= 4e6
+    assert timing.forward[0] == pytest.approx(2e6) and timing.backward[0] == pytest.approx(4e6)
+    assert timing.host_forward == pytest.approx(2e6) and timing.host_backward == pytest.approx(4e6)
     assert ran[::2] == ["forward"] * (len(ran) // 2) and ran[1::2] == ["made"] * (len(ran) // 2)
     assert all(cycles > 0 for cycles in asleep)
