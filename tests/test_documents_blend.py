@@ -146,5 +146,5 @@ def test_a_split_lands_on_the_documents_that_megatron_would_take(shares: list[in
 
 @pytest.mark.parametrize("split", ["", "0,0", "1,1,1,1", "a", "1..2,3"])
 def test_a_split_that_makes_no_sense_is_refused(split: str) -> None:
-    with pytest.raises(WlbError, match="cannot read split"):
+    with pytest.raises(WlbError, match="no shares to read"):
         split_bounds(split, 10)

@@ -254,7 +254,7 @@ def test_a_damaged_profile_is_told_in_one_line(
     path.write_text("{")
     with pytest.raises(WlbError, match="not JSON"):
         read_profile(path)
-    with pytest.raises(WlbError, match="cannot read"):
+    with pytest.raises(WlbError, match="cannot be read"):
         read_profile(tmp_path / "none.json")
 
 

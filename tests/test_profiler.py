@@ -136,7 +136,7 @@ def test_a_budget_ends_measuring_but_keeps_what_was_measured(
             ],
             "no multiple of",
         ),
-        (["--refit", "none.json"], "cannot read"),
+        (["--refit", "none.json"], "cannot be read"),
     ],
 )
 def test_wrong_flags_end_in_one_line(

@@ -55,7 +55,9 @@ def split_bounds(split: str, documents: int) -> list[tuple[int, int]]:
         shares = []
     shares += [0.0] * (3 - len(shares))
     if len(shares) > 3 or not any(shares):
-        raise WlbError(f"cannot read split {split!r}; give shares of train, valid and test, e.g. 969,30,1")
+        raise WlbError(
+            f"--split {split!r} has no shares to read; give shares of train, valid and test, e.g. 969,30,1"
+        )
     whole = np.array(shares, dtype=np.float64)
     # The sums and the rounding are Megatron's own, to land on the same document.
     ends = [round(end * documents) for end in accumulate((whole / whole.sum()).tolist())]

@@ -18,6 +18,7 @@ from typing import Any
 from wlb_megatron.arguments import PREFIX, add_arguments, config_from_args, name_flag
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
+from wlb_megatron.plugin.flags.least_numbers import too_small
 from wlb_megatron.plugin.flags.limits import fit_to_memory
 from wlb_megatron.plugin.flags.telling import checked
 from wlb_megatron.plugin.flags.training_job import TrainingJob, window_misfit
@@ -93,6 +94,8 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
     """validate_args that then refuses what is not handled, opens the corpus, and sets what the plugin needs."""
 
     def validate_args(args: Any, defaults: dict[str, Any] | None = None) -> Any:
+        if not args.wlb_off and (wrong := too_small(args)):
+            checked(partial(_refuse, wrong))
         try:
             result = original(args, defaults or {})
         except (AssertionError, ValueError, RuntimeError) as error:

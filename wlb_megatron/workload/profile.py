@@ -100,7 +100,7 @@ def read_profile(path: str | Path) -> Profile:
         told = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
     except OSError as error:
         raise WlbError(
-            f"cannot read profile {path}: {error.strerror}; give the file that wlb-megatron profile wrote"
+            f"profile {path} cannot be read: {error.strerror}; give the file that wlb-megatron profile wrote"
         ) from None
     except ValueError as error:
         raise WlbError(f"profile {path} is not JSON ({error}); {again}") from None
@@ -136,7 +136,7 @@ def read_samples(path: str | Path) -> dict[str, Any]:
             raise ValueError
         return dict(told)
     except OSError as error:
-        raise WlbError(f"cannot read profile {path}: {error.strerror}") from None
+        raise WlbError(f"profile {path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise WlbError(f"{path} is not a profile of format {FORMAT}, or is damaged: profile again") from None
 
