@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -322,6 +323,22 @@ def test_waits_for_exchanged_keys_are_summed_by_marks_on_the_device(monkeypatch:
         timers._on_gpu(wait(milliseconds))
     assert timers._read_waits() == pytest.approx(0.0075)
     assert timers._read_waits() == 0.0
+
+
+def test_exchanges_are_timed_in_the_jobs_that_log_them_and_in_no_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import megatron.training
+
+    log = SimpleNamespace(log=lambda names: None, write=lambda names: None)
+    monkeypatch.setattr(megatron.training, "get_timers", lambda: log)
+    monkeypatch.setattr(timers, "add", lambda name, seconds: None)
+    training_log = timers.wrap_training_log(lambda: None)
+    for level, timed in ((2, True), (1, False)):
+        args = SimpleNamespace(timing_log_level=level, distributed_backend="gloo")
+        monkeypatch.setattr(megatron.training, "get_args", lambda args=args: args)
+        training_log()
+        assert (timers.kv_exchange.on_wait is not None) == timed
 
 
 def test_megatrons_lists_of_timers_are_continued_and_other_lists_stay() -> None:

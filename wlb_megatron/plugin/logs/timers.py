@@ -55,8 +55,9 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
         names = [name for name, least in LEVELS.items() if least <= level]
         if names and not hasattr(timers.log, "names"):
             timers.log, timers.write = _continued(timers.log, names), _continued(timers.write, names)
-        if level >= LEVELS["wlb-key-exchange"]:
-            kv_exchange.on_wait = _on_gpu if get_args().distributed_backend == "nccl" else _on_host
+        on_wait = _on_gpu if get_args().distributed_backend == "nccl" else _on_host
+        kv_exchange.on_wait = on_wait if level >= LEVELS["wlb-key-exchange"] else None
+        if kv_exchange.on_wait is not None:
             with never_fatal("the timer wlb-key-exchange is not kept"):
                 add("wlb-key-exchange", _read_waits())
         return original(*args, **kwargs)
