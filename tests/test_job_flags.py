@@ -254,5 +254,12 @@ def test_sizes_that_megatron_does_not_divide_are_refused_in_one_line(
     assert code == 2 and said in err and err.count("\n") == 1
 
 
+def test_model_chunks_without_a_pipeline_are_refused_by_inspect_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, _, err = call(capsys, *["inspect", "--lengths", "9,30,64", "--window", "64", "--vpp", "2"])
+    assert code == 2 and "--vpp 2 changes nothing without --pp above 1" in err
+
+
 def test_layers_that_divide_with_the_embedding_and_the_loss_are_taken() -> None:
     assert job("--model 405B --pp 16").model.shape.layers == 126

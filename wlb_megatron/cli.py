@@ -21,6 +21,7 @@ from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.patching import add_patch
 from wlb_megatron.profiler.profile_command import add_profile
 from wlb_megatron.settings_flags import NOT_HERE, add_layout, add_settings, renamed, settings
+from wlb_megatron.simulator.divisible import check_vpp
 from wlb_megatron.simulator.reproduction.reproduce_command import add_reproduce
 from wlb_megatron.simulator.simulate import add_simulate, print_simulation, run_simulate
 from wlb_megatron.whole_files import write_whole
@@ -118,6 +119,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
+    check_vpp(args.pp, args.vpp)
     said: list[str] = []
     shown = inspect_plans(
         read_lengths(args.lengths),

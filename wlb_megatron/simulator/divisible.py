@@ -27,8 +27,7 @@ def check_divisible(shape: ModelShape, args: argparse.Namespace) -> None:
 def _check_layers(layers: int, pp: int, vpp: int) -> None:
     """Layers that do not divide are accepted where those and 2 do: Megatron counts the embedding and the loss as layers
     by --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split."""
-    if vpp > 1 and pp == 1:
-        raise WlbError(f"--vpp {vpp} changes nothing without --pp above 1: add that, or leave it out")
+    check_vpp(pp, vpp)
     parts = pp * vpp
     if layers % parts and (layers + 2) % parts:
         over = f"--pp {pp}" + (f" x --vpp {vpp}" if vpp > 1 else "")
@@ -36,6 +35,12 @@ def _check_layers(layers: int, pp: int, vpp: int) -> None:
             f"--num-layers {layers} cannot be divided over {over}: choose a divisor of {layers}, or of {layers + 2} "
             "(with the embedding and the loss counted as layers)"
         )
+
+
+def check_vpp(pp: int, vpp: int) -> None:
+    """WlbError for model chunks without a pipeline."""
+    if vpp > 1 and pp == 1:
+        raise WlbError(f"--vpp {vpp} changes nothing without --pp above 1: add that, or leave it out")
 
 
 def _check_experts(shape: ModelShape, args: argparse.Namespace) -> None:
