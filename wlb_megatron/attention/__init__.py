@@ -1,1 +1,1 @@
-"""Attention over a shard plan: executor, key/value exchange, backends, rotary positions."""
+"""Computes attention under a shard plan: executor, key/value exchange, backends, rotary positions."""

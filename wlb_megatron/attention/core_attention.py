@@ -1,7 +1,7 @@
-"""The `core_attention` module of Megatron's self-attention, and the parameters that carry a plan to it.
+"""Replaces the `core_attention` module of Megatron's self-attention, and passes it the parameters that carry a plan.
 
-The module is a subclass of the one the layer spec names, so that checkpoints keep their keys; only its
-forward is ours. Megatron is imported here and nowhere else in this package.
+The module subclasses the one that the layer spec names, so checkpoints keep their keys; only its forward differs.
+Megatron is imported here and nowhere else in this package.
 """
 
 from __future__ import annotations

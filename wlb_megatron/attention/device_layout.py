@@ -1,4 +1,4 @@
-"""An attention layout on a device: index tensors built once per micro-batch and shared by all its layers."""
+"""Index tensors of an attention layout on a device, built once per micro-batch and shared by all its layers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Keys and values that a layer keeps for later micro-batches of a step, and the gradients that come back to them.
+"""Keeps a chunk's keys and values for later micro-batches of a step, and sums the gradients that come back to them.
 
-The forward of a chunk of a document keeps its keys; later chunks take them. Backwards of a document's chunks run last
-first: each adds its gradients of the keys it took to a sum in fp32, and the chunk that made them adds the sum in its
-own backward, after which nothing of it is left. Autograd knows nothing of this.
+The forward of a chunk keeps its keys; later chunks of the document read them. A document's chunks run backward last
+first. Each adds the gradients of the keys that it read to an fp32 sum. The chunk that made the keys adds that sum in
+its own backward, and then frees both. Autograd does not see any of this.
 """
 
 from __future__ import annotations

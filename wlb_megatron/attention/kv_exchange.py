@@ -1,9 +1,10 @@
-"""Moves the keys and values that other ranks' queries see, and their gradients back to the owners.
+"""Sends keys and values to the ranks whose queries need them, and their gradients back to the owners.
 
-Both ways are one all-to-all of rows, whose counts every rank knows in advance: no shape is exchanged, no
-device is waited for. Only what another rank holds travels; a rank copies its own rows from where they are. Where
-kernels on local keys run meanwhile, the transfer is started, then waited for: NCCL works on a stream of its own and
-orders itself after the current one. Where nothing runs meanwhile it works on the current stream, which takes the host
+Each direction is one all-to-all of rows. Every rank knows the counts from the plan, so no shapes are exchanged and
+the host waits for no device. Only rows that another rank holds travel; a rank copies its own rows locally.
+
+If kernels on local keys run meanwhile, the transfer starts first and is waited for later: NCCL works on its own
+stream, ordered after the current one. If nothing runs meanwhile, it works on the current stream, which costs the host
 less.
 """
 

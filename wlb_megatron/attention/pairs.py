@@ -1,4 +1,4 @@
-"""A token's keys and values side by side in one row, so that they are gathered, sent and added as one."""
+"""Stores a token's keys and values side by side in one row, to gather, send and add them together."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rotary frequencies at a plan's positions.
+"""Computes rotary frequencies at a plan's positions.
 
-Megatron's packed RoPE assumes documents padded and cut in zigzag. Here each token brings its position, and the
-frequencies are made for just these positions, from the wrapped module's own: no table, no cache, no clamp.
+Megatron's packed RoPE assumes documents that are padded and cut in zigzag. Here each token has its own position. The
+wrapped module's own frequencies are evaluated at just these positions: no table, no cache, no clamp.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Attention of one rank's tokens to their documents' keys on all ranks: the one executor of all plans.
+"""The executor of every shard plan: attention of one rank's tokens to their documents' keys on all ranks.
 
-One autograd function around both kernel calls of a layer. Forward: keys begin to travel, the diagonals run on
-local keys, then the rectangles on the exchanged ones, merged by log-sum-exp. Backward: each call's exact share
-of the gradient, from the merged output and log-sum-exp; the gradients of exchanged keys travel back while the
-diagonals run, where the plan has ranks in step, else after them.
+One autograd function wraps both kernel calls of a layer. Forward: the exchange of keys starts, the diagonals run on
+local keys, then the rectangles run on the exchanged keys, and log-sum-exp merges the two. Backward: each call
+computes its exact share of the gradient from the merged output and log-sum-exp. The gradients of exchanged keys
+travel back while the diagonals run if the plan has ranks in step, else after them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Attention sinks: one more logit per head in the softmax's denominator, without a value (gpt-oss; "off by one" is 0).
+"""Attention sinks: one more logit per head in the softmax's denominator, without a value (gpt-oss; 0 is "off by
+one").
 
-With lse the log of the denominator over keys, the denominator with a sink is exp(lse) + exp(sink): the output shrinks
-by exp(lse - logaddexp(lse, sink)). So a sink is applied once, to the output of all keys, and no kernel needs to know of
-it; given the new output and log of the denominator, the kernels' backward is that of the softmax with the sink.
+Let lse be the log of the denominator over keys. With a sink the denominator is exp(lse) + exp(sink), so the output
+shrinks by exp(lse - logaddexp(lse, sink)). So the sink is applied once, to the output of all keys, and kernels need
+not know about it. Given the new output and log-sum-exp, the kernels' backward is that of the softmax with the sink.
 """
 
 from __future__ import annotations

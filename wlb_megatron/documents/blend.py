@@ -1,4 +1,4 @@
-"""Corpora of a --data-path under one range of document ids, and Megatron's rules for weights and --split."""
+"""Puts the corpora of a --data-path under one range of document ids, by Megatron's rules for weights and --split."""
 
 from __future__ import annotations
 

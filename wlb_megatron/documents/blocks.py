@@ -1,4 +1,4 @@
-"""Long arrays a block at a time: one that is mapped from a file is never copied whole."""
+"""Goes through long arrays a block at a time, so that an array mapped from a file is never copied whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a saved run's settings is another in this one, for people."""
+"""Describes which settings differ between a saved run and this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One corpus, gone through document by document: order of an epoch, over-long documents cut, empty ones dropped."""
+"""Goes through one corpus document by document: an epoch's order, over-long documents cut, empty ones dropped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""In which order an epoch goes through a corpus: stored for a small one, computed place by place for a large one.
+"""The order in which an epoch visits a corpus: stored for a small corpus, computed place by place for a large one.
 
-A corpus of 1e9 documents has an order of 8 GB, which every rank of a node would hold, after minutes of sorting. Its
-order is a keyed permutation instead: any stretch of it comes from the places alone, in no memory.
+A stored order of 1e9 documents is 8 GB. Every rank of a node would hold it, after minutes of sorting. So a large
+corpus uses a keyed permutation, which computes any stretch of the order from its places alone, without a table.
 """
 
 from __future__ import annotations

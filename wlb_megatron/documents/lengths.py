@@ -1,4 +1,4 @@
-"""Document lengths as the command line takes them."""
+"""Reads document lengths as the command line gives them."""
 
 from __future__ import annotations
 

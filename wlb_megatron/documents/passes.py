@@ -1,4 +1,4 @@
-"""How far a run has gone through its corpora, and what of them it left out, by a document stream's state."""
+"""How many passes a run has made through its corpora, and what it left out, from a document stream's state."""
 
 from __future__ import annotations
 

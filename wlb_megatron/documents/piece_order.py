@@ -1,8 +1,8 @@
-"""The order of an epoch's pieces: a document's at its place, those of a document above the window all over the epoch.
+"""The order of an epoch's pieces: a whole document at its place, the pieces of a long document spread over the epoch.
 
-Pieces of a book that came after each other would fill whole iterations. Of N documents, the one at place p that has m
-pieces gives piece j at (p + j * N) / m: evenly spaced, in its own order, a whole document at p. With 4 documents the
-one at place 1 that has 3 pieces gives them at 1/3, 5/3 and 9/3.
+If the pieces of a book followed one another, they would fill whole iterations. With N documents, the document at
+place p with m pieces puts piece j at (p + j * N) / m. So its pieces are evenly spaced and in order, and a whole
+document is at p. With 4 documents, the one at place 1 with 3 pieces puts them at 1/3, 5/3 and 9/3.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many tokens predict one: what losses are means of."""
+"""Counts the tokens that predict a next token: the number that losses are averaged over."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The stream of documents that packing draws from: one corpus or a blend, in an order that every rank computes alike.
+"""The stream of documents that packing draws from: one corpus or a blend, in the same order on every rank.
 
-Identity is (epoch, document); each corpus of a blend has its own epochs. The state holds ids and counts only.
+A document's identity is (epoch, document). Each corpus of a blend has its own epochs. The state holds only ids and
+counts.
 """
 
 from __future__ import annotations

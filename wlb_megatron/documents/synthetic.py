@@ -1,4 +1,4 @@
-"""Document lengths from a seed, of the kinds that corpora have: for tests, benchmarks and trying things out."""
+"""Draws document lengths of several kinds from a seed, for tests and benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads of .bin files, of which a process keeps only the last few used open: a blend may have thousands."""
+"""Reads .bin files. A process keeps only the few last used open, because a blend may have thousands."""
 
 from __future__ import annotations
 

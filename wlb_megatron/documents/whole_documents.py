@@ -1,4 +1,4 @@
-"""How long a document may be that trains whole: the window, or with --wlb-overlong chunk what the run can hold."""
+"""How long a document may be to train whole: the window, or with --wlb-overlong chunk what the run can hold."""
 
 from __future__ import annotations
 

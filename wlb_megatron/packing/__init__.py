@@ -1,1 +1,1 @@
-"""Which documents train together: stream, queues, packers, order."""
+"""Decides which documents train together: stream, queues, packers, order."""

@@ -1,8 +1,8 @@
-"""A run taken up with other corpora, weights, windows or packing: what waited comes along, corpora go on.
+"""Continues a run with other corpora, weights, windows or packing: waiting documents come along, corpora continue.
 
-A corpus is the same one if its lengths are, wherever it stands in the blend. It goes on at its place, so that each of
-its documents still trains once an epoch; where the window changed, documents above either window may repeat tokens or
-miss some. Weights count from here on: what a corpus gave before is not made up for.
+Two corpora are the same if their lengths are, wherever they stand in the blend. A known corpus continues at its
+place, so each of its documents still trains once an epoch. If the window changed, documents longer than either window
+may repeat tokens or miss some. Weights apply from here on; there is no correction for what a corpus gave before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The packer that the settings name."""
+"""Builds the packer that the settings name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether fewer tokens will train than were asked for, foreseen from a sample: told at start and by analyze."""
+"""Predicts from a sample whether fewer tokens will train than asked for. Printed at start and by analyze."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner of a job: the same for training and every command."""
+"""Builds the planner of a job, for training and for every command."""
 
 from __future__ import annotations
 

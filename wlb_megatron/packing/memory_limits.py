@@ -1,4 +1,4 @@
-"""What a GPU's memory decides of a plan: Lmax, and whether documents train in chunks. For training and the commands."""
+"""Derives a plan's limits from a GPU's memory: Lmax, and whether documents train in chunks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What every packer is: pieces that arrived go in, one iteration's grid of micro-batches comes out.
+"""The interface of every packer: pieces that arrived go in, one iteration's grid of micro-batches comes out.
 
-A packer packs the global batch, micro_batches x dp bins; dp only regroups the bins (assign.py). So which documents
-train in which iteration, and the state, do not depend on the layout.
+A packer packs the global batch into micro_batches x dp bins; dp only regroups the bins (assign.py). So neither the
+state, nor which documents train in which iteration, depends on the layout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a stream of documents to one plan an iteration: intake, release, drain."""
+"""Makes one plan per iteration from a stream of documents: intake, release, drain."""
 
 from __future__ import annotations
 

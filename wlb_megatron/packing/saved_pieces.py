@@ -1,4 +1,6 @@
-"""Pieces that wait, as text in a checkpoint: fixed windows over several global batches have hundreds of thousands."""
+"""Encodes waiting pieces as text for a checkpoint. Fixed windows over several global batches have hundreds of
+thousands.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan did, in figures: balance, delay, size. For log lines, TensorBoard and the analyze command."""
+"""Summarizes a plan in figures (balance, delay, size) for log lines, TensorBoard and the analyze command."""
 
 from __future__ import annotations
 

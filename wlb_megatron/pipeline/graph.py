@@ -1,6 +1,6 @@
-"""A pipeline step's dependencies: which work and which waits come before which.
+"""The dependencies of a pipeline step: which work and which waits come before which.
 
-The graph depends on sizes alone, so it is built once for all steps of a run.
+The graph depends only on sizes, so it is built once for all steps of a run.
 """
 
 from __future__ import annotations

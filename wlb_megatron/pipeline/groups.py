@@ -1,4 +1,4 @@
-"""Groups: consecutive micro-batches that share documents in chunks, so that their backwards run last first."""
+"""Groups consecutive micro-batches that share documents in chunks. A group's backwards run last first."""
 
 from __future__ import annotations
 

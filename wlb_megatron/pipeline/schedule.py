@@ -1,8 +1,8 @@
 """Pipeline steps as a graph of work and transfers, solved for one step (events) or for thousands at once.
 
-A node is a stage's step, or a wait of a stage for transfers; its end is the latest of its predecessors' ends
-(plus a transfer where one lies between) plus its duration. Each node's end is one numpy expression over all
-data-parallel groups of all iterations.
+A node is a stage's work, or a stage's wait for transfers. Its end is the latest of its predecessors' ends (plus a
+transfer, if one lies between) plus its duration. Each node's end is one numpy expression over all data-parallel
+groups of all iterations.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a training step is predicted to take, from the work of its micro-batches: the packer's objective.
+"""Predicts a training step from the work of its micro-batches: the packer's objective.
 
-A micro-batch occupies a stage for its documents' work, plus what it costs by itself (kernel calls, fixed kernels of a
-layer), and neither its forward nor its backward takes less than the host needs to launch it. The step is 1F1B over
-these times. The same events, with times instead of work, are the simulator's (schedule.py).
+A micro-batch occupies a stage for the work of its documents plus its own fixed cost (kernel calls, fixed kernels of a
+layer). Neither its forward nor its backward takes less than the host needs to launch it. The step is 1F1B over these
+times. The simulator runs the same events with times instead of work (schedule.py).
 """
 
 from __future__ import annotations

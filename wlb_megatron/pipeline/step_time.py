@@ -1,4 +1,4 @@
-"""How long one pipeline step takes, in exact integers: for a packer that compares many plans."""
+"""Computes the time of one pipeline step in exact integers, for a packer that compares many plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention calls of given shapes, and whole shares of a micro-batch, ready to be timed."""
+"""Prepares attention calls of given shapes, and whole shares of a micro-batch, for timing."""
 
 from __future__ import annotations
 

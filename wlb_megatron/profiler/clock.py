@@ -1,4 +1,4 @@
-"""Times a forward and a backward on a device: medians and spreads, the host's share apart."""
+"""Times a forward and a backward on a device: medians and spreads, with the host's share separate."""
 
 from __future__ import annotations
 

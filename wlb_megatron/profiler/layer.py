@@ -1,6 +1,6 @@
-"""The parts of a step beside attention, as torch modules of one tensor-parallel rank's shape.
+"""The parts of a step other than attention, as torch modules of one tensor-parallel rank's shape.
 
-Where Megatron is installed and there is a GPU, profiled_layer.py gives Megatron's own layer in their place.
+If Megatron is installed and there is a GPU, profiled_layer.py provides Megatron's own layer instead.
 """
 
 from __future__ import annotations

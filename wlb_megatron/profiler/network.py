@@ -1,4 +1,4 @@
-"""Collectives and transfers between this job's GPUs, over sizes."""
+"""Measures collectives and transfers between this job's GPUs, over message sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured: the grid of shapes and sizes, chosen by the model's shape alone."""
+"""What the profiler measures: the grid of shapes and sizes, chosen only by the model's shape."""
 
 from __future__ import annotations
 

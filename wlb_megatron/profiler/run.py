@@ -1,4 +1,4 @@
-"""Measures all points of a model's profile, keeping what is done so that an interrupted run goes on."""
+"""Measures all points of a model's profile. It saves finished points, so an interrupted run resumes."""
 
 from __future__ import annotations
 

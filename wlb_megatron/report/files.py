@@ -1,4 +1,4 @@
-"""Tables as CSV files."""
+"""Writes tables as CSV files."""
 
 from __future__ import annotations
 

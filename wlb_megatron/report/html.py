@@ -1,4 +1,4 @@
-"""One HTML page that works offline: tables, and pictures within it."""
+"""Writes one HTML page with tables and embedded pictures that works offline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a command has come, on stderr."""
+"""Shows a command's progress on stderr."""
 
 from __future__ import annotations
 

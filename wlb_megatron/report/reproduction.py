@@ -1,4 +1,4 @@
-"""The reproduction's tables (for a terminal, Markdown, CSV and HTML), from its JSON."""
+"""Makes the reproduction's tables (for a terminal, Markdown, CSV and HTML) from its JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reproduction's pictures, from its JSON."""
+"""Draws the reproduction's pictures from its JSON."""
 
 from __future__ import annotations
 

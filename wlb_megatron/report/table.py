@@ -1,4 +1,4 @@
-"""Tables for a terminal: by rich where it is installed, else in plain columns."""
+"""Prints tables on a terminal, with rich if it is installed, else in plain columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of pipeline steps: micro-batches by stage over time, coloured by work."""
+"""Draws pipeline steps: micro-batches by stage over time, colored by work."""
 
 from __future__ import annotations
 

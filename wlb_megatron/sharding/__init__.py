@@ -1,1 +1,1 @@
-"""How one micro-batch's tokens are laid over context-parallel ranks."""
+"""Decides which context-parallel rank holds which tokens of a micro-batch."""

@@ -1,7 +1,7 @@
 """Alignment arithmetic: how much padding a micro-batch gets, and how many tokens each slot and rank holds.
 
-A micro-batch is laid over 2 * CP slots; context-parallel rank i holds slots i and 2 * CP - 1 - i, so that
-under a causal mask every rank has an early and a late share.
+A micro-batch fills 2 * CP slots. Context-parallel rank i holds slots i and 2 * CP - 1 - i, so under a causal mask
+every rank has an early and a late share.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Documents in chunks: which piece goes on where another ends, and which rank holds the keys of earlier chunks.
+"""For documents in chunks: which piece continues which, and which rank holds the keys of earlier chunks.
 
-Keys stay on the rank that computed them, and travel anew to each later chunk (docs/attention.md has the figures).
+Keys stay on the rank that computed them, and travel again to each later chunk (docs/attention.md has the figures).
 """
 
 from __future__ import annotations

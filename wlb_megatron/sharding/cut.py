@@ -1,4 +1,4 @@
-"""Planned micro-batches padded and cut over context-parallel ranks: the same for training and every command."""
+"""Pads planned micro-batches and cuts them over context-parallel ranks, for training and for every command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A digest of how micro-batches are cut: ranks that share one must hold the segments that the others expect."""
+"""Hashes how micro-batches are cut, so that ranks can check that they hold the segments that others expect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the next token of each token's document is: what multi-token prediction shifts its inputs and labels by."""
+"""Finds each token's next token in its document. Multi-token prediction shifts inputs and labels by it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Predicted attention time of each rank under a shard plan, as the executor runs it (attention_calls.py).
+"""Predicts each rank's attention time under a shard plan, as the executor runs it (attention_calls.py).
 
-All diagonals of a rank are one call, on its own keys, while the others' keys travel; all its rectangles another. Or one
-call serves all, where the plan says so (one_call.py).
+All diagonals of a rank are one call on its own keys, while the other keys travel. All its rectangles are another
+call. If the plan says so, one call computes everything (one_call.py).
 """
 
 from __future__ import annotations

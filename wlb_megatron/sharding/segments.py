@@ -1,7 +1,7 @@
-"""The shard plan of one micro-batch: for each context-parallel rank, the segments it holds, in order.
+"""The shard plan of one micro-batch: the segments that each context-parallel rank holds, in order.
 
-A segment is tokens [start, end) of one of the micro-batch's pieces; it attends to that piece's keys [0, end)
-with a causal mask. Any way of cutting is a way of making segments, and one executor runs them all.
+A segment is tokens [start, end) of one of the micro-batch's pieces. It attends to that piece's keys [0, end) with a
+causal mask. Every sharding produces segments, and one executor runs them all.
 
 A piece with a prefix of p tokens holds tokens [p, p + length) of its document, counted from the prefix's first token.
 Its keys [0, p) belong to earlier micro-batches (chunks.py).

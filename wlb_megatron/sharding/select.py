@@ -1,4 +1,4 @@
-"""How a micro-batch is cut over its context-parallel ranks: by name, or as the kernel table predicts is fastest."""
+"""Cuts a micro-batch over its context-parallel ranks by a named sharding, or by the one predicted fastest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assumptions replaced by what a profile measured, for models of other shapes than the profiled one."""
+"""Replaces assumptions by what a profile measured, for models of other shapes than the profiled one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes that Megatron does not divide over ranks, refused where a command describes a job."""
+"""Refuses sizes that Megatron cannot divide over ranks, when a command describes a job."""
 
 from __future__ import annotations
 

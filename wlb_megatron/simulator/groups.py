@@ -1,4 +1,4 @@
-"""Iterations of dynamic groups, timed: every rank of a stage runs micro-batches of its own."""
+"""Times iterations of dynamic groups, in which every rank of a stage runs its own micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Iterations of 4D training from their shard plans: all of equally many micro-batches in one pass."""
+"""Simulates iterations of 4D training from their shard plans, in one pass for each number of micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job as the commands describe it: its model, layout and settings, the plans that it would train, and their times."""
+"""A job as the commands describe it: model, layout and settings, the plans that it would train, and their times."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The host's launches in a step of one pipeline stage: where the device waits for them.
+"""Models the host's launches in a step of one pipeline stage: where the device waits for them.
 
-Launches run ahead of the device, a layer after the other, and so hide behind it; but a step begins with neither ahead,
-and so does each backward, since Megatron checks each loss on the host (its rerun state machine), which waits for
-the forward. Micro-batches too short for their launches then take the host's time, forward and backward together.
+Launches run ahead of the device, one layer after the other, so the device's work hides them. But a step starts with
+neither ahead. So does each backward, because Megatron checks each loss on the host (its rerun state machine), which
+waits for the forward. Micro-batches too short for their launches then take the host's time, forward and backward
+together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A job in the terms of workload/memory.py, as training counts a GPU's memory."""
+"""Describes a job in the terms of workload/memory.py, so that memory is counted as in training."""
 
 from __future__ import annotations
 

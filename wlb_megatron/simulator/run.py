@@ -1,4 +1,4 @@
-"""One job under several packings and shardings, and what they come to beside each other."""
+"""Runs one job under several packings and shardings, and compares the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`wlb-megatron simulate`: iterations of one's own job, as Megatron packs and as set, with a trace of one of them."""
+"""`wlb-megatron simulate`: iterations of a user's job, in arrival order and as set, with a trace of one of them."""
 
 from __future__ import annotations
 

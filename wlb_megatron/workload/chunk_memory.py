@@ -1,8 +1,8 @@
-"""Memory of steps with documents in chunks, and the longest document that can train whole.
+"""Estimates memory of steps with documents in chunks, and the longest document that can train whole.
 
-A group of micro-batches that share a document is held as a whole: what its micro-batches keep, and the keys that later
-chunks see, with the gradients that come back to them. As in memory.py upper bounds in whole bytes, for each token that
-a rank holds.
+A group of micro-batches that share a document is counted as a whole: what its micro-batches keep, the keys that later
+chunks read, and the gradients of those keys. As in memory.py, these are upper bounds in whole bytes, per token that a
+rank holds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a document costs (WLB-LLM section 4.1: Wa + Wl), as integers so that every rank compares alike."""
+"""What a document costs (WLB-LLM section 4.1: Wa + Wl), in integers so that every rank compares alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's parts cost on a GPU, as fitted to a profile: times of attention, layer, ends, optimizer, links."""
+"""What the parts of a model cost on a GPU, fitted to a profile: attention, layer, stage ends, optimizer, links."""
 
 from __future__ import annotations
 

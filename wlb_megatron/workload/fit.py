@@ -1,4 +1,4 @@
-"""Costs from a profile's samples: attention (fit_attention.py), the rest of a layer, the ends, the optimizer, links."""
+"""Fits costs to a profile: attention (fit_attention.py), the rest of a layer, stage ends, optimizer, links."""
 
 from __future__ import annotations
 

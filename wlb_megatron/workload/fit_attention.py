@@ -1,9 +1,10 @@
-"""Attention's costs from a profile's samples.
+"""Fits attention's costs to a profile's samples, separately for forward and backward.
 
-Of each way (forward, backward): the time per query-key pair of a segment comes from calls of one shape that fill the
-device; what a call, a segment and a row of queries or keys cost beside their pairs is fitted to calls of all shapes,
-what the executor adds around a call on earlier keys to whole shares of micro-batches, both by least squares of
-relative errors, none negative.
+* Calls of one shape that fill the device give a segment's time per query-key pair.
+* Calls of all shapes give the extra cost of a call, a segment and a row of queries or keys.
+* Whole shares of micro-batches give what the executor adds around a call on earlier keys.
+
+The last two are non-negative least squares of relative errors.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Predicted time of attention kernels and of the key exchange, forward + backward, in integer nanoseconds.
+"""Predicts the time of attention kernels and of the key exchange, forward + backward, in integer nanoseconds.
 
-A segment of q queries is served by a diagonal (causal, q x q), a rectangle (q x k earlier keys, no mask), or one
-bottom-right causal call (q x k, the queries being the last of the keys). Each shape has a table of measured times
-of one segment among as many as fill the device; between grid points the time per query-key pair is interpolated
-in queries and in keys per query. Only + - x / are used, which IEEE fixes bit for bit on every host (logarithms it
-does not), and each segment's time is rounded before any sum: ranks must choose alike.
+A segment of q queries is computed by a diagonal (causal, q x q), a rectangle (q x k earlier keys, no mask), or one
+bottom-right causal call (q x k, where the queries are the last of the keys). Each shape has a table of measured times
+of one segment in a call that fills the device. Between grid points, the time per query-key pair is interpolated in
+queries and in keys per query.
+
+Ranks must choose alike. So only + - x / are used, which IEEE fixes bit for bit on every host (unlike logarithms), and
+each segment's time is rounded before any sum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far fitted attention costs are from samples that the fit has not seen."""
+"""Measures the error of fitted attention costs on samples that the fit has not seen."""
 
 from __future__ import annotations
 

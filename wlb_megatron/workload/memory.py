@@ -1,10 +1,11 @@
-"""Lmax from memory: the longest micro-batch that a model on a parallel layout can train.
+"""Computes Lmax from memory: the longest micro-batch that a model can train on a parallel layout.
 
-Everything is counted in whole bytes, upper bounds where a plan decides: as if every micro-batch in flight were as
-long as Lmax, and every rank needed all keys. Per layer this is the formula of arXiv 2205.05198 (Korthikanti et al.,
-table 2) with the query, key and FFN widths told apart, and no attention scores; Megatron prints the same for ordinary
-attention heads and a plain FFN (megatron/training/theoretical_memory_usage.py). Not counted, and left to the margin:
-the CUDA context, NCCL's buffers, fragments, rotary tables, biases.
+Everything is counted in whole bytes. Where a plan decides, the count is an upper bound: every micro-batch in flight
+is as long as Lmax, and every rank needs all keys. Per layer this is the formula of arXiv 2205.05198 (Korthikanti et
+al., table 2), with separate query, key and FFN widths and without attention scores. Megatron prints the same for
+ordinary attention heads and a plain FFN (megatron/training/theoretical_memory_usage.py).
+
+The margin covers what is not counted: the CUDA context, NCCL's buffers, fragmentation, rotary tables, biases.
 """
 
 from __future__ import annotations

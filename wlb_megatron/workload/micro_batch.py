@@ -1,6 +1,6 @@
-"""What a micro-batch costs by itself, whatever documents it holds: fixed kernels of a layer, and the host's launches.
+"""What a micro-batch costs whatever documents it holds: fixed kernels of a layer, and the host's launches.
 
-Ratios to a token's linear work are the same for one layer as for a stage of many, so all is counted for one layer.
+Ratios to a token's linear work are the same for one layer and for a stage of many. So all is counted for one layer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Times of segments by shape, from calls of one shape each: the grids of a kernel table."""
+"""Builds the grids of a kernel table: times of segments by shape, from calls of one shape each."""
 
 from __future__ import annotations
 

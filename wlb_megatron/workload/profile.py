@@ -1,4 +1,4 @@
-"""A profile: what the profiler measured of a model's shape on a GPU, and the costs fitted to it, as one JSON file."""
+"""A profile as one JSON file: what the profiler measured of a model's shape on a GPU, and the costs fitted to it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Attention kernels: backends, the choice among them, and what they need before a step."""
+"""Attention kernels: the backends, the choice among them, and what they need before a step."""

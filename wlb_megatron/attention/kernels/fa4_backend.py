@@ -1,11 +1,12 @@
-"""FlashAttention-4's kernels (CuTe DSL), called below its autograd function.
+"""The FlashAttention-4 backend (CuTe DSL), called below its autograd function.
 
-They compile when first called, some seconds for each kind of call (mask, heads, window or none, up to 256 sequences or
-more), whatever the sizes; so there are no graphs to foresee, no rows to spare and no forms for equal lengths.
+Its kernels compile at the first call of a kind (mask, heads, window or none, up to 256 sequences or more), in some
+seconds, for all sizes. So this backend prebuilds no graphs, keeps no spare rows and has no form for equal lengths.
 
-Transformer Engine's own entry points do not serve. Its module makes an autograd node that takes no log-sum-exp of all
-keys, and so cannot be given the merged one. Below it, 2.18 and 2.19 name only FlashAttention's functions with such a
-node; 2.20 names these two, wrapped, in a private module. So they are called where they are.
+Transformer Engine's own entry points do not work here. Its module makes an autograd node that does not accept a
+log-sum-exp of all keys, so it cannot use the merged one. Below that module, 2.18 and 2.19 have only FlashAttention's
+functions with such a node. 2.20 has these two, wrapped, in a private module. So this file calls FlashAttention-4
+itself.
 """
 
 from __future__ import annotations

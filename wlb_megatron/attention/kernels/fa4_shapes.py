@@ -1,4 +1,4 @@
-"""Head sizes that FlashAttention-4 is given as they are. Imports nothing: who chooses kernels may have no GPU."""
+"""Head sizes that FlashAttention-4 takes without padding. It imports nothing, so it works without a GPU."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Which shapes share a kernel graph in Transformer Engine, and which of them a run can meet.
+"""Which shapes share a kernel graph in Transformer Engine, and which shapes a run can meet.
 
-cuDNN's attention runs from a graph that is built on first use, 0.1 s or so, and kept by its sizes. Transformer Engine
-rounds the sizes of packed sequences up, so that one graph serves a range of them (its get_max_batch_size and
-get_max_tokens, version 2.20). With cuDNN 9.24 and later it no longer rounds a forward's number of sequences, so the
-backend gives it rounded numbers (te_backend.py). Each of the two threads of a step keeps graphs of its own: forward
-runs in the main thread, backward in autograd's, and recomputed forwards there, too.
+cuDNN's attention runs from a graph that is built on first use, in about 0.1 s, and cached by its sizes. Transformer
+Engine rounds the sizes of packed sequences up, so one graph serves a range of sizes (its get_max_batch_size and
+get_max_tokens, version 2.20). With cuDNN 9.24 and later it no longer rounds the number of sequences of a forward, so
+the backend passes rounded numbers (te_backend.py).
+
+A step has two threads, and each keeps its own graphs. Forward runs in the main thread. Backward, and forwards under
+recomputation, run in autograd's.
 """
 
 from __future__ import annotations

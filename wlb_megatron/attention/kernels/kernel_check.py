@@ -1,4 +1,4 @@
-"""Whether kernels compute attention: small calls of each kind that plans make, against plain torch in fp64."""
+"""Checks that kernels compute attention: small calls of each kind that plans make, against plain torch in fp64."""
 
 from __future__ import annotations
 

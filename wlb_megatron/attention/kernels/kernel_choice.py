@@ -1,6 +1,6 @@
-"""Which attention kernels a layer gets: FlashAttention-4's where they are installed and fit it, else cuDNN's.
+"""Chooses a layer's attention kernels: FlashAttention-4's if they are installed and fit the layer, else cuDNN's.
 
-Neither torch nor flash_attn is imported: `wlb-megatron doctor`, which may find neither, asks here, too.
+It imports neither torch nor flash_attn, because `wlb-megatron doctor` also calls it and may find neither.
 """
 
 from __future__ import annotations

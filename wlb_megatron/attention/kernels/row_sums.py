@@ -1,7 +1,7 @@
-"""Takes rows by index; adds or merges, as attention, the rows of a source that belong to each row of a target.
+"""Gathers rows by index, and adds or merges (as attention does) the source rows that belong to each target row.
 
-A source may have more rows than have owners; an index below 0 is row ~index of a second source. On a GPU one kernel
-each, which reads and writes every row once (row_sums_triton.py).
+A source may have more rows than have owners. An index below 0 is row ~index of a second source. On a GPU each
+operation is one kernel, which reads and writes every row once (row_sums_triton.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""row_sums.py on a GPU: one program for each row taken, or for each target row that owns anything.
+"""The GPU kernels of row_sums.py: one program for each row gathered, or for each target row that has sources.
 
-One warp a program that sums: with several, one could store a row's new log-sum-exp before another has loaded the old.
+A program that sums uses one warp. With several, one warp could store a row's new log-sum-exp before another has
+loaded the old.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plain torch kernels, sequence by sequence, for any dtype and device: the CPU backend."""
+"""The CPU backend: plain torch attention, sequence by sequence, for any dtype and device."""
 
 from __future__ import annotations
 

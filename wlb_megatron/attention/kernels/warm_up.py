@@ -1,7 +1,7 @@
-"""Builds kernels before a step needs them: an empty call of each kind or size, forward and backward.
+"""Builds kernels before a step needs them, by an empty call of each kind or size, forward and backward.
 
-Through autograd, since graphs belong to threads: forward in the caller's, backward in the engine's, where
-recomputation runs forwards as well.
+The calls go through autograd, because graphs belong to threads: forward in the caller's thread, backward in the
+engine's. Recomputation also runs forwards in the engine's thread.
 """
 
 from __future__ import annotations

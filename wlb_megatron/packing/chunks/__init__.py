@@ -1,1 +1,1 @@
-"""Long documents in chunks."""
+"""Packs long documents in chunks."""

@@ -1,4 +1,4 @@
-"""Whether long documents train in chunks: as asked for, or as a sample of the corpus predicts."""
+"""Decides whether long documents train in chunks: by the flag, or by what a sample of the corpus predicts."""
 
 from __future__ import annotations
 

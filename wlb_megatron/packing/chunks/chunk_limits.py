@@ -1,4 +1,4 @@
-"""Which jobs cannot train documents in chunks, and whose ranks must keep in step: for training and every command."""
+"""Which jobs cannot train documents in chunks, and which jobs' ranks must keep in step. For training and commands."""
 
 from __future__ import annotations
 

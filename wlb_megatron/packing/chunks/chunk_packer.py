@@ -1,4 +1,4 @@
-"""Micro-batches of like work out of documents as they arrive: long ones in chunks, none delayed."""
+"""Packs documents as they arrive into micro-batches of similar work: long ones in chunks, none delayed."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Long documents cut into chunks of like work, each in a micro-batch of its own, in order.
+"""Cuts long documents into chunks of similar work, each in its own micro-batch, in order.
 
-A chunk [s, e) of a document attends to all of [0, e), so its work is the document's up to e less that up to s, and
-chunks of equal work get shorter towards the end: work d + d*d/8 of a document of 8 tokens is 16; two chunks of 8 are
-[0, 5) and [5, 8), of 8.1 and 7.9. Micro-batches that share a document form a group, whose backwards run last first;
-each group has one document in chunks, so that groups are not chained. Documents that stay whole fill all micro-batches
-to the same work.
+A chunk [s, e) of a document attends to all of [0, e), so its work is the document's work up to e minus that up to s.
+Chunks of equal work get shorter towards the end. Example: with work d + d*d/8, a document of 8 tokens has work 16;
+two chunks of 8 are [0, 5) and [5, 8), of 8.1 and 7.9.
+
+Micro-batches that share a document form a group, whose backwards run last first. Each group has one document in
+chunks, so groups are not chained. Documents that stay whole fill all micro-batches to the same work.
 """
 
 from __future__ import annotations

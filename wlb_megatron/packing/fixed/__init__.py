@@ -1,1 +1,1 @@
-"""Fixed windows, as they arrive or balanced over several batches."""
+"""Packs fixed windows, in arrival order or balanced over several batches."""

@@ -1,7 +1,7 @@
-"""Fixed windows: what Megatron does (original), and balanced over K global batches (fixed-greedy).
+"""Packs fixed windows: as Megatron does (original), or balanced over K global batches (fixed-greedy).
 
-Every window holds exactly `window` tokens; the document that crosses a window's end is cut there and the rest is
-a new piece, with its own mask and positions from 0.
+Every window holds exactly `window` tokens. A document that crosses a window's end is cut there. The rest is a new
+piece, with its own mask and positions from 0.
 """
 
 from __future__ import annotations

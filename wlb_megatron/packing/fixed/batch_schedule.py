@@ -1,4 +1,4 @@
-"""How many micro-batches a global batch has: always the same, or more from so many trained samples on."""
+"""How many micro-batches a global batch has: a constant, or a number that grows with the samples trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixed windows balanced by an exact solver (CP-SAT): what other packers are measured against, not for training."""
+"""Balances fixed windows with an exact solver (CP-SAT): a reference for other packers, not for training."""
 
 from __future__ import annotations
 

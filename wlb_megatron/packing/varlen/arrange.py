@@ -1,4 +1,4 @@
-"""The documents of an iteration in as many micro-batches as give the least predicted step."""
+"""Packs an iteration's documents into the number of micro-batches with the least predicted step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which data-parallel rank gets which micro-batch, and in which order.
+"""Assigns micro-batches to data-parallel ranks, and orders them.
 
 A rank's step takes about sum + (pp - 1) x largest: every micro-batch passes a stage, and the pipeline fills and
-drains at the pace of the largest (Hydraulis' law). With vpp model chunks a stage, filling and draining take
-1 / vpp of that.
+drains at the pace of the largest (Hydraulis' law). With vpp model chunks a stage, filling and draining take 1 / vpp
+of that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The micro-batches of one iteration while they are filled."""
+"""The micro-batches of one iteration while the packer fills them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A bound on delay that holds for any lengths.
+"""Bounds the delay of documents, for any lengths.
 
-A bin refuses a piece only when it holds `max_documents`, or more than capacity - window tokens. So whatever the
-lengths, pieces added one by one to the shortest bin fit as long as the shares of the room before them sum to at
-most the whole: that much an iteration can always take, oldest first. Capacity 12, window 8, 2 bins: any pieces fit
-until 8 tokens are placed (no counting of documents here).
+A bin refuses a piece only if it holds `max_documents`, or more than capacity - window tokens. So pieces added one by
+one to the shortest bin fit, whatever their lengths, as long as the shares of the free space before them sum to at
+most the whole. An iteration can always take that much, oldest first. Example: capacity 12, window 8, 2 bins (not
+counting documents): any pieces fit until 8 tokens are placed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What it costs to let a document wait: a price that follows the mean delay of tokens towards its bound."""
+"""The price of letting a document wait. It follows the mean delay of tokens towards its bound."""
 
 from __future__ import annotations
 

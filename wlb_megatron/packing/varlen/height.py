@@ -1,11 +1,13 @@
-"""Which waiting outliers train now where the number of micro-batches is free: those up to a height.
+"""Decides which waiting outliers train now if the number of micro-batches is free: those up to a height of work.
 
-With as many micro-batches as the pipeline wants, an outlier keeps no other micro-batch waiting; what it costs is the
-pipeline's filling and draining at its pace, (pp - 1) / vpp times its work, once for all outliers up to that work. So
-each level of the queues proposes its largest work as a height, all that waits up to it is released with it, and the
-least predicted step over the same work without a bubble decides, against the price of waiting.
-Pipeline of 4, waiting works 9 and 8, 12 of other work: nothing released costs 3 * 1 / 12 (12 micro-batches of 1) = 0.25
-of the work, 8 alone 3 * 8 / 20 = 1.2, 9 and 8 together 3 * 9 / 29 = 0.93.
+With as many micro-batches as the pipeline wants, an outlier keeps no other micro-batch waiting. Its cost is that the
+pipeline fills and drains at its pace: (pp - 1) / vpp times its work, once for all outliers up to that work. So each
+level of the queues proposes its largest work as a height, and everything that waits up to that height is released
+with it. The height with the least predicted step, over the same work without a bubble, wins, against the price of
+waiting.
+
+Example: a pipeline of 4, waiting works 9 and 8, 12 of other work. Releasing nothing costs 3 * 1 / 12 (12
+micro-batches of 1) = 0.25 of the work; 8 alone costs 3 * 8 / 20 = 1.2; 9 and 8 together cost 3 * 9 / 29 = 0.93.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Moves and swaps of pieces between bins, after they were filled greedily."""
+"""Improves greedily filled bins by moving and swapping pieces between them."""
 
 from __future__ import annotations
 

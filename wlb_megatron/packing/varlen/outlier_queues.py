@@ -1,4 +1,4 @@
-"""Outlier queues: long documents wait, by level, until enough of like length are there to train side by side."""
+"""Outlier queues: long documents wait, by level, until enough of similar length can train side by side."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""Which waiting outliers train now: those with which this iteration balances, at the price of making others wait.
+"""Decides which waiting outliers train now: those that balance this iteration, at the price of making others wait.
 
-An iteration with one outlier waits for it on all other ranks; with several of like work side by side it does not. So
-each waiting document proposes its work as the height of this iteration ("ceiling"): under it the queues are emptied,
-longest level first, into the bins; short documents are poured in; what remains uneven is the cost. Against it stands
-the gain of releasing: `price` a unit of work and an iteration, and more the nearer the document's bound on delay.
-With 2 bins, waiting works 9, 8 and short documents of 3 in all: ceiling 0 gives bins 1.5 | 1.5, even; ceiling 9 gives
-9 | 8 + 3 = 11; ceiling 8 gives 8 | 3, uneven, so 9 and 8 go together.
+If an iteration has one outlier, all other ranks wait for it. Several outliers of similar work side by side keep
+nobody waiting. So each waiting document proposes its work as a height of this iteration ("ceiling"). Under that
+ceiling the queues are emptied into the bins, longest level first, and short documents fill up. The cost is the
+remaining imbalance. The gain is that outliers stop waiting: `price` per unit of work and iteration, and more as the
+document nears its bound on delay.
+
+Example: 2 bins, waiting works 9 and 8, short documents of 3 in all. Ceiling 0 gives bins 1.5 | 1.5, even. Ceiling 9
+gives 9 | 8 + 3 = 11. Ceiling 8 gives 8 | 3, uneven. So 9 and 8 train together.
 """
 
 from __future__ import annotations

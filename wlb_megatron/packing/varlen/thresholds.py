@@ -1,4 +1,4 @@
-"""From which lengths a document waits: given, or found on a sample of the corpus."""
+"""Chooses the lengths from which documents wait: given by a flag, or found on a sample of the corpus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variable-length micro-batches with delay of outliers (WLB-LLM, algorithm 1, with what the paper leaves open)."""
+"""Packs variable-length micro-batches and delays outliers (WLB-LLM, algorithm 1, with what the paper leaves open)."""
 
 from __future__ import annotations
 

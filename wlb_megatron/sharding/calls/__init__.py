@@ -1,1 +1,1 @@
-"""Kernel calls and exchanges that serve a cut."""
+"""The kernel calls and key exchanges that compute attention under a shard plan."""

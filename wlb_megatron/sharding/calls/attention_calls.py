@@ -1,14 +1,14 @@
-"""The two kernel calls that serve a rank's segments, whatever the plan (or one, where it says so: one_call.py).
+"""The two kernel calls that compute attention for a rank's segments. (A plan may ask for one call: one_call.py.)
 
-A segment of tokens [start, end) sees its piece's keys [0, end): its own diagonal, and all earlier keys.
+A segment of tokens [start, end) attends to its piece's keys [0, end): its own diagonal, and all earlier keys.
 
-* diagonals: one causal call over all segments of the rank, on its own keys. It runs while other keys travel.
-* rectangles: one call without mask over the exchanged keys. A piece's segments begin at s1 < s2 < ..; keys
-  [0, s1) are seen by all of them, [s1, s2) by all but the first, and so on. One rectangle for each of these
-  runs of keys, with its queries copied side by side: no key is in two rectangles, so dK and dV are exact, and
-  every row of every buffer is written once.
+* diagonals: one causal call over all segments of the rank, on the rank's own keys. It runs while other keys travel.
+* rectangles: one call without a mask over the exchanged keys. Let a piece's segments start at s1 < s2 < .. All of
+  them attend to keys [0, s1), all but the first to [s1, s2), and so on. Each of these runs of keys is one rectangle,
+  with its queries copied side by side. No key is in two rectangles, so dK and dV are exact, and each row of each
+  buffer is written once.
 
-The parts of a query's attention are merged by log-sum-exp. Both calls are plain variable-length attention.
+Log-sum-exp merges the parts of a query's attention. Both calls are plain variable-length attention.
 """
 
 from __future__ import annotations

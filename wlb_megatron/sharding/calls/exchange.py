@@ -1,7 +1,7 @@
-"""Which tokens' keys and values travel between context-parallel ranks, and where they land.
+"""Which keys and values travel between context-parallel ranks, and where each rank stores them.
 
-A rank needs, of each piece, the keys before its last segment; its diagonals read its own. Pieces that lie whole on
-one rank are needed by nobody else, so they send nothing.
+For each piece, a rank needs the keys before its last segment. Its diagonals read its own keys. A piece that one rank
+holds whole sends nothing, because no other rank needs its keys.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Whether a micro-batch's segments are served by one kernel call on each rank instead of two.
+"""Decides whether each rank computes a micro-batch's attention in one kernel call instead of two.
 
-Two calls (attention_calls.py) run the faster kernels: causal squares and rectangles without mask, the first while keys
-travel. One bottom-right call (window_call.py) also computes what it masks in backward, and waits for its keys; but it
-launches half as much, and no query is gathered and no output merged. So with cuDNN's kernels it is for short pieces cut
-over ranks: of 26 mixes that hybrid cuts over 8 ranks it is faster for 11 at a window of 8K, 9 at 16K, 1 at 32K and none
-above (predicted by the H100's table: bench_calls.py, docs/results/simulated/one_call.csv). FlashAttention-4 leaves out
-what is masked in backward, too.
+Two calls (attention_calls.py) use the faster kernels: causal squares, and rectangles without a mask. The first runs
+while keys travel. One bottom-right call (window_call.py) waits for its keys, and in backward also computes what its
+mask hides. But it needs half the launches, and gathers no queries and merges no outputs.
+
+So with cuDNN's kernels, one call is for short pieces cut over ranks. Of 26 mixes that hybrid cuts over 8 ranks it is
+faster for 11 at a window of 8K, 9 at 16K, 1 at 32K and none above (predicted from the H100's table: bench_calls.py,
+docs/results/simulated/one_call.csv). FlashAttention-4 skips masked keys in backward, too.
 """
 
 from __future__ import annotations

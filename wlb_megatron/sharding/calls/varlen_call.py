@@ -1,4 +1,4 @@
-"""One variable-length attention call, as the kernels take it."""
+"""One variable-length attention call: the sequences and masks that the kernels take."""
 
 from __future__ import annotations
 

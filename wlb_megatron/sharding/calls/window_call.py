@@ -1,10 +1,11 @@
-"""The one kernel call that serves a rank's segments where few keys come before them.
+"""One kernel call for all of a rank's segments, used when few keys precede each segment.
 
-In a layer with a sliding window a segment [start, end) sees keys [max(0, start - window), end) of its piece, few of
-them from other ranks; and in any layer a short piece has few keys (one_call.py). One bottom-right causal call over a
-buffer of each segment's keys serves them, and nothing is merged. Segments of a piece that stand
-nearer to each other than the window have keys in common; each gets its own copy, so that dK and dV are exact, and the
-owner adds them up.
+In a layer with a sliding window, a segment [start, end) attends to keys [max(0, start - window), end) of its piece.
+Few of these are on other ranks. In any layer, a short piece has few keys (one_call.py). The call is causal,
+bottom-right aligned, over a buffer with each segment's keys, so nothing needs merging.
+
+Segments of one piece that are closer than the window share keys. Each gets its own copy, so dK and dV are exact, and
+the owner adds them up.
 """
 
 from __future__ import annotations

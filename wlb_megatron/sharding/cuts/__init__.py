@@ -1,1 +1,1 @@
-"""The ways to cut a micro-batch over context-parallel ranks."""
+"""The algorithms that cut a micro-batch over context-parallel ranks."""

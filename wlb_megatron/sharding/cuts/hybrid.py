@@ -1,9 +1,9 @@
-"""Hybrid sharding: short pieces whole on one rank, long ones cut over as many ranks as balance asks for.
+"""Hybrid sharding: keeps short pieces whole on one rank, and cuts long ones over as many ranks as balance needs.
 
-A piece that lies whole on a rank sends no keys and needs one kernel segment. Cutting it over g ranks in causal
-pairs (rank p of g holds chunks p and 2g-1-p of 2g) makes its work even, and costs keys, tiles and kernel calls.
-Every rank ends with exactly the same number of tokens: the longest piece, the leveller, is placed last and
-fills the room that the others left (leveller.py).
+A whole piece sends no keys and needs one kernel segment. A piece cut over g ranks in causal pairs (rank p of g holds
+chunks p and 2g-1-p of 2g) has even work, but costs keys, tiles and kernel calls. Every rank ends with exactly the
+same number of tokens: the longest piece, the leveller, is placed last and fills what is left on each rank
+(leveller.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The leveller: the longest piece, cut so that it fills exactly the room which the others left on each rank.
+"""Cuts the longest piece of a micro-batch (the leveller) to fill exactly the tokens that are left on each rank.
 
-In turn, every rank gets one chunk: one kernel call, but later chunks see more keys, so the others are placed
-to leave later ranks less room. In pairs, every rank gets an early and a late chunk: two calls, but how
-much of its room is early and how much late levels the work that the others left uneven.
+There are two forms. In turn: every rank gets one chunk, which is one kernel call. Later chunks attend to more keys,
+so the other pieces are placed to leave later ranks less room. In pairs: every rank gets an early and a late chunk,
+which is two calls. How many of its tokens are early and how many late then evens out the work of the other pieces.
 """
 
 from __future__ import annotations

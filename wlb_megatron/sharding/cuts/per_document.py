@@ -1,8 +1,8 @@
-"""Per-document sharding without padding (WLB-LLM section 5): each piece becomes 2 * CP chunks, one a slot.
+"""Per-document sharding without padding (WLB-LLM section 5): cuts each piece into 2 * CP chunks, one per slot.
 
-Rank i holds chunks i and 2CP-1-i of every piece, so its work is one CP-th of the piece's. The d mod 2CP
-tokens that do not divide lengthen chunks by one each, by a cursor over the slots that runs on over the pieces
-of a micro-batch: every slot ends with the same number of tokens, and no piece is padded.
+Rank i holds chunks i and 2CP-1-i of every piece, so its work is 1/CP of the piece's. The d mod 2CP tokens that do not
+divide lengthen chunks by one token each. A cursor over the slots places them and continues from piece to piece of a
+micro-batch. So all slots end with the same number of tokens, and no piece is padded.
 """
 
 from __future__ import annotations

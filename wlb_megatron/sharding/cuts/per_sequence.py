@@ -1,6 +1,6 @@
-"""Per-sequence sharding: the packed sequence is cut into 2 * CP equal slots (Llama 3's, with document mask).
+"""Per-sequence sharding: cuts the packed sequence into 2 * CP equal slots (as Llama 3 does, with a document mask).
 
-Balanced for one long document; with many, the rank whose slots hold the ends of the long ones works longest.
+It balances one long document. With many documents, the rank whose slots hold the ends of the long ones works longest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks being filled with the pieces of a micro-batch: room in tokens, load in nanoseconds, kernel calls."""
+"""The state of ranks while pieces are assigned: tokens left, load in nanoseconds, kernel calls."""
 
 from __future__ import annotations
 

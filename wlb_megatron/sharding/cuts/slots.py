@@ -1,8 +1,8 @@
-"""From cut points to shard plans, for all micro-batches of an iteration in one pass.
+"""Turns cut points into shard plans, for all micro-batches of an iteration in one pass.
 
-Per-sequence and per-document sharding differ only in where they cut each piece into 2 * CP chunks, one a
-slot. An iteration of a large job has tens of micro-batches of tens of documents: numpy's cost is per call, so
-they are planned together, as one list of pieces and the places where each micro-batch begins in it.
+Per-sequence and per-document sharding differ only in where they cut each piece into 2 * CP chunks, one per slot. An
+iteration of a large job has tens of micro-batches of tens of documents. numpy's cost is per call, so all are planned
+together: one list of pieces, and the index at which each micro-batch starts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The paper's tables, simulated: plain 4D, fixed-length packing, WLB-LLM as its paper says, and this project's way.
+"""Simulates the paper's tables: plain 4D, fixed-length packing, WLB-LLM as its paper says, and this project's scheme.
 
-All schemes run with one attention executor (sharding/calls/attention_calls.py) and one network, so that what differs is
-packing and sharding alone.
+All schemes run with one attention executor (sharding/calls/attention_calls.py) and one network. So only packing and
+sharding differ.
 """
 
 from __future__ import annotations

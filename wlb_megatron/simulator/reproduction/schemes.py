@@ -1,4 +1,6 @@
-"""Ways to pack and to shard that are compared: what trains today, WLB-LLM as its paper says, and this project's."""
+"""The packing and sharding schemes that are compared: today's practice, WLB-LLM as its paper says, and this
+project's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reproduction's mean speed-ups under other assumptions than its own."""
+"""The reproduction's mean speed-ups under other assumptions."""
 
 from __future__ import annotations
 
