@@ -134,3 +134,17 @@ def test_the_benchmarks_table_names_modules_that_are_there() -> None:
                 assert (ROOT / path).is_file(), line
                 found += 1
     assert found > 20
+
+
+def test_ranks_that_hold_the_same_documents_are_a_group_of_megatrons_plan() -> None:
+    from scripts.bench.dynamic.megatron_schedules import _plan, pad
+    from wlb_megatron.dynamic.blocks import Stage
+    from wlb_megatron.dynamic.plan import Group, StepPlan
+
+    stage = Stage.of(2, 2, 96)
+    made = _plan([[[2, 0], [2, 0], [1], [3]], [[4], [4], [4], [4]]], stage)
+    first = (Group(0, 2, (0, 2)), Group(2, 1, (1,)), Group(3, 1, (3,)))
+    assert made == StepPlan(4, (first, (Group(0, 4, (4,)),)))
+    with pytest.raises(ValueError, match="ranks 1 to 2"):
+        _plan([[[0], [1], [1], [2]]], stage)
+    assert pad([1, 8, 9], 8) == [8, 8, 16]

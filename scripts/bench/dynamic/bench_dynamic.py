@@ -1,13 +1,14 @@
 """Dynamic groups (--wlb-cp-mode dynamic): how good and how fast plans are, and what they gain. Times are simulated.
 
 python -m scripts.bench.dynamic.bench_dynamic --sections buckets,plans,gains \\
-    [--wikipedia LENGTHS.npy] [--out out/dynamic]
+    [--wikipedia LENGTHS.npy] [--out out/dynamic] [--megatron ../Megatron-LM]
 
 buckets: tokens that the solver's 16 buckets count too many. plans: seconds to plan on this machine, and predicted
 time over a bound that no plan goes below. gains: a layer's time of an iteration on 64 GPUs, over --iterations global
 batches of about 786K tokens, every scheme within the same memory: a model of 7B with 8 KV heads on H100s, eight to a
 node, by the simulator's assumptions. What all schemes share (gradients, optimizer) is left out. --wikipedia: int
-array of document lengths, else seeded web-like ones stand in.
+array of document lengths, else seeded web-like ones stand in. --megatron: a checkout of Megatron-LM's branch dev, whose
+schedulers plan the same documents in gains.
 """
 
 from __future__ import annotations
@@ -20,8 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.dynamic.dynamic_baselines import WITHOUT_HYBRID, megatron_ns, planned_ns, static_plan
+from scripts.bench.dynamic.dynamic_baselines import (
+    WITHOUT_HYBRID,
+    hybrid_ns,
+    planned_ns,
+    priced,
+    static_plan,
+)
 from scripts.bench.dynamic.dynamic_buckets import bucket_errors
+from scripts.bench.dynamic.megatron_schedules import balanced_plan, dynamic_plan, use_checkout
 from scripts.environment import ROOT
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Rules
@@ -30,7 +38,7 @@ from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import GroupCost, group_cost
 from wlb_megatron.dynamic.plan import fixed_groups, validate
 from wlb_megatron.dynamic.plan_step import FIXED, SOLVER, plan_step
-from wlb_megatron.packing.factory import make_packer
+from wlb_megatron.packing.factory import MAX_DELAY, make_packer
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.simulator.model import LayerModel, ParallelSizes
 from wlb_megatron.simulator.reproduction.paper import SHAPES
@@ -49,6 +57,9 @@ def main() -> None:
     )
     parser.add_argument("--sections", default="buckets,plans,gains", help="comma list of these three")
     parser.add_argument("--wikipedia", type=Path, help=".npy of document lengths (tokens)")
+    parser.add_argument(
+        "--megatron", type=Path, help="checkout of branch dev (gains; default: none compared)"
+    )
     parser.add_argument("--iterations", type=int, default=20, help="global batches of each case of gains")
     parser.add_argument("--seconds", type=float, default=1.0, help="the solver's time for one plan")
     parser.add_argument("--seeds", type=int, default=5, help="draws of each case of plans")
@@ -138,10 +149,13 @@ def plan_once(
 
 def gains(corpora: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time of an iteration's layer by scheme, per unit of work, over the best static degree's."""
+    if options.megatron is not None:
+        use_checkout(options.megatron)
     rows = []
     for window in WINDOWS:
         for name, lengths in corpora.items():
-            rows += case(name, cut_overlong(lengths, window), window, options.iterations)
+            cut = cut_overlong(lengths, window)
+            rows += case(name, cut, window, options.iterations, megatron=options.megatron is not None)
     schemes = list(dict.fromkeys(row["scheme"] for row in rows))
     print("\nspeed-up over the best static degree (simulated, 64 GPUs), mean and range over the cases")
     for scheme in schemes:
@@ -150,7 +164,7 @@ def gains(corpora: dict[str, Any], options: argparse.Namespace) -> list[dict[str
     return rows
 
 
-def case(name: str, lengths: Any, window: int, iterations: int) -> list[dict[str, Any]]:
+def case(name: str, lengths: Any, window: int, iterations: int, *, megatron: bool) -> list[dict[str, Any]]:
     """One corpus and window: nanoseconds per unit of work of every scheme. Work is d + d * d / X tokens of a document
     of d: where documents are delayed, an iteration trains others, and tokens of long ones cost more."""
     context, data = window * 3 // 2 // RANK_TOKENS, 64 * RANK_TOKENS * 2 // 3 // window
@@ -158,7 +172,7 @@ def case(name: str, lengths: Any, window: int, iterations: int) -> list[dict[str
     cost, model_cost = costs(stage), LayerModel(shape=SHAPES["7B"], layout=ParallelSizes()).cost()
     per_rank = 4 * 192 * K // window // data
     rules, batch = Rules(window, "split", 1, endless=True), per_rank * data * window
-    kept, tokens = 0, []
+    kept, tokens, seconds = 0, [], []  # type: ignore[var-annotated]
     spent: dict[str, float] = {}
     trained: dict[str, int] = {}
     done: dict[str, float] = {}
@@ -169,7 +183,7 @@ def case(name: str, lengths: Any, window: int, iterations: int) -> list[dict[str
         done[scheme] = done.get(scheme, 0.0) + float(model_cost.work(tokens).sum()) / UNITS_PER_TOKEN
 
     for packing in ("original", "varlen"):
-        delay = 0 if packing == "original" else WlbConfig().max_delay
+        delay = 0 if packing == "original" else MAX_DELAY
         packer = make_packer(
             WlbConfig(packing="varlen", max_delay=delay, thresholds="none" if not delay else "auto"),
             model_cost,
@@ -200,8 +214,13 @@ def case(name: str, lengths: Any, window: int, iterations: int) -> list[dict[str
                 if stage.tokens[level] >= window:
                     add(f"static {size}", ns)
             add("best degree per batch", min(degrees))
-            add("Megatron's rule", megatron_ns(tokens, stage, cost, packed=False))
-            add("Megatron's rule, packed", megatron_ns(tokens, stage, cost, packed=True))
+            if megatron:
+                began = time.perf_counter()
+                theirs = dynamic_plan(tokens, stage, RANK_TOKENS)
+                seconds.append(time.perf_counter() - began)
+                add("Megatron default_dynamic_cp", priced(theirs, cost))
+                add("Megatron dp_balanced", priced(balanced_plan(tokens, stage, context, RANK_TOKENS), cost))
+                add("Megatron hybrid, one a forward", hybrid_ns(tokens, stage, cost))
             add("dynamic", plan_step(tokens, stage, cost).predicted)
     rates = {scheme: spent[scheme] / work for scheme, work in done.items()}
     best = min((scheme for scheme in rates if scheme.startswith("static")), key=lambda s: rates[s])
@@ -209,6 +228,10 @@ def case(name: str, lengths: Any, window: int, iterations: int) -> list[dict[str
     print(
         f"\n{name}, window {window // K}K, CP={context}; best static degree {best.split()[1]}; fixed kept {kept}x"
     )
+    if seconds:
+        print(
+            f"  seconds of default_dynamic_cp's plan: median {np.median(seconds):.2f}, most {max(seconds):.2f}"
+        )
     rows = []
     for scheme, rate in rates.items():
         speedup = rates["best static degree"] / rate

@@ -1,13 +1,12 @@
-"""What dynamic groups are compared with: one degree for all documents, and Megatron's own hybrid scheduler's rule."""
+"""What dynamic groups are compared with, priced: one degree for all documents, and plans of Megatron's schedulers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
+from scripts.bench.dynamic.megatron_schedules import Padded, rounds_of_one
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.plan import Group, StepPlan, finish_times
@@ -64,17 +63,18 @@ def planned_ns(plan: StepPlan, tokens: Sequence[int], cost: GroupCost, kinds: Se
     )
 
 
-def megatron_ns(tokens: Sequence[int], stage: Stage, cost: GroupCost, *, packed: bool) -> int:
-    """Megatron's own scheduler (BalancedCPScheduler of the installed megatron-core): a document's degree is the least
-    power of two that holds it, its cost s * s / degree; a barrier ends each of its rounds. It runs one sequence a
-    forward; packed: as if what one group holds in a round were one."""
-    from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
+def priced(theirs: Padded, cost: GroupCost) -> int:
+    """Nanoseconds of a layer by a plan of Megatron's, padding included."""
+    return planned_ns(theirs.plan, theirs.tokens, cost, WITHOUT_HYBRID)
 
-    group: Any = SimpleNamespace(size=lambda: stage.ranks)
-    scheduler = BalancedCPScheduler(stage.tokens[0], group)
-    _, rounds = scheduler.get_groups_and_subsamples(list(enumerate(tokens)), None)
+
+def hybrid_ns(tokens: Sequence[int], stage: Stage, cost: GroupCost) -> int:
+    """Nanoseconds of a layer by Megatron's --hybrid-context-parallel.
+
+    A document's degree is the least power of two that holds it, a barrier ends each round, and each document is a
+    forward of its own."""
     total = 0
-    for held in rounds:
+    for held in rounds_of_one(tokens, stage):
         # held[r]: documents of rank r. Ranks with the same first document are a group.
         members: dict[tuple[int, ...], list[int]] = {}
         for rank, documents in enumerate(held):
@@ -83,9 +83,8 @@ def megatron_ns(tokens: Sequence[int], stage: Stage, cost: GroupCost, *, packed:
         groups, owner = [], []
         for documents, ranks in members.items():
             size = min(level for level in stage.sizes if level >= len(ranks))
-            parts = [documents] if packed else [(document,) for document in documents]
-            groups += [Group(0, size, part) for part in parts]
-            owner += [ranks[0]] * len(parts)
+            groups += [Group(0, size, (document,)) for document in documents]
+            owner += [ranks[0]] * len(documents)
         done = np.zeros(stage.ranks, dtype=np.int64)
         np.add.at(done, owner, fastest(groups, tokens, cost, WITHOUT_HYBRID))
         total += int(done.max())
