@@ -18,26 +18,26 @@ from megatron_runs import free_port
 from wlb_megatron import doctor
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.trials import megatron_check, megatron_trial, versions
-from wlb_megatron.plugin.trials.megatron_trial import Finding
+from wlb_megatron.plugin.trials.megatron_trial import Comparison
 from wlb_megatron.refusals import Refused
 
-RIGHT = [Finding("loss", 1e-8, 1.0), Finding("gradients", 2e-6, 1.0)]
-WRONG = [*RIGHT, Finding("routers' auxiliary loss (its gradients)", 0.5, 0.5)]
+RIGHT = [Comparison("loss", 1e-8, 1.0), Comparison("gradients", 2e-6, 1.0)]
+WRONG = [*RIGHT, Comparison("routers' auxiliary loss (its gradients)", 0.5, 0.5)]
 
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """start(version, findings): a start on rank 0 with that Megatron; how often its check has run so far."""
+    """start(version, comparisons): a start on rank 0 with that Megatron; how often its check has run so far."""
     runs: list[str] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda told, src: None)
 
-    def run(version: str, findings: list[Finding] | None) -> int:
+    def run(version: str, comparisons: list[Comparison] | None) -> int:
         def check() -> float:
             runs.append(version)
-            assert findings is not None
-            return megatron_trial.judged(findings)
+            assert comparisons is not None
+            return megatron_trial.judged(comparisons)
 
         for module in (versions, megatron_trial):
             monkeypatch.setattr(module, "megatron_version", lambda: version)
@@ -78,7 +78,7 @@ def test_an_untried_version_that_does_not_is_refused_with_what_differs_each_time
 
 def test_a_figure_that_is_no_number_is_refused(start: Any) -> None:
     with pytest.raises(Refused, match="gradients: nan times"):
-        start("0.19.3", [Finding("gradients", float("nan"), float("nan"))])
+        start("0.19.3", [Comparison("gradients", float("nan"), float("nan"))])
 
 
 @pytest.mark.parametrize("spoil", ["text", "[1]", '{"key": "word"}', None])
@@ -159,21 +159,21 @@ def changed(owner: Any, name: str, value: Any) -> Any:
 
 
 def check_of_changed_megatrons(rank: int, folder: Path) -> None:
-    """Findings of this rank with Megatron as it is, with weaker routers' losses, and with gradients left undivided."""
+    """This rank's comparisons: Megatron as it is, with weaker routers' losses, and with undivided gradients."""
     from wlb_megatron.plugin.trials.without_gpu import run_without_gpu
 
     run_without_gpu()
     from megatron.core.transformer.moe import moe_utils
 
     finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-    found = {"none": megatron_check.rank_findings(str(folder / "none"), rank)}
+    found = {"none": megatron_check.rank_comparisons(str(folder / "none"), rank)}
     scaler, whole = moe_utils.MoEAuxLossAutoScaler, finalize.finalize_model_grads
     weak = staticmethod(lambda scale, set_scale=scaler.set_loss_scale: set_scale(scale / 2))
     with changed(scaler, "set_loss_scale", weak):
-        found["weak"] = megatron_check.rank_findings(str(folder / "weak"), rank)
+        found["weak"] = megatron_check.rank_comparisons(str(folder / "weak"), rank)
     undivided = lambda model, tokens=None, **more: whole(model, None, **more)  # noqa: E731
     with changed(finalize, "finalize_model_grads", undivided):
-        found["undivided"] = megatron_check.rank_findings(str(folder / "undivided"), rank)
+        found["undivided"] = megatron_check.rank_comparisons(str(folder / "undivided"), rank)
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
 
 
@@ -181,12 +181,12 @@ def check_of_changed_megatrons(rank: int, folder: Path) -> None:
 def test_the_check_passes_this_megatron_and_names_what_a_changed_one_does(tmp_path: Path) -> None:
     spawn(check_of_changed_megatrons, (tmp_path,), 2)
     told = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    findings = {case: [Finding(*one) for rank in told for one in rank[case]] for case in told[0]}
-    assert megatron_trial.judged(findings["none"]) < 1e-4
+    comparisons = {case: [Comparison(*one) for rank in told for one in rank[case]] for case in told[0]}
+    assert megatron_trial.judged(comparisons["none"]) < 1e-4
     says = {}
     for case in ("weak", "undivided"):
         with pytest.raises(WlbError) as wrong:
-            megatron_trial.judged(findings[case])
+            megatron_trial.judged(comparisons[case])
         says[case] = str(wrong.value)
     assert re.search(r"^routers' auxiliary loss \(its gradients\): 0\.5 times", says["weak"])
     assert "routers' z-loss (its gradients): 0.5 times" in says["weak"] and "loss:" not in says["weak"]

@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from wlb_megatron.plugin.trials.megatron_trial import RANKS, Finding
+from wlb_megatron.plugin.trials.megatron_trial import RANKS, Comparison
 
 LENGTHS = ((9, 1, 14, 8), (5, 30, 3, 7, 11))
 """Documents (tokens) of two micro-batches, which are multiples of 2 x RANKS: none is padded."""
 
 
-def rank_findings(meeting: str, rank: int) -> list[Finding]:
+def rank_comparisons(meeting: str, rank: int) -> list[Comparison]:
     """What this rank finds. meeting: a file in an empty folder, over which the ranks meet."""
     from wlb_megatron.plugin.trials.without_gpu import run_without_gpu
 
@@ -47,7 +47,7 @@ def rank_findings(meeting: str, rank: int) -> list[Finding]:
         dist.destroy_process_group()
 
 
-def _compared(rank: int) -> list[Finding]:
+def _compared(rank: int) -> list[Comparison]:
     """A step without routers' losses, one with the balancing loss alone, one with the z-loss alone."""
     import torch
 
@@ -60,14 +60,14 @@ def _compared(rank: int) -> list[Finding]:
     ):
         loss, gradients, right_loss, right = _step(rank, aux, z)
         if not plain:
-            found.append(Finding("loss", abs(loss / right_loss - 1), loss / right_loss))
+            found.append(Comparison("loss", abs(loss / right_loss - 1), loss / right_loss))
             part, given = _flat(right), _flat(gradients)
             plain = {"right": part, "given": given}
         else:
             part, given = _flat(right) - plain["right"], _flat(gradients) - plain["given"]
         size = float(part.norm())
         strength = float(torch.dot(part, given)) / size**2
-        found.append(Finding(what, float((given - part).norm()) / size, strength))
+        found.append(Comparison(what, float((given - part).norm()) / size, strength))
     return found
 
 
@@ -206,4 +206,4 @@ def _forward_step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[
 
 if __name__ == "__main__":
     rank, meeting = sys.argv[1:]
-    print(json.dumps(rank_findings(meeting, int(rank))))
+    print(json.dumps(rank_comparisons(meeting, int(rank))))

@@ -36,7 +36,7 @@ _OF_THE_JOB = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TO
 """Beginnings of environment variables that would make the check's processes ranks of the job."""
 
 
-class Finding(NamedTuple):
+class Comparison(NamedTuple):
     """`what` was compared, its error relative to the right value, and its strength: 1 where it is right."""
 
     what: str
@@ -105,12 +105,12 @@ def check() -> float:
         if rank.returncode:
             lines = errors.strip().splitlines() or [f"a rank ended with status {rank.returncode}"]
             raise WlbError(lines[-1].removeprefix("[rank0]: ").removeprefix("[rank1]: "))
-    return judged([Finding(*found) for out, _ in told for found in json.loads(out.splitlines()[-1])])
+    return judged([Comparison(*found) for out, _ in told for found in json.loads(out.splitlines()[-1])])
 
 
-def judged(findings: list[Finding]) -> float:
+def judged(comparisons: list[Comparison]) -> float:
     """The largest error. WlbError with each finding that is out of bounds."""
-    wrong = {one.what: one for one in findings if not one.error <= TOLERATED}
+    wrong = {one.what: one for one in comparisons if not one.error <= TOLERATED}
     if wrong:
         raise WlbError(
             "; ".join(
@@ -118,7 +118,7 @@ def judged(findings: list[Finding]) -> float:
                 for one in wrong.values()
             )
         )
-    return max(one.error for one in findings)
+    return max(one.error for one in comparisons)
 
 
 def _environment() -> dict[str, str]:
