@@ -32,7 +32,7 @@ def main() -> None:
     for given in args.profiles:
         name, _, path = given.partition("=")
         profile = read_profile(path)
-        table = {"version": VERSION, "measured": profile.told(), **asdict(_table(profile, links))}
+        table = {"version": VERSION, "measured": profile.describe(), **asdict(_table(profile, links))}
         lines = (f" {json.dumps(key)}: {_text(value, key)}" for key, value in table.items())
         out = TABLES / f"{name}.json"
         out.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

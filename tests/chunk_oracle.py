@@ -64,8 +64,8 @@ def is_real(token):
 class WithRoomToSpare(TorchKernels):
     """Buffers with more rows than a call's, as backends with rounded sizes want them."""
 
-    def room(self, call):
-        queries, keys = super().room(call)
+    def buffer_rows(self, call):
+        queries, keys = super().buffer_rows(call)
         return queries + 3, keys + 5
 
 

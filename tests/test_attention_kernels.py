@@ -447,7 +447,7 @@ def test_an_engine_that_keeps_graphs_by_the_number_of_sequences_finds_those_of_t
         lengths = np.append(chosen, padding(int(chosen.sum()), cp) or cp)
         layout = device_layout(attention_layout(shard(lengths, cp, "adaptive"), step % cp), "cpu")
         for call in filter(None, (layout.diagonals, layout.rectangles)):
-            q, k = kernels.room(call)
+            q, k = kernels.buffer_rows(call)
             kernels.forward(call, torch.empty(q, 1, 8), torch.empty(k, 2, 1, 8), SCALE)
             numbers.add(len(call.cu_seqlens_q) - 1)
     known = {

@@ -9,37 +9,37 @@ import numpy as np
 import pytest
 import torch
 
-from wlb_megatron.attention.device_layout import Bags, _bags, _ship
+from wlb_megatron.attention.device_layout import RowGroups, _row_groups, _ship
 from wlb_megatron.attention.kernels.row_sums import add_rows, merge_rows
 from wlb_megatron.attention.pairs import _in_sixteens, grads_apart, side_by_side
 
 
-def bags(owner, rows):
-    return Bags(*(torch.from_numpy(x).int() for x in _bags(np.array(owner), rows)))
+def groups(owner, rows):
+    return RowGroups(*(torch.from_numpy(x).int() for x in _row_groups(np.array(owner), rows)))
 
 
-def test_bags_group_source_rows_by_owner_in_order():
-    grouped = bags([3, 0, 3], 4)
+def test_row_groups_hold_source_rows_by_owner_in_order():
+    grouped = groups([3, 0, 3], 4)
     assert grouped.targets.tolist() == [0, 3]
     assert grouped.bounds.tolist() == [0, 1, 3]
     assert grouped.members.tolist() == [1, 0, 2]
 
 
-def test_bags_of_several_targets_share_what_the_owners_count():
+def test_row_groups_of_several_targets_share_what_the_owners_count():
     """Owners 3 0 3 of two targets of 2 rows: row 0 of the first has source row 1, row 1 of the second 0 2."""
-    first_and_second = [x.tolist() for x in _bags(np.array([3, 0, 3]), 2, 2)]
+    first_and_second = [x.tolist() for x in _row_groups(np.array([3, 0, 3]), 2, 2)]
     assert first_and_second == [[0], [0, 1], [1], [1], [0, 2], [0, 2]]
-    rest = [torch.from_numpy(x).int() for x in _bags(np.array([3, 0, 3]), 2, 2)]
+    rest = [torch.from_numpy(x).int() for x in _row_groups(np.array([3, 0, 3]), 2, 2)]
     source = torch.tensor([[1.0], [10.0], [100.0]])
     for part, expected in ((rest[:3], [10.0, 0.0]), (rest[3:], [0.0, 101.0])):
-        add_rows(target := torch.zeros(2, 1), source, Bags(*part))
+        add_rows(target := torch.zeros(2, 1), source, RowGroups(*part))
         assert target.flatten().tolist() == expected
 
 
 def test_rows_are_added_in_fp32_and_rounded_once():
     target = torch.tensor([[256.0], [1.0]], dtype=torch.bfloat16)
     source = torch.ones(4, 1, dtype=torch.bfloat16)
-    add_rows(target, source, bags([0, 0, 0, 1], 2))
+    add_rows(target, source, groups([0, 0, 0, 1], 2))
     # One by one in bf16, 256 + 1 stays 256; together it is 259, nearest 260.
     assert target.flatten().tolist() == [260.0, 2.0]
 
@@ -57,7 +57,7 @@ def test_parts_merge_to_attention_over_all_keys():
     # Rows 0..3 see keys 6..8 too, rows 1 and 3 also keys 9..11.
     one, two = part(slice(6, 9), [0, 1, 2, 3]), part(slice(9, 12), [3, 1])
     parts = [torch.cat(pair) for pair in zip(one, two, strict=True)]
-    merge_rows(out, lse, *parts, bags([0, 1, 2, 3, 3, 1], 5))
+    merge_rows(out, lse, *parts, groups([0, 1, 2, 3, 3, 1], 5))
     for rows, keys in (([4], 6), ([0, 2], 9), ([1, 3], 12)):
         expected, expected_lse = part(slice(0, keys), rows)
         assert torch.allclose(out[rows], expected, atol=1e-14)
@@ -69,26 +69,26 @@ def test_the_fused_kernels_do_the_same():
     pytest.importorskip("triton")
     code = """
 import numpy as np, torch
-from wlb_megatron.attention.device_layout import Bags, _bags, _ship
+from wlb_megatron.attention.device_layout import RowGroups, _row_groups, _ship
 from wlb_megatron.attention.kernels import row_sums, row_sums_triton
 torch.manual_seed(0)
-bags = Bags(*(torch.from_numpy(x).int() for x in _bags(np.random.default_rng(0).integers(0, 30, 50), 37)))
+groups = RowGroups(*(torch.from_numpy(x).int() for x in _row_groups(np.random.default_rng(0).integers(0, 30, 50), 37)))
 for heads, dim in ((3, 64), (3, 96), (16, 128), (1, 256)):
     out, lse = torch.randn(37, heads, dim), 3 * torch.randn(37, heads)
     parts, parts_lse = torch.randn(50, heads, dim), 3 * torch.randn(50, heads)
     expected, expected_lse = out.clone(), lse.clone()
-    row_sums.merge_rows(expected, expected_lse, parts, parts_lse, bags)
-    row_sums_triton.merge_rows(out, lse, parts, parts_lse, bags)
+    row_sums.merge_rows(expected, expected_lse, parts, parts_lse, groups)
+    row_sums_triton.merge_rows(out, lse, parts, parts_lse, groups)
     assert (out - expected).abs().max() < 1e-5 and (lse - expected_lse).abs().max() < 1e-5
     expected = out.clone()
-    row_sums.add_rows(expected.flatten(1), parts.flatten(1), bags)
-    row_sums_triton.add_rows(out.flatten(1), parts.flatten(1), bags, parts)
+    row_sums.add_rows(expected.flatten(1), parts.flatten(1), groups)
+    row_sums_triton.add_rows(out.flatten(1), parts.flatten(1), groups, parts)
     assert (out - expected).abs().max() < 1e-5
     # Two targets of what the owners count, the second in fp32 beside a source in bf16, as cached keys' gradients are.
-    made = _bags(np.random.default_rng(1).integers(0, 30, 50), 20, 17)
+    made = _row_groups(np.random.default_rng(1).integers(0, 30, 50), 20, 17)
     rest = [torch.from_numpy(x).int() for x in made]
     for first, rows, target in ((0, 20, out.bfloat16()), (3, 17, out)):
-        part, expected = Bags(*rest[first : first + 3]), target[:rows].flatten(1).clone()
+        part, expected = RowGroups(*rest[first : first + 3]), target[:rows].flatten(1).clone()
         again, source = expected.clone(), parts.flatten(1).bfloat16()
         row_sums.add_rows(expected, source, part)
         row_sums_triton.add_rows(again, source, part, source)
@@ -108,14 +108,14 @@ for shape in ((2, 3, 64), (2, 1, 5), (2, 8, 160)):
         joined = function(held, arrived, place, 9)
         assert joined.shape == (9, *shape) and torch.equal(joined[:7].view(torch.int16), expected.view(torch.int16))
     members = [2, ~0, 1, ~3, ~1, 0, ~2]
-    bags = Bags(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 2], [0, 1, 4, 7], members)))
+    groups = RowGroups(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 2], [0, 1, 4, 7], members)))
     wide = torch.stack([sum(expected[n].double() for n in run) for run in ([0], [1, 2, 3], [4, 5, 6])])
     for function in (row_sums.sum_pairs, row_sums_triton.sum_pairs):
-        for half, sums in enumerate(function(held, bags, arrived)):
+        for half, sums in enumerate(function(held, groups, arrived)):
             assert sums.dtype == torch.bfloat16 and sums.is_contiguous()
             assert (sums.double() - wide[:, half]).abs().max() <= wide.abs().max() / 128  # the interpreter cuts off
     again = held.clone()
-    row_sums_triton.add_rows(again, held, bags, arrived)
+    row_sums_triton.add_rows(again, held, groups, arrived)
     assert (again.double() - wide - held.double()).abs().max() <= (wide.abs().max() + held.abs().max()) / 128
 for function in (row_sums.join_rows, row_sums_triton.join_rows):
     assert function(held, held[:0], place[:0], 0).shape == (0, 2, 8, 160)

@@ -15,7 +15,7 @@ from test_cli import NUMPY_ALONE, call, run
 from wlb_megatron.analyze.comparison import Analysis, Gain
 from wlb_megatron.analyze.comparison import analyze as analyze_job
 from wlb_megatron.analyze.measure import JobLayout, rank_work, spread
-from wlb_megatron.analyze.told import figures
+from wlb_megatron.analyze.output import figures
 from wlb_megatron.arguments import add_arguments, config_from_args
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.inspect_plans import inspect_plans

@@ -16,7 +16,7 @@ from training_jobs import training_job
 
 from wlb_megatron.attention import core_attention
 from wlb_megatron.attention.kernels import kernel_choice
-from wlb_megatron.attention.kernels.kernel_choice import TRIED, Layer, chosen, told
+from wlb_megatron.attention.kernels.kernel_choice import TRIED, Layer, chosen, describe
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.profiler.profile_command import _backend
@@ -87,14 +87,14 @@ def test_only_the_versions_that_were_tried_are_taken(
     installed(**versions)
     name, found = chosen("auto", HOPPER)
     assert name == "cudnn" and why in found
-    assert told(name, found) == f"cuDNN's kernels, not FlashAttention-4's: {found}"
+    assert describe(name, found) == f"cuDNN's kernels, not FlashAttention-4's: {found}"
     with pytest.raises(WlbError, match=why):
         chosen("fa4", HOPPER)
 
 
 def test_a_log_tells_the_version_that_runs() -> None:
-    assert told("fa4", "") == "FlashAttention-4's kernels 4.0.0b36"
-    assert told("cudnn", "") == "cuDNN's kernels"
+    assert describe("fa4", "") == "FlashAttention-4's kernels 4.0.0b36"
+    assert describe("cudnn", "") == "cuDNN's kernels"
 
 
 class Engine(torch.nn.Module):

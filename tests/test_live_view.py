@@ -245,7 +245,12 @@ def write_small_profile(path: Path) -> None:
     settings = {"model": asdict(model), "gpu": "a GPU", "processors": 1, "versions": {"torch": "2"}}
     write_profile(
         path,
-        {"format": FORMAT, "settings": settings, "samples": samples, "fit": fit(model, samples, GPU).told()},
+        {
+            "format": FORMAT,
+            "settings": settings,
+            "samples": samples,
+            "fit": fit(model, samples, GPU).as_dict(),
+        },
     )
 
 

@@ -13,7 +13,7 @@ from training_jobs import training_job
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.chunk_packer import held
-from wlb_megatron.packing.memory_limits import no_memory_for_chunks, told_of_memory
+from wlb_megatron.packing.memory_limits import describe_memory, no_memory_for_chunks
 from wlb_megatron.plugin.flags.limits import (
     adoptable_tokens,
     document_memory,
@@ -110,10 +110,10 @@ def test_a_run_with_chunks_says_what_they_free_and_auto_leaves_them_where_keys_d
     config = fit_to_memory(staged, WlbConfig())
     known = gpu_memory(staged)
     assert known is not None and config.max_tokens == 49152
-    assert "so chunks free" in told_of_memory(config, known, 32768, chunks=True)
+    assert "so chunks free" in describe_memory(config, known, 32768, chunks=True)
     assert no_memory_for_chunks(config, known) == []
     whole = memory_needed(*shapes(staged), 49152) / GIB
-    told = told_of_memory(config, known, 32768, chunks=False)
+    told = describe_memory(config, known, 32768, chunks=False)
     assert f"{whole:.1f} GiB, however many micro-batches: each may hold 49,152 tokens" in told
     # As many key heads as heads, under full recompute: keys with their gradients outweigh what layers keep.
     many = {"group_query_attention": False, "recompute_granularity": "full", "num_layers": 64}

@@ -105,7 +105,7 @@ def costs(samples: list[dict[str, Any]]) -> Costs:
 @pytest.fixture
 def told(samples: list[dict[str, Any]], costs: Costs) -> dict[str, Any]:
     settings = {"model": asdict(MODEL), "gpu": "a GPU", "versions": {"torch": "2"}}
-    return {"format": FORMAT, "settings": settings, "samples": samples, "fit": costs.told()}
+    return {"format": FORMAT, "settings": settings, "samples": samples, "fit": costs.as_dict()}
 
 
 def test_a_fit_finds_the_costs_that_the_times_were_made_of(costs: Costs) -> None:
@@ -226,7 +226,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path, told: dict[str, Any
     write_profile(path, told)
     read = read_profile(path)
     assert read.costs == costs and read.model == MODEL
-    assert "a GPU" in read.told() and read.fingerprint in read.told()
+    assert "a GPU" in read.describe() and read.fingerprint in read.describe()
     assert read_samples(path)["samples"] == told["samples"]
     assert [p.name for p in tmp_path.iterdir()] == ["profile.json"]
 

@@ -213,8 +213,8 @@ class _Counting:
         self.inner = TorchKernels()
         self.seen: dict[int, int] = {}
 
-    def room(self, call: Any) -> tuple[int, int]:
-        return self.inner.room(call)
+    def buffer_rows(self, call: Any) -> tuple[int, int]:
+        return self.inner.buffer_rows(call)
 
     def forward(self, call: Any, q: Any, kv: Any, scale: float) -> Any:
         pairs = sum(a * (b + 1) // 2 if call.causal else a * b for a, b in call.sizes)

@@ -32,7 +32,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"model": asdict(MODEL), "gpu": "a GPU", "processors": 1, "versions": {"torch": "2"}}
     told = {"format": FORMAT, "settings": settings, "samples": samples}
     path = tmp_path_factory.mktemp("profile") / "profile.json"
-    write_profile(path, {**told, "fit": fit(MODEL, samples, GPU).told()})
+    write_profile(path, {**told, "fit": fit(MODEL, samples, GPU).as_dict()})
     return path
 
 

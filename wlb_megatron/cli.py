@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from wlb_megatron.analyze.analyze_command import add_analyze, run_analyze
-from wlb_megatron.analyze.told import as_json, print_analysis
+from wlb_megatron.analyze.output import as_json, print_analysis
 from wlb_megatron.arguments import name_flag
 from wlb_megatron.bounds import RANKS, whole
 from wlb_megatron.doctor import add_doctor

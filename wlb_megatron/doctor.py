@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
-from wlb_megatron.attention.kernels.kernel_choice import Layer, chosen, not_installed, told
+from wlb_megatron.attention.kernels.kernel_choice import Layer, chosen, describe, not_installed
 from wlb_megatron.errors import WlbError
 from wlb_megatron.extras import install
 
@@ -204,7 +204,7 @@ def _kernels() -> str:
     import torch
 
     layer = Layer(dim=128, v_dim=128, grouped=True, capability=torch.cuda.get_device_capability())
-    return f"{told(*chosen('auto', layer))}; bf16 and fp16 (--wlb-kernels auto; NVTE_* are not read)"
+    return f"{describe(*chosen('auto', layer))}; bf16 and fp16 (--wlb-kernels auto; NVTE_* are not read)"
 
 
 STOCK_FA4 = (

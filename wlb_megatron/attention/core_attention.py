@@ -39,8 +39,8 @@ from wlb_megatron.sharding.segments import ShardPlan
 class WlbPackedSeqParams(PackedSeqParams):
     """Megatron's parameters of a packed sequence, with this rank's layout.
 
-    qkv_format is not 'thd': Megatron then keeps q, k, v as [t, 1, heads, dim] and rotates them by the
-    frequencies it is given, row by row, which rope.py picks at the plan's positions.
+    qkv_format is not 'thd'. So Megatron keeps q, k, v as [t, 1, heads, dim] and rotates each row by the frequencies
+    that it is given; rope.py computes these at the plan's positions.
     """
 
     layout: DeviceLayout | None = None
@@ -59,13 +59,13 @@ def packed_seq_params(
     window: int | None = None,
     group: Any = None,
 ) -> WlbPackedSeqParams:
-    """The parameters of one micro-batch for context-parallel rank `cp_rank`, to give to the model.
+    """The parameters of one micro-batch for context-parallel rank `cp_rank`, to pass to the model.
 
-    plan: the shard plan, or the rank's attention_layout of it, where a data worker has made that (a few ms).
-    window: earlier keys that windowed layers see (window_of(config)), where a plan is given.
-    group: the process group of the ranks that share the micro-batch; default Megatron's context-parallel group.
-    device: default the current CUDA device, where there is one. The copies to it are asynchronous; all layers
-    share them.
+    * plan: the shard plan, or the rank's attention_layout of it, if a data worker has made that (it takes a few ms).
+    * window: earlier keys that windowed layers attend to (window_of(config)), if a plan is given.
+    * group: the process group of the ranks that share the micro-batch (default: Megatron's context-parallel group).
+    * device: default the current CUDA device, if there is one. Copies to it are asynchronous, and all layers share
+      them.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,7 +83,7 @@ class WlbCoreAttention:
     """Mixin before Megatron's core attention class. See `wlb_core_attention`."""
 
     keep_keys = True
-    """Save exchanged keys for backward; if False, exchange them again there and save their memory."""
+    """True: save exchanged keys for backward. False: exchange them again in backward, to save memory."""
     asked_kernels = "auto"
     """One of config.KERNELS."""
 
@@ -142,7 +142,7 @@ class WlbCoreAttention:
     ) -> Tensor:
         """query: [t, 1, heads, dim]; key, value: [t, 1, kv heads, dim]. Returns [t, 1, heads * dim].
 
-        Multi-latent attention gives them without the 1. The mask is the plan's, whatever attention_mask says.
+        With multi-latent attention the inputs lack the 1. The mask is the plan's, whatever attention_mask says.
         Raises WlbError without a plan.
         """
         if not isinstance(packed_seq_params, WlbPackedSeqParams) or packed_seq_params.layout is None:
@@ -174,7 +174,9 @@ class WlbCoreAttention:
 
     @functools.cached_property
     def kernels(self) -> tuple[str, Kernels]:
-        """Whose kernels the layer runs ("cudnn", "fa4" or "torch"), and they. WlbError where none can serve it."""
+        """The name of the layer's kernels ("cudnn", "fa4" or "torch"), and the kernels. WlbError if none fit the
+        layer.
+        """
         config = self.config
         layer = Layer(
             dim=self._dim,
@@ -187,11 +189,13 @@ class WlbCoreAttention:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What built kernels are kept by beside their sizes, whose they are first; layers of one kind share them."""
+        """The key (with sizes) under which built kernels are cached, kernel name first. Layers of one kind share
+        kernels.
+        """
         return self.kernels[0], self._windowed, self._dim, self._v_dim, self._scale
 
     def warm_up(self, graphs: list[Warmable]) -> None:
-        """Build these kernels for this layer's heads, scale and recomputation."""
+        """Builds these kernels for this layer's heads, scale and recomputation."""
         config, tp = self.config, self.config.tensor_model_parallel_size
         warm_up(
             self.kernels[1],
@@ -236,7 +240,7 @@ def _kernels(cls: type, asked: str, deterministic: bool, layer: Layer) -> tuple[
         from wlb_megatron.attention.kernels.te_backend import refuse_unfit
 
         refuse_unfit(layer.dim, layer.capability)
-    _say_once(f"attention of {layer.dim} channels a head: {kernel_choice.told(name, why)}")
+    _say_once(f"attention of {layer.dim} channels a head: {kernel_choice.describe(name, why)}")
     # As Transformer Engine's own attention decides it.
     deterministic |= os.getenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
     return name, kernel_choice.kernels(name, deterministic or torch.are_deterministic_algorithms_enabled())
@@ -249,9 +253,9 @@ def _say_once(line: str) -> None:
 
 
 def window_of(config: Any) -> int | None:
-    """Earlier keys that a query of a windowed layer sees, or None where no layer has a window.
+    """Earlier keys that a query of a windowed layer attends to, or None if no layer has a window.
 
-    config: with Megatron's window_size (left, right); to the right a causal model sees nothing anyway.
+    config: with Megatron's window_size (left, right). A causal model attends to nothing on the right.
     """
     size = getattr(config, "window_size", None)
     return None if not size or size[0] < 0 else int(size[0])
@@ -264,7 +268,7 @@ def _refuse(
     attention_dropout: float | None,
     kwargs: dict[str, Any],
 ) -> None:
-    """Raise WlbError naming what this attention does not do."""
+    """Raises WlbError that names what this attention does not support."""
     dropout = config.attention_dropout if attention_dropout is None else attention_dropout
     keys, values = kwargs.get("k_channels"), kwargs.get("v_channels")
     for wrong, what, cure in (

@@ -19,13 +19,16 @@ from wlb_megatron.sharding.chunks import CachedKeys, Kept, Taken
 
 @dataclass(frozen=True)
 class DeviceCall:
-    """sharding.calls.varlen_call.AttentionCall with int32 tensors, and its mask.
+    """sharding.calls.varlen_call.AttentionCall with int32 tensors on a device, and its mask.
 
-    causal: queries are the last of their sequence's keys, and none sees a later one. window: keys before itself that
-    a query sees, None for all. q_rows, kv_rows: of all sequences; the buffers that the call is given may have more
-    (sharded_attention.Kernels.room). sizes: (queries, keys) of each sequence, on the host, for backends that go one by
-    one. equal: AttentionCall.equal. Queries and keys are one and the same where cu_seqlens_q is
-    cu_seqlens_kv.
+    * causal: queries are the last of their sequence's keys, and none attends to a later key.
+    * window: earlier keys that a query attends to, None for all.
+    * q_rows, kv_rows: total queries and keys of all sequences. The call's buffers may have more rows
+      (sharded_attention.Kernels.buffer_rows).
+    * sizes: (queries, keys) of each sequence, on the host, for backends that loop over sequences.
+    * equal: AttentionCall.equal.
+
+    If cu_seqlens_q is cu_seqlens_kv, queries and keys are the same rows.
     """
 
     causal: bool
@@ -41,11 +44,11 @@ class DeviceCall:
 
 
 @dataclass(frozen=True)
-class Bags:
-    """Which rows of a source belong to which row of a target, int32 all.
+class RowGroups:
+    """Which rows of a source belong to which row of a target; all tensors int32.
 
-    Target row targets[i] owns source rows members[bounds[i] : bounds[i + 1]], in order; targets own at least one. A
-    member j below 0 is row ~j of a second source, of what arrives.
+    Target row targets[i] owns source rows members[bounds[i] : bounds[i + 1]], in order, at least one. A member j
+    below 0 is row ~j of a second source, which holds what arrives from other ranks.
     """
 
     targets: Tensor
@@ -54,22 +57,22 @@ class Bags:
 
 
 Rows = slice | Tensor
-"""Rows of a buffer: a run of them, of which a view serves, or int32 indices."""
+"""Rows of a buffer: a slice if they are consecutive (a view suffices), else int32 indices."""
 
 
 @dataclass(frozen=True)
 class DeviceExchange:
     """sharding.calls.exchange.ExchangePlan with int32 tensors, and its inverse for the way back.
 
-    sends: the rows that go to others. arrivals: buffer rows of what arrives, in its order: their gradients go back.
-    returns: the buffer rows, and below 0 the rows that come back, that belong to each of the rank's rows; then to those
-    of each of DeviceCache.takes.
+    sends: the rows that go to other ranks. arrivals: the buffer rows of what arrives, in order of arrival; their
+    gradients go back. returns: for each of the rank's own rows, then for each row of DeviceCache.takes, the rows
+    whose gradients belong to it: buffer rows, and below 0 the rows that come back.
     """
 
     sends: Rows
     place: Tensor
     arrivals: Rows
-    returns: tuple[Bags, ...]
+    returns: tuple[RowGroups, ...]
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
     remote: bool
@@ -77,7 +80,7 @@ class DeviceExchange:
 
 @dataclass(frozen=True)
 class DeviceCache:
-    """sharding.chunks.CachedKeys on a device. keeps: (piece, int32[k] local rows) each, None for all rows in order."""
+    """sharding.chunks.CachedKeys on a device. keeps: (piece, int32[k] local rows) each; None for all rows in order."""
 
     micro_batch: int
     takes: tuple[Taken, ...]
@@ -87,7 +90,7 @@ class DeviceCache:
 
 @dataclass(frozen=True)
 class DeviceWindow:
-    """sharding.calls.window_call.WindowLayout on a device. exchange: None where the keys are its own, in order."""
+    """sharding.calls.window_call.WindowLayout on a device. exchange: None if the keys are the rank's own, in order."""
 
     call: DeviceCall
     exchange: DeviceExchange | None
@@ -98,10 +101,11 @@ class DeviceWindow:
 class DeviceLayout:
     """sharding.calls.attention_calls.AttentionLayout on a device.
 
-    positions: int32[t]. query_rows: int32, the local row of each query of the rectangles; queries: the same by local
-    row. exchange: None where no rank needs earlier keys. window: for windowed layers. single: for the others,
-    where one call serves them instead. cache: None where the micro-batch shares no document with another, or single
-    serves.
+    * positions: int32[t]. query_rows: int32, the local row of each query of the rectangles. queries: the inverse, by
+      local row.
+    * exchange: None if no rank needs earlier keys.
+    * window: the layout of windowed layers. single: the layout of the other layers, if one call computes them.
+    * cache: None if the micro-batch shares no document with another, or if `single` is used.
     """
 
     tokens: int
@@ -109,7 +113,7 @@ class DeviceLayout:
     diagonals: DeviceCall
     rectangles: DeviceCall | None
     query_rows: Tensor | None
-    queries: Bags | None
+    queries: RowGroups | None
     exchange: DeviceExchange | None
     hide_return: bool
     window: DeviceWindow | None = None
@@ -118,12 +122,12 @@ class DeviceLayout:
 
 
 def device_layout(layout: AttentionLayout, device: torch.device | str) -> DeviceLayout:
-    """Copy a layout to `device`: one asynchronous copy from pinned memory on a GPU."""
+    """Copies a layout to `device`. On a GPU this is one asynchronous copy from pinned memory."""
     exchange, rectangles = layout.exchange, layout.rectangles
     arrays: list[np.ndarray] = [layout.positions, layout.diagonals.cu_seqlens_q]
     if rectangles:
         arrays += [rectangles.cu_seqlens_q, rectangles.cu_seqlens_kv]
-        arrays += [layout.query_rows, *_bags(layout.query_rows, layout.tokens)]
+        arrays += [layout.query_rows, *_row_groups(layout.query_rows, layout.tokens)]
     needed = rectangles is not None or exchange.remote
     if needed:
         arrays += _moves(exchange, _parts(layout.cached, layout.tokens))
@@ -136,7 +140,7 @@ def device_layout(layout: AttentionLayout, device: torch.device | str) -> Device
     diagonals, others, rows, queries = _call(layout.diagonals, (own, own)), None, None, None
     if rectangles:
         others = _call(rectangles, (next(shipped), next(shipped)), causal=False)
-        rows, queries = next(shipped), _take_bags(shipped)
+        rows, queries = next(shipped), _take_row_groups(shipped)
     moves = _take_moves(exchange, _parts(layout.cached, layout.tokens), shipped) if needed else None
     cache = _take_cache(layout.cached, layout.tokens, shipped)
     window, single = (
@@ -159,7 +163,7 @@ def device_layout(layout: AttentionLayout, device: torch.device | str) -> Device
 
 
 def _at_home(near: WindowLayout) -> bool:
-    """Where nothing is remote or cached all pieces lie whole on a rank: their keys are the rank's own, in order."""
+    """Whether nothing is remote or cached. Then all pieces are whole on a rank, and its keys are its own, in order."""
     return not near.exchange.remote and not (near.cached and near.cached.takes)
 
 
@@ -181,7 +185,7 @@ def _take_near(near: WindowLayout, rows: int, shipped: Iterator[Tensor]) -> Devi
 
 
 def _parts(cached: CachedKeys | None, rows: int) -> list[int]:
-    """Rows of each part of what a rank holds: its own, then each that it takes from its cache."""
+    """Rows of each part that a rank holds: its own, then those of each entry that it reads from its cache."""
     return [rows, *(take.rows for take in cached.takes)] if cached else [rows]
 
 
@@ -197,7 +201,7 @@ def _take_cache(cached: CachedKeys | None, rows: int, shipped: Iterator[Tensor])
 
 
 def _all(keep: Kept, rows: int) -> bool:
-    """Whether all rows are kept, in order: none need be copied."""
+    """Whether all rows are kept, in order, so that none need be copied."""
     return bool(np.array_equal(keep.rows, np.arange(rows)))
 
 
@@ -219,8 +223,11 @@ def _call(
 
 
 def _moves(exchange: ExchangePlan, parts: Sequence[int]) -> list[np.ndarray]:
-    """Place, the rows to send and those that arrive unless they are runs, and the bags of the way back. parts: rows of
-    each target of what comes back, which send_rows counts through."""
+    """The placement, the rows to send and the rows that arrive (unless they are slices), and the row groups of the
+    way back.
+
+    parts: rows of each target of what comes back; send_rows counts through them.
+    """
     place, send_rows = exchange.place, exchange.send_rows
     own, first = np.flatnonzero(place >= 0), sum(exchange.send_counts[: exchange.rank])
     # In rank order, so that a sum does not depend on which of its rows travel.
@@ -228,7 +235,7 @@ def _moves(exchange: ExchangePlan, parts: Sequence[int]) -> list[np.ndarray]:
     owner = np.concatenate((send_rows[:first], place[own], send_rows[first:]))
     source = np.concatenate((back[:first], own, back[first:]))
     chosen = [rows for rows in (send_rows, _arrivals(exchange)) if _run(rows) is None]
-    return [place, *chosen, *_bags(owner, *parts, source=source)]
+    return [place, *chosen, *_row_groups(owner, *parts, source=source)]
 
 
 def _take_moves(exchange: ExchangePlan, parts: Sequence[int], shipped: Iterator[Tensor]) -> DeviceExchange:
@@ -237,35 +244,38 @@ def _take_moves(exchange: ExchangePlan, parts: Sequence[int], shipped: Iterator[
         next(shipped) if (run := _run(rows)) is None else run
         for rows in (exchange.send_rows, _arrivals(exchange))
     )
-    returns = tuple(_take_bags(shipped) for _ in parts)
+    returns = tuple(_take_row_groups(shipped) for _ in parts)
     counts = exchange.send_counts, exchange.recv_counts
     return DeviceExchange(sends, place, arrivals, returns, *counts, exchange.remote)
 
 
 def _arrivals(exchange: ExchangePlan) -> npt.NDArray[np.int64]:
-    """Buffer row of each row that arrives. Place [~1, 0, ~0]: 2 0."""
+    """The buffer row of each row that arrives. Example: place [~1, 0, ~0] gives 2 0."""
     rows = np.flatnonzero(exchange.place < 0)
     return rows[np.argsort(~exchange.place[rows])]
 
 
 def _run(rows: npt.NDArray[np.int64]) -> slice | None:
-    """Rows 3 4 5 as a slice; None where they are not one after the other."""
+    """Consecutive rows such as 3 4 5 as a slice, else None."""
     if not len(rows):
         return slice(0, 0)
     return slice(int(rows[0]), int(rows[-1]) + 1) if bool((np.diff(rows) == 1).all()) else None
 
 
-def _take_bags(shipped: Iterator[Tensor]) -> Bags:
-    return Bags(next(shipped), next(shipped), next(shipped))
+def _take_row_groups(shipped: Iterator[Tensor]) -> RowGroups:
+    return RowGroups(next(shipped), next(shipped), next(shipped))
 
 
-def _bags(
+def _row_groups(
     owner: npt.NDArray[np.int64], *parts: int, source: npt.NDArray[np.int64] | None = None
 ) -> list[np.ndarray]:
-    """Of each part, of so many rows, of what `owner` counts through: targets, bounds, members of Bags.
+    """targets, bounds and members of RowGroups, for each part of the rows that `owner` counts through.
 
-    source: int64, source row of each owner; None: its place. Owners [3, 0, 3] of 4 rows: targets 0 3, members 1 | 0 2.
-    Of 2 and 2 rows: target 0, member 1, then target 1, members 0 2.
+    owner: int64, the target row of each source row. parts: rows of each part. source: int64, the source row of each
+    owner; None: its index.
+
+    Example: owners [3, 0, 3] of 4 rows: targets 0 3, members 1 | 0 2. With parts of 2 and 2 rows: target 0, member 1,
+    then target 1, members 0 2.
     """
     counts, members = np.bincount(owner, minlength=sum(parts)), np.argsort(owner, kind="stable")
     members = members if source is None else source[members]
@@ -279,8 +289,10 @@ def _bags(
 
 
 def _ship(arrays: Sequence[np.ndarray], device: torch.device) -> Iterator[Tensor]:
-    """int32 views of one copy of all arrays on the device. Each begins at a multiple of 16 bytes, four numbers: Triton
-    compiles a kernel anew for pointers that do not."""
+    """int32 views of one copy of all arrays on the device.
+
+    Each starts at a multiple of 16 bytes, because Triton compiles a kernel anew for pointers that do not.
+    """
     sizes = [len(array) for array in arrays]
     begins = np.concatenate(([0], np.cumsum([-(-size // 4) * 4 for size in sizes]))).tolist()
     pinned = device.type != "cpu"

@@ -20,19 +20,19 @@ _caches: weakref.WeakSet[KeyCache] = weakref.WeakSet()
 
 
 def clear_caches() -> None:
-    """Drop what any layer still keeps: to be called where a step begins and where it ends, or fails."""
+    """Drops everything that any layer still keeps. Call it where a step begins, ends or fails."""
     for cache in list(_caches):
         cache.clear()
 
 
 def cached_bytes() -> int:
-    """Bytes of all that layers keep now, gradients included."""
+    """Bytes that all layers keep now, gradients included."""
     return sum(cache.bytes for cache in list(_caches))
 
 
 @dataclass
 class _Entry:
-    """Keys of one piece on this rank. readers: later micro-batches that took them and whose backward is to come."""
+    """Keys of one piece on this rank. readers: later micro-batches that read them and have not run backward yet."""
 
     kv: Tensor
     grad: Tensor | None = None
@@ -40,7 +40,9 @@ class _Entry:
 
 
 class KeyCache:
-    """One layer's. Calls for a micro-batch: start, keep, take (again where keys are not saved), gradients, finish."""
+    """The cache of one layer. Calls per micro-batch: start, keep, take (again if keys are not saved), gradients,
+    finish.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[tuple[int, int], _Entry] = {}
@@ -58,12 +60,12 @@ class KeyCache:
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def start(self, use: DeviceCache) -> bool:
-        """A forward begins. Returns whether it may save exchanged keys, so that backward need not take them again: on
-        all ranks alike, as they exchange together.
+        """Begins a forward. Returns whether it may save exchanged keys, so that backward need not take them again.
 
-        Saved, each chunk would hold all keys before it once more, until its backward. Where the first forward is not
-        recorded, a second one is, just before backward: that one may. (Checkpoints that record both forwards want the
-        same tensors saved in both.)
+        The answer is the same on all ranks, because they exchange together. If every chunk saved them, each would
+        hold a second copy of all earlier keys until its backward. If the first forward is not recorded
+        (recomputation), the second one runs just before backward and may save. (Checkpoints that record both forwards
+        need the same tensors saved in both.)
         """
         if use.micro_batch not in self._recorded:
             _caches.add(self)
@@ -73,18 +75,18 @@ class KeyCache:
         return not use.prefixed or not self._recorded[use.micro_batch]
 
     def keep(self, use: DeviceCache, kv: Tensor) -> None:
-        """Keep the rows of kv that later micro-batches see, unless an earlier forward of this one has."""
+        """Keeps the rows of kv that later micro-batches read, unless an earlier forward of this micro-batch has."""
         for piece, rows in use.keeps:
             if (use.micro_batch, piece) not in self._entries:
                 kept = kv if rows is None else kv.index_select(0, rows)
                 self._entries[use.micro_batch, piece] = _Entry(kept)
 
     def take(self, use: DeviceCache, kv: Tensor) -> Tensor:
-        """The rank's own keys, and below them those of earlier micro-batches: what the exchange sends from."""
+        """The rank's own keys, followed by those of earlier micro-batches: the rows that the exchange sends from."""
         return torch.cat((kv, *(self._entry(take, use).kv for take in use.takes))) if use.takes else kv
 
     def gradients(self, use: DeviceCache) -> list[Tensor]:
-        """Where the gradients of each of the takes are summed, in fp32 at least."""
+        """The tensors in which the gradients of each of the takes are summed, in fp32 at least."""
         found = []
         for take in use.takes:
             entry = self._entry(take, use)
@@ -95,9 +97,9 @@ class KeyCache:
         return found
 
     def finish(self, use: DeviceCache, dkv: Tensor) -> None:
-        """A backward ends: add what came back to the keys that were kept to dkv, and drop them.
+        """Ends a backward: adds to dkv what came back for the keys that were kept, and drops them.
 
-        Raises RuntimeError where a later chunk's backward is still to come.
+        Raises RuntimeError if a later chunk's backward is still to come.
         """
         for take in use.takes:
             self._entry(take, use).readers -= 1

@@ -20,17 +20,18 @@ from wlb_megatron.attention.device_layout import DeviceExchange, Rows
 from wlb_megatron.attention.kernels.row_sums import add_rows, join_rows
 
 on_wait: Callable[[Callable[[], Any]], None] | None = None
-"""Where set: given each wait for what travels, to be called, by whoever times them."""
+"""If set, called with each wait for a transfer, so that a timer can measure it."""
 
 
 def start_gather(
     exchange: DeviceExchange, kv: Tensor, group: Any, hidden: bool = True
 ) -> Callable[[int], Tensor]:
-    """Begin fetching the keys this rank needs. kv: [t, 2, heads, dim], those it holds (ShardPlan.held_keys). hidden:
-    other kernels run meanwhile.
+    """Starts to fetch the keys that this rank needs.
 
-    Returns a function that waits and gives [rows, 2, heads, dim] for the rows it is asked for: n in the order of the
-    plan's key buffer, and others that nothing reads.
+    kv: [t, 2, heads, dim], the keys that it holds (ShardPlan.held_keys). hidden: whether other kernels run meanwhile.
+
+    Returns a function that waits and returns [rows, 2, heads, dim] for the requested number of rows: the first n in
+    the order of the plan's key buffer, then rows that nothing reads.
     """
     if not exchange.remote:
         return lambda rows: join_rows(kv, kv, exchange.place, rows)
@@ -41,9 +42,10 @@ def start_gather(
 def start_return(
     exchange: DeviceExchange, grad: Tensor, group: Any, hidden: bool = True
 ) -> Callable[[], Tensor]:
-    """Begin returning gradients to the owners of the keys. grad: [rows, 2, heads, dim], as start_gather gave them.
+    """Starts to return gradients to the owners of the keys. grad: [rows, 2, heads, dim], as start_gather returned
+    rows.
 
-    Returns a function that waits and gives what came back, the second source of exchange.returns beside grad.
+    Returns a function that waits and returns what came back: the second source of exchange.returns, beside grad.
     """
     if not exchange.remote:
         return lambda: grad
@@ -51,10 +53,12 @@ def start_return(
 
 
 def add_returned(exchange: DeviceExchange, grad: Tensor, back: Tensor, *held: Tensor) -> None:
-    """Add gradients to those of the rank's own keys, [t, 2, heads, dim], and of each part of its cached ones: in fp32
-    at least, in rank order, rounded once. back: what start_return gave for grad."""
-    for target, bags in zip(held, exchange.returns, strict=True):
-        add_rows(target, grad, bags, back)
+    """Adds gradients to those of the rank's own keys, [t, 2, heads, dim], and of each part of its cached keys.
+
+    Sums are in fp32 at least, in rank order, rounded once. back: what start_return's function returned for grad.
+    """
+    for target, groups in zip(held, exchange.returns, strict=True):
+        add_rows(target, grad, groups, back)
 
 
 def _travel(
@@ -65,7 +69,7 @@ def _travel(
     group: Any,
     hidden: bool,
 ) -> Callable[[], Tensor]:
-    """Begin sending rows; a function that waits for those that come, [sum of recv_counts, ..]."""
+    """Starts to send rows. Returns a function that waits for those that arrive, [sum of recv_counts, ..]."""
     sent = source[rows] if isinstance(rows, slice) else source.index_select(0, rows)
     arrived, work = _all_to_all(sent, send_counts, recv_counts, group, hidden or on_wait is not None)
 
@@ -87,7 +91,7 @@ def _wait(work: Any) -> None:
 def _all_to_all(
     sent: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], group: Any, hidden: bool
 ) -> tuple[Tensor, Any]:
-    """What arrives, and what is to be waited for first; None where the current stream does."""
+    """What arrives, and the work to wait for first (None if the current stream orders it)."""
     arrived = sent.new_empty((sum(recv_counts), *sent.shape[1:]))
     work = dist.all_to_all_single(
         arrived, sent, list(recv_counts), list(send_counts), group=group, async_op=hidden

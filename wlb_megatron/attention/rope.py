@@ -16,11 +16,11 @@ HANDLED = ("RotaryEmbedding", "YarnRotaryEmbedding")
 
 
 class PlannedRotaryEmbedding(nn.Module):
-    """Stands in for a model's (or an MLA layer's) `rotary_pos_emb` and takes its frequencies from it.
+    """Replaces a model's (or an MLA layer's) `rotary_pos_emb`, and takes its frequencies from it.
 
-    inner: Megatron's RotaryEmbedding or YarnRotaryEmbedding, with whatever base, scaling, interpolation, percent and
-    interleaving. packed: the layer drops the batch dimension of its queries, as MLA does.
-    Raises WlbError for another class (multimodal RoPE has three positions a token).
+    inner: Megatron's RotaryEmbedding or YarnRotaryEmbedding, with any base, scaling, interpolation, percent and
+    interleaving. packed: the layer drops the batch dimension of its queries, as MLA does. Raises WlbError for another
+    class (multimodal RoPE has three positions per token).
     """
 
     def __init__(self, inner: nn.Module, packed: bool = False) -> None:
@@ -43,7 +43,7 @@ class PlannedRotaryEmbedding(nn.Module):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> Tensor:
-        """int32[t]: positions of this rank's tokens. (Megatron hands the result back to forward.)"""
+        """int32[t]: positions of this rank's tokens. (Megatron passes the result to forward.)"""
         layout = getattr(packed_seq_params, "layout", None)
         if layout is None:
             raise WlbError(
@@ -53,8 +53,10 @@ class PlannedRotaryEmbedding(nn.Module):
         return layout.positions
 
     def forward(self, positions: Tensor, packed_seq: bool = False, cp_group: Any = None, **_: Any) -> Any:
-        """[t, 1, 1, dim] ([t, 1, dim] if packed): frequencies at `positions`, bitwise those of the wrapped
-        module's table there; of YaRN a pair of them and its factor, as Megatron's own gives.
+        """[t, 1, 1, dim] ([t, 1, dim] if packed): frequencies at `positions`.
+
+        They equal the wrapped module's table there bitwise. With YaRN: a pair of them and its factor, as from
+        Megatron's own.
         """
         if self._made[0] is not positions:  # else made for another layer of this micro-batch
             # Megatron makes a table of arange(n) + offset; of n = 1 and the positions as offset it is just these rows.

@@ -28,17 +28,18 @@ from wlb_megatron.attention.sinks import apply_sink, sink_gradient
 
 
 class Kernels(Protocol):
-    """What a backend provides: plain variable-length attention, all rows covered.
+    """The interface of a backend: plain variable-length attention in which every row belongs to a sequence.
 
-    q: [rows, heads, dim]; out, dout: [rows, heads, v dim]; lse: [rows, heads], log of the softmax denominator. kv: a
-    row a key, as pairs.side_by_side makes them. All contiguous, but lse, which may be kept by heads.
+    q: [rows, heads, dim]. out, dout: [rows, heads, v dim]. lse: [rows, heads], the log of the softmax denominator.
+    kv: one row per key, as pairs.side_by_side makes them. All are contiguous except lse, which may be stored by
+    heads.
     """
 
     def takes(self, dim: int, v_dim: int) -> bool:
-        """Whether values may be narrower than keys in this way; else they are padded with zeros."""
+        """Whether values may be narrower than keys at these sizes; if not, they are padded with zeros."""
 
-    def room(self, call: DeviceCall) -> tuple[int, int]:
-        """Rows of the buffers that the call's queries and keys are copied to. Rows beyond its own are never read."""
+    def buffer_rows(self, call: DeviceCall) -> tuple[int, int]:
+        """Rows of the buffers for the call's queries and keys. Rows beyond the call's own are never read."""
 
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp."""
@@ -46,7 +47,7 @@ class Kernels(Protocol):
     def backward(
         self, call: DeviceCall, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """dq and dkv through these keys, given out and lse of the softmax over all keys."""
+        """dq and dkv for these keys, given out and lse of the softmax over all keys."""
 
 
 def sharded_attention(
@@ -63,13 +64,17 @@ def sharded_attention(
     windowed: bool = False,
     cache: KeyCache | None = None,
 ) -> Tensor:
-    """[t, heads, v dim] from q [t, heads, dim], k [t, kv heads, dim], v [t, kv heads, v dim], the rank's own tokens.
-    Or, as Megatron has them, [t, 1, heads * v dim] from [t, 1, ..]: five nodes of autograd fewer than by views outside.
+    """Attention of the rank's own tokens.
 
-    group: the context-parallel process group. keep_keys: save the exchanged keys for backward, else exchange
-    them again there. sink: [heads], see sinks.py. windowed: a layer that sees the layout's window. cache: the layer's,
-    where documents come in chunks.
-    Raises ValueError where shapes do not fit the layout.
+    q: [t, heads, dim]; k: [t, kv heads, dim]; v: [t, kv heads, v dim]. Returns [t, heads, v dim]. With Megatron's
+    inputs [t, 1, ..] it returns [t, 1, heads * v dim], which saves five autograd nodes of views.
+
+    * group: the context-parallel process group. keep_keys: save the exchanged keys for backward, else exchange them
+      again.
+    * sink: [heads], see sinks.py. windowed: the layer uses the layout's window. cache: the layer's, if documents come
+      in chunks.
+
+    Raises ValueError if shapes do not fit the layout.
     """
     if q.shape[0] != layout.tokens or k.shape[0] != layout.tokens:
         raise ValueError(
@@ -103,10 +108,12 @@ def sharded_attention(
 
 
 class _Attention(torch.autograd.Function):
-    """What both ways share: inputs made contiguous, the sink, what is saved. They differ in `attend` and `pull`."""
+    """The common part of both forms (inputs made contiguous, the sink, what is saved). They differ in `attend` and
+    `pull`.
+    """
 
     keys_serve = False
-    """Whether backward needs the exchanged keys alone, where they are kept."""
+    """Whether backward needs only the exchanged keys, if they are kept."""
 
     @classmethod
     def forward(cls, ctx: Any, *given: Any) -> Tensor:
@@ -140,12 +147,12 @@ class _Attention(torch.autograd.Function):
 
     @classmethod
     def attend(cls, ctx: Any, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Output, log-sum-exp and exchanged keys."""
+        """Returns output, log-sum-exp and exchanged keys."""
         raise NotImplementedError  # abstract: the two ways of calling the kernels, below, each have their own
 
     @classmethod
     def pull(cls, ctx: Any, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv from q, kv (None: the keys serve), exchanged keys (None: not kept), out, lse, dout."""
+        """dq, dk and dv from q, kv (None: exchanged keys suffice), exchanged keys (None: not kept), out, lse, dout."""
         raise NotImplementedError  # abstract, as `attend`
 
 
@@ -157,7 +164,7 @@ class _ShardedAttention(_Attention):
         out, lse = kernels.forward(layout.diagonals, q, kv, scale)
         earlier = finish(_key_rows(layout, kernels)) if finish else None
         if call := layout.rectangles:
-            queries = spread_rows(q, layout.query_rows, kernels.room(call)[0])
+            queries = spread_rows(q, layout.query_rows, kernels.buffer_rows(call)[0])
             part, part_lse = kernels.forward(call, queries, earlier, scale)
             lse = lse.contiguous()
             merge_rows(out, lse, part, part_lse.contiguous(), layout.queries)
@@ -181,7 +188,7 @@ class _ShardedAttention(_Attention):
             earlier = finish(_key_rows(layout, kernels))
         dq_part, dearlier = None, earlier
         if call := layout.rectangles:
-            rows, _ = kernels.room(call)
+            rows, _ = kernels.buffer_rows(call)
             queries, *picked = spread_four((q, out, lse, dout), layout.query_rows, rows)
             dq_part, dearlier = kernels.backward(call, queries, earlier, *picked, scale)
         if own is None and not layout.hide_return:
@@ -204,12 +211,12 @@ def _cached_gradients(ctx: Any) -> list[Tensor]:
 
 
 def _key_rows(layout: DeviceLayout, kernels: Kernels) -> int:
-    """Rows of the buffer of earlier keys; none on a rank that only gives some to others."""
-    return kernels.room(layout.rectangles)[1] if layout.rectangles else 0
+    """Rows of the buffer of earlier keys; 0 on a rank that only sends keys."""
+    return kernels.buffer_rows(layout.rectangles)[1] if layout.rectangles else 0
 
 
 class _OneCall(_Attention):
-    """One call on a buffer of each segment's keys, its own included, so that dkv is the sum of its rows."""
+    """One call on a buffer of each segment's keys, its own included. So dkv is the sum of its rows."""
 
     keys_serve = True
 
@@ -243,11 +250,11 @@ def _all_keys(ctx: Any, kv: Tensor) -> Tensor:
     near: DeviceWindow = ctx.layout
     assert near.exchange is not None
     gather = start_gather(near.exchange, _held(ctx, kv), ctx.group, hidden=False)
-    return gather(ctx.kernels.room(near.call)[1])
+    return gather(ctx.kernels.buffer_rows(near.call)[1])
 
 
 def _apart(ctx: Any, dkv: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """dk and dv, with what later micro-batches gave back."""
+    """dk and dv, plus what later micro-batches returned."""
     if ctx.layout.cache:
         ctx.cache.finish(ctx.layout.cache, dkv)
     return grads_apart(dkv, q.shape[-1])

@@ -22,6 +22,9 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sink_gradient(out: Tensor, lse: Tensor, dout: Tensor, sink: Tensor) -> Tensor:
-    """[heads], from what apply_sink gave. The sink's share p of a row has gradient p * (0 - sum(out * dout))."""
+    """[heads]: the sink's gradient, from what apply_sink returned.
+
+    The sink's share p of a row has gradient p * (0 - sum(out * dout)).
+    """
     pulled = torch.einsum("thd,thd->th", out.to(lse.dtype), dout.to(lse.dtype))
     return -(torch.exp(sink.to(lse.dtype) - lse) * pulled).sum(0).to(sink.dtype)

@@ -42,7 +42,7 @@ def epochs(state: Mapping[str, Any]) -> list[float]:
     ]
 
 
-def told_apart(names: Sequence[str]) -> list[str]:
+def distinguish(names: Sequence[str]) -> list[str]:
     """The names, numbered from the second time on that one occurs: a, b, a #2."""
     seen: Counter[str] = Counter()
     told = []
@@ -65,7 +65,7 @@ def figures(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def told(figures: Mapping[str, Any], most: int = 4) -> str:
+def describe(figures: Mapping[str, Any], most: int = 4) -> str:
     """The figures' part of a log line: epochs of the corpora that were gone through most often, what was left out."""
     passed = sorted(figures["epochs"].items(), key=lambda item: -item[1])
     alone = len(passed) == 1

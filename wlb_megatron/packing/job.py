@@ -11,7 +11,7 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
-from wlb_megatron.packing.memory_limits import GpuMemory, no_memory_for_chunks, told_of_memory
+from wlb_megatron.packing.memory_limits import GpuMemory, describe_memory, no_memory_for_chunks
 from wlb_megatron.packing.packer import Packer, read_per_window
 from wlb_megatron.packing.planner import Planner, Stream
 from wlb_megatron.workload.cost_model import CostModel
@@ -64,7 +64,7 @@ def plan_job(
     )
     if memory is not None and most_micro_batches(packer, config, micro_batches) > micro_batches:
         chunks = isinstance(packer, ChunkPacker)
-        say(told_of_memory(config, memory, longest or window, chunks=chunks))
+        say(describe_memory(config, memory, longest or window, chunks=chunks))
     return Planner(stream, packer, global_tokens=micro_batches * dp * window, schedule=schedule)
 
 

@@ -99,7 +99,7 @@ def no_memory_for_chunks(config: WlbConfig, memory: GpuMemory | None) -> list[tu
     return [(f"{told}: --wlb-chunks on allows it", "use fewer key heads (--num-query-groups)")]
 
 
-def told_of_memory(config: WlbConfig, memory: GpuMemory, longest: int, *, chunks: bool) -> str:
+def describe_memory(config: WlbConfig, memory: GpuMemory, longest: int, *, chunks: bool) -> str:
     """What more micro-batches than windows free of a GPU's memory, for people. longest: tokens of the longest
     document. chunks: long documents train in them.
 

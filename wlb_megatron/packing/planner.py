@@ -180,7 +180,8 @@ class Planner:
         known = samples + ahead * saved.size(samples)
         if saved.before(known) != self.schedule.before(known):
             raise WlbError(
-                f"the saved plan had global batches of {_told(saved)}, this run has {_told(self.schedule)}: keep "
+                f"the saved plan had global batches of {_describe(saved)}, this run has "
+                f"{_describe(self.schedule)}: keep "
                 f"--global-batch-size or --step-batch-size-schedule as they were up to sample {known}"
             )
         self.stream.load_state(state["stream"])
@@ -217,6 +218,6 @@ def _works_and_groups(column: Sequence[MicroBatch]) -> tuple[list[int], tuple[in
     return works, groups(pieces) if chunked else None
 
 
-def _told(schedule: BatchSchedule) -> str:
+def _describe(schedule: BatchSchedule) -> str:
     """4, or 2, from sample 100 on 4."""
     return ", ".join(f"from sample {at} on {size}" if at else str(size) for at, size in schedule.steps)

@@ -142,7 +142,7 @@ def _fit_and_write(path: Path, told: dict[str, Any]) -> None:
     errors = {
         check.part: {"mean": check.mean, "p95": check.p95, "points": len(check.errors)} for check in checks
     }
-    write_profile(path, {**told, "fit": costs.told(), "leave_out": errors})
+    write_profile(path, {**told, "fit": costs.as_dict(), "leave_out": errors})
     rows = [[c.part, len(c.errors), f"{c.mean:.1%}", f"{c.p95:.1%}"] for c in checks]
     print_table(
         "attention predicted without having seen it: relative error", ("part", "points", "mean", "p95"), rows

@@ -35,7 +35,7 @@ def chrome_trace(
             {
                 "name": f"{'B' if event.backward else 'F'}{event.micro_batch}"
                 + (f".{event.chunk}" if event.chunk else "")
-                + _told(of, event.micro_batch, letters),
+                + _label(of, event.micro_batch, letters),
                 "cat": "backward" if event.backward else "forward",
                 "ph": "X",
                 "ts": event.start * to_us,
@@ -66,7 +66,7 @@ def _document(documents: Sequence[int], micro_batch: int) -> dict[str, int]:
     return {"document_in_chunks": documents[micro_batch]} if known else {}
 
 
-def _told(documents: Sequence[int], micro_batch: int, letters: dict[int, str]) -> str:
+def _label(documents: Sequence[int], micro_batch: int, letters: dict[int, str]) -> str:
     return "".join(f" ({letters[found]})" for found in _document(documents, micro_batch).values())
 
 

@@ -17,10 +17,10 @@ IntArray = npt.NDArray[np.int64]
 
 
 def multiple(cp_size: int, tp_size: int = 1, rows: int = 1) -> int:
-    """Tokens of a micro-batch must be a multiple of this: CP x TP x rows.
+    """The number of which a micro-batch's tokens must be a multiple: CP x TP x rows.
 
-    rows: what the GEMMs of a rank need (1; 16 with FP8, 32 with MXFP8). TP counts because sequence
-    parallelism cuts a context-parallel rank's tokens once more.
+    rows: what a rank's GEMMs need (1; 16 with FP8, 32 with MXFP8). TP counts because sequence parallelism divides a
+    context-parallel rank's tokens once more.
     """
     for name, value in (("cp_size", cp_size), ("tp_size", tp_size), ("rows", rows)):
         if value < 1:
@@ -31,7 +31,7 @@ def multiple(cp_size: int, tp_size: int = 1, rows: int = 1) -> int:
 def padding(tokens: int, multiple: int) -> int:
     """Padding tokens that make `tokens` a multiple of `multiple`: 13 to a multiple of 8 needs 3.
 
-    An empty micro-batch gets one whole multiple, so that no rank is left without a token.
+    An empty micro-batch gets one whole multiple, so that every rank has a token.
     """
     if tokens < 0 or multiple < 1:
         raise ValueError(
@@ -41,28 +41,30 @@ def padding(tokens: int, multiple: int) -> int:
 
 
 def padded(lengths: Sequence[int] | IntArray, multiple: int) -> IntArray:
-    """int64[n]: the lengths (tokens), and last the padding where their sum needs any: [7, 4] to a multiple of 8 is
-    [7, 4, 5]."""
+    """int64[n]: the lengths (tokens), with the padding last if their sum needs any.
+
+    Example: [7, 4] to a multiple of 8 is [7, 4, 5].
+    """
     given = np.asarray(lengths, dtype=np.int64)
     missing = padding(int(given.sum()), multiple)
     return np.append(given, missing) if missing else given
 
 
 def padded_lengths(micro_batch: MicroBatch, multiple: int) -> IntArray:
-    """int64[n]: tokens of each piece, and last the padding (plan.PADDING) where the total needs any.
+    """int64[n]: tokens of each piece, with the padding (plan.PADDING) last if the total needs any.
 
-    Pieces of 7 and 4 tokens to a multiple of 8: [7, 4, 5].
+    Example: pieces of 7 and 4 tokens to a multiple of 8: [7, 4, 5].
     """
     return padded([piece.end - piece.start for piece in micro_batch.pieces], multiple)
 
 
 def slot_bounds(tokens: npt.ArrayLike, cp_size: int) -> IntArray:
-    """int64[..., 2 * CP + 1]: where each slot starts in a sequence of `tokens` tokens; last comes the end.
+    """int64[..., 2 * CP + 1]: where each slot starts in a sequence of `tokens` tokens; the last entry is the end.
 
-    Slot s holds tokens // 2CP, one more if s < tokens mod 2CP (which is 0 or CP). 12 tokens, CP=4: slots of
+    Slot s holds tokens // 2CP, plus one if s < tokens mod 2CP (which is 0 or CP). Example: 12 tokens, CP=4: slots of
     2 2 2 2 1 1 1 1 give [0, 2, 4, 6, 8, 9, 10, 11, 12]; ranks (0, 7), (1, 6), (2, 5), (3, 4) hold 3 each.
 
-    Raises ValueError where tokens is not a positive multiple of CP.
+    Raises ValueError if tokens is not a positive multiple of CP.
     """
     if cp_size < 1:
         raise ValueError(f"context-parallel size must be at least 1, got {cp_size}")

@@ -16,7 +16,7 @@ from wlb_megatron.sharding.segments import Chunks, IntArray, ShardPlan, _ranges
 
 
 class Link(NamedTuple):
-    """Piece `piece` of `micro_batch` goes on where piece `earlier_piece` of micro-batch `earlier` ends."""
+    """Piece `piece` of `micro_batch` continues where piece `earlier_piece` of micro-batch `earlier` ends."""
 
     micro_batch: int
     piece: int
@@ -25,10 +25,10 @@ class Link(NamedTuple):
 
 
 def links_of(micro_batches: Sequence[Sequence[Piece]]) -> tuple[Link, ...]:
-    """The links of one data-parallel rank's micro-batches in order; none where no piece has a prefix.
+    """The links of one data-parallel rank's micro-batches, in order; empty if no piece has a prefix.
 
-    Raises ValueError where a prefix is not all of its document that earlier micro-batches hold up to the piece's start,
-    or where two pieces have one and the same.
+    Raises ValueError if earlier micro-batches do not hold exactly a piece's prefix (its document up to the piece's
+    start), or if two pieces have the same prefix.
     """
     if not any(piece.prefix for pieces in micro_batches for piece in pieces):
         return ()
@@ -52,7 +52,9 @@ def links_of(micro_batches: Sequence[Sequence[Piece]]) -> tuple[Link, ...]:
 
 
 def prefixes_of(micro_batches: Sequence[npt.ArrayLike], links: Sequence[Link]) -> list[IntArray]:
-    """int64[n] of each micro-batch: earlier tokens that each piece attends to. micro_batches: lengths of the pieces."""
+    """int64[n] for each micro-batch: earlier tokens that each piece attends to. micro_batches: lengths of the pieces,
+    in tokens.
+    """
     lengths = [np.asarray(each, dtype=np.int64) for each in micro_batches]
     prefixes = [np.zeros_like(each) for each in lengths]
     for index, piece, earlier, earlier_piece in sorted(links):
@@ -61,7 +63,7 @@ def prefixes_of(micro_batches: Sequence[npt.ArrayLike], links: Sequence[Link]) -
 
 
 class Holders:
-    """Which rank holds the keys of which chunk, while the micro-batches of a data-parallel rank are cut in order."""
+    """Tracks which rank holds the keys of which chunk, while a data-parallel rank's micro-batches are cut in order."""
 
     def __init__(self, links: Sequence[Link]) -> None:
         self._links: dict[int, list[Link]] = {}
@@ -72,7 +74,7 @@ class Holders:
         self._plans: dict[int, ShardPlan] = {}
 
     def chunks(self, index: int, prefixes: IntArray, cp_size: int) -> Chunks | None:
-        """What micro-batch `index` shares with others, once all before it are `settled`. prefixes: int64[n]."""
+        """What micro-batch `index` shares with others, once all before it are `settled`. prefixes: int64[n] tokens."""
         links, continued = self._links.get(index, []), sorted(self._continued.get(index, ()))
         if not links and not continued:
             return None
@@ -87,7 +89,9 @@ class Holders:
             self._plans[index] = plan
 
     def _held(self, link: Link, rank: int) -> IntArray:
-        """Rows of Chunks.cached of the piece that goes on: what its earlier part attended to, and that itself."""
+        """Rows of Chunks.cached that `rank` holds of the earlier piece: the prefix of that piece, and the piece
+        itself.
+        """
         plan = self._plans[link.earlier]
         assert plan.chunks is not None
         before = plan.chunks.cached[rank]
@@ -102,7 +106,7 @@ class Holders:
 
 
 class Taken(NamedTuple):
-    """All keys, so many rows, that a rank keeps of a piece of an earlier micro-batch."""
+    """All keys (a number of rows) that a rank keeps of one piece of an earlier micro-batch."""
 
     micro_batch: int
     piece: int
@@ -110,17 +114,17 @@ class Taken(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """rows: int64[k], the rank's own rows of a piece whose keys it keeps for later micro-batches."""
+    """A piece whose keys the rank keeps for later micro-batches. rows: int64[k], the rank's own rows of it."""
 
     piece: int
     rows: IntArray
 
 
 class CachedKeys(NamedTuple):
-    """What a layer takes of its cache of keys, and puts there, in one micro-batch on one rank.
+    """What a layer reads from its key cache, and adds to it, in one micro-batch on one rank.
 
     takes: in the order in which their rows follow the rank's own in ShardPlan.held_keys. prefixed: whether any piece
-    has a prefix, the same on all ranks, though one may hold nothing of it.
+    has a prefix. It is the same on all ranks, even if this rank holds nothing of that piece.
     """
 
     micro_batch: int
@@ -130,10 +134,12 @@ class CachedKeys(NamedTuple):
 
 
 def cached_keys(plan: ShardPlan, rank: int, window: int | None = None) -> CachedKeys | None:
-    """Of layers with this window, by which only the last keys of a chunk stay; None where no document is in chunks.
+    """The cached keys of layers with this window, or None if no document is in chunks.
 
-    Piece [0, 8) on two ranks, (0, 0, 2) (0, 6, 8) and (0, 2, 6), then piece [8, 12): the second micro-batch takes rows
-    4 of both ranks. Window 3: keys 5 6 7, rank 0 keeps its rows 2 3, rank 1 its row 3.
+    window: in tokens. Only the last `window` keys of a chunk stay; None: all stay.
+
+    Example: piece [0, 8) on two ranks, (0, 0, 2) (0, 6, 8) and (0, 2, 6), then piece [8, 12). The second micro-batch
+    reads 4 rows of each rank. With window 3, keys 5 6 7 stay: rank 0 keeps its rows 2 3, rank 1 its row 3.
     """
     if plan.chunks is None:
         return None

@@ -17,7 +17,7 @@ from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.workload.kernel_table import KernelTable
 
 CHOOSING = ("hybrid", "adaptive")
-"""Shardings whose micro-batches may make one kernel call on a rank instead of two."""
+"""Shardings that may compute a micro-batch's attention in one kernel call per rank instead of two."""
 
 
 def cut(
@@ -27,14 +27,18 @@ def cut(
     table: KernelTable,
     links: Sequence[Link] = (),
 ) -> list[ShardPlan]:
-    """Shard plans of micro-batches. Where the table chooses how to cut, it chooses the kernel calls, too; the fixed
-    ways stay what the paper has them be. links: see select.shard_all."""
+    """Shard plans of micro-batches.
+
+    lengths: int64[n] each, tokens of a micro-batch's pieces. If the sharding is one that chooses by the table, the
+    table also chooses between one kernel call and two. The fixed shardings keep two, as in the paper. links: see
+    select.shard_all.
+    """
     shards = shard_all(lengths, cp_size, sharding, table, links)
     return in_fewest_calls(shards, table) if sharding in CHOOSING else shards
 
 
 def pad(pieces: tuple[Piece, ...], alignment: int) -> tuple[Piece, ...]:
-    """The pieces with a padding piece appended where their tokens are no multiple of `alignment`."""
+    """The pieces, with a padding piece appended if their tokens are not a multiple of `alignment`."""
     missing = padding(sum(piece.end - piece.start for piece in pieces), alignment)
     return (*pieces, Piece(0, PADDING, 0, missing)) if missing else pieces
 
@@ -64,8 +68,10 @@ def cut_plans(
 
 
 def orders_of(plans: Sequence[IterationPlan], *, in_step: bool = False) -> list[list[tuple[int, ...] | None]]:
-    """Group sizes [iteration][data-parallel rank]; None where no document is in chunks. in_step: all ranks run the
-    same order (packing.chunks.chunk_limits)."""
+    """Group sizes [iteration][data-parallel rank], or None if no document is in chunks.
+
+    in_step: all ranks run the same order (packing.chunks.chunk_limits).
+    """
     found: list[list[tuple[int, ...] | None]] = []
     for plan in plans:
         sizes = [groups([one.pieces for one in column]) for column in zip(*plan.micro_batches, strict=True)]

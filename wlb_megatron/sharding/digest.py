@@ -11,7 +11,7 @@ from wlb_megatron.sharding.segments import ShardPlan
 
 
 def digest_of_cuts(shards: Iterable[ShardPlan]) -> bytes:
-    """8 bytes that depend on every segment of every rank, on the cached keys, and on the number of kernel calls."""
+    """An 8-byte hash of every segment of every rank, the cached keys, and the number of kernel calls."""
     digest = hashlib.blake2b(digest_size=8)
     for shard in shards:
         arrays = [shard.lengths, shard.prefixes, *shard.ranks]

@@ -14,9 +14,10 @@ from wlb_megatron.sharding.segments import IntArray, ShardPlan
 from wlb_megatron.workload.kernel_table import KernelTable
 
 ONE_CALL = 0.7
-"""Of the executor's work around a call on earlier keys (KernelTable.second_call), what one call for all needs as well:
-its keys are gathered and their gradients returned, but no output is merged. By 348 shares of windows of 32K on an H200
-with cuDNN, where second_call is 110 us: one call took 75 us longer than without (docs/results/1x_h200/fa4)."""
+"""Share of the executor's work around a call on earlier keys (KernelTable.second_call) that one call for everything
+also needs. It gathers keys and returns their gradients, but merges no output. From 348 shares of windows of 32K on an
+H200 with cuDNN, where second_call is 110 us: one call took 75 us longer than predicted without it
+(docs/results/1x_h200/fa4)."""
 
 
 def predict(plan: ShardPlan, table: KernelTable) -> IntArray:
@@ -25,7 +26,7 @@ def predict(plan: ShardPlan, table: KernelTable) -> IntArray:
 
 
 def predict_all(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
-    """int64[plans, cp] of plans of one CP size: their predictions in one pass. See `predict`."""
+    """int64[plans, cp]: the predictions of plans of one CP size, in nanoseconds, in one pass. See `predict`."""
     found = in_two_calls(plans, table)
     one_call = [at for at, plan in enumerate(plans) if plan.one_call]
     if one_call:
@@ -34,7 +35,7 @@ def predict_all(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
 
 
 def in_two_calls(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
-    """As predict_all, whatever the plans say of one call."""
+    """As predict_all, as if no plan used one call."""
     cp_size = plans[0].cp_size
     counts = [len(rows) for plan in plans for rows in plan.ranks]
     rows = np.concatenate([rows for plan in plans for rows in plan.ranks])
@@ -58,7 +59,7 @@ def in_two_calls(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
 
 
 def in_one_call(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
-    """As predict_all, where one bottom-right call serves each rank's segments, all of the exchange exposed."""
+    """As predict_all, as if one bottom-right call computed each rank's segments, with all of the exchange exposed."""
     counts = [len(rows) for plan in plans for rows in plan.ranks]
     rows = np.concatenate([rows for plan in plans for rows in plan.ranks])
     rank = np.repeat(np.arange(len(counts)), counts)
@@ -86,7 +87,9 @@ def in_one_call(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
 def _rectangles(
     rank: IntArray, start: IntArray, size: IntArray, opens: np.ndarray, ranks: int, table: KernelTable
 ) -> np.ndarray:
-    """float64[ranks]: the call on earlier keys, one rectangle for each run of keys between a piece's segments."""
+    """float64[ranks]: nanoseconds of the call on earlier keys: one rectangle per run of keys between a piece's
+    segments.
+    """
     chosen = np.flatnonzero(start > 0)
     if not len(chosen):
         return np.zeros(ranks)
@@ -116,10 +119,10 @@ def _exchange(
     ranks: int,
     table: KernelTable,
 ) -> np.ndarray:
-    """float64[ranks]: keys from other ranks, and their gradients back.
+    """float64[ranks]: nanoseconds to fetch keys from other ranks and return their gradients.
 
-    Of each piece a rank needs the keys before its last segment; its own earlier segments it has, and what is cached.
-    Segments [0, 2) and [6, 8) need 6, have 2.
+    For each piece, a rank needs the keys before its last segment. It already has its own earlier segments and the
+    cached keys. Example: segments [0, 2) and [6, 8) need 6 keys and have 2.
     """
     firsts = np.flatnonzero(opens)
     lasts = np.append(firsts[1:], len(rank)) - 1

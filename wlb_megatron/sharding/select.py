@@ -20,14 +20,13 @@ from wlb_megatron.workload.kernel_table import KernelTable, h100
 
 
 def shard(lengths: npt.ArrayLike, cp_size: int, kind: str, table: KernelTable | None = None) -> ShardPlan:
-    """Plan of one micro-batch.
+    """The shard plan of one micro-batch.
 
-    lengths: int[n], tokens of each piece in packed order, the padding piece (if any) last; their sum must be
-    a positive multiple of cp_size. kind: one of config.SHARDINGS. table: what hybrid and adaptive predict with
-    (default: the H100's). Raises ValueError otherwise.
-
-    hybrid is the mixed plan, or per-document or per-sequence, which it contains, where one is predicted faster.
-    adaptive takes the fastest of the three; where they tie, the simplest.
+    * lengths: int[n], tokens of each piece in packed order, the padding piece (if any) last. Their sum must be a
+      positive multiple of cp_size; else ValueError.
+    * kind: one of config.SHARDINGS. hybrid is the mixed plan, or per-document or per-sequence (which it contains) if
+      one of these is predicted faster. adaptive is the fastest of the three; on a tie, the simplest.
+    * table: kernel times by which hybrid and adaptive predict (default: the H100's).
     """
     return shard_all([lengths], cp_size, kind, table)[0]
 
@@ -39,10 +38,10 @@ def shard_all(
     table: KernelTable | None = None,
     links: Sequence[Link] = (),
 ) -> list[ShardPlan]:
-    """Plans of several micro-batches in one pass, much faster than one by one. See `shard`.
+    """Shard plans of several micro-batches in one pass, much faster than one by one. See `shard`.
 
-    links: of documents in chunks (chunks.links_of), where the micro-batches are all of one data-parallel rank's
-    iteration, in order.
+    links: documents in chunks (chunks.links_of). If given, the micro-batches are all those of one data-parallel
+    rank's iteration, in order.
     """
     if kind not in SHARDINGS:
         raise ValueError(f"unknown sharding {kind!r}; choose one of {', '.join(SHARDINGS)}")
@@ -61,7 +60,7 @@ def shard_all(
 
 
 def _choices(pieces: PieceList, cp_size: int, kind: str, table: KernelTable) -> dict[str, list[ShardPlan]]:
-    """The plans of all micro-batches by each way that `kind` chooses from; of equals the first is to be taken."""
+    """The plans of all micro-batches under each sharding that `kind` chooses from. On a tie, take the first."""
     if kind == "per-sequence":
         return {"": deal(pieces, sequence_cuts(pieces, cp_size))}
     by_document = deal(pieces, document_cuts(pieces, cp_size))
@@ -77,7 +76,7 @@ def _choices(pieces: PieceList, cp_size: int, kind: str, table: KernelTable) -> 
 
 
 def _fastest(choices: dict[str, list[ShardPlan]], table: KernelTable) -> list[ShardPlan]:
-    """Of each micro-batch, the plan that is predicted fastest, the first of equals."""
+    """For each micro-batch, the plan that is predicted fastest; on a tie, the first."""
     if len(choices) == 1:
         return next(iter(choices.values()))
     times = predict_all([plan for plans in choices.values() for plan in plans], table).max(axis=1)

@@ -75,7 +75,7 @@ def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) 
         "model": asdict(model.shape),
         "quadratic_at": job.cost(config).quadratic_at,
         "kernel_table": model.measured.device,
-        "profile": None if job.profile is None else job.profile.told(),
+        "profile": None if job.profile is None else job.profile.describe(),
         "assumptions": asdict(model.assumptions),
         "iterations": job.iterations,
         "said": list(run.said),

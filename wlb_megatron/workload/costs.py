@@ -111,12 +111,12 @@ class Costs:
         fixed = [float(way) for way in self.layer.at(0)]
         return sum(fixed) + recompute * fixed[0] + self.table.call + self.table.second_call
 
-    def told(self) -> dict[str, Any]:
-        """JSON-able; from_told reads it back."""
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able; from_dict reads it back."""
         return asdict(self)
 
     @staticmethod
-    def from_told(told: dict[str, Any]) -> Costs:
+    def from_dict(told: dict[str, Any]) -> Costs:
         """Raises KeyError, TypeError or ValueError where `told` is not what `told()` gives."""
         parts: dict[str, Any] = {name: KernelTable(**frozen(told[name])) for name in ("forward", "backward")}
         parts |= {name: Curve(**frozen(told[name])) for name in ("layer", "embedding", "loss")}

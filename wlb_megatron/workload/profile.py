@@ -71,7 +71,7 @@ class Profile:
     fingerprint: str
     costs: Costs
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """What it is of, for reports."""
         versions = ", ".join(f"{name} {value}" for name, value in self.versions.items())
         return f"{self.device}, {versions}, profile {self.fingerprint}"
@@ -118,7 +118,7 @@ def read_profile(path: str | Path) -> Profile:
             device=str(settings["gpu"]),
             versions={str(name): str(value) for name, value in settings["versions"].items()},
             fingerprint=str(told["fingerprint"]),
-            costs=Costs.from_told(told["fit"]),
+            costs=Costs.from_dict(told["fit"]),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise WlbError(f"profile {path} is damaged ({error}); {again}") from None

@@ -243,7 +243,7 @@ class NoKernels:
     def takes(self, dim: int, v_dim: int) -> bool:
         return True
 
-    def room(self, call: Any) -> tuple[int, int]:
+    def buffer_rows(self, call: Any) -> tuple[int, int]:
         return call.q_rows, call.kv_rows
 
     def forward(self, call: Any, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:

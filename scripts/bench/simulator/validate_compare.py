@@ -65,7 +65,7 @@ def tell(rows: list[Row], profile: Profile, layers: int, out: Path | None) -> No
     told = [summary([row for row in rows if row["run"] == name]) for name in names]
     if out is not None:
         write_csv(out / "runs.csv", told)
-    print(f"\n{profile.told()}; {layers} layers of 2048, window {WINDOW}; milliseconds of an iteration")
+    print(f"\n{profile.describe()}; {layers} layers of 2048, window {WINDOW}; milliseconds of an iteration")
     print(f"{'run':24}{'iterations':>11}{'measured':>10}{'predicted':>10}{'error':>8}{'mean |error|':>13}")
     for one in told:
         print(

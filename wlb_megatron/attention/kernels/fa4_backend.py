@@ -22,7 +22,8 @@ from wlb_megatron.attention.kernels.fa4_shapes import narrow_values
 from wlb_megatron.attention.pairs import apart
 
 LEAST_LONGEST = 512
-"""The longest sequence is told as at least this: where all fit into one tile, kernels would be compiled once more."""
+"""The kernels are given at least this as the longest sequence. If all sequences fit into one tile, they would compile
+once more."""
 
 
 class FlashAttention4Kernels:
@@ -34,12 +35,14 @@ class FlashAttention4Kernels:
     def takes(self, dim: int, v_dim: int) -> bool:
         return narrow_values(dim, v_dim)
 
-    def room(self, call: DeviceCall) -> tuple[int, int]:
+    def buffer_rows(self, call: DeviceCall) -> tuple[int, int]:
         return call.q_rows, call.kv_rows
 
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         k, v = apart(kv, q.shape[-1])
-        out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, return_lse=True, **_told(call))
+        out, lse, *_ = _flash_attn_fwd(
+            q, k, v, softmax_scale=scale, return_lse=True, **_bounds_and_mask(call)
+        )
         return out, lse.t()  # of [heads, rows]
 
     def backward(
@@ -58,12 +61,12 @@ class FlashAttention4Kernels:
             deterministic=self.deterministic,
             dk=dk,
             dv=dv,
-            **_told(call),
+            **_bounds_and_mask(call),
         )
         return dq, dkv
 
 
-def _told(call: DeviceCall) -> dict[str, Any]:
+def _bounds_and_mask(call: DeviceCall) -> dict[str, Any]:
     """Bounds and mask. A causal mask is bottom-right: the last query sees the last key."""
     return {
         "cu_seqlens_q": call.cu_seqlens_q,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 
 def narrow_values(dim: int, v_dim: int) -> bool:
-    """Whether FlashAttention-4 is given values narrower than keys as they are: DeepSeek's alone were tried. Others are
-    padded with zeros."""
+    """Whether FlashAttention-4 takes values narrower than keys without padding.
+
+    Only DeepSeek's sizes were tested. Other values are padded with zeros.
+    """
     return (dim, v_dim) == (192, 128)

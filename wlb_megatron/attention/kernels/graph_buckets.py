@@ -44,7 +44,7 @@ def sequences_like(count: int) -> int:
     return max(32, _power(count)) if count <= 512 else -(-count // 512) * 512
 
 
-def room(call: DeviceCall) -> tuple[int, int]:
+def buffer_rows(call: DeviceCall) -> tuple[int, int]:
     """Rows of a call's buffers: of rectangles' queries and exchanged keys, which are copied, some to spare, so that few
     graphs serve all. A rank's own rows are not copied."""
     own = call.cu_seqlens_q is call.cu_seqlens_kv

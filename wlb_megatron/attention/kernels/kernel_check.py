@@ -14,13 +14,13 @@ from wlb_megatron.attention.pairs import side_by_side
 
 HEADS, KV_HEADS = 4, 2
 TOLERATED = 3e-2
-"""Largest error relative to the largest entry in bf16, whose unit roundoff is 2^-8."""
+"""Largest accepted error in bf16, relative to the largest entry. bf16's unit roundoff is 2^-8."""
 
 
 def worst_error(kernels: Any, dtype: torch.dtype, device: torch.device | str, dim: int = 64) -> float:
     """Largest relative error of outputs, log-sum-exps and gradients of `kernels`, a sharded_attention.Kernels.
 
-    dim: channels of a head. NaN where any entry is not a number.
+    dim: channels of a head. Returns NaN if any entry is not a number.
     """
     generator, scale = torch.Generator().manual_seed(0), dim**-0.5
     exact = TorchKernels()
@@ -50,7 +50,7 @@ def worst_error(kernels: Any, dtype: torch.dtype, device: torch.device | str, di
 
 
 def _calls(device: torch.device | str) -> Iterator[DeviceCall]:
-    """Diagonals, rectangles, one call instead of two, windows, and a batch of equal sequences."""
+    """The kinds of call: diagonals, rectangles, one call instead of two, windows, and a batch of equal sequences."""
     whole, cut = [(9, 9), (1, 1), (190, 190), (64, 64)], [(64, 128), (5, 300), (70, 70)]
     yield _call(whole, device, causal=True)
     yield _call(cut, device, causal=False)

@@ -15,16 +15,16 @@ from wlb_megatron.extras import install
 
 NAMES = {"cudnn": "cuDNN", "fa4": "FlashAttention-4", "torch": "torch"}
 TRIED = {"flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1", "quack-kernels": "0.6.5"}
-"""The versions that were run. flash-attn-4 is a beta whose entry points are private, and what it is compiled by decides
-as much: other versions are not taken for granted. The extra `fa4` installs these."""
+"""The tested versions; the extra `fa4` installs them. No other version is used, because flash-attn-4 is a beta with
+private entry points, and its compiler's version matters as much."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What decides which kernels fit a layer.
+    """The properties of a layer that decide which kernels fit it.
 
-    dim, v_dim: channels of a head's queries and keys, and of its values. grouped: several query heads share a key head.
-    dtype: torch's name of it. capability: compute capability of the GPU, None where there is none.
+    dim, v_dim: channels of a head's queries and keys, and of its values. grouped: several query heads share a key
+    head. dtype: torch's name of the dtype. capability: the GPU's compute capability, None without a GPU.
     """
 
     dim: int
@@ -35,9 +35,9 @@ class Layer:
 
 
 def chosen(asked: str, layer: Layer) -> tuple[str, str]:
-    """ "fa4" or "cudnn", and why not the other, "" where there is nothing to tell.
+    """The kernels ("fa4" or "cudnn") and why not the other; the reason is "" if there is nothing to say.
 
-    asked: one of config.KERNELS. Raises WlbError where FlashAttention-4 is asked for and cannot serve the layer.
+    asked: one of config.KERNELS. Raises WlbError if FlashAttention-4 is asked for and cannot serve the layer.
     """
     if asked == "cudnn":
         return "cudnn", ""
@@ -51,14 +51,14 @@ def chosen(asked: str, layer: Layer) -> tuple[str, str]:
     return "cudnn", lacks
 
 
-def told(name: str, why: str) -> str:
+def describe(name: str, why: str) -> str:
     """What `chosen` found, for a log."""
     version = f" {TRIED['flash-attn-4']}" if name == "fa4" else ""
     return f"{NAMES[name]}'s kernels{version}" + (f", not FlashAttention-4's: {why}" if why else "")
 
 
 def not_installed() -> str | None:
-    """Why FlashAttention-4 cannot be called here; None where it can."""
+    """Why FlashAttention-4 cannot be called here; None if it can."""
     for package, tried in TRIED.items():
         try:
             found = version(package)
@@ -70,7 +70,7 @@ def not_installed() -> str | None:
 
 
 def unfit(layer: Layer) -> str | None:
-    """Why FlashAttention-4 does not serve this layer; None where it does."""
+    """Why FlashAttention-4 cannot serve this layer; None if it can."""
     dim, v_dim = layer.dim, layer.v_dim
     if layer.capability is None:
         return "there is no GPU"

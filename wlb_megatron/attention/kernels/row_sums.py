@@ -12,26 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wlb_megatron.attention.device_layout import Bags
+from wlb_megatron.attention.device_layout import RowGroups
 
 
 def spread_rows(source: Tensor, index: Tensor, rows: int) -> Tensor:
-    """source[index] at the beginning of a new buffer of `rows` rows, of which nothing reads the others."""
+    """source[index] at the start of a new buffer of `rows` rows. Nothing reads the remaining rows."""
     buffer = source.new_empty((rows, *source.shape[1:]))
     torch.index_select(source, 0, index, out=buffer.narrow(0, 0, len(index)))
     return buffer
 
 
 def spread_four(sources: tuple[Tensor, Tensor, Tensor, Tensor], index: Tensor, rows: int) -> list[Tensor]:
-    """spread_rows of each: one launch on a GPU instead of four."""
+    """spread_rows of each source, in one launch on a GPU instead of four."""
     if sources[0].is_cuda:
         return _fused().spread_four(sources, index, rows)
     return [spread_rows(source, index, rows) for source in sources]
 
 
 def join_rows(source: Tensor, other: Tensor, index: Tensor, rows: int) -> Tensor:
-    """Row index[i] of source, or ~index[i] of other, at row i of a new buffer of `rows` rows, of which nothing reads
-    the others. [rows, ..] each, contiguous."""
+    """A new buffer of `rows` rows: row i is row index[i] of source or, if that is below 0, row ~index[i] of other.
+
+    Nothing reads the remaining rows. Tensors are [rows, ..], contiguous.
+    """
     if source.is_cuda:
         return _fused().join_rows(source, other, index, rows)
     buffer = source.new_empty((rows, *source.shape[1:]))
@@ -39,33 +41,38 @@ def join_rows(source: Tensor, other: Tensor, index: Tensor, rows: int) -> Tensor
     return buffer
 
 
-def add_rows(target: Tensor, source: Tensor, bags: Bags, other: Tensor | None = None) -> None:
-    """Add to each row of the target the rows that it owns, of source and other. [rows, ..] each, contiguous; summed in
-    fp32 at least, rounded once."""
+def add_rows(target: Tensor, source: Tensor, groups: RowGroups, other: Tensor | None = None) -> None:
+    """Adds to each row of the target the rows of source and other that it owns.
+
+    Tensors are [rows, ..], contiguous. Sums are in fp32 at least, rounded once.
+    """
     other = source if other is None else other
     if target.is_cuda:
-        _fused().add_rows(target, source, bags, other)
+        _fused().add_rows(target, source, groups, other)
         return
     wide = torch.promote_types(target.dtype, torch.float32)
-    owner, rows = bags.targets.repeat_interleave(bags.bounds.diff()), _joined(source, other, bags.members)
+    owner, rows = (
+        groups.targets.repeat_interleave(groups.bounds.diff()),
+        _joined(source, other, groups.members),
+    )
     target.copy_(target.to(wide).index_add(0, owner, rows.to(wide)))
 
 
-def sum_pairs(source: Tensor, bags: Bags, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of the rows that each target owns, as add_rows to zeros, where every row of the target owns any.
+def sum_pairs(source: Tensor, groups: RowGroups, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of the rows that each target row owns, as add_rows to zeros. Every target row owns at least one.
 
-    source, other: [rows, 2, ..]. Returns [targets, ..] of their first halves, and of their second ones.
+    source, other: [rows, 2, ..]. Returns [targets, ..] of their first halves, and of their second halves.
     """
     if source.is_cuda:
-        return _fused().sum_pairs(source, bags, other)
-    sums = source.new_zeros((len(bags.targets), *source.shape[1:]))
-    add_rows(sums, source, bags, other)
+        return _fused().sum_pairs(source, groups, other)
+    sums = source.new_zeros((len(groups.targets), *source.shape[1:]))
+    add_rows(sums, source, groups, other)
     return sums[:, 0].contiguous(), sums[:, 1].contiguous()
 
 
 @cache
 def _fused() -> Any:
-    """row_sums_triton, which needs Triton; asked for anew in each call, an import takes the host 1 us."""
+    """row_sums_triton, which needs Triton. Imported in each call, which costs the host 1 us."""
     from wlb_megatron.attention.kernels import row_sums_triton
 
     return row_sums_triton
@@ -76,17 +83,17 @@ def _joined(source: Tensor, other: Tensor, index: Tensor) -> Tensor:
     return both.index_select(0, torch.where(index < 0, len(source) + ~index, index))
 
 
-def merge_rows(out: Tensor, lse: Tensor, parts: Tensor, parts_lse: Tensor, bags: Bags) -> None:
-    """Merge each row's parts of attention, over other keys, into it.
+def merge_rows(out: Tensor, lse: Tensor, parts: Tensor, parts_lse: Tensor, groups: RowGroups) -> None:
+    """Merges each row's parts of attention (over other keys) into it.
 
-    out, parts: [rows, heads, dim]; lse, parts_lse: [rows, heads], fp32 or more, the log of each part's softmax
-    denominator, by which they are weighed. The sum is made in lse's type and rounded once.
+    out, parts: [rows, heads, dim]. lse, parts_lse: [rows, heads], fp32 or more, the log of each part's softmax
+    denominator, which weights the parts. The sum is in lse's dtype, rounded once.
     """
     if out.is_cuda:
-        _fused().merge_rows(out, lse, parts, parts_lse, bags)
+        _fused().merge_rows(out, lse, parts, parts_lse, groups)
         return
-    owner = bags.targets.repeat_interleave(bags.bounds.diff()).long()
-    parts, parts_lse = parts[bags.members], parts_lse[bags.members]
+    owner = groups.targets.repeat_interleave(groups.bounds.diff()).long()
+    parts, parts_lse = parts[groups.members], parts_lse[groups.members]
     top = lse.scatter_reduce(0, owner[:, None].expand_as(parts_lse), parts_lse, "amax")
     mine, theirs = torch.exp(lse - top), torch.exp(parts_lse - top[owner])
     total = mine.index_add(0, owner, theirs)

@@ -13,7 +13,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.runtime import driver  # type: ignore[import-untyped]
 
-from wlb_megatron.attention.device_layout import Bags
+from wlb_megatron.attention.device_layout import RowGroups
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -29,10 +29,11 @@ def _launch(
     numbers: tuple[int, ...],
     num_warps: int = 1,
 ) -> None:
-    """kernel[grid](*tensors, *numbers), without Triton's look at every argument in every launch.
+    """Launches kernel[grid](*tensors, *numbers) without Triton's inspection of every argument.
 
-    That takes the host longer than the launch. What Triton compiles for depends on types, numbers and whether tensors
-    begin at multiples of 16 bytes: where all do, the kernel it compiled for the same ones before is launched itself.
+    That inspection takes the host longer than the launch. What Triton compiles depends on types, numbers and whether
+    tensors start at multiples of 16 bytes. If all do, the kernel compiled earlier for the same values is launched
+    directly.
     """
     place, bits = tensors[0].get_device(), 0
     for tensor in tensors:
@@ -90,7 +91,7 @@ def spread_four(sources: Four, index: Tensor, rows: int) -> list[Tensor]:
 
 @triton.jit
 def _pick(source, other, at, width, column, inside):  # type: ignore[no-untyped-def]
-    """Row `at` of source, or ~at of other where it is below 0."""
+    """Row `at` of source, or row ~at of other if `at` is below 0."""
     mine = tl.load(source + at * width + column, inside & (at >= 0), 0.0)
     theirs = tl.load(other + (-1 - at) * width + column, inside & (at < 0), 0.0)
     return tl.where(at >= 0, mine, theirs)
@@ -131,13 +132,13 @@ def _add(  # type: ignore[no-untyped-def]
     tl.store(target + row * width + column, total.to(target.dtype.element_ty), inside)
 
 
-def add_rows(target: Tensor, source: Tensor, bags: Bags, other: Tensor) -> None:
+def add_rows(target: Tensor, source: Tensor, groups: RowGroups, other: Tensor) -> None:
     """See row_sums.add_rows."""
-    if not (count := len(bags.targets)):
+    if not (count := len(groups.targets)):
         return
     width = target.shape[1:].numel()
     block = min(1024, _power(width))
-    tensors = target, source, other, bags.targets, bags.bounds, bags.members
+    tensors = target, source, other, groups.targets, groups.bounds, groups.members
     _launch(_add, (count, -(-width // block)), tensors, (width, block))
 
 
@@ -159,14 +160,14 @@ def _sum_pairs(  # type: ignore[no-untyped-def]
     tl.store(second + row * half + column, two.to(second.dtype.element_ty), inside)
 
 
-def sum_pairs(source: Tensor, bags: Bags, other: Tensor) -> tuple[Tensor, Tensor]:
+def sum_pairs(source: Tensor, groups: RowGroups, other: Tensor) -> tuple[Tensor, Tensor]:
     """See row_sums.sum_pairs."""
-    count, shape = len(bags.targets), source.shape[2:]
+    count, shape = len(groups.targets), source.shape[2:]
     first, second = source.new_empty((count, *shape)), source.new_empty((count, *shape))
     if count:
         half = shape.numel()
         block = min(1024, _power(half))
-        tensors = first, second, source, other, bags.targets, bags.bounds, bags.members
+        tensors = first, second, source, other, groups.targets, groups.bounds, groups.members
         _launch(_sum_pairs, (count, -(-half // block)), tensors, (half, block))
     return first, second
 
@@ -209,11 +210,11 @@ def _merge(  # type: ignore[no-untyped-def]
     tl.store(lse + row * heads + head, top + tl.log(total), inside)
 
 
-def merge_rows(out: Tensor, lse: Tensor, parts: Tensor, parts_lse: Tensor, bags: Bags) -> None:
+def merge_rows(out: Tensor, lse: Tensor, parts: Tensor, parts_lse: Tensor, groups: RowGroups) -> None:
     """See row_sums.merge_rows. Tensors contiguous, lse fp32."""
     heads, dim = out.shape[1:]
     padded = _power(dim)
     together = min(_power(heads), max(1, 1024 // padded))
-    grid = len(bags.targets), -(-heads // together)
-    tensors = out, lse, parts, parts_lse, bags.targets, bags.bounds, bags.members
+    grid = len(groups.targets), -(-heads // together)
+    tensors = out, lse, parts, parts_lse, groups.targets, groups.bounds, groups.members
     _launch(_merge, grid, tensors, (heads, dim, together, padded))

@@ -27,11 +27,11 @@ _BACKEND = FusedAttnBackend["F16_arbitrary_seqlen"]
 # Keys and values of a token side by side, [t, 2, kv heads, dim]; it takes no such pair of two head dims.
 _PAIRED, _SINGLE = {"thd": "thd_t2hd", "bshd": "bshd_bs2hd"}, {"thd": "thd_thd_thd", "bshd": "bshd_bshd_bshd"}
 _expected: set[tuple[Any, ...]] = set()
-"""Batches of equal sequences for which this process has kernels, see `expect`."""
+"""Batches of equal sequences for which this process has kernels; see `expect`."""
 
 
 def refuse_unfit(dim: int, capability: tuple[int, int] | None) -> None:
-    """Raise WlbError for what these kernels cannot do: head dims, or a GPU's compute capability (None: no GPU)."""
+    """Raises WlbError for head dims or a compute capability (None: no GPU) that these kernels do not support."""
     if dim % 8 or dim > 256:
         raise WlbError(
             f"cuDNN's attention takes head dims that are multiples of 8 up to 256, not {dim}: change --kv-channels"
@@ -44,8 +44,10 @@ def refuse_unfit(dim: int, capability: tuple[int, int] | None) -> None:
 
 
 def delayed_scales() -> list[tuple[Tensor, Tensor]]:
-    """What FP8 with delayed scaling has learnt of every tensor that it has met: scales (fp32[n]) and histories of
-    largest values (fp32[length, n]), by module and direction. They are its own: changed in place, it goes on with them.
+    """The state of FP8 with delayed scaling for every tensor, by module and direction.
+
+    Scales (fp32[n]) and histories of largest values (fp32[length, n]). These are the live tensors: FP8 continues with
+    changes made in place.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -65,11 +67,11 @@ class TransformerEngineKernels:
         self._rng: Tensor | None = None
 
     def takes(self, dim: int, v_dim: int) -> bool:
-        """cuDNN 9.19 on Hopper: any up to 128, and DeepSeek's 192 / 128."""
+        """cuDNN 9.19 on Hopper takes any head dims up to 128, and DeepSeek's 192 / 128."""
         return v_dim % 8 == 0 and (dim <= 128 or (dim, v_dim) == (192, 128))
 
-    def room(self, call: DeviceCall) -> tuple[int, int]:
-        return graph_buckets.room(call)
+    def buffer_rows(self, call: DeviceCall) -> tuple[int, int]:
+        return graph_buckets.buffer_rows(call)
 
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         form, (q, k, v) = self._form(call, q, kv)
@@ -86,7 +88,7 @@ class TransformerEngineKernels:
             attn_scale=scale,
             qkv_layout=form.layout,
             o_format=form.rows,
-            **form.told,
+            **form.options,
         )
         # The log-sum-exp is a natural logarithm, [t, heads, 1], of a batch [sequences, heads, queries, 1].
         if form.packed:
@@ -120,7 +122,7 @@ class TransformerEngineKernels:
             do_format=form.rows,
             dqkv_layout=form.layout,
             deterministic=self.deterministic,
-            **form.told,
+            **form.options,
         )
         if not form.packed:
             dq, dk, dv = (x.flatten(0, 1) for x in (dq, dk, dv))
@@ -136,7 +138,9 @@ class TransformerEngineKernels:
         return dq, dk.as_strided(shape, stride, dk.storage_offset())
 
     def expect(self, call: DeviceCall, q: Tensor, kv: Tensor) -> None:
-        """From now on such calls go to the kernels for a batch of equal sequences: their graph must be worth it."""
+        """Sends such calls to the kernels for a batch of equal sequences from now on, so their graph must be worth
+        building.
+        """
         _expected.add(self._key(call, q, kv))
 
     def _key(self, call: DeviceCall, q: Tensor, kv: Tensor) -> tuple[Any, ...]:
@@ -144,40 +148,41 @@ class TransformerEngineKernels:
         return (call.equal, call.causal, call.window, own, self.deterministic, q.shape[1:], kv.shape[1:])
 
     def _form(self, call: DeviceCall, q: Tensor, kv: Tensor) -> tuple[_Form, tuple[Tensor, Tensor, Tensor]]:
-        """How the call is put, and its queries, keys and values in that way."""
+        """The form in which the call is made, with its queries, keys and values in that form."""
         k, v = apart(kv, q.shape[-1])
         layouts = _PAIRED if kv.dim() == 4 else _SINGLE
         if kv.dim() != 4:
             k, v = k.contiguous(), v.contiguous()
         mask, window = _mask(call)
-        told: dict[str, Any] = {"attn_mask_type": mask, "window_size": window}
+        options: dict[str, Any] = {"attn_mask_type": mask, "window_size": window}
         if call.equal is None or self._key(call, q, kv) not in _expected:
             bounds = _rounded(call.cu_seqlens_q), _rounded(call.cu_seqlens_kv)
-            told |= {"cu_seqlens_q_padded": bounds[0], "cu_seqlens_kv_padded": bounds[1]}
-            return _Form("thd", layouts["thd"], bounds, told), (q, k, v)
+            options |= {"cu_seqlens_q_padded": bounds[0], "cu_seqlens_kv_padded": bounds[1]}
+            return _Form("thd", layouts["thd"], bounds, options), (q, k, v)
         count, queries, keys = call.equal
-        told["attn_mask_type"] = _UNPADDED[mask]
+        options["attn_mask_type"] = _UNPADDED[mask]
         batch = _batch(q, count, queries), _batch(k, count, keys), _batch(v, count, keys)
-        return _Form("bshd", layouts["bshd"], (call.cu_seqlens_q, call.cu_seqlens_kv), told), batch
+        return _Form("bshd", layouts["bshd"], (call.cu_seqlens_q, call.cu_seqlens_kv), options), batch
 
     def _rng_state(self, device: torch.device) -> Tensor:
-        """Dropout's state, which the kernels want though there is none."""
+        """Dropout's state, which the kernels require even without dropout."""
         if self._rng is None:
             self._rng = torch.zeros(2, dtype=torch.int64, device=device)
         return self._rng
 
 
 class _Form(NamedTuple):
-    """rows: Transformer Engine's name for packed sequences, or for a batch of equal ones; layout: of all three.
+    """How Transformer Engine is called.
 
-    bounds: cu_seqlens of queries and of keys. told: mask and window, and of packed sequences the bounds once more: told
-    by other tensors than these it takes padding for granted.
+    rows: its name for packed sequences ("thd"), or for a batch of equal ones ("bshd"). layout: its name for the
+    layout of queries, keys and values together. bounds: cu_seqlens of queries and of keys. options: mask and window
+    and, for packed sequences, the same bound tensors again. With other tensors it would assume padding.
     """
 
     rows: str
     layout: str
     bounds: tuple[Tensor, Tensor]
-    told: dict[str, Any]
+    options: dict[str, Any]
 
     @property
     def packed(self) -> bool:
@@ -189,18 +194,18 @@ _UNPADDED = {
     "padding_causal": "causal",
     "padding_causal_bottom_right": "causal_bottom_right",
 }
-"""Masks where all sequences are as long as the batch has room for."""
+"""Masks for batches in which every sequence has the batch's full length."""
 
 
 _rounded_bounds = WeakTensorKeyDictionary()
-"""By the bounds of a micro-batch: all its layers share them."""
+"""Rounded bounds by the bounds of a micro-batch, shared by all its layers."""
 
 
 def _rounded(bounds: Tensor) -> Tensor:
-    """cu_seqlens with empty sequences up to a number that many micro-batches have.
+    """cu_seqlens with empty sequences added, up to a number that many micro-batches share.
 
-    With cuDNN 9.24 and later Transformer Engine keeps a forward's graph by the very number of sequences it is told;
-    before, and for backward, it rounds that up itself, to the same numbers (graph_buckets.py).
+    With cuDNN 9.24 and later, Transformer Engine caches a forward's graph by the exact number of sequences. Before,
+    and for backward, it rounds that number up itself, to the same numbers (graph_buckets.py).
     """
     count = len(bounds) - 1
     missing = graph_buckets.sequences_like(count) - count
@@ -213,14 +218,14 @@ def _rounded(bounds: Tensor) -> Tensor:
 
 
 def _batch(x: Tensor, count: int, rows: int) -> Tensor:
-    """[count, rows, ..] of packed rows, of which there may be more."""
+    """[count, rows, ..] from packed rows, of which there may be more."""
     return x[: count * rows].unflatten(0, (count, rows))
 
 
 def _mask(call: DeviceCall) -> tuple[str, tuple[int, int]]:
-    """Mask and window by Transformer Engine's names; "padding" says that sequences have lengths of their own.
+    """Mask and window under Transformer Engine's names; "padding" means that sequences have their own lengths.
 
-    Where queries and keys are as many, the top-left mask is the bottom-right one, and its backward is faster.
+    If there are as many queries as keys, the top-left mask equals the bottom-right one, and its backward is faster.
     """
     if not call.causal:
         return "padding", (-1, -1)

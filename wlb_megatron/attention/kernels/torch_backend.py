@@ -12,12 +12,12 @@ from wlb_megatron.attention.pairs import apart
 
 
 class TorchKernels:
-    """sharded_attention.Kernels with explicit softmax. Makes the scores of one sequence at a time."""
+    """sharded_attention.Kernels with an explicit softmax. Computes the scores of one sequence at a time."""
 
     def takes(self, dim: int, v_dim: int) -> bool:
         return True
 
-    def room(self, call: DeviceCall) -> tuple[int, int]:
+    def buffer_rows(self, call: DeviceCall) -> tuple[int, int]:
         return call.q_rows, call.kv_rows
 
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:

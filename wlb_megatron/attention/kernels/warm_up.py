@@ -20,10 +20,12 @@ from wlb_megatron.attention.sharded_attention import Kernels
 
 
 class GraphKernels(Kernels, Protocol):
-    """Kernels that run from graphs, kept by sizes: cuDNN's."""
+    """Kernels that run from graphs cached by size, as cuDNN's do."""
 
     def expect(self, call: DeviceCall, q: Tensor, kv: Tensor) -> None:
-        """Calls of these very sizes (`call.equal`) will come again and again: they may be served apart."""
+        """Announces that calls of exactly these sizes (`call.equal`) will recur, so that they may get their own
+        kernels.
+        """
 
 
 def warm_up(
@@ -39,10 +41,11 @@ def warm_up(
     device: torch.device | str,
     recompute: bool = False,
 ) -> int:
-    """Run one call of each graph (causal, window, sizes): one token in a bucket; equal sequences are full ones, and
-    from then on expected by the kernels. recompute: forward in backward, too.
+    """Runs one call of each graph (causal, window, sizes), and returns how many.
 
-    heads, kv_heads, dim, v_dim, scale: of the layers on this device, by which graphs are kept, too. Returns how many.
+    A bucket of sizes gets one token. Equal sequences are run at full size, and the kernels expect them from then on.
+    recompute: also run the forward in backward. heads, kv_heads, dim, v_dim, scale: of the layers on this device;
+    graphs are cached by these, too.
     """
     done = 0
     if not kernels.takes(dim, v_dim):

@@ -164,7 +164,7 @@ def log_line(
         f"delayed documents: {figures['delayed']} | mean token delay: {figures['token_delay']:.3f} | "
         f"plan ms: {figures['plan_ms']:.2f} (waited {figures['plan_wait_ms']:.2f})"
     )
-    line += passes.told(figures)
+    line += passes.describe(figures)
     if thrown_away:
         line += (
             f" | updates thrown away: {thrown_away['iterations']}, with {thrown_away['documents']} documents, "

@@ -38,7 +38,7 @@ def _documents_of(source: Source) -> str:
 
 def _of_profile(profile: Profile, job: TrainingJob) -> str:
     """What the profile is of, and what of this job is unlike it."""
-    line = f"planning and predicting with {profile.told()}"
+    line = f"planning and predicting with {profile.describe()}"
     if job.device.on_gpu:
         here = torch.cuda.get_device_name(job.device.index)
         if here != profile.device:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blend import Blend
 from wlb_megatron.documents.corpus import Corpus, Rules
-from wlb_megatron.documents.passes import told_apart
+from wlb_megatron.documents.passes import distinguish
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.documents.whole_documents import Bound, longest_whole
 from wlb_megatron.errors import WlbError
@@ -179,7 +179,7 @@ def _source(
         config,
         windows,
         mean_length=sum(sample) / len(sample),
-        names=tuple(told_apart([corpus.name for corpus in corpora])),
+        names=tuple(distinguish([corpus.name for corpus in corpora])),
         documents=sum(len(corpus.lengths) for corpus in corpora),
         said=tuple(said),
         longest=longest,

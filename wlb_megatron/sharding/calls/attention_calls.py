@@ -32,16 +32,20 @@ PAIRS_WORTH_A_KEY = 4096
 class AttentionLayout:
     """What one rank computes for one micro-batch.
 
-    tokens: t, the rank's. longest: tokens of the micro-batch's longest piece, prefix included. positions: int64[t],
-        inside their pieces.
-    diagonals: causal, on the t local rows. rectangles: no mask, queries are the local rows query_rows (a row
-    comes as often as it sees runs of earlier keys), keys the exchanged ones; None where there are no earlier keys.
-    hide_return: whether gradients of exchanged keys travel back under the backward of the diagonals, the same on all
-        ranks. A rank whose rectangles end long before another's would wait with the transfer on the device, and its
-        diagonals beside it slow down for as long (two H100s: 4 to 10 ms of 70); then all return them last.
-    window: the layout of windowed layers, where the model has any. single: of the others, where the plan wants them
-        in one call; diagonals, rectangles and exchange then serve nobody.
-    cached: of the diagonals and rectangles; None where the micro-batch shares no document with another.
+    * tokens: t, the rank's token count. longest: tokens of the micro-batch's longest piece, prefix included.
+    * positions: int64[t], inside their pieces.
+    * diagonals: the causal call on the t local rows.
+    * rectangles: the call without a mask, or None if there are no earlier keys. Its queries are the local rows
+      query_rows, in which a row appears once per run of earlier keys that it attends to. Its keys are the exchanged
+      ones.
+    * hide_return: whether gradients of exchanged keys travel back during the backward of the diagonals, the same on
+      all ranks. If one rank's rectangles end long before another's, its transfer waits on the device and slows the
+      diagonals beside it (two H100s: by 4 to 10 ms of 70). In that case all ranks return gradients last.
+    * window: the layout of windowed layers, if the model has any.
+    * single: the layout of the other layers, if the plan computes them in one call. Diagonals, rectangles and
+      exchange are then unused.
+    * cached: keys of earlier chunks for diagonals and rectangles. None if the micro-batch shares no document with
+      another.
     """
 
     tokens: int
@@ -58,13 +62,13 @@ class AttentionLayout:
 
 
 def attention_layout(plan: ShardPlan, rank: int, window: int | None = None) -> AttentionLayout:
-    """The layout of `rank`. window: earlier keys that a query of a windowed layer sees, where the model has such.
+    """The layout of `rank`. window: earlier keys that a query of a windowed layer attends to, or None.
 
-    Piece [8], CP=2. Rank 0 holds (0, 0, 2) (0, 6, 8): diagonals of 2 and 2 rows; one rectangle, rows 2 3 on
-    keys [0, 6). Rank 1 holds (0, 2, 6) as one segment: a diagonal of 4, a rectangle of rows 0 1 2 3 on keys
+    Example: piece [8], CP=2. Rank 0 holds (0, 0, 2) (0, 6, 8): diagonals of 2 and 2 rows, and one rectangle, rows 2 3
+    on keys [0, 6). Rank 1 holds (0, 2, 6) as one segment: a diagonal of 4, and a rectangle of rows 0 1 2 3 on keys
     [0, 2). With (0, 1, 2) (0, 4, 6) instead: rows 0 1 2 on key [0, 1), then rows 1 2 on keys [1, 4).
 
-    Raises ValueError where the tokens do not fit the kernels' int32 offsets.
+    Raises ValueError if the tokens do not fit the kernels' int32 offsets.
     """
     if plan.key_starts[-1] > np.iinfo(np.int32).max:
         raise ValueError(
@@ -106,17 +110,19 @@ def attention_layout(plan: ShardPlan, rank: int, window: int | None = None) -> A
 
 
 def _in_step(plan: ShardPlan, reaches: Sequence[IntArray]) -> bool:
-    """Whether the rectangles of the ranks end so close that the first waits less than the transfer is worth.
+    """Whether the ranks' rectangles end so close together that the early rank waits less than hiding the transfer
+    saves.
 
-    Pairs of queries and keys that the ranks' rectangles differ by, at most 4096 for each key that the neediest rank
-    fetches. One for all ranks: a rank that returns early while another returns late would wait for it, too.
+    That is the case if the ranks' rectangles differ by at most 4096 query-key pairs per key, for the keys of the rank
+    that fetches most. The answer is the same for all ranks, because a rank that returns early would wait for one that
+    returns late.
     """
     pairs = [int((rows[:, 1] * (rows[:, 2] - rows[:, 1])).sum()) for rows in plan.ranks]
     return max(pairs) - min(pairs) <= PAIRS_WORTH_A_KEY * max(int(reach.sum()) for reach in reaches)
 
 
 def _reach(plan: ShardPlan, rows: IntArray) -> IntArray:
-    """int64[pieces]: where a rank's last segment of each piece begins, which is how many keys it needs of it."""
+    """int64[pieces]: where the rank's last segment of each piece begins. It needs that many keys of the piece."""
     reach = np.zeros(len(plan.lengths), dtype=np.int64)
     np.maximum.at(reach, rows[:, 0], rows[:, 1])
     return reach

@@ -18,11 +18,12 @@ from wlb_megatron.sharding.segments import IntArray, ShardPlan, _ranges
 class ExchangePlan:
     """One rank's part in the exchange of one micro-batch.
 
-    rank: which one. send_rows: int64[s], rows that it sends to others, of those that it holds (ShardPlan.held_keys), by
-        receiver, rank 0's first. send_counts, recv_counts: rows to and from each rank, none to and from itself.
-    place: int64[n], where row i of the key buffer comes from: row place[i] of those that the rank holds; where that is
-        negative, row ~place[i] (-1 - place[i]) of all that arrives, rank 0's first.
-    remote: whether any rank sends anything to another; where not, no rank communicates.
+    * rank: which rank. send_rows: int64[s], the rows that it sends, as indices into the rows that it holds
+      (ShardPlan.held_keys), ordered by receiver.
+    * send_counts, recv_counts: rows to and from each rank; 0 for the rank itself.
+    * place: int64[n], the source of row i of the key buffer. If place[i] >= 0, it is that row of those that the rank
+      holds; else it is row ~place[i] (-1 - place[i]) of all that arrives, ordered by sender.
+    * remote: whether any rank sends anything to another. If not, no rank communicates.
     """
 
     rank: int
@@ -34,13 +35,13 @@ class ExchangePlan:
 
 
 def exchange_plan(plan: ShardPlan, rank: int, reaches: Sequence[IntArray], buffer: IntArray) -> ExchangePlan:
-    """The part of `rank`.
+    """The part of `rank` in the exchange.
 
     reaches: for each rank, int64[pieces], how many first keys of each piece it needs. buffer: int64[n], the keys that
-    `rank` needs, as ShardPlan.key_index counts them, in the order in which it wants them.
+    `rank` needs, numbered as in ShardPlan.key_index, in the order in which it wants them.
 
-    Pieces [4], rank 0 holds (0, 0, 1) (0, 3, 4), rank 1 (0, 1, 3); rank 0 needs 3 tokens, rank 1 needs 1.
-    Rank 0 sends row 0 to rank 1; rank 1 sends rows 0, 1 to rank 0, whose buffer is its own row 0, then both.
+    Example: pieces [4]; rank 0 holds (0, 0, 1) (0, 3, 4), rank 1 (0, 1, 3); rank 0 needs 3 tokens, rank 1 needs 1.
+    Rank 0 sends row 0 to rank 1. Rank 1 sends rows 0, 1 to rank 0, whose buffer is its own row 0, then both.
     """
     held = [plan.held_keys(holder) for holder in range(plan.cp_size)]
     sent = [_rows_within(held[rank], reach) for reach in reaches]
@@ -56,7 +57,7 @@ def exchange_plan(plan: ShardPlan, rank: int, reaches: Sequence[IntArray], buffe
 
 
 def _inside(rows: IntArray, reach: IntArray) -> IntArray:
-    """int64[k]: how many first tokens of each segment lie in its piece's first reach[piece] tokens."""
+    """int64[k]: how many first tokens of each segment are among its piece's first reach[piece] tokens."""
     return np.clip(reach[rows[:, 0]] - rows[:, 1], 0, rows[:, 2] - rows[:, 1])
 
 
@@ -74,11 +75,13 @@ def _keys_within(plan: ShardPlan, rows: IntArray, reach: IntArray) -> IntArray:
 def exchange_buffers(
     plan: ShardPlan, rank: int, buffers: Sequence[IntArray], window: int | None = None
 ) -> ExchangePlan:
-    """The part of `rank` where each rank wants any keys, in any order and as often as it likes.
+    """The part of `rank` if each rank wants any keys, in any order and any number of times.
 
-    buffers: for each rank, int64[n], the keys it wants, as ShardPlan.key_index counts them. window: of the layers, by
-    which ranks hold keys of prefixes. Tokens [0, 1] on rank 0 and [2, 3] on rank 1; rank 0 wants 1 2 1: rank 1 sends it
-    row 0, and its buffer is its own row 1, what arrived, and row 1 again.
+    buffers: for each rank, int64[n], the keys it wants, numbered as in ShardPlan.key_index. window: of the layers,
+    which decides which ranks hold keys of prefixes.
+
+    Example: tokens [0, 1] on rank 0 and [2, 3] on rank 1; rank 0 wants 1 2 1. Rank 1 sends it row 0. Rank 0's buffer
+    is its own row 1, the row that arrived, and row 1 again.
     """
     owner, local = np.empty((2, plan.key_starts[-1]), dtype=np.int64)
     for holder in range(plan.cp_size):

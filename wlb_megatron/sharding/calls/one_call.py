@@ -21,12 +21,12 @@ from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.workload.kernel_table import KernelTable
 
 MOST_ROWS, MOST_KEYS = 8192, 32768
-"""Of a rank: where it has more, hybrid plans are not faster so with cuDNN's kernels, and graphs of such sizes need not
-be built. Of cuDNN alone."""
+"""Limits of one call on a rank, in rows and keys, for cuDNN's kernels only. Above them one call was not faster for
+hybrid plans, and the limits avoid building graphs of such sizes."""
 
 
 def in_fewest_calls(plans: Sequence[ShardPlan], table: KernelTable) -> list[ShardPlan]:
-    """The plans, of one CP size, with `one_call` where that is predicted faster: the same on all ranks."""
+    """The plans (all of one CP size), with `one_call` set where it is predicted faster. The same on all ranks."""
     small = [at for at, plan in enumerate(plans) if _fits(plan, table)]
     found = list(plans)
     if small:
@@ -38,7 +38,7 @@ def in_fewest_calls(plans: Sequence[ShardPlan], table: KernelTable) -> list[Shar
 
 
 def _fits(plan: ShardPlan, table: KernelTable) -> bool:
-    """Whether any rank sees earlier keys, and, where kernels are built by size, none has many rows or keys."""
+    """Whether any rank attends to earlier keys and, if kernels are built by size, no rank exceeds the limits above."""
     few = table.backend != "cudnn" or (
         max(plan.tokens_per_rank) <= MOST_ROWS
         and max(int(rows[:, 2].sum()) for rows in plan.ranks) <= MOST_KEYS

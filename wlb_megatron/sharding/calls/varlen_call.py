@@ -14,9 +14,10 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One variable-length call over b sequences, queries and keys of each side by side.
+    """One variable-length call over b sequences; each sequence's queries and keys are contiguous.
 
-    cu_seqlens_q, cu_seqlens_kv: int32[b + 1]. max_q, max_kv: the longest, in tokens.
+    cu_seqlens_q, cu_seqlens_kv: int32[b + 1], in tokens. max_q, max_kv: the longest sequence's queries and keys, in
+    tokens.
     """
 
     cu_seqlens_q: Int32Array
@@ -26,7 +27,7 @@ class AttentionCall:
 
     @property
     def equal(self) -> tuple[int, int, int] | None:
-        """Sequences, and the queries and keys that each of them has, where all have as many."""
+        """(sequences, queries of each, keys of each) if all sequences have the same sizes, else None."""
         queries, keys = np.diff(self.cu_seqlens_q), np.diff(self.cu_seqlens_kv)
         if not len(queries) or (queries != self.max_q).any() or (keys != self.max_kv).any():
             return None
@@ -34,7 +35,7 @@ class AttentionCall:
 
 
 def varlen_call(queries: IntArray, keys: IntArray) -> AttentionCall:
-    """The call over sequences of these many queries and keys, int64[b] each."""
+    """The call over b sequences. queries, keys: int64[b] each, tokens per sequence."""
     return AttentionCall(
         _bounds(queries), _bounds(keys), int(queries.max(initial=0)), int(keys.max(initial=0))
     )

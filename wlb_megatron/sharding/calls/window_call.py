@@ -22,8 +22,11 @@ from wlb_megatron.sharding.segments import IntArray, ShardPlan, _ranges
 
 @dataclass(frozen=True)
 class WindowLayout:
-    """size: keys before itself that a query sees, None for all. call: bottom-right causal, the rank's rows on the
-    exchanged keys. cached: None where the micro-batch shares no document with another."""
+    """The layout of windowed layers on one rank.
+
+    size: earlier keys that a query attends to, None for all. call: bottom-right causal, the rank's rows on the
+    exchanged keys. cached: None if the micro-batch shares no document with another.
+    """
 
     size: int | None
     call: AttentionCall
@@ -51,6 +54,6 @@ def _first_key(rows: IntArray, size: int | None) -> IntArray:
 
 
 def _buffer(plan: ShardPlan, rows: IntArray, size: int | None) -> IntArray:
-    """int64[n]: the keys that a rank's segments see, segment by segment, as ShardPlan.key_index counts them."""
+    """int64[n]: the keys that a rank's segments attend to, segment by segment, numbered as in ShardPlan.key_index."""
     begins = plan.key_starts[rows[:, 0]]
     return _ranges(begins + _first_key(rows, size), begins + rows[:, 2])

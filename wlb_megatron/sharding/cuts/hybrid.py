@@ -21,14 +21,16 @@ from wlb_megatron.sharding.segments import IntArray, ShardPlan
 from wlb_megatron.workload.kernel_table import TILE, KernelTable
 
 GRAINS = (1, 2, 4, 8)
-"""A rank's share of a piece may weigh a rank's fair load divided by this; the best is found by trying."""
+"""Values to try for how finely pieces are cut: a rank's share of a piece may cost at most a rank's fair load divided
+by this."""
 
 TRIES = 5
-"""Ways tried at most, the most promising first: over 87 mixes at CP 2 to 16 five come within 1 % of all."""
+"""The most candidates to try, the most promising first. Over 87 mixes at CP 2 to 16, five come within 1 % of trying
+all."""
 
 
 class _Way(NamedTuple):
-    """One way to try: what each piece is cut over, what that costs a rank, and how the leveller is cut."""
+    """One candidate: over how many ranks each piece is cut, what that costs a rank, and how the leveller is cut."""
 
     least: float
     degree: list[int]
@@ -40,11 +42,13 @@ class _Way(NamedTuple):
 def mix(
     lengths: npt.ArrayLike, cp_size: int, table: KernelTable, prefixes: npt.ArrayLike | None = None
 ) -> ShardPlan:
-    """Plan of one micro-batch. lengths: int[n] tokens of each piece, padding piece included. prefixes: int[n], earlier
-    tokens that each attends to (default none).
+    """The plan of one micro-batch.
 
-    Lengths [16, 4, 4, 4, 4], CP=2: each rank holds two short pieces whole and 8 tokens of the long one.
-    Raises ValueError where the total is not a positive multiple of cp_size.
+    lengths: int[n] tokens of each piece, padding piece included. prefixes: int[n], earlier tokens that each attends
+    to (default none).
+
+    Example: lengths [16, 4, 4, 4, 4], CP=2: each rank holds two short pieces whole and 8 tokens of the long one.
+    Raises ValueError if the total is not a positive multiple of cp_size.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     before = np.zeros_like(lengths) if prefixes is None else np.asarray(prefixes, dtype=np.int64)
@@ -73,7 +77,7 @@ def mix(
 def _ways(
     lengths: IntArray, before: IntArray, whole_ns: IntArray, leveller: int, cp_size: int, table: KernelTable
 ) -> list[_Way]:
-    """Each way once. A piece cut over two ranks needs one kernel call on each, over more ranks mostly two."""
+    """Candidates without duplicates. A piece over two ranks needs one kernel call on each, over more mostly two."""
     degrees: dict[bytes, IntArray] = {}
     for grain in GRAINS:
         fair = int(whole_ns.sum()) // (cp_size * grain) + 1
@@ -97,7 +101,7 @@ def _ways(
 def _share_ns(
     lengths: IntArray, before: IntArray, whole_ns: IntArray, degree: IntArray, table: KernelTable
 ) -> IntArray:
-    """int64[n]: what a piece costs each of the ranks that it is cut over."""
+    """int64[n]: nanoseconds that a piece costs each of the ranks that it is cut over."""
     chunk = -(-lengths // (2 * degree))
     tiles = -(-chunk // TILE) * TILE / np.maximum(chunk, 1)
     keys = before + (2 * degree - 1) * lengths // (2 * degree)
@@ -106,8 +110,11 @@ def _share_ns(
 
 
 def _place(ranks: RankLoads, order: list[int], way: _Way) -> None:
-    """Place these pieces, the longest first. One with no room at its degree is cut over more ranks, one with
-    no room at any degree is cut where room ends."""
+    """Places these pieces, the longest first.
+
+    A piece that does not fit at its degree is cut over more ranks. If it fits at no degree, it is cut wherever a rank
+    is full.
+    """
     ranks.expect([way.share_ns[piece] * way.degree[piece] for piece in order], [ranks.size[p] for p in order])
     spilled = []
     for nth, piece in enumerate(order):
@@ -124,8 +131,11 @@ def _place(ranks: RankLoads, order: list[int], way: _Way) -> None:
 
 
 def _plan(lengths: IntArray, before: IntArray, cp_size: int, chunks: dict[int, list[Chunk]]) -> ShardPlan:
-    """Segments in the order of their lengths, the longest first: kernels begin sequences in order, and one that is long
-    and begins last keeps a few of a GPU's processors busy alone (docs/attention.md has what that costs)."""
+    """The segments, the longest first.
+
+    Kernels start sequences in order. A long one that starts last keeps a few of a GPU's processors busy alone
+    (docs/attention.md has the cost).
+    """
     held: list[list[tuple[int, int, int]]] = [[] for _ in range(cp_size)]
     for piece in sorted(chunks):
         end, last = int(before[piece]), -1

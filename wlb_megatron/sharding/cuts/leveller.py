@@ -10,14 +10,17 @@ from __future__ import annotations
 from wlb_megatron.sharding.cuts.rank_loads import RankLoads
 
 ROUNDS = 4
-"""Corrections of the early tokens; each moves the others' keys a little."""
+"""Rounds that correct the number of early tokens. More than one, because each round changes the other ranks' keys a
+little."""
 
 
 def prices_in_turn(ranks: int, mean: float, rise: float = 1.0) -> list[float]:
-    """Rank 0's chunk comes first and sees few keys, the last rank's sees nearly all: 1/4 3/4 5/4 7/4 of the mean.
+    """Nanoseconds of a token on each rank, if rank 0 holds the first chunk and the last rank the last chunk.
 
-    rise: by how much the last token costs more than the mean one, over the mean: 1 for a whole piece, less with a
-    prefix, whose keys all tokens see."""
+    mean: nanoseconds of the mean token. Rank 0's chunk attends to few keys, the last rank's to nearly all: with 4
+    ranks 1/4 3/4 5/4 7/4 of the mean. rise: by how much the last token costs more than the mean token, over the mean.
+    It is 1 for a whole piece, and less with a prefix, because all tokens attend to the prefix.
+    """
     return [mean * (2 * rank + 1) / ranks * rise + mean * (1 - rise) for rank in range(ranks)]
 
 
@@ -26,7 +29,7 @@ def prices_in_pairs(ranks: int, mean: float, rise: float = 1.0) -> list[float]:
 
 
 def fill_in_turn(ranks: RankLoads) -> None:
-    """One chunk a rank, in the order of ranks."""
+    """Gives each rank one chunk, in the order of ranks."""
     size, load = ranks.size[ranks.leveller], ranks.load
     start = ranks.before[ranks.leveller]
     pair_ns = 2.0 * sum(ranks.prices) / len(ranks.prices) / (size + 2 * start)
@@ -42,9 +45,9 @@ def fill_in_turn(ranks: RankLoads) -> None:
 
 
 def fill_in_pairs(ranks: RankLoads) -> None:
-    """An early and a late chunk a rank, as many tokens early as levels the loads.
+    """Gives each rank an early and a late chunk, with as many early tokens as evens out the loads.
 
-    Room 4 and 4, loads equal: chunks of 2 2 2 2 tokens. Where rank 1 is loaded more: 2 3 1 2.
+    Example: 4 and 4 tokens left, equal loads: chunks of 2 2 2 2 tokens. If rank 1 has more load: 2 3 1 2.
     """
     size, load = ranks.size[ranks.leveller], ranks.load
     begin = ranks.before[ranks.leveller]
@@ -81,7 +84,7 @@ def fill_in_pairs(ranks: RankLoads) -> None:
 def _loads(
     load: list[int], room: list[int], early: list[int], start: int, end: int, pair_ns: float
 ) -> tuple[list[int], list[int], list[float]]:
-    """Where each rank's early chunk of [start, end) starts, where its late one does, and its load with both."""
+    """Where each rank's early chunk of [start, end) starts, where its late chunk starts, and its load with both."""
     first, last, now = [], [], []
     for base, tokens, before in zip(load, room, early, strict=True):
         after = tokens - before

@@ -16,17 +16,17 @@ from wlb_megatron.sharding.segments import IntArray, ShardPlan
 
 
 def per_document(lengths: npt.ArrayLike, cp_size: int) -> ShardPlan:
-    """Plan of one micro-batch. lengths: int[n] tokens of each piece, padding piece included.
+    """The plan of one micro-batch. lengths: int[n] tokens of each piece, padding piece included.
 
-    Lengths [5, 3], CP=2: piece 0 lengthens slot 0 (chunks 2 1 1 1), piece 1 slots 1, 2, 3 (chunks 0 1 1 1).
-    Raises ValueError where the total is not a positive multiple of cp_size.
+    Example: lengths [5, 3], CP=2: piece 0 lengthens slot 0 (chunks 2 1 1 1), piece 1 slots 1, 2, 3 (chunks 0 1 1 1).
+    Raises ValueError if the total is not a positive multiple of cp_size.
     """
     pieces = PieceList.of([lengths])
     return deal(pieces, document_cuts(pieces, cp_size))[0]
 
 
 def document_cuts(pieces: PieceList, cp_size: int) -> IntArray:
-    """int64[n, 2 * CP + 1]: where each piece's chunks begin and end."""
+    """int64[n, 2 * CP + 1]: where each piece's chunks begin and end, in tokens."""
     slot_bounds(pieces.totals(), cp_size)  # refuses totals that would leave ranks unequal
     slots = 2 * cp_size
     base, extra = np.divmod(pieces.lengths, slots)

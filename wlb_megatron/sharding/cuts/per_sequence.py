@@ -14,17 +14,17 @@ from wlb_megatron.sharding.segments import IntArray, ShardPlan
 
 
 def per_sequence(lengths: npt.ArrayLike, cp_size: int) -> ShardPlan:
-    """Plan of one micro-batch. lengths: int[n] tokens of each piece, padding piece included.
+    """The plan of one micro-batch. lengths: int[n] tokens of each piece, padding piece included.
 
-    Lengths [24, 8], CP=4: slots of 4 tokens, piece 1 is slots 6 and 7, held by ranks 1 and 0.
-    Raises ValueError where the total is not a positive multiple of cp_size.
+    Example: lengths [24, 8], CP=4: slots of 4 tokens; piece 1 is slots 6 and 7, held by ranks 1 and 0. Raises
+    ValueError if the total is not a positive multiple of cp_size.
     """
     pieces = PieceList.of([lengths])
     return deal(pieces, sequence_cuts(pieces, cp_size))[0]
 
 
 def sequence_cuts(pieces: PieceList, cp_size: int) -> IntArray:
-    """int64[n, 2 * CP + 1]: the slots' bounds, inside each piece."""
+    """int64[n, 2 * CP + 1]: the bounds of the slots, as tokens inside each piece."""
     bounds = slot_bounds(pieces.totals(), cp_size)[pieces.owner]
     starts = pieces.before(pieces.lengths)
     return np.clip(bounds - starts[:, None], 0, pieces.lengths[:, None])

@@ -5,21 +5,21 @@ from __future__ import annotations
 from wlb_megatron.workload.kernel_table import KernelTable
 
 Chunk = tuple[int, int]
-"""(rank, tokens). A piece's chunks lie in it one after another."""
+"""(rank, tokens). The chunks of a piece follow one another in it."""
 
 
 class RankLoads:
-    """What each rank holds so far. Pieces are placed in a given order, the leveller (the longest) last.
+    """What each rank holds so far. Pieces are placed in a given order, the leveller (the longest piece) last.
 
-    room: tokens left. load: nanoseconds so far. calls: kernel calls on earlier keys, which are as many as the
-    most segments, not at the start, that one piece has on the rank. chunks: of each placed piece.
-    prices: nanoseconds of a leveller's token on each rank.
+    room: tokens left. load: nanoseconds so far. calls: kernel calls on earlier keys. That is the largest number of
+    segments, not counting one at the start, that any one piece has on the rank. chunks: of each placed piece. prices:
+    nanoseconds of one of the leveller's tokens on each rank.
     """
 
     def __init__(
         self, table: KernelTable, size: list[int], leveller: int, prices: list[float], before: list[int]
     ) -> None:
-        """size, before: tokens of each piece, and earlier ones that it attends to."""
+        """size, before: tokens of each piece, and earlier tokens that it attends to."""
         ranks = len(prices)
         self.table, self.size, self.leveller, self.prices = table, size, leveller, prices
         self.before = before
@@ -30,7 +30,7 @@ class RankLoads:
         self._to_come: list[tuple[int, int]] = []
 
     def expect(self, ns: list[int], tokens: list[int]) -> None:
-        """The pieces that will be placed, in order, to foresee what fills a rank's room."""
+        """Announces the pieces to be placed, in order, so that the loads can foresee what fills a rank."""
         left_ns, left_tokens = 0, self.size[self.leveller]
         for one_ns, one_tokens in zip(reversed(ns), reversed(tokens), strict=True):
             self._to_come.append((left_ns, left_tokens))
@@ -39,17 +39,17 @@ class RankLoads:
         self._to_come.reverse()
 
     def prices_after(self, nth: int) -> list[float]:
-        """On each rank, the mean price of a token among the pieces after the nth and the leveller."""
+        """Nanoseconds per rank: the mean price of a token among the pieces after the nth and the leveller."""
         ns, tokens = self._to_come[nth]
         leveller = self.size[self.leveller] / tokens
         rest = ns / tokens
         return [rest + price * leveller for price in self.prices]
 
     def put_whole(self, nth: int, piece: int, ns: int) -> bool:
-        """Place a piece on one rank, or return False where none has room.
+        """Places a piece on one rank; returns False if it fits on none.
 
-        Where its tokens cost more than what they displace, the rank that would end lowest takes it; else the
-        rank that would end highest.
+        If its tokens cost more than what they displace, it goes to the rank that would end lowest, else to the rank
+        that would end highest.
         """
         size, load, best, highest = self.size[piece], self.load, -1, 0.0
         prices = self.prices_after(nth)
@@ -70,9 +70,9 @@ class RankLoads:
         return True
 
     def put_cut(self, nth: int, piece: int, g: int, ns: int) -> bool:
-        """Place a piece in causal pairs on g ranks, or return False for lack of room. Chosen as for a whole one.
+        """Places a piece in causal pairs on g ranks, chosen as in put_whole; returns False if it does not fit.
 
-        10 tokens over ranks 3 and 5: chunks of 3 3 2 2 tokens on ranks 3 5 5 3.
+        Example: 10 tokens over ranks 3 and 5: chunks of 3 3 2 2 tokens on ranks 3 5 5 3.
         """
         size = self.size[piece]
         base, extra = divmod(size, 2 * g)
@@ -98,7 +98,7 @@ class RankLoads:
         return True
 
     def spill(self, piece: int, ns: int) -> None:
-        """Cut a piece where room ends, the most room first."""
+        """Cuts a piece wherever a rank is full, starting with the rank that has the most tokens left."""
         left = self.size[piece]
         chunks: list[Chunk] = []
         for rank in sorted(range(len(self.room)), key=lambda rank: -self.room[rank]):
@@ -113,5 +113,5 @@ class RankLoads:
         self.chunks[piece] = chunks
 
     def worst(self) -> float:
-        """The largest load with its calls."""
+        """The largest load, with its kernel calls, in nanoseconds."""
         return max(load + self.table.call * calls for load, calls in zip(self.load, self.calls, strict=True))

@@ -19,10 +19,10 @@ from wlb_megatron.sharding.segments import IntArray, ShardPlan
 
 @dataclass(frozen=True)
 class PieceList:
-    """Pieces of several micro-batches, end to end.
+    """Pieces of m micro-batches, end to end: n pieces in all.
 
-    lengths: int64[n], tokens of each piece. prefixes: int64[n], earlier tokens that it attends to. first: int64[m + 1],
-    index of each micro-batch's first piece; the last entry is n. owner: int64[n], micro-batch of each piece.
+    lengths: int64[n], tokens of each piece. prefixes: int64[n], earlier tokens that it attends to. first: int64[m +
+    1], index of each micro-batch's first piece; the last entry is n. owner: int64[n], micro-batch of each piece.
     """
 
     lengths: IntArray
@@ -32,8 +32,10 @@ class PieceList:
 
     @staticmethod
     def of(micro_batches: Sequence[npt.ArrayLike], prefixes: Sequence[IntArray] | None = None) -> PieceList:
-        """From the lengths of each micro-batch's pieces, and their prefixes (default none). Raises ValueError on a
-        negative length."""
+        """The list, from the lengths of each micro-batch's pieces and their prefixes (default none), in tokens.
+
+        Raises ValueError on a negative length.
+        """
         each = [np.asarray(lengths, dtype=np.int64) for lengths in micro_batches]
         lengths = np.concatenate(each) if each else np.empty(0, dtype=np.int64)
         if len(lengths) and lengths.min() < 0:
@@ -55,13 +57,13 @@ class PieceList:
 
 
 def deal(pieces: PieceList, cuts: IntArray) -> list[ShardPlan]:
-    """The plan of each micro-batch, when piece p's tokens [cuts[p, s], cuts[p, s + 1]) go to slot s.
+    """The plan of each micro-batch, if tokens [cuts[p, s], cuts[p, s + 1]) of piece p go to slot s.
 
-    cuts: int64[n, 2 * CP + 1], counted from the piece's first token, whatever its prefix: work is even over pairs of
-    slots with any. Rank i holds slot i's segments in piece order, then slot 2CP-1-i's. Where a
-    piece's two chunks touch, they are one segment at the place of the first (always so on rank CP-1, whose
-    slots are neighbours; elsewhere when the chunks between them are empty). One rank alone holds the pieces
-    whole, in packed order.
+    cuts: int64[n, 2 * CP + 1], counted from the piece's first token. The prefix does not matter: work is even over
+    pairs of slots with any prefix. Rank i holds the segments of slot i in piece order, then those of slot 2CP-1-i. If
+    a piece's two chunks on a rank touch, they become one segment at the place of the first. That is always so on rank
+    CP-1, whose slots are neighbors, and elsewhere if the chunks between them are empty. With one rank, it holds the
+    pieces whole, in packed order.
     """
     cp_size = (cuts.shape[1] - 1) // 2
     early, early_end = cuts[:, :cp_size], cuts[:, 1 : cp_size + 1]

@@ -131,7 +131,7 @@ def run_reproduce(args: argparse.Namespace) -> None:
     with whole_folder(Path(args.out)) as folder:
         with progress(parts(large)) as tick, explain_bad_values():
             report = reproduce(inputs, tick, large=large)
-        report["profile"] = None if profile is None else profile.told()
+        report["profile"] = None if profile is None else profile.describe()
         report["versions"] = {
             "wlb_megatron": __version__,
             "python": platform.python_version(),
