@@ -350,7 +350,7 @@ def test_weights_that_fit_are_not_blamed_for_a_window_that_does_not(
     job = "--lengths 9000,131072,40000,70000,2000 --window 131072 --micro-batches 4 --tp 4 --cp 2 --pp 4 --model 7B"
     code, out, err = call(capsys, *f"analyze {job} --iterations 1 --warm-up 0 --no-split".split())
     assert (code, err) == (0, "")
-    assert "weights alone" not in out and "does not fit 80 GiB a GPU, which takes windows up to " in out
+    assert "weights alone" not in out and "does not fit 80 GiB a GPU, which holds windows up to " in out
 
 
 def test_parts_that_do_not_fit_the_memory_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -236,9 +236,9 @@ def test_every_flag_of_reproduce_reaches_what_is_reproduced(
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        *((f"{{}} --{name.replace('_', '-')}", "changes nothing but training") for name in NOT_HERE[:6:2]),
-        ("inspect --wlb-packing varlen", "is called --packing here"),
-        ("simulate --wlb-packing varlen", "is called --packing here"),
+        *((f"{{}} --{name.replace('_', '-')}", "only affects training") for name in NOT_HERE[:6:2]),
+        ("inspect --wlb-packing varlen", "is spelled --packing here"),
+        ("simulate --wlb-packing varlen", "is spelled --packing here"),
         ("inspect --model 7B", "unrecognized arguments: --model"),
         ("{} --solver-seconds 2", "without --packing fixed-solver or --cp-mode dynamic"),
         ("{} --packing original --thresholds 9", "changes nothing without --packing varlen"),
@@ -316,7 +316,7 @@ def test_a_gpus_memory_that_sets_nothing_is_warned_of(
     def warned(flags: str) -> list[str]:
         return [line for line in lines_of(capsys, f"{job} {flags}") if "--gpu-memory" in line]
 
-    assert "is not used: how many tokens an expert gets" in warned("--num-experts 8")[0]
+    assert "is ignored, because the number of tokens per expert" in warned("--num-experts 8")[0]
     assert "sets no Lmax" in warned("--packing original")[0]
     assert not warned("")
 

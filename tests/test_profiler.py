@@ -102,7 +102,7 @@ def test_what_another_model_left_is_not_taken(
     (tmp_path / "p.json.partial").write_text(text)
     assert main(["profile", "--out", str(tmp_path / "p.json"), *FLAGS, "--budget", "0"]) == 2
     said = capsys.readouterr().err
-    assert "measuring anew" in said and "points were left out" in said and "the profile lacks" in said
+    assert "starting over" in said and "points were left out" in said and "the profile lacks" in said
 
 
 def test_a_budget_ends_measuring_but_keeps_what_was_measured(

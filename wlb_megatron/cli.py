@@ -32,9 +32,9 @@ class _Parser(argparse.ArgumentParser):
         for part in message.split() if "unrecognized arguments" in message else ():
             name = part.split("=")[0].removeprefix("--").removeprefix("wlb-")
             if part.startswith("--") and name.replace("-", "_") in NOT_HERE:
-                raise WlbError(f"--{name} changes nothing but training: leave it out here")
+                raise WlbError(f"--{name} only affects training: leave it out here")
             if part.startswith("--wlb-"):
-                raise WlbError(f"{part} is called --{name} here, where the command has it")
+                raise WlbError(f"{part} is spelled --{name} here, if the command takes it")
         raise WlbError(f"{message} (see {self.prog} --help)")
 
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"wlb-megatron: {told}", file=sys.stderr)
         return 2
     except MemoryError:
-        print("wlb-megatron: not enough memory for documents and sizes like these", file=sys.stderr)
+        print("wlb-megatron: out of memory: give fewer documents or smaller sizes", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -19,12 +19,14 @@ def add_analyze(parser: argparse.ArgumentParser) -> None:
     """The flags beyond layout and settings: simulate's, and pictures."""
     add_job(parser)
     parser.add_argument(
-        "--no-split", action="store_true", help="do not tell what each part gains, which is most of the time"
+        "--no-split",
+        action="store_true",
+        help="leave out the gain of each part, which takes most of the time",
     )
     parser.add_argument(
         "--pictures",
         metavar="DIR",
-        help="draw one step of these documents before and after, their lengths, work and delay there",
+        help="write pictures here: one step of these documents before and after, their lengths, work and delay",
     )
 
 

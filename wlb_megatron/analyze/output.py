@@ -136,7 +136,7 @@ def _verdict(analysis: Analysis) -> list[str]:
     lines = [
         f"predicted speed-up over arrival order with the same mask: {analysis.speedup:.3f} by token, "
         f"{analysis.equal_work_speedup:.3f} at equal work",
-        f"over Megatron without a document mask, whose attention is of whole windows: {over:.3f} by token",
+        f"over Megatron without a document mask, which attends over whole windows: {over:.3f} by token",
     ]
     best = analysis.best
     if best.config is analysis.config:
@@ -154,12 +154,12 @@ def _ending(analysis: Analysis) -> list[str]:
         how = "documents in chunks" if memory.in_chunks else "whole documents"
         most = f"micro-batches up to {memory.micro_batch:,} tokens, windows up to {memory.window:,} ({how})"
         if not memory.weights:
-            lines.append(f"weights alone do not fit {memory.gib:g} GiB a GPU: more --tp or --pp")
+            lines.append(f"weights alone do not fit {memory.gib:g} GiB a GPU: raise --tp or --pp")
         elif memory.window < window or not memory.micro_batch:
             takes = most if memory.micro_batch else f"windows up to {memory.window:,} ({how})"
-            lines.append(f"does not fit {memory.gib:g} GiB a GPU, which takes {takes}:")
+            lines.append(f"does not fit {memory.gib:g} GiB a GPU, which holds {takes}:")
             lines.append(
-                "more --tp, --cp or --pp, --recompute full, or --gpu-memory to plan as training would there"
+                "raise --tp, --cp or --pp, use --recompute full, or give --gpu-memory to plan as training would there"
             )
         else:
             lines.append(f"fits {memory.gib:g} GiB a GPU: {most}")

@@ -32,6 +32,6 @@ def longest_whole(
     beyond = (
         f"documents of up to {tokens:,} tokens ({tokens / window:.1f} windows) train whole, longer ones are split there"
         if tokens > window
-        else f"documents above the window of {window:,} tokens are split, as no longer one can train whole"
+        else f"documents above the window of {window:,} tokens are split, because none longer can train whole"
     )
     return tokens, f"{beyond}; limits: {told}" + ("" if memory else "; memory is not known")

@@ -123,7 +123,7 @@ class _Parts:
                 return *megatron_layer(self.model), "Megatron's TransformerLayer"
             except (ImportError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
                 say(
-                    f"Megatron's layer cannot be built ({error}): torch modules of the same shape stand for it"
+                    f"Megatron's layer cannot be built ({error}): measuring torch modules of the same shape instead"
                 )
         return torch_layer(self.model, self.device, self.dtype), None, "torch modules"
 
@@ -193,7 +193,7 @@ def _read_partial(path: Path, settings: dict[str, Any], say: Told) -> dict[str, 
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
         if told["settings"] != settings:
-            say(f"{path} is of another model, GPU, version or grid: measuring anew")
+            say(f"{path} is of another model, GPU, version or grid: starting over")
             return {}
         samples = {f"{s['part']} {sorted(s['sizes'].items())}": s for s in told["samples"]}
     except FileNotFoundError:
@@ -201,5 +201,5 @@ def _read_partial(path: Path, settings: dict[str, Any], say: Told) -> dict[str, 
     except (OSError, ValueError, KeyError, TypeError):
         say(f"{path} is damaged: measuring anew")
         return {}
-    say(f"going on from {path}: {len(samples)} points are done")
+    say(f"resuming from {path}: {len(samples)} points are done")
     return samples

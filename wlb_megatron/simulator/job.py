@@ -93,7 +93,7 @@ class Job:
                 raise WlbError(told)
             if self.gib is not None and self.trainer.experts:
                 say(
-                    "WARNING: --gpu-memory is not used: how many tokens an expert gets is not known; leave it out"
+                    "WARNING: --gpu-memory is ignored, because the number of tokens per expert is unknown: leave it out"
                 )
             elif self.gib is not None and config.packing != "varlen":
                 say(

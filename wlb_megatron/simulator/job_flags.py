@@ -71,10 +71,12 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     )
     model = parser.add_argument_group(
         "model",
-        "a known shape, or your own from --hidden-size and --num-attention-heads on, the others by Megatron's defaults",
+        "a known shape, or your own: give --hidden-size and --num-attention-heads; the rest defaults as in Megatron",
     ).add_argument
     model(
-        "--model", choices=SHAPES, help="a known shape, parts of which the other flags change (default: 7B)"
+        "--model",
+        choices=SHAPES,
+        help="a known shape; the other model flags override parts of it (default: 7B)",
     )
     model("--num-layers", type=whole(1), help="layers of the model (default: the known shape's)")
     model("--hidden-size", type=whole(1), help="channels of a token (default: the known shape's)")
@@ -82,19 +84,19 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     model(
         "--num-query-groups",
         type=whole(1),
-        help="key-value heads (default: the known shape's; of your own as many as query heads)",
+        help="key-value heads (default: the known shape's; for your own as many as query heads)",
     )
     model("--kv-channels", type=whole(1), help="channels of a head (default: hidden size over heads)")
     model(
         "--ffn-hidden-size",
         type=whole(1),
-        help="channels of the feed-forward layer (default: the known shape's; of your own 4 x hidden size, or with "
+        help="channels of the feed-forward layer (default: the known shape's; for your own 4 x hidden size, or with "
         "--swiglu 8/3 of it in multiples of 64)",
     )
     model(
         "--swiglu",
         action="store_true",
-        help="gated feed-forward (default: the known shape's; of your own none)",
+        help="gated feed-forward (default: the known shape's; for your own off)",
     )
     model("--vocab-size", type=whole(1), help="rows of the embedding (default: the known shape's)")
     _add_trainer(parser)
@@ -111,7 +113,7 @@ def _add_trainer(parser: argparse.ArgumentParser) -> None:
         "--mtp-num-layers",
         type=whole(0),
         default=0,
-        help="further tokens that are predicted, each by a layer (default: 0)",
+        help="further tokens that multi-token prediction predicts, one layer each (default: 0)",
     )
     add("--num-experts", type=whole(1), help="experts of a layer (default: none, a dense model)")
     add("--moe-router-topk", type=whole(1), help="experts that a token activates (default: 2)")
@@ -140,17 +142,21 @@ def _add_trainer(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Megatron's FSDP: weights are sharded over data-parallel ranks",
     )
-    add("--use-torch-fsdp2", action="store_true", help="torch's FSDP2: the same")
+    add(
+        "--use-torch-fsdp2",
+        action="store_true",
+        help="torch's FSDP2: weights are sharded over data-parallel ranks",
+    )
     add(
         "--fine-grained-activation-offloading",
         action="store_true",
-        help="single activations wait in host memory for backward",
+        help="keep single activations in host memory until backward",
     )
     add(
         "--cpu-offloading-num-layers",
         type=whole(0),
         default=0,
-        help="layers whose activations all do (default: 0)",
+        help="layers that keep all their activations in host memory until backward (default: 0)",
     )
 
 
@@ -256,10 +262,12 @@ def _refuse_measured(args: argparse.Namespace) -> None:
     changed = [name for name in _MEASURED if getattr(args, name) != getattr(plain, name)]
     if changed:
         raise WlbError(
-            f"--{changed[0].replace('_', '-')} changes nothing with --profile, which has measured it: drop one"
+            f"--{changed[0].replace('_', '-')} has no effect with --profile, which measured it: drop one of the two"
         )
     if args.model is not None:
-        raise WlbError("--model changes nothing with --profile, which is of its own model: give --num-layers")
+        raise WlbError(
+            "--model has no effect with --profile, which holds its own model: give --num-layers instead"
+        )
 
 
 def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> ModelShape:

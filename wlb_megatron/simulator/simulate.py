@@ -39,7 +39,7 @@ def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) 
     """Simulate as the flags say, with progress on stderr; write the trace if asked for. JSON-able figures."""
     job = read_job(args, lengths)
     if args.trace is not None and config.cp_mode == "dynamic":
-        raise WlbError("--trace shows fixed groups alone: leave it out, or --cp-mode dynamic")
+        raise WlbError("--trace supports only fixed groups: leave out --trace or --cp-mode dynamic")
     model = job.model
     rows: list[dict[str, Any]] = []
     bound = 0.0

@@ -111,7 +111,7 @@ def read_profile(path: str | Path) -> Profile:
     try:
         settings = told["settings"]
         if told["fingerprint"] != fingerprint(told):
-            raise ValueError("its fingerprint is not that of its samples")
+            raise ValueError("its fingerprint does not match its samples")
         return Profile(
             path=str(path),
             model=ProfiledModel(**settings["model"]),

@@ -75,7 +75,7 @@ def unfit(layer: Layer) -> str | None:
     if layer.capability is None:
         return "there is no GPU"
     if layer.capability[0] != 9:
-        return f"tried on Hopper (compute capability 9.0), not on {layer.capability[0]}.{layer.capability[1]}"
+        return f"tested only on Hopper (compute capability 9.0), not on {layer.capability[0]}.{layer.capability[1]}"
     if layer.dtype not in ("bfloat16", "float16"):
         return f"it takes bf16 and fp16, not {layer.dtype}"
     if dim % 8 or dim > 256:

@@ -41,12 +41,12 @@ class Trainer:
             (
                 self.release is not None and self.stages > 1 and _parts(self.release) < LEAST_RELEASE,
                 f"megatron-core {self.release} with --pipeline-model-parallel-size above 1",
-                "its schedule cannot be told to run more forwards ahead; use 0.17 or later",
+                "its schedule cannot run more forwards ahead; use 0.17 or later",
             ),
             (
                 self.mtp > 0,
                 "--mtp-num-layers",
-                "a chunk's last tokens would have no tokens further on to predict; train whole documents",
+                "a chunk's last tokens would have no further tokens to predict; train whole documents",
             ),
             (
                 self.experts > 0 and "seq_aux_loss" in self.balancing,
@@ -56,13 +56,13 @@ class Trainer:
             (
                 self.offloads,
                 "--fine-grained-activation-offloading",
-                "it brings activations back in the order in which micro-batches began, chunks go back last first; "
+                "it reloads activations in the order of the forwards, but chunks run backward last first; "
                 "recompute instead",
             ),
             (
                 self.offloads_layers,
                 "--cpu-offloading-num-layers",
-                "it holds one micro-batch's activations at a time, chunks need those of several; recompute instead",
+                "it holds one micro-batch's activations at a time, but chunks need those of several; recompute instead",
             ),
         )
         return [(flag, cure) for applies, flag, cure in rows if applies]
