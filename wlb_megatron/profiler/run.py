@@ -199,7 +199,7 @@ def _read_partial(path: Path, settings: dict[str, Any], say: Told) -> dict[str, 
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError):
-        say(f"{path} is damaged: measuring anew")
+        say(f"{path} is damaged: starting over")
         return {}
     say(f"resuming from {path}: {len(samples)} points are done")
     return samples
