@@ -64,6 +64,32 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     return code, out, err
 
 
+def test_an_interrupt_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_inspect", interrupted)
+    assert call(capsys, *EXAMPLE) == (130, "", "wlb-megatron: interrupted\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no device that is always full")
+@pytest.mark.parametrize("form", [["--json", "-"], []])
+def test_output_that_cannot_be_written_is_one_line(form: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "wlb_megatron.cli", *EXAMPLE, *form],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            timeout=60,
+        )
+    told = "wlb-megatron: cannot write the output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
 def test_json_alone_is_on_stdout() -> None:
     done = run(*EXAMPLE, "--json", "-")
     assert (done.returncode, done.stderr) == (0, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ from wlb_megatron.report.timeline import Drawn, draw_timelines
 from wlb_megatron.report.trace import _letters, chrome_trace
 from wlb_megatron.simulator.reproduction import paper, reproduce
 from wlb_megatron.simulator.reproduction.sensitivity import summarise
-from wlb_megatron.whole_files import whole_file, whole_folder
+from wlb_megatron.whole_files import _is_stream, whole_file, whole_folder, write_whole
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +164,24 @@ def test_a_folder_or_file_appears_whole_or_not_at_all(tmp_path):
     assert (out / "a").read_text() == "two" and [p.name for p in tmp_path.iterdir()] == ["out"]
     with pytest.raises(WlbError, match="give another --b"), whole_file(tmp_path / "no" / "b", "--b") as path:
         path.write_text("x")
+
+
+def test_a_device_or_pipe_is_written_to_and_a_link_stays(tmp_path):
+    """A rename would put a regular file in the place of /dev/null, for the whole machine where root asks for it."""
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "folder" / "target"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)  # a pipe that nobody has open would be waited for
+    write_whole(pipe, "told", "--out")
+    assert os.read(reader, 9) == b"told" and pipe.is_fifo()
+    os.close(reader)
+    target.parent.mkdir()
+    link.symlink_to(target)
+    for text in ("new", "again"):
+        write_whole(link, text, "--out")
+        assert link.is_symlink() and target.read_text() == text
+    assert _is_stream(Path("/dev/null")) and _is_stream(Path("/dev/stdout"))
+    assert not _is_stream(target) and not _is_stream(tmp_path) and not _is_stream(tmp_path / "none")
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["folder", "link", "pipe", "target"]
 
 
 def test_a_trace_holds_every_event_in_microseconds():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -39,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 with one line on stderr for what the user can put right."""
+    """Exit code: 0, or 2 with one line on stderr for what the user can put right; 130 after Ctrl-C."""
     parser = _Parser(
         prog="wlb-megatron", description="Workload-balanced packing for Megatron-LM, without a GPU."
     )
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser.parse_args(given, args)
         args.run(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # else what cannot be written is met at exit, where nobody handles it
     except WlbError as error:
         told = name_flag(str(error), args)
         told = told if given[:1] in (["patch"], ["doctor"]) else renamed(told)
@@ -68,9 +71,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         print("wlb-megatron: out of memory: give fewer documents or smaller sizes", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("wlb-megatron: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_stdout()
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
+            raise
+        _forget_stdout()
+        print(f"wlb-megatron: cannot write the output: {error.strerror}", file=sys.stderr)
+        return 2
     return 0
+
+
+def _forget_stdout() -> None:
+    """What it still holds goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:

@@ -15,14 +15,27 @@ from wlb_megatron.errors import WlbError
 def renamed_at_end(path: Path) -> Iterator[Path]:
     """A path with the same suffix to write to, which becomes `path` at the end; nothing is left of it after an error.
 
-    OSError where it cannot be written.
+    A link stays, and what it points to is replaced. A device or a pipe (/dev/null, /dev/stdout) is written to itself: a
+    rename would put a file in its place. OSError where it cannot be written.
     """
+    if _is_stream(path):
+        yield path
+        return
+    path = path.resolve()
     scratch = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
     try:
         yield scratch
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether it is a device or a pipe, or a name of something that this process has open."""
+    return path.parent in STREAMS or (path.exists() and not path.is_file() and not path.is_dir())
+
+
+STREAMS = Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd")
 
 
 @contextmanager
