@@ -42,7 +42,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 with one line on stderr for what the user can put right; 130 after Ctrl-C."""
     parser = _Parser(
-        prog="wlb-megatron", description="Workload-balanced packing for Megatron-LM, without a GPU."
+        prog="wlb-megatron",
+        description="Plan, predict and check workload-balanced packing for Megatron-LM. Only `profile` needs a GPU.",
     )
     commands = parser.add_subparsers(
         dest="command",
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="inspect | analyze | simulate | reproduce | profile | patch | doctor",
     )
     _add_inspect(commands.add_parser("inspect", help="show the plans of documents of given lengths"))
-    _add_analyze(commands.add_parser("analyze", help="predict what balancing gains, with pictures"))
+    _add_analyze(commands.add_parser("analyze", help="predict what balancing gains on your documents"))
     _add_simulate(commands.add_parser("simulate", help="simulate training steps of a model on a cluster"))
     add_reproduce(commands.add_parser("reproduce", help="simulate the WLB-LLM paper's tables"))
     add_profile(commands.add_parser("profile", help="measure a model's costs on this GPU"))

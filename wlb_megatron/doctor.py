@@ -155,10 +155,10 @@ def cudnn(version: int | None) -> Iterator[Finding]:
         rounds = version < BY_SEQUENCES
         yield Finding(
             "attention graphs built before step 1",
-            "match the steps: Transformer Engine rounds sizes up"
+            "fit the sizes that steps use: Transformer Engine rounds sizes up"
             if rounds
-            else "match the steps: the plugin rounds the number of sequences up, since Transformer Engine does not "
-            "with this cuDNN (checked with plans, not on a GPU)",
+            else "fit the sizes that steps use: the plugin rounds the number of sequences up, because Transformer "
+            "Engine does not with this cuDNN (checked on plans, not on a GPU)",
         )
 
 
