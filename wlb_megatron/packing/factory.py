@@ -20,7 +20,7 @@ from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker, lmax
 from wlb_megatron.workload.cost_model import CostModel
 
 MAX_DELAY = 16
-"""Iterations that a document waits at most, unless the user says otherwise."""
+"""Default limit of a document's wait, in iterations."""
 
 
 def make_packer(
@@ -42,13 +42,17 @@ def make_packer(
 ) -> Packer:
     """The packer that `config.packing` names.
 
-    window: tokens of --seq-length. micro_batches: windows of one data-parallel rank, in the largest global batch. vpp:
-    model chunks of a stage; group: of how many micro-batches an interleaved schedule takes a multiple (default: pp).
-    alignment: a micro-batch's tokens are padded up to a multiple of it. sample: document lengths
-    (tokens, at most the window) on which `thresholds=auto` is found; without one a rule of thumb serves. longest:
-    tokens of the longest piece, above the window only where overlong is "chunk" (default: the window).
-    adopt_max_tokens: a loaded state brings its own Lmax if that, padded, is at most so many tokens. no_chunks: (flag,
-    cure) of each setting under which documents cannot train in chunks. say: is told whether they do, and why.
+    * window: tokens of --seq-length. micro_batches: windows of one data-parallel rank, in the largest global batch.
+    * vpp: model chunks per stage. group: the interleaved schedule takes a multiple of this many micro-batches
+      (default: pp).
+    * alignment: a micro-batch's tokens are padded up to a multiple of it.
+    * sample: document lengths (tokens, at most the window) on which `thresholds=auto` is found; without one, a rule
+      of thumb.
+    * longest: tokens of the longest piece, above the window only if overlong is "chunk" (default: the window).
+    * adopt_max_tokens: a loaded state keeps its own Lmax if that, padded, is at most this many tokens.
+    * no_chunks: (flag, cure) of each setting under which documents cannot train in chunks.
+    * say: called with a line on whether documents train in chunks, and why.
+
     Raises ValueError on settings that cannot work.
     """
     for name, value in (

@@ -13,15 +13,14 @@ from wlb_megatron.packing.varlen.thresholds import Repeated, sampled
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 
 LEAST = 0.95
-"""Share of the windows asked for that an iteration should train in mean; with less a warning is given."""
+"""Warn if an iteration would train less than this share of the windows asked for, in mean."""
 
 SETTLE, COUNTED = 20, 20
 """Iterations until as many documents wait as ever will, and those that are counted."""
 
 
 def nothing_predicted(lengths: Lengths, rules: Rules) -> str | None:
-    """Why training refuses documents of these lengths (tokens), none of which has a second token; None where it does
-    not."""
+    """Why training refuses documents of these lengths (tokens): none has a second token. None if one has."""
     if rules.predict(lengths):
         return None
     return (
@@ -30,11 +29,12 @@ def nothing_predicted(lengths: Lengths, rules: Rules) -> str | None:
 
 
 MOST_EPOCHS = 100
-"""Passes over a corpus in one step, above which a command does not plan: a corpus of a few tokens takes it minutes."""
+"""Commands refuse to plan a step of more passes over the corpus than this: a corpus of a few tokens would take
+minutes."""
 
 
 def too_small(lengths: Lengths, step_tokens: int) -> str | None:
-    """Why a command does not plan steps of so many tokens over documents of these lengths; None where it does."""
+    """Why a command refuses steps of this many tokens over documents of these lengths; None if it accepts them."""
     tokens = sum(int(np.asarray(block).sum()) for block in blocks(lengths))
     if step_tokens <= MOST_EPOCHS * tokens:
         return None
@@ -45,10 +45,11 @@ def too_small(lengths: Lengths, step_tokens: int) -> str | None:
 
 
 def too_many_documents(sample: Sequence[int], window: int, most: int, per_window: float) -> str | None:
-    """A warning, where documents are so short that the cap on documents leaves micro-batches nearly empty.
+    """A warning if documents are so short that the limit on documents leaves micro-batches nearly empty, else None.
 
-    sample: lengths of documents (tokens). most: documents of a micro-batch. per_window: micro-batches for each window,
-    at most. Documents of 2 tokens, windows of 100 and 10 documents a micro-batch: 20 % of the tokens asked for.
+    sample: lengths of documents (tokens). most: documents per micro-batch. per_window: the most micro-batches per
+    window. Example: documents of 2 tokens, windows of 100 and 10 documents per micro-batch: 20 % of the tokens asked
+    for.
     """
     mean = float(np.mean(np.asarray(sample)))
     share = mean * most * per_window / window
@@ -62,10 +63,11 @@ def too_many_documents(sample: Sequence[int], window: int, most: int, per_window
 
 
 def unpaired(sample: Sequence[int], window: int, packer: VarlenPacker) -> str | None:
-    """A warning, where documents above half of Lmax leave so much room that fewer tokens train than were asked for.
+    """A warning if documents longer than half of Lmax waste so much space that fewer tokens train than asked for,
+    else None.
 
-    sample: lengths of documents (tokens). packer: a new one of a few windows, which is used up. Nothing is tried where
-    such documents hold few of the tokens.
+    sample: lengths of documents (tokens). packer: a new one of a few windows, which is used up. It is not run if such
+    documents hold few of the tokens.
     """
     lengths = sampled(sample)
     large = lengths[2 * lengths > packer.max_tokens]

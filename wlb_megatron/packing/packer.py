@@ -20,8 +20,9 @@ Grid = tuple[tuple[MicroBatch, ...], ...]
 
 
 class Ranks(NamedTuple):
-    """Data-parallel size, pipeline stages, model chunks of a stage, and of how many micro-batches an interleaved
-    schedule takes a multiple."""
+    """Data-parallel size, pipeline stages, model chunks per stage, and the number of which an interleaved schedule's
+    micro-batches are a multiple.
+    """
 
     dp: int = 1
     pp: int = 1
@@ -29,7 +30,7 @@ class Ranks(NamedTuple):
     group: int = 1
 
     def law(self, cost: CostModel) -> StepLaw:
-        """What a step takes on these ranks."""
+        """The law that predicts a step on these ranks."""
         costs = (cost.per_micro_batch, *cost.least_micro_batch, cost.per_chunk)
         each, forward, backward, chunk = (round(UNITS_PER_TOKEN * tokens) for tokens in costs)
         return StepLaw(self.pp, self.vpp, self.group, each, (forward, backward), chunk, cost.backward)
@@ -39,23 +40,29 @@ ONE_RANK = Ranks()
 
 
 class Packed(NamedTuple):
-    """`put_back`: pieces of this iteration's arrivals that the packer cannot promise to train in time; the
-    planner offers them again first in the next iteration, and they count as arriving then. Nearly always empty."""
+    """One iteration's result.
+
+    put_back: pieces of this iteration's arrivals that the packer cannot promise to train in time. The planner offers
+    them again first in the next iteration, and they count as arriving then. Nearly always empty.
+    """
 
     grid: Grid
     put_back: tuple[Piece, ...] = ()
 
 
 class Batch(NamedTuple):
-    """bins: micro-batches of this iteration's global batch, over all ranks. iterations: for how many iterations of
-    that size, this one included, pieces arrived; with a packer of several intake_batches 0 where none were due."""
+    """One iteration's global batch.
+
+    bins: its micro-batches, over all ranks. iterations: for how many iterations of that size, this one included,
+    pieces arrived. With a packer of several intake_batches it is 0 if none were due.
+    """
 
     bins: int
     iterations: int = 1
 
 
 class Packer(Protocol):
-    """State of one packing policy. Not thread-safe; every rank runs its own and all get the same plans."""
+    """State of one packing policy. Not thread-safe. Every rank runs its own, and all make the same plans."""
 
     bins: int
     """Windows of a global batch, over all ranks; of the largest one if batches grow. There are as many micro-batches,
@@ -83,27 +90,27 @@ class Packer(Protocol):
         """Pieces that arrived and have not trained, oldest first."""
 
     def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
-        """One iteration's micro-batches. Arrived pieces come in stream order, none empty or above the window (chunks:
-        the longest document).
-        From one iteration to the next, batch.bins may grow.
+        """One iteration's micro-batches.
 
-        draining: the stream has ended, release what waits; only then may a micro-batch be empty, and only
-        when nothing waits any more.
+        arrived: pieces in stream order, none empty or longer than the window (with chunks: than the longest
+        document). batch.bins may grow from one iteration to the next. draining: the stream has ended, so release what
+        waits. Only then may a micro-batch be empty, and only if nothing waits any more.
         """
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """What `state` returns now, made when called, also after later calls of `pack`. Cheap: one is taken in each
-        iteration, and few are asked for."""
+        """A function that returns what `state` returns now, even after later calls of `pack`. It is cheap, because
+        one is taken in each iteration and few are called.
+        """
 
     def state(self) -> dict[str, Any]:
-        """What waits, as JSON-able integers; to be taken between two calls of `pack`."""
+        """What waits, as JSON-able integers. Call it between two calls of `pack`."""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from `state`. Raises ValueError if it was made with other settings, and says which."""
+        """Continues from `state`. Raises ValueError that names the setting if it was made with other settings."""
 
 
 def read_per_window(text: str) -> float | None:
-    """Micro-batches for each window of `config.micro_batches_per_window`, None for auto."""
+    """Micro-batches per window from `config.micro_batches_per_window`; None for auto."""
     if text == "auto":
         return None
     try:
@@ -121,12 +128,12 @@ MOST_PER_WINDOW = 64
 
 
 def most_per_window(law: StepLaw, per_window: float | None, *, always: bool = False) -> int:
-    """Micro-batches that a window is given at most, in whole ones; see StepLaw.counts."""
+    """The most micro-batches per window, rounded up to a whole number; see StepLaw.counts."""
     return law.counts(law.group, per_window, always=always)[-1] // law.group
 
 
 def check_settings(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise ValueError naming every setting in which a saved state differs from the present run."""
+    """Raises ValueError that names every setting in which a saved state differs from this run."""
     if changed := changes(saved, now, value=repr):
         raise WlbError(
             f"the saved packing state does not fit these settings: {'; '.join(changed)}: set them as before"

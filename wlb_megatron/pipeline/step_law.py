@@ -14,20 +14,21 @@ from fractions import Fraction
 from wlb_megatron.pipeline.step_time import step_time
 
 PAYS = 95
-"""Of the time of one micro-batch a window (percent): what another number must keep to. Packing for a free number gives
-up like works within an iteration, which costs a few percent where the number in the end is the same."""
+"""Another number of micro-batches must take at most this percentage of the time of one per window. Packing for a free
+number gives up equal works within an iteration, which costs a few percent if the final number is the same."""
 
 EXACT = 4
-"""Of many data-parallel ranks, the events of the costliest ones alone are worked out."""
+"""With many data-parallel ranks, only this many of the costliest ones are simulated by events."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLaw:
-    """The pipeline of one data-parallel rank, and what a micro-batch costs beside its documents.
+    """The pipeline of one data-parallel rank, and what a micro-batch costs besides its documents.
 
-    pp: stages. vpp: model chunks of a stage. group: an interleaved schedule takes its micro-batches in multiples of
-    it. per_micro_batch: work units that each micro-batch adds. least: work units that its forward and its backward take
-    at least. per_chunk: work units that a micro-batch of a group adds. backward: how many times as long as a forward.
+    pp: stages. vpp: model chunks per stage. group: an interleaved schedule takes its micro-batches in multiples of
+    it. per_micro_batch: work units that each micro-batch adds. least: work units that its forward and its backward
+    take at least. per_chunk: work units that a micro-batch of a group adds. backward: how many times as long as a
+    forward.
     """
 
     pp: int = 1
@@ -39,10 +40,11 @@ class StepLaw:
     backward: int = 2
 
     def occupied(self, work: int) -> int:
-        """Work units for which a micro-batch of documents of `work` occupies a stage (all its chunks).
+        """Work units for which a micro-batch of documents of `work` occupies a stage (all its model chunks).
 
-        On a stage alone, launches of a backward hide behind its forward: only their sum counts. In a pipeline the host
-        waits between the two. Work 30, least 12 and 14: 32 in a pipeline (a forward of 12, a backward of 20).
+        Without a pipeline, a backward's launches hide behind its forward, so only the sum of both counts. In a
+        pipeline the host waits between the two. Example: work 30, least 12 and 14: 32 in a pipeline (a forward of 12,
+        a backward of 20).
         """
         if self.pp == 1:
             return max(work + self.per_micro_batch, sum(self.least))
@@ -50,22 +52,24 @@ class StepLaw:
         return sum(self._ways(work + self.per_micro_batch)) // parts
 
     def _ways(self, work: int) -> tuple[int, int]:
-        """The forward's and the backward's times, in units divided by 1 + backward."""
+        """The times of forward and backward, in units divided by 1 + backward."""
         parts, (forward, backward) = 1 + self.backward, self.least
         return max(work, parts * forward), max(self.backward * work, parts * backward)
 
     def fill(self, longest: int) -> int:
-        """Work units of filling and draining at the pace of a micro-batch that occupies `longest`."""
+        """Work units to fill and drain the pipeline at the pace of a micro-batch that occupies `longest`."""
         return (self.pp - 1) * longest // self.vpp
 
     def estimate(self, count: int, work: int, largest: int = 0) -> int:
-        """About what `count` like micro-batches of `work` in all take, one of them at least `largest`."""
+        """Estimated time of `count` equal micro-batches of `work` in all, one of them at least `largest`."""
         each = self.occupied(work // count)
         return count * each + self.fill(max(self.occupied(largest), each))
 
     def worthwhile(self, counts: Sequence[int], work: int) -> list[int]:
-        """The first of the counts, and those with which evenly spread work takes less time than with the first; none of
-        them where the best takes more than PAYS hundredths of that time."""
+        """The first of the counts, and those with which evenly spread work takes less time than with the first.
+
+        Returns only the first if the best takes more than PAYS hundredths of its time.
+        """
         first, *others = counts
         usual = self.estimate(first, work)
         times = {count: self.estimate(count, work) for count in others}

@@ -15,14 +15,14 @@ from wlb_megatron.packing.varlen.thresholds import MOST_AT_ONCE, MOST_BINS, samp
 from wlb_megatron.workload.cost_model import CostModel
 
 LONGEST = (3, 4)
-"""Windows of the longest micro-batch of a plan with chunks (a ratio): a longer document comes in several."""
+"""The longest micro-batch of a plan with chunks, in windows. A longer document is cut into chunks."""
 
 PAYS = 0.98
-"""Chunks are taken where a step is predicted to take at most this share of the time that it takes with whole ones."""
+"""Chunks are used if their predicted step takes at most this share of the step with whole documents."""
 
 
 def holds_whole(config: WlbConfig, window: int, alignment: int = 1) -> bool:
-    """Whether micro-batches are long enough for uncut documents: Lmax is 1.25 windows or more, or left open."""
+    """Whether micro-batches can hold uncut documents: Lmax is 1.25 windows or more, or not set."""
     return config.max_tokens is None or config.max_tokens // alignment * alignment * 4 >= window * 5
 
 
@@ -32,12 +32,14 @@ class ChunkChoice(NamedTuple):
 
 
 def with_chunks(limits: Limits, max_tokens: int | None, alignment: int) -> Limits:
-    """The limits of a plan with chunks: nothing is delayed, micro-batches are shorter."""
+    """The limits of a plan with chunks: no delay, shorter micro-batches."""
     return replace(limits, capacity=chunk_capacity(limits.window, max_tokens, alignment), max_delay=0)
 
 
 def chunk_capacity(window: int, max_tokens: int | None, alignment: int) -> int:
-    """Tokens of the longest micro-batch of a plan with chunks. max_tokens: as asked for, None: the longest of use."""
+    """Tokens of the longest micro-batch of a plan with chunks. max_tokens: the flag's value; None: the longest
+    useful.
+    """
     most = window * LONGEST[0] // LONGEST[1]
     return max(alignment, min(most, max_tokens or most) // alignment * alignment)
 
@@ -105,7 +107,7 @@ def _asked_for(config: WlbConfig) -> tuple[str, str] | None:
 
 
 def settings_refused(config: WlbConfig) -> list[tuple[str, str]]:
-    """(flag, cure) of each of the plugin's own settings that documents in chunks cannot obey."""
+    """(flag, cure) of each of the plugin's own settings that cannot be combined with documents in chunks."""
     rows = (
         (
             config.cp_mode == "dynamic",

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LEAST_RELEASE = (0, 17)
-"""The first megatron-core whose schedule can be told to run more forwards ahead."""
+"""The first megatron-core whose schedule can run more forwards ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """What Megatron is told, as far as it decides about chunks.
+    """Megatron's settings that decide about chunks.
 
-    stages, virtual: of the pipeline, model chunks of a stage. tensor, expert, expert_tensor: parallel sizes.
-    mtp: further tokens that are predicted. balancing: kinds of routers' losses. shards_weights: FSDP of either kind.
-    offloads: activations, in the order of micro-batches; offloads_layers: whole layers. release: of megatron-core.
+    stages, virtual: pipeline stages, model chunks per stage. tensor, expert, expert_tensor: parallel sizes. mtp:
+    further tokens that are predicted. balancing: kinds of routers' losses. shards_weights: FSDP of either kind.
+    offloads: offloads activations in the order of micro-batches. offloads_layers: offloads whole layers. release: of
+    megatron-core.
     """
 
     stages: int = 1
@@ -69,10 +70,10 @@ class Trainer:
 
     @property
     def in_step(self) -> bool:
-        """Whether data-parallel ranks meet in every forward and backward, so that they need the same groups.
+        """Whether data-parallel ranks communicate in every forward and backward, so that they need the same groups.
 
-        Ranks that share experts exchange tokens there, routers that balance over all ranks (again under recompute)
-        their counts, FSDP's ranks parameters and gradients.
+        Ranks that share experts exchange tokens there. Routers that balance over all ranks exchange counts (again
+        under recompute). FSDP's ranks exchange parameters and gradients.
         """
         experts = self.experts > 0 and (
             self.expert > 1

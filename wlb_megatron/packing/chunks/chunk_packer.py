@@ -29,11 +29,11 @@ from wlb_megatron.workload.cost_model import CostModel
 _WORK = itemgetter(0)  # of items: quicker than by name
 
 TRIED = 3
-"""Numbers of micro-batches that are filled at most; a rough estimate chooses them."""
+"""The most numbers of micro-batches that are packed and compared; a rough estimate chooses them."""
 
 HELD = 110
-"""Percent of the windows in flight, one a stage, that a stage should hold at once. A schedule with whole documents and
-an Lmax of 1.5 windows may hold 150."""
+"""The most that a stage should hold at once, in percent of the windows in flight (one per stage). With whole
+documents and an Lmax of 1.5 windows a schedule may hold 150."""
 
 
 class _Tried(NamedTuple):
@@ -46,10 +46,11 @@ _WORST = (1 << 62, 0, 0, 0)
 
 
 class ChunkPacker:
-    """Everything that arrived trains in its iteration, in as many micro-batches as give the least predicted step.
+    """Trains everything that arrived in its iteration, in the number of micro-batches with the least predicted step.
 
-    What finds no room (a capacity or a cap on documents set very low) trains in the next one. All chunks of a document
-    are in one iteration, on one data-parallel rank, in order. States are the varlen packer's: what waits.
+    What does not fit (if Lmax or the limit on documents is very low) trains in the next iteration. All chunks of a
+    document are in one iteration, on one data-parallel rank, in order. Its states are the varlen packer's: what
+    waits.
     """
 
     intake_batches = 1
@@ -114,15 +115,16 @@ class ChunkPacker:
         return Packed(tuple(tuple(one.micro_batch() for one in row) for row in best.grid))
 
     def _count_of_one_document_each(self, ranks: Sequence[Sequence[Item]]) -> int:
-        """Micro-batches in which every document, cut where it is too long for one, has one of its own: none is left
-        out, at the price of a step of many small ones."""
+        """The number of micro-batches that gives every document (cut if it is too long) its own micro-batch. No
+        document is left out, at the price of a step of many small ones.
+        """
         return max(1, *(sum(-(-item.tokens // self._limits.capacity) for item in rank) for rank in ranks))
 
     def _better(self, best: _Tried, ranks: Sequence[Sequence[Item]], count: int) -> _Tried:
-        """The best so far, or the grid of `count` micro-batches a rank where its price is less.
+        """The best so far, or the grid of `count` micro-batches per rank if its price is lower.
 
-        price: documents left out, empty micro-batches, tokens held above what should be, and the predicted step. None
-        of them falls with further ranks, so that these are not filled once it is too high.
+        price: documents left out, empty micro-batches, tokens held above the limit, and the predicted step, in this
+        order. None of them falls as ranks are added, so remaining ranks are skipped once it is too high.
         """
         columns: list[list[Filled]] = []
         left: list[Item] = []
@@ -162,7 +164,7 @@ class ChunkPacker:
         return self.snapshot()()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """What waited trains in the next iteration, whatever bound on delay it had."""
+        """Everything that waited trains in the next iteration, whatever its bound on delay."""
         check_settings(state["settings"], {name: self._settings()[name] for name in ("packing", "window")})
         saved = decode(state["waiting"])
         self._waiting = self._items([item.piece for item in saved], [item.entry for item in saved])
@@ -178,19 +180,19 @@ class ChunkPacker:
 
 
 def held(window: int, windows: int, stages: int, longest: int = 0) -> int:
-    """Tokens that a stage should hold at once at most. windows: of a data-parallel rank in an iteration. longest:
-    tokens of the longest document.
+    """The most tokens that a stage should hold at once.
 
-    A document above the window has a group that spans most of the iteration, and what ran before it is held, too; the
-    document may be what crosses the end of the rank's share, and adds to it. Both are then in flight.
+    windows: of a data-parallel rank in an iteration. longest: tokens of the longest document. A document longer than
+    the window has a group that spans most of the iteration, and what ran before it is also held. The document may
+    cross the end of the rank's share, and then adds to it. Both are then in flight.
     """
     return windows * window + longest if longest > window else min(windows, stages) * window * HELD // 100
 
 
 def most_held(tokens: Sequence[int], groups: Sequence[int], law: StepLaw) -> int:
-    """Tokens that the first stage holds at once, at most, from their forward to the end of their backward.
+    """The most tokens that the first stage holds at once, from their forward to the end of their backward.
 
-    Stages 2, tokens 5 3 4, groups 2 1: forwards 0 1 2, then backward 1, so 12 at most.
+    Example: 2 stages, tokens 5 3 4, groups 2 1: forwards 0 1 2, then backward 1, so at most 12.
     """
     if law.pp == 1:  # one stage runs a group's backwards as soon as all its forwards have run
         ends = list(accumulate(groups))

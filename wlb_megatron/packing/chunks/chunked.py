@@ -35,7 +35,7 @@ _WORK, _TOKENS, _PIECE = itemgetter(0), itemgetter(1), itemgetter(4)  # of items
 
 
 class Filled(NamedTuple):
-    """A micro-batch to be: several numbers of micro-batches are filled for one plan."""
+    """A planned micro-batch. Several numbers of micro-batches are packed for one plan."""
 
     items: list[Item]
     work: int
@@ -46,7 +46,7 @@ class Filled(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Micro-batches that stay side by side, in order: a group, or one alone."""
+    """Micro-batches that stay adjacent, in order: a group, or a single one."""
 
     micro_batches: tuple[Filled, ...]
 
@@ -60,7 +60,7 @@ class Unit(NamedTuple):
 
 
 def spread_over_ranks(items: Sequence[Item], dp: int) -> list[list[Item]]:
-    """Whole documents to data-parallel ranks, by falling work, each to the rank with least work so far."""
+    """Assigns whole documents to data-parallel ranks, by falling work, each to the rank with the least work so far."""
     ranks: list[list[Item]] = [[] for _ in range(dp)]
     heap = [(0, rank) for rank in range(dp)]
     for item in items:
@@ -73,10 +73,11 @@ def spread_over_ranks(items: Sequence[Item], dp: int) -> list[list[Item]]:
 def fill(
     items: Sequence[Item], count: int, capacity: int, most_documents: int, cost: CostModel
 ) -> tuple[list[Unit], list[Item]]:
-    """`count` micro-batches of like work out of one rank's documents, and what found no room.
+    """`count` micro-batches of similar work from one rank's documents, and the documents that did not fit.
 
-    items: whole documents by falling work. capacity: tokens of a micro-batch. Fewer units than micro-batches where
-    some are groups. A micro-batch may be empty where there are fewer documents and chunks than micro-batches.
+    items: whole documents by falling work. capacity: tokens of a micro-batch. There are fewer units than
+    micro-batches if some are groups. A micro-batch may be empty if there are fewer documents and chunks than
+    micro-batches.
     """
     works, tokens = (
         np.fromiter(map(column, items), dtype=np.int64, count=len(items)) for column in (_WORK, _TOKENS)
@@ -103,11 +104,11 @@ def fill(
 def chunk_counts(
     works: npt.ArrayLike, tokens: npt.ArrayLike, count: int, capacity: int, full: int = 1 << 62
 ) -> IntArray:
-    """Into how many chunks each document is cut (int64[n]), 1: it stays whole. works, tokens: int64[n].
+    """int64[n]: into how many chunks each document is cut; 1: it stays whole. works, tokens: int64[n].
 
-    As many as bring its chunks nearest to a micro-batch's share of the work, and at least as many as `capacity` asks
-    for: where they are of equal work, the first is the longest, and has at most `full`, a document of `capacity`
-    tokens. Where these are more than `count`, those documents give one up whose chunks grow least by it, if any can.
+    The number is the one whose chunks come closest to a micro-batch's share of the work, but at least what `capacity`
+    requires. With chunks of equal work the first is the longest and has at most `full`, a document of `capacity`
+    tokens. If all chunks are more than `count`, the documents whose chunks grow least give up one, if any can.
     """
     works, tokens = np.asarray(works, dtype=np.int64), np.asarray(tokens, dtype=np.int64)
     share = max(1, int(works.sum()) // count)
@@ -134,8 +135,10 @@ def chunk_counts(
 
 
 def cut(item: Item, number: int, cost: CostModel, capacity: int = 1 << 62) -> list[Item]:
-    """The document in `number` chunks of about equal work, in order, none empty or of more than `capacity` tokens. Ends
-    are whole tokens."""
+    """The document in `number` chunks of about equal work, in order, none empty or longer than `capacity` tokens.
+
+    Chunks end at whole tokens.
+    """
     length = item.tokens
     whole = length + length * length / cost.quadratic_at
     ends: list[int] = []
@@ -162,7 +165,7 @@ def cut(item: Item, number: int, cost: CostModel, capacity: int = 1 << 62) -> li
 
 
 def in_order(units: Sequence[Unit]) -> tuple[list[Filled], tuple[int, ...]]:
-    """Micro-batches with least work first and last, groups side by side; and the sizes of the groups."""
+    """Micro-batches with the least work first and last and groups adjacent, and the sizes of the groups."""
     rising = sorted(range(len(units)), key=lambda i: (units[i].mean_work, i))
     order = [units[i] for i in rising[::2] + rising[1::2][::-1]]
     return [one for unit in order for one in unit.micro_batches], tuple(unit.size for unit in order)

@@ -19,10 +19,10 @@ from wlb_megatron.plan import MicroBatch
 _TOKENS = itemgetter(1)  # of items: quicker than by name
 
 TRIED = 3
-"""Numbers of micro-batches that are filled and whose steps are worked out; a rough estimate chooses them."""
+"""How many numbers of micro-batches are packed and simulated; a rough estimate chooses them."""
 
 Fill = Callable[[int], tuple[Bins, list[Item]]]
-"""Bins of that number with all that trains, and what found no room."""
+"""Returns that many bins with everything that trains, and what did not fit."""
 
 
 class Arranged(NamedTuple):
@@ -33,11 +33,11 @@ class Arranged(NamedTuple):
 def arrange(
     fill: Fill, counts: Sequence[int], lot: tuple[int, int, int], limits: Limits, ranks: Ranks, law: StepLaw
 ) -> Arranged:
-    """The grid with the least predicted step of those with counts[i] micro-batches a rank.
+    """The grid with the least predicted step, over numbers counts[i] of micro-batches per rank.
 
-    lot: documents, their summed work and the largest one's work. No micro-batch is empty: there are at least as
-    many documents as bins, or the fewest bins are taken. A number that leaves documents without room, or holds more
-    tokens at a time than one micro-batch a window may, counts only where all do.
+    lot: number of documents, their summed work, and the largest one's work. No micro-batch is empty: there are at
+    least as many documents as bins, or the smallest number of bins is taken. A number that leaves documents out, or
+    holds more tokens at a time than one micro-batch per window may, is considered only if all numbers do.
     """
     documents, work, largest = lot
     windows = limits.bins // ranks.dp
@@ -70,16 +70,16 @@ def arrange(
 
 
 def held_at_once(law: StepLaw) -> int:
-    """Micro-batches whose activations the first stage holds at most, rounded up to whole ones."""
+    """The most micro-batches whose activations the first stage holds, rounded up to whole ones."""
     if law.vpp == 1:
         return law.pp
     return -(-(2 * (law.pp - 1) + (law.vpp - 1) * law.pp + 1) // law.vpp)
 
 
 def most_held(grid: Sequence[Sequence[Filled | MicroBatch]], law: StepLaw) -> int:
-    """Tokens, without padding, of the consecutive micro-batches that a rank's first stage holds at once, at most.
+    """The most tokens, without padding, of consecutive micro-batches that a rank's first stage holds at once.
 
-    Stages 2, tokens 5 3 4: 8.
+    Example: 2 stages, tokens 5 3 4: 8.
     """
     at_once, most = held_at_once(law), 0
     for column in zip(*grid, strict=True):

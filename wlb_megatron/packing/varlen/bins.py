@@ -37,8 +37,11 @@ class Bins:
         return twin
 
     def add(self, item: Item, ceiling: int = UNBOUNDED) -> bool:
-        """To the bin with least work if it fits there, else to the one with least tokens if it fits there, else
-        nowhere (WLB-LLM, algorithm 1). It fits if the bin then has at most `capacity` tokens and `ceiling` work."""
+        """Adds to the bin with the least work if the item fits there, else to the bin with the fewest tokens, else to
+        none.
+
+        (WLB-LLM, algorithm 1.) It fits if the bin then has at most `capacity` tokens and `ceiling` work.
+        """
         at = self._place_for(item)
         if at < 0 or self.work[at] + item[0] > ceiling:
             return False
@@ -55,9 +58,9 @@ class Bins:
         return at
 
     def add_all(self, items: Iterable[Item]) -> list[Item]:
-        """Add each in turn; returns those that fit nowhere.
+        """Adds each item in turn; returns those that fit nowhere.
 
-        The same as `add`, written out for the bin with least work: an iteration has tens of thousands of items.
+        This is `add`, inlined for the bin with the least work, because an iteration has tens of thousands of items.
         """
         heap, works, tokens, documents = self._lightest, self.work, self.tokens, self.documents
         capacity, most, replace = self.capacity, self.max_documents, heapq.heapreplace
@@ -86,7 +89,7 @@ class Bins:
         return [item for item, at in zip(items, places, strict=True) if at < 0]
 
     def add_shortest(self, item: Item) -> bool:
-        """To the bin with least tokens, whatever its work."""
+        """Adds to the bin with the fewest tokens, whatever its work."""
         at = self._least(self._shortest, self.tokens)
         if at < 0 or self.tokens[at] + item.tokens > self.capacity:
             return False
@@ -94,7 +97,7 @@ class Bins:
         return True
 
     def place(self, item: Item, at: int) -> None:
-        """Into the bin `at`, whatever it holds."""
+        """Adds to the bin `at`, whatever it holds."""
         self._put(item, at)
 
     def _put(self, item: Item, at: int) -> None:
@@ -110,9 +113,9 @@ class Bins:
         return at
 
     def _least(self, heap: list[tuple[int, int]], now: list[int]) -> int:
-        """The bin with least `now` that may take one more piece, -1 if none.
+        """The bin with the least `now` that can take one more piece, -1 if there is none.
 
-        Bins only grow, so a stale row is too small: it comes up first and is mended here.
+        Bins only grow, so an outdated heap row is too small: it comes up first and is corrected here.
         """
         while heap:
             seen, at = heap[0]
@@ -125,10 +128,10 @@ class Bins:
         return -1
 
     def poured(self, work: int, tokens: int) -> tuple[int, int]:
-        """(largest, sum) of the bins' work if short documents of that work and tokens were poured in like water.
+        """(largest, sum) of the bins' work if short documents of that work and tokens were spread like a liquid.
 
-        Each bin takes water up to its capacity in tokens; water that finds no room is left out. Bins of 6 and 2
-        work with room for more than 4 tokens each, 8 tokens of 8 work: both rise to 8, so (8, 16).
+        Each bin takes up to its capacity in tokens; what does not fit is left out. Example: bins of 6 and 2 work with
+        space for more than 4 tokens each, 8 tokens of 8 work: both rise to 8, so (8, 16).
         """
         total = sum(self.work)
         if not work:

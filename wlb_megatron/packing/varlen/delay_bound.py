@@ -16,11 +16,11 @@ from wlb_megatron.packing.varlen.outlier_queues import Item
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What every iteration keeps to.
+    """Limits that every iteration keeps.
 
-    bins: micro-batches of the global batch, none empty. window: tokens of the longest piece. capacity: Lmax, most
-    tokens of a micro-batch, above the window. max_documents: most pieces of one. max_delay: a piece that arrives in
-    iteration i trains in iteration i + max_delay at the latest.
+    bins: micro-batches of the global batch, none empty. window: tokens of the longest piece. capacity: Lmax, the most
+    tokens of a micro-batch, more than the window. max_documents: most pieces of a micro-batch. max_delay: a piece
+    that arrives in iteration i trains in iteration i + max_delay at the latest.
     """
 
     bins: int
@@ -30,7 +30,7 @@ class Limits:
     max_delay: int
 
     def share(self, item: Item) -> int:
-        """What a piece takes, at worst, of `whole`."""
+        """The most of `whole` that a piece may take."""
         return item.tokens * self.max_documents + self.capacity - self.window
 
     @property
@@ -41,8 +41,7 @@ class Limits:
     def must_go(self, waiting: Sequence[Item], iteration: int) -> list[Item]:
         """The oldest pieces, as many as must train in `iteration` so that each of the others still can in time.
 
-        waiting: by age. If the iterations before kept to this, what must go fits, added oldest first to the
-        shortest bin.
+        waiting: by age. If earlier iterations kept to this, the result fits, added oldest first to the shortest bin.
         """
         need, before = 0, 0
         for item in waiting:
@@ -58,7 +57,7 @@ class Limits:
         return due
 
     def too_many(self, waiting: Sequence[Item], iteration: int) -> int:
-        """How many of the newest, all arrived in `iteration`, cannot be promised to train in time."""
+        """How many of the newest pieces, all arrived in `iteration`, cannot be promised to train in time."""
         before = sum(map(self.share, waiting))
         count = 0
         for item in reversed(waiting):

@@ -21,15 +21,15 @@ from wlb_megatron.packing.varlen.release import FULL, SCALE, THIN, URGENCY, Situ
 from wlb_megatron.pipeline.step_law import StepLaw
 
 MOST = 200
-"""An iteration trains at most this percentage of a global batch's tokens, but for what its bound on delay demands."""
+"""An iteration trains at most this percentage of a global batch's tokens, unless its bound on delay demands more."""
 
 RISE = 4
-"""The price of waiting counts so many times: a bubble of a pipeline is a larger share of a step than imbalance is, and
-the price should begin near where it keeps the mean delay at its aim."""
+"""Factor on the price of waiting. A pipeline's bubble is a larger share of a step than imbalance is, and the price
+should start near the value that keeps the mean delay at its aim."""
 
 
 class Lot(NamedTuple):
-    """What trains, so far: summed work and tokens, and the largest document's work."""
+    """Summed work and tokens of what trains so far, and the largest document's work."""
 
     work: int
     tokens: int
@@ -48,8 +48,11 @@ def choose_height(
     counts: Sequence[int],
     dp: int,
 ) -> list[int]:
-    """How many of each level train now, oldest first; at least `due` of each, which `lot` holds with all else that
-    trains in any case. counts: micro-batches that a rank may get. dp: data-parallel ranks."""
+    """How many of each level train now, oldest first; at least `due` of each.
+
+    lot: the due documents and everything else that trains in any case. counts: numbers of micro-batches that a rank
+    may get. dp: data-parallel ranks.
+    """
 
     def value(height: int) -> tuple[int, list[int]]:
         released, after, gain = list(due), lot, 0
@@ -71,8 +74,9 @@ def choose_height(
 
 
 def _cost(lot: Lot, now: Situation, law: StepLaw, counts: Sequence[int], dp: int) -> int:
-    """Time that a step takes beside its documents' work, as a share of that work, and what a thin batch costs: in
-    1 / SCALE."""
+    """A step's time in excess of its documents' work, as a share of that work, plus the cost of a thin batch; in 1 /
+    SCALE.
+    """
     if not lot.work:
         return 0
     share = lot.work // dp  # of one rank

@@ -13,10 +13,10 @@ from wlb_megatron.plan import Piece
 
 
 class Item(NamedTuple):
-    """A piece with what packing needs of it.
+    """A piece with what packing needs to know about it.
 
-    work: in the cost model's units. serial: counts arrivals, so that comparisons never tie and sorting by it is
-    sorting by age. entry: the iteration in which it arrived.
+    work: in the cost model's units. serial: counts arrivals, so that comparisons never tie and sorting by it sorts by
+    age. entry: the iteration in which it arrived.
     """
 
     work: int
@@ -33,17 +33,17 @@ def items_of(
     entries: Sequence[int],
     pieces: Sequence[Piece],
 ) -> list[Item]:
-    """Items of these columns. (As Item._make would make them, in half its time.)"""
+    """Items from these columns. (Same result as Item._make, in half its time.)"""
     return list(map(tuple.__new__, repeat(Item), zip(works, tokens, serials, entries, pieces, strict=True)))
 
 
 def by_falling_work(items: list[Item]) -> list[Item]:
-    """Of equal work, the one that comes first in `items` (the older) stays first."""
+    """Sorts by falling work. Ties keep their order in `items` (the older first)."""
     return sorted(items, key=itemgetter(0), reverse=True)
 
 
 class OutlierQueues:
-    """First-in-first-out queues; a document of at least thresholds[i] tokens waits in the highest such level i."""
+    """First-in-first-out queues. A document waits in the highest level i with thresholds[i] <= its tokens."""
 
     def __init__(self, thresholds: Sequence[int]) -> None:
         if min(thresholds, default=1) < 1 or any(low >= high for low, high in pairwise(thresholds)):
@@ -52,11 +52,15 @@ class OutlierQueues:
         self.levels: list[deque[Item]] = [deque() for _ in thresholds]
 
     def level_of(self, tokens: int) -> int:
-        """-1 if such a document does not wait. Thresholds 4, 8: 3 is -1, 4 is 0, 8 is 1."""
+        """The level of a document of this many tokens, -1 if it does not wait. Thresholds 4, 8: 3 is -1, 4 is 0, 8 is
+        1.
+        """
         return bisect_right(self.thresholds, tokens) - 1
 
     def put(self, item: Item) -> None:
-        """By age, also one that was released and found no room: a resumed run sorts what waits by age."""
+        """Inserts by age, also an item that was released and did not fit, because a resumed run sorts what waits by
+        age.
+        """
         level = self.levels[self.level_of(item.tokens)]
         at = len(level)
         while at and level[at - 1].serial > item.serial:

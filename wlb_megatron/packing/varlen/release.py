@@ -22,23 +22,23 @@ SCALE = 1 << 20
 """Imbalance and prices are integers in units of 1 / SCALE."""
 
 STRETCH = (105, 120)
-"""The best height is tried this much higher, in percent: two middling documents may stand a little above a long one."""
+"""The best ceiling is also tried this many percent higher: two middling documents may together exceed a long one a
+little."""
 
 URGENCY = SCALE // 5
-"""What is added to the price when a document's bound on delay is reached; it grows with the square of its age."""
+"""Added to the price when a document reaches its bound on delay; it grows with the square of its age."""
 
 HELD_SHORT = SCALE // 10
-"""Price a unit of work of short documents that find no room."""
+"""Price per unit of work of short documents that do not fit."""
 
 FULL, THIN = 60, 2 * SCALE
-"""An iteration below FULL percent of a global batch's tokens costs THIN times its shortfall (as a share of the global
-batch) squared: batches far smaller than asked for are bad for training, whatever their balance. At 30 % it is
-(0.6 - 0.3) ** 2 * 2 = 0.18 of imbalance, at 50 % 0.02. At FULL = 80,
-balance was lost on corpora of long documents."""
+"""An iteration below FULL percent of a global batch's tokens costs THIN times the square of its shortfall (as a share
+of the global batch). Batches far smaller than asked for are bad for training, whatever their balance. At 30 % it is
+(0.6 - 0.3) ** 2 * 2 = 0.18 of imbalance, at 50 % 0.02. With FULL = 80, corpora of long documents lost balance."""
 
 
 class Situation(NamedTuple):
-    """What the choice depends on beside the queues. Works in the cost model's units, summed over documents."""
+    """What the choice depends on besides the queues. Works are in the cost model's units, summed over documents."""
 
     iteration: int
     max_delay: int
@@ -60,7 +60,7 @@ class ReleaseChoice(NamedTuple):
 
 
 def choose_release(queues: OutlierQueues, must: ReleaseChoice, now: Situation) -> ReleaseChoice:
-    """`must` (what trains in any case, placed) and the outliers that are best released with it."""
+    """`must` (what trains in any case, already placed) and the outliers that are best released with it."""
     heights = [max(item.work for item in level) for level in queues.levels if level]
     floor = max(must.bins.work)
     ceilings = [floor, *(height for height in heights if height > floor)]
@@ -74,7 +74,7 @@ def choose_release(queues: OutlierQueues, must: ReleaseChoice, now: Situation) -
 
 
 def _fill(queues: OutlierQueues, must: ReleaseChoice, ceiling: int) -> ReleaseChoice:
-    """Empty the queues into the bins under the ceiling, longest level first, each until its oldest does not fit."""
+    """Empties the queues into the bins under the ceiling, longest level first, each until its oldest does not fit."""
     bins, counts = must.bins.copy(), must.counts.copy()
     for i in reversed(range(len(counts))):
         for item in islice(queues.levels[i], counts[i], None):
@@ -85,7 +85,7 @@ def _fill(queues: OutlierQueues, must: ReleaseChoice, ceiling: int) -> ReleaseCh
 
 
 def _value(choice: ReleaseChoice, queues: OutlierQueues, now: Situation) -> int:
-    """Gain of what is released less the imbalance it leaves, in 1 / SCALE. Integers: all ranks agree."""
+    """Gain of what is released minus the imbalance it leaves, in 1 / SCALE. Integers, so that all ranks agree."""
     gain = 0
     for level, count in zip(queues.levels, choice.counts, strict=True):
         for item in islice(level, count):

@@ -34,8 +34,11 @@ _WORK, _TOKENS, _PIECE = itemgetter(0), itemgetter(1), itemgetter(4)  # of items
 
 
 class _Ready(NamedTuple):
-    """What trains in any case, by age: due, of which counts[i] still stand in level i of the queues; leftovers and
-    short ones that are not due."""
+    """What trains in any case, by age.
+
+    due: due items, of which counts[i] are still in level i of the queues. Then leftovers and short items that are not
+    due.
+    """
 
     due: list[Item]
     counts: list[int]
@@ -65,15 +68,15 @@ def lmax(config: WlbConfig, window: int, alignment: int = 1) -> int:
 
 
 class VarlenPacker:
-    """Whole documents in micro-batches of different length and like work.
+    """Packs whole documents into micro-batches of different length and similar work.
 
-    A call of `pack`: short documents and leftovers are ready; outliers wait in their queues. What its bound on delay
-    demands goes first, then every level that holds as many as there are micro-batches, then what balances best
-    (release.py; `by_balance=False` leaves this out and is the paper's algorithm); then the leftovers, then the
-    short ones, by falling work. What does not fit is left over, and ages.
+    In a call of `pack`, short documents and leftovers are ready, and outliers wait in their queues. First go the
+    pieces that the bound on delay demands. Then every level that holds as many as there are micro-batches. Then the
+    outliers that balance best (release.py; `by_balance=False` skips this and is the paper's algorithm). Then the
+    leftovers, then the short documents, by falling work. What does not fit is left over, and ages.
 
-    The bound holds for any lengths: see delay_bound.py. Where documents arrive faster than micro-batches of `capacity`
-    tokens can take uncut ones (lengths just above half of it, say), the newest are put back.
+    The bound holds for any lengths: see delay_bound.py. If documents arrive faster than micro-batches of `capacity`
+    tokens can take uncut ones (for example with lengths just above half of it), the newest are put back.
     """
 
     intake_batches = 1
@@ -183,7 +186,7 @@ class VarlenPacker:
         )
 
     def _balance(self, iteration: int, ready: _Ready) -> Arranged:
-        """As many micro-batches as windows, of like work."""
+        """Packs as many micro-batches as windows, of similar work."""
         due, counts, leftovers, short = ready
         bins, left = self._place_due(due, self._limits.bins)
         choice = self._release_levels(ReleaseChoice(counts, bins))
@@ -233,7 +236,10 @@ class VarlenPacker:
         return items_of(work, lengths, serials, entries, pieces)
 
     def _place_due(self, due: list[Item], number: int) -> tuple[Bins, list[Item]]:
-        """Balanced if all fit that way, else oldest first, which fits; returns what is left of an impossible lot."""
+        """Places due items balanced if all fit that way, else oldest first, which fits.
+
+        Returns what is left if even that is impossible.
+        """
         bins = Bins(number, self._limits.capacity, self._limits.max_documents)
         left = bins.add_all(by_falling_work(due))
         if left:
