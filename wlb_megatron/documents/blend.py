@@ -65,8 +65,11 @@ def split_bounds(split: str, documents: int) -> list[tuple[int, int]]:
 
 
 class Blend:
-    """Several .bin/.idx pairs. Ids run on over the corpora in the given order, whole corpora, whatever the split:
-    with 5 and 3 documents, id 6 is document 1 of the second."""
+    """Several .bin/.idx pairs.
+
+    Ids run through the corpora in the given order, over whole corpora, whatever the split. Example: with 5 and 3
+    documents, id 6 is document 1 of the second.
+    """
 
     def __init__(self, paths: Sequence[str], weights: Sequence[float] | None = None) -> None:
         """weights: one per path, as `parse_blend` gives them; None: each corpus in proportion to its tokens."""

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 Lengths = npt.NDArray[np.integer[Any]]
-"""Tokens of documents, of any integer type: an index's are int32, mapped from its file. Compute with int64 of them."""
+"""Tokens of documents, of any integer dtype (an index's are int32, mapped from its file). Compute with int64 copies."""
 
 SIZE = 1 << 20
 
 
 def blocks(array: npt.NDArray[Any], size: int = SIZE) -> Iterator[npt.NDArray[np.int64]]:
-    """int64 copies of `size` entries after each other, the last one shorter."""
+    """Consecutive int64 copies of `size` entries, the last one shorter."""
     for begin in range(0, len(array), size):
         yield array[begin : begin + size].astype(np.int64)

@@ -18,8 +18,8 @@ EPOCH, DOCUMENT, START, END, CURSOR, RESUME, TOKENS, EMPTY, OVERLONG_COUNT, LOST
 """Columns of a walk's rows: the piece (first four), then the walk's place and counts once it is taken."""
 
 VERSION = 3
-"""Of a stream's state, and of the order that a run with it goes on in. 1: every epoch's order was stored and sorted,
-however large the corpus. 2: the pieces of a split document came after each other."""
+"""Version of a stream's state, and of the order in which its run continues. 1: every epoch's order was stored and
+sorted, however large the corpus. 2: the pieces of a split document followed one another."""
 
 STATE = {
     "epoch": EPOCH,
@@ -69,10 +69,11 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Rules:
-    """How a corpus becomes pieces. window: most tokens of a piece (with overlong "chunk" that of the longest document
-    that trains whole). overlong: what becomes of longer documents, one of config.OVERLONG.
+    """How a corpus becomes pieces.
 
-    seed: shuffles each epoch anew; None keeps the corpus's order. endless: epoch after epoch, or one pass.
+    window: most tokens of a piece (with overlong "chunk", of the longest document that trains whole). overlong: what
+    happens to longer documents, one of config.OVERLONG. seed: shuffles each epoch anew; None keeps the corpus's
+    order. endless: epoch after epoch, or one pass.
     """
 
     window: int
@@ -92,11 +93,11 @@ class Rules:
 
     @property
     def splits(self) -> bool:
-        """Whether a document above the window comes in several pieces."""
+        """Whether a document longer than the window becomes several pieces."""
         return self.overlong in ("split", "chunk")
 
     def kept(self, lengths: IntArray) -> IntArray:
-        """Tokens that are given out of documents of these lengths."""
+        """Tokens that are given out from documents of these lengths."""
         if self.splits:
             return lengths
         return (

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 MOST_STORED = 2**17
-"""Documents of a corpus up to which its order is stored: 1 MB. Changing it changes orders: see corpus.VERSION."""
+"""The largest corpus, in documents, whose order is stored (1 MB). Changing it changes orders: see corpus.VERSION."""
 
 _ROUNDS = 8
 
@@ -44,9 +44,10 @@ class EpochOrder:
 
 
 def epoch_order(count: int, seeds: Sequence[int] | None, *, stored: bool = False) -> EpochOrder:
-    """Order of `count` documents by seeds; None: as they stand. stored: a large corpus too, as version 1 did.
+    """The order of `count` documents by seeds; None: in file order. stored: store it for a large corpus too, as
+    version 1 did.
 
-    Both kinds rest on raw 64-bit draws, whose stream numpy keeps the same from version to version.
+    Both kinds use raw 64-bit draws, whose stream numpy keeps the same from version to version.
     """
     if seeds is None:
         return EpochOrder(count)
@@ -57,10 +58,11 @@ def epoch_order(count: int, seeds: Sequence[int] | None, *, stored: bool = False
 
 
 def permuted(places: IntArray, count: int, keys: npt.NDArray[np.uint64], *, back: bool = False) -> IntArray:
-    """Where a permutation of [0, count) takes each place; back: what it takes there. keys: uint64[even], one a round.
+    """Where a permutation of [0, count) takes each place; back: the inverse. keys: uint64[even], one per round.
 
-    A Feistel network permutes [0, 2**bits), the least power of two of at least `count`; what lands beyond `count` goes
-    through it again until it is within (cycle walking: less than twice in mean). Of 5: 0 to 6, and 6 to 3, is 0 to 3.
+    A Feistel network permutes [0, 2**bits), the smallest power of two of at least `count`. A result of `count` or
+    more goes through it again until it is smaller (cycle walking: less than twice in mean). Example with 5: if 0 goes
+    to 6, and 6 to 3, then 0 goes to 3.
     """
     bits = max(2, (count - 1).bit_length())
     network = _network_back if back else _network
@@ -73,7 +75,7 @@ def permuted(places: IntArray, count: int, keys: npt.NDArray[np.uint64], *, back
 def _network(
     values: npt.NDArray[np.uint64], bits: int, keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    """Each round adds a hash of one half of the bits to the other half (exclusive or), which undoes itself."""
+    """Each round XORs a hash of one half of the bits into the other half, which is its own inverse."""
     low, high, low_mask, high_mask = _halves(values, bits)
     for first, second in keys.reshape(-1, 2):
         high ^= _hash(low ^ first) & high_mask

@@ -42,10 +42,11 @@ LONGEST = (1 << 31) - 1
 
 
 def sample_lengths(lengths: Lengths, window: int, overlong: str, most: int = 65536) -> list[int]:
-    """Tokens of at most `most` pieces, from so many documents, in random order: what thresholds are fitted to.
+    """Tokens of at most `most` pieces, from as many documents, in random order: a sample on which thresholds are
+    fitted.
 
-    Documents and order are drawn by a fixed seed: an even stride would see one kind alone where kinds alternate. Where
-    none that was drawn has a piece, the first that have are taken. [] where none has.
+    A fixed seed draws documents and order, because an even stride would see only one kind where kinds alternate. If
+    no drawn document has a piece, the first ones that have are taken; [] if none has.
     """
     generator = np.random.default_rng(_SEED)
     drawn = lengths[generator.choice(len(lengths), min(most, len(lengths)), replace=False)]

@@ -11,9 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StreamCounts:
-    """What has been given out and what was left out, over all corpora and epochs so far.
+    """What was given out and what was left out, over all corpora and epochs so far.
 
-    tokens: given out. empty: documents without a token. overlong: documents above rules.window. lost_tokens:
+    tokens: given out. empty: documents without a token. overlong: documents longer than rules.window. lost_tokens:
     tokens of truncated or dropped documents.
     """
 
@@ -24,7 +24,7 @@ class StreamCounts:
 
 
 def counts(state: Mapping[str, Any]) -> StreamCounts:
-    """Of `DocumentStream.state()`, up to the piece that it was taken after."""
+    """Counts from a `DocumentStream.state()`, up to the piece after which it was taken."""
     return StreamCounts(
         *(
             sum(corpus[name] for corpus in state["corpora"])
@@ -34,7 +34,7 @@ def counts(state: Mapping[str, Any]) -> StreamCounts:
 
 
 def epochs(state: Mapping[str, Any]) -> list[float]:
-    """How often each corpus has been gone through: 1.25 is once, and a quarter of its documents again."""
+    """Passes through each corpus: 1.25 is one whole pass, then a quarter of its documents again."""
     sizes = [corpus["documents"] for corpus in state["fingerprint"]["corpora"]]
     return [
         corpus["epoch"] + corpus["cursor"] / size
@@ -43,7 +43,7 @@ def epochs(state: Mapping[str, Any]) -> list[float]:
 
 
 def distinguish(names: Sequence[str]) -> list[str]:
-    """The names, numbered from the second time on that one occurs: a, b, a #2."""
+    """The names, numbered from the second occurrence of a name on: a, b, a #2."""
     seen: Counter[str] = Counter()
     told = []
     for name in names:
@@ -66,7 +66,7 @@ def figures(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def describe(figures: Mapping[str, Any], most: int = 4) -> str:
-    """The figures' part of a log line: epochs of the corpora that were gone through most often, what was left out."""
+    """The part of a log line on passes: the corpora with the most passes, and what was left out."""
     passed = sorted(figures["epochs"].items(), key=lambda item: -item[1])
     alone = len(passed) == 1
     each = [f"{value:.3f}" + ("" if alone else f" {Path(name).name}") for name, value in passed[:most]]

@@ -12,11 +12,11 @@ from wlb_megatron.plan import Piece
 
 
 def predictions(pieces: Sequence[Piece], lengths: npt.NDArray[np.int64], further: int = 0) -> tuple[int, ...]:
-    """Tokens of the pieces that predict the next token; and the one after it, and so on, `further` times.
+    """How many tokens of the pieces predict the next token, the one after it, and so on, `further` times.
 
     lengths: int64[n], tokens of each piece's document. A document's last token predicts nothing. A piece's last token
-    predicts the next one where the document goes on, but nothing further: that lies outside the piece. A document of 5
-    tokens has 4, 3, 2 predictions, its first 4 tokens alone have 4, 3, 2, too.
+    predicts the next token if the document continues, but no further one, because that lies outside the piece.
+    Example: a document of 5 tokens has 4, 3, 2 predictions; its first 4 tokens alone have 4, 3, 2, too.
     """
     bounds = np.array([(piece.start, piece.end) for piece in pieces], dtype=np.int64).reshape(-1, 2)
     counts = np.minimum(bounds[:, 1], lengths - 1) - bounds[:, 0]

@@ -39,10 +39,9 @@ IntArray = npt.NDArray[np.int64]
 class DocumentStream:
     """Pieces of at most rules.window tokens, one at a time.
 
-    A blend gives the next piece from the corpus that has had the fewest tokens for its weight so far (the
-    first of equals): weights are shares of tokens, as Megatron's are. The order depends on the seed, the epoch
-    and the corpus's position in the blend, so a corpus given twice comes in two orders. A state keeps the positions:
-    see carry.py.
+    A blend gives the next piece from the corpus that has had the fewest tokens for its weight so far (on a tie, the
+    first): weights are shares of tokens, as in Megatron. The order depends on the seed, the epoch and the corpus's
+    position in the blend, so a corpus given twice comes in two orders. A state keeps the positions: see carry.py.
     """
 
     def __init__(self, corpora: Sequence[Corpus], rules: Rules) -> None:
@@ -82,7 +81,7 @@ class DocumentStream:
         return self._block[self._taken - 1]
 
     def peek(self, most: int) -> list[int]:
-        """Tokens of the next pieces, at most so many. None of them is taken."""
+        """Tokens of the next pieces, at most `most` of them, without taking any."""
         before = self.state()
         coming = [piece.end - piece.start for _ in range(most) if (piece := self.next()) is not None]
         self.load_state(before)
@@ -101,10 +100,10 @@ class DocumentStream:
         return {"version": self._version, "fingerprint": self.fingerprint, "corpora": corpora}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. WlbError, and no change, unless corpora and rules are the same.
+        """Continues where `state` was taken. WlbError, and no change, unless corpora and rules are the same.
 
-        Where documents above the window train whole, they are split at the state's length, if that is less: how long
-        they may be depends on the layout, the order of a run does not.
+        If documents longer than the window train whole, they are split at the state's length if that is less: the
+        longest length depends on the layout, but a run's order must not.
         """
         version = state.get("version")
         if not isinstance(version, int) or not 1 <= version <= VERSION:
@@ -165,8 +164,8 @@ class DocumentStream:
     def _fill(self) -> None:
         """The next block of pieces, empty if there is none.
 
-        A piece's turn comes at (tokens its corpus gave before it) / weight. Every piece of which the turn is
-        known to come before any that is not cut yet goes into the block, by turn, then by corpus.
+        A piece's turn is (tokens its corpus gave before it) / weight. The block holds every piece whose turn is known
+        to come before that of any piece not cut yet, by turn, then by corpus.
         """
         self._settled = self._places()
         horizon = float("inf")
@@ -224,7 +223,7 @@ def _fingerprint(corpora: Sequence[Corpus], rules: Rules) -> dict[str, Any]:
 
 
 def _sha256(lengths: Lengths) -> str:
-    """Of the lengths as little-endian int64."""
+    """Hash of the lengths as little-endian int64."""
     found = hashlib.sha256()
     for block in blocks(lengths):
         found.update(block.astype("<i8", copy=False).data)

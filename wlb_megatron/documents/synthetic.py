@@ -11,8 +11,10 @@ Lengths = npt.NDArray[np.int64]
 
 
 def paper_like(count: int, seed: int = 0, window: int = 131072) -> Lengths:
-    """int64[count]: long-tailed pre-training mix as in WLB-LLM's figure 3. Documents of a quarter window and more
-    are 1 % of documents and 17 % of tokens; none is above the window."""
+    """int64[count]: a long-tailed pre-training mix as in WLB-LLM's figure 3.
+
+    Documents of a quarter window or more are 1 % of documents and 17 % of tokens; none is longer than the window.
+    """
     rng = np.random.default_rng(seed)
     kind = rng.random(count)
     body = rng.uniform(0.0, 0.048, count)
@@ -54,7 +56,7 @@ KINDS: dict[str, Callable[[int, int], Lengths]] = {
 
 
 def cut_overlong(lengths: npt.ArrayLike, window: int) -> Lengths:
-    """Documents above the window cut at it, in order: window 8, lengths 3, 20 give 3, 8, 8, 4."""
+    """Cuts documents longer than the window, in order: window 8, lengths 3, 20 give 3, 8, 8, 4."""
     lengths = np.asarray(lengths, dtype=np.int64)
     parts = -(-lengths // window)
     pieces = np.full(int(parts.sum()), window, dtype=np.int64)

@@ -12,10 +12,10 @@ MOST_OPEN = 64
 
 
 class TokenFiles:
-    """Files by path, opened on first use. Not for several threads at once.
+    """Files by path, opened on first use. Not thread-safe.
 
-    They are read, not mapped: a read that fails is an error with a message, while a mapped page that cannot be read
-    ends the process. Reads leave no position behind, so a forked process may share the files.
+    Files are read, not mapped: a failed read is an error with a message, while a mapped page that cannot be read ends
+    the process. Reads use no file position, so a forked process may share the files.
     """
 
     def __init__(self, most_open: int = MOST_OPEN) -> None:
@@ -52,4 +52,4 @@ class TokenFiles:
 
 
 FILES = TokenFiles()
-"""The process's."""
+"""The files of this process."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Bound(NamedTuple):
-    """A limit on the tokens of a document that trains whole, and what sets it, for people."""
+    """A limit on the tokens of a document that trains whole, and a description of what sets it."""
 
     tokens: int
     of: str
@@ -16,11 +16,11 @@ class Bound(NamedTuple):
 def longest_whole(
     overlong: str, window: int, windows: int, bounds: Sequence[Bound] = (), memory: Bound | None = None
 ) -> tuple[int, str]:
-    """Tokens of the longest document that is not split, and one line that says why; "" unless overlong is chunk.
+    """Tokens of the longest document that is not split, and one line that says why ("" unless overlong is chunk).
 
     window: tokens. windows: that a data-parallel rank trains in its smallest global batch. A document trains on one
-    rank in one iteration, so it has at most so many windows. bounds: further limits. memory: of the GPU, None where it
-    is not known. Window 8, 4 windows, a bound of 20 tokens: 20.
+    rank in one iteration, so this limits its length. bounds: further limits. memory: the GPU's limit, None if
+    unknown. Example: window 8, 4 windows, a bound of 20 tokens: 20.
     """
     if overlong != "chunk":
         return window, ""

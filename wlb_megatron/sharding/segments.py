@@ -20,14 +20,14 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Chunks:
-    """What a micro-batch shares with others of its iteration, where documents are in chunks.
+    """What a micro-batch shares with others of its iteration, if documents are in chunks.
 
-    micro_batch: its number among those of its data-parallel rank.
-    prefixes: int64[n], earlier tokens of its document that each piece attends to.
-    cached: one int64[k, 6] per CP rank, the keys of prefixes that it holds: rows (piece index, start, end, micro-batch,
-        piece index there, end of that piece). Rows of one earlier piece stand together, in the order in which the rank
-        holds them there; those of a piece tile [0, prefix) over the ranks.
-    continued: int64[c], ascending: pieces to which later micro-batches attend.
+    * micro_batch: its index among those of its data-parallel rank.
+    * prefixes: int64[n], earlier tokens of its document that each piece attends to.
+    * cached: one int64[k, 6] per CP rank, the keys of prefixes that it holds: rows (piece index, start, end,
+      micro-batch, piece index there, end of that piece). Rows of one earlier piece are adjacent, in the order in
+      which the rank holds them there. Over all ranks, the rows of a piece tile [0, prefix).
+    * continued: int64[c], ascending: pieces to which later micro-batches attend.
     """
 
     micro_batch: int
@@ -40,12 +40,12 @@ class Chunks:
 class ShardPlan:
     """Segments of one micro-batch by rank.
 
-    lengths: int64[n], tokens of each piece in packed order, the padding piece (if any) last; prefixes do not count.
-    ranks: one int64[k, 3] per CP rank, rows (piece index, start, end), in the order in which the rank
-        holds its tokens. No two rows of a rank touch (see `merge_touching`).
-    one_call: whether one kernel call serves all segments of a rank (one_call.py), instead of two.
-    kind: how it was cut, where that was chosen for this micro-batch; for reports alone.
-    chunks: None where it shares no document with another micro-batch.
+    * lengths: int64[n], tokens of each piece in packed order, the padding piece (if any) last, without prefixes.
+    * ranks: one int64[k, 3] per CP rank, rows (piece index, start, end), in the order in which the rank holds its
+      tokens. No two rows of a rank touch (see `merge_touching`).
+    * one_call: one kernel call computes all segments of a rank (one_call.py), instead of two.
+    * kind: the sharding, if it was chosen for this micro-batch; only for reports.
+    * chunks: None if it shares no document with another micro-batch.
     """
 
     lengths: IntArray
@@ -70,7 +70,9 @@ class ShardPlan:
 
     @cached_property
     def key_starts(self) -> IntArray:
-        """int64[n + 1]: where each piece's keys start if all are laid end to end, prefixes included; last the total."""
+        """int64[n + 1]: where each piece's keys start if all keys are laid end to end, prefixes included; last the
+        total.
+        """
         return np.concatenate(([0], np.cumsum(self.prefixes + self.lengths))).astype(np.int64)
 
     @property
@@ -83,25 +85,27 @@ class ShardPlan:
         return tuple(int((rows[:, 2] - rows[:, 1]).sum()) for rows in self.ranks)
 
     def positions(self, rank: int) -> IntArray:
-        """int64[t]: position of each token the rank holds, in the order it holds them: inside its piece, from the
-        first token of its prefix on.
+        """int64[t]: the position of each token that the rank holds, in the rank's order.
 
-        Segments (0, 0, 2), (1, 3, 6) give [0, 1, 3, 4, 5].
+        A position counts from the first token of the piece's prefix. Example: segments (0, 0, 2), (1, 3, 6) give [0,
+        1, 3, 4, 5].
         """
         rows = self.ranks[rank]
         return _ranges(rows[:, 1], rows[:, 2])
 
     def packed_index(self, rank: int) -> IntArray:
-        """int64[t]: index in the packed sequence of each token the rank holds, in the order it holds them.
+        """int64[t]: the index in the packed sequence of each token that the rank holds, in the rank's order.
 
-        With pieces of 4 and 6 tokens, segments (0, 0, 2), (1, 3, 6) give [0, 1, 7, 8, 9].
+        Example: with pieces of 4 and 6 tokens, segments (0, 0, 2), (1, 3, 6) give [0, 1, 7, 8, 9].
         """
         rows = self.ranks[rank]
         starts = (self.piece_starts[:-1] - self.prefixes)[rows[:, 0]]
         return _ranges(starts + rows[:, 1], starts + rows[:, 2])
 
     def cached(self, rank: int, window: int | None = None) -> IntArray:
-        """int64[k, 6]: rows of Chunks.cached of the keys that layers with this window need (None: without one)."""
+        """int64[k, 6]: the rows of Chunks.cached whose keys are needed by layers with this window (None: without
+        one).
+        """
         if self.chunks is None:
             return np.empty((0, 6), dtype=np.int64)
         rows = self.chunks.cached[rank]
@@ -113,19 +117,21 @@ class ShardPlan:
         return rows[rows[:, 1] < rows[:, 2]]
 
     def held_keys(self, rank: int, window: int | None = None) -> IntArray:
-        """int64[k, 3]: rows (piece index, start, end) of all keys the rank holds: its tokens', then its cached ones."""
+        """int64[k, 3]: rows (piece index, start, end) of all keys that the rank holds: of its tokens, then cached
+        ones.
+        """
         return np.concatenate((self.ranks[rank], self.cached(rank, window)[:, :3]))
 
     def key_index(self, rows: IntArray) -> IntArray:
-        """int64[k]: where the keys of rows (piece index, start, end, ..) stand if all are laid end to end."""
+        """int64[k]: the index of the keys of rows (piece index, start, end, ..) if all keys are laid end to end."""
         starts = self.key_starts[rows[:, 0]]
         return _ranges(starts + rows[:, 1], starts + rows[:, 2])
 
 
 def merge_touching(rows: IntArray) -> IntArray:
-    """Rows in the given order, each merged into an earlier row of its piece that it continues (or precedes).
+    """Rows in the given order; a row that continues or precedes an earlier row of its piece is merged into it.
 
-    [(0, 0, 2), (1, 0, 1), (0, 2, 4)] becomes [(0, 0, 4), (1, 0, 1)]. Empty rows are dropped.
+    Example: [(0, 0, 2), (1, 0, 1), (0, 2, 4)] becomes [(0, 0, 4), (1, 0, 1)]. Empty rows are dropped.
     """
     rows = rows[rows[:, 1] < rows[:, 2]]
     if len(rows) < 2:
@@ -143,8 +149,10 @@ def merge_touching(rows: IntArray) -> IntArray:
 
 
 def validate(plan: ShardPlan) -> None:
-    """Raise ValueError unless every token of every piece is on exactly one rank, once, and no rows touch; and so with
-    the keys of prefixes."""
+    """Raises ValueError unless every token of every piece is on exactly one rank, once, and no rows touch.
+
+    The same is required of the keys of prefixes.
+    """
     pieces = len(plan.lengths)
     last = plan.prefixes + plan.lengths
     for rank, rows in enumerate(plan.ranks):

@@ -17,12 +17,12 @@ SUMMED = (
     *("call", "segment", "query_row", "key_row", "second_call", "moved_query", "moved_key"),
     *("exchange", "exchange_row"),
 )
-"""Of a kernel table, what forward and backward add up to."""
+"""The fields of a kernel table in which forward and backward add up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Times at token counts, straight lines between them and, as the last one runs, beyond. Nanoseconds."""
+    """Times at several token counts, in nanoseconds: linear between them, and extrapolated beyond the last."""
 
     tokens: tuple[float, ...]
     forward: tuple[float, ...]
@@ -35,12 +35,12 @@ class Curve:
             raise ValueError("a curve of times needs a forward and a backward for each token count")
 
     def at(self, tokens: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
-        """Forward and backward at `tokens`. Below the first count, the first one's."""
+        """Forward and backward at `tokens`, in nanoseconds. Below the first count, the time of the first count."""
         t = np.asarray(tokens, dtype=np.float64)
         return self._line(t, self.forward), self._line(t, self.backward)
 
     def slope(self) -> tuple[float, float]:
-        """Forward and backward nanoseconds of one more token, from the middle count to the last."""
+        """Forward and backward nanoseconds per token, from the middle count to the last."""
         low, high = len(self.tokens) // 2 if len(self.tokens) > 2 else 0, -1
         span = self.tokens[high] - self.tokens[low]
         return (self.forward[high] - self.forward[low]) / span, (
@@ -63,13 +63,14 @@ class TransferCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """One tensor-parallel rank's costs.
+    """One tensor-parallel rank's costs, in nanoseconds unless said otherwise.
 
-    forward, backward: attention, one layer's. layer: all else of a layer, without communication. embedding, loss: of
-    the first and last stage. optimizer: nanoseconds for each parameter that a GPU owns. host: nanoseconds to launch a
-    layer's forward and its backward; host_second: what a call on earlier keys adds; host_embedding, host_loss: of the
-    first and last stage. links: of the collectives that were measured.
-    quadratic_at, per_document: tokens, the same as the cost model that packing balances by (see cost_model.py).
+    * forward, backward: attention tables of one layer. layer: the rest of a layer, without communication.
+    * embedding, loss: of the first and last stage. optimizer: per parameter that a GPU owns.
+    * host: to launch a layer's forward and its backward. host_second: what a call on earlier keys adds.
+      host_embedding, host_loss: of the first and last stage.
+    * links: of the collectives that were measured.
+    * quadratic_at, per_document: in tokens, as in the cost model that packing balances by (cost_model.py).
     """
 
     forward: KernelTable
@@ -88,7 +89,7 @@ class Costs:
 
     @cached_property
     def table(self) -> KernelTable:
-        """Attention forward + backward: what sharding is chosen by."""
+        """Attention's forward + backward, by which shardings are chosen."""
         a, b = self.forward, self.backward
         summed: dict[str, Any] = {name: getattr(a, name) + getattr(b, name) for name in SUMMED}
         largest = a.rectangle[-1][-1], b.rectangle[-1][-1]
@@ -102,12 +103,12 @@ class Costs:
         )
 
     def token_ns(self, recompute: bool) -> float:
-        """Linear work of a token in a layer, both ways (ns). recompute: the forward runs again in the backward."""
+        """Linear work of a token in a layer, forward + backward (ns). recompute: backward also runs the forward."""
         slopes = self.layer.slope()
         return sum(slopes) + recompute * slopes[0]
 
     def fixed_ns(self, recompute: bool) -> float:
-        """A layer's and its attention's time for a micro-batch of next to no tokens, both ways (ns)."""
+        """Time of a layer and its attention for a micro-batch of almost no tokens, forward + backward (ns)."""
         fixed = [float(way) for way in self.layer.at(0)]
         return sum(fixed) + recompute * fixed[0] + self.table.call + self.table.second_call
 
@@ -117,7 +118,7 @@ class Costs:
 
     @staticmethod
     def from_dict(told: dict[str, Any]) -> Costs:
-        """Raises KeyError, TypeError or ValueError where `told` is not what `told()` gives."""
+        """Reads as_dict's result. Raises KeyError, TypeError or ValueError if `told` is not of that form."""
         parts: dict[str, Any] = {name: KernelTable(**frozen(told[name])) for name in ("forward", "backward")}
         parts |= {name: Curve(**frozen(told[name])) for name in ("layer", "embedding", "loss")}
         links = {name: TransferCost(**link) for name, link in (told["links"] or {}).items()}
@@ -131,7 +132,7 @@ class Costs:
 
 
 def frozen(told: Any) -> Any:
-    """Lists as tuples, all the way down; names of a JSON object as they are."""
+    """Converts lists to tuples at every depth; keeps the keys of JSON objects."""
     if isinstance(told, dict):
         return {name: frozen(value) for name, value in told.items()}
     return tuple(map(frozen, told)) if isinstance(told, list | tuple) else told
@@ -142,8 +143,11 @@ def _add(a: tuple[tuple[float, ...], ...], b: tuple[tuple[float, ...], ...]) -> 
 
 
 class MicroBatchCost(NamedTuple):
-    """Of a micro-batch, in tokens of linear work over all context-parallel ranks: what it adds to its documents' work,
-    what its forward and its backward take at least (the host's launches), and what a chunk in it adds."""
+    """Costs of a micro-batch, in tokens of linear work over all context-parallel ranks.
+
+    What it adds to its documents' work, the least that its forward and its backward take (the host's launches), and
+    what a chunk in it adds.
+    """
 
     own: float = 0.0
     least: tuple[float, float] = (0.0, 0.0)
@@ -159,11 +163,11 @@ def micro_batch_cost(
     recompute: bool,
     layers: int | None,
 ) -> MicroBatchCost:
-    """What a micro-batch costs by itself; each context-parallel rank launches for itself.
+    """What a micro-batch costs besides its documents; each context-parallel rank launches for itself.
 
     costs: of a profile; None: figures of H100 and H200 hosts. parameters: of a layer on one tensor-parallel rank.
-    width: its heads x channels. recompute: the whole forward runs again in the backward. layers: of a pipeline stage;
-    None: no pipeline.
+    width: its heads x channels. recompute: backward runs the whole forward again. layers: of a pipeline stage; None:
+    no pipeline.
     """
     if costs is not None:
         token, own = costs.token_ns(recompute), costs.fixed_ns(recompute)

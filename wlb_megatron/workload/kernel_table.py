@@ -25,29 +25,30 @@ FloatArray = npt.NDArray[np.float64]
 
 VERSION = 1
 TABLES = Path(__file__).resolve().parent / "tables"
-"""NAME.json of each built-in table, written by scripts/builtin_tables.py: bf16, 8 query heads, 2 KV heads, d=128. Each
-says with what it was measured. FlashAttention-4's have names that end in -fa4."""
+"""Folder of the built-in tables, NAME.json each, written by scripts/builtin_tables.py: bf16, 8 query heads, 2 KV
+heads, d=128. Each names what it was measured with. Names of FlashAttention-4's tables end in -fa4."""
 TILE = 128
-"""Rows of queries, or of keys, that a kernel computes together; a segment of 1 row costs as much as one of 128."""
+"""Rows of queries, or of keys, that a kernel computes together. A segment of 1 row costs as much as one of 128."""
 HALF = 64
-"""Rows in which a diagonal's count: backward leaves out half a tile that the mask leaves nothing of."""
+"""Granularity in rows at which a diagonal's time is counted: backward skips a half tile if the mask hides all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTable:
     """Times in nanoseconds of one layer's attention on one device: forward + backward, or one of them.
 
-    backend: whose kernels were timed, cudnn, fa4 (FlashAttention-4) or torch.
-    heads, kv_heads, head_dim: of one tensor-parallel rank, the shape that was measured.
-    queries: a ascending query counts, multiples of TILE. ratios: b ascending keys per query.
-    rectangle, bottom_right: [a][b] time of a segment of queries[i] x (queries[i] * ratios[j]) rows; diagonal: [a].
-    call: launch and fixed kernels of a call. segment: of one more segment in a call. query_row, key_row: what
-    is done once for each row of queries and each row of keys of a segment (fills, conversions, head reductions).
-    second_call, moved_query, moved_key: what the executor adds to a rank's call on earlier keys, and to each row of
-    its rectangles' queries and keys, which it copies there and merges or returns.
-    tile_key: forward time of one tile of query rows, per key: a call takes at least its longest tile.
-    exchange: latency of moving keys there and gradients back. exchange_row: for each key row from another rank.
-    forward_share: of a call's time, its forward's; 1 in a table of forwards.
+    * backend: the measured kernels: cudnn, fa4 (FlashAttention-4) or torch.
+    * heads, kv_heads, head_dim: the measured shape, of one tensor-parallel rank.
+    * queries: a ascending query counts, multiples of TILE. ratios: b ascending keys per query.
+    * rectangle, bottom_right: [a][b] time of a segment of queries[i] x (queries[i] * ratios[j]) rows; diagonal: [a].
+    * call: launch and fixed kernels of a call. segment: one more segment in a call.
+    * query_row, key_row: work done once per row of a segment's queries and keys (fills, conversions, head
+      reductions).
+    * second_call, moved_query, moved_key: what the executor adds to a rank's call on earlier keys, and to each row of
+      its rectangles' queries and keys, which it copies there and then merges or returns.
+    * tile_key: forward time of one tile of query rows, per key. A call takes at least its longest tile.
+    * exchange: latency of moving keys there and gradients back. exchange_row: per key row from another rank.
+    * forward_share: the forward's share of a call's time; 1 in a table of forwards.
     """
 
     device: str
@@ -113,16 +114,16 @@ class KernelTable:
         )
 
     def rectangle_ns(self, queries: IntArray, keys: IntArray) -> IntArray:
-        """int64[n]: each segment's own time, all of its keys earlier than its queries, with the rows moved for it."""
+        """int64[n]: ns of each segment whose keys are all earlier than its queries, with the rows moved for it."""
         moved = np.rint(self.moved_query * queries + self.moved_key * keys).astype(np.int64)
         return self._between(self._rates[0], queries, keys) + moved
 
     def bottom_right_ns(self, queries: IntArray, keys: IntArray) -> IntArray:
-        """int64[n]: each segment's own time, its queries being the last of its keys."""
+        """int64[n]: ns of each segment whose queries are the last of its keys."""
         return self._between(self._rates[1], queries, keys)
 
     def diagonal_ns(self, queries: IntArray) -> IntArray:
-        """int64[n]: each segment's own time, on its own keys only."""
+        """int64[n]: ns of each segment on its own keys only."""
         rows = _tiled(queries, HALF)
         at, weight = _place(self._grid[0], rows)
         rate = self._rates[2]
@@ -131,12 +132,12 @@ class KernelTable:
 
     @property
     def earlier_call(self) -> float:
-        """Of a rank's call on earlier keys, all that does not depend on its segments."""
+        """The part of a rank's call on earlier keys that does not depend on its segments (ns)."""
         return self.call + self.second_call
 
     @property
     def earlier_key(self) -> float:
-        """Of each row of keys in such a call."""
+        """The cost of each row of keys in such a call (ns)."""
         return self.key_row + self.moved_key
 
     @cached_property
@@ -145,7 +146,7 @@ class KernelTable:
 
     @cached_property
     def _rates(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Of rectangle, bottom-right and diagonal: time per query-key pair at each grid point."""
+        """Time per query-key pair at each grid point, of rectangle, bottom-right and diagonal."""
         q, r = self._grid
         pairs = q[:, None] * q[:, None] * r
         return (
@@ -195,7 +196,7 @@ class KernelTable:
 
 @cache
 def builtin_names() -> tuple[str, ...]:
-    """Of the built-in tables, in alphabetical order."""
+    """Names of the built-in tables, in alphabetical order."""
     return tuple(sorted(path.stem for path in TABLES.glob("*.json")))
 
 
@@ -206,13 +207,15 @@ def builtin(name: str) -> KernelTable:
 
 
 def h100() -> KernelTable:
-    """Measured on one H100: what stands for any GPU, where nothing else is given."""
+    """The table measured on one H100: the default for any GPU."""
     return builtin("h100")
 
 
 def of_gpu(name: str, backend: str = "cudnn") -> KernelTable:
-    """The built-in table of a GPU, by its driver's name: an H200's own, else an H100's. Of these kernels, where there
-    is one of any GPU, else of cuDNN's (its `backend` says which)."""
+    """The built-in table of a GPU, by its driver's name: an H200's own, else an H100's.
+
+    It is of these kernels if there is one, else of cuDNN's (its `backend` says which).
+    """
     own = "h200" if "H200" in name else "h100"
     if backend == "fa4":
         measured = [gpu for gpu in (own, "h200", "h100") if f"{gpu}-fa4" in builtin_names()]
@@ -226,7 +229,7 @@ def _tiled(rows: IntArray, tile: int = TILE) -> IntArray:
 
 
 def _place(grid: FloatArray, values: IntArray | FloatArray) -> tuple[npt.NDArray[np.intp], FloatArray]:
-    """Grid cell of each value, and how far into it, 0 to 1; values outside the grid count as its end."""
+    """The grid cell of each value, and how far into it, 0 to 1. Values outside the grid are clamped to its end."""
     at = np.clip(np.searchsorted(grid, values, side="right") - 1, 0, len(grid) - 2)
     return at, np.clip((values - grid[at]) / (grid[at + 1] - grid[at]), 0.0, 1.0)
 

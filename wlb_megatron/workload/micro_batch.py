@@ -8,40 +8,43 @@ from __future__ import annotations
 from wlb_megatron.workload.cost_model import MATRIX_FLOPS
 
 MICRO_BATCH_TOKENS = 1000.0
-"""What a micro-batch adds on each context-parallel rank where no model is known (tokens of linear work)."""
+"""What a micro-batch adds on each context-parallel rank if no model is known (tokens of linear work)."""
 
 FIXED_NS = 600e3
-"""A layer's time, forward + backward, at a micro-batch of next to no tokens (ns). On H100 and H200 0.39 to 0.44 ms
-outside attention and 0.15 to 0.26 ms of attention's calls (profiles in docs/results)."""
+"""A layer's time, forward + backward, for a micro-batch of almost no tokens (ns). On H100 and H200 it is 0.39 to 0.44
+ms outside attention and 0.15 to 0.26 ms for attention's calls (profiles in docs/results)."""
 
 LAUNCH_NS = (2.7e6, 3.3e6)
 """The host's time to launch a layer's forward and its backward (ns), on an H200's host (docs/results)."""
 
 STAGE_NS = 18e6
-"""What the host needs for a micro-batch on a pipeline stage beside its layers (ns), forward and backward: it draws it,
-and waits for the device at each transfer, so that nothing is launched ahead. On four H200s, 4 layers a stage with full
-recompute, 33 steps of 4 to 24 micro-batches took 48 to 57 ms a micro-batch however few its tokens were, of which
-layers' launches are 35 (docs/results/4x_h200/micro_batches_first.csv)."""
+"""The host's time per micro-batch on a pipeline stage outside its layers (ns), forward and backward. The host draws
+the micro-batch and waits for the device at each transfer, so nothing is launched ahead. On four H200s, 4 layers a
+stage with full recompute, 33 steps of 4 to 24 micro-batches took 48 to 57 ms per micro-batch, however few its tokens.
+The layers' launches are 35 of that (docs/results/4x_h200/micro_batches_first.csv)."""
 
 CHECK_NS = 7e6
-"""For how long the device waits for the host after a forward on a stage that is the whole pipeline (ns): Megatron
-checks each loss on the host, with nothing launched ahead, before the backward begins. Of seven runs on two H200s
-without a pipeline, 62 iterations, 13 to 16 ms were missing from predictions of 2 micro-batches, 25 to 26 of 4; within a
-run no more where the device worked for longer (docs/simulation.md)."""
+"""How long the device waits for the host after a forward if one stage is the whole pipeline (ns). Megatron checks
+each loss on the host before the backward, with nothing launched ahead. In seven runs on two H200s without a pipeline
+(62 iterations), predictions of 2 micro-batches were 13 to 16 ms short, those of 4 were 25 to 26 ms short. Within a
+run they were no shorter where the device worked longer (docs/simulation.md)."""
 
 
 CHUNK_NS = 0.65e6
-"""What a layer's backward takes beside its kernels in a micro-batch that shares a document with others (ns): earlier
-keys are gathered again, and their gradients added. On two H200s, CP=1, 16 heads of 128 channels, 4 layers a stage, 220
-backwards of 9K tokens took 2.2 to 3.7 ms more than predicted, those of whole documents 0.0 (docs/measured.md)."""
+"""What a layer's backward takes besides its kernels in a micro-batch that shares a document with others (ns). Earlier
+keys are gathered again, and their gradients added. On two H200s, CP=1, 16 heads of 128 channels, 4 layers a stage,
+220 backwards of 9K tokens took 2.2 to 3.7 ms more than predicted; those of whole documents took 0.0 more
+(docs/measured.md)."""
 
 CHUNK_WIDTH = 2048
-"""Heads x channels of a rank there."""
+"""Heads x channels of a rank in that measurement."""
 
 
 def chunk_ns(width: float, context_ranks: int) -> float:
-    """The same on one of `context_ranks` ranks with heads x channels of `width`: taken as a matter of rows and heads,
-    of which each rank has its share. Measured was one rank alone."""
+    """The same on one of `context_ranks` ranks with heads x channels of `width`.
+
+    It is assumed proportional to rows and heads, of which each rank has its share. Only one rank was measured.
+    """
     return CHUNK_NS * width / CHUNK_WIDTH / context_ranks
 
 
@@ -63,5 +66,7 @@ def stage_launch_ns(
 
 
 def token_ns(parameters: float, recompute: bool) -> float:
-    """Linear work of a token in a layer, both ways (ns). parameters: of the layer on one tensor-parallel rank."""
+    """Linear work of a token in a layer, forward + backward (ns). parameters: of the layer on one tensor-parallel
+    rank.
+    """
     return (8 if recompute else 6) * parameters / MATRIX_FLOPS * 1e9
