@@ -2,8 +2,8 @@
 
 A whole piece sends no keys and needs one kernel segment. A piece cut over g ranks in causal pairs (rank p of g holds
 chunks p and 2g-1-p of 2g) has even work, but costs keys, tiles and kernel calls. Every rank ends with exactly the
-same number of tokens: the longest piece, the leveller, is placed last and fills what is left on each rank
-(leveller.py).
+same number of tokens: the longest piece, the filler, is placed last and fills what is left on each rank
+(filler.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.sharding.alignment import slot_bounds
-from wlb_megatron.sharding.cuts.leveller import fill_in_pairs, fill_in_turn, prices_in_pairs, prices_in_turn
+from wlb_megatron.sharding.cuts.filler import fill_in_pairs, fill_in_turn, prices_in_pairs, prices_in_turn
 from wlb_megatron.sharding.cuts.rank_loads import Chunk, RankLoads
 from wlb_megatron.sharding.segments import IntArray, ShardPlan
 from wlb_megatron.workload.kernel_table import TILE, KernelTable
@@ -29,8 +29,8 @@ TRIES = 5
 all."""
 
 
-class _Way(NamedTuple):
-    """One candidate: over how many ranks each piece is cut, what that costs a rank, and how the leveller is cut."""
+class _Candidate(NamedTuple):
+    """One candidate: over how many ranks each piece is cut, what that costs a rank, and how the filler is cut."""
 
     least: float
     degree: list[int]
@@ -57,45 +57,49 @@ def mix(
     whole_ns = table.diagonal_ns(lengths)
     chunks = np.flatnonzero(before * lengths)
     whole_ns[chunks] += table.rectangle_ns(lengths[chunks], before[chunks])
-    size, leveller = lengths.tolist(), order[0]
+    size, filler = lengths.tolist(), order[0]
     best: RankLoads | None = None
-    ways = sorted(_ways(lengths, before, whole_ns, leveller, cp_size, table), key=lambda way: way.least)
-    for way in ways[:TRIES]:
-        if best is not None and 1.01 * way.least >= best.worst():
+    candidates = sorted(
+        _candidates(lengths, before, whole_ns, filler, cp_size, table), key=lambda one: one.least
+    )
+    for candidate in candidates[:TRIES]:
+        if best is not None and 1.01 * candidate.least >= best.worst():
             break
-        mean_price = int(whole_ns[leveller]) / size[leveller]
-        rise = size[leveller] / (size[leveller] + 2 * int(before[leveller]))
-        ranks = RankLoads(table, size, leveller, way.prices(cp_size, mean_price, rise), before.tolist())
-        _place(ranks, order[1:], way)
-        way.fill(ranks)
+        mean_price = int(whole_ns[filler]) / size[filler]
+        rise = size[filler] / (size[filler] + 2 * int(before[filler]))
+        ranks = RankLoads(table, size, filler, candidate.prices(cp_size, mean_price, rise), before.tolist())
+        _place(ranks, order[1:], candidate)
+        candidate.fill(ranks)
         if best is None or ranks.worst() < best.worst():
             best = ranks
     assert best is not None
     return _plan(lengths, before, cp_size, best.chunks)
 
 
-def _ways(
-    lengths: IntArray, before: IntArray, whole_ns: IntArray, leveller: int, cp_size: int, table: KernelTable
-) -> list[_Way]:
+def _candidates(
+    lengths: IntArray, before: IntArray, whole_ns: IntArray, filler: int, cp_size: int, table: KernelTable
+) -> list[_Candidate]:
     """Candidates without duplicates. A piece over two ranks needs one kernel call on each, over more mostly two."""
     degrees: dict[bytes, IntArray] = {}
     for grain in GRAINS:
         fair = int(whole_ns.sum()) // (cp_size * grain) + 1
         for most in (2, cp_size):
             degree = np.clip(-(-whole_ns // fair), 1, min(most, cp_size))
-            degree[leveller] = 1  # placed last, by room: its own degree plays no part
+            degree[filler] = 1  # placed last, in the free tokens: its own degree plays no part
             degrees.setdefault(degree.tobytes(), degree)
-    ways = []
+    candidates = []
     for degree in degrees.values():
         share_ns = _share_ns(lengths, before, whole_ns, degree, table)
         mean = int((share_ns * degree).sum()) / cp_size
         most = int(degree.max())
         both = (degree.tolist(), share_ns.tolist())
         calls = min(most - 1, 2)
-        ways.append(_Way(mean + table.earlier_call * calls, *both, prices_in_turn, fill_in_turn))
+        candidates.append(_Candidate(mean + table.earlier_call * calls, *both, prices_in_turn, fill_in_turn))
         calls = 2 if cp_size > 2 else 1
-        ways.append(_Way(mean + table.earlier_call * calls, *both, prices_in_pairs, fill_in_pairs))
-    return ways
+        candidates.append(
+            _Candidate(mean + table.earlier_call * calls, *both, prices_in_pairs, fill_in_pairs)
+        )
+    return candidates
 
 
 def _share_ns(
@@ -109,25 +113,28 @@ def _share_ns(
     return np.where(degree > 1, np.rint(cut_ns), whole_ns).astype(np.int64)
 
 
-def _place(ranks: RankLoads, order: list[int], way: _Way) -> None:
+def _place(ranks: RankLoads, order: list[int], candidate: _Candidate) -> None:
     """Places these pieces, the longest first.
 
-    A piece that does not fit at its degree is cut over more ranks. If it fits at no degree, it is cut wherever a rank
-    is full.
+    A piece that does not fit at its degree is cut over more ranks. If it fits at no degree, it is placed last, in
+    parts that fill the ranks.
     """
-    ranks.expect([way.share_ns[piece] * way.degree[piece] for piece in order], [ranks.size[p] for p in order])
-    spilled = []
+    ranks.expect(
+        [candidate.share_ns[piece] * candidate.degree[piece] for piece in order],
+        [ranks.size[p] for p in order],
+    )
+    unplaced = []
     for nth, piece in enumerate(order):
-        g, ns = way.degree[piece], way.share_ns[piece]
+        g, ns = candidate.degree[piece], candidate.share_ns[piece]
         if g == 1 and ranks.put_whole(nth, piece, ns):
             continue
         total = g * ns
-        while g <= len(ranks.room) and not ranks.put_cut(nth, piece, g, total // g):
+        while g <= len(ranks.free) and not ranks.put_cut(nth, piece, g, total // g):
             g += 1
-        if g > len(ranks.room):
-            spilled.append(piece)
-    for piece in spilled:
-        ranks.spill(piece, way.share_ns[piece] * way.degree[piece])
+        if g > len(ranks.free):
+            unplaced.append(piece)
+    for piece in unplaced:
+        ranks.put_in_parts(piece, candidate.share_ns[piece] * candidate.degree[piece])
 
 
 def _plan(lengths: IntArray, before: IntArray, cp_size: int, chunks: dict[int, list[Chunk]]) -> ShardPlan:

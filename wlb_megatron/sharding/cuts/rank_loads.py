@@ -9,21 +9,21 @@ Chunk = tuple[int, int]
 
 
 class RankLoads:
-    """What each rank holds so far. Pieces are placed in a given order, the leveller (the longest piece) last.
+    """What each rank holds so far. Pieces are placed in a given order, the filler (the longest piece) last.
 
-    room: tokens left. load: nanoseconds so far. calls: kernel calls on earlier keys. That is the largest number of
+    free: tokens left. load: nanoseconds so far. calls: kernel calls on earlier keys. That is the largest number of
     segments, not counting one at the start, that any one piece has on the rank. chunks: of each placed piece. prices:
-    nanoseconds of one of the leveller's tokens on each rank.
+    nanoseconds of one of the filler's tokens on each rank.
     """
 
     def __init__(
-        self, table: KernelTable, size: list[int], leveller: int, prices: list[float], before: list[int]
+        self, table: KernelTable, size: list[int], filler: int, prices: list[float], before: list[int]
     ) -> None:
         """size, before: tokens of each piece, and earlier tokens that it attends to."""
         ranks = len(prices)
-        self.table, self.size, self.leveller, self.prices = table, size, leveller, prices
+        self.table, self.size, self.filler, self.prices = table, size, filler, prices
         self.before = before
-        self.room = [sum(size) // ranks] * ranks
+        self.free = [sum(size) // ranks] * ranks
         self.load = [0] * ranks
         self.calls = [0] * ranks
         self.chunks: dict[int, list[Chunk]] = {}
@@ -31,7 +31,7 @@ class RankLoads:
 
     def expect(self, ns: list[int], tokens: list[int]) -> None:
         """Announces the pieces to be placed, in order, so that the loads can foresee what fills a rank."""
-        left_ns, left_tokens = 0, self.size[self.leveller]
+        left_ns, left_tokens = 0, self.size[self.filler]
         for one_ns, one_tokens in zip(reversed(ns), reversed(tokens), strict=True):
             self._to_come.append((left_ns, left_tokens))
             left_ns += one_ns
@@ -39,11 +39,11 @@ class RankLoads:
         self._to_come.reverse()
 
     def prices_after(self, nth: int) -> list[float]:
-        """Nanoseconds per rank: the mean price of a token among the pieces after the nth and the leveller."""
+        """Nanoseconds per rank: the mean price of a token among the pieces after the nth and the filler."""
         ns, tokens = self._to_come[nth]
-        leveller = self.size[self.leveller] / tokens
+        filler = self.size[self.filler] / tokens
         rest = ns / tokens
-        return [rest + price * leveller for price in self.prices]
+        return [rest + price * filler for price in self.prices]
 
     def put_whole(self, nth: int, piece: int, ns: int) -> bool:
         """Places a piece on one rank; returns False if it fits on none.
@@ -54,16 +54,16 @@ class RankLoads:
         size, load, best, highest = self.size[piece], self.load, -1, 0.0
         prices = self.prices_after(nth)
         costly = ns * len(prices) > size * sum(prices)
-        for rank, room in enumerate(self.room):
-            if room >= size:
-                ends = load[rank] + prices[rank] * room
+        for rank, free in enumerate(self.free):
+            if free >= size:
+                ends = load[rank] + prices[rank] * free
                 if costly:
                     ends = -ends
                 if best < 0 or ends > highest:
                     best, highest = rank, ends
         if best < 0:
             return False
-        self.room[best] -= size
+        self.free[best] -= size
         self.load[best] += ns
         self.calls[best] = max(self.calls[best], int(self.before[piece] > 0))
         self.chunks[piece] = [(best, size)]
@@ -76,20 +76,20 @@ class RankLoads:
         """
         size = self.size[piece]
         base, extra = divmod(size, 2 * g)
-        fitting = [rank for rank, room in enumerate(self.room) if room >= 2 * base + min(extra, 2)]
+        fitting = [rank for rank, free in enumerate(self.free) if free >= 2 * base + min(extra, 2)]
         if len(fitting) < g:
             return False
         if g < len(fitting):
             prices = self.prices_after(nth)
             ends = [
-                load + price * room for load, price, room in zip(self.load, prices, self.room, strict=True)
+                load + price * free for load, price, free in zip(self.load, prices, self.free, strict=True)
             ]
             costly = g * ns > sum(prices) / len(prices) * size
             fitting.sort(key=ends.__getitem__, reverse=not costly)
             fitting = sorted(fitting[:g])
         self.chunks[piece] = [(rank, base + (at < extra)) for at, rank in enumerate(fitting + fitting[::-1])]
         for rank, tokens in self.chunks[piece]:
-            self.room[rank] -= tokens
+            self.free[rank] -= tokens
         for at, rank in enumerate(fitting):
             self.load[rank] += ns
             # The first one's early chunk sees the prefix alone, the last one's two chunks are one segment.
@@ -97,15 +97,15 @@ class RankLoads:
             self.calls[rank] = max(self.calls[rank], 2 if both else 1)
         return True
 
-    def spill(self, piece: int, ns: int) -> None:
-        """Cuts a piece wherever a rank is full, starting with the rank that has the most tokens left."""
+    def put_in_parts(self, piece: int, ns: int) -> None:
+        """Places a piece in parts that fill the ranks, starting with the rank that has the most free tokens."""
         left = self.size[piece]
         chunks: list[Chunk] = []
-        for rank in sorted(range(len(self.room)), key=lambda rank: -self.room[rank]):
-            tokens = min(left, self.room[rank])
+        for rank in sorted(range(len(self.free)), key=lambda rank: -self.free[rank]):
+            tokens = min(left, self.free[rank])
             if not tokens:
                 break
-            self.room[rank] -= tokens
+            self.free[rank] -= tokens
             self.load[rank] += ns * tokens // self.size[piece]
             self.calls[rank] = max(self.calls[rank], int(bool(chunks) or self.before[piece] > 0))
             chunks.append((rank, tokens))

@@ -1,8 +1,9 @@
-"""Cuts the longest piece of a micro-batch (the leveller) to fill exactly the tokens that are left on each rank.
+"""Cuts the longest piece of a micro-batch (the filler) to fill exactly the tokens that are left on each rank.
 
 There are two forms. In turn: every rank gets one chunk, which is one kernel call. Later chunks attend to more keys,
-so the other pieces are placed to leave later ranks less room. In pairs: every rank gets an early and a late chunk,
-which is two calls. How many of its tokens are early and how many late then evens out the work of the other pieces.
+so the other pieces are placed to leave later ranks fewer free tokens. In pairs: every rank gets an early and a late
+chunk, which is two calls. How many of its tokens are early and how many late then evens out the work of the other
+pieces.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ def prices_in_pairs(ranks: int, mean: float, rise: float = 1.0) -> list[float]:
 
 def fill_in_turn(ranks: RankLoads) -> None:
     """Gives each rank one chunk, in the order of ranks."""
-    size, load = ranks.size[ranks.leveller], ranks.load
-    start = ranks.before[ranks.leveller]
+    size, load = ranks.size[ranks.filler], ranks.load
+    start = ranks.before[ranks.filler]
     pair_ns = 2.0 * sum(ranks.prices) / len(ranks.prices) / (size + 2 * start)
     chunks = []
-    for rank, tokens in enumerate(ranks.room):
+    for rank, tokens in enumerate(ranks.free):
         if not tokens:
             continue
         load[rank] += int(pair_ns * tokens * (start + tokens / 2) + ranks.table.earlier_key * start)
         ranks.calls[rank] = max(ranks.calls[rank], int(start > 0))
         chunks.append((rank, tokens))
         start += tokens
-    ranks.chunks[ranks.leveller] = chunks
+    ranks.chunks[ranks.filler] = chunks
 
 
 def fill_in_pairs(ranks: RankLoads) -> None:
@@ -49,44 +50,44 @@ def fill_in_pairs(ranks: RankLoads) -> None:
 
     Example: 4 and 4 tokens left, equal loads: chunks of 2 2 2 2 tokens. If rank 1 has more load: 2 3 1 2.
     """
-    size, load = ranks.size[ranks.leveller], ranks.load
-    begin = ranks.before[ranks.leveller]
+    size, load = ranks.size[ranks.filler], ranks.load
+    begin = ranks.before[ranks.filler]
     end = begin + size
     price = ranks.prices[0]
-    filling = [rank for rank, room in enumerate(ranks.room) if room]
-    ends = [done + price * room for done, room in zip(load, ranks.room, strict=True)]
+    filling = [rank for rank, free in enumerate(ranks.free) if free]
+    ends = [done + price * free for done, free in zip(load, ranks.free, strict=True)]
     mean = sum(ends) / len(ends)
     # Outer chunks differ most between early and late: they go to the ranks that need levelling most.
     filling.sort(key=lambda rank: -abs(ends[rank] - mean))
-    room = [ranks.room[rank] for rank in filling]
-    early = [tokens // 2 for tokens in room]
+    free = [ranks.free[rank] for rank in filling]
+    early = [tokens // 2 for tokens in free]
     pair_ns = 2.0 * price / (begin + end)
     for _ in range(ROUNDS):
-        first, last, now = _loads([load[rank] for rank in filling], room, early, begin, end, pair_ns)
+        first, last, now = _loads([load[rank] for rank in filling], free, early, begin, end, pair_ns)
         mean = sum(now) / len(now)
         for at, loaded in enumerate(now):
             # A token moved from early to late sees so many more keys.
             move = int((loaded - mean) / (pair_ns * max(last[at] - first[at], 1)))
-            early[at] = min(max(early[at] + move, 0), room[at])
-    first, last, now = _loads([load[rank] for rank in filling], room, early, begin, end, pair_ns)
+            early[at] = min(max(early[at] + move, 0), free[at])
+    first, last, now = _loads([load[rank] for rank in filling], free, early, begin, end, pair_ns)
     for at, rank in enumerate(filling):
         load[rank] = int(now[at] + ranks.table.earlier_key * (first[at] - begin + last[at]))
         inner = (at > 0 or begin > 0) and at < len(filling) - 1
-        both = 0 < early[at] < room[at]
+        both = 0 < early[at] < free[at]
         ranks.calls[rank] = max(ranks.calls[rank], 2 if inner and both else 1)
-    late = [whole - part for whole, part in zip(room, early, strict=True)]
-    ranks.chunks[ranks.leveller] = [
+    late = [whole - part for whole, part in zip(free, early, strict=True)]
+    ranks.chunks[ranks.filler] = [
         *zip(filling, early, strict=True),
         *zip(reversed(filling), reversed(late), strict=True),
     ]
 
 
 def _loads(
-    load: list[int], room: list[int], early: list[int], start: int, end: int, pair_ns: float
+    load: list[int], free: list[int], early: list[int], start: int, end: int, pair_ns: float
 ) -> tuple[list[int], list[int], list[float]]:
     """Where each rank's early chunk of [start, end) starts, where its late chunk starts, and its load with both."""
     first, last, now = [], [], []
-    for base, tokens, before in zip(load, room, early, strict=True):
+    for base, tokens, before in zip(load, free, early, strict=True):
         after = tokens - before
         first.append(start)
         last.append(end - after)
