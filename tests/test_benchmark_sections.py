@@ -148,3 +148,20 @@ def test_ranks_that_hold_the_same_documents_are_a_group_of_megatrons_plan() -> N
     with pytest.raises(ValueError, match="ranks 1 to 2"):
         _plan([[[0], [1], [1], [2]]], stage)
     assert pad([1, 8, 9], 8) == [8, 8, 16]
+
+
+def test_documents_for_peers_fill_each_steps_windows_in_the_order_that_the_plugin_takes_them() -> None:
+    from scripts.bench.training.peer_documents import SEED, batches_of, in_order
+    from wlb_megatron.documents.corpus import Rules
+    from wlb_megatron.documents.stream import DocumentStream
+
+    batches = list(batches_of([3, 20, 90], 128, 2, 3))
+    assert [[sum(pack) for pack in batch] for batch in batches] == [[128, 128]] * 3
+    assert len({sum(map(len, batch)) for batch in batches}) == 1
+    wanted = [length for batch in batches for pack in batch for length in pack]
+    assert all(length % 8 == 0 for length in wanted)
+    order, placed = in_order(wanted, 128)
+    stream = DocumentStream.of_lengths(placed, Rules(128, seed=SEED, endless=True))
+    taken = [piece for _ in wanted if (piece := stream.next()) is not None]
+    assert [piece.tokens for piece in taken] == wanted
+    assert [piece.document for piece in taken] == order.tolist()
