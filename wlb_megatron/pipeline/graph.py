@@ -12,12 +12,13 @@ from typing import NamedTuple
 from wlb_megatron.pipeline.orders import Step, grouped_orders, pipeline_orders
 
 Transfer = tuple[int, Step]
-"""What travels: the stage that sends, and its step whose result it is."""
+"""A transfer, named by the stage that sends and the step whose result it sends."""
 
 
 class Node(NamedTuple):
-    """step: None where nothing is computed. after: nodes that end before it starts. sent: nodes whose results
-    travel to it, a transfer later."""
+    """step: None if nothing is computed. after: nodes that end before it starts. sent: nodes whose results travel to
+    it, a transfer later.
+    """
 
     stage: int
     step: Step | None
@@ -29,7 +30,7 @@ class Node(NamedTuple):
 def pipeline_graph(
     stages: int, micro_batches: int, chunks: int, blocking: bool, groups: tuple[int, ...] | None = None
 ) -> tuple[Node, ...]:
-    """Nodes in an order in which each comes after all that it waits for.
+    """Nodes in topological order: each comes after all that it waits for.
 
     groups: sizes of consecutive groups of micro-batches whose backwards run last first (see `grouped_orders`).
     """
@@ -47,7 +48,7 @@ def pipeline_graph(
 
 
 def _free_graph(orders: list[list[Step]], chunks: int) -> tuple[Node, ...]:
-    """A stage goes on while its results travel."""
+    """The graph if a stage continues while its results travel."""
     nodes: list[Node] = []
     made: dict[tuple[int, Step], int] = {}
     left = [list(reversed(order)) for order in orders]
@@ -83,10 +84,10 @@ def _source(stage: int, step: Step, stages: int, chunks: int) -> tuple[tuple[int
 
 
 def _blocking_graph(orders: list[list[Step]]) -> tuple[Node, ...]:
-    """A transfer begins when both sides have come to it, and both wait for its end.
+    """The graph if a transfer begins when both sides have reached it, and both wait for its end.
 
-    Sends and receives between two steps are one wait where Megatron couples them (in the steady phase), else
-    sends before receives. 2 stages: stage 0 runs F0, send, F1, send F1 + receive B0, B0, ...
+    Sends and receives between two steps are one wait where Megatron couples them (in the steady phase), else sends
+    come before receives. 2 stages: stage 0 runs F0, send, F1, send F1 + receive B0, B0, ...
     """
     programs = [_program(stage, order, len(orders)) for stage, order in enumerate(orders)]
     nodes: list[Node] = []

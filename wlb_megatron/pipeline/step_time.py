@@ -37,10 +37,12 @@ def step_time(
 def _free_time(
     forward: Sequence[int], backward: Sequence[int], stages: int, group_sizes: tuple[int, ...]
 ) -> int:
-    """The same without a graph, which takes milliseconds to build: a packer meets new groups in every iteration.
+    """The same without a graph, because a graph takes milliseconds to build and a packer meets new groups in every
+    iteration.
 
-    What waits for what depends on the longest group alone: a stage's n-th backward waits for that of the next stage,
-    whichever micro-batch's it is. In turn m each stage runs forward m, then the backward that follows it there.
+    What waits for what depends only on the longest group. A stage's n-th backward waits for the next stage's n-th
+    backward, whichever micro-batch that is of. In turn m each stage runs forward m, then the backward that follows it
+    there.
     """
     if min(group_sizes, default=0) < 1 or sum(group_sizes) != len(forward):
         raise ValueError(f"groups of {list(group_sizes)} of {len(forward)} micro-batches")

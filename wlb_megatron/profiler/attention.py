@@ -66,7 +66,7 @@ class AttentionBench:
         return forward, backward
 
     def _share(self, point: Point) -> Part:
-        """A rank's whole attention; the keys that others hold are taken from its own, so nothing travels."""
+        """A rank's whole attention. Keys that other ranks hold are taken from its own, so nothing travels."""
         assert point.plan is not None
         layout = device_layout(_alone(attention_layout(point.plan, point.rank)), self.device)
         q, dout = (
@@ -86,7 +86,7 @@ class AttentionBench:
 
 
 def _alone(layout: AttentionLayout) -> AttentionLayout:
-    """The layout with an exchange within the rank: all keys that are wanted are some of its own."""
+    """The layout with an exchange within the rank: all keys that it needs are some of its own."""
     exchange = layout.exchange
     place = np.where(exchange.place < 0, ~exchange.place % layout.tokens, exchange.place)
     alone = ExchangePlan(0, place[:0], (0,), (0,), place, remote=False)

@@ -14,13 +14,13 @@ import torch
 
 FloatArray = npt.NDArray[np.float64]
 SECONDS = 0.12
-"""Device time that a point is measured for, beside its warm-up."""
+"""Device time for which a point is measured, after its warm-up."""
 
 LEAST, MOST = 3, 11
 HEAT = 0.25
 """Device time for which work runs before it is measured, so that power and clocks have settled (seconds)."""
 SLEEP_CYCLES_PER_NS = 2.0
-"""Cycles of torch.cuda._sleep for a nanosecond, with some to spare (an H100 runs at up to 1.98 GHz)."""
+"""Cycles of torch.cuda._sleep per nanosecond, rounded up (an H100 runs at up to 1.98 GHz)."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ def _spread(times: FloatArray) -> tuple[int, int, int]:
 
 
 class Clock:
-    """CUDA events on a GPU; on a CPU, where work is done when a call returns, the host's clock.
+    """CUDA events on a GPU; the host's clock on a CPU, where work is done when a call returns.
 
-    On a GPU work is repeated without a pause, as in training: after one, clocks are higher than they stay. What the
-    host launches slower than the device runs waits behind a sleep until all of it is launched.
+    On a GPU work is repeated without a pause, as in training, because clocks are higher after a pause than they stay.
+    If the host launches more slowly than the device runs, the device sleeps until everything is launched.
     """
 
     def __init__(self, device: torch.device, seconds: float = SECONDS) -> None:
@@ -51,7 +51,7 @@ class Clock:
         self.seconds = seconds
 
     def measure(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Timing:
-        """forward's result is given to backward. Both launch work only: they must not wait for the device."""
+        """Passes forward's result to backward. Both only launch work: they must not wait for the device."""
         for _ in range(2):
             backward(forward())
         return self._on_gpu(forward, backward) if self.on_gpu else self._on_cpu(forward, backward)

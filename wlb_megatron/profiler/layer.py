@@ -19,7 +19,7 @@ Part = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 class _Pass(torch.autograd.Function):
-    """Stands in for attention: queries go through, keys and values get zeros."""
+    """Replaces attention: queries pass through, keys and values get zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class _Pass(torch.autograd.Function):
 
 
 class NoAttention(nn.Module):
-    """Megatron's core attention without the attention: its time is measured apart."""
+    """Megatron's core attention without the attention, whose time is measured separately."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def torch_layer(model: ProfiledModel, device: torch.device, dtype: torch.dtype) 
 
 
 def keep_gradients(module: nn.Module) -> nn.Module:
-    """Gradients are added to fp32 main_grad and dropped, as Megatron's data parallelism does."""
+    """Adds gradients to fp32 main_grad and drops them, as Megatron's data parallelism does."""
 
     def add(parameter: Any) -> None:
         if not parameter.grad_added_to_main_grad:
@@ -151,8 +151,11 @@ def loss_step(
 
 
 def optimizer_step(layer: nn.Module) -> Part:
-    """Forward: gradient norm, clipping and Adam on fp32 copies of a layer's weights. Backward: what surrounds it, the
-    copy back to the model's weights and the clearing of gradients."""
+    """The optimizer as a step of two parts.
+
+    Forward: gradient norm, clipping and Adam on fp32 copies of a layer's weights. Backward: the copy back to the
+    model's weights and the clearing of gradients.
+    """
     weights = list(layer.parameters())
     main = [nn.Parameter(w.detach().float()) for w in weights]
     for copy in main:

@@ -21,7 +21,7 @@ from wlb_megatron.workload.pairs_table import Device
 from wlb_megatron.workload.profile import ProfiledModel, read_samples, write_profile
 
 TABLES = {"te": "cudnn", "fa4": "fa4", "torch": "torch"}
-"""What a kernel table calls each backend's kernels."""
+"""The name of each backend's kernels in a kernel table."""
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
@@ -132,7 +132,7 @@ def run_profile(args: argparse.Namespace) -> None:
 
 
 def _fit_and_write(path: Path, told: dict[str, Any]) -> None:
-    """Fit, write, and show what was fitted and how well it predicts what it has not seen."""
+    """Fits, writes, and shows the fit and its error on samples that it has not seen."""
     write_profile(path, told)  # what was measured is kept, whatever the fit says of it
     settings = told["settings"]
     model = ProfiledModel(**settings["model"])
@@ -199,7 +199,7 @@ def _model(args: argparse.Namespace) -> ProfiledModel:
 
 
 def _backend(asked: str, model: ProfiledModel, torch: Any) -> str:
-    """te, fa4 or torch. WlbError where it cannot be."""
+    """te, fa4 or torch. WlbError if the one asked for cannot run."""
     if asked == "torch" or (asked == "auto" and not torch.cuda.is_available()):
         return "torch"
     if not torch.cuda.is_available():

@@ -40,10 +40,11 @@ Told = Callable[[str], None]
 def profile(
     model: ProfiledModel, *, grid: str, backend: str, partial: Path, budget: float, tick: Told, say: Told
 ) -> dict[str, Any]:
-    """What was measured, JSON-able: `settings`, `samples` and more. Only rank 0's is whole.
+    """The measurements, JSON-able: `settings`, `samples` and more. Only rank 0's are complete.
 
-    partial: kept up to date while measuring; if it is there and of the same settings, its samples are not measured
-    again. budget: seconds after which no further point is begun. tick: told each point; say: what is to be known.
+    partial: a file that is kept up to date while measuring. If it exists with the same settings, its samples are not
+    measured again. budget: seconds after which no further point begins. tick: called with each point. say: called
+    with messages.
     """
     began = time.perf_counter()
     device = torch.device("cpu") if backend == "torch" else torch.device("cuda", torch.cuda.current_device())
@@ -137,7 +138,7 @@ def _kernels(backend: str) -> Any:
 
 
 def _points(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
-    """In an order in which what comes late is missed least."""
+    """The points, those that can best be spared last."""
     for tokens in grid.tokens:
         yield Point("layer", {"tokens": tokens})
     for tokens in grid.loss_tokens:
@@ -160,7 +161,7 @@ def _name(point: Point) -> str:
 
 
 def _settings(model: ProfiledModel, grid: str, backend: str, device: torch.device) -> dict[str, Any]:
-    """What samples of one profile have in common, and what they depend on."""
+    """What all samples of one profile share and depend on."""
     return {
         "model": asdict(model),
         "grid": grid,

@@ -13,10 +13,11 @@ DEFAULTS = Assumptions()
 
 
 def calibrated(given: Assumptions, profile: Profile) -> Assumptions:
-    """The rate of matrix products with which the model's arithmetic gives the profiled layer's time for a token,
-    element-wise kernels at their assumed rate; NVLink's rate and latency as its all-gather showed them.
+    """Assumptions adjusted to a profile.
 
-    A figure that is not the default, as the user gave it, stays.
+    With the returned rate of matrix products, the model's arithmetic gives the profiled layer's time per token, with
+    element-wise kernels at their assumed rate. NVLink's rate and latency are those of the profile's all-gather. A
+    figure that the user changed from its default stays.
     """
     model, costs = profile.model, profile.costs
     widths = given.activation_passes * model.hidden + given.ffn_passes * model.ffn
@@ -33,7 +34,7 @@ def calibrated(given: Assumptions, profile: Profile) -> Assumptions:
 
 
 def with_links(given: Assumptions, costs: Costs | None) -> Assumptions:
-    """NVLink's rate and latency as the profile's all-gather showed them, where it has one."""
+    """Assumptions with NVLink's rate and latency from the profile's all-gather, if it has one."""
     link = ((costs and costs.links) or {}).get("all_gather")
     if link is None:
         return given

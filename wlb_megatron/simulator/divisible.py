@@ -10,7 +10,9 @@ from wlb_megatron.simulator.model import ModelShape
 
 
 def check_divisible(shape: ModelShape, args: argparse.Namespace) -> None:
-    """WlbError with the flag and what would do. shape: dense; args: parallel sizes and experts, as flags give them."""
+    """Raises WlbError with the flag and a value that works. shape: dense. args: parallel sizes and experts, as flags
+    give them.
+    """
     _check_layers(shape.layers, args.pp, args.vpp)
     hidden = None if shape.channels else shape.hidden
     check_heads(shape.heads, shape.kv_heads, hidden=hidden, tp=args.tp)
@@ -25,8 +27,11 @@ def check_divisible(shape: ModelShape, args: argparse.Namespace) -> None:
 
 
 def _check_layers(layers: int, pp: int, vpp: int) -> None:
-    """Layers that do not divide are accepted where those and 2 do: Megatron counts the embedding and the loss as layers
-    by --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split."""
+    """Raises WlbError if the layers do not divide over the stages, neither by themselves nor with 2 more.
+
+    Megatron can count the embedding and the loss as layers, by --account-for-embedding-in-pipeline-split and
+    --account-for-loss-in-pipeline-split.
+    """
     check_vpp(pp, vpp)
     parts = pp * vpp
     if layers % parts and (layers + 2) % parts:
@@ -38,7 +43,7 @@ def _check_layers(layers: int, pp: int, vpp: int) -> None:
 
 
 def check_vpp(pp: int, vpp: int) -> None:
-    """WlbError for model chunks without a pipeline."""
+    """Raises WlbError for model chunks without a pipeline."""
     if vpp > 1 and pp == 1:
         raise WlbError(f"--vpp {vpp} changes nothing without --pp above 1: add that, or leave it out")
 

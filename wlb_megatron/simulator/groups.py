@@ -17,9 +17,10 @@ from wlb_megatron.simulator.model import LayerModel, Times
 def simulate_groups(
     plans: Sequence[StepPlan], tokens: Sequence[Sequence[int]], model: LayerModel, cost: GroupCost
 ) -> Simulated:
-    """Simulate iterations of groups. tokens: of each iteration's documents. cost: what the groups were planned by.
+    """Simulates iterations of dynamic groups.
 
-    model: with fixed groups; `dp` of what is returned counts all ranks of a stage, and `cp` is 1.
+    tokens: of each iteration's documents. cost: the costs by which the groups were planned. model: with fixed groups.
+    In the result, `dp` counts all ranks of a stage, and `cp` is 1.
     """
     ranks = model.layout.dp * model.layout.cp
     apart = replace(model, layout=replace(model.layout, cp=1, dp=ranks))
@@ -37,7 +38,7 @@ def simulate_groups(
 def group_loads(
     plan: StepPlan, tokens: Sequence[int], cost: GroupCost
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Of each micro-step and rank of a stage, [m, ranks], the tokens it holds and its attention, nanoseconds."""
+    """Tokens and attention (nanoseconds) of each micro-step on each rank of a stage, [m, ranks] each."""
     lengths, prices = np.array(tokens, dtype=np.int64), cost.attention(tokens)
     held = np.ones((len(plan.micro_steps), plan.ranks), dtype=np.int64)
     attention = np.full(held.shape, cost.tables[0].call)

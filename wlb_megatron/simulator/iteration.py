@@ -16,20 +16,24 @@ from wlb_megatron.simulator.model import LayerModel, Times
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 Shards = Sequence[Sequence[Sequence[ShardPlan]]]
-"""Plans [iteration][micro-batch][data-parallel rank]; iterations need not have equally many micro-batches."""
+"""Plans [iteration][micro-batch][data-parallel rank]. Iterations may differ in their number of micro-batches."""
 Orders = Sequence[Sequence[tuple[int, ...] | None]]
 """Group sizes [iteration][data-parallel rank], see pipeline.groups; None: Megatron's own order."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """Simulated iterations; n iterations, all times in nanoseconds.
+    """n simulated iterations; all times in nanoseconds.
 
-    steps: float[n]. micro_batches: float[m, dp] of each iteration, forward + backward on a middle stage, the slowest
-    context rank's. busy: float[n, dp, pp, cp], what each GPU computes in an iteration (waits left out; tensor ranks
-    are alike). tokens: int[n], trained, with padding. paced: float[n, dp, pp], a stage's micro-batches one after the
-    other at their slowest context rank's pace. pipeline: float[n], when the last pipeline is done; the rest of a step
-    is gradients, the optimizer and what lies between steps.
+    * steps: float[n].
+    * micro_batches: float[m, dp] for each iteration, forward + backward on a middle stage, on the slowest context
+      rank.
+    * busy: float[n, dp, pp, cp], each GPU's computing time in an iteration, without waiting (tensor ranks are alike).
+    * tokens: int[n], trained, with padding.
+    * paced: float[n, dp, pp], a stage's micro-batches one after another, each at the pace of its slowest context
+      rank.
+    * pipeline: float[n], when the last pipeline is done. The rest of a step is gradients, the optimizer and the time
+      between steps.
     """
 
     steps: FloatArray
@@ -45,13 +49,14 @@ class Simulated:
 
     @property
     def imbalance(self) -> float:
-        """Time of a micro-batch on its slowest context-parallel rank, max/mean over all data-parallel ranks' in each
-        iteration, mean over iterations."""
+        """Max/mean time of an iteration's micro-batches over all data-parallel ranks, each on its slowest
+        context-parallel rank; mean over iterations.
+        """
         return float(np.mean([times.max() / times.mean() for times in self.micro_batches]))
 
     @property
     def step_over_ideal(self) -> float:
-        """A step over its GPUs' computing spread evenly, with neither bubble nor waiting; mean over iterations."""
+        """A step over its GPUs' computation spread evenly, without bubble or waiting; mean over iterations."""
         return float((self.steps / self.busy.mean(axis=(1, 2, 3))).mean())
 
     @property
@@ -63,11 +68,12 @@ class Simulated:
 def simulate(
     shards: Shards, model: LayerModel, *, blocking: bool = True, orders: Orders | None = None
 ) -> Simulated:
-    """Simulate a run. A micro-batch takes as long in a layer as its slowest context rank, each way.
+    """Simulates a run. In a layer a micro-batch takes as long as its slowest context rank, in forward and in
+    backward.
 
-    Iterations of equally many micro-batches are simulated in one pass. blocking: transfers between stages as in
-    Megatron's 1F1B (see pipeline_ends); no part in interleaved schedules. orders: where documents are in chunks.
-    Raises ValueError where plans are not of the model's layout.
+    Iterations with equally many micro-batches are simulated in one pass. blocking: transfers between stages as in
+    Megatron's 1F1B (see pipeline_ends); ignored by interleaved schedules. orders: given if documents are in chunks.
+    Raises ValueError if the plans do not match the model's layout.
     """
 
     def several(chosen: list[int]) -> Simulated:
@@ -79,9 +85,9 @@ def simulate(
 
 
 def by_count(counts: Sequence[int], several: Callable[[list[int]], Simulated]) -> Simulated:
-    """All iterations, in order, of passes over those with equally many micro-batches.
+    """All iterations, in order, from one pass for each number of micro-batches.
 
-    counts: of each iteration. several: simulates the iterations at these positions.
+    counts: micro-batches of each iteration. several: simulates the iterations at the given positions.
     """
     if not counts:
         raise ValueError("no iteration to simulate")
@@ -123,7 +129,7 @@ def group_events(
 
 
 def _measure(shards: Shards, model: LayerModel) -> tuple[npt.NDArray[np.int64], Times, BoolArray]:
-    """Tokens int[n, m, dp], attention float[n, m, dp, cp] of the plans, and whether any rank sees earlier keys."""
+    """Tokens int[n, m, dp] and attention float[n, m, dp, cp] of the plans; whether any rank attends to earlier keys."""
     layout = model.layout
     n, m = len(shards), len(shards[0])
     plans = [plan for iteration in shards for row in iteration for plan in row]
@@ -138,18 +144,18 @@ def _measure(shards: Shards, model: LayerModel) -> tuple[npt.NDArray[np.int64], 
 
 
 def cut_of(plans: Sequence[ShardPlan]) -> BoolArray:
-    """bool[n]: whether queries of any rank see earlier keys, which takes another kernel call."""
+    """bool[n]: whether any rank's queries attend to earlier keys, which takes another kernel call."""
     return np.array([any((rows[:, 1] > 0).any() for rows in plan.ranks) for plan in plans], dtype=np.bool_)
 
 
 def _device(tokens: npt.NDArray[np.int64], attention: Times, model: LayerModel) -> Times:
-    """float[n, m, dp]: a layer's time on each micro-batch's slowest context rank."""
+    """float[n, m, dp]: a layer's time on the slowest context rank of each micro-batch."""
     linear = model.linear(tokens / model.layout.cp)
     return Times(*(a.max(axis=-1) + rest for a, rest in zip(attention, linear, strict=True)))
 
 
 def _slowest(tokens: npt.NDArray[np.int64], attention: Times, cut: BoolArray, model: LayerModel) -> Times:
-    """The same, or the host's time to launch it, if that is longer."""
+    """The same, or the host's launch time if that is longer."""
     device = _device(tokens, attention, model)
     return Times(*map(np.maximum, device, model.host(cut)))
 
@@ -157,7 +163,7 @@ def _slowest(tokens: npt.NDArray[np.int64], attention: Times, cut: BoolArray, mo
 def _pipeline_times(
     tokens: npt.NDArray[np.int64], attention: Times, cut: BoolArray, model: LayerModel
 ) -> tuple[FloatArray, FloatArray]:
-    """float[n * dp, P, V, m] forward and backward: the device's or, where that is longer, the host's to launch them."""
+    """float[n * dp, P, V, m] forward and backward: the device's time or, if longer, the host's launch time."""
     device, host = _device(tokens, attention, model), model.host(cut)
     embedding, loss = model.host_ends()
     forward, backward = (
@@ -175,7 +181,9 @@ def _pipeline_times(
 
 
 def _transfer(tokens: npt.NDArray[np.int64], model: LayerModel) -> FloatArray:
-    """float[n]: an iteration's largest micro-batch's stands for all: links are seldom what a stage waits for."""
+    """float[n]: the transfer of an iteration's largest micro-batch, used for all, because stages seldom wait for
+    links.
+    """
     longest = tokens.max(axis=(1, 2)) / model.layout.cp
     return np.array([model.transfer_ns(float(one)) for one in longest])
 
@@ -189,11 +197,11 @@ def run_steps(
     cut: BoolArray | None = None,
     orders: Sequence[tuple[int, ...] | None] | None = None,
 ) -> Simulated:
-    """As `simulate`, from what the plans come to.
+    """As `simulate`, from the plans' figures.
 
     tokens: int[n, m, dp] of each micro-batch. attention: float[n, m, dp, cp], nanoseconds of a layer. cut: bool[n, m,
-    dp], whether any rank sees earlier keys; None: all do where there are context ranks. orders: group sizes of each
-    iteration's ranks, [n * dp].
+    dp], whether any rank attends to earlier keys; None: all do if there are context ranks. orders: group sizes of
+    each iteration's ranks, [n * dp].
     """
     n, _, dp = tokens.shape
     layout = model.layout
@@ -258,7 +266,7 @@ def _by_rank(values: BoolArray) -> BoolArray:
 
 
 def _ends(tokens: npt.NDArray[np.int64], model: LayerModel) -> list[tuple[FloatArray, FloatArray]]:
-    """Forward and backward: embedding's and loss's times, float[n, m, dp] each."""
+    """Times of embedding and loss in forward and backward, float[n, m, dp] each."""
     embedding, loss = model.embedding(tokens / model.layout.cp), model.loss(tokens / model.layout.cp)
     return [(embedding.forward, loss.forward), (embedding.backward, loss.backward)]
 

@@ -33,15 +33,20 @@ from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.profile import Profile
 
 DEFAULT_GIB = 80.0
-"""Memory of a GPU by which it is told what fits, where none is given."""
+"""GPU memory for which `analyze` says what fits, if no flag gives one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """window: tokens. micro_batches: windows of a data-parallel rank and step. iterations: that are looked at, after
-    `warm_up` planned ones in which queues fill. seed: of the shuffle, None for the given order. trainer: what decides
-    about documents in chunks. gib: memory of a GPU, by which Lmax is set; None: it is not. said: what is to be
-    known of it."""
+    """A job that the commands plan and simulate.
+
+    * window: tokens. micro_batches: windows of a data-parallel rank and step.
+    * iterations: simulated, after `warm_up` planned ones in which queues fill.
+    * seed: of the shuffle, None for the given order.
+    * trainer: settings that decide about documents in chunks.
+    * gib: memory of a GPU, by which Lmax is set; None: Lmax ignores memory.
+    * said: lines to show the user.
+    """
 
     model: LayerModel
     window: int
@@ -59,7 +64,9 @@ class Job:
         return multiple(self.model.layout.cp, self.model.layout.tp)
 
     def cost(self, config: WlbConfig) -> CostModel:
-        """What packing balances by, as in training: settings, else the profile, else the model's shape."""
+        """The cost model that packing balances by, as in training: from settings, else the profile, else the model's
+        shape.
+        """
         model, shape, costs = self.model, self.model.shape, self.model.costs
         own = model.cost()
         if costs is not None:
@@ -75,7 +82,7 @@ class Job:
         )
 
     def longest(self, config: WlbConfig) -> int:
-        """Tokens of the longest document that is not split; memory is not looked at."""
+        """Tokens of the longest document that is not split, ignoring memory."""
         return longest_whole(config.overlong, self.window, self.micro_batches)[0]
 
     def planner(
@@ -117,14 +124,14 @@ class Job:
             )
 
     def with_lmax(self, config: WlbConfig) -> WlbConfig:
-        """The settings with the Lmax that memory leaves, where that is looked at. WlbError where nothing fits."""
+        """The settings with the Lmax that memory allows, if memory is given. WlbError if nothing fits."""
         memory = None if self.gib is None else self.memory(self.gib)
         if memory is None or config.packing != "varlen":
             return config
         return with_lmax(config, memory, self.window, self.trainer.chunks_refused())
 
     def no_chunks(self, config: WlbConfig) -> list[tuple[str, str]]:
-        """(flag, cure) of each setting that chunks do not go with. config: with Lmax."""
+        """(flag, cure) of each setting that cannot be combined with chunks. config: with Lmax."""
         memory = self.memory(self.gib or DEFAULT_GIB)
         return [*self.trainer.chunks_refused(), *no_memory_for_chunks(self.with_lmax(config), memory)]
 
@@ -149,7 +156,7 @@ class Job:
             return self.cut(Run(config, plans, planner, tuple(said)), config)
 
     def cut(self, run: Run, config: WlbConfig) -> Run:
-        """The same plans sharded by these settings, and timed."""
+        """The same plans, sharded by these settings and timed."""
         looked, layout = run.plans[self.warm_up :], self.model.layout
         shards = cut_plans(looked, layout.cp, self.alignment, config.sharding, self.model.table)
         simulated = simulate(shards, self.model, orders=self.orders(looked))
@@ -186,10 +193,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Run:
-    """A job's plans, the first `warm_up` of which are not looked at, and the times of the others.
+    """A job's plans and the times of all but the first `warm_up` of them.
 
-    said: whether documents train in chunks, and why. shards: of the plans that are looked at; None with dynamic
-    groups, whose micro-steps `steps` has instead.
+    said: whether documents train in chunks, and why. shards: of the timed plans; None with dynamic groups, whose
+    micro-steps are in `steps`.
     """
 
     config: WlbConfig
@@ -209,7 +216,7 @@ class Run:
 def group_costs(
     model: LayerModel, quadratic_at: float, longest: int, alignment: int
 ) -> tuple[GroupCost, Stage]:
-    """What dynamic groups are planned by in training. longest: Lmax, tokens of a micro-batch."""
+    """The costs by which training plans dynamic groups. longest: Lmax, tokens of a micro-batch."""
     shape, layout = model.shape, model.layout
     stage = Stage.of(layout.cp, layout.dp, longest // alignment * alignment)
     table = (model.measured if model.costs is None else model.costs.table).scaled(

@@ -17,8 +17,11 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class Launches(NamedTuple):
-    """Nanoseconds of the host, float[n, m] or what broadcasts to it: a micro-batch's forward and backward launches,
-    and of the backward's the check of the loss and its launches, which come first and keep the device waiting."""
+    """Host nanoseconds, float[n, m] or broadcastable to it.
+
+    A micro-batch's forward and backward launches. For the backward also the check of the loss and its launches, which
+    come first and keep the device waiting.
+    """
 
     forward: FloatArray
     backward: FloatArray
@@ -26,10 +29,11 @@ class Launches(NamedTuple):
 
 
 def queued_ends(forward: FloatArray, backward: FloatArray, host: Launches) -> FloatArray:
-    """float[n]: when each of n steps is done. forward, backward: float[n, m], the device's times of its micro-batches.
+    """float[n]: when each of n steps is done. forward, backward: float[n, m], the device's times of its
+    micro-batches.
 
-    Two micro-batches of 3 + 6 on the device whose launches take 4 + 2: 4, then 6, and a forward of 3 that the host
-    began to launch 4 before it, then 6: 19, where the device alone takes 18.
+    Example: two micro-batches of 3 + 6 on the device, with launches of 4 + 2. The first forward ends at 4; then 6;
+    then a forward of 3, whose launches the host began 4 earlier; then 6. In all 19, while the device alone takes 18.
     """
     n, count = forward.shape
     launches = [np.broadcast_to(ns, (n, count)) for ns in host[:2]]

@@ -11,8 +11,11 @@ from wlb_megatron.workload.memory import GIB, ParallelLayout, StageShape
 def gpu_memory(
     model: LayerModel, trainer: Trainer, gib: float, *, window: int, micro_batches: int, alignment: int
 ) -> GpuMemory | None:
-    """With sequence parallelism beside tensor parallelism, and the distributed optimizer. None with experts: how many
-    tokens one gets is not known ahead. gib: of a GPU. micro_batches: windows of a data-parallel rank and step."""
+    """The GPU's memory as the planner counts it; None with experts, because the tokens per expert are unknown.
+
+    Assumes sequence parallelism with tensor parallelism, and the distributed optimizer. gib: of a GPU. micro_batches:
+    windows of a data-parallel rank and step.
+    """
     if trainer.experts:
         return None
     shape, sizes = model.shape, model.layout

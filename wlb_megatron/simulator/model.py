@@ -26,15 +26,17 @@ from wlb_megatron.workload.micro_batch import CHECK_NS, LAUNCH_NS, chunk_ns, sta
 
 FloatArray = npt.NDArray[np.float64]
 EXCHANGE_LAUNCH = 200_000.0
-"""Nanoseconds of the host to launch keys' exchange one way, on an H200's host (gpu_attention.py host)."""
+"""Nanoseconds of the host to launch the exchange of keys in one direction, on an H200's host (gpu_attention.py host).
+"""
 FORWARD_SHARE = 1 / 3.5
-"""Of an attention layer's forward + backward time: two products forward, five backward."""
+"""The forward's share of attention's forward + backward time: two products of seven."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A decoder-only transformer. kv_heads: fewer than heads under GQA. channels: of a head, if not hidden / heads.
-    gated: feed-forward of three matrices, not two."""
+    gated: the feed-forward has three matrices, not two.
+    """
 
     layers: int
     hidden: int
@@ -88,12 +90,15 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerModel:
-    """A model on a layout. measured: attention of any shape of heads, rescaled to this one's.
+    """The times of a model on a layout.
 
-    costs: of a profile of this very shape and tensor-parallel size; they stand for `measured` and for the rates, and
-    their links for the network within a node. recompute: of every layer in its backward, "full"; of its attention
-    alone, "selective"; "none". regather: keys are exchanged again in backward. Raises ValueError where heads or layers
-    do not divide.
+    * measured: attention of any shape of heads, rescaled to this one's.
+    * costs: of a profile of exactly this shape and tensor-parallel size. They replace `measured` and the rates; their
+      links replace the network within a node.
+    * recompute: "full": every layer in its backward; "selective": its attention alone; "none".
+    * regather: keys are exchanged again in backward.
+
+    Raises ValueError if heads or layers do not divide.
     """
 
     shape: ModelShape
@@ -119,22 +124,26 @@ class LayerModel:
 
     @cached_property
     def table(self) -> KernelTable:
-        """Forward + backward, of one tensor-parallel rank's heads, with the links of the context-parallel ranks.
+        """The kernel table, forward + backward, of one tensor-parallel rank's heads, with the context-parallel ranks'
+        links.
 
-        Where there are fewer KV heads than tensor-parallel ranks, each rank holds one.
+        If there are fewer KV heads than tensor-parallel ranks, each rank holds one.
         """
         return self._linked(self.measured if self.costs is None else self.costs.table, 2)
 
     @cached_property
     def _ways(self) -> tuple[KernelTable, KernelTable] | None:
-        """Forward and backward apart, where they were measured."""
+        """The kernel tables of forward and backward separately, if they were measured."""
         if self.costs is None:
             return None
         return self._linked(self.costs.forward, 1), self._linked(self.costs.backward, 1)
 
     def _linked(self, table: KernelTable, ways: int) -> KernelTable:
-        """The table scaled to this model, its exchange (K and V there, and their gradients back, if `ways` is 2)
-        slowed from NVLink's pace to that between the context-parallel ranks."""
+        """The table scaled to this model.
+
+        Its exchange (K and V there and, if `ways` is 2, their gradients back) is slowed from NVLink's rate to that
+        between the context-parallel ranks.
+        """
         shape, layout, given = self.shape, self.layout, self.assumptions
         scaled = table.scaled(
             heads=shape.heads // layout.tp,
@@ -149,13 +158,13 @@ class LayerModel:
         )
 
     def _slower_row(self, scaled: KernelTable, ways: int) -> float:
-        """Nanoseconds that a key's way between the context-parallel ranks takes more than over NVLink."""
+        """Nanoseconds by which a key's transfer between the context-parallel ranks is slower than over NVLink."""
         layout, given = self.layout, self.assumptions
         row = 2 * 2 * ways * scaled.kv_heads * scaled.head_dim
         return 1e9 * row * (1 / given.pair_rate(layout.cp, layout.tp) - 1 / given.nvlink_rate)
 
     def attention(self, plans: Sequence[ShardPlan]) -> Times:
-        """float64[plans, cp]: a layer's attention and exposed exchange on each context-parallel rank."""
+        """float64[plans, cp]: nanoseconds of a layer's attention and exposed exchange on each context-parallel rank."""
         if self._ways is not None:
             forward, backward = (predict_all(plans, way).astype(np.float64) for way in self._ways)
         else:
@@ -176,7 +185,7 @@ class LayerModel:
         return self.shape.heads * self.shape.head_dim / self.layout.tp
 
     def attention_ways(self, both: FloatArray) -> Times:
-        """Attention's forward and backward from their sum, nanoseconds, where no shard plan tells them apart."""
+        """Attention's forward and backward from their sum (nanoseconds), if no shard plan separates them."""
         share = FORWARD_SHARE
         if self._ways is not None:
             forward, backward = (float(way.diagonal_ns(np.array([8192]))[0]) for way in self._ways)
@@ -187,7 +196,7 @@ class LayerModel:
         return Times(forward, backward if self.recompute == "none" else backward + forward)
 
     def host(self, cut: npt.ArrayLike) -> Times:
-        """What the host needs to launch a layer, nanoseconds. cut: bool, whether a rank's queries see earlier keys."""
+        """Nanoseconds of the host to launch a layer. cut: bool, whether a rank's queries attend to earlier keys."""
         second = np.asarray(cut, dtype=np.float64)
         exchange = EXCHANGE_LAUNCH if self.layout.cp > 1 else 0.0
         (forward, backward), (more, back) = LAUNCH_NS, (0.0, 0.0)
@@ -204,7 +213,7 @@ class LayerModel:
         )
 
     def host_ends(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """What the host needs to launch the embedding and the loss, forward and backward (ns); 0 without a profile."""
+        """Nanoseconds of the host to launch embedding and loss, forward and backward; 0 without a profile."""
         share = self.assumptions.host_launch
         if self.costs is None:
             return (0.0, 0.0), (0.0, 0.0)
@@ -212,7 +221,7 @@ class LayerModel:
         return (share * there, share * back), (share * loss, share * loss_back)
 
     def launches(self, cut: npt.ArrayLike) -> Launches:
-        """Of micro-batches on a stage that is the whole pipeline."""
+        """The host's launches of micro-batches on a stage that is the whole pipeline (nanoseconds)."""
         forward, backward = self.host(cut)
         layers, check = self.shape.layers, self.assumptions.host_launch * CHECK_NS
         ends = self.host_ends()
@@ -220,7 +229,7 @@ class LayerModel:
         return Launches(layers * forward + there, layers * backward + back + check, ends[1][1] + check)
 
     def linear(self, tokens: npt.ArrayLike) -> Times:
-        """Of a layer, all but attention. tokens: of one context-parallel rank."""
+        """Nanoseconds of a layer without attention. tokens: of one context-parallel rank."""
         forward, backward = self._linear(tokens)
         return Times(forward, backward + forward if self.recompute == "full" else backward)
 
@@ -239,7 +248,7 @@ class LayerModel:
         return Times(products + elements + exchange, 2 * products + 2 * elements + exchange)
 
     def embedding(self, tokens: npt.ArrayLike) -> Times:
-        """Look-up on the first stage: reads and writes rows; tensor ranks reduce-scatter them."""
+        """Look-up on the first stage (ns): reads and writes rows; tensor ranks reduce-scatter them."""
         t = np.asarray(tokens, dtype=np.float64)
         given = self.assumptions
         exchange = t * self._tp_row_ns() + self._tp_wait_ns()
@@ -250,7 +259,7 @@ class LayerModel:
         return Times(rows + exchange, rows + exchange)
 
     def loss(self, tokens: npt.ArrayLike) -> Times:
-        """Output layer and cross entropy (fp32 logits, read and written twice) on the last stage."""
+        """Output layer and cross entropy on the last stage (ns): fp32 logits, read and written twice."""
         shape, tp, given = self.shape, self.layout.tp, self.assumptions
         t = np.asarray(tokens, dtype=np.float64)
         gather = t * self._tp_row_ns() + self._tp_wait_ns()
@@ -262,13 +271,13 @@ class LayerModel:
         return Times(product + logits + gather, 2 * product + logits / 2 + gather)
 
     def layers_of(self, stage: int, chunk: int = 0) -> int:
-        """Layers spread evenly, the earlier chunks of the model take one more: 126 over 16 stages are 8 ... 8 7 7."""
+        """Layers of a chunk: spread evenly, with one more on earlier chunks. 126 over 16 stages are 8 ... 8 7 7."""
         chunks = self.layout.pp * self.layout.chunks
         at = chunk * self.layout.pp + stage
         return self.shape.layers // chunks + (at < self.shape.layers % chunks)
 
     def transfer_ns(self, tokens: float) -> float:
-        """One micro-batch's hidden rows to the next stage, cut over tensor ranks."""
+        """Nanoseconds to send one micro-batch's hidden rows to the next stage, divided over tensor ranks."""
         layout, given = self.layout, self.assumptions
         if layout.pp == 1:
             return 0.0
@@ -280,7 +289,9 @@ class LayerModel:
         return 1e9 * (sent / given.pair_rate(2, stride) + given.latency(2, stride))
 
     def gradient_sync_ns(self, stage: int) -> tuple[float, float]:
-        """Of a stage's reduce-scatter of gradients and all-gather of parameters over data and context ranks."""
+        """Nanoseconds of a stage's reduce-scatter of gradients and all-gather of parameters over data and context
+        ranks.
+        """
         layout, given = self.layout, self.assumptions
         ranks, held = layout.dp * layout.cp, self._held(stage)
         return (
@@ -295,10 +306,10 @@ class LayerModel:
         return 1e9 * owned * self.assumptions.optimizer_bytes / self.assumptions.memory_rate
 
     def cost(self) -> CostModel:
-        """Packing's cost model of this layout: a layer's attention against the rest, and what a document and a
-        micro-batch cost by themselves.
+        """Packing's cost model on this layout: a layer's attention relative to the rest, and the fixed costs of
+        documents and micro-batches.
 
-        Attention of long documents is taken evenly over context ranks (diagonals of 64K, free of tile effects).
+        Attention of long documents is assumed even over context ranks (diagonals of 64K, which have no tile effects).
         """
         probe = np.array([65536], dtype=np.int64)
         table = replace(self.table, segment=0.0, query_row=0.0, key_row=0.0)

@@ -34,15 +34,17 @@ SCHEMES = {
     ONE: ("varlen-1", ("adaptive",)),
     OURS: ("varlen", ("adaptive",)),
 }
-"""Packing, and shardings of which the one that is faster over the whole run counts."""
+"""Packings, each with the shardings to try; the sharding that is faster over the whole run counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What is simulated with. iterations: few ones compare different documents, as outliers are few: 100 and more.
+    """What a comparison simulates.
 
-    lengths: integers[n] of documents for a window of lengths_of tokens; None: seeded ones. per_window: micro-batches a
-    window of ours, auto or a number."""
+    iterations: use 100 or more, because with few iterations different documents are compared (outliers are rare).
+    lengths: integers[n] of documents for a window of lengths_of tokens; None: seeded ones. per_window: micro-batches
+    per window in this project's plans, auto or a number.
+    """
 
     lengths: Lengths | None = None
     lengths_of: int = 128 * paper.K
@@ -63,7 +65,7 @@ class Inputs:
 
 @dataclass
 class SettingRuns:
-    """One setting under several packings and shardings, each planned once."""
+    """One setting under several packings and shardings; each is planned once."""
 
     inputs: Inputs
     setting: Setting
@@ -105,18 +107,20 @@ class SettingRuns:
         return self.done[packing, sharding]
 
     def scheme(self, name: str) -> tuple[str, str, Simulated]:
-        """Packing, the sharding that is faster over the run, and what came of them."""
+        """The packing, the sharding that is faster over the run, and the result."""
         packing, shardings = SCHEMES[name]
         best = min(shardings, key=lambda kind: self.simulated(packing, kind).ns_per_token)
         return packing, best, self.simulated(packing, best)
 
     def speedup(self, packing: str, sharding: str) -> float:
-        """Time per token, plain 4D's over this one's."""
+        """Plain 4D's time per token over this one's."""
         plain = self.simulated("original", "per-sequence").ns_per_token
         return plain / self.simulated(packing, sharding).ns_per_token
 
     def work_per_token(self, packing: str) -> float:
-        """Tokens of linear work for each trained token: less where documents are cut, as no piece sees another."""
+        """Tokens of linear work per trained token. Less if documents are cut, because pieces do not attend to each
+        other.
+        """
         grids = [one for plan in self.planned(packing) for row in plan.micro_batches for one in row]
         work = sum(one.work for one in grids) / UNITS_PER_TOKEN
         return work / sum(one.tokens for one in grids)
@@ -165,7 +169,7 @@ def compare_schemes(inputs: Inputs, setting: Setting) -> dict[str, Any]:
 
 
 def held(plans: Sequence[IterationPlan], setting: Setting) -> dict[str, float]:
-    """Windows of the largest micro-batch, and of all whose activations the first stage holds at once, at most."""
+    """The largest micro-batch, and the most whose activations the first stage holds at once, in windows."""
     layout, largest, most = setting.layout, 0, 0.0
     for plan, together in zip(plans, orders_of(plans), strict=True):
         for column, sizes in zip(zip(*plan.micro_batches, strict=True), together, strict=True):
@@ -190,7 +194,7 @@ def lockstep(simulated: Simulated, stages: int) -> float:
 
 
 def means(rows: list[dict[str, Any]], key: str = "speedup") -> dict[str, dict[str, float]]:
-    """Of each scheme: mean over all rows, and over those of each window."""
+    """For each scheme, the mean over all rows and over the rows of each window."""
     told: dict[str, dict[str, float]] = {}
     for scheme in SCHEMES:
         told[scheme] = {"all": float(np.mean([row["schemes"][scheme][key] for row in rows]))}

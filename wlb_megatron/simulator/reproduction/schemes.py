@@ -34,7 +34,7 @@ from wlb_megatron.workload.cost_model import CostModel
 IntArray = npt.NDArray[np.int64]
 
 QUEUES = {1: (1 / 2,), 2: (3 / 8, 11 / 16), 3: (3 / 8, 11 / 16, 7 / 8)}
-"""Thresholds of WLB-LLM's outlier queues, as shares of the window: a rule of ours, as the paper does not give them."""
+"""Thresholds of WLB-LLM's outlier queues, as shares of the window. The paper does not give them; this rule is ours."""
 
 UNBOUNDED = 1_000_000
 """The paper bounds no document's delay (iterations)."""
@@ -79,7 +79,7 @@ def _planner(
     cost: CostModel,
     per_window: str,
 ) -> Planner:
-    """What plans a job of these settings in training, too; the paper's queues alone are no setting."""
+    """The planner that would also train a job of these settings; only the paper's queues are not a setting."""
     layout, window = setting.layout, setting.window
     name, _, count = packing.rpartition("-") if packing[-1].isdigit() else (packing, "", "1")
     aligned = multiple(layout.cp, layout.tp)
@@ -134,10 +134,10 @@ def _faster(first: list[ShardPlan], second: list[ShardPlan], model: LayerModel) 
 
 
 def perfectly_balanced(plans: Sequence[IterationPlan], model: LayerModel) -> Simulated:
-    """A bound: the documents of these plans, their work spread evenly over all micro-batches and context ranks.
+    """A bound: the documents of these plans, with their work spread evenly over all micro-batches and context ranks.
 
-    Each iteration keeps its documents and its number of micro-batches. Each document at the rate of a whole one on one
-    rank, one kernel call each way, no keys exchanged.
+    Each iteration keeps its documents and its number of micro-batches. Each document takes the rate of a whole one on
+    one rank, with one kernel call per direction and no exchange of keys.
     """
     layout = model.layout
     grids = [[one for row in plan.micro_batches for one in row] for plan in plans]

@@ -13,7 +13,8 @@ from wlb_megatron.simulator.run import OURS, PAPER, PLAIN, Inputs, SettingRuns, 
 from wlb_megatron.workload.kernel_table import KernelTable
 
 UNEVEN_ITERATIONS = 1000
-"""Outliers are few: over 300 iterations the factor below still differs by 4 % between seeds, over 1,000 by 2 %."""
+"""Iterations. Outliers are rare: over 300 iterations the factor below still differs by 4 % between seeds, over 1,000
+by 2 %."""
 
 
 FLASH_ATTENTION_2 = 0.35 * 989e12
@@ -47,9 +48,9 @@ def vary(inputs: Inputs, assumed: list[dict[str, Any]], tick: Callable[[], None]
 
 
 def slowness_of_the_paper(inputs: Inputs) -> float:
-    """Factor on attention's time with which arrival order's imbalance at 7B-128K is the paper's 1.44, from 0.25 to 4.
+    """Factor on attention's time, from 0.25 to 4, at which arrival order's imbalance at 7B-128K is the paper's 1.44.
 
-    The paper gives neither kernels nor rates; this figure of its tells how much attention weighs in its jobs.
+    The paper gives neither kernels nor rates. Its imbalance tells how much attention weighs in its jobs.
     """
     run = SettingRuns(inputs, paper.BREAKDOWN_OF)
     pieces = [
