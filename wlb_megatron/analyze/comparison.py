@@ -22,12 +22,14 @@ from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.simulator.job import DEFAULT_GIB, Job, Run
 
 NOISE = 0.01
-"""What is set is recommended where no other setting is faster by more than this share: less is noise."""
+"""Another setting is recommended only if it is faster than the user's by more than this share; less is noise."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Of a part, or of other settings: over arrival order. slowest: step over arrival order's slowest one."""
+    """The gain of a part, or of other settings, over arrival order. slowest: slowest step over arrival order's
+    slowest step.
+    """
 
     name: str
     config: WlbConfig
@@ -39,11 +41,14 @@ class Gain:
 
 @dataclass(frozen=True)
 class Analysis:
-    """Before (arrival order, per-sequence sharding) and after (the given settings), with what was settled on.
+    """Before (arrival order, per-sequence sharding) and after (the given settings), with the settings that were
+    derived.
 
-    gains: of the parts, each with all before it, and of other settings. unmasked: nanoseconds a token of windows in
-    which documents see each other, as Megatron trains without document masks. assumed: no model was told, so a known
-    one's figures stand for the user's. runs: of before and after.
+    * gains: of the parts, each with all before it, and of other settings.
+    * unmasked: nanoseconds per token of windows whose documents attend to each other, as Megatron trains without
+      document masks.
+    * assumed: no model was given, so the figures are a known one's.
+    * runs: of before and after.
     """
 
     lengths: Lengths
@@ -83,8 +88,11 @@ class Analysis:
 
     @property
     def best(self) -> Gain:
-        """The settings to take: those given, unless others are faster by more than noise and their slowest step is no
-        slower; never slower than arrival order."""
+        """The settings to use: those given, unless others are faster by more than noise and their slowest step is no
+        slower.
+
+        Never slower than arrival order.
+        """
         slowest = float(self.after.simulated.steps.max() / self.before.simulated.steps.max())
         given = Gain("as set", self.config, None, self.speedup, self.equal_work_speedup, slowest)
         plain = Gain("arrival order", arrival_order(self.config), None, 1.0, 1.0, 1.0)
@@ -98,7 +106,7 @@ class Analysis:
 
     @property
     def flags(self) -> str:
-        """What to copy to the training command: the settings to take, as far as they are not the defaults."""
+        """The flags to copy to the training command: the settings to use, without those that are defaults."""
         chosen, plain = self.best.config, WlbConfig()
         told = []
         for field in fields(WlbConfig):
@@ -164,7 +172,7 @@ def planned(config: WlbConfig, job: Job) -> int:
 
 
 class _Runs:
-    """Runs of settings, those that plan alike planned once."""
+    """Runs of settings. Settings with the same plans are planned once."""
 
     def __init__(self, lengths: Lengths, job: Job, progress: Callable[[], None]) -> None:
         self._lengths, self._job, self._progress = lengths, job, progress
@@ -215,7 +223,7 @@ def _work_per_token(run: Run) -> float:
 
 
 def _unmasked(job: Job) -> float:
-    """Nanoseconds a token of full windows, each one sequence to attention, cut as Megatron cuts it."""
+    """Nanoseconds per token of full windows, each attended as one sequence, sharded as Megatron does."""
     layout = job.model.layout
     window = np.array([job.window], dtype=np.int64)
     (shard,) = shard_all([window], layout.cp, "per-sequence", job.model.table)

@@ -11,7 +11,7 @@ from wlb_megatron.simulator.job import Job
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """alone: settings with this part, and what it cannot do without. together: with all parts before it, too."""
+    """alone: settings with this part and what it needs. together: also with all parts before it."""
 
     name: str
     alone: WlbConfig
@@ -56,7 +56,7 @@ def parts(config: WlbConfig, job: Job) -> list[Part]:
 
 
 def others(config: WlbConfig) -> list[tuple[str, WlbConfig]]:
-    """Settings that are no part of these, and may be better."""
+    """Other settings, which may be better."""
     if config.packing != "varlen" or config.cp_mode == "dynamic":
         return []
     sharding = "adaptive" if config.sharding == "per-sequence" else config.sharding

@@ -11,12 +11,15 @@ from wlb_megatron.packing.memory_limits import MARGIN, GpuMemory
 from wlb_megatron.workload.memory import GIB, LEAST, memory_needed
 
 MOST = 1 << 26
-"""Tokens beyond which nothing is looked for."""
+"""The search ends at this many tokens."""
 
 
 class Fits(NamedTuple):
-    """Tokens of the longest micro-batch and of the longest window; 0: not even the least. in_chunks: with documents in
-    chunks, else with whole ones, which need 1.25 windows. weights: whether weights and the optimizer's state fit."""
+    """What fits the GPU: tokens of the longest micro-batch and of the longest window; 0: not even the smallest.
+
+    in_chunks: with documents in chunks, else with whole ones, which need 1.25 windows. weights: whether weights and
+    optimizer state fit.
+    """
 
     micro_batch: int
     window: int
@@ -38,7 +41,7 @@ def fits(memory: GpuMemory, *, in_chunks: bool) -> Fits:
 
 
 def _most(step: int, fit: Callable[[int], bool]) -> int:
-    """The largest multiple of `step` that fits; what is needed grows with it."""
+    """The largest multiple of `step` that fits, if the need grows with it."""
     low, high = 0, MOST // step
     while low < high:
         middle = (low + high + 1) // 2

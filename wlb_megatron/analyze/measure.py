@@ -59,11 +59,14 @@ class JobLayout:
 class Measured:
     """What a packing and sharding did, iteration by iteration.
 
-    simulated: the same iterations' times. work: [iteration] float[micro-batch, dp], by the cost model (tokens of linear
-    work). cp_imbalance: max/mean over a micro-batch's ranks; empty with dynamic groups. delays: tokens by iterations of
-    delay. lengths: tokens of each micro-batch without padding; documents: its pieces. totals:
-    tokens of each iteration over all data-parallel ranks, without padding. chunked: [iteration][dp] of each micro-batch
-    the document that it has a chunk of, or -1; orders: [iteration][dp] sizes of the groups that go backward last first.
+    * simulated: times of the same iterations.
+    * work: [iteration] float[micro-batch, dp], by the cost model (tokens of linear work).
+    * cp_imbalance: max/mean over a micro-batch's ranks; empty with dynamic groups.
+    * delays: tokens by iterations of delay.
+    * lengths: tokens of each micro-batch without padding. documents: its pieces.
+    * totals: tokens of each iteration over all data-parallel ranks, without padding.
+    * chunked: [iteration][dp] the document of which each micro-batch has a chunk, or -1.
+    * orders: [iteration][dp] sizes of the groups whose backwards run last first.
     """
 
     simulated: Simulated
@@ -110,12 +113,11 @@ class Measured:
 
     @property
     def waiting(self) -> dict[str, float]:
-        """What a step spends beside its GPUs' computing, as shares of that, mean over iterations; they add up to
-        step_over_ideal - 1.
+        """What a step spends besides its GPUs' computation, as shares of that, mean over iterations.
 
-        fill: filling and draining a pipeline of like micro-batches. micro_batches: that they are unlike, and stages,
-        transfers and hosts. cp_ranks, dp_ranks: waiting for the slowest rank. after: gradients, optimizer,
-        between steps.
+        They add up to step_over_ideal - 1. fill: filling and draining a pipeline of equal micro-batches.
+        micro_batches: differences between micro-batches and stages, transfers, hosts. cp_ranks, dp_ranks: waiting for
+        the slowest rank. after: gradients, optimizer, between steps.
         """
         told = self.simulated
         ideal, paced = told.busy.mean(axis=(1, 2, 3)), told.paced.mean(axis=(1, 2))

@@ -49,7 +49,7 @@ def _gain(gain: Gain) -> dict[str, Any]:
 
 
 def figures(measured: Measured) -> dict[str, Any]:
-    """All that is told of one packing."""
+    """All reported figures of one packing."""
     tokens = measured.tokens
     return {
         "iterations": len(measured.work),

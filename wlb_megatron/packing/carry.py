@@ -18,13 +18,17 @@ from wlb_megatron.packing.saved_pieces import decode, decode_windows
 from wlb_megatron.plan import Piece
 
 _CORPUS = ("documents", "tokens", "sha256 of lengths")
-"""What makes a corpus the same one."""
+"""The fields that identify a corpus."""
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """kept: pieces that waited and train first. lost: those of corpora that are gone. going_on, restarted, begun: how
-    many corpora go on at their place, begin their next epoch, or are new. gone: of the saved ones, not here."""
+    """What a continued run takes along.
+
+    kept: pieces that waited and train first. lost: waiting pieces of corpora that are gone. going_on, restarted,
+    begun: how many corpora continue at their place, begin their next epoch, or are new. gone: saved corpora that this
+    run does not have.
+    """
 
     kept: tuple[Piece, ...]
     lost: tuple[Piece, ...]
@@ -36,7 +40,7 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Where the documents [first, end) of a saved corpus are now: so many ids further."""
+    """Documents [first, end) of a saved corpus now have ids this much higher."""
 
     first: int
     end: int
@@ -44,7 +48,7 @@ class _Move:
 
 
 def take_up(planner: Planner, samples: int, state: Mapping[str, Any], *, next_epoch: bool = False) -> Carried:
-    """Begin `planner` in a run that has trained so many samples with a planner of this state.
+    """Begins `planner` in a run that has trained `samples` samples with a planner of this state.
 
     next_epoch: all corpora begin their next epoch. KeyError, TypeError or ValueError if the state is damaged.
     """
@@ -82,7 +86,7 @@ def waiting_in(state: Mapping[str, Any]) -> list[Piece]:
 def _places(
     saved: Mapping[str, Any], now: Mapping[str, Any], next_epoch: bool
 ) -> tuple[list[dict[str, int]], list[_Move]]:
-    """Where each corpus of the fingerprint `now` goes on, as a stream's state has it, and where documents went."""
+    """Where each corpus of the fingerprint `now` continues, as in a stream's state, and where its documents moved."""
     before, rules = saved["fingerprint"]["corpora"], saved["fingerprint"]
     positions = [row.get("position", at) for at, row in enumerate(saved["corpora"])]
     free, left = 1 + max(positions), list(range(len(before)))
@@ -121,6 +125,6 @@ def _moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> _Move:
 
 
 def _cut(piece: Piece, window: int) -> Sequence[Piece]:
-    """The piece in pieces of a window."""
+    """The piece, cut into pieces of a window."""
     starts = range(piece.start, piece.end, window)
     return [piece._replace(start=at, end=min(at + window, piece.end)) for at in starts]

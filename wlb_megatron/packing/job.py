@@ -17,14 +17,14 @@ from wlb_megatron.packing.planner import Planner, Stream
 from wlb_megatron.workload.cost_model import CostModel
 
 SAMPLE, SAMPLE_EPOCHS = 65536, 16
-"""Pieces from which thresholds, and whether to train in chunks, are learnt: the first that train, at most. Of a
-handful of documents a few epochs say as much."""
+"""The most pieces, and epochs of a small corpus, from which a job learns thresholds and whether to train in chunks:
+the first that train."""
 
 
 def sample_lengths_of(stream: DocumentStream, documents: int) -> list[int]:
-    """Lengths (tokens) of the pieces that a job learns from, in the order and the mixture in which they train.
+    """Lengths (tokens) of the pieces that a job learns from, in the order and mixture in which they train.
 
-    documents: of all corpora together.
+    documents: how many, over all corpora.
     """
     return stream.peek(min(SAMPLE, SAMPLE_EPOCHS * documents))
 
@@ -44,11 +44,11 @@ def plan_job(
     say: Callable[[str], None] = lambda _: None,
     **options: Any,
 ) -> Planner:
-    """Plans of a stream of documents, an iteration a call.
+    """A planner of a stream of documents: one plan per call.
 
-    window: tokens. micro_batches: windows of a data-parallel rank in a global batch, the largest one where `schedule`
-    has them grow. memory: of a GPU, None where it is not looked at. The others: see factory.make_packer.
-    Raises ValueError on settings that cannot work.
+    window: tokens. micro_batches: windows of a data-parallel rank in a global batch (the largest, if `schedule` lets
+    them grow). memory: of a GPU; None: ignore memory. The others: see factory.make_packer. Raises ValueError on
+    settings that cannot work.
     """
     no_chunks = [*no_chunks, *no_memory_for_chunks(config, memory)]
     packer = make_packer(
@@ -69,7 +69,7 @@ def plan_job(
 
 
 def most_micro_batches(packer: Packer, config: WlbConfig, windows: int) -> int:
-    """Into how many micro-batches a rank's windows are packed, at most."""
+    """The most micro-batches into which a rank's windows are packed."""
     if config.packing != "varlen" or config.release == "full" or config.cp_mode == "dynamic":
         return windows
     per_window = read_per_window(config.micro_batches_per_window)
@@ -77,11 +77,11 @@ def most_micro_batches(packer: Packer, config: WlbConfig, windows: int) -> int:
 
 
 def arrival_order(config: WlbConfig) -> WlbConfig:
-    """What Megatron does with these documents, but for the mask: windows in arrival order, cut per sequence."""
+    """What Megatron does with these documents except for the mask: windows in arrival order, sharded per sequence."""
     plain = replace(config, packing="original", sharding="per-sequence", micro_batches_per_window="1")
     return without_chunks(replace(plain, cp_mode="fixed"))
 
 
 def without_chunks(config: WlbConfig) -> WlbConfig:
-    """The settings where no document comes in chunks: those above the window are split at it."""
+    """The same settings without chunks: documents longer than the window are split at it."""
     return replace(config, chunks="off", overlong="split" if config.overlong == "chunk" else config.overlong)

@@ -13,10 +13,11 @@ from wlb_megatron.workload.chunk_memory import chunked_bytes, fit_chunks
 from wlb_megatron.workload.memory import GIB, ParallelLayout, StageShape, fit_max_tokens, memory_needed
 
 LEAST_CHUNK = 8
-"""A micro-batch with chunks has at least a window over this, by which fixed costs of kernels and hosts stay small."""
+"""A micro-batch with chunks has at least a window divided by this, so that fixed costs of kernels and hosts stay
+small."""
 
 MARGIN = 0.10
-"""Of the memory, left free."""
+"""Share of the memory that is left free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class GpuMemory:
         )
 
     def in_chunks(self) -> int:
-        """The same with documents in chunks, none above the window; at most what a plan with chunks makes use of."""
+        """The same with documents in chunks, none longer than the window; at most what a plan with chunks uses."""
         flying = held(self.window, self.layout.micro_batches, self.layout.pipeline)
         fitting = fit_chunks(
             *(self.shape, self.layout, self.size),
@@ -47,8 +48,11 @@ class GpuMemory:
         return min(fitting, chunk_capacity(self.window, None, self.alignment))
 
     def needed(self, config: WlbConfig, longest: int) -> tuple[int, int]:
-        """Bytes that the fullest GPU needs at most with documents of up to `longest` tokens in chunks, and with whole
-        ones at the settings' Lmax (0: these are not trained)."""
+        """Bytes that the fullest GPU needs at most: (with chunks, with whole documents).
+
+        longest: tokens of the longest document in chunks. Whole documents are counted at the settings' Lmax (0: they
+        are not trained).
+        """
         chunked = chunked_bytes(
             *(self.shape, self.layout),
             longest=chunk_capacity(self.window, config.max_tokens, self.alignment),
@@ -63,10 +67,10 @@ class GpuMemory:
 def with_lmax(
     config: WlbConfig, memory: GpuMemory | None, window: int, refused: Sequence[tuple[str, str]]
 ) -> WlbConfig:
-    """The settings with Lmax filled in: 1.5 windows, or what fits if that is less.
+    """The settings with Lmax filled in: 1.5 windows, or what fits if that is less. A given value stays.
 
-    A value that is given stays. Where not even 1.25 windows fit, micro-batches are shorter and documents train in
-    chunks, if they can; else WlbError. memory: None where it is not looked at. refused: what chunks do not go with.
+    If not even 1.25 windows fit, micro-batches are shorter and documents train in chunks, if they can; else WlbError.
+    memory: None: ignore memory. refused: settings that cannot be combined with chunks.
     """
     if config.max_tokens is not None:
         return config
@@ -88,8 +92,11 @@ def _whole_alone(config: WlbConfig, refused: Sequence[tuple[str, str]]) -> bool:
 
 
 def no_memory_for_chunks(config: WlbConfig, memory: GpuMemory | None) -> list[tuple[str, str]]:
-    """A row as of chunks_refused where chunks may need more memory than whole documents at the same Lmax: many key
-    heads under full recompute, whose keys are more than the activations that are kept, or logits that outweigh them."""
+    """A row as in chunks_refused, if chunks may need more memory than whole documents at the same Lmax.
+
+    That happens with many key heads under full recompute, whose keys exceed the activations that are kept, or with
+    logits that outweigh them.
+    """
     if config.chunks != "auto" or config.overlong == "chunk" or memory is None:
         return []
     chunked, whole = memory.needed(config, memory.window)
@@ -100,11 +107,11 @@ def no_memory_for_chunks(config: WlbConfig, memory: GpuMemory | None) -> list[tu
 
 
 def describe_memory(config: WlbConfig, memory: GpuMemory, longest: int, *, chunks: bool) -> str:
-    """What more micro-batches than windows free of a GPU's memory, for people. longest: tokens of the longest
-    document. chunks: long documents train in them.
+    """A line for people: how much of a GPU's memory it takes to make more micro-batches than windows.
 
-    Whole documents free nothing: a micro-batch may still have Lmax tokens, and as many of these run at once as with one
-    a window (arrange.py).
+    longest: tokens of the longest document. chunks: whether long documents train in chunks. Whole documents free
+    nothing: a micro-batch may still have Lmax tokens, and as many of these run at once as with one per window
+    (arrange.py).
     """
     chunked, whole = (each / GIB for each in memory.needed(config, longest))
     begun = "memory of the fullest GPU, at most"
@@ -117,5 +124,5 @@ def describe_memory(config: WlbConfig, memory: GpuMemory, longest: int, *, chunk
 
 
 def lmax(config: WlbConfig, window: int) -> int:
-    """Tokens of the longest micro-batch of whole documents; 1.5 windows where nothing else is set."""
+    """Tokens of the longest micro-batch of whole documents; 1.5 windows if nothing else is set."""
     return 3 * window // 2 if config.max_tokens is None else config.max_tokens

@@ -22,7 +22,8 @@ _PREFIX = itemgetter(4)  # of pieces: quicker than by name
 class Stream(Protocol):
     """Pieces in the order in which they arrive: whole documents, over-long ones already split, none empty.
 
-    None has more than the tokens of a data-parallel rank's share of an iteration, so that each iteration takes one in.
+    No piece has more tokens than a data-parallel rank's share of an iteration, so each iteration takes in at least
+    one.
     """
 
     def next(self) -> Piece | None:
@@ -34,23 +35,26 @@ class Stream(Protocol):
 
 
 class Planner:
-    """Yields an IterationPlan a call.
+    """Returns one IterationPlan per call.
 
     Intake: an iteration takes pieces until the running total reaches the tokens of all global batches up to its own;
-    the piece that crosses is taken. A packer that balances K global batches gets K iterations' pieces in each K-th
-    iteration, or those of fewer, where the batch size changes before.
-    With 10 global tokens and pieces of 4 tokens: iteration 0 takes 3 (total 12), iteration 1 takes 2 (20).
-    Pieces that a packer puts back are taken again first, and count again: the stream then runs that much slower,
-    and `put_back` counts them.
-    No more pieces are taken than could train: of tiny ones, fewer tokens than were asked for.
-    A finite stream is drained: iterations go on until nothing waits.
+    the piece that crosses that total is taken. Example: with 10 global tokens and pieces of 4, iteration 0 takes 3
+    (total 12), iteration 1 takes 2 (20).
+
+    * A packer that balances K global batches gets K iterations' pieces in each K-th iteration, or fewer if the batch
+      size changes before.
+    * Pieces that a packer puts back are taken again first, and count again. The stream then runs that much slower,
+      and `put_back` counts them.
+    * No more pieces are taken than could train: with tiny ones, fewer tokens than asked for.
+    * A finite stream is drained: iterations continue until nothing waits.
     """
 
     def __init__(
         self, stream: Stream, packer: Packer, *, global_tokens: int, schedule: BatchSchedule | None = None
     ) -> None:
-        """global_tokens: tokens of a global batch of packer.bins micro-batches, bins x window. schedule: where
-        global batches grow; packer.bins is its largest."""
+        """global_tokens: tokens of a global batch of packer.bins micro-batches, bins x window. schedule: given if
+        global batches grow; packer.bins is the largest.
+        """
         if global_tokens < 1:
             raise WlbError(f"a global batch must hold at least one token, got {global_tokens}")
         self.stream = stream
@@ -68,9 +72,10 @@ class Planner:
         self._ended = False
 
     def begin_at(self, samples: int, waiting: Sequence[Piece] = (), trained: int | None = None) -> None:
-        """Begin an order in a run that has trained so many samples of another: batches have the size due there.
+        """Begins an order in a run that has trained `samples` samples of another one; batches have the size due
+        there.
 
-        waiting: pieces that come before the stream's. trained: tokens so far, where they are known.
+        waiting: pieces that come before the stream's. trained: tokens so far, if known.
         """
         self.samples, self.taken, self.began = samples, self._tokens(samples), samples
         self.trained = self.taken if trained is None else trained
@@ -159,9 +164,9 @@ class Planner:
         return lambda: {**rest, "packer": packer()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue after the iteration at which `state` was taken. Raises ValueError if it does not fit.
+        """Continues after the iteration at which `state` was taken. Raises ValueError if it does not fit.
 
-        Batch sizes may be planned anew for what has not been taken in yet. States of versions 1 and 2 are read, too.
+        The schedule may differ for what has not been taken in yet. States of versions 1 and 2 are accepted, too.
         """
         if state.get("version") == 1:
             state = self._from_version_1(state)
@@ -211,7 +216,7 @@ class Planner:
 
 
 def _works_and_groups(column: Sequence[MicroBatch]) -> tuple[list[int], tuple[int, ...] | None]:
-    """Of a data-parallel rank's micro-batches: works, and the sizes of groups, None where all are 1."""
+    """Works of a data-parallel rank's micro-batches, and the sizes of groups (None if all are 1)."""
     works = [micro_batch.work for micro_batch in column]
     pieces = [micro_batch.pieces for micro_batch in column]
     chunked = any(any(map(_PREFIX, each)) for each in pieces)

@@ -12,12 +12,13 @@ from wlb_megatron.plan import IterationPlan, Piece
 class PlanSummary:
     """One iteration's figures.
 
-    imbalance: work, max/mean over all micro-batches of all data-parallel ranks.
-    dp_imbalance: work, max/mean over data-parallel ranks.
-    step_over_ideal: predicted time of the step over that of the same work spread evenly with no bubble.
-    micro_batches: of each data-parallel rank. documents: a document in chunks counts once.
-    documents_in_chunks: of them; chunks: of all of those; longest_group: micro-batches that share one, at most.
-    delayed: documents that train later than they arrived; token_delay: mean over all tokens (iterations).
+    * imbalance: work, max/mean over all micro-batches of all data-parallel ranks. dp_imbalance: the same over
+      data-parallel ranks.
+    * step_over_ideal: predicted time of the step over that of the same work spread evenly, with no bubble.
+    * micro_batches: of each data-parallel rank. documents: a document in chunks counts once.
+    * documents_in_chunks: how many of them. chunks: all of their chunks. longest_group: the most micro-batches that
+      share one.
+    * delayed: documents that train later than they arrived. token_delay: mean over all tokens (iterations).
     """
 
     iteration: int

@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 LINES = 20
-"""Lines that tell of a whole run, where there is no bar."""
+"""How many lines report a whole run if there is no bar."""
 
 
 @contextmanager
 def progress(total: int, *, lines: bool = False) -> Iterator[Callable[[str], None]]:
-    """A bar where stderr is a terminal and rich is installed. What it gives counts one step, and is told its name.
+    """A bar if stderr is a terminal and rich is installed. Returns a function that counts one step and takes its
+    name.
 
-    lines: where there is no bar, a line now and then; else nothing.
+    lines: without a bar, print a line now and then; else nothing.
     """
     bar = _bar() if total and sys.stderr.isatty() else None
     if bar is not None:

@@ -39,10 +39,10 @@ def price(pieces: Sequence[Piece], cost: CostModel) -> int:
 def cut_windows(
     items: Sequence[Waiting], window: int, count: int, max_documents: int
 ) -> tuple[list[list[Waiting]], list[Waiting]]:
-    """At most `count` windows of `window` tokens in order, the piece that crosses an end cut; and what remains.
+    """At most `count` windows of `window` tokens, in order, cutting the piece that crosses an end; and what remains.
 
-    Window 8, pieces of 6, 5, 5 tokens: [6, 2], [3, 5], nothing remains. Only the last window may be short, or one
-    that reached max_documents pieces.
+    Example: window 8, pieces of 6, 5, 5 tokens: [6, 2], [3, 5], nothing remains. Only the last window may be short,
+    or one that reached max_documents pieces.
     """
     windows: list[list[Waiting]] = []
     room = 0
@@ -66,10 +66,10 @@ def cut_windows(
 def keep_one_window(
     remainder: list[Waiting], window: int, iteration: int
 ) -> tuple[list[Waiting], tuple[Piece, ...]]:
-    """What waits after a cut, a window's worth at most, and what of this iteration's arrivals, which come last, is put
-    back beyond it: what arrived before has been counted, and stays.
+    """What waits after a cut, at most a window's tokens, and what is put back beyond that.
 
-    Only where windows were closed by their number of documents does more than a window's tokens remain.
+    Only this iteration's arrivals, which come last, are put back; earlier ones have been counted, and stay. More than
+    a window's tokens remain only if windows were closed by their number of documents.
     """
     tokens = 0
     for at, item in enumerate(remainder):
@@ -80,7 +80,7 @@ def keep_one_window(
 
 
 def freeze(windows: Sequence[Sequence[Waiting]], count: int, cost: CostModel) -> list[MicroBatch]:
-    """Micro-batches of these windows, empty ones added up to `count`."""
+    """Micro-batches of these windows, with empty ones added up to `count`."""
     contents = [tuple(item.piece for item in window) for window in windows]
     contents += [()] * (count - len(windows))
     return [MicroBatch(pieces, price(pieces, cost)) for pieces in contents]
@@ -134,13 +134,13 @@ class OriginalPacker:
 
 
 class FixedGreedyPacker:
-    """Windows of K global batches balanced at once, then given out over K iterations.
+    """Balances windows of K global batches at once, then returns them over K iterations. K = config.balance_batches.
 
-    K = config.balance_batches. The windows that `original` would make of K global batches are the goods, their
-    pieces cut where it cuts (the paper's baseline repacks such samples); what crosses the last one's end waits, so
-    no piece waits for ever. Pieces go by falling work to the window with least work that has room, cut again if the
-    room is less. The new windows are grouped by work, so that those of one iteration are alike; the groups follow
-    each other by the id of their longest document, which has nothing to do with work: no curriculum.
+    It starts from the windows that `original` would make of K global batches, with the same cuts (the paper's
+    baseline repacks such samples). What crosses the end of the last one waits, so no piece waits forever. Pieces go
+    by falling work to the window with the least work that has space, and are cut again if the space is smaller. The
+    new windows are grouped by work, so that those of one iteration are similar. The groups are ordered by the id of
+    their longest document, which is unrelated to work: no curriculum.
     """
 
     name = "fixed-greedy"
@@ -205,7 +205,7 @@ class FixedGreedyPacker:
     def _fill(
         self, items: list[Waiting], windows: int, bins: int
     ) -> tuple[list[list[Waiting]], list[Waiting]]:
-        """Items in so many windows, of which an iteration takes `bins`; and what found no room."""
+        """Items in this many windows, of which an iteration takes `bins`; and what did not fit."""
         empty: list[list[Waiting]] = [[] for _ in range(windows)]
         return fill_greedily(items, empty, self._window, self._max_documents, self._cost)
 
@@ -238,10 +238,11 @@ class FixedGreedyPacker:
 def fill_greedily(
     items: Sequence[Waiting], windows: list[list[Waiting]], capacity: int, max_documents: int, cost: CostModel
 ) -> tuple[list[list[Waiting]], list[Waiting]]:
-    """Items by falling work, each to the window with least work that has room; cut where the room is less.
+    """Assigns items by falling work, each to the window with the least work that has space, cut if the space is
+    smaller.
 
-    What is cut off goes on to the next window at once. Windows may hold something already. Capacity 8, items of 6,
-    5, 5 tokens give [6, 2] and [5, 3]: the last is cut, its rest is new. Also returns what found no window.
+    What is cut off goes to the next window at once. Windows may already hold items. Also returns what fits in no
+    window. Example: capacity 8, items of 6, 5, 5 tokens give [6, 2] and [5, 3]: the last is cut, and its rest is new.
     """
     lengths = [item.piece.tokens for item in items]
     work = cost.work(lengths).tolist()

@@ -10,12 +10,12 @@ from wlb_megatron.errors import WlbError
 
 @dataclass(frozen=True, slots=True)
 class BatchSchedule:
-    """Sizes of global batches by samples trained before them, as Megatron counts: an iteration's sample count is its
-    global batch size, whatever number of documents or tokens it trains.
+    """Sizes of global batches by the samples trained before them, as Megatron counts.
 
-    steps: (samples, size): from so many samples on, a global batch has `size` micro-batches over all ranks. The
-    first begins at 0; both rise. With (0, 2), (5, 4) the iterations begin at 0, 2, 4, 6, 10 samples and have 2, 2, 2,
-    4, 4 micro-batches: one that has begun keeps its size.
+    An iteration's sample count is its global batch size, however many documents or tokens it trains. steps: (samples,
+    size): from that many samples on, a global batch has `size` micro-batches over all ranks. The first begins at 0;
+    both rise. Example: with (0, 2), (5, 4) the iterations begin at 0, 2, 4, 6, 10 samples and have 2, 2, 2, 4, 4
+    micro-batches: one that has begun keeps its size.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -53,11 +53,11 @@ class BatchSchedule:
         return self.steps[-1][1]
 
     def size(self, samples: int) -> int:
-        """Micro-batches of the iteration that begins after so many samples."""
+        """Micro-batches of the iteration that begins after `samples` samples."""
         return max(size for at, size in self.steps if at <= samples)
 
     def alike(self, samples: int, most: int) -> int:
-        """How many iterations from `samples` on have the next one's size, at most `most`."""
+        """How many iterations from `samples` on have the same size as the next one, at most `most`."""
         size = self.size(samples)
         change = min((at for at, _ in self.steps if at > samples), default=None)
         return most if change is None else min(most, -(-(change - samples) // size))

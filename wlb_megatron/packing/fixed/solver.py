@@ -14,7 +14,7 @@ from wlb_megatron.packing.saved_pieces import Waiting
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 
 LONG_PER_WINDOW = 12
-"""So many of the longest pieces a window are placed by the solver; the rest is poured in, as water."""
+"""The solver places this many of the longest pieces per window. The rest is treated as divisible."""
 
 
 class Solution(NamedTuple):
@@ -93,8 +93,9 @@ def solve(
 
 
 class FixedSolverPacker(FixedGreedyPacker):
-    """fixed-greedy with its windows filled by the solver where that is better; `gap` tells how far from optimal
-    the solver's last answer may be, None if it had none."""
+    """fixed-greedy, with its windows filled by the solver if that is better. `gap`: how far from optimal the solver's
+    last answer may be, None if it had none.
+    """
 
     name = "fixed-solver"
 

@@ -32,8 +32,11 @@ def step_work(grid: Grid, pp: int, vpp: int = 1) -> int:
 
 
 def step_bound(grid: Grid, largest_document: int, pp: int) -> int:
-    """What no packing of the same documents goes below: all work spread evenly over ranks and micro-batches, or the
-    path of the largest document (its work) through all stages."""
+    """A lower bound for any packing of the same documents.
+
+    Either all work spread evenly over ranks and micro-batches, or the largest document (its work) passing through all
+    stages.
+    """
     total = sum(micro_batch.work for row in grid for micro_batch in row)
     even = total * (len(grid) + pp - 1) // (len(grid) * len(grid[0]))
     return max(even, pp * largest_document)
@@ -48,11 +51,11 @@ Bin = TypeVar("Bin", bound=HasWork)
 
 
 def assign_ranks(bins: Sequence[Bin], ranks: Ranks) -> tuple[tuple[Bin, ...], ...]:
-    """Bins spread over ranks for the least `step_work`; in each rank the work rises to the middle, then falls.
+    """Spreads bins over ranks for the least `step_work`. In each rank the work rises to the middle, then falls.
 
-    Works 1 2 3 4 5 are run as 1 3 5 4 2. In simulated 1F1B schedules this order takes 3 to 8 % less than the law
-    above, falling order 1 to 5 % less, the largest in the last place 10 to 20 % more. Micro-batches of like size
-    run side by side where ranks wait for each other (expert parallelism).
+    Example: works 1 2 3 4 5 run as 1 3 5 4 2. In simulated 1F1B schedules this order takes 3 to 8 % less than the law
+    above. Falling order takes 1 to 5 % less; the largest in the last place takes 10 to 20 % more. Micro-batches of
+    similar size run at the same time if ranks wait for each other (expert parallelism).
     """
     dp, pp, vpp, _ = ranks
     order = sorted(range(len(bins)), key=lambda i: (-bins[i].work, i))
@@ -87,7 +90,7 @@ def _deal_snake(count: int, dp: int) -> IntArray:
 
 
 def _deal_greedy(work: IntArray, dp: int) -> IntArray:
-    """Each bin, largest first, to the rank with least work that still has a place."""
+    """Assigns each bin, largest first, to the rank with the least work that has a free place."""
     heap = [(0, rank, len(work) // dp) for rank in range(dp)]
     rank_of = np.empty(len(work), dtype=np.int64)
     for i, w in enumerate(work.tolist()):
@@ -99,8 +102,10 @@ def _deal_greedy(work: IntArray, dp: int) -> IntArray:
 
 
 def _swap(work: IntArray, rank_of: IntArray, dp: int, pp: int, vpp: int, rounds: int = 32) -> IntArray:
-    """Swap two micro-batches of the costliest and of a cheap rank, the pair after which the larger of the two costs
-    is least, while that lowers it; so `step_work` never rises."""
+    """Swaps micro-batches between the costliest and a cheap rank while that lowers the larger of the two costs.
+
+    Each swap is the best pair, so `step_work` never rises.
+    """
     rank_of = rank_of.copy()
     for _ in range(rounds):
         cost = _cost(work, rank_of, dp, pp, vpp)

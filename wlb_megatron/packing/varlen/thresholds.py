@@ -20,26 +20,28 @@ from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 
 DELAY_BOUND = 0.5
-"""Most mean delay of tokens (iterations): with it the loss follows arrival order's (WLB-LLM, section 7.4)."""
+"""The largest accepted mean delay of tokens (iterations). With it the loss follows arrival order's (WLB-LLM, section
+7.4)."""
 
 FIRST_LEVELS = (4, 8, 3)
-"""The first level begins at the window over one of these: below it, any micro-batch levels a document out."""
+"""Divisors of the window to try for the first level. Any micro-batch can balance a shorter document."""
 
 STEPS = (4, 8, 2)
 """Levels in each doubling of length."""
 
 ITERATIONS, MOST_BINS = 96, 8
-"""How long, and at how many micro-batches at most, each choice is tried."""
+"""Iterations, and the most micro-batches, with which each choice is tried."""
 
 
 MOST_AT_ONCE, MOST_PIECES, FEWEST = 8192, 200_000, 8
-"""Where documents are tiny, chunks are tried with about so many in an iteration, and for fewer iterations, of so many
-pieces in all; never for fewer than 8."""
+"""For tiny documents, chunks are tried with about MOST_AT_ONCE pieces in an iteration, and for fewer iterations, of
+MOST_PIECES pieces in all, but for at least FEWEST."""
 
 
 class Trial(NamedTuple):
-    """What a choice of thresholds did on the sample. slowdown: summed largest over summed mean work, so 1 is even, or
-    summed steps over summed work. delay: mean over tokens (iterations)."""
+    """What a choice of thresholds did on the sample. slowdown: summed largest over summed mean work (1 is even), or
+    summed steps over summed work. delay: mean over tokens (iterations).
+    """
 
     thresholds: tuple[int, ...]
     slowdown: float
@@ -76,15 +78,17 @@ def find_thresholds(
     ranks: Ranks = ONE_RANK,
     per_window: float | None = 1,
 ) -> Trial:
-    """The thresholds with the least predicted step time on a sample of lengths whose mean delay keeps DELAY_BOUND.
+    """The thresholds with the least predicted step time on a sample of lengths, among those whose mean delay keeps
+    DELAY_BOUND.
 
-    Each choice of a first level and of levels in a doubling (and waiting not at all) packs the sample, in one seeded
-    order and repeated where it is short, for ITERATIONS iterations. The step time is the sum of each iteration's
-    largest micro-batch or, where the number of micro-batches is free, of the predicted steps. Of choices within
-    0.1 % the first counts, which is also what a run without a sample gets.
-    While training, thresholds stay, and a checkpoint brings its own. Lengths that drift are met by the price of waiting
-    (delay_price.py, in the state): levels are geometric in the window, so what one corpus taught serves another within
-    0.4 % of the steps' time, and learning anew from recent arrivals changes as little, either way
+    Each choice of a first level and of levels per doubling (and of no waiting at all) packs the sample for ITERATIONS
+    iterations, in one seeded order, repeated if it is short. The step time is the sum of each iteration's largest
+    micro-batch or, if the number of micro-batches is free, of the predicted steps. Among choices within 0.1 % the
+    first wins, which is also what a run without a sample gets.
+
+    Thresholds stay fixed during training, and a checkpoint keeps its own. The price of waiting (delay_price.py, in
+    the state) follows lengths that drift. Levels are geometric in the window, so those of one corpus are within 0.4 %
+    of the best step time on another. Relearning from recent arrivals changes as little, either way
     (docs/results/packing_drift.csv).
     """
     lengths = sampled(sample)
@@ -162,7 +166,7 @@ def _try(lengths: np.ndarray, limits: Limits, packer: VarlenPacker) -> Trial:
 
 
 class Repeated:
-    """An endless stream of documents of these lengths, in their order, over and over."""
+    """An endless stream of documents of these lengths, in their order, repeated."""
 
     def __init__(self, lengths: np.ndarray) -> None:
         self._lengths = lengths.tolist()
