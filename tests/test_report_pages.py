@@ -23,7 +23,7 @@ from wlb_megatron.report.reproduction import Section, as_markdown
 from wlb_megatron.report.timeline import Drawn, draw_timelines
 from wlb_megatron.report.trace import _letters, chrome_trace
 from wlb_megatron.simulator.reproduction import paper, reproduce
-from wlb_megatron.simulator.reproduction.sensitivity import summarise
+from wlb_megatron.simulator.reproduction.sensitivity import summarize
 from wlb_megatron.whole_files import _is_stream, whole_file, whole_folder, write_whole
 
 
@@ -39,7 +39,7 @@ def out(tmp_path_factory) -> Path:
         patch.setattr(paper, "BREAKDOWN_OF", paper.CONFIGURATIONS[1])
         patch.setattr(paper, "SHARDING_OF", paper.CONFIGURATIONS[1])
         patch.setattr(thresholds, "ITERATIONS", 4)  # finding them takes longest
-        patch.setattr(reproduce, "vary", lambda inputs, rows, tick: [summarise("as assumed", rows)])
+        patch.setattr(reproduce, "vary", lambda inputs, rows, tick: [summarize("as assumed", rows)])
         assert main(["reproduce", "--iterations", "4", "--out", str(folder)]) == 0
     return folder
 

@@ -31,7 +31,7 @@ def add_analyze(parser: argparse.ArgumentParser) -> None:
 
 
 def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -> Analysis:
-    """Analyse as the flags say, with progress on stderr, and draw the pictures if asked for."""
+    """Analyze as the flags say, with progress on stderr, and draw the pictures if asked for."""
     if args.pictures is not None:
         need_matplotlib()
     job = read_job(args, lengths)

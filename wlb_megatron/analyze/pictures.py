@@ -18,7 +18,7 @@ from wlb_megatron.report.timeline import Drawn, draw_timelines
 from wlb_megatron.whole_files import renamed_at_end
 
 _MOST_EVENTS = 512
-_COLOURS = ("tab:gray", "tab:blue")
+_COLORS = ("tab:gray", "tab:blue")
 
 
 def need_matplotlib() -> None:
@@ -68,13 +68,13 @@ def _draw_lengths(axes: Any, lengths: Lengths, window: int, capacity: int) -> No
     for block in blocks(lengths):
         documents += np.histogram(block, edges)[0]
         tokens += np.histogram(block, edges, weights=block)[0]
-    for counts, label, colour in ((documents, "documents", "tab:gray"), (tokens, "tokens", "tab:blue")):
+    for counts, label, color in ((documents, "documents", "tab:gray"), (tokens, "tokens", "tab:blue")):
         axes.stairs(
             100 * counts / counts.sum(),
             edges,
             label=label,
-            color=colour,
-            fill=colour == "tab:gray",
+            color=color,
+            fill=color == "tab:gray",
             alpha=0.8,
         )
     for at, label in ((window, "window"), (capacity, "Lmax")):
@@ -101,12 +101,12 @@ def _draw_lengths(axes: Any, lengths: Lengths, window: int, capacity: int) -> No
 def _draw_work(axes: Any, measured: Sequence[tuple[str, Measured]]) -> None:
     relative = [np.concatenate([(grid / grid.mean()).ravel() for grid in m.work]) for _, m in measured]
     edges = np.linspace(0, max(map(np.max, relative)) * 1.02, 80)
-    for (name, figures), values, colour in zip(measured, relative, _COLOURS, strict=True):
+    for (name, figures), values, color in zip(measured, relative, _COLORS, strict=True):
         axes.hist(
             values,
             edges,
             weights=np.full(len(values), 100 / len(values)),
-            color=colour,
+            color=color,
             alpha=0.6,
             label=f"{name}: mean imbalance of work {figures.imbalance.mean:.3f}",
         )
@@ -125,7 +125,7 @@ def _draw_delay(axes: Any, measured: Sequence[tuple[str, Measured]]) -> None:
             np.arange(last + 1) + 0.4 * (at - 0.5),
             shares,
             0.4,
-            color=_COLOURS[at],
+            color=_COLORS[at],
             label=f"{name}: mean {figures.token_delay.mean:.2f} iterations",
         )
     axes.set_yscale("symlog", linthresh=0.1)

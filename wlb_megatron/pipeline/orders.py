@@ -50,7 +50,7 @@ def grouped_orders(stages: int, group_sizes: Sequence[int]) -> list[list[Step]]:
     n + (P - p - 1) + max(group_sizes) - 1 forwards (at most all) before its n-th backward, n from 1. All of a group's
     forwards then precede its backwards, and a forward and a backward still alternate on all stages. So no stage waits
     for groups, and the step has 1F1B's bubble. A stage holds (P - p - 1) + max(group_sizes) micro-batches at most.
-    One stage has no neighbour to keep busy: it runs each group's forwards, then its backwards.
+    One stage has no neighbor to keep busy: it runs each group's forwards, then its backwards.
 
     2 stages, groups of 2, 1: F0 F1 F2 B1 B0 B2 on stage 0, F0 F1 B1 F2 B0 B2 on stage 1.
     Raises ValueError where a size is below 1.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-COLOURS = ("#9aa5b1", "#5b8db8", "#e0a030", "#7fb99b", "#2a7f5f")
+COLORS = ("#9aa5b1", "#5b8db8", "#e0a030", "#7fb99b", "#2a7f5f")
 
 
 def draw(report: dict[str, Any], folder: Path) -> list[Path]:
@@ -36,10 +36,10 @@ def _draw_speedups(report: dict[str, Any], path: Path) -> Path:
     figure, axes = pyplot.subplots(figsize=(11, 4), layout="constrained")
     rows = report["configurations"]
     schemes = list(rows[0]["schemes"])
-    for nth, (scheme, colour) in enumerate(zip(schemes, COLOURS, strict=True)):
+    for nth, (scheme, color) in enumerate(zip(schemes, COLORS, strict=True)):
         heights = [row["schemes"][scheme]["speedup"] for row in rows]
         at = np.arange(len(rows)) + 0.17 * (nth - 2)
-        bars = axes.bar(at, heights, 0.16, label=scheme, color=colour)
+        bars = axes.bar(at, heights, 0.16, label=scheme, color=color)
         for text in axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2):
             text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.3, "alpha": 0.8})
     places = np.arange(len(rows))
@@ -66,7 +66,7 @@ def _draw_bars(rows: Sequence[dict[str, Any]], name: str, value: str, label: str
 
     figure, axes = pyplot.subplots(figsize=(9, 0.6 + 0.42 * len(rows)), layout="constrained")
     names = [row[name] for row in rows]
-    bars = axes.barh(names, [row[value] for row in rows], color=COLOURS[-1], height=0.6)
+    bars = axes.barh(names, [row[value] for row in rows], color=COLORS[-1], height=0.6)
     axes.bar_label(bars, fmt="%.3f", fontsize=8, padding=3)
     for at, row in enumerate(rows):
         if row.get("paper"):

@@ -28,16 +28,16 @@ NAMED, COLUMNS = 6, 3
 """Documents in chunks that a legend names, and its columns: more would be wider than the picture."""
 
 CROWDED = 16
-"""Micro-batches of a step above which edges are thin, so that colours are seen."""
+"""Micro-batches of a step above which edges are thin, so that colors are seen."""
 
 LEGIBLE = 0.012
-"""Of the time axis, at least: shorter bars have no number, which would lie over its neighbours."""
+"""Of the time axis, at least: shorter bars have no number, which would lie over its neighbors."""
 
 
 def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward: float = 2.0) -> list[float]:
     """Draw a 1F1B step for each plan, one above the other on one time axis.
 
-    Micro-batches are shaded by work; those that share a document in chunks have the document's colour, which a legend
+    Micro-batches are shaded by work; those that share a document in chunks have the document's color, which a legend
     tells.
 
     A micro-batch's forward takes its work, its backward `backward` times that, on each of `stages` equal stages:
@@ -61,19 +61,19 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
         len(plans), 1, sharex=True, squeeze=False, figsize=(11, 1.1 + 1.3 * len(plans)), layout="constrained"
     )
     shades, hues = pyplot.get_cmap("Greys"), pyplot.get_cmap("tab10")
-    if not any(map(_colours, plans)):
+    if not any(map(_colors, plans)):
         shades = pyplot.get_cmap("viridis_r")
     for one, events, length, axes in zip(plans, steps, lengths, rows[:, 0], strict=True):
-        colours = _colours(one)
+        colors = _colors(one)
         for event in events:
             share = one.work[event.micro_batch] / sum(one.work) / heaviest
-            colour = colours.get(one.document(event.micro_batch))
+            color = colors.get(one.document(event.micro_batch))
             axes.barh(
                 event.stage,
                 event.end - event.start,
                 left=event.start,
                 height=0.86,
-                color=shades(share) if colour is None else hues(colour),
+                color=shades(share) if color is None else hues(color),
                 edgecolor="white",
                 linewidth=1.2 if len(one.work) <= CROWDED else 0.4,
                 hatch="//" if event.backward else None,
@@ -87,11 +87,11 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
                 ha="center",
                 va="center",
                 fontsize=8,
-                color="white" if share > 0.5 or colour is not None else "black",
+                color="white" if share > 0.5 or color is not None else "black",
             )
-        if colours:
+        if colors:
             axes.legend(
-                [pyplot.Rectangle((0, 0), 1, 1, color=hues(colour)) for colour in colours.values()][:NAMED],
+                [pyplot.Rectangle((0, 0), 1, 1, color=hues(color)) for color in colors.values()][:NAMED],
                 _legend(one)[:NAMED],
                 **{"loc": "upper left", "bbox_to_anchor": (0, -0.12), "ncols": COLUMNS, "fontsize": 7},
                 frameon=False,
@@ -106,7 +106,7 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
         axes.invert_yaxis()
     rows[-1, 0].set_xlabel(
         "time (the step's work on a stage = 1, simulated from work; hatched: backward; number: micro-batch)",
-        labelpad=4 + 14 * -(-min(NAMED, len(_colours(plans[-1]))) // COLUMNS)
+        labelpad=4 + 14 * -(-min(NAMED, len(_colors(plans[-1]))) // COLUMNS)
         if plans
         else 4,  # below the legend
     )
@@ -118,8 +118,8 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
     return lengths
 
 
-def _colours(plan: Drawn) -> dict[int, int]:
-    """Of each document in chunks, in order, which of ten hues it has; neighbours differ."""
+def _colors(plan: Drawn) -> dict[int, int]:
+    """Of each document in chunks, in order, which of ten hues it has; neighbors differ."""
     found = [document for document in dict.fromkeys(plan.documents) if document >= 0]
     return {document: at % 10 for at, document in enumerate(found)}
 

@@ -20,7 +20,7 @@ def chrome_trace(
 
     to_us: microseconds of a unit of the events' times (from nanoseconds: 0.001). thread: name of a stage's row.
     documents: of each rank's micro-batches, the document that it has a chunk of, -1 where it has none. These carry a
-    letter for the document in their names, by which viewers choose a colour: "F3 (B)"; "legend" names the documents.
+    letter for the document in their names, by which viewers choose a color: "F3 (B)"; "legend" names the documents.
     """
     events: list[dict[str, Any]] = []
     legend: dict[str, str] = {}
@@ -52,7 +52,7 @@ def chrome_trace(
 
 
 def _letters(documents: Sequence[int]) -> dict[int, str]:
-    """A letter for each document in chunks, in order: A, B, .. Z, AA, AB, .. Viewers leave digits out of colours."""
+    """A letter for each document in chunks, in order: A, B, .. Z, AA, AB, .. Viewers leave digits out of colors."""
     found = [document for document in dict.fromkeys(documents) if document >= 0]
     return {document: _letter(at) for at, document in enumerate(found)}
 

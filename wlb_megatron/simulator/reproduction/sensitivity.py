@@ -37,13 +37,13 @@ def vary(inputs: Inputs, assumed: list[dict[str, Any]], tick: Callable[[], None]
         ),
         ("lengths not stretched to the window", replace(inputs, stretch=False)),
     ]
-    rows = [summarise("as assumed", assumed)]
+    rows = [summarize("as assumed", assumed)]
     for name, case in cases:
         table = []
         for setting in paper.CONFIGURATIONS:
             tick()
             table.append(compare_schemes(case, setting))
-        rows.append(summarise(name, table))
+        rows.append(summarize(name, table))
     return rows
 
 
@@ -67,7 +67,7 @@ def slowness_of_the_paper(inputs: Inputs) -> float:
     return factor
 
 
-def summarise(case: str, table: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(case: str, table: list[dict[str, Any]]) -> dict[str, Any]:
     """One row: means over a table of compare_schemes."""
     row: dict[str, Any] = {"case": case, "bound": float(np.mean([r["bound"] for r in table]))}
     row |= {scheme: told["all"] for scheme, told in means(table).items() if scheme != PLAIN}
