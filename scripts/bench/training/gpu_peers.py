@@ -3,11 +3,12 @@
 python -m scripts.bench.training.gpu_peers --megatron DEV --main MAIN --out out/peers
 
 DEV: a checkout of branch dev. dcp: its dynamic context parallelism (default_dynamic_cp). MAIN: one of main with pull
-request 6742. balanced: its dp_balanced; sft: packs of --sft; both with Transformer Engine's p2p. The reference is DEV
-with one document a forward on one GPU, for a few steps. All train the same documents in each step: they fill its
-windows exactly and are multiples of 8 tokens, so that Megatron pads at most one token a document. Ours delays none.
-Losses are compared with the reference's; tokens/s are of the steps after --warm-up. A run that fails or takes longer
-than --limit gets a row with no figures, and its log.
+request 6742. balanced: its dp_balanced; sft: packs of --sft; both with Transformer Engine's p2p. The references are DEV
+with one document a forward, on one GPU and at CP=2 (a layout may begin with other weights), for a few steps.
+
+All train the same documents in each step: they fill its windows exactly and are multiples of 8 tokens, so that
+Megatron pads at most one token a document. Ours delays none. Losses are compared with the reference's; tokens/s are of
+the steps after --warm-up. A run that fails or takes longer than --limit gets a row with no figures, and its log.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ OURS = ["--split", "1,0,0", "--wlb-max-delay", "0", "--wlb-chunks", "off"]
 THEIRS = """--calculate-per-token-loss --no-create-attention-mask-in-dataloader --dataloader-type single --split 1,0,0
 --moe-token-dispatcher-type alltoall --null-tokenizer-eod-id 256 --null-tokenizer-pad-id 257 --vocab-size 258"""
 BALANCED = ["--use-varlen-dataset", "--sequence-packing-scheduler", "dp_balanced"]
+ALONE = [*BALANCED, "--thd-max-packed-sequences", "1"]
 DYNAMIC = ["--use-varlen-dataset", "--dynamic-context-parallel"]
 CP = ["--context-parallel-size", "2"]
 RANK = "scripts.bench.training.peer_run"
@@ -51,7 +53,8 @@ class Run(NamedTuple):
 
 
 RUNS = {
-    "reference": Run("megatron", 1, [*BALANCED, "--thd-max-packed-sequences", "1"], 1.0, few=True),
+    "reference": Run("megatron", 1, ALONE, 1.0, few=True),
+    "reference-cp2": Run("megatron", 2, [*ALONE, *CP], 0.5, few=True),
     "ours-cp2": Run("-", 2, [*OURS, *CP]),
     "dcp-cp2": Run("megatron", 2, [*DYNAMIC, *CP], 0.75),
     "sft-cp2": Run("main", 2, ["--sft", *CP]),
@@ -143,9 +146,10 @@ def train(
 def summary(
     name: str, told: dict[str, list[dict[str, float]]], peak: float, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """loss_off: from the reference's, the most and the mean over the steps checked. nan where there is none."""
+    """loss_off: from the reference's of that layout, the most and the mean over the steps checked; nan without one."""
     timed, nan = told[name][options.warm_up :], float("nan")
-    pairs = zip(told[name][: options.checked], told.get("reference", []), strict=False)
+    named = "reference-cp2" if CP[0] in RUNS[name].flags else "reference"
+    pairs = zip(told[name][: options.checked], told.get(named, []), strict=False)
     off = [abs(mine["loss"] - theirs["loss"]) for mine, theirs in pairs] or [nan]
     ms = [step["ms"] for step in timed] or [nan]
     tokens = options.seq_length * options.windows
