@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import os
 import re
@@ -40,7 +42,9 @@ def out(tmp_path_factory) -> Path:
         patch.setattr(paper, "SHARDING_OF", paper.CONFIGURATIONS[1])
         patch.setattr(thresholds, "ITERATIONS", 4)  # finding them takes longest
         patch.setattr(reproduce, "vary", lambda inputs, rows, tick: [summarize("as assumed", rows)])
-        assert main(["reproduce", "--iterations", "4", "--out", str(folder)]) == 0
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            assert main(["reproduce", "--iterations", "4", "--out", str(folder)]) == 0
+    assert errors.getvalue().startswith("  1/"), "minutes without a word where no bar can be drawn"
     return folder
 
 

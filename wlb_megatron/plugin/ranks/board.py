@@ -122,7 +122,7 @@ def _serve(own: str, host: str, known: list[str]) -> Any:
     listening, address = listener(own, host, known)
     if listening is None:
         print(
-            f"> wlb_megatron: ranks know {host} as {', '.join(sorted({*known}))}: the board of plans listens on all "
+            f"> wlb_megatron: ranks know {host} as {', '.join(sorted({*known}))}: the store of plans listens on all "
             "interfaces of rank 0's machine",
             flush=True,
         )

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from wlb_megatron.plugin.trials.versions import (
     untried_megatron,
 )
 from wlb_megatron.refusals import Refused
+from wlb_megatron.whole_files import renamed_at_end
 
 RANKS = 2
 """Context-parallel ranks of the check."""
@@ -156,10 +158,7 @@ def _known(file: Path) -> dict[str, float]:
 
 def _remember(file: Path, key: str, worst: float) -> None:
     """Without a place to write it, the next start checks again."""
-    scratch = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    try:
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps({**_known(file), key: worst}, indent=1), encoding="utf-8")
-        scratch.replace(file)
-    except OSError:
-        pass
+        with renamed_at_end(file) as scratch:
+            scratch.write_text(json.dumps({**_known(file), key: worst}, indent=1), encoding="utf-8")

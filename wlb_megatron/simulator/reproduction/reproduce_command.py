@@ -129,7 +129,7 @@ def run_reproduce(args: argparse.Namespace) -> None:
     )
     large = not args.no_large_job
     with whole_folder(Path(args.out)) as folder:
-        with progress(parts(large)) as tick, explain_bad_values():
+        with progress(parts(large), lines=True) as tick, explain_bad_values():
             report = reproduce(inputs, tick, large=large)
         report["profile"] = None if profile is None else profile.describe()
         report["versions"] = {
