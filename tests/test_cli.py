@@ -233,17 +233,20 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("analyze --hidden-size 100 --num-attention-heads 3", "--hidden-size 100 is no multiple of"),
+        ("analyze --hidden-size 100 --num-attention-heads 3", "--hidden-size 100 is not a multiple of"),
         (
             "analyze --hidden-size 96 --num-attention-heads 32 --num-query-groups 5",
-            "--num-attention-heads 32 is no multiple of --num-query-groups 5",
+            "--num-attention-heads 32 is not a multiple of --num-query-groups 5",
         ),
         ("analyze --iterations 0", "--iterations: '0' is not a whole number from 1"),
         ("analyze --seed -2", "--seed: '-2' is not a whole number from -1"),
-        ("simulate --num-query-groups 5", "--num-attention-heads 32 is no multiple of --num-query-groups 5"),
+        (
+            "simulate --num-query-groups 5",
+            "--num-attention-heads 32 is not a multiple of --num-query-groups 5",
+        ),
         (
             "simulate --tp 3 --window 18",
-            "--num-attention-heads 32 is no multiple of the tensor-parallel size 3",
+            "--num-attention-heads 32 is not a multiple of the tensor-parallel size 3",
         ),
         ("simulate --matmul-rate nan", "--matmul-rate: 'nan' is not a number from 0"),
         ("simulate --matmul-rate 0", "wlb-megatron: --matmul-rate must be positive, got 0.0"),
@@ -251,7 +254,7 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
         ("simulate --step-overhead -1", "--step-overhead: '-1' is not a number from 0"),
         (
             "profile --out p.json --tp 3",
-            "--num-attention-heads 32 is no multiple of the tensor-parallel size 3",
+            "--num-attention-heads 32 is not a multiple of the tensor-parallel size 3",
         ),
         ("profile --out p.json --budget nan", "--budget: 'nan' is not a number from 0"),
         ("profile --out p.json --num-attention-heads 0", "--num-attention-heads: '0' is not a whole number"),

@@ -301,7 +301,10 @@ def test_thresholds_and_delay_are_not_ignored_where_documents_train_in_chunks(
     assert sum(unused in line for line in lines) == 1
     code, _, err = call(capsys, *f"{job} --chunks on --max-delay 3".split())
     assert (code, err.count("\n")) == (2, 1)
-    assert "--chunks on does not go with --max-delay 3: documents in chunks never wait; leave it out" in err
+    assert (
+        "--chunks on cannot be combined with --max-delay 3: documents in chunks never wait; leave it out"
+        in err
+    )
     lines = lines_of(capsys, f"{job} --max-delay 3")
     assert sum("documents in chunks: no (not with --max-delay 3)" in line for line in lines) == 1
     assert any("in chunks: yes" in line for line in lines_of(capsys, f"{job} --chunks on --max-delay 0"))

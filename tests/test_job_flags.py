@@ -204,7 +204,7 @@ def test_dynamic_groups_are_refused_where_training_refuses_them(capsys: pytest.C
     for command, flags, said in (
         ("simulate", "--num-experts 4 --moe-router-load-balancing-type aux_loss", "a router's loss"),
         ("analyze", "--num-experts 4 --moe-router-load-balancing-type aux_loss", "a router's loss"),
-        ("simulate", "--trace t.json", "--trace shows fixed groups"),
+        ("simulate", "--trace t.json", "--trace supports only fixed groups"),
         ("inspect", "", "use wlb-megatron analyze or simulate"),
     ):
         given = f"{command} --lengths 9 --window 64 --cp-mode dynamic {flags}".split()
@@ -219,7 +219,7 @@ def test_chunks_that_cannot_be_trained_are_refused_with_the_cure(
     flags = f"{command} --lengths 9,30,64 --window 64 --pp 2 --micro-batches 2 --chunks on --mtp-num-layers 1"
     code, _, err = call(capsys, *flags.split())
     assert code == 2 and err.count("\n") == 1
-    assert "--chunks on does not go with --mtp-num-layers" in err and "train whole documents" in err
+    assert "--chunks on cannot be combined with --mtp-num-layers" in err and "train whole documents" in err
     code, _, err = call(capsys, *f"{command} --lengths 9 --window 64 --moe-router-topk 2".split())
     assert code == 2 and "--moe-router-topk needs --num-experts" in err
 
@@ -231,19 +231,22 @@ def test_chunks_that_cannot_be_trained_are_refused_with_the_cure(
         ("--pp 5", "--num-layers 32 cannot be divided over --pp 5: choose a divisor of 32, or of 34"),
         ("--pp 4 --vpp 3", "--num-layers 32 cannot be divided over --pp 4 x --vpp 3"),
         ("--vpp 2", "--vpp 2 changes nothing without --pp above 1"),
-        ("--tp 3", "--num-attention-heads 32 is no multiple of the tensor-parallel size 3"),
+        ("--tp 3", "--num-attention-heads 32 is not a multiple of the tensor-parallel size 3"),
         (
             "--tp 8 --num-attention-heads 48 --num-query-groups 12 --kv-channels 128",
             "neither a multiple nor a",
         ),
-        ("--tp 2 --ffn-hidden-size 1001", "--ffn-hidden-size 1001 is no multiple of --tp 2"),
+        ("--tp 2 --ffn-hidden-size 1001", "--ffn-hidden-size 1001 is not a multiple of --tp 2"),
         ("--cp 3", "--window of 64 tokens is not a multiple of 3"),
-        ("--num-experts 3 --expert-model-parallel-size 2 --dp 2", "--num-experts 3 is no multiple of"),
+        ("--num-experts 3 --expert-model-parallel-size 2 --dp 2", "--num-experts 3 is not a multiple of"),
         (
             "--num-experts 4 --expert-model-parallel-size 4 --dp 2",
-            "2 ranks (--tp x --cp x --dp) are no multiple",
+            "2 ranks (--tp x --cp x --dp) are not a multiple",
         ),
-        ("--num-experts 4 --expert-tensor-parallel-size 4", "1 ranks (--tp x --cp x --dp) are no multiple"),
+        (
+            "--num-experts 4 --expert-tensor-parallel-size 4",
+            "1 ranks (--tp x --cp x --dp) are not a multiple",
+        ),
         ("--num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 is above --num-experts 2"),
     ],
 )

@@ -35,7 +35,7 @@ def test_what_takes_one_length_goes_with_windows_alone(feature: dict[str, object
     assert training_job(**feature, **shares, seq_length=64).alignment == 64
     assert training_job(**feature, **shares, seq_length=64, micro_batch_size=2).alignment == 128
     assert training_job(**shares, seq_length=64).alignment == 4
-    assert "no multiple of 4" in str(window_misfit(training_job(**feature, **shares, seq_length=66)))
+    assert "not a multiple of 4" in str(window_misfit(training_job(**feature, **shares, seq_length=66)))
     for changed, config in (
         ({}, WlbConfig()),
         ({}, WlbConfig(packing="fixed-greedy", cp_mode="dynamic")),

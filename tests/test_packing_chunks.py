@@ -310,7 +310,7 @@ def test_micro_batches_too_short_for_whole_documents_make_auto_take_chunks() -> 
 
 
 def test_chunks_that_are_asked_for_are_refused_by_the_flag_that_keeps_them_out() -> None:
-    with pytest.raises(WlbError, match="--wlb-chunks on does not go with --flag: drop it"):
+    with pytest.raises(WlbError, match="--wlb-chunks on cannot be combined with --flag: drop it"):
         chosen(chunks="on", no_chunks=[("--flag", "drop it")])
     with pytest.raises(WlbError, match="an interleaved schedule"):
         chosen(chunks="on", vpp=2)

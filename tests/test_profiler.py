@@ -134,7 +134,7 @@ def test_a_budget_ends_measuring_but_keeps_what_was_measured(
                 "--num-query-groups",
                 "2",
             ],
-            "no multiple of",
+            "not a multiple of",
         ),
         (["--refit", "none.json"], "cannot be read"),
     ],

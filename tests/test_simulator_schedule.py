@@ -182,7 +182,7 @@ def test_blocking_never_ends_earlier_and_transfers_are_waited_for(job):
 
 
 def test_bad_sizes_are_refused():
-    with pytest.raises(ValueError, match="no multiple of 4 pipeline stages"):
+    with pytest.raises(ValueError, match="not a multiple of 4 pipeline stages"):
         pipeline_orders(4, 6, 2)
     with pytest.raises(ValueError, match="at least 1"):
         pipeline_orders(0, 1)

@@ -149,9 +149,9 @@ def test_simulate_tells_both_ways_and_writes_a_trace(tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tp", "3"], "--num-attention-heads 16 is no multiple of the tensor-parallel size 3"),
+        (["--tp", "3"], "--num-attention-heads 16 is not a multiple of the tensor-parallel size 3"),
         (["--vpp", "20"], "--num-layers 24 cannot be divided over --pp 2 x --vpp 20"),
-        (["--micro-batches", "3", "--vpp", "2"], "no multiple of 2 pipeline stages"),
+        (["--micro-batches", "3", "--vpp", "2"], "not a multiple of 2 pipeline stages"),
         (["--tp-exposed", "2"], "tp-exposed is a share from 0 to 1"),
         (["--iterations", "0"], "is not a whole number from 1"),
         (["--trace", "/no/such/folder/t.json"], "give another --trace"),

@@ -87,9 +87,9 @@ def test_a_resumed_run_that_can_hold_less_is_refused() -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ({"chunks": "off"}, "--wlb-overlong chunk does not go with --wlb-chunks off"),
+        ({"chunks": "off"}, "--wlb-overlong chunk cannot be combined with --wlb-chunks off"),
         ({"packing": "original"}, "--wlb-overlong chunk needs --wlb-packing varlen"),
-        ({"release": "full"}, "--wlb-overlong chunk does not go with --wlb-release full"),
+        ({"release": "full"}, "--wlb-overlong chunk cannot be combined with --wlb-release full"),
     ],
 )
 def test_it_is_refused_where_there_are_no_chunks(flags: dict[str, Any], told: str) -> None:

@@ -58,10 +58,10 @@ def check_heads(heads: int, groups: int | None, *, hidden: int | None = None, tp
         (
             hidden or heads,
             heads,
-            "--hidden-size {} is no multiple of --num-attention-heads {}; give --kv-channels",
+            "--hidden-size {} is not a multiple of --num-attention-heads {}; give --kv-channels",
         ),
-        (heads, groups or heads, "--num-attention-heads {} is no multiple of --num-query-groups {}"),
-        (heads, tp, "--num-attention-heads {} is no multiple of the tensor-parallel size {}"),
+        (heads, groups or heads, "--num-attention-heads {} is not a multiple of --num-query-groups {}"),
+        (heads, tp, "--num-attention-heads {} is not a multiple of the tensor-parallel size {}"),
     ):
         if many % each:
             raise WlbError(what.format(many, each))

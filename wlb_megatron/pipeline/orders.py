@@ -20,7 +20,7 @@ def pipeline_orders(stages: int, micro_batches: int, chunks: int = 1) -> list[li
 
     Stage p of P first runs P - p - 1 forwards, interleaved (P - p - 1) * 2 + (chunks - 1) * P, then one forward
     and one backward in turn, then the remaining backwards. 2 stages, 2 micro-batches: F0 F1 B0 B1, F0 B0 F1 B1.
-    Raises ValueError where a size is below 1, or interleaved micro-batches are no multiple of the stages.
+    Raises ValueError where a size is below 1, or interleaved micro-batches are not a multiple of the stages.
     """
     if min(stages, micro_batches, chunks) < 1:
         raise ValueError(
@@ -28,7 +28,7 @@ def pipeline_orders(stages: int, micro_batches: int, chunks: int = 1) -> list[li
         )
     if chunks > 1 and micro_batches % stages:
         raise ValueError(
-            f"{micro_batches} micro-batches are no multiple of {stages} pipeline stages, which an interleaved "
+            f"{micro_batches} micro-batches are not a multiple of {stages} pipeline stages, which an interleaved "
             "schedule needs: change the global batch, or use one model chunk"
         )
     if chunks == 1:

@@ -57,8 +57,8 @@ def _check_experts(shape: ModelShape, args: argparse.Namespace) -> None:
     stage = args.tp * args.cp * args.dp
     if stage % (each * tensor):
         raise WlbError(
-            f"a stage's {stage} ranks (--tp x --cp x --dp) are no multiple of the {each * tensor} that share experts: "
-            "change --expert-model-parallel-size or --expert-tensor-parallel-size"
+            f"a stage's {stage} ranks (--tp x --cp x --dp) are not a multiple of the {each * tensor} that share "
+            "experts: change --expert-model-parallel-size or --expert-tensor-parallel-size"
         )
     if (args.moe_router_topk or 1) > args.num_experts:
         raise WlbError(f"--moe-router-topk {args.moe_router_topk} is above --num-experts {args.num_experts}")
@@ -66,4 +66,4 @@ def _check_experts(shape: ModelShape, args: argparse.Namespace) -> None:
 
 def _check_multiple(flag: str, value: int, by: str, size: int) -> None:
     if value % size:
-        raise WlbError(f"{flag} {value} is no multiple of {by} {size}: change one")
+        raise WlbError(f"{flag} {value} is not a multiple of {by} {size}: change one")

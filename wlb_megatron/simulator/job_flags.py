@@ -215,8 +215,8 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
     kind = args.moe_router_load_balancing_type
     if args.cp_mode == "dynamic" and kind not in (None, "none"):
         raise WlbError(
-            f"--cp-mode dynamic does not go with --moe-router-load-balancing-type {kind}: a router's loss would depend "
-            "on the groups; use none, or --cp-mode fixed"
+            f"--cp-mode dynamic cannot be combined with --moe-router-load-balancing-type {kind}: a router's loss "
+            "would depend on the groups; use none, or --cp-mode fixed"
         )
     assumptions, measured, profile = read_assumptions(args)
     if profile is not None:

@@ -68,13 +68,13 @@ def choose_chunks(
         refused.append(("an interleaved schedule", "use one model chunk a stage"))
     asked = _asked_for(config)
     if asked is not None and config.chunks == "off":
-        raise WlbError(f"{asked[0]} does not go with --wlb-chunks off: leave it out, or {asked[1]}")
+        raise WlbError(f"{asked[0]} cannot be combined with --wlb-chunks off: leave it out, or {asked[1]}")
     if config.chunks == "off":
         return ChunkChoice(False, "--wlb-chunks off")
     if refused:
         flag, cure = refused[0]
         if asked is not None:
-            raise WlbError(f"{asked[0]} does not go with {flag}: {cure}, or {asked[1]}")
+            raise WlbError(f"{asked[0]} cannot be combined with {flag}: {cure}, or {asked[1]}")
         return ChunkChoice(False, f"not with {flag}")
     if config.chunks == "on":
         return ChunkChoice(True, "--wlb-chunks on")

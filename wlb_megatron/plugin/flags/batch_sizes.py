@@ -70,8 +70,8 @@ def _schedule(args: Any, each: int) -> BatchSchedule:
     text, decreased = getattr(args, "step_batch_size_schedule", None), _decreased(args)
     if decreased and (text is not None or _ramp_ignored(args)):
         raise WlbError(
-            "--decrease-batch-size-if-needed does not go with batches that grow by --step-batch-size-schedule, as "
-            "which Megatron trains --rampup-batch-size, too: give sizes that the data-parallel size divides"
+            "--decrease-batch-size-if-needed cannot be combined with batches that grow by --step-batch-size-schedule "
+            "(Megatron trains --rampup-batch-size as one, too): give sizes that the data-parallel size divides"
         )
     if text is not None:
         return BatchSchedule(_steps(text, args.seq_length))

@@ -134,6 +134,6 @@ def window_misfit(job: TrainingJob) -> str | None:
         return None
     of = f" x {rows} rows, which FP8's matrix products need on each rank" if rows > 1 else ""
     return (
-        f"{window} tokens are no multiple of {wanted}, to which micro-batches are padded (context-parallel size "
+        f"{window} tokens are not a multiple of {wanted}, to which micro-batches are padded (context-parallel size "
         f"{job.sizes.context} x tensor-parallel size {job.sizes.tensor}{of}); set it to {-(-window // wanted) * wanted}"
     )
