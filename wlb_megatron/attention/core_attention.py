@@ -46,7 +46,7 @@ class WlbPackedSeqParams(PackedSeqParams):
     layout: DeviceLayout | None = None
     group: Any = None  # the ranks that share the micro-batch; None: Megatron's context-parallel group
     following: Tensor | None = None  # int32[T] of sharding.following, for multi-token prediction
-    predicted: float = 0.0  # how many of the rank's tokens predict one
+    predicted: float = 0.0  # how many of the rank's tokens predict a next token
     factors: Iterator[float] | None = (
         None  # of each depth's losses in multi-token prediction, see multi_token.py
     )
@@ -100,11 +100,11 @@ class WlbCoreAttention:
         **kwargs: Any,
     ) -> None:
         _refuse(config, attn_mask_type, attention_type, attention_dropout, kwargs)
-        # Context parallelism is ours: the parent must neither refuse it nor set up its own.
+        # The plugin does context parallelism: the parent must neither refuse it nor set up its own.
         alone = copy.copy(config)
         alone.context_parallel_size = 1
         if "k_channels" not in inspect.signature(super().__init__).parameters:
-            # Megatron's local class has no word for MLA's head dims; here they are those of the tensors that come.
+            # Megatron's local class has no setting for MLA's head dims; they are taken from the tensors.
             kwargs = {
                 name: value for name, value in kwargs.items() if name not in ("k_channels", "v_channels")
             }
@@ -120,7 +120,7 @@ class WlbCoreAttention:
         )
         self.config = config
         self._cp_group = getattr(pg_collection, "cp", None)
-        # Query-key layer scaling divides here and multiplies again in the softmax: nothing, in fp32.
+        # Query-key layer scaling divides here and multiplies again in the softmax, which cancels in fp32.
         self._scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self._dim = kwargs.get("k_channels") or config.kv_channels
         self._v_dim = kwargs.get("v_channels") or self._dim
@@ -241,7 +241,7 @@ def _kernels(cls: type, asked: str, deterministic: bool, layer: Layer) -> tuple[
 
         refuse_unfit(layer.dim, layer.capability)
     _say_once(f"attention of {layer.dim} channels a head: {kernel_choice.describe(name, why)}")
-    # As Transformer Engine's own attention decides it.
+    # The same decision as in Transformer Engine's own attention.
     deterministic |= os.getenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
     return name, kernel_choice.kernels(name, deterministic or torch.are_deterministic_algorithms_enabled())
 

@@ -230,7 +230,7 @@ def _moves(exchange: ExchangePlan, parts: Sequence[int]) -> list[np.ndarray]:
     """
     place, send_rows = exchange.place, exchange.send_rows
     own, first = np.flatnonzero(place >= 0), sum(exchange.send_counts[: exchange.rank])
-    # In rank order, so that a sum does not depend on which of its rows travel.
+    # In rank order, so that a sum does not depend on which of its rows come from other ranks.
     back = ~np.arange(len(send_rows))
     owner = np.concatenate((send_rows[:first], place[own], send_rows[first:]))
     source = np.concatenate((back[:first], own, back[first:]))

@@ -36,7 +36,7 @@ def _in_sixteens(x: Tensor) -> bool:
     bits = x.storage_offset() | x.shape[-1]
     for step in steps:
         bits |= step
-    # Elements in 16 bytes are a power of two, so that it divides numbers which have none of the bits below it.
+    # The elements in 16 bytes are a power of two, which divides numbers without any lower bits.
     return last == 1 and not bits & (16 // x.element_size() - 1) and not x.data_ptr() & 15
 
 

@@ -58,7 +58,7 @@ class PlannedRotaryEmbedding(nn.Module):
         They equal the wrapped module's table there bitwise. With YaRN: a pair of them and its factor, as from
         Megatron's own.
         """
-        if self._made[0] is not positions:  # else made for another layer of this micro-batch
+        if self._made[0] is not positions:  # else another layer of this micro-batch has made them
             # Megatron makes a table of arange(n) + offset; of n = 1 and the positions as offset it is just these rows.
             made: Any = self.inner.get_emb(1, offset=positions)  # type: ignore[operator]
             table, rest = (made[0], made[1:]) if isinstance(made, tuple) else (made, ())

@@ -148,7 +148,7 @@ class _Attention(torch.autograd.Function):
     @classmethod
     def attend(cls, ctx: Any, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns output, log-sum-exp and exchanged keys."""
-        raise NotImplementedError  # abstract: the two ways of calling the kernels, below, each have their own
+        raise NotImplementedError  # abstract: the two subclasses below implement it
 
     @classmethod
     def pull(cls, ctx: Any, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,7 +182,7 @@ class _ShardedAttention(_Attention):
             dq, dkv = diagonals()
             return dq, *_apart(ctx, dkv, q)
         own = None
-        if earlier is None:  # keys travel again, under the diagonals
+        if earlier is None:  # keys are exchanged again, hidden by the diagonals
             finish = start_gather(layout.exchange, _held(ctx, kv), group)
             own = diagonals()
             earlier = finish(_key_rows(layout, kernels))

@@ -121,7 +121,7 @@ def _make_varlen(
     max_delay = MAX_DELAY if config.max_delay is None else config.max_delay
     if max_delay < 0:
         raise WlbError(f"--wlb-max-delay must not be negative, got {max_delay}")
-    # The paper's release knows one micro-batch a window alone.
+    # The paper's release works only with one micro-batch per window.
     per_window = read_per_window(config.micro_batches_per_window) if config.release == "balance" else 1
     if config.cp_mode == "dynamic":  # groups decide how many micro-batches there are
         per_window = 1
@@ -140,7 +140,7 @@ def _make_varlen(
             per_window=per_window,
             by_balance=by_balance,
             adopt_thresholds=given is None,
-            # Lmax need be no multiple of the alignment: what it is padded to must fit.
+            # Lmax need not be a multiple of the alignment; its padded size must fit.
             adopt_capacity=adopt_max_tokens // alignment * alignment,
         )
 

@@ -16,7 +16,7 @@ from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 STATE_VERSION = 3
 """Versions before 3 hold waiting pieces as rows, version 1 knows one batch size only."""
 
-_PREFIX = itemgetter(4)  # of pieces: quicker than by name
+_PREFIX = itemgetter(4)  # of pieces; faster than access by name
 
 
 class Stream(Protocol):
@@ -67,7 +67,7 @@ class Planner:
         self.taken = 0  # tokens; a Python integer, so it does not end at 2**31
         self.put_back = 0  # pieces, so far
         self.trained = 0  # tokens of all iterations so far
-        self._supplied = 0  # up to this iteration pieces were taken in
+        self._supplied = 0  # pieces were taken in up to this iteration
         self._put_back: deque[Piece] = deque()
         self._ended = False
 
@@ -121,10 +121,10 @@ class Planner:
         self._supplied += batch.iterations
         goal = self._tokens(self.samples + batch.bins * batch.iterations)
         most = batch.bins * batch.iterations * self.packer.most_pieces
-        # Bound to names, as this runs for every piece.
+        # Bound to local names, because this runs for every piece.
         taken, again, following, arrive = self.taken, self._put_back, self.stream.next, arrived.append
         while taken < goal:
-            if len(arrived) >= most:  # the stream runs slower, as where pieces are put back
+            if len(arrived) >= most:  # the stream runs slower, as when pieces are put back
                 taken = goal
                 break
             piece = again.popleft() if again else following()
@@ -196,7 +196,7 @@ class Planner:
         self.samples = samples
         self.taken = int(state["taken"])
         waiting = sum(piece.tokens for piece in self.packer.waiting)
-        self.trained = int(state.get("trained", self.taken - waiting))  # states of before it was counted
+        self.trained = int(state.get("trained", self.taken - waiting))  # states saved before it was counted
         self._supplied = int(state["supplied"])
         self._ended = bool(state["ended"])
         self.put_back = int(state["put_back_so_far"])

@@ -51,7 +51,7 @@ class Summariser:
         return starts.get(max((at for at in starts if at <= piece.start), default=-1), default)
 
     def summarise(self, plan: IterationPlan) -> PlanSummary:
-        # Pieces of a document of which nothing waited arrived now. Most are: a piece costs a look-up here.
+        # If no piece of a document waited, its pieces arrived now. That is usual, so a piece costs one look-up here.
         before = self._arrived
         for piece in plan.arrived if before else ():
             if piece[:2] in before:

@@ -46,7 +46,7 @@ def links_of(micro_batches: Sequence[Sequence[Piece]]) -> tuple[Link, ...]:
                     f"{piece.prefix} before them, which earlier micro-batches of the rank do not hold as one prefix"
                 )
             links.append(Link(index, at, *found))
-        # After the loop above: no piece goes on inside its own micro-batch.
+        # After the loop above, because no piece continues inside its own micro-batch.
         ends |= {(piece.epoch, piece.document, piece.end): (index, at) for at, piece in enumerate(pieces)}
     return tuple(links)
 

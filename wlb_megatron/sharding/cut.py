@@ -54,7 +54,7 @@ def cut_plans(
     ]
     links = [links_of(column) for column in columns]
     lengths = [[_tokens(pieces) for pieces in column] for column in columns]
-    # All that have no documents in chunks at once, which is much faster than a rank's iteration by itself.
+    # All micro-batches without chunks in one pass, which is much faster than rank by rank.
     free = [one for column, linked in zip(lengths, links, strict=True) if not linked for one in column]
     together = iter(cut(free, cp_size, sharding, table) if free else ())
     shards = iter(

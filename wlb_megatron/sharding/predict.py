@@ -40,7 +40,7 @@ def in_two_calls(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
     counts = [len(rows) for plan in plans for rows in plan.ranks]
     rows = np.concatenate([rows for plan in plans for rows in plan.ranks])
     rank = np.repeat(np.arange(len(counts)), counts)
-    # Side by side: a rank's segments of one piece, in the piece's order.
+    # Sorted so that a rank's segments of one piece are adjacent, in the piece's order.
     order = np.lexsort((rows[:, 1], rows[:, 0], rank))
     rank, piece, start = rank[order], rows[order, 0], rows[order, 1]
     size = rows[order, 2] - start
@@ -65,8 +65,8 @@ def in_one_call(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
     rank = np.repeat(np.arange(len(counts)), counts)
     order = np.lexsort((rows[:, 1], rows[:, 0], rank))
     rank, piece, start, end = rank[order], *rows[order].T
-    # Of the keys [0, end) that a segment sees, the rank holds its piece's earlier segments and it: (0, 0, 2) (0, 6, 8)
-    # see 2 and 8, hold 2 and 4.
+    # A segment attends to keys [0, end). The rank holds this segment and the piece's earlier ones: (0, 0, 2) (0, 6, 8)
+    # attend to 2 and 8 keys, and hold 2 and 4.
     held = np.cumsum(end - start)
     opens = np.ones(len(rank), dtype=bool)
     opens[1:] = (rank[1:] != rank[:-1]) | (piece[1:] != piece[:-1])

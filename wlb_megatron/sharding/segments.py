@@ -112,7 +112,7 @@ class ShardPlan:
         if window is None:
             return rows
         rows = rows[rows[:, 5] > self.prefixes[rows[:, 0]] - window]
-        # Of what is kept, the first query that may see it is the one after the end of the piece.
+        # The first query that may attend to kept keys is the one after the end of the piece.
         rows[:, 1] = np.maximum(rows[:, 1], rows[:, 5] - window)
         return rows[rows[:, 1] < rows[:, 2]]
 
@@ -136,8 +136,8 @@ def merge_touching(rows: IntArray) -> IntArray:
     rows = rows[rows[:, 1] < rows[:, 2]]
     if len(rows) < 2:
         return rows
-    # Side by side by (piece, start), a row opens a group unless it begins where the row before it ends;
-    # the group stands where its earliest row stood.
+    # Sorted by (piece, start), a row opens a group unless it begins where the row before it ends;
+    # the group takes the place of its earliest row.
     order = np.lexsort((rows[:, 1], rows[:, 0]))
     ordered = rows[order]
     opens = np.ones(len(rows), dtype=bool)

@@ -49,7 +49,7 @@ def shard_all(
     choices = _choices(pieces, cp_size, kind, table or h100())
     if not links:
         return _fastest(choices, table or h100())
-    # Which rank a prefix's keys lie on is known once the micro-batches before are cut.
+    # Only once earlier micro-batches are cut is it known which rank holds a prefix's keys.
     holders, found = Holders(links), []
     for index, first in enumerate(pieces.first[:-1].tolist()):
         chunks = holders.chunks(index, pieces.prefixes[first : pieces.first[index + 1]], cp_size)

@@ -41,7 +41,7 @@ def queued_ends(forward: FloatArray, backward: FloatArray, host: Launches) -> Fl
     for at in range(count):
         launched = launched + launches[0][:, at]
         device = np.maximum(np.maximum(device, launched - launches[0][:, at]) + forward[:, at], launched)
-        begin = device + host.loss  # the loss was checked: the host has nothing ahead
+        begin = device + host.loss  # the loss was checked, so the host has launched nothing ahead
         launched = device + launches[1][:, at]
         device = np.maximum(begin + backward[:, at], launched)
     return device

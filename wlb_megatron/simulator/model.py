@@ -171,7 +171,7 @@ class LayerModel:
             both = predict_all(plans, self.table).astype(np.float64)
             forward, backward = both * FORWARD_SHARE, both * (1 - FORWARD_SHARE)
         if self.regather:
-            # Of the table's exchange half is keys and values on their way there, which now travel twice.
+            # Half of the table's exchange is keys and values on their way there; these now travel twice.
             table = self.table
             more = replace(table, exchange=1.5 * table.exchange, exchange_row=1.5 * table.exchange_row)
             backward = backward + predict_all(plans, more) - predict_all(plans, table)

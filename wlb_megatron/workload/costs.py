@@ -123,7 +123,7 @@ class Costs:
         parts |= {name: Curve(**frozen(told[name])) for name in ("layer", "embedding", "loss")}
         links = {name: TransferCost(**link) for name, link in (told["links"] or {}).items()}
         for name in ("host", "host_second", "host_embedding", "host_loss"):
-            if name in told or name == "host":  # the others are younger than the first profiles
+            if name in told or name == "host":  # the first profiles lack the others
                 forward, backward = told[name]
                 parts[name] = (float(forward), float(backward))
         for name in ("optimizer", "quadratic_at", "per_document"):

@@ -43,7 +43,7 @@ def _work(tables: Sequence[KernelTable], layer: Curve) -> tuple[float, float]:
     times = sum(layer.slope()) * sizes + np.sum([table.diagonal_ns(sizes) for table in tables], axis=0)
     columns = np.stack([sizes, sizes.astype(np.float64) ** 2, np.ones(len(sizes))], axis=1)
     token, pair, document = least_squares(columns / times[:, None], np.ones(len(sizes)))
-    if not (token > 0 and pair > 0):  # documents too short to tell them apart: the longest one's own
+    if not (token > 0 and pair > 0):  # documents too short to separate the two: use the longest one's own
         whole = float(np.sum([table.diagonal_ns(sizes[-1:]) for table in tables]))
         token, pair, document = max(sum(layer.slope()), 1e-3), whole / float(sizes[-1]) ** 2, 0.0
     return float(token / pair), float(document / token)

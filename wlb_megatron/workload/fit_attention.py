@@ -81,7 +81,7 @@ def fit_way(
     the pairs' own times at each shape, without that; last, what the executor adds to whole shares."""
     grid = [s for s in samples if s["part"] in ("rectangle", "diagonal", "bottom_right")]
     inside = _inside(model, samples, device, way)
-    # Some of a call's time is its pairs', whatever the extras say of it.
+    # Part of a call's time belongs to its pairs, whatever the extras say.
     bare = [max(s[way][0] - float(_counts(s) @ inside), PAIRS_SHARE * s[way][0]) for s in grid]
     table = pairs_table(model, grid, device, way, bare)
     shares = [s for s in samples if s["part"] == "share"]

@@ -112,7 +112,7 @@ def fit_max_tokens(
     )
     tokens = min(fitting * layout.context, MOST * window) // alignment * alignment
     if tokens * LEAST[1] < window * LEAST[0]:
-        # Up to a multiple of the alignment: window 10, alignment 8 need 13 tokens, so 16.
+        # Rounded up to a multiple of the alignment: window 10 needs 13 tokens, with alignment 8 that is 16.
         least = -(-window * LEAST[0] // (LEAST[1] * alignment)) * alignment
         weights = max(weight_bytes(shape, layout, stage) for stage in ends(layout))
         raise WlbError(

@@ -59,7 +59,7 @@ def pairs_table(
     queries = sorted({*rectangles, *diagonals})
     most = max(max(row) for row in rectangles.values())
     ratios = [2.0**n for n in range(-10, 12) if TILE / queries[-1] <= 2.0**n <= most / queries[0]]
-    if masked:  # a third of the half that ratios 1 and 2 differ by is masked at 1.5
+    if masked:  # ratios 1 and 2 differ by half; a third of that is masked at 1.5
         ratios = sorted({*ratios, 1.5})
     filled_in = _fill(rectangles, queries, ratios)
     sizes = sorted(diagonals)

@@ -132,7 +132,7 @@ def foreseen(
         if earlier and one_call:
             found += [(True, None, Bucket(b, t, k)) for b in counts for t in short[0] for k in short[1]]
     if window is not None:
-        # A segment sees its own keys and, where it is cut, at most a window more.
+        # A segment attends to its own keys and, if it is cut, at most a window more.
         found += [(True, window, Bucket(b, t, t)) for b in counts for t in levels(share)]
         if earlier:
             for b in counts:

@@ -73,7 +73,7 @@ def _call(
     bounds_q, bounds_kv = (
         torch.tensor([0, *accumulate(side)], dtype=torch.int32, device=device) for side in (queries, keys)
     )
-    if queries == keys:  # queries are the keys where there are as many
+    if queries == keys:  # queries are the keys if there are equally many
         bounds_kv = bounds_q
     return DeviceCall(
         causal,

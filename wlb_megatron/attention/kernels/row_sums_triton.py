@@ -17,7 +17,7 @@ from wlb_megatron.attention.device_layout import RowGroups
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
-# Before 3.3, a compiled kernel is not given constants.
+# Before Triton 3.3, a compiled kernel does not take constants.
 _STRAIGHT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
 _compiled: dict[tuple[Any, ...], Any] = {}
 
@@ -42,12 +42,12 @@ def _launch(
     key = id(kernel), place, numbers, *[tensor.dtype for tensor in tensors]
     if aligned and (found := _compiled.get(key)) is not None:
         stream = driver.active.get_current_stream(place)
-        # As CompiledKernel's own indexing does, less the hooks of Triton's profiler.
+        # As in CompiledKernel's own indexing, without the hooks of Triton's profiler.
         known = found.function, found.packed_metadata, None, None, None
         try:
             found.run(*grid, 1, stream, *known, *tensors, *numbers)
             return
-        except TypeError:  # a Triton whose launcher takes something else
+        except TypeError:  # a Triton whose launcher takes other arguments
             global _STRAIGHT
             _STRAIGHT = False
             _compiled.clear()

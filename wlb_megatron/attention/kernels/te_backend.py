@@ -24,7 +24,7 @@ from wlb_megatron.attention.pairs import apart, side_by_side
 from wlb_megatron.errors import WlbError
 
 _BACKEND = FusedAttnBackend["F16_arbitrary_seqlen"]
-# Keys and values of a token side by side, [t, 2, kv heads, dim]; it takes no such pair of two head dims.
+# A token's keys and values side by side, [t, 2, kv heads, dim]. Not possible with two different head dims.
 _PAIRED, _SINGLE = {"thd": "thd_t2hd", "bshd": "bshd_bs2hd"}, {"thd": "thd_thd_thd", "bshd": "bshd_bshd_bshd"}
 _expected: set[tuple[Any, ...]] = set()
 """Batches of equal sequences for which this process has kernels; see `expect`."""
@@ -126,7 +126,7 @@ class TransformerEngineKernels:
         )
         if not form.packed:
             dq, dk, dv = (x.flatten(0, 1) for x in (dq, dk, dv))
-        # By the layout asked for, dk and dv of one dim are the two halves of one [t, 2, kv heads, dim] buffer.
+        # With this layout, dk and dv of the same dim are the two halves of one [t, 2, kv heads, dim] buffer.
         _, heads, dim = dk.shape
         if (
             kv.dim() != 4

@@ -74,7 +74,7 @@ def _call(causal: bool, window: int | None, size: Bucket | Equal, device: torch.
         torch.tensor([0, *accumulate(side)], dtype=torch.int32, device=device)
         for side in zip(*sizes, strict=True)
     )
-    # A mask depends on whether queries are the keys (te_backend.py); their counts then are the same.
+    # The mask depends on whether queries are the keys (te_backend.py), which then are equally many.
     seen = own if queries == keys else seen
     return DeviceCall(
         causal, window, own, seen, *first, *rows, sizes, size if isinstance(size, Equal) else None

@@ -26,7 +26,7 @@ from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import Piece
 from wlb_megatron.workload.cost_model import CostModel
 
-_WORK = itemgetter(0)  # of items: quicker than by name
+_WORK = itemgetter(0)  # of items; faster than access by name
 
 TRIED = 3
 """The most numbers of micro-batches that are packed and compared; a rough estimate chooses them."""
@@ -105,7 +105,7 @@ class ChunkPacker:
             if best.price > (0, 0, 0, self.law.estimate(count, share)):
                 best = self._better(best, ranks, count)
         if best.price[:3] > (0, 0, 0):
-            # Documents longer than a micro-batch may ask for more of them than was asked for.
+            # Documents longer than a micro-batch may need more micro-batches than requested.
             for count in self.law.counts(windows, None, always=True):
                 if count not in rough:
                     best = self._better(best, ranks, count)

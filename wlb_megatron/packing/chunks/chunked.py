@@ -31,7 +31,7 @@ WHOLE = 115
 """A document stays whole if its work is at most this percentage of a micro-batch's share."""
 
 
-_WORK, _TOKENS, _PIECE = itemgetter(0), itemgetter(1), itemgetter(4)  # of items: quicker than by name
+_WORK, _TOKENS, _PIECE = itemgetter(0), itemgetter(1), itemgetter(4)  # of items; faster than access by name
 
 
 class Filled(NamedTuple):
@@ -117,7 +117,7 @@ def chunk_counts(
         100 * works <= WHOLE * share, 1, np.maximum(2, np.rint(works / share).astype(np.int64))
     )
     chosen = np.minimum(tokens, np.maximum.reduce((least, even, by_work)))
-    # Small ones share a micro-batch with chunks, the others ask for one of their own.
+    # Small documents share a micro-batch with chunks; the others need their own.
     large = np.flatnonzero((2 * works >= share) | (chosen > 1)).tolist()
     while chosen[large].sum() > count:
         open_to = [i for i in large if chosen[i] > max(1, least[i])]
@@ -125,7 +125,7 @@ def chunk_counts(
             break
         i = min(open_to, key=lambda i: (works[i] / (chosen[i] - 1), i))
         chosen[i] -= 1
-    # Every micro-batch gets something: a document more is cut, or into one chunk more, where there are too few.
+    # Every micro-batch gets something: if there are too few chunks, cut one more document, or one into more chunks.
     while len(chosen) and chosen.sum() < count:
         open_to = np.flatnonzero(chosen < tokens).tolist()
         if not open_to:
@@ -143,7 +143,7 @@ def cut(item: Item, number: int, cost: CostModel, capacity: int = 1 << 62) -> li
     whole = length + length * length / cost.quadratic_at
     ends: list[int] = []
     for at in range(1, number):
-        # d + d*d/q = w for d: sums, products and square roots round alike on every host.
+        # Solve d + d*d/q = w for d. Sums, products and square roots round the same on every host.
         work = whole * at / number
         end = int((math.sqrt(cost.quadratic_at * (cost.quadratic_at + 4 * work)) - cost.quadratic_at) / 2)
         before, after = (ends[-1] if ends else 0), number - at

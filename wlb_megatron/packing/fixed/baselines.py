@@ -181,8 +181,8 @@ class FixedGreedyPacker:
         goods, remainder = cut_windows(self._remainder, self._window, count, self._max_documents)
         items = [item for window in goods for item in window]
         filled, left = self._fill(items, len(goods), batch.bins)
-        # Pieces that are cut anew are more than the windows' documents may be. Where a finite stream ends there are
-        # windows to spare for them: nothing may wait while one is empty.
+        # Pieces that are cut again may exceed the windows' limit on documents. Where a finite stream ends there are
+        # spare windows for them: no piece may wait while a window is empty.
         for windows in range(len(goods) + 1, count + 1):
             if not left:
                 break

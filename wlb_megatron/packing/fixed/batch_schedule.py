@@ -38,9 +38,7 @@ class BatchSchedule:
             raise WlbError(
                 f"a global batch of {self.steps[0][1]} cannot be decreased to a multiple of {multiple}"
             )
-        sizes = {
-            size // multiple * multiple: at for at, size in reversed(self.steps)
-        }  # of equal ones the first
+        sizes = {size // multiple * multiple: at for at, size in reversed(self.steps)}  # on a tie, the first
         return BatchSchedule(tuple((at, size) for size, at in reversed(sizes.items())))
 
     def joined(self, windows: int) -> BatchSchedule:
@@ -83,7 +81,7 @@ def linear_ramp(start: int, increment: int, samples: int, size: int) -> BatchSch
     rises = (size - start) // increment
     steps = {0: start}
     for i in range(1, rises + 1):
-        steps[_first(i, samples, rises)] = start + i * increment  # of two at once the later
+        steps[_first(i, samples, rises)] = start + i * increment  # if two coincide, the later
     return BatchSchedule(tuple(steps.items()))
 
 

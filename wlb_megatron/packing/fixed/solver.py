@@ -78,7 +78,7 @@ def solve(
     model.add(sum(poured) == water_tokens + sum(out * n for out, n in zip(spilled, tokens, strict=False)))
     for low, high in pairwise(ceilings):
         model.add(low <= high)
-    # A spilled piece is worth more than water: count all of its work once more.
+    # A piece left to the divisible rest costs extra: count all of its work once more.
     model.minimize(sum(ceilings) + sum(out * w for out, w in zip(spilled, work, strict=False)))
     for row, bin_ in zip(chosen, hint or [], strict=False):
         for at, variable in enumerate(row):
@@ -142,7 +142,7 @@ class FixedSolverPacker(FixedGreedyPacker):
             return (
                 greedy,
                 [],
-            )  # the solver does not count documents, and may leave a window to the water alone
+            )  # the solver does not count documents, and may leave a window to the divisible rest alone
         return min((filled, greedy), key=lambda windows: self._summed_largest(windows, bins)), []
 
     def _summed_largest(self, windows: Sequence[Sequence[Waiting]], bins: int) -> int:

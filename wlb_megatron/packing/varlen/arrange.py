@@ -16,7 +16,7 @@ from wlb_megatron.packing.varlen.outlier_queues import Item
 from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import MicroBatch
 
-_TOKENS = itemgetter(1)  # of items: quicker than by name
+_TOKENS = itemgetter(1)  # of items; faster than access by name
 
 TRIED = 3
 """How many numbers of micro-batches are packed and simulated; a rough estimate chooses them."""
@@ -47,10 +47,10 @@ def arrange(
     tried = sorted(sorted(range(len(fitting)), key=lambda i: (rough[i], i))[:TRIED])
     allowed = min(windows, held_at_once(law)) * limits.capacity
     best: tuple[tuple[int, int, int], Bins, list[Item]] | None = None
-    # The fewest come last: they hold no more than allowed, and are filled only where nothing better does.
+    # The smallest number comes last: it holds no more than allowed, and is packed only if no better number fits.
     for count in sorted((fitting[i] for i in tried), reverse=True):
         bins, left = fill(count * ranks.dp)
-        # What the bins hold, one by one, is of no interest yet.
+        # Only totals matter so far, not what each bin holds.
         grid = assign_ranks([Filled([], *size) for size in zip(bins.work, bins.tokens, strict=True)], ranks)
         over = max(0, most_held(grid, law) - allowed)
         price = sum(item.work for item in left), over, law.step(_works(grid))

@@ -25,7 +25,7 @@ class Bins:
         self.documents = [0] * count
         self.items: list[Item] = []
         self.places: list[int] = []
-        # Heaps of (work, bin) and (tokens, bin); rows go stale when a bin grows, see _least.
+        # Heaps of (work, bin) and (tokens, bin). Rows become outdated when a bin grows, see _least.
         self._lightest = [(0, at) for at in range(count)]
         self._shortest = [(0, at) for at in range(count)]
 

@@ -69,7 +69,7 @@ def choose_height(
         return gain // max(now.mean_work, 1) - _cost(after, now, law, counts, dp), released
 
     heights = [lot.largest, *(max(item.work for item in level) for level in queues.levels if level)]
-    # Of equal values the first counts: the lowest height that was proposed.
+    # On a tie the first wins: the lowest height that was proposed.
     return max((value(height) for height in sorted(set(heights))), key=lambda choice: choice[0])[1]
 
 

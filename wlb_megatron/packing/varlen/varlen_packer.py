@@ -30,7 +30,7 @@ from wlb_megatron.packing.varlen.release import ReleaseChoice, Situation, choose
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel
 
-_WORK, _TOKENS, _PIECE = itemgetter(0), itemgetter(1), itemgetter(4)  # of items: quicker than by name
+_WORK, _TOKENS, _PIECE = itemgetter(0), itemgetter(1), itemgetter(4)  # of items; faster than access by name
 
 
 class _Ready(NamedTuple):
@@ -128,7 +128,7 @@ class VarlenPacker:
         return sorted([*self._left, *self._queues], key=lambda item: item.serial)
 
     def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
-        # Batches only grow, so what was promised to train in time still can.
+        # Batches only grow, so every piece that was promised to train in time still can.
         self._limits = replace(self._limits, bins=batch.bins)
         due = self._limits.must_go(self._by_age(), iteration)
         leftovers, self._left = self._left, []
@@ -294,7 +294,7 @@ class VarlenPacker:
     def load_state(self, state: dict[str, Any]) -> None:
         saved = {"release": "balance"} | state["settings"]  # the first states had no other
         own = self._settings()
-        if saved.get("chunks"):  # the documents that wait are all that a plan with chunks leaves behind
+        if saved.get("chunks"):  # a plan with chunks leaves only waiting documents
             saved = own | {name: saved[name] for name in ("packing", "window")}
         thresholds = saved.get("thresholds", []) if self._adopt_thresholds else self._queues.thresholds
         capacity = saved.get("max_tokens", 0) if self._adopt_capacity else self._limits.capacity

@@ -78,7 +78,7 @@ def attention_layout(plan: ShardPlan, rank: int, window: int | None = None) -> A
     size = rows[:, 2] - rows[:, 1]
     first_row = np.cumsum(size) - size
 
-    # Segments with earlier keys, by piece and in its order; those of one piece are chosen[i:last[i]] from any i on.
+    # Segments with earlier keys, sorted by piece and start. From any i on, chosen[i:last[i]] are of one piece.
     chosen = np.flatnonzero(rows[:, 1] > 0)
     chosen = chosen[np.lexsort((rows[chosen, 1], rows[chosen, 0]))]
     piece, start = rows[chosen, 0], rows[chosen, 1]

@@ -57,7 +57,7 @@ def fill_in_pairs(ranks: RankLoads) -> None:
     filling = [rank for rank, free in enumerate(ranks.free) if free]
     ends = [done + price * free for done, free in zip(load, ranks.free, strict=True)]
     mean = sum(ends) / len(ends)
-    # Outer chunks differ most between early and late: they go to the ranks that need levelling most.
+    # Outer chunks differ most between early and late, so the ranks with the most uneven loads get them.
     filling.sort(key=lambda rank: -abs(ends[rank] - mean))
     free = [ranks.free[rank] for rank in filling]
     early = [tokens // 2 for tokens in free]
@@ -66,7 +66,7 @@ def fill_in_pairs(ranks: RankLoads) -> None:
         first, last, now = _loads([load[rank] for rank in filling], free, early, begin, end, pair_ns)
         mean = sum(now) / len(now)
         for at, loaded in enumerate(now):
-            # A token moved from early to late sees so many more keys.
+            # A token moved from early to late attends to this many more keys.
             move = int((loaded - mean) / (pair_ns * max(last[at] - first[at], 1)))
             early[at] = min(max(early[at] + move, 0), free[at])
     first, last, now = _loads([load[rank] for rank in filling], free, early, begin, end, pair_ns)

@@ -85,7 +85,7 @@ def _candidates(
         fair = int(whole_ns.sum()) // (cp_size * grain) + 1
         for most in (2, cp_size):
             degree = np.clip(-(-whole_ns // fair), 1, min(most, cp_size))
-            degree[filler] = 1  # placed last, in the free tokens: its own degree plays no part
+            degree[filler] = 1  # placed last, in the free tokens: its own degree does not matter
             degrees.setdefault(degree.tobytes(), degree)
     candidates = []
     for degree in degrees.values():

@@ -92,7 +92,7 @@ class RankLoads:
             self.free[rank] -= tokens
         for at, rank in enumerate(fitting):
             self.load[rank] += ns
-            # The first one's early chunk sees the prefix alone, the last one's two chunks are one segment.
+            # The first rank's early chunk attends only to the prefix; the last rank's two chunks are one segment.
             both = (at > 0 or self.before[piece] > 0) and at < g - 1
             self.calls[rank] = max(self.calls[rank], 2 if both else 1)
         return True
