@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def config_from_args(args: argparse.Namespace) -> WlbConfig:
-    """The plugin's settings as the user gave them. WlbError for a number that is out of range."""
+    """The plugin's settings from the flags. WlbError for a number out of range."""
     config = WlbConfig(
         **{setting.name: getattr(args, PREFIX + setting.name) for setting in fields(WlbConfig)}
     )
@@ -43,7 +43,7 @@ def config_from_args(args: argparse.Namespace) -> WlbConfig:
 
 
 def check_numbers(config: WlbConfig) -> None:
-    """WlbError for a setting that is out of its range, or no number."""
+    """Raises WlbError for a setting that is out of its range or not a number."""
     for setting in fields(WlbConfig):
         value, within = getattr(config, setting.name), setting.metadata.get("within")
         if value is not None and within is not None and not within[0] <= value <= within[1]:
@@ -51,7 +51,10 @@ def check_numbers(config: WlbConfig) -> None:
 
 
 def name_flag(message: str, args: argparse.Namespace, prefix: str = "") -> str:
-    """A message that begins with a setting's name, with the flag instead. prefix: of the settings among `args`."""
+    """The message with the flag instead of a setting's name at its start.
+
+    prefix: of the settings among `args`.
+    """
     name, *rest = message.split(" ", 1)
     name = prefix + {"per_document": "document_cost"}.get(name, name)
     return " ".join([_flag(name), *rest]) if hasattr(args, name) else message

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from wlb_megatron.errors import WlbError
 
 TOKENS = 1 << 30
-"""Of a window or micro-batch, at most: its square, the attention's work, is a 64-bit integer."""
+"""The most tokens of a window or micro-batch: its square, the work of attention, must fit a 64-bit integer."""
 RANKS = 1 << 16
 COUNT = 1 << 20
 SEED = (1 << 31) - 1
 SECONDS = 1e7
 LARGEST = 1e30
-"""Of a rate or a cost, at most."""
+"""The largest rate or cost."""
 
 
 def whole(least: int, most: int = COUNT) -> Callable[[str], int]:
@@ -52,8 +52,10 @@ def _check(text: str, kind: str, value: float, least: float, most: float) -> Non
 
 
 def check_heads(heads: int, groups: int | None, *, hidden: int | None = None, tp: int = 1) -> None:
-    """WlbError where attention heads do not divide as Megatron divides them. hidden: where heads' channels are its
-    share."""
+    """Raises WlbError if attention heads do not divide as Megatron divides them.
+
+    hidden: given if a head's channels are its share of hidden.
+    """
     for many, each, what in (
         (
             hidden or heads,

@@ -20,17 +20,18 @@ from collections.abc import Callable
 from typing import IO, BinaryIO
 
 PATIENCE = 300
-"""Seconds after which a child that neither reads, answers nor ends (stopped, starved) is given up."""
+"""Seconds after which a child that neither reads, answers nor ends (stopped, starved) is given up on."""
 
 _SLICE_MS = 20
-"""How often `hurry` is asked."""
+"""Milliseconds between two calls of `hurry`."""
 
 _PIPE = 1 << 20
-"""Bytes that the child may be ahead by: the most that a user's process may ask for."""
+"""Bytes that may wait in the pipe: the most that an unprivileged process may request."""
 
 _LENGTH = struct.Struct("<Q")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What a terminal or a scheduler sends to all processes of a job. The trainer may save then, and needs its child."""
+"""Signals that a terminal or a scheduler sends to all processes of a job. The child ignores them, because the trainer
+may then save and needs it."""
 
 
 class Child:
@@ -55,11 +56,11 @@ class Child:
         self._quiet: float | None = None  # since when it is waited for without a byte in or out
 
     def send(self, message: bytes) -> None:
-        """Have a message sent, as soon as one is asked for."""
+        """Sends a message as soon as the child asks for one."""
         self._unsent += [memoryview(_LENGTH.pack(len(message))), memoryview(message)]
 
     def receive(self, hurry: Callable[[], bool] | None = None) -> bytes | None:
-        """The child's next message; None if `hurry` says so before it is there: ask again later.
+        """The child's next message; None if `hurry` returns true before it arrives (ask again later).
 
         OSError if the child has ended. TimeoutError if it has done nothing for PATIENCE seconds.
         """
@@ -90,7 +91,7 @@ class Child:
         return message
 
     def kill(self) -> None:
-        """End the child now, whatever it does."""
+        """Ends the child now, whatever it is doing."""
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
@@ -99,7 +100,7 @@ class Child:
         return int(_LENGTH.unpack_from(self._received)[0])
 
     def _ready(self, pipe: IO[bytes], event: int, hurry: Callable[[], bool] | None) -> bool:
-        """Wait until the pipe takes or has something; False if `hurry` says so before."""
+        """Waits until the pipe can be written or read; False if `hurry` returns true before."""
         self._quiet = self._quiet or time.monotonic()
         waiting = select.poll()  # select.select takes no file above 1,023: connections of all ranks are open
         waiting.register(pipe, event)
@@ -111,7 +112,7 @@ class Child:
         return True
 
     def _ending(self) -> str:
-        """How it ended, once its pipe is closed."""
+        """How the child ended, once its pipe is closed."""
         try:
             status = self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -120,7 +121,9 @@ class Child:
 
 
 def pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The child's side: what to read messages from and to write them to. It then ends a second after its parent."""
+    """The child's side: the streams to read messages from and write them to. The child then ends a second after its
+    parent.
+    """
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # A closed pipe is no sign: processes that the parent has forked may hold it open.

@@ -40,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 with one line on stderr for what the user can put right; 130 after Ctrl-C."""
+    """Returns the exit code: 0; 2 with one line on stderr for what the user can fix; 130 after Ctrl-C."""
     parser = _Parser(
         prog="wlb-megatron",
         description="Plan, predict and check workload-balanced packing for Megatron-LM. Only `profile` needs a GPU.",
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _forget_stdout() -> None:
-    """What it still holds goes nowhere."""
+    """Discards what stdout still buffers."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -180,7 +180,7 @@ def _simulate(args: argparse.Namespace) -> None:
 
 
 def write_json(value: Any, path: str) -> None:
-    """To stdout for "-", else to a file that appears whole or not at all."""
+    """Writes to stdout for "-", else to a file that appears whole or not at all."""
     text = json.dumps(value) + "\n"
     if path == "-":
         sys.stdout.write(text)

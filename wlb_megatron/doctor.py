@@ -29,7 +29,7 @@ CPU = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cpu")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`found` of `what`, how it is judged, and what to do where that is not OK."""
+    """One result: `found` of `what`, the verdict, and what to do if that is not OK."""
 
     what: str
     found: str
@@ -91,7 +91,7 @@ def run_doctor(args: argparse.Namespace) -> None:
 
 
 def examine(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """A check's findings, and its failure as one."""
+    """Yields a check's findings; a failure becomes a finding."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -149,7 +149,7 @@ def torch_and_gpus() -> Iterator[Finding]:
 
 
 def cudnn(version: int | None) -> Iterator[Finding]:
-    """cuDNN, and whether the kernel graphs that are built before step 1 are those that its steps need."""
+    """cuDNN's version, and whether the kernel graphs that are built before step 1 are those that steps need."""
     yield Finding("cuDNN", _dotted(version))
     if version:
         rounds = version < BY_SEQUENCES
@@ -163,11 +163,11 @@ def cudnn(version: int | None) -> Iterator[Finding]:
 
 
 BY_SEQUENCES = 92400
-"""cuDNN 9.24.0, from which on Transformer Engine keeps forward graphs by the number of sequences."""
+"""cuDNN 9.24.0. From this version on, Transformer Engine caches forward graphs by the number of sequences."""
 
 
 def transformer_engine() -> Iterator[Finding]:
-    """Transformer Engine, and with it which attention will run."""
+    """Transformer Engine's version, and which attention will run."""
     from wlb_megatron.plugin.trials.versions import check_transformer_engine, untried_transformer_engine
 
     gpus = _gpus()
@@ -200,7 +200,7 @@ def transformer_engine() -> Iterator[Finding]:
 
 
 def _kernels() -> str:
-    """Which kernels --wlb-kernels auto takes for heads of 128 channels."""
+    """The kernels that --wlb-kernels auto chooses for heads of 128 channels."""
     import torch
 
     layer = Layer(dim=128, v_dim=128, grouped=True, capability=torch.cuda.get_device_capability())
@@ -214,7 +214,7 @@ STOCK_FA4 = (
 
 
 def flash_attention() -> Iterator[Finding]:
-    """FlashAttention-4, which is optional, and whether its versions are those that were tried."""
+    """FlashAttention-4, which is optional, and whether its versions are the tested ones."""
     found, lacks = _version("flash-attn-4"), not_installed()
     if found is not None:
         yield Finding("FlashAttention-4", found, OK if lacks is None else NOTE, lacks or "")
@@ -242,7 +242,7 @@ def apex() -> Iterator[Finding]:
 
 
 def megatron() -> Iterator[Finding]:
-    """Megatron, and whether every symbol that the plugin replaces is there."""
+    """Megatron's version, and whether every symbol that the plugin replaces exists."""
     from wlb_megatron.plugin.trials.versions import check_megatron, untried_megatron
 
     version, untried = check_megatron(), untried_megatron() is not None
@@ -287,7 +287,7 @@ def dataset_helpers() -> Finding:
 
 
 def self_test() -> Iterator[Finding]:
-    """Sharded attention against one document at a time, on each kind of device."""
+    """Compares sharded attention with one document at a time, on each kind of device."""
     if _version("torch") is None:
         return
     from wlb_megatron import selftest
@@ -304,7 +304,7 @@ def self_test() -> Iterator[Finding]:
 
 
 def untried_step() -> Iterator[Finding]:
-    """A small step of a Megatron that was not tried."""
+    """Checks a small step of an untested Megatron version."""
     if importlib.util.find_spec("megatron") is None or _version("torch") is None:
         return
     from wlb_megatron.plugin.trials.versions import untried_megatron

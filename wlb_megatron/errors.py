@@ -12,7 +12,7 @@ class WlbError(ValueError):
 
 @contextmanager
 def explain_bad_values() -> Iterator[None]:
-    """Turn the ValueErrors of set-up, which name the setting at fault, into WlbErrors."""
+    """Turns ValueErrors of set-up, which name the setting at fault, into WlbErrors."""
     try:
         yield
     except WlbError:

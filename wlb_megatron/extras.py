@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra of setup.py, from the checkout that runs, or from any."""
+    """The command that installs an extra of setup.py, from the running checkout or from any."""
     if (ROOT / "setup.py").is_file():
         return f"pip install '{ROOT}[{extra}]'"
     return f"pip install '.[{extra}]' in a checkout of this project"

@@ -27,7 +27,7 @@ from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.micro_batch import MICRO_BATCH_TOKENS
 
 QUADRATIC_AT = 24576.0
-"""Where neither quadratic_at nor a model's shape is given (tokens): near a 7B model's."""
+"""Used if neither quadratic_at nor a model's shape is given (tokens): close to a 7B model's."""
 
 
 def inspect_plans(
@@ -46,13 +46,14 @@ def inspect_plans(
 ) -> dict[str, Any]:
     """Plans of one pass over the documents, without a shuffle; at most `iterations` of them.
 
-    lengths: integers[n], tokens of each document; ids are positions in it. micro_batches: windows of one data-parallel
-    rank, of which the plan may make more micro-batches; they are shown in the order of their forwards.
-    Returns {"iterations": [{"arrived", "micro_batches", "waiting"}, ...]} where
-    every piece and segment is [id, start, end) within its document; padding is [-1, 0, tokens]. Where
-    documents come in chunks, a micro-batch's "prefix" says of each of its "documents" how many earlier tokens of it are
-    attended to, 0 for a whole one. say: is told what a run says at start.
-    WlbError on settings that cannot work.
+    lengths: integers[n], tokens of each document; ids are positions in it. micro_batches: windows of one
+    data-parallel rank. The plan may make more micro-batches of them; they are shown in the order of their forwards.
+    say: called with the lines that a run prints at start.
+
+    Returns {"iterations": [{"arrived", "micro_batches", "waiting"}, ...]}. Every piece and segment is [id, start,
+    end) within its document; padding is [-1, 0, tokens]. If documents come in chunks, a micro-batch's "prefix" gives,
+    for each of its "documents", the number of its earlier tokens that it attends to, 0 for a whole one. WlbError on
+    settings that cannot work.
     """
     for name, value in (
         ("micro-batches", micro_batches),

@@ -22,10 +22,10 @@ VERSION_FILE = Path("megatron/core/package_info.py")
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A patch and what the checkout makes of it.
+    """A patch and its state in a checkout.
 
-    merged: its lines are there, but between others (merged by hand), so that git cannot take them out.
-    differs: git's words where it neither applies nor is applied.
+    merged: its lines are there, but between others (merged by hand), so git cannot remove them. differs: git's
+    message if it neither applies nor is applied.
     """
 
     patch: Path
@@ -51,7 +51,7 @@ def add_patch(parser: argparse.ArgumentParser) -> None:
 
 
 def run_patch(args: argparse.Namespace) -> None:
-    """Print what was done, a line a patch. WlbError, with nothing changed, where the fork differs."""
+    """Prints what was done, one line per patch. WlbError, with nothing changed, if the fork differs."""
     version = checkout_version(args.path)
     found = [state_of(args.path, patch) for patch in patches_of(version)]
     differing = [state for state in found if state.differs or (state.merged and args.revert)]
@@ -95,9 +95,9 @@ def checkout_version(checkout: Path) -> str:
 
 
 def patches_of(version: str) -> list[Path]:
-    """The patches, in order, for a version from the oldest on that they were tried on. WlbError for an older one.
+    """The patches, in order, for a version at least as new as the oldest tested one. WlbError for an older one.
 
-    A newer version is not refused: where its files differ, git says so and changes nothing.
+    A newer version is not refused: if its files differ, git says so and changes nothing.
     """
     root = next(
         (folder for folder in (PACKAGE / "patches", PACKAGE.parent / "patches") if folder.is_dir()), None
@@ -127,7 +127,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def state_of(checkout: Path, patch: Path) -> State:
-    """Whether a patch is applied, can be, or neither."""
+    """Whether a patch is applied, can be applied, or neither."""
     forward = _git(checkout, ["apply", "--check", "--verbose", str(patch)])
     if forward.returncode == 0:
         return State(patch, applied=False)
@@ -143,7 +143,7 @@ def state_of(checkout: Path, patch: Path) -> State:
 
 
 def _holds(checkout: Path, patch: Path) -> bool:
-    """Whether the file has the patch's added lines, one after another, and no conflict left."""
+    """Whether the file has the patch's added lines, consecutively, and no conflict left."""
     (name,) = re.findall(r"^\+\+\+ b/(.+)$", patch.read_text(encoding="utf-8"), flags=re.MULTILINE)
     added = "\n".join(line[1:] for line in hunks(patch) if line.startswith("+"))
     try:

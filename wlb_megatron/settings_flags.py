@@ -1,4 +1,4 @@
-"""The plugin's settings as flags of the commands, and which of them a command cannot do anything with."""
+"""The plugin's settings as flags of the commands, and the settings that have no effect in a command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: written beside their place, then renamed."""
+"""Writes files that appear whole or not at all: to a temporary name beside the target, then renamed."""
 
 from __future__ import annotations
 

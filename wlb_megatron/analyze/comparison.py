@@ -1,4 +1,4 @@
-"""The same documents packed as Megatron would, as set, and in parts: each simulated, and the best one told."""
+"""Simulates the same documents packed as Megatron would, as set, and in parts, and picks the best settings."""
 
 from __future__ import annotations
 
