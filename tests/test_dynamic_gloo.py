@@ -107,9 +107,9 @@ def small_planner() -> Planner:
 def agree_on_plans(rank: int, world: int) -> None:
     """Four iterations, then the sender closes: same digests everywhere, documents and state of fixed groups."""
     from wlb_megatron.plugin.plans.planning import ShardSettings, plan_iterations
-    from wlb_megatron.plugin.ranks.board import Board
     from wlb_megatron.plugin.ranks.dynamic import DynamicSettings, plan_groups
     from wlb_megatron.plugin.ranks.plan_process import PlanProcess
+    from wlb_megatron.plugin.ranks.plan_store import PlanStore
 
     asked = itertools.count()
     shards = ShardSettings(dp_rank=rank, cp_size=1, alignment=1, sharding="adaptive", table=h100())
@@ -121,7 +121,7 @@ def agree_on_plans(rank: int, world: int) -> None:
         plan=partial(PlanProcess(stage, cost, "adaptive").plan, seconds=0.1),
         stage_rank=rank,
         closing=lambda: rank == 0 and next(asked) >= 4,
-        board=Board(),
+        store=PlanStore(),
     )
     planned = list(plan_groups(small_planner(), shards, dynamic))
     assert len(planned) == 4  # on every rank, though only the sender was told to close
@@ -168,7 +168,7 @@ def test_ranks_whose_kernel_tables_differ_have_other_digests(monkeypatch: pytest
             plan=lambda *_: pytest.fail("agree is replaced"),
             stage_rank=0,
             closing=lambda: False,
-            board=None,  # type: ignore[arg-type]
+            store=None,  # type: ignore[arg-type]
         )
         return next(module.plan_groups(small_planner(), shards, dynamic)).digest
 
@@ -180,13 +180,13 @@ def test_rank_0_s_failure_to_plan_reaches_the_others_who_would_wait_for_it(
 ) -> None:
     """They draw the next step's micro-batches in the middle of one, in whose collectives rank 0 waits for them."""
     from wlb_megatron.plugin.ranks import dynamic as module
-    from wlb_megatron.plugin.ranks.board import Board
+    from wlb_megatron.plugin.ranks.plan_store import PlanStore
     from wlb_megatron.plugin.ranks.signing import Signer
 
     def fails(*_: object) -> Outcome:
         raise MemoryError("no plan")
 
-    notes = Board.__new__(Board)
+    notes = PlanStore.__new__(PlanStore)
     notes._store, notes._signer = dist.HashStore(), Signer(b"secret")
     cost = group_cost(h100(), 300.0, STAGE.sizes)
     settings = module.DynamicSettings(cost.sizes, cost.tables, fails, 0, lambda: False, notes)

@@ -28,7 +28,7 @@ from wlb_megatron.plugin.job_state import begin_job
 from wlb_megatron.plugin.plans.agreement import EVERY, PlanAgreement, shared_gpu
 from wlb_megatron.plugin.plans.data import MicroBatchSampler
 from wlb_megatron.plugin.plans.planning import PlannedIteration, ShardSettings, plan_iterations, update_digest
-from wlb_megatron.plugin.ranks.board import KEPT, Board, common_store, wait_for
+from wlb_megatron.plugin.ranks.plan_store import KEPT, PlanStore, common_store, wait_for
 from wlb_megatron.sharding.digest import digest_of_cuts
 from wlb_megatron.sharding.segments import Chunks, ShardPlan
 from wlb_megatron.workload.cost_model import CostModel
@@ -82,7 +82,7 @@ def rank_of_three(rank: int, port: int) -> None:
     begin_job()  # torchrun's store outlives its workers
     assert not common_store("digests").check(["0/all"])
     assert shared_gpu("NVIDIA H200" if rank == 1 else "NVIDIA H100 80GB HBM3") == "NVIDIA H100 80GB HBM3"
-    notes = Board()
+    notes = PlanStore()
     for number in range(KEPT + 5 if rank == 0 else 0):
         notes.put(number, b"%d" % number)
     dist.barrier()

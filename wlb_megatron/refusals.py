@@ -1,6 +1,6 @@
 """What cannot be done right yet is refused at start, here, before a GPU allocates anything.
 
-Each row: when it applies, the flag at fault, what to change. docs/support.md tells the rows
+Each row: when it applies, the flag at fault, what to change. docs/support.md describes the rows
 that a user is likely to meet; a feature that gets built loses its row here and its word there.
 Rows look at any of Megatron's flags, so they take its arguments; all other code takes a TrainingJob.
 """

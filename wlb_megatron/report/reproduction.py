@@ -115,7 +115,7 @@ def _balance(title: str, rows: list[dict[str, Any]]) -> Section:
 
 
 def _speedups(title: str, rows: list[dict[str, Any]], paper_means: dict[str, float] | None = None) -> Section:
-    """paper_means: by part of the settings, of which means are told; None: no means."""
+    """paper_means: by part of the settings, of which means are shown; None: no means."""
     schemes = list(rows[0]["schemes"])
     even = ("WLB-LLM", "ours")
     header = (

@@ -47,7 +47,7 @@ class Evaluation:
 class TrainingJob:
     """given: the plugin's settings as the user gave them. trains: not --skip-train. memory: None where it is not looked
     at: without a GPU, or with experts (how many tokens one gets is not known ahead). profile: of --wlb-profile.
-    workers: of a data loader; ignored_signal: what they must ignore, which tells the trainer to save and exit.
+    workers: of a data loader; ignored_signal: what they must ignore, which makes the trainer save and exit.
     overlaps_gradients: --overlap-grad-reduce. one_length: Megatron holds buffers or graphs of one length. timeout: of
     communication between ranks (minutes).
     """

@@ -100,7 +100,7 @@ _TOTALS = ("total_real_tokens_in_batch", "seqlen_squared_sum_in_batch")
 
 
 def _over_all_ranks(here: list[int]) -> tuple[float, float]:
-    """The sums, where tensor-, context- and pipeline-parallel ranks told the same."""
+    """The sums, where tensor-, context- and pipeline-parallel ranks counted the same."""
     from megatron.core import parallel_state
 
     sums = torch.tensor(here, dtype=torch.float64, device="cuda")

@@ -25,7 +25,7 @@ from wlb_megatron.pipeline.schedule import Event
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.reporting import never_fatal
-from wlb_megatron.plugin.ranks.board import wait_for
+from wlb_megatron.plugin.ranks.plan_store import wait_for
 from wlb_megatron.report.trace import chrome_trace
 from wlb_megatron.whole_files import write_whole
 
@@ -34,7 +34,7 @@ Mark = Any
 """A CUDA event, or the host's nanoseconds where the CPU is the device."""
 
 UNKNOWN = -1
-"""Stands for a micro-batch that a backward cannot be told to be of."""
+"""Stands for the micro-batch of a backward that cannot be matched to one."""
 
 PATIENCE = 60
 """Seconds that the last rank waits for the times of the others."""
@@ -141,14 +141,14 @@ class Tracing:
 
 
 def begin_step() -> None:
-    """Told before each training step. (Evaluation may run between two, and is not recorded.)"""
+    """Called before each training step. (Evaluation may run between two, and is not recorded.)"""
     tracing = part(Tracing)
     if tracing.due is not None:
         tracing.recorder, tracing.due = Recorder(tracing.due.on_gpu), None
 
 
 def begin_micro_batch(index: int) -> None:
-    """Told by the plugin's forward step: which micro-batch of the iteration it runs."""
+    """Called by the plugin's forward step: index of the micro-batch of the iteration that it runs."""
     recorder = part(Tracing).recorder
     if recorder is not None:
         recorder.micro_batch = index

@@ -2,8 +2,8 @@
 
 Megatron takes it of the whole packed sequence. Here a document's tokens are summed wherever they are held, and each
 document weighs by its tokens, so that its part does not depend on which others share its micro-batch. Routers are not
-told which micro-batch they route: it is noted before its forward, and again when its backward begins, for layers that
-are recomputed.
+given the micro-batch that they route: it is noted before its forward, and again when its backward begins, for layers
+that are recomputed.
 """
 
 from __future__ import annotations

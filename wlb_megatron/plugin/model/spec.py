@@ -139,7 +139,7 @@ def prepare_model(chunks: list[Any], settings: WlbConfig) -> list[Any]:
                 )
             module.core_attention.keep_keys = not settings.regather_keys
             module.core_attention.asked_kernels = settings.kernels
-            _ = module.core_attention.kernels  # chosen now, and told; or refused
+            _ = module.core_attention.kernels  # chosen now, and printed; or refused
         plan_positions(chunk)
         chunk.config.variable_seq_lengths = True  # where allgather had it left out; the plan gives the shapes
     return chunks

@@ -38,7 +38,7 @@ _PAUSE = 1e-4
 
 @dataclass(frozen=True)
 class _Failed:
-    """Told instead of an iteration. own: the text is a WlbError's line, else a traceback."""
+    """Sent instead of an iteration. own: the text is a WlbError's line, else a traceback."""
 
     text: str
     own: bool
@@ -102,7 +102,7 @@ def _receive(child: Child) -> Any:
 
 
 def serve(messages: BinaryIO, answers: BinaryIO) -> None:
-    """Plan what the one message tells, until the planner's stream ends or nobody reads any more."""
+    """Plan what the one message describes, until the planner's stream ends or nobody reads any more."""
     try:
         planner, settings, keeps_plans = pickle.loads(read_message(messages) or b"")
         for planned in plan_iterations(planner, settings):

@@ -20,8 +20,8 @@ from wlb_megatron.plugin.plans.planning_process import in_a_process, plan_in_a_p
 from wlb_megatron.plugin.plans.rank_settings import rank_layout, rank_loader, reporting, shard_settings
 from wlb_megatron.plugin.plans.resume import remember
 from wlb_megatron.plugin.plans.source import Source
-from wlb_megatron.plugin.ranks.board import common_store
 from wlb_megatron.plugin.ranks.dynamic import training_plans
+from wlb_megatron.plugin.ranks.plan_store import common_store
 from wlb_megatron.plugin.step.rehearsal import longest_micro_batches
 from wlb_megatron.sharding.alignment import padding
 

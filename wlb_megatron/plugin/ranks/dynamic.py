@@ -36,9 +36,9 @@ from wlb_megatron.plugin.plans.planning import (
     planned_iteration,
     update_digest,
 )
-from wlb_megatron.plugin.ranks.board import Board
 from wlb_megatron.plugin.ranks.groups import make_groups
 from wlb_megatron.plugin.ranks.plan_process import PlanProcess
+from wlb_megatron.plugin.ranks.plan_store import PlanStore
 from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.simulator.calibration import with_links
 from wlb_megatron.workload.assumptions import Assumptions
@@ -55,7 +55,7 @@ PATIENCE = 0.05
 @dataclass(frozen=True)
 class DynamicSettings:
     """sizes, tables: of groups and their kernels. stage_rank: of this process among the stage's data x context
-    parallel ranks. plan: what rank 0 makes plans by, of tokens and fixed groups; it leaves them on the `board`, until
+    parallel ranks. plan: what rank 0 makes plans by, of tokens and fixed groups; it leaves them in the `store`, until
     it is `closing`. predict: milliseconds of an iteration from its groups and tokens, on the rank that reports them.
     """
 
@@ -64,7 +64,7 @@ class DynamicSettings:
     plan: Callable[[list[int], StepPlan], Outcome]
     stage_rank: int
     closing: Callable[[], bool]
-    board: Board
+    store: PlanStore
     predict: PredictGroups | None = None
 
 
@@ -100,7 +100,7 @@ def training_plans(
         plan=lambda tokens, fixed: plan_in_time(process, ahead(), config.solver_seconds, tokens, fixed),
         stage_rank=stage_ranks.index(dist.get_rank()),
         closing=lambda: ahead().closing,
-        board=Board(),
+        store=PlanStore(),
         predict=None if shards.predict is None else group_predictor(job, costs, cost),
     )
     return lambda: plan_groups(planner, shards, dynamic)
@@ -174,11 +174,11 @@ def agree(
     """Rank 0's plan, whose it is, and its predicted gain over fixed groups; the same on every rank. None when rank 0
     or this one is closing: no rank is then left waiting. number: of the plan, from 0."""
     if dist.get_rank() == 0:
-        note = dynamic.board.leave(
+        note = dynamic.store.leave(
             number, lambda: b"" if dynamic.closing() else _encode(dynamic.plan(tokens, fixed))
         )
     else:
-        note = dynamic.board.take(number, dynamic.closing) or b""
+        note = dynamic.store.take(number, dynamic.closing) or b""
     if not note:
         return None
     source, predicted, kept, *rows = np.frombuffer(note, dtype=np.int64).tolist()

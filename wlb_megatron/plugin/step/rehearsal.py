@@ -137,7 +137,7 @@ def text(corpus: Blend, tokens: int, seed: int, vocabulary: int | None) -> np.nd
 
     Routers then choose experts as they do in training. Of one token repeated, all would go to the same experts, and
     with expert parallelism a rank would get every rank's tokens. Ids without a row in the embedding become its last
-    one: they are told where they train.
+    one: they are reported where they train.
     """
     drawn, found = [np.zeros(0, dtype=np.int64)], 0
     for document in np.random.default_rng(seed).integers(corpus.first_ids[-1], size=MOST_READ).tolist():

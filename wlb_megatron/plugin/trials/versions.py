@@ -85,7 +85,7 @@ def tried_versions() -> str:
 
 def untried_megatron() -> str | None:
     """The version of a Megatron that was not tried, None of one that was. A checkout of a version that is not released
-    yet is told by its sources."""
+    yet is recognized by its sources."""
     version = megatron_version()
     if version not in TESTED_MEGATRON:
         return version

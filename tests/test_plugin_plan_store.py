@@ -1,4 +1,4 @@
-"""The board of rank 0's plans: who can reach it, and whose notes ranks take."""
+"""The store of rank 0's plans: who can reach it, and whose messages ranks take."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from forked_ranks import spawn
 from megatron_runs import free_port
 
 from wlb_megatron.plugin.ranks.addresses import listener, own_address
-from wlb_megatron.plugin.ranks.board import KEPT, Board
+from wlb_megatron.plugin.ranks.plan_store import KEPT, PlanStore
 from wlb_megatron.plugin.ranks.signing import SIZE, Signer
 
 
 def rank_of_two(rank: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    board = Board()
-    host, at = board._store.host, board._store.port
+    store = PlanStore()
+    host, at = store._store.host, store._store.port
     for number in range(4 if rank == 0 else 0):
-        board.put(number, b"plan %d" % number)
+        store.put(number, b"plan %d" % number)
     dist.barrier()
-    assert board.take(0, lambda: False) == b"plan 0"
+    assert store.take(0, lambda: False) == b"plan 0"
     dist.barrier()
     if rank == 0:  # another program, which has no secret
         with pytest.raises(ConnectionRefusedError):
@@ -33,22 +33,22 @@ def rank_of_two(rank: int, port: int) -> None:
     dist.barrier()
     for number in (1, 2, 3):
         with pytest.raises(RuntimeError, match=rf"rank {rank} on .* has not signed: .* 127\.0\.0\.1:{at}"):
-            board.take(number, lambda: False)
+            store.take(number, lambda: False)
     dist.barrier()
     if rank == 0:
         stranger.set("oldest", str(KEPT))
     dist.barrier()
     with pytest.raises(RuntimeError, match="has not signed"):  # and not: this rank is behind the others
-        board.take(4, lambda: False)
+        store.take(4, lambda: False)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def test_a_rank_takes_no_note_of_a_program_that_is_no_rank() -> None:
+def test_a_rank_takes_no_message_of_a_program_that_is_no_rank() -> None:
     spawn(rank_of_two, (free_port(),), 2)
 
 
-def test_a_signed_note_is_read_in_its_place_alone_and_unchanged() -> None:
+def test_a_signed_message_is_read_in_its_place_alone_and_unchanged() -> None:
     signer = Signer(b"secret")
     signed = signer.sign("7", b"plan")
     assert signer.read("7", signed) == b"plan"
@@ -59,7 +59,7 @@ def test_a_signed_note_is_read_in_its_place_alone_and_unchanged() -> None:
     assert Signer(b"another").read("7", signed) is None
 
 
-def test_a_board_is_reached_where_rank_0_is_and_not_where_torchs_store_is() -> None:
+def test_a_plan_store_is_reached_where_rank_0_is_and_not_where_torchs_store_is() -> None:
     assert own_address("127.0.0.1", 29500) == "127.0.0.1"
     assert own_address("localhost", 29500) == "localhost"
     assert own_address(socket.gethostname(), 29500) == socket.gethostname()
@@ -78,7 +78,7 @@ def test_a_board_is_reached_where_rank_0_is_and_not_where_torchs_store_is() -> N
         ("127.0.0.3", ["192.0.2.7", "192.0.2.7"], "127.0.0.3"),  # torch's store is another machine's
     ],
 )
-def test_a_board_listens_at_one_address_where_all_ranks_know_the_machine_by_it(
+def test_a_plan_store_listens_at_one_address_where_all_ranks_know_the_machine_by_it(
     own: str, known: list[str], bound: str | None
 ) -> None:
     listening, address = listener(own, "node0", known)

@@ -1,10 +1,10 @@
-"""What one rank tells all others beside training: notes on a board, a key-value store that rank 0 serves.
+"""Sends plans from rank 0 to all other ranks beside training, through a key-value store that rank 0 serves.
 
 A rank holds one connection, to rank 0, however many ranks there are. (A gloo group of all ranks is a connection to each
 of them: at 4,000 ranks, 4,000 on every rank and eight million in all.)
 
-The store knows no passwords: whoever reaches its port can read and write. So notes are signed with a secret that rank 0
-tells the others over a collective, and the store listens only at the address that ranks use.
+The store knows no passwords: whoever reaches its port can read and write. So messages are signed with a secret that
+rank 0 sends to the others over a collective, and the store listens only at the address that ranks use.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from wlb_megatron.plugin.ranks.addresses import listener, own_address, resolved,
 from wlb_megatron.plugin.ranks.signing import Signer
 
 KEPT = 256
-"""Notes that stay readable: more than iterations are planned and read ahead, which is how far a reader is behind (with
-one micro-batch an iteration, a few and one for every data worker)."""
+"""Messages that stay readable: more than iterations are planned and read ahead, which is how far a reader is behind
+(with one micro-batch an iteration, a few and one for every data worker)."""
 
 _OLDEST = "oldest"
-"""Where the number of the oldest note is kept."""
+"""Where the number of the oldest message is kept."""
 
 _FAILED = b"failed"
-"""The note of what could not be made."""
+"""The message of what could not be made."""
 
 _LOOK_BACK = 10
-"""Questions for a note that has not come between two looks whether it has gone instead."""
+"""Questions for a message that has not come between two looks whether it has gone instead."""
 
 _LONGEST_PAUSE = 0.25
 """Seconds between two questions for a key: at 4,000 ranks that wait, 16,000 questions a second to rank 0."""
 
 
-class Board:
-    """Numbered notes from rank 0 to all others. Made on all ranks alike. (Not over torch's own store: over that NCCL
-    sets up groups, and may not wait behind the notes.)"""
+class PlanStore:
+    """Numbered messages from rank 0 to all others. Made on all ranks alike. (Not over torch's own store: over that NCCL
+    sets up groups, and may not wait behind the messages.)"""
 
     def __init__(self) -> None:
-        common = common_store("board")
+        common = common_store("plans")
         self._signer = Signer(_shared_secret())
         host, port = served_at(common)
         known = [""] * dist.get_world_size()
@@ -59,14 +59,14 @@ class Board:
             allow_open_files(dist.get_world_size(), "plans sent to all ranks")
             self._store: Any = _serve(own_address(host, port), host, known)
             self._keep_from(0)
-            common.set("board", f"{self._store.port} {self._store.host}")
+            common.set("plans", f"{self._store.port} {self._store.host}")
         else:
-            at, address = common.get("board").decode().split(" ", 1)
+            at, address = common.get("plans").decode().split(" ", 1)
             self._store = dist.TCPStore(address, int(at), is_master=False, wait_for_workers=False)
 
-    def put(self, number: int, note: bytes) -> None:
-        """Leave a note for all; that of KEPT before goes."""
-        self._store.set(str(number), self._signer.sign(str(number), zlib.compress(note, 1)))
+    def put(self, number: int, message: bytes) -> None:
+        """Leave a message for all; that of KEPT before goes."""
+        self._store.set(str(number), self._signer.sign(str(number), zlib.compress(message, 1)))
         if number >= KEPT:
             self._keep_from(number - KEPT + 1)
             self._store.delete_key(str(number - KEPT))
@@ -75,29 +75,29 @@ class Board:
         self._store.set(_OLDEST, self._signer.sign(_OLDEST, str(number).encode()))
 
     def _read(self, place: str) -> bytes:
-        note = self._signer.read(place, self._store.get(place))
-        if note is None:
+        message = self._signer.read(place, self._store.get(place))
+        if message is None:
             raise RuntimeError(
                 f"wlb_megatron: rank {dist.get_rank()} on {socket.gethostname()} reads a plan that rank 0 has not "
                 f"signed: another program writes to {self._store.host}:{self._store.port}. End it, or let no other "
                 "machine reach the job's ports, and start the job again from its last checkpoint"
             )
-        return note
+        return message
 
     def leave(self, number: int, make: Callable[[], bytes]) -> bytes:
-        """Put the note that `make` makes. Where it fails the others hear of that, and its error goes on here: they
-        would wait for the note in the middle of a step, and this rank for them in that step's collectives."""
-        note = _FAILED
+        """Put the message that `make` makes. Where it fails the others hear of that, and its error goes on here: they
+        would wait for the message in the middle of a step, and this rank for them in that step's collectives."""
+        message = _FAILED
         try:
-            note = make()
+            message = make()
         finally:
-            self.put(number, note)
-        return note
+            self.put(number, message)
+        return message
 
     def take(self, number: int, given_up: Callable[[], bool]) -> bytes | None:
-        """The note, waited for without a limit (rank 0 may be saving a checkpoint); None once `given_up`. Raises
-        DistNetworkError where rank 0 is gone, RuntimeError where the note is (rank 0 is more than KEPT notes ahead),
-        where rank 0 could not make it, or where it is not rank 0's."""
+        """The message, waited for without a limit (rank 0 may be saving a checkpoint); None once `given_up`. Raises
+        DistNetworkError where rank 0 is gone. RuntimeError where the message is gone (rank 0 is more than KEPT messages
+        ahead), where rank 0 could not make it, or where it is not rank 0's."""
         questions = itertools.count(1)
 
         def over() -> bool:
@@ -111,10 +111,10 @@ class Board:
 
         if not wait_for(self._store, str(number), over):
             return None
-        note = zlib.decompress(self._read(str(number)))
-        if note == _FAILED:
+        message = zlib.decompress(self._read(str(number)))
+        if message == _FAILED:
             raise RuntimeError("wlb_megatron: rank 0 could not make a plan; its own error says why")
-        return note
+        return message
 
 
 def _serve(own: str, host: str, known: list[str]) -> Any:
@@ -134,7 +134,7 @@ def _serve(own: str, host: str, known: list[str]) -> Any:
 
 
 def _shared_secret() -> bytes:
-    """Rank 0's random secret of a board, told to all ranks over a collective and written nowhere."""
+    """Rank 0's random secret of a store, sent to all ranks over a collective and written nowhere."""
     told = [secrets.token_bytes(32)]
     dist.broadcast_object_list(told, src=0)
     return told[0]
