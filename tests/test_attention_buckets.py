@@ -15,13 +15,13 @@ from wlb_megatron.attention.kernels.graph_buckets import (
     Bucket,
     Equal,
     bucket,
+    buffer_rows,
     by_likelihood,
     foreseen,
     levels,
     padded_keys,
     padded_queries,
     repeated,
-    room,
 )
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.kernels.warm_up import warm_up
@@ -69,7 +69,7 @@ def test_levels_stand_for_every_count_up_to_the_most(most, at):
 
 
 def graph(call):
-    return call.causal, call.window, bucket(len(call.cu_seqlens_q) - 1, *room(call))
+    return call.causal, call.window, bucket(len(call.cu_seqlens_q) - 1, *buffer_rows(call))
 
 
 @settings(max_examples=200, deadline=None)
