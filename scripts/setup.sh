@@ -6,10 +6,11 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 find_python() {
-    local candidate
+    local candidate found base='import sys; print(sys._base_executable); sys.exit(sys.version_info[:2] != (3, 12))'
     for candidate in python3.12 python3 "$HOME"/.pyenv/versions/3.12*/bin/python3.12 /usr/local/bin/python3.12; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; then
-            command -v "$candidate"
+        # Of an active .venv, which is about to be removed, the Python that it was made from.
+        if found=$("$candidate" -c "$base" 2>/dev/null); then
+            echo "$found"
             return
         fi
     done

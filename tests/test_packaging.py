@@ -90,3 +90,13 @@ def test_the_packages_public_face_brings_neither_torch_nor_megatron() -> None:
     script = "import sys, wlb_megatron as w; assert callable(w.enable) and w.WlbConfig().chunks == 'auto'; "
     script += "assert w.__all__ == ['WlbConfig', 'enable'] and not {'torch', 'megatron'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 12), reason="the setup asks for Python 3.12")
+def test_the_setup_does_not_take_the_python_of_the_environment_that_it_removes(tmp_path: Path) -> None:
+    _run([sys.executable, "-m", "venv", "--without-pip", ".venv"], tmp_path)
+    script = (ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8")
+    function = script[script.index("find_python()") : script.index("\nstamp=")]
+    active = f"{tmp_path}/.venv/bin"
+    found = _run(["bash", "-c", f"PATH={active}:$PATH\n{function}\nfind_python"], tmp_path).strip()
+    assert Path(found).is_file() and str(tmp_path) not in found
