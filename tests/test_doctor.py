@@ -13,9 +13,10 @@ import pytest
 import torch
 from megatron_runs import ROOT, cpu_environment
 
-from wlb_megatron import doctor, extras, selftest
+from wlb_megatron import extras
 from wlb_megatron.attention.kernels import kernel_choice, torch_backend
 from wlb_megatron.cli import main
+from wlb_megatron.doctor import attention_check, doctor_command, findings, megatron_checks, software
 from wlb_megatron.errors import WlbError
 
 
@@ -72,8 +73,8 @@ def test_pypis_apex_and_an_unknown_megatron_are_named_and_the_exit_code_is_not_z
 def test_without_torch_the_rest_is_still_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else known(name))
+    known = findings.version
+    monkeypatch.setattr(findings, "version", lambda name: None if name == "torch" else known(name))
     assert main(["doctor"]) == 2
     told = capsys.readouterr()
     assert (
@@ -89,10 +90,10 @@ def test_the_cpu_that_answers_for_a_gpu_is_not_taken_for_one(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "cpu_cuda", sys)
     monkeypatch.setattr(torch.version, "cuda", None)
-    (gpus,) = [one for one in doctor.torch_and_gpus() if one.what.startswith("GPU")]
+    (gpus,) = [one for one in software.torch_and_gpus() if one.what.startswith("GPU")]
     assert gpus.found == "none"
     assert (Path(gpus.cure.split("put ")[1].split(" on PYTHONPATH")[0]) / "sitecustomize.py").exists()
-    assert all(one.verdict != doctor.FIX for one in doctor.transformer_engine())
+    assert all(one.verdict != findings.FIX for one in software.transformer_engine())
 
 
 @pytest.mark.parametrize(
@@ -100,9 +101,9 @@ def test_the_cpu_that_answers_for_a_gpu_is_not_taken_for_one(monkeypatch: pytest
     [(91900, "rounds sizes up"), (92400, "the plugin rounds"), (92501, "the plugin rounds")],
 )
 def test_the_version_of_cudnn_says_who_rounds_the_sizes_of_graphs(version: int, told: str) -> None:
-    first, graphs = doctor.cudnn(version)
+    first, graphs = software.cudnn(version)
     assert first.found == f"9.{version // 100 % 100}.{version % 100}" and told in graphs.found
-    assert [one.found for one in doctor.cudnn(None)] == ["missing"]
+    assert [one.found for one in software.cudnn(None)] == ["missing"]
 
 
 def test_flash_attention_of_another_version_and_what_stock_makes_of_it_are_told(
@@ -112,38 +113,38 @@ def test_flash_attention_of_another_version_and_what_stock_makes_of_it_are_told(
         return {**kernel_choice.TRIED, **changed}.get(package)
 
     monkeypatch.setattr(kernel_choice, "version", version)
-    monkeypatch.setattr(doctor, "_version", version)
+    monkeypatch.setattr(findings, "version", version)
     changed: dict[str, str] = {}
-    assert list(doctor.flash_attention()) == [doctor.Finding("FlashAttention-4", "4.0.0b36")]
+    assert list(software.flash_attention()) == [findings.Finding("FlashAttention-4", "4.0.0b36")]
     changed["transformer-engine"] = "2.20.2"
-    _, stock = doctor.flash_attention()
-    assert stock.verdict == doctor.NOTE and "NVTE_FLASH_ATTN=0" in stock.cure
+    _, stock = software.flash_attention()
+    assert stock.verdict == findings.NOTE and "NVTE_FLASH_ATTN=0" in stock.cure
     del changed["transformer-engine"]
     changed["flash-attn-4"] = "4.0.0b11"
-    (one,) = doctor.flash_attention()
-    assert (one.found, one.verdict) == ("4.0.0b11", doctor.NOTE)
+    (one,) = software.flash_attention()
+    assert (one.found, one.verdict) == ("4.0.0b11", findings.NOTE)
     assert one.cure == "flash-attn-4 is 4.0.0b11, tried is 4.0.0b36"
 
 
 def test_a_check_that_breaks_is_a_finding_and_not_the_end() -> None:
     def broken_part():  # type: ignore[no-untyped-def]
-        yield doctor.Finding("first", "fine")
+        yield findings.Finding("first", "fine")
         raise RuntimeError("no\n such  library")
 
-    first, second = doctor.examine(broken_part)
-    assert first.verdict == doctor.OK
-    assert second == doctor.Finding("broken part", "no such library", doctor.FIX)
+    first, second = doctor_command.examine(broken_part)
+    assert first.verdict == findings.OK
+    assert second == findings.Finding("broken part", "no such library", findings.FIX)
 
 
 def test_a_checkout_that_is_none_is_refused() -> None:
     with pytest.raises(WlbError, match="has no folder megatron"):
-        doctor.run_doctor(argparse.Namespace(checkout="/nowhere", no_self_test=True))
+        doctor_command.run_doctor(argparse.Namespace(checkout="/nowhere", no_self_test=True))
 
 
 def test_the_self_test_sees_a_key_too_many(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One rank in this process, right and then with a mask that lets each query see its next key."""
     threads = torch.get_num_threads()
-    assert selftest.rank_error("cpu", 1, str(tmp_path / "one"), 0) < 1e-12
+    assert attention_check.rank_error("cpu", 1, str(tmp_path / "one"), 0) < 1e-12
     right = torch_backend._scores
 
     def leaking(call, q, k, scale):  # type: ignore[no-untyped-def]
@@ -151,30 +152,30 @@ def test_the_self_test_sees_a_key_too_many(monkeypatch: pytest.MonkeyPatch, tmp_
         return scores.nan_to_num(neginf=-3.0) if call.causal else scores
 
     monkeypatch.setattr(torch_backend, "_scores", leaking)
-    assert selftest.rank_error("cpu", 1, str(tmp_path / "two"), 0) > 1e-3
+    assert attention_check.rank_error("cpu", 1, str(tmp_path / "two"), 0) > 1e-3
     torch.set_num_threads(threads)
 
 
 def test_a_rank_that_fails_is_told_by_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest.sys, "executable", shutil.which("false"))
+    monkeypatch.setattr(attention_check.sys, "executable", shutil.which("false"))
     with pytest.raises(WlbError, match="self-test failed on cpu"):
-        selftest.run(2, gpu=False)
+        attention_check.run(2, gpu=False)
 
 
 def test_a_checkout_without_dataset_helpers_is_told_what_megatrons_own_datasets_need(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known = {"pybind11", "megatron.core.datasets.helpers_cpp"}
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name in known or None)
-    assert doctor.dataset_helpers().found == "built"
+    monkeypatch.setattr(megatron_checks.importlib.util, "find_spec", lambda name: name in known or None)
+    assert megatron_checks.dataset_helpers().found == "built"
     known -= {"megatron.core.datasets.helpers_cpp"}
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
-    told = doctor.dataset_helpers()
-    assert told.verdict == doctor.NOTE and "the plugin does not need them, --wlb-off does" in told.found
+    monkeypatch.setattr(megatron_checks.shutil, "which", lambda name: f"/usr/bin/{name}")
+    told = megatron_checks.dataset_helpers()
+    assert told.verdict == findings.NOTE and "the plugin does not need them, --wlb-off does" in told.found
     assert "missing" not in told.cure
     known.clear()
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
-    told = doctor.dataset_helpers()
+    monkeypatch.setattr(megatron_checks.shutil, "which", lambda name: None)
+    told = megatron_checks.dataset_helpers()
     assert "it lacks: make, a C++ compiler, python3-config, pybind11" in told.cure
 
 
@@ -208,9 +209,9 @@ def test_json_holds_what_the_lines_say_and_nothing_else_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for check in ("torch_and_gpus", "transformer_engine", "flash_attention", "apex"):
-        monkeypatch.setattr(doctor, check, lambda: iter(()))
-    wrong = doctor.Finding("Megatron", "none", doctor.FIX, "install it")
-    monkeypatch.setattr(doctor, "megatron", lambda: iter([wrong]))
+        monkeypatch.setattr(doctor_command, check, lambda: iter(()))
+    wrong = findings.Finding("Megatron", "none", findings.FIX, "install it")
+    monkeypatch.setattr(doctor_command, "megatron", lambda: iter([wrong]))
     assert main(["doctor", "--json", "--no-self-test"]) == 2
     found = json.loads(capsys.readouterr().out)
     assert found[0]["what"] == "Python" and found[0]["verdict"] == "ok"

@@ -13,8 +13,8 @@ import pytest
 import torch
 from training_jobs import training_job
 
-from wlb_megatron import doctor
 from wlb_megatron.attention.kernels import kernel_check
+from wlb_megatron.doctor import findings, software
 from wlb_megatron.plugin.trials import versions
 from wlb_megatron.plugin.trials.kernel_trial import try_transformer_engine
 from wlb_megatron.refusals import Refused
@@ -93,6 +93,6 @@ def test_the_versions_tried_are_those_that_the_packages_asks_for() -> None:
 
 def test_doctor_tells_of_a_version_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.30")
-    monkeypatch.setattr(doctor, "_gpus", lambda: 0)
-    found = next(doctor.transformer_engine())
-    assert (found.verdict, found.found) == (doctor.NOTE, "2.30") and "not tried" in found.cure
+    monkeypatch.setattr(findings, "gpus", lambda: 0)
+    found = next(software.transformer_engine())
+    assert (found.verdict, found.found) == (findings.NOTE, "2.30") and "not tried" in found.cure

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from forked_ranks import spawn
 from megatron_runs import free_port
 
-from wlb_megatron import doctor
+from wlb_megatron.doctor import findings, megatron_checks
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.trials import megatron_check, megatron_trial, versions
 from wlb_megatron.plugin.trials.megatron_trial import Comparison
@@ -215,9 +215,9 @@ def test_a_check_that_cannot_run_says_its_last_line(monkeypatch: pytest.MonkeyPa
 def test_doctor_checks_a_version_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "megatron_version", lambda: "0.19.3")
     monkeypatch.setattr(megatron_trial, "check", lambda: 3e-6)
-    found = {one.what: one for one in doctor.megatron()}
-    assert found["megatron-core"].verdict == doctor.NOTE and "not tried" in found["megatron-core"].cure
-    (finding,) = doctor.untried_step()
+    found = {one.what: one for one in megatron_checks.megatron()}
+    assert found["megatron-core"].verdict == findings.NOTE and "not tried" in found["megatron-core"].cure
+    (finding,) = megatron_checks.untried_step()
     assert finding.found.endswith("come out right within 3e-06")
     monkeypatch.setattr(versions, "megatron_version", lambda: "0.19.2")
-    assert not list(doctor.untried_step())
+    assert not list(megatron_checks.untried_step())

@@ -15,7 +15,7 @@ from wlb_megatron.analyze.analyze_command import add_analyze, run_analyze
 from wlb_megatron.analyze.output import as_json, print_analysis
 from wlb_megatron.arguments import name_flag
 from wlb_megatron.bounds import RANKS, whole
-from wlb_megatron.doctor import add_doctor
+from wlb_megatron.doctor.doctor_command import add_doctor
 from wlb_megatron.documents.lengths import read_lengths
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans

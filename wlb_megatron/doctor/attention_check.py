@@ -28,7 +28,7 @@ def run(size: int, *, gpu: bool) -> float:
     device = "cuda" if gpu else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
-        command = [sys.executable, "-m", "wlb_megatron.selftest", device, str(size), meeting]
+        command = [sys.executable, "-m", "wlb_megatron.doctor.attention_check", device, str(size), meeting]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         ranks = [
             subprocess.Popen(
