@@ -14,7 +14,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.profiler.points import GRIDS, attention_points
 from wlb_megatron.workload.costs import Costs, Curve
 from wlb_megatron.workload.fit import fit
-from wlb_megatron.workload.fit_attention import Extras, predicted
+from wlb_megatron.workload.fit_attention import Overheads, predicted
 from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.leave_out import leave_out
 from wlb_megatron.workload.pairs_table import Device
@@ -34,13 +34,13 @@ LAYER = (20.0, 45.0)
 SHARES = {"forward": 1 / 3.5, "backward": 2.5 / 3.5}
 
 
-EXTRAS = Extras(
+OVERHEADS = Overheads(
     call=7_000.0, segment=400.0, query=1.0, key=2.0, second_call=5_000.0, moved_query=3.0, moved_key=1.5
 )
 
 
 def truth(way: str, *, executor: bool = True) -> Any:
-    """A table of the pairs, with EXTRAS as the executor's shares have them, if wanted."""
+    """A table of the pairs, with OVERHEADS as the executor's shares have them, if wanted."""
     share = SHARES[way]
     table = h100()
 
@@ -52,13 +52,13 @@ def truth(way: str, *, executor: bool = True) -> Any:
         rectangle=part(table.rectangle),
         bottom_right=part(table.bottom_right),
         diagonal=tuple(ns * share for ns in table.diagonal),
-        call=EXTRAS.call * executor,
-        segment=EXTRAS.segment * executor,
-        query_row=EXTRAS.query * executor,
-        key_row=EXTRAS.key * executor,
-        second_call=EXTRAS.second_call * executor,
-        moved_query=EXTRAS.moved_query * executor,
-        moved_key=EXTRAS.moved_key * executor,
+        call=OVERHEADS.call * executor,
+        segment=OVERHEADS.segment * executor,
+        query_row=OVERHEADS.query * executor,
+        key_row=OVERHEADS.key * executor,
+        second_call=OVERHEADS.second_call * executor,
+        moved_query=OVERHEADS.moved_query * executor,
+        moved_key=OVERHEADS.moved_key * executor,
         tile_key=0.0,
     )
 
@@ -74,7 +74,7 @@ def made_samples(noise: float = 0.0) -> list[dict[str, Any]]:
     for point in attention_points(GRIDS["full"], MODEL):
         sample: dict[str, Any] = {"part": point.part, "sizes": point.sizes}
         for way in SHARES:
-            sample[way] = spread(predicted(sample, truth(way, executor=False), EXTRAS))
+            sample[way] = spread(predicted(sample, truth(way, executor=False), OVERHEADS))
         samples.append(sample)
     for tokens in (64, 1024, 8192, 32768):
         samples.append({"part": "layer", "sizes": {"tokens": tokens}})
@@ -145,7 +145,9 @@ def test_bottom_right_calls_have_the_times_that_were_measured_of_them(
         pairs = {
             way: truth(way, executor=False).rectangle_ns(*map(np.array, (queries, keys))) for way in SHARES
         }
-        beside = EXTRAS.call + copies * (EXTRAS.segment + EXTRAS.query * queries + EXTRAS.key * keys)
+        beside = OVERHEADS.call + copies * (
+            OVERHEADS.segment + OVERHEADS.query * queries + OVERHEADS.key * keys
+        )
         return sample | {way: [round(float(ns) * copies * share + beside)] * 3 for way, ns in pairs.items()}
 
     table = fit(MODEL, [lighter(one) for one in samples], Device("a GPU", backend=backend)).table

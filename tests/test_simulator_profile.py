@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_profile_fit import EXTRAS, GPU, LAYER, MODEL, made_samples, truth
+from test_profile_fit import GPU, LAYER, MODEL, OVERHEADS, made_samples, truth
 
 from wlb_megatron.cli import main
 from wlb_megatron.sharding.predict import predict_all
@@ -163,5 +163,5 @@ def test_a_profile_of_another_layout_or_shape_is_refused_in_one_line(
 def test_the_extras_of_a_share_are_in_the_table_that_plans_by_it(profile: Profile) -> None:
     """Rows that the executor moves cost sharding what they cost the kernels and it together."""
     costs: Costs = profile.costs
-    assert costs.table.query_row == pytest.approx(2 * EXTRAS.query, rel=0.2)
-    assert costs.table.moved_query == pytest.approx(2 * EXTRAS.moved_query, rel=0.2)
+    assert costs.table.query_row == pytest.approx(2 * OVERHEADS.query, rel=0.2)
+    assert costs.table.moved_query == pytest.approx(2 * OVERHEADS.moved_query, rel=0.2)

@@ -35,7 +35,7 @@ UNMEASURED_LATENCY, UNMEASURED_RATE = 50_000.0, 370e9
 """Nanoseconds of an exchange each way, and bytes a second of NVLink, where one GPU alone was profiled."""
 
 
-class Extras(NamedTuple):
+class Overheads(NamedTuple):
     """What attention costs beside its pairs, in nanoseconds: a call, a segment, a row of its queries and keys in the
     kernels; around them, in the executor, a share's call on earlier keys and each row of its queries and keys."""
 
@@ -48,27 +48,27 @@ class Extras(NamedTuple):
     moved_key: float
 
 
-def predicted(sample: Sample, table: KernelTable, extras: Extras) -> float:
+def predicted(sample: Sample, table: KernelTable, overheads: Overheads) -> float:
     """Nanoseconds of an attention sample, one way. table: of the pairs alone."""
-    return _pairs_ns(sample, table) + float(np.dot(_counts(sample), extras))
+    return _pairs_ns(sample, table) + float(np.dot(_counts(sample), overheads))
 
 
 def fit_attention(
     model: ProfiledModel, samples: Sequence[Sample], device: Device, way: Way, exchange: TransferCost | None
 ) -> KernelTable:
     """What a share of a micro-batch costs."""
-    table, extras = fit_way(model, samples, device, way)
+    table, overheads = fit_way(model, samples, device, way)
     row = 2 * 2 * model.rank_kv_heads * model.head_dim  # K and V, or their gradients, in 2 bytes
     per_byte = exchange.per_byte if exchange else 1e9 / UNMEASURED_RATE
     return replace(
         table,
-        call=extras.call,
-        segment=extras.segment,
-        query_row=extras.query,
-        key_row=extras.key,
-        second_call=extras.second_call,
-        moved_query=extras.moved_query,
-        moved_key=extras.moved_key,
+        call=overheads.call,
+        segment=overheads.segment,
+        query_row=overheads.query,
+        key_row=overheads.key,
+        second_call=overheads.second_call,
+        moved_query=overheads.moved_query,
+        moved_key=overheads.moved_key,
         exchange=exchange.latency if exchange else UNMEASURED_LATENCY,
         exchange_row=row * per_byte,
     )
@@ -76,30 +76,30 @@ def fit_attention(
 
 def fit_way(
     model: ProfiledModel, samples: Sequence[Sample], device: Device, way: Way
-) -> tuple[KernelTable, Extras]:
+) -> tuple[KernelTable, Overheads]:
     """First, what a call, a segment and rows cost inside the kernels, by calls of all shapes at one rate of pairs; then
     the pairs' own times at each shape, without that; last, what the executor adds to whole shares."""
     grid = [s for s in samples if s["part"] in ("rectangle", "diagonal", "bottom_right")]
     inside = _inside(model, samples, device, way)
-    # Part of a call's time belongs to its pairs, whatever the extras say.
+    # Part of a call's time belongs to its pairs, whatever the overheads say.
     bare = [max(s[way][0] - float(_counts(s) @ inside), PAIRS_SHARE * s[way][0]) for s in grid]
     table = pairs_table(model, grid, device, way, bare)
     shares = [s for s in samples if s["part"] == "share"]
     if shares:
         measured = np.array([s[way][0] for s in shares], dtype=np.float64)
-        rest = 1 - np.array([predicted(s, table, Extras(*inside)) for s in shares]) / measured
+        rest = 1 - np.array([predicted(s, table, Overheads(*inside)) for s in shares]) / measured
         columns = np.array([_counts(s)[_AROUND] for s in shares]) / measured[:, None]
         inside[_AROUND] += least_squares(columns, rest)
-    return table, Extras(*inside.tolist())
+    return table, Overheads(*inside.tolist())
 
 
 PAIRS_SHARE = 0.1
 _AROUND = [4, 5, 6]
-"""Of Extras, what the executor adds."""
+"""Of Overheads, what the executor adds."""
 
 
 def _inside(model: ProfiledModel, samples: Sequence[Sample], device: Device, way: Way) -> FloatArray:
-    """float[7]: Extras inside the kernels, from calls that fill the device."""
+    """float[7]: Overheads inside the kernels, from calls that fill the device."""
     kernels = [
         s
         for s in samples
@@ -130,7 +130,7 @@ def _pairs_ns(sample: Sample, table: KernelTable) -> float:
 
 
 def _counts(sample: Sample) -> FloatArray:
-    """float[7]: what of Extras a sample has. A share goes through the executor, which moves a second call's rows."""
+    """float[7]: what of Overheads a sample has. A share goes through the executor, which moves a second call's rows."""
     diagonals, rectangles = sample["sizes"]["diagonals"], sample["sizes"]["rectangles"]
     rectangles = rectangles + sample["sizes"].get("bottom_right", [])
     own = sum(q * n for q, n in diagonals)

@@ -18,7 +18,7 @@ LONG_PER_WINDOW = 12
 
 
 class Solution(NamedTuple):
-    """bin_of: bin of each piece, -1 if it was left to the water. objective, bound: summed largest work of the
+    """bin_of: bin of each piece, -1 if it was left to the divisible rest. objective, bound: summed largest work of the
     iterations, in the works' units, and what no assignment can go below. They are equal where the optimum was
     proved."""
 
@@ -39,13 +39,13 @@ def solve(
     bins: int,
     capacity: int,
     per_iteration: int,
-    water: tuple[int, int] = (0, 0),
+    divisible: tuple[int, int] = (0, 0),
     hint: Sequence[int] | None = None,
     seconds: float = 10.0,
 ) -> Solution | None:
     """Pieces to bins of at most `capacity` tokens for the least sum over iterations of the largest bin's work.
 
-    Bins are dealt out `per_iteration` at a time. water: (tokens, work) of short pieces that may be divided at will.
+    Bins are dealt out `per_iteration` at a time. divisible: (tokens, work) of short pieces that may be divided at will.
     seconds: about this long, in the solver's deterministic time: one worker, the same answer everywhere.
     None if no assignment was found in that time. Raises WlbError without ortools.
     """
@@ -57,29 +57,31 @@ def solve(
         ) from None
     model = cp_model.CpModel()
     chosen = [[model.new_bool_var("") for _ in range(bins)] for _ in work]
-    water_tokens, water_work = water
-    spilled = []
+    divisible_tokens, divisible_work = divisible
+    left_out = []
     for row in chosen:
-        if water_tokens:
+        if divisible_tokens:
             out = model.new_bool_var("")
             model.add_exactly_one(*row, out)
-            spilled.append(out)
+            left_out.append(out)
         else:
             model.add_exactly_one(row)
-    total = sum(work) + water_work
+    total = sum(work) + divisible_work
     ceilings = [model.new_int_var(0, total, "") for _ in range(-(-bins // per_iteration))]
-    poured = [model.new_int_var(0, capacity, "") for _ in range(bins)]
+    divisible_in = [model.new_int_var(0, capacity, "") for _ in range(bins)]
     for at in range(bins):
         held = sum(row[at] * n for row, n in zip(chosen, tokens, strict=True))
         weight = sum(row[at] * w for row, w in zip(chosen, work, strict=True))
-        model.add(held + poured[at] <= capacity)
-        density = water_work // max(water_tokens, 1)
-        model.add(weight + density * poured[at] <= ceilings[at // per_iteration])
-    model.add(sum(poured) == water_tokens + sum(out * n for out, n in zip(spilled, tokens, strict=False)))
+        model.add(held + divisible_in[at] <= capacity)
+        density = divisible_work // max(divisible_tokens, 1)
+        model.add(weight + density * divisible_in[at] <= ceilings[at // per_iteration])
+    model.add(
+        sum(divisible_in) == divisible_tokens + sum(out * n for out, n in zip(left_out, tokens, strict=False))
+    )
     for low, high in pairwise(ceilings):
         model.add(low <= high)
     # A piece left to the divisible rest costs extra: count all of its work once more.
-    model.minimize(sum(ceilings) + sum(out * w for out, w in zip(spilled, work, strict=False)))
+    model.minimize(sum(ceilings) + sum(out * w for out, w in zip(left_out, work, strict=False)))
     for row, bin_ in zip(chosen, hint or [], strict=False):
         for at, variable in enumerate(row):
             model.add_hint(variable, at == bin_)
@@ -124,7 +126,7 @@ class FixedSolverPacker(FixedGreedyPacker):
             bins=windows,
             capacity=self._window,
             per_iteration=bins,
-            water=(
+            divisible=(
                 sum(item.piece.tokens for item in short),
                 price([item.piece for item in short], self._cost) // UNITS_PER_TOKEN,
             ),

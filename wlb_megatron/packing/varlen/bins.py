@@ -139,7 +139,7 @@ class Bins:
         room = [(self.capacity - held) * work // tokens for held in self.tokens]
         if sum(room) <= work:
             return max(map(int.__add__, self.work, room)), total + sum(room)
-        # Sweep the water level upwards: a bin joins at its work and leaves when it is full.
+        # Sweep the level of work upwards: a bin joins at its work and leaves when it is full.
         events = sorted(
             [(w, 1) for w in self.work] + [(w + r, -1) for w, r in zip(self.work, room, strict=True)]
         )
