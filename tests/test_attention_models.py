@@ -36,7 +36,9 @@ def one_process():
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
     dist.init_process_group("gloo", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    yield
+    # Megatron compiles a few small functions, which takes half a minute and changes nothing that is looked at here.
+    with torch.compiler.set_stance("force_eager"):
+        yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
