@@ -73,8 +73,9 @@ def backends(mixes: Mixes, args: argparse.Namespace) -> None:
 
     rows: list[dict[str, Any]] = []
     broken: set[str] = set()
-    # What may fail or hang comes after all else is measured and written.
-    for ways, (mix, given) in product((WAYS, TRIED_LAST), mixes.items()):
+    # What may fail or hang comes after all else is measured and written, unless ways are named.
+    groups = [tuple(args.ways)] if args.ways else [WAYS, TRIED_LAST]
+    for ways, (mix, given) in product(groups, mixes.items()):
         if agree(int(time.perf_counter() < until)) == 0:
             say(f"{mix}: no more time")
             break

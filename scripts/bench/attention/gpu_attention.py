@@ -79,6 +79,12 @@ def main() -> None:
     parser.add_argument(
         "--cases", help="of `breadth`: I::N, every Nth from the Ith on, so that N processes share them"
     )
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        metavar="WAY",
+        help="of `backends`: only these, such as 'ours, fa4' 'TE p2p, fa4'",
+    )
     args = parser.parse_args()
     args.windows = args.windows or ([16384, 131072] if args.mode == "host" else [32768, 65536, 131072])
     mixes: dict[str, list[int]] = {}
