@@ -174,10 +174,11 @@ def test_runs_are_kept_and_their_loss_is_megatrons_own_over_the_held_out_documen
     from scripts.bench.convergence import convergence
 
     sources = str(Path(text.__file__).parents[2])
-    sizes = ["--window", "256", "--train", "4000", "--held-out", "5000"]
+    sizes = ["--window", "256", "--train", "4000", "--held-out", "5000", "--start", "4000"]
     monkeypatch.setattr(sys, "argv", ["text", str(tmp_path / "corpus"), "--text", sources, *sizes])
     text.main()
     options = ["--seeds", "1", "--arms", "cut", "unmasked", "--iterations", "2", "--seq-length", "256"]
+    options += ["--starts", "1", "--start-iterations", "4"]
     monkeypatch.setattr(sys, "argv", ["convergence", "--out", str(tmp_path), *options])
     convergence.main()
     lines = (tmp_path / "runs.jsonl").read_text()
@@ -193,6 +194,12 @@ def test_runs_are_kept_and_their_loss_is_megatrons_own_over_the_held_out_documen
             sum(run["tokens_by_length"]) == facts["tokens"] - facts["documents"]
         )  # a last token predicts nothing
     plain, cut, unmasked = runs
+    start = Losses()
+    for line in (tmp_path / "start-0-1001.log").read_text().splitlines():
+        start.read(line)
+    # From the trained weights, not from scratch; another stream of documents.
+    assert plain["training"][0] == pytest.approx(start.validation[4], abs=0.2)
+    assert plain["training"][0] < start.training[1] - 0.5
     # The same pieces in other micro-batches: the same losses, also after an update, in fp32.
     assert cut["training"] == pytest.approx(plain["training"], rel=1e-6)
     assert cut["held_out_loss"] == pytest.approx(plain["held_out_loss"], rel=1e-6)

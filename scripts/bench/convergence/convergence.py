@@ -5,11 +5,16 @@ the same held-out documents once, at the end. An arm's loss minus plain's of the
 document stream) is averaged over seeds. Documents are functions of Python sources, byte by byte. Work is weighed as at
 a window of 128K, so that as many documents wait, as long, as there.
 
+From scratch, seeds differ by when a model learns to copy from its context, which no pairing removes. With --starts,
+runs go on from weights that were trained beforehand in arrival order on other files (seed s from start s mod --starts),
+with a new optimizer.
+
     python -m scripts.bench.convergence.convergence --seeds 4 --workers 2
         a small model on the CPU
     python -m scripts.bench.convergence.convergence --device cuda --size large --seq-length 4096 --iterations 512 \\
         --held-out 1000000 --workers 14 --seeds 24 --seconds 340 --text FOLDER
         4 layers of 512, as many runs at a time as there are cores; stops by itself
+        --starts 4 --start-iterations 1280: the same from four trained models
     python -m scripts.bench.convergence.convergence_report out/a/runs.jsonl out/b/runs.jsonl --out DIR
         table, CSV and picture of several calls' runs
 
@@ -85,6 +90,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="runs at a time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end then, with what is done")
     parser.add_argument("--iterations", type=int, default=128, help="training steps")
+    parser.add_argument("--starts", type=int, default=0, help="models trained beforehand (default: none)")
+    parser.add_argument("--start-iterations", type=int, default=1024, help="their training steps")
     parser.add_argument("--seq-length", type=int, default=1024, help="window (tokens)")
     parser.add_argument("--global-batch-size", type=int, default=4, help="windows a step")
     parser.add_argument("--held-out", type=int, default=200_000, help="tokens to evaluate on")
@@ -101,6 +108,14 @@ def main() -> None:
     Experiment(options, time.monotonic() + options.seconds).run()
 
 
+def start_of(at: int) -> str:
+    return f"start-{at}"
+
+
+def is_start(job: str) -> bool:
+    return job.startswith("start-")
+
+
 class Experiment:
     """Runs of all arms and seeds, several at a time, each worker in a process of its own that stays warm."""
 
@@ -112,11 +127,18 @@ class Experiment:
         self._latest = 0.0  # seconds of the run that ended last
         self._failed: list[str] = []
         self._facts = corpora(options)
+        self._missing = {
+            name for name in map(start_of, range(options.starts)) if not self._folder(name).exists()
+        }
+        self._started_all = threading.Event()
+        if not self._missing:
+            self._started_all.set()
 
     def run(self) -> None:
         """Train what is not there, then report. SystemExit where a run failed."""
         options = self._options
-        for worker in self._started(deque(self._jobs())):
+        starts = [(name, 1001 + at) for at, name in enumerate(sorted(self._missing))]
+        for worker in self._started(deque([*starts, *self._jobs()])):
             worker.join()
         runs = read_runs([self._kept])
         if len([run for run in runs if run["arm"] == "plain"]) > 1:
@@ -156,6 +178,10 @@ class Experiment:
                     if not jobs or time.monotonic() + 1.05 * self._latest > self._until:
                         return
                     job = jobs.popleft()
+                if is_start(job[0]):
+                    self._train_start(*job, ranks)
+                    continue
+                self._started_all.wait()
                 started = time.monotonic()
                 if (result := self._train(*job, ranks)) is not None:
                     with self._lock:
@@ -169,33 +195,65 @@ class Experiment:
         finally:
             ranks.close()
 
+    def _folder(self, start: str) -> Path:
+        """Of the checkpoint of a start."""
+        return self._options.out / start
+
     def _flags(self, arm: str, seed: int) -> list[str]:
         options = self._options
-        folder = options.out / "corpus"
+        corpus, part, iterations = options.out / "corpus", "train", options.iterations
+        schedule = "--lr-decay-style linear --min-lr 0"
+        if is_start(arm):
+            part, iterations = "start", options.start_iterations
+            schedule = (
+                f"--lr-decay-style constant --save {self._folder(arm)} --save-interval {iterations} "
+                "--ckpt-format torch_dist --no-save-optim"
+            )
+        elif options.starts:
+            begin = self._folder(start_of(seed % options.starts))
+            schedule += f" --load {begin} --finetune --ckpt-format torch_dist"
         text = (
-            f"{SIZES[options.size]} {DEVICES[options.device]} {FASTER} {ARMS[arm]} --seed {seed} "
-            f"--adam-beta2 0.95 --lr-decay-style linear --min-lr 0 --lr-warmup-iters {options.iterations // 10} "
+            f"{SIZES[options.size]} {DEVICES[options.device]} {FASTER} {ARMS.get(arm, ARMS['plain'])} --seed {seed} "
+            f"--adam-beta2 0.95 {schedule} --lr-warmup-iters {iterations // 10} "
             f"--wlb-quadratic-at {3 * options.seq_length // 16} --wlb-document-cost 0 "
-            f"--full-validation --eval-iters 1 --eval-interval {options.iterations + 1} "
+            f"--full-validation --eval-iters 1 --eval-interval {iterations + 1} "
             f"--seq-length {options.seq_length} --max-position-embeddings {2 * options.seq_length} "
             f"--global-batch-size {options.global_batch_size} "
-            f"--train-data-path {folder / 'train'} --valid-data-path {folder / 'held-out'} {options.extra}"
+            f"--train-data-path {corpus / part} --valid-data-path {corpus / 'held-out'} {options.extra}"
         )
-        flags = arguments(text.split(), options.iterations)
+        flags = arguments(text.split(), iterations)
         # Megatron would leave such a model on the CPU.
         return [flag for flag in flags if options.device == "cpu" or flag not in CPU_ALONE]
+
+    def _train_start(self, name: str, seed: int, ranks: WarmRanks) -> None:
+        """Weights that arms go on from, in a folder of that name. Arms begin when all are there, or one failed."""
+        began = time.monotonic()
+        status = self._run_job(name, seed, ranks)
+        with self._lock:
+            self._missing.discard(name)
+            if not self._missing:
+                self._started_all.set()
+        print(f"{name}: {'failed' if status else 'trained'}, {time.monotonic() - began:.0f} s", flush=True)
+
+    def _run_job(self, arm: str, seed: int, ranks: WarmRanks) -> int:
+        """Train; the exit status. A failure is noted, unless time ran out."""
+        name, out = f"{arm}-{seed}", self._options.out
+        log, figures = out / f"{name}.log", out / f"{name}.steps.jsonl"
+        figures.unlink(missing_ok=True)
+        told, flags = out / f"{name}.json", [*self._flags(arm, seed), "--wlb-log", str(figures)]
+        job = ["scripts.bench.convergence.convergence_run", arm, str(told), *flags]
+        status = ranks.run("module", job, log, max(1.0, min(self._until - time.monotonic(), 1e6)))
+        if status and time.monotonic() < self._until:
+            self._failed.append(name)
+            print(f"{name} failed: {log}", *log.read_text(encoding="utf-8").splitlines()[-15:], sep="\n")
+        return status
 
     def _train(self, arm: str, seed: int, ranks: WarmRanks) -> dict[str, Any] | None:
         """One run's losses and figures of its plans; None if it failed or time ran out."""
         name, out = f"{arm}-{seed}", self._options.out
         told, figures, log = (out / f"{name}{end}" for end in (".json", ".steps.jsonl", ".log"))
-        figures.unlink(missing_ok=True)
-        flags, started = self._flags(arm, seed), time.monotonic()
-        job = ["scripts.bench.convergence.convergence_run", arm, str(told), *flags, "--wlb-log", str(figures)]
-        if ranks.run("module", job, log, max(1.0, min(self._until - started, 1e6))):
-            if time.monotonic() < self._until:
-                self._failed.append(name)
-                print(f"{name} failed: {log}", *log.read_text(encoding="utf-8").splitlines()[-15:], sep="\n")
+        started = time.monotonic()
+        if self._run_job(arm, seed, ranks):
             return None
         losses = Losses()
         for line in log.read_text(encoding="utf-8").splitlines():
@@ -216,7 +274,7 @@ class Experiment:
             "step_tokens": tokens,
             "step_delay": [round(one, 4) for one in delay],
             "corpus": self._facts["digest"],
-            "flags": flags,
+            "flags": self._flags(arm, seed),
         }
 
 
@@ -227,6 +285,8 @@ def corpora(options: argparse.Namespace) -> dict[str, Any]:
     if not facts.exists():
         needed = int(1.05 * options.iterations * options.global_batch_size * options.seq_length)
         sizes = {"window": options.seq_length, "train": needed, "held-out": options.held_out}
+        if options.starts:
+            sizes["start"] = needed * options.start_iterations // options.iterations
         command = [
             sys.executable,
             "-m",
@@ -242,7 +302,7 @@ def corpora(options: argparse.Namespace) -> dict[str, Any]:
     print(
         *(
             f"{part}: {made[part]['documents']:,} documents, {made[part]['tokens']:,} tokens"
-            for part in ("train", "held-out")
+            for part in sorted(set(made) - {"digest"}, reverse=True)
         ),
         sep="\n",
     )

@@ -65,7 +65,7 @@ def by_fullness(run: Run) -> list[tuple[float, float, float]]:
     Of each third mean tokens, mean token delay, and training loss minus the run's mean over the iterations near it.
     """
     loss, tokens, delay = (np.array(run[key], float) for key in ("training", "step_tokens", "step_delay"))
-    kernel = np.ones(2 * NEAR + 1)
+    kernel = np.ones(min(2 * NEAR + 1, len(loss)))
     near = np.convolve(loss * tokens, kernel, "same") / np.convolve(tokens, kernel, "same")
     at = np.arange(len(loss) // 2, len(loss))
     thirds = np.array_split(at[np.argsort(tokens[at], kind="stable")], 3)

@@ -4,7 +4,8 @@ python -m scripts.bench.convergence.text OUT --text DIR --window 4096 --train 90
 
 Lengths have a natural long tail, and go with content: what delays long documents can bias what is learned. Files come
 in an order drawn from a seed. Held-out documents are of other files than training's. A document that was seen before,
-byte by byte, is left out, so is one above the window. Writes OUT/train and OUT/held-out (.bin, .idx), OUT/facts.json.
+byte by byte, is left out, so is one above the window. Writes OUT/train and OUT/held-out (.bin, .idx), OUT/facts.json;
+with --start OUT/start too, of files that neither of them has.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, required=True, help="longest document (tokens)")
     parser.add_argument("--train", type=int, required=True, help="tokens to train on")
     parser.add_argument("--held-out", type=int, required=True, help="tokens to evaluate on")
+    parser.add_argument("--start", type=int, default=0, help="tokens to train beforehand, of other files")
     options = parser.parse_args()
     files = text_files(options.text, "*.py")
     random.Random(0).shuffle(files)
@@ -76,13 +78,19 @@ def main() -> None:
     # Lazily, file by file: what remains of held-out's last file is dropped, so that no file serves both.
     remaining = iter(files)
     facts = {}
-    for name, tokens in (("held-out", options.held_out), ("train", options.train)):
+    for name, tokens in (
+        ("held-out", options.held_out),
+        ("train", options.train),
+        ("start", options.start),
+    ):
+        if not tokens:
+            continue
         lengths = build(options.out / name, up_to(documents(remaining, options.window, seen), tokens, digest))
         if lengths.sum() < tokens and name == "held-out":
             raise SystemExit(f"{options.text} has only {lengths.sum():,} tokens in short enough documents")
         facts[name] = {"documents": len(lengths), "tokens": int(lengths.sum())}
-    if not facts["train"]["tokens"]:
-        raise SystemExit(f"no file of {options.text} is left to train on: lower --held-out")
+    if not all(fact["tokens"] for fact in facts.values()):
+        raise SystemExit(f"no file of {options.text} is left to train on: lower --held-out or --start")
     with renamed_at_end(options.out / "facts.json") as scratch:
         scratch.write_text(json.dumps({**facts, "digest": digest.hexdigest()}), encoding="utf-8")
 
