@@ -2,7 +2,9 @@
 
 The server imports, starts no thread and runs no job; each rank is a fork of it that never served another job, so that
 none can be felt in the next. In everything else a rank is the interpreter that `python target arguments...` starts: its
-own environment, output, process group and exit status. Only where imports or torch.distributed.run are what is tested,
+own environment, output, process group and exit status. At its end it waits for its threads and runs what is registered
+with atexit, but does not take its modules apart: that takes a third of its time, because all of their memory is shared
+until it is written to. Only where imports, torch.distributed.run or an interpreter's last breath are what is tested,
 fresh processes are needed.
 
     done = run([worker], ["--num-layers", "2"], 2, cpu_environment(), timeout=300)
@@ -23,7 +25,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,11 +35,19 @@ from typing import Any
 from scripts.environment import cpu_environment, free_port
 
 PRELOADED = (
+    "megatron.core.models.mimo",  # the training loop imports these two when it runs
+    "megatron.core.tokenizers.text",
     "megatron.training.training",
     "megatron.training.checkpointing",
     "wlb_megatron.plugin.install",
+    "wlb_megatron.plugin.launch",
+    "wlb_megatron.plugin.model.gpt_model",
     "wlb_megatron.plugin.pretrain_gpt",
+    "wlb_megatron.plugin.plans.evaluation",
     "wlb_megatron.plugin.plans.provider",
+    "wlb_megatron.plugin.plans.skipping",
+    "wlb_megatron.plugin.step.forward_step",
+    "wlb_megatron.plugin.step.loss_scale",
     "wlb_megatron.plugin.step.rehearsal",
 )
 LARGEST = 1 << 20
@@ -117,10 +129,12 @@ def _serve(jobs: socket.socket) -> tuple[dict[str, Any], int]:
 
     for module in PRELOADED:
         importlib.import_module(module)
-    _read_sources()
+    _read_once()
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:  # none of them would be in the ranks, and what they lock would stay locked
         raise SystemExit(f"importing Megatron starts {len(threads) - 1} threads: ranks cannot be forked")
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False  # of torch's libraries, which ranks do not take apart either
     gc.freeze()
     leaders: list[int] = []
     while True:
@@ -138,15 +152,20 @@ def _serve(jobs: socket.socket) -> tuple[dict[str, Any], int]:
             os.close(end)
 
 
-def _read_sources() -> None:
-    """Let each rank's parser find the sources that Megatron's argument groups take their help from: half a second."""
+def _read_once() -> None:
+    """Keep for all ranks what each would read: sources, from which Megatron's argument groups take their help, and
+    the installed packages, which each process group is looked up in: a third of a second."""
     import argparse
+    import ast
+    import importlib.metadata
     import inspect
 
     from megatron.training import arguments
 
-    inspect.getsource = functools.cache(inspect.getsource)
+    for owner, name in ((inspect, "getsource"), (ast, "parse"), (importlib.metadata, "entry_points")):
+        setattr(owner, name, functools.cache(getattr(owner, name)))
     arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    importlib.metadata.entry_points(group="torch.distributed.backends")
 
 
 def _lead(job: dict[str, Any], output: int, errors: int, status: int) -> int:
@@ -198,7 +217,7 @@ def _kill(ranks: list[int]) -> None:
 
 
 def main() -> None:
-    """The server; in each rank, its target as __main__, whose end is this interpreter's."""
+    """The server; in each rank, its target as __main__, and this process's end."""
     with socket.socket(fileno=int(sys.argv[1])) as jobs:
         job, number = _serve(jobs)
     places = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": job["processes"]}
@@ -207,12 +226,23 @@ def main() -> None:
     os.environ.update(job["environment"] | {name: str(value) for name, value in places.items()})
     *module, target = job["target"]
     sys.argv = [target, *job["arguments"]]
-    if module:
-        sys.path[0] = os.getcwd()
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(target).parent)
-        runpy.run_path(target, run_name="__main__")
+    status = None
+    try:
+        if module:
+            sys.path[0] = os.getcwd()
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(target).parent)
+            runpy.run_path(target, run_name="__main__")
+    except SystemExit as end:
+        status = end.code
+        if not isinstance(status, int | None):  # the interpreter prints it
+            raise
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,11 @@ def test_a_rank_has_its_own_arguments_environment_output_and_status(tmp_path: Pa
     done = script(tmp_path, "print(os.environ['RANK'], sys.argv[1:], __name__); os.environ['RANK'] = '9'", 2)
     assert done.returncode == 0 and done.stderr == ""
     assert sorted(done.stdout.splitlines()) == [f"{rank} ['a', 'b c'] __main__" for rank in "01"]
-    assert script(tmp_path, "raise SystemExit(16)", 1).returncode == 16
+    last = "import atexit, threading; atexit.register(print, 'last'); threading.Timer(0.2, print, ['thread']).start()\n"
+    done = script(tmp_path, f"{last}raise SystemExit(16)", 1)
+    assert done.returncode == 16 and done.stdout.split() == ["thread", "last"]
+    done = script(tmp_path, "raise SystemExit('why')", 1)
+    assert done.returncode == 1 and done.stderr == "why\n"
     assert script(tmp_path, "os.kill(os.getpid(), 9)", 1).returncode == -signal.SIGKILL
 
 

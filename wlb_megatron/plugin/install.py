@@ -11,7 +11,6 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from wlb_megatron.plugin import hooks
@@ -45,6 +44,7 @@ def _fits(hook: Hook) -> bool:
 def install() -> None:
     """Replace every symbol of HOOKS; nothing is replaced unless all can be. Safe to call again."""
     found = [(hook, *locate(hook)) for hook in rows()]
+    aliases = _aliases([_function(getattr(owner, name)) for _, owner, name in found])
     for hook, owner, name in found:
         symbol = getattr(owner, name)
         original = _function(symbol)
@@ -53,7 +53,7 @@ def install() -> None:
         replacement = functools.wraps(original)(hook.wrap(original))
         setattr(replacement, ORIGINAL, original)
         setattr(owner, name, property(replacement) if isinstance(symbol, property) else replacement)
-        for module, alias in _aliases(original):
+        for module, alias in aliases.get(id(original), []):
             setattr(module, alias, replacement)
 
 
@@ -61,10 +61,11 @@ def describe() -> str:
     """The table of replaced symbols, for `python -m wlb_megatron.launch --describe`."""
     found = rows()
     lines = [f"megatron-core {megatron_version()}: {len(found)} symbols are replaced"]
-    for hook in found:
-        owner, name = locate(hook)
-        aliases = [f"{module.__name__}:{alias}" for module, alias in _aliases(getattr(owner, name))]
-        lines += [" = ".join(dict.fromkeys([hook.place, *aliases])), f"    {hook.why}"]
+    symbols = [getattr(*locate(hook)) for hook in found]
+    aliases = _aliases(symbols)
+    for hook, symbol in zip(found, symbols, strict=True):
+        names = [f"{module.__name__}:{alias}" for module, alias in aliases[id(symbol)]]
+        lines += [" = ".join(dict.fromkeys([hook.place, *names])), f"    {hook.why}"]
     return "\n".join(lines)
 
 
@@ -86,12 +87,15 @@ def _function(symbol: Any) -> Any:
     return symbol.fget if isinstance(symbol, property) else symbol
 
 
-def _aliases(original: Any) -> Iterator[tuple[Any, str]]:
-    """Where loaded modules of Megatron's, or the running script, hold the same object by name."""
+def _aliases(originals: list[Any]) -> dict[int, list[tuple[Any, str]]]:
+    """By id of each object: where loaded modules of Megatron's, or the running script, hold it by name."""
+    found: dict[int, list[tuple[Any, str]]] = {id(original): [] for original in originals}
     for name, module in sorted(sys.modules.items()):
         if name == "__main__" or name.startswith("megatron."):
-            for alias in sorted(alias for alias, value in vars(module).items() if value is original):
-                yield module, alias
+            for alias, value in sorted(vars(module).items()):
+                if id(value) in found:
+                    found[id(value)].append((module, alias))
+    return found
 
 
 def _locate(place: str) -> tuple[Any, str]:
