@@ -204,7 +204,8 @@ def draw(path: Path, runs: list[Run], others: list[str]) -> None:
     right.legend(fontsize=8)
     for axes in (left, right):
         axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_yscale("symlog", linthresh=0.05)
+        if max(map(abs, axes.get_ylim())) > 0.06:
+            axes.set_yscale("symlog", linthresh=0.05)
         axes.grid(axis="y", linewidth=0.3)
     with renamed_at_end(path) as scratch:
         figure.savefig(scratch, dpi=120, format="png")
