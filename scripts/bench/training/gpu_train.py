@@ -218,13 +218,20 @@ def warm_ranks(gpus: int, environment: dict[str, str], *, stock: bool) -> WarmRa
 
 
 def finish(command: list[str], environment: dict[str, str], log: Path, limit: float | None) -> int:
-    """The command's exit status, its output in `log`. After `limit` seconds it and all that it started are killed."""
+    """torchrun's exit status, its output in `log`. After `limit` seconds it and its ranks are ended.
+
+    Its ranks have sessions of their own: torchrun alone can end them, so it is first asked to.
+    """
     with log.open("w", encoding="utf-8") as output:
         started = subprocess.Popen(
             command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             return started.wait(limit)
+        except subprocess.TimeoutExpired:
+            started.terminate()
+        try:
+            return started.wait(40.0)  # it gives its ranks 30 s
         except subprocess.TimeoutExpired:
             os.killpg(started.pid, signal.SIGKILL)
             return started.wait()
