@@ -175,16 +175,23 @@ def _serve() -> None:
         os.close(log)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"])}
         try:
-            KINDS[job["kind"]](job)
+            _do(job)
             _forget()
-        except BaseException as error:
-            if not isinstance(error, SystemExit) or error.code not in (None, 0):
-                traceback.print_exc()
-                print("failed", file=reply, flush=True)
-                os._exit(1)
+        except BaseException:
+            traceback.print_exc()
+            print("failed", file=reply, flush=True)
+            os._exit(1)
         sys.stdout.flush()
         print("done", file=reply, flush=True)
     os._exit(0)
+
+
+def _do(job: dict[str, Any]) -> None:
+    try:
+        KINDS[job["kind"]](job)
+    except SystemExit as end:  # Megatron's at --exit-interval
+        if end.code not in (None, 0):
+            raise
 
 
 def _import() -> None:

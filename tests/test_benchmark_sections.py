@@ -150,6 +150,19 @@ def test_ranks_that_hold_the_same_documents_are_a_group_of_megatrons_plan() -> N
     assert pad([1, 8, 9], 8) == [8, 8, 16]
 
 
+def test_a_peers_losses_are_compared_where_the_reference_of_its_layout_has_them() -> None:
+    from scripts.bench.training.gpu_peers import compare
+
+    losses = {
+        "sft-cp2": [2.0, 1.5, 1.0],
+        "sft-dp2": [2.0],
+        "reference-cp2": [2.25, float("nan"), 1.125, 9.0],
+    }
+    told = compare("sft-cp2", losses)
+    assert (told["loss_off_most"], told["loss_off_mean"]) == (0.25, 0.1875)
+    assert str(compare("sft-dp2", losses)["loss_off_most"]) == "nan"
+
+
 def test_documents_for_peers_fill_each_steps_windows_in_the_order_that_the_plugin_takes_them() -> None:
     from scripts.bench.training.peer_documents import SEED, batches_of, in_order
     from wlb_megatron.documents.corpus import Rules

@@ -8,37 +8,52 @@ with one document a forward, on one GPU and at CP=2 (a layout may begin with oth
 
 All train the same documents in each step: they fill its windows exactly and are multiples of 8 tokens, so that
 Megatron pads at most one token a document. Ours delays none. Losses are compared with the reference's; tokens/s are of
-the steps after --warm-up. A run that fails or takes longer than --limit gets a row with no figures, and its log.
+the steps after --warm-up.
+
+Each of the three has its own rank processes, which train run after run (scripts/warm_ranks.py). All are started at once
+and import while the documents are written. A run that fails or takes longer than --limit keeps the steps that it
+printed; its row's `ended` says so. --earlier PEERS.CSV adds the rows of another call, if it had the same options.
+
+Runs that read one document an item use --num-workers 0: through worker processes each step waits for some 900 small
+tensors, which on two H200s made it 1.8 times as long as that of --sft (`dcp-cp2-workers`).
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import math
 import os
 import re
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from scripts.bench.training.gpu_train import MODEL, STEP, TRAINING, finish, warm_ranks
+from scripts.bench.training.gpu_train import MODEL, STEP, TRAINING
 from scripts.bench.training.peer_documents import write_documents
-from scripts.environment import ROOT, free_port
+from scripts.environment import ROOT
+from scripts.warm_ranks import WarmRanks
 from wlb_megatron.documents.synthetic import paper_like
 from wlb_megatron.report.files import write_csv
 
 OURS = ["--split", "1,0,0", "--wlb-max-delay", "0", "--wlb-chunks", "off"]
 THEIRS = """--calculate-per-token-loss --no-create-attention-mask-in-dataloader --dataloader-type single --split 1,0,0
 --moe-token-dispatcher-type alltoall --null-tokenizer-eod-id 256 --null-tokenizer-pad-id 257 --vocab-size 258"""
-BALANCED = ["--use-varlen-dataset", "--sequence-packing-scheduler", "dp_balanced"]
+VARLEN = ["--use-varlen-dataset", "--num-workers", "0"]
+BALANCED = [*VARLEN, "--sequence-packing-scheduler", "dp_balanced"]
 ALONE = [*BALANCED, "--thd-max-packed-sequences", "1"]
-DYNAMIC = ["--use-varlen-dataset", "--dynamic-context-parallel"]
+DYNAMIC = [*VARLEN, "--dynamic-context-parallel"]
 CP = ["--context-parallel-size", "2"]
 RANK = "scripts.bench.training.peer_run"
-PEAK = re.compile(r"\[peer\] rank \d+ peak MB: (\d+)")
+PEAK = re.compile(r"\[peer\] rank \d+ peak MB: (\d+), held before: (\d+)")
+IMPORTS = 120.0
+"""Most that the processes may take to import (seconds)."""
+Team = tuple[str, int]
+"""Whose rank processes: a run's code, and how many."""
 
 
 class Run(NamedTuple):
@@ -53,17 +68,18 @@ class Run(NamedTuple):
 
 
 RUNS = {
-    "reference": Run("megatron", 1, ALONE, 1.0, few=True),
-    "reference-cp2": Run("megatron", 2, [*ALONE, *CP], 0.5, few=True),
     "ours-cp2": Run("-", 2, [*OURS, *CP]),
-    "dcp-cp2": Run("megatron", 2, [*DYNAMIC, *CP], 0.75),
     "sft-cp2": Run("main", 2, ["--sft", *CP]),
+    "dcp-cp2": Run("megatron", 2, [*DYNAMIC, *CP], 0.75),
     "ours-dp2": Run("-", 2, OURS),
-    "dcp-dp2": Run("megatron", 2, DYNAMIC, 1.5),
     "sft-dp2": Run("main", 2, ["--sft"]),
+    "dcp-dp2": Run("megatron", 2, DYNAMIC, 1.5),
     "balanced-cp2": Run("main", 2, [*BALANCED, *CP], 0.75),
     "balanced-dp2": Run("main", 2, BALANCED, 1.5),
     "ours-dynamic": Run("-", 2, [*OURS, "--wlb-cp-mode", "dynamic"]),
+    "dcp-cp2-workers": Run("megatron", 2, [*DYNAMIC, *CP, "--num-workers", "2"], 0.75),
+    "reference": Run("megatron", 1, ALONE, 1.0, few=True),
+    "reference-cp2": Run("megatron", 2, [*ALONE, *CP], 0.5, few=True),
 }
 
 
@@ -87,7 +103,8 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=6, help="iterations left out of the times")
     parser.add_argument("--checked", type=int, default=6, help="iterations whose losses are compared")
     parser.add_argument("--limit", type=float, default=60.0, help="most that a run may take (seconds)")
-    parser.add_argument("--seconds", type=float, default=240.0, help="no run begins after so many")
+    parser.add_argument("--seconds", type=float, default=240.0, help="no run is going on after so many")
+    parser.add_argument("--earlier", type=Path, help="peers.csv of an earlier call, whose rows are added")
     parser.add_argument("--extra", default="", help="further flags for every run")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -97,25 +114,69 @@ def main() -> None:
         if options.lengths is None
         else np.load(options.lengths, allow_pickle=False)
     )
+    earlier = [] if options.earlier is None else read_rows(options.earlier)
+    call = 1 + max((int(row["call"]) for row in earlier), default=0)
     prefix, count = options.out / "corpus" / "documents", options.iterations + 2
-    documents = write_documents(prefix, lengths, options.seq_length, options.windows, count)
-    told: dict[str, list[dict[str, float]]] = {}
-    rows: list[dict[str, Any]] = []
-    for name in options.runs:
-        if time.monotonic() > until:
-            print(f"{name}: no time left", flush=True)
-            continue
-        told[name], peak = train(name, RUNS[name], documents, options)
-        rows.append(summary(name, told, peak, options))
-        write_csv(options.out / "peers.csv", rows)
-        print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    teams = {(RUNS[name].code, RUNS[name].gpus): ranks(RUNS[name].gpus) for name in options.runs}
+    try:
+        with ThreadPoolExecutor() as pool:
+            imports = [pool.submit(begin, team, teams[team], options) for team in teams]
+            documents = write_documents(prefix, lengths, options.seq_length, options.windows, count)
+            failed = [team for team, imported in zip(teams, imports, strict=True) if imported.result()]
+        print(f"documents written and all imported; failed: {failed or 'none'}", flush=True)
+        rows = [row for row in earlier if row["run"] not in options.runs]
+        losses = {row["run"]: [float(loss) for loss in row["losses"].split()] for row in rows}
+        for name in options.runs:
+            run, left = RUNS[name], until - time.monotonic()
+            if left < 10.0:
+                print(f"{name}: no time left", flush=True)
+                continue
+            began = time.monotonic()
+            team = teams[run.code, run.gpus]
+            steps, row = train(name, run, team, documents, min(left, options.limit), options)
+            losses[name] = [step["loss"] for step in steps[: options.checked]]
+            row = {"call": call, **row, **compare(name, losses)}
+            rows.append(row)
+            write_csv(options.out / "peers.csv", rows)
+            told = ", ".join(f"{key} {value}" for key, value in row.items())
+            print(f"{told}; {time.monotonic() - began:.0f} s", flush=True)
+    finally:
+        for team in teams.values():
+            team.close()
     table(rows)
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def ranks(count: int) -> WarmRanks:
+    return WarmRanks(
+        count,
+        {
+            **os.environ,
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "PYTHONUNBUFFERED": "1",
+        },
+    )
+
+
+def module(code: str, options: argparse.Namespace) -> list[str]:
+    return [RANK, "-" if code == "-" else str(getattr(options, code))]
+
+
+def begin(team: Team, processes: WarmRanks, options: argparse.Namespace) -> int:
+    """Start them, and let them import their Megatron. 0 if they did."""
+    name = f"imports-{team[0].replace('-', 'ours')}-{team[1]}"
+    return processes.run("module", module(team[0], options), options.out / f"{name}.log", IMPORTS)
+
+
 def train(
-    name: str, run: Run, documents: int, options: argparse.Namespace
-) -> tuple[list[dict[str, float]], float]:
-    """ms and loss of each step, and the most memory (MB) of a rank; no steps where the run failed."""
+    name: str, run: Run, team: WarmRanks, documents: int, limit: float, options: argparse.Namespace
+) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """ms and loss of each step that was printed, and the run's row."""
     window, log = options.seq_length, options.out / f"{name}.log"
     batch = documents if "--use-varlen-dataset" in run.flags else options.windows
     arguments = [
@@ -128,34 +189,33 @@ def train(
         *(["--max-seqlen-per-dp-cp-rank", str(int(run.per_rank * window))] if run.per_rank else []),
         *run.flags,
     ]
-    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
-    module = [RANK, "-" if run.code == "-" else str(getattr(options, run.code)), *arguments]
-    if run.code == "-":
-        status = warm_ranks(run.gpus, environment, stock=False).run("module", module, log, options.limit)
-    else:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(run.gpus)]
-        command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", *module]
-        status = finish(command, environment, log, options.limit)
+    status = team.run("module", module(run.code, options) + arguments, log, limit)
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    steps = [{"ms": float(step[2]), "loss": float(step[3])} for step in STEP.finditer(text)]
+    wanted = options.checked if run.few else options.iterations
+    ended = "well" if not status else f"failed or {limit:.0f} s over, after {len(steps)} of {wanted} steps"
     if status:
-        print(text[-3000:], f"\n{name}: failed, see {log}", flush=True)
-    found = [{"ms": float(step[2]), "loss": float(step[3])} for step in STEP.finditer(text)]
-    return found, max(map(float, PEAK.findall(text)), default=float("nan"))
+        print(text[-3000:], f"\n{name}: {ended}, see {log}", flush=True)
+        team.start()  # others import while the next run trains
+    return steps, summary(name, run, steps, PEAK.findall(text), ended, options)
 
 
 def summary(
-    name: str, told: dict[str, list[dict[str, float]]], peak: float, options: argparse.Namespace
+    name: str,
+    run: Run,
+    steps: list[dict[str, float]],
+    memory: list[tuple[str, str]],
+    ended: str,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """loss_off: from the reference's of that layout, the most and the mean over the steps checked; nan without one."""
-    timed, nan = told[name][options.warm_up :], float("nan")
-    named = "reference-cp2" if CP[0] in RUNS[name].flags else "reference"
-    pairs = zip(told[name][: options.checked], told.get(named, []), strict=False)
-    off = [abs(mine["loss"] - theirs["loss"]) for mine, theirs in pairs] or [nan]
-    ms = [step["ms"] for step in timed] or [nan]
-    tokens = options.seq_length * options.windows
+    """peak_mb: of a rank, the most; held_mb: what of it was there before the run."""
+    nan, tokens = float("nan"), options.seq_length * options.windows
+    timed = [step["ms"] for step in steps[options.warm_up :]]
+    ms = timed or [nan]
+    peak, held = max(((float(most), float(before)) for most, before in memory), default=(nan, nan))
     return {
         "run": name,
-        "gpus": RUNS[name].gpus,
+        "gpus": run.gpus,
         "window": options.seq_length,
         "windows": options.windows,
         "layers": options.layers,
@@ -163,17 +223,28 @@ def summary(
         "tokens_per_s": round(1e3 * tokens / np.mean(ms), 1),
         "median_ms": round(median(ms), 1),
         "peak_mb": peak,
+        "held_mb": held,
+        "ended": ended,
+    }
+
+
+def compare(name: str, losses: dict[str, list[float]]) -> dict[str, Any]:
+    """loss_off: from the reference's of that layout, the most and the mean over the steps known of both; else nan."""
+    named = "reference-cp2" if CP[0] in RUNS[name].flags else "reference"
+    pairs = zip(losses[name], losses.get(named, []), strict=False)
+    off = [gap for mine, theirs in pairs if not math.isnan(gap := abs(mine - theirs))] or [float("nan")]
+    return {
         "loss_off_most": round(max(off), 5),
         "loss_off_mean": round(sum(off) / len(off), 5),
-        "losses": " ".join(str(step["loss"]) for step in told[name][: options.checked]),
+        "losses": " ".join(map(str, losses[name])),
     }
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    print(f"\n{'run':14} {'tokens/s':>9} {'ms':>8} {'peak MB':>8} {'loss off, most':>15} {'mean':>9}")
+    print(f"\n{'run':15} {'tokens/s':>9} {'ms':>8} {'peak MB':>8} {'loss off, most':>15} {'mean':>9}")
     for row in rows:
         print(
-            f"{row['run']:14} {row['tokens_per_s']:>9} {row['median_ms']:>8} {row['peak_mb']:>8} "
+            f"{row['run']:15} {row['tokens_per_s']:>9} {row['median_ms']:>8} {row['peak_mb']:>8} "
             f"{row['loss_off_most']:>15} {row['loss_off_mean']:>9}"
         )
 

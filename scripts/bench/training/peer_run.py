@@ -4,11 +4,12 @@ torchrun --nproc-per-node 2 -m scripts.bench.training.peer_run CHECKOUT|- <Megat
 
 Megatron's datasets of conversations get a stand-in below them that reads the documents of --data-path: --sft packs of
 whole documents, --use-varlen-dataset one document each. All that follows is the checkout's own code. A last line tells
-the rank's peak memory.
+the rank's peak memory. Without flags it only imports what a run needs.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import sys
@@ -54,8 +55,16 @@ def tokens_and_targets(_: Any, conversation: list[dict[str, Any]], **__: Any) ->
     return tokens, np.concatenate([[IGNORED], tokens[1:]])
 
 
+def import_checkout(checkout: Path) -> None:
+    if str(checkout) not in sys.path:
+        sys.path.insert(0, str(checkout))
+    for name in ("megatron.training", "gpt_builders", "model_provider"):
+        found = importlib.import_module(name).__file__
+        if found is None or checkout not in Path(found).parents:
+            raise SystemExit(f"{name} is imported from {found}, not from {checkout}")
+
+
 def run_checkout(checkout: Path) -> None:
-    sys.path.insert(0, str(checkout))
     from megatron.core.datasets import utils
     from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
     from megatron.training.datasets import sft_dataset, varlen_dataset
@@ -72,19 +81,26 @@ def run_checkout(checkout: Path) -> None:
 
 def main() -> None:
     checkout, *arguments = sys.argv[1:]
+    if checkout == "-":
+        from wlb_megatron.plugin import pretrain_gpt
+    else:
+        import_checkout(Path(checkout).resolve())
+    if not arguments:
+        return
     sys.argv = ["pretrain_gpt.py", *arguments]
+    import torch
+
+    cuda = torch.cuda.is_available()
+    held = torch.cuda.memory_allocated() if cuda else 0
     try:
         if checkout == "-":
-            from wlb_megatron.plugin import pretrain_gpt
-
             pretrain_gpt.main()
         else:
             run_checkout(Path(checkout).resolve())
     finally:
-        import torch
-
-        peak = torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_available() else 0.0
-        print(f"[peer] rank {os.environ.get('RANK', '0')} peak MB: {peak:.0f}", flush=True)
+        peak = torch.cuda.max_memory_allocated() if cuda else 0
+        told = f"peak MB: {peak / 1e6:.0f}, held before: {held / 1e6:.0f}"
+        print(f"[peer] rank {os.environ.get('RANK', '0')} {told}", flush=True)
 
 
 if __name__ == "__main__":
