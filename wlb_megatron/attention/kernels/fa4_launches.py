@@ -39,7 +39,6 @@ _known: dict[tuple[Any, ...], tuple[Kernel, ...]] = {}
 
 def forward(call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Output, [rows, heads, v dim], and log-sum-exp, float32[heads, rows]."""
-    q, kv = q.detach(), kv.detach()
     k, v = apart(kv, q.shape[-1])
     kind = "forward", *_kind(call, q, kv)
     kernels = _known.get(kind) if _usual(call, q, kv) else ()
@@ -70,7 +69,6 @@ def backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """dq and dkv. lse: as `forward` returned it, contiguous. deterministic: sums in a fixed order, slower."""
-    q, kv = q.detach(), kv.detach()
     (k, v), dq, dkv = apart(kv, q.shape[-1]), torch.empty_like(q), torch.empty_like(kv)
     dk, dv = apart(dkv, q.shape[-1])
     tensors = q, k, v, out, dout, lse, dq, dk, dv
