@@ -82,6 +82,8 @@ def from_json(
         tp=layout.tp, iterations=iterations,
     )["iterations"]  # fmt: skip
     imbalance, cp_imbalance, steps, delays, sizes, pad = [], [], [], [], [], 0
+    weights: dict[int, float] = {}
+    lengths_of: dict[int, int] = {}
     entered: dict[tuple[int, int], int] = {}
     for number, iteration in enumerate(shown):
         for i, start, end in iteration["arrived"]:
@@ -109,6 +111,12 @@ def from_json(
             times[at // layout.dp, at % layout.dp] = max(shares)
             cp_imbalance.append(max(shares) * len(shares) / sum(shares))
         imbalance.append(max(work) * len(work) / sum(work))
+        # Each token's share of its step's gradient, by the place where it stands.
+        shown_pieces = [one for m in iteration["micro_batches"] for one in m["documents"] if one[0] >= 0]
+        for _, start, end in shown_pieces:
+            for _ in range(start, end):
+                weights[len(weights)] = 1 / sum(e - s for _, s, e in shown_pieces)
+                lengths_of[len(lengths_of)] = end - start
         steps.append(max(column.sum() + (layout.pp - 1) * column.max() for column in times.T))
     return {
         "imbalance": np.mean(imbalance),
@@ -119,6 +127,8 @@ def from_json(
         "largest": max(sizes),
         "largest iteration": max(map(sum, np.reshape(sizes, (len(shown), -1)).tolist())),
         "padding_share": pad / (sum(sizes) + pad),
+        "long": np.mean([w for t, w in weights.items() if lengths_of[t] > layout.window / 2])
+        / np.mean(list(weights.values())),
     }
 
 
@@ -146,6 +156,7 @@ def test_every_figure_equals_what_the_printed_plans_give(
     flat |= {"tokens": after["tokens"], "padding_share": after["padding_share"]}
     flat |= {"largest": after["micro_batch_tokens"]["max"], "largest delay": after["token_delay"]["max"]}
     flat["largest iteration"] = after["iteration_tokens"]["max"]
+    flat["long"] = after["long_documents_weight"]
     if (
         packing != "varlen"
     ):  # pieces cut twice in one micro-batch have one id: ranks can't be told from the print

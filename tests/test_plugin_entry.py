@@ -54,6 +54,7 @@ def test_the_list_of_flags_is_frozen() -> None:
         "--wlb-sharding",
         "--wlb-solver-seconds",
         "--wlb-thresholds",
+        "--wlb-token-weights",
         "--wlb-trace",
         "--wlb-trace-iteration",
     ]

@@ -7,6 +7,7 @@ from typing import Any
 
 from wlb_megatron.bounds import COUNT, LARGEST, SECONDS, TOKENS
 
+TOKEN_WEIGHTS = ("step", "equal")
 PACKINGS = ("original", "fixed-greedy", "fixed-solver", "varlen")
 RELEASES = ("balance", "full")
 SHARDINGS = ("per-sequence", "per-document", "hybrid", "adaptive")
@@ -117,6 +118,12 @@ class WlbConfig:
         "most documents in a micro-batch, of which each costs the attention kernels a row of blocks (documents)",
         type=int,
         within=(1, COUNT),
+    )
+    token_weights: str = _setting(
+        "step",
+        "weight of a token's loss in the gradient: step (1 over the tokens of its own step, as Megatron has it: tokens "
+        "of fuller steps weigh less), equal (1 over --global-batch-size x --seq-length, the same in every step)",
+        choices=TOKEN_WEIGHTS,
     )
     overlong: str = _setting(
         "split",

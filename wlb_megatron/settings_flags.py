@@ -21,6 +21,7 @@ NOT_HERE = (
         "plan_process",
         "profile",
         "rehearsal",
+        "token_weights",
     ),
     *("trace", "trace_iteration"),
 )

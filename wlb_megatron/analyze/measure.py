@@ -64,7 +64,8 @@ class Measured:
     * cp_imbalance: max/mean over a micro-batch's ranks; empty with dynamic groups.
     * delays: tokens by iterations of delay.
     * lengths: tokens of each micro-batch without padding. documents: its pieces.
-    * totals: tokens of each iteration over all data-parallel ranks, without padding.
+    * totals: tokens of each iteration over all data-parallel ranks, without padding. long_tokens: those of documents
+      (or pieces that train as one) above half a window.
     * chunked: [iteration][dp] the document of which each micro-batch has a chunk, or -1.
     * orders: [iteration][dp] sizes of the groups whose backwards run last first.
     """
@@ -76,6 +77,7 @@ class Measured:
     lengths: list[int] = field(default_factory=list)
     documents: list[int] = field(default_factory=list)
     totals: list[int] = field(default_factory=list)
+    long_tokens: list[int] = field(default_factory=list)
     padding: int = 0
     delays: Counter[int] = field(default_factory=Counter)
     chunked: list[list[list[int]]] = field(default_factory=list)
@@ -90,6 +92,16 @@ class Measured:
     def token_delay(self) -> Spread:
         """Iterations from arrival to training, over tokens."""
         return spread(list(self.delays.keys()), list(self.delays.values()))
+
+    @property
+    def long_weight(self) -> float:
+        """Weight in the gradient of a token of a document above half a window; 1 is that of a token in mean.
+
+        A step's gradient is a mean over its tokens, so a token of a fuller step weighs less. Example: steps of 100 and
+        300 tokens, 0 and 200 of them long, give (0 + 2/3) / 2 over 200/400: 0.67.
+        """
+        long, totals = np.array(self.long_tokens), np.array(self.totals)
+        return float((long / totals).mean() / (long.sum() / totals.sum())) if long.any() else 1.0
 
     @property
     def documents_in_chunks(self) -> Spread:
@@ -173,6 +185,10 @@ def _add(
         measured.cp_imbalance += (shares.max(axis=1) / shares.mean(axis=1)).tolist()
     measured.lengths += [micro_batch.tokens for micro_batch in grid]
     measured.totals.append(sum(micro_batch.tokens for micro_batch in grid))
+    whole: Counter[tuple[int, int, int]] = Counter()  # pieces of a document that train as one: its chunks
+    for piece in (piece for micro_batch in grid for piece in micro_batch.pieces):
+        whole[piece.epoch, piece.document, piece.start - piece.prefix] += piece.tokens
+    measured.long_tokens.append(sum(n for n in whole.values() if 2 * n > measured.layout.window))
     measured.documents += [len(micro_batch.pieces) for micro_batch in grid]
     measured.chunked.append(
         [documents_in_chunks([m.pieces for m in column]) for column in zip(*plan.micro_batches, strict=True)]

@@ -57,6 +57,7 @@ def figures(measured: Measured) -> dict[str, Any]:
         "imbalance": asdict(measured.imbalance),
         "cp_imbalance": asdict(spread(measured.cp_imbalance)),
         "token_delay": asdict(measured.token_delay),
+        "long_documents_weight": measured.long_weight,
         "step_ms": asdict(spread(measured.steps)),
         "tokens_per_second": 1e9 / measured.simulated.ns_per_token,
         "step_over_ideal": measured.simulated.step_over_ideal,
@@ -103,6 +104,9 @@ def print_analysis(analysis: Analysis) -> None:
     rows = [
         row for row in rows if any(set(cell) & set("123456789") for cell in row[1:])
     ]  # else it tells nothing
+    weights = [result["long_documents_weight"] for result in results]
+    if any(abs(weight - 1) >= 0.005 for weight in weights):
+        rows.append(["weight of a long document's tokens", *(f"{weight:.2f}" for weight in weights)])
     print_table(
         f"{results[0]['iterations']} iterations, mean / most",
         ["", "arrival order", f"as set: {results[1]['packing']}"],

@@ -48,14 +48,15 @@ ARMS = {
     "plain": "--wlb-packing original",
     "wlb": "--wlb-packing varlen --wlb-chunks off",
     "no-delay": "--wlb-packing varlen --wlb-chunks off --wlb-max-delay 0",
+    "wlb-equal": "--wlb-packing varlen --wlb-chunks off --wlb-token-weights equal",
     "chunks": "--wlb-packing varlen --wlb-chunks on",
     "cut": "--wlb-packing original",
     "sorted": "--wlb-packing original",
     "unmasked": "--wlb-packing original",
 }
-"""no-delay: variable-length packing without any reordering. Its documents are whole, plain's are cut at the ends of
-windows: cut is between the two. chunks: no-delay's documents in each step, in more and smaller micro-batches. sorted
-and unmasked must change the loss (controls.py)."""
+"""wlb-equal: a token weighs the same in every step. no-delay: variable-length packing without any reordering. Its
+documents are whole, plain's are cut at the ends of windows: cut is between the two. chunks: no-delay's documents in
+each step, in more and smaller micro-batches. sorted and unmasked must change the loss (controls.py)."""
 FEWER = ("chunks", "sorted", "unmasked")
 """Arms of fewer seeds: chunks take twice as long and can be paired with no-delay, controls show at once."""
 

@@ -24,9 +24,9 @@ from scripts.bench.convergence.statistics import (
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.whole_files import renamed_at_end
 
-ORDER = ("plain", "wlb", "no-delay", "cut", "chunks", "sorted", "unmasked")
-PAIRS = (("wlb", "no-delay"), ("no-delay", "cut"), ("chunks", "no-delay"))
-"""What delay does, what cutting documents at windows does, and what should be zero."""
+ORDER = ("plain", "wlb", "wlb-equal", "no-delay", "cut", "chunks", "sorted", "unmasked")
+PAIRS = (("wlb", "no-delay"), ("wlb-equal", "no-delay"), ("no-delay", "cut"), ("chunks", "no-delay"))
+"""What delay does, also with equal weights of tokens; what cutting documents at windows does; what should be zero."""
 PHASES = 8
 
 

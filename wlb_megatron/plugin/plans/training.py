@@ -96,7 +96,8 @@ def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement
             *(most, job.batches.window, settings, layout, source.corpus, documents, seconds, held),
             longest=max(job.batches.window, source.longest),
         )
-    iterator = MicroBatchIterator(rank_loader(source, sampler, layout, job), trained, longest)
+    equal = job.batches.joined_window * job.sizes.data if source.config.token_weights == "equal" else 0
+    iterator = MicroBatchIterator(rank_loader(source, sampler, layout, job), trained, longest, equal)
     return iterator
 
 

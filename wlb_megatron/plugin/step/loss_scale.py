@@ -1,8 +1,11 @@
-"""fp16: the loss that its scale multiplies is a mean over the global batch's tokens, as without the plugin.
+"""Losses that are divided by a number of tokens before their backward, in place of gradients at the end.
 
-Megatron sums a loss per token and divides the gradients by all tokens at the end. In fp16 a sum brings the largest
-scale without overflow down by the number of tokens, and each step down throws an iteration's update away. The plan
-knows the number beforehand, so losses are divided by it before their backward, and gradients not at the end.
+Megatron sums a loss per token and divides the gradients by all tokens of the step at the end.
+fp16: a sum brings the largest scale without overflow down by the number of tokens, and each step down throws an
+iteration's update away. The plan knows the number beforehand, so losses are divided by it, and the scale multiplies a
+mean, as without the plugin.
+--wlb-token-weights equal: steps have more and fewer tokens, so a mean gives a token of a full step less weight. The
+number is that of the global batch's windows in every step.
 """
 
 from __future__ import annotations
@@ -13,21 +16,21 @@ from typing import Any
 
 
 @contextmanager
-def mean_losses(config: Any, predicted: int) -> Iterator[None]:
-    """A forward_backward call in which losses are divided by `predicted` tokens, all that the global batch predicts.
+def divided_losses(config: Any, tokens: int) -> Iterator[None]:
+    """A forward_backward call in which losses are divided by so many tokens.
 
     config: the model's, which holds Megatron's functions for the loss scale and for reducing gradients. The losses of
     routers and of multi-token prediction take their scale from it, too.
     """
     scale, finalize = config.grad_scale_func, config.finalize_model_grads_func
 
-    def scale_mean(loss: Any) -> Any:
-        return (loss if scale is None else scale(loss)) / predicted
+    def scale_divided(loss: Any) -> Any:
+        return (loss if scale is None else scale(loss)) / tokens
 
     def finalize_undivided(model: Any, num_tokens: Any = None, *rest: Any, **more: Any) -> Any:
         return finalize(model, None, *rest, **more)
 
-    config.grad_scale_func, config.finalize_model_grads_func = scale_mean, finalize_undivided
+    config.grad_scale_func, config.finalize_model_grads_func = scale_divided, finalize_undivided
     try:
         yield
     finally:

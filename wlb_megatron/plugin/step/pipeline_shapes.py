@@ -161,14 +161,18 @@ def _taken(windows: int, model: Any) -> int:
     return -(-windows // group) * group
 
 
-def _mean_losses(model: Any, batches: Sequence[LoadedMicroBatch]) -> AbstractContextManager[None]:
-    """In fp16, losses are means; see loss_scale.py."""
+def _divided_losses(
+    model: Any, batches: Sequence[LoadedMicroBatch], equal_tokens: int
+) -> AbstractContextManager[None]:
+    """Losses divided before their backward, where loss_scale.py says so. equal_tokens: 0 for those of the step."""
     from megatron.core.utils import get_model_config
 
-    from wlb_megatron.plugin.step.loss_scale import mean_losses
+    from wlb_megatron.plugin.step.loss_scale import divided_losses
 
     config = get_model_config(model[0] if isinstance(model, list) else model)
-    return mean_losses(config, max(1, batches[0].planned.predictions[0])) if config.fp16 else nullcontext()
+    if not (equal_tokens or config.fp16):
+        return nullcontext()
+    return divided_losses(config, equal_tokens or max(1, batches[0].planned.predictions[0]))
 
 
 def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,10 +195,11 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             groups = batches[0].planned.chunk_groups if training else ()
             known.queue = ShapeQueue(shapes, _orders(len(batches), model, chunks, groups))
             ahead = draw_ahead if training and batches[0].planned.iteration != REHEARSAL else None
-            means = _mean_losses(model, batches) if training else nullcontext()
+            equal = source.equal_tokens * num_microbatches
+            divided = _divided_losses(model, batches, equal) if training else nullcontext()
             drawn = [_drawn(batches, ahead), *(_drawn(batches) for _ in range(chunks - 1))]
             try:
-                with grouped_steps.running(groups, len(batches), chunks), means:
+                with grouped_steps.running(groups, len(batches), chunks), divided:
                     return forward_backward(
                         data_iterator=drawn if chunks > 1 else drawn[0],
                         num_microbatches=len(batches),

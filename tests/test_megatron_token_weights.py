@@ -1,0 +1,31 @@
+"""--wlb-token-weights equal: a token's loss weighs the same in every step, however many tokens the step has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_runs import flags, train, whole_gradients
+
+pytestmark = pytest.mark.megatron
+
+WINDOWS = 4
+
+
+def test_gradients_are_sums_over_tokens_divided_by_the_windows_tokens(corpus: Path, tmp_path: Path) -> None:
+    """On two data-parallel ranks, against one process whose gradients are means over the step's predictions."""
+    log = tmp_path / "log.jsonl"
+    arguments = [*flags(), "--global-batch-size", str(WINDOWS), "--split", "1,0,0", "--train-iters", "1"]
+    arguments += ["--data-path", str(corpus), "--wlb-log", str(log)]
+    mean = whole_gradients(train(arguments, 1, tmp_path / "step"))
+    (row,) = map(json.loads, log.read_text().splitlines())
+    equal = whole_gradients(train([*arguments, "--wlb-token-weights", "equal"], 2, tmp_path / "equal"))
+    window = int(arguments[arguments.index("--seq-length") + 1])
+    predictions = row["tokens"] - row["documents"]  # the last token of each whole document predicts nothing
+    assert predictions != WINDOWS * window
+    for name, gradient in mean.items():
+        expected = gradient * predictions / (WINDOWS * window)
+        error = torch.linalg.norm(equal[name] - expected) / torch.linalg.norm(expected)
+        assert error < 1e-5, f"{name}: {error:.2e}"
