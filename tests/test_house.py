@@ -68,7 +68,7 @@ def test_a_module_imports_only_what_its_part_may(path: Path) -> None:
         assert "megatron" not in names
     if where != "attention/kernels/te_backend.py" and part != "profiler":
         assert "transformer_engine" not in names
-    if where != "attention/kernels/fa4_launches.py":
+    if where != "attention/kernels/fa4_backend.py":
         assert "flash_attn" not in names
 
 
@@ -136,7 +136,7 @@ def test_the_rule_covers_the_parts_it_speaks_of() -> None:
     parts = {within(path).split("/")[0] for path in MODULES}
     assert parts.issuperset({*FLOORS, *(f"{name}.py" for name in ENTRIES)})
     assert "megatron" in imported(PACKAGE / "attention" / "core_attention.py")
-    assert "flash_attn" in imported(PACKAGE / "attention" / "kernels" / "fa4_launches.py")
+    assert "flash_attn" in imported(PACKAGE / "attention" / "kernels" / "fa4_backend.py")
 
 
 def test_importing_the_plans_brings_neither_torch_nor_megatron() -> None:

@@ -45,7 +45,7 @@ from wlb_megatron.sharding.select import shard
 LAYERS = 6
 ENTRIES = {
     "cudnn": (("te_backend", "fused_attn_fwd", "forward"), ("te_backend", "fused_attn_bwd", "backward")),
-    "fa4": (("fa4_launches", "forward", "forward"), ("fa4_launches", "backward", "backward")),
+    "fa4": (("fa4_backend", "_flash_attn_fwd", "forward"), ("fa4_backend", "_flash_attn_bwd", "backward")),
 }
 """Of each backend, what it calls."""
 DEFAULT = ("short2k", "paper-like A", "paper-like B", "paper-like C")

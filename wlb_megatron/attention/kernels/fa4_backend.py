@@ -5,17 +5,25 @@ seconds, for all sizes. So this backend prebuilds no graphs, keeps no spare rows
 
 Transformer Engine's own entry points do not work here. Its module makes an autograd node that does not accept a
 log-sum-exp of all keys, so it cannot use the merged one. Below that module, 2.18 and 2.19 have only FlashAttention's
-functions with such a node. 2.20 has these two, wrapped, in a private module. So fa4_launches.py calls FlashAttention-4
+functions with such a node. 2.20 has these two, wrapped, in a private module. So this file calls FlashAttention-4
 itself.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall
-from wlb_megatron.attention.kernels import fa4_launches
 from wlb_megatron.attention.kernels.fa4_shapes import narrow_values
+from wlb_megatron.attention.pairs import apart
+
+LEAST_LONGEST = 512
+"""The kernels are given at least this as the longest sequence. If all sequences fit into one tile, they would compile
+once more."""
 
 
 class FlashAttention4Kernels:
@@ -31,11 +39,40 @@ class FlashAttention4Kernels:
         return call.q_rows, call.kv_rows
 
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = fa4_launches.forward(call, q, kv, scale)
+        k, v = apart(kv, q.shape[-1])
+        out, lse, *_ = _flash_attn_fwd(
+            q, k, v, softmax_scale=scale, return_lse=True, **_bounds_and_mask(call)
+        )
         return out, lse.t()  # of [heads, rows]
 
     def backward(
         self, call: DeviceCall, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        by_heads = lse.t().contiguous()
-        return fa4_launches.backward(call, q, kv, out, by_heads, dout, scale, self.deterministic)
+        (k, v), dkv = apart(kv, q.shape[-1]), torch.empty_like(kv)
+        dk, dv = apart(dkv, q.shape[-1])
+        dq, *_ = _flash_attn_bwd(
+            q,
+            k,
+            v,
+            out,
+            dout,
+            lse.t().contiguous(),
+            softmax_scale=scale,
+            deterministic=self.deterministic,
+            dk=dk,
+            dv=dv,
+            **_bounds_and_mask(call),
+        )
+        return dq, dkv
+
+
+def _bounds_and_mask(call: DeviceCall) -> dict[str, Any]:
+    """Bounds and mask. A causal mask is bottom-right: the last query sees the last key."""
+    return {
+        "cu_seqlens_q": call.cu_seqlens_q,
+        "cu_seqlens_k": call.cu_seqlens_kv,
+        "max_seqlen_q": max(call.max_q, LEAST_LONGEST),
+        "max_seqlen_k": max(call.max_kv, LEAST_LONGEST),
+        "causal": call.causal,
+        "window_size_left": call.window,
+    }

@@ -36,10 +36,8 @@ def _launch(
     directly.
     """
     place, bits = tensors[0].get_device(), 0
-    # Given tensors, the launcher would ask each for its address, and the driver about that.
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    for address in addresses:
-        bits |= address
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
     aligned = not bits & 15
     key = id(kernel), place, numbers, *[tensor.dtype for tensor in tensors]
     if aligned and (found := _compiled.get(key)) is not None:
@@ -47,7 +45,7 @@ def _launch(
         # As in CompiledKernel's own indexing, without the hooks of Triton's profiler.
         known = found.function, found.packed_metadata, None, None, None
         try:
-            found.run(*grid, 1, stream, *known, *addresses, *numbers)
+            found.run(*grid, 1, stream, *known, *tensors, *numbers)
             return
         except TypeError:  # a Triton whose launcher takes other arguments
             global _STRAIGHT
