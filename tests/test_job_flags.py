@@ -88,13 +88,13 @@ def test_iterations_of_tiny_documents_are_few_unless_asked_for() -> None:
     tiny = np.tile([2, 0, 2], 50)
     few = read_job(parsed(""), tiny)
     assert (few.iterations, few.warm_up) == (12, 12)
-    assert few.said == (
+    assert few.messages == (
         "12 iterations are looked at, not 100: each takes some 16,384 documents (--iterations)",
     )
     assert read_job(parsed("--dp 64"), tiny).warm_up == read_job(parsed("--dp 64"), tiny).iterations == 4
     for flags, lengths in (("--iterations 100", tiny), ("", np.full(9, 900))):
         chosen = read_job(parsed(flags), lengths)
-        assert (chosen.iterations, chosen.warm_up, chosen.said) == (100, 16, ())
+        assert (chosen.iterations, chosen.warm_up, chosen.messages) == (100, 16, ())
 
 
 def test_chunks_that_may_hold_more_than_whole_documents_are_not_chosen() -> None:

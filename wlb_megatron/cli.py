@@ -57,17 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_profile(commands.add_parser("profile", help="measure a model's costs on this GPU"))
     add_patch(commands.add_parser("patch", help="add the plugin's calls to a fork of Megatron-LM"))
     add_doctor(commands.add_parser("doctor", help="check what is installed here, and print what to fix"))
-    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     args = argparse.Namespace()
     try:
-        parser.parse_args(given, args)
+        parser.parse_args(arguments, args)
         args.run(args)
         if sys.stdout is not None:
             sys.stdout.flush()  # else what cannot be written is met at exit, where nobody handles it
     except WlbError as error:
-        told = name_flag(str(error), args)
-        told = told if given[:1] in (["patch"], ["doctor"]) else renamed(told)
-        print(f"wlb-megatron: {told}", file=sys.stderr)
+        message = name_flag(str(error), args)
+        message = message if arguments[:1] in (["patch"], ["doctor"]) else renamed(message)
+        print(f"wlb-megatron: {message}", file=sys.stderr)
         return 2
     except MemoryError:
         print("wlb-megatron: out of memory: give fewer documents or smaller sizes", file=sys.stderr)
@@ -138,7 +138,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(args: argparse.Namespace) -> None:
     check_vpp(args.pp, args.vpp)
-    said: list[str] = []
+    messages: list[str] = []
     shown = inspect_plans(
         read_lengths(args.lengths),
         settings(args),
@@ -150,9 +150,9 @@ def _inspect(args: argparse.Namespace) -> None:
         pp=args.pp,
         vpp=args.vpp,
         iterations=args.iterations,
-        say=said.append,
+        say=messages.append,
     )
-    for line in map(renamed, said):
+    for line in map(renamed, messages):
         if args.json is None:
             print(line)
         elif line.startswith("WARNING"):  # stdout may hold the JSON
@@ -172,11 +172,11 @@ def _analyze(args: argparse.Namespace) -> None:
 
 
 def _simulate(args: argparse.Namespace) -> None:
-    told = run_simulate(args, read_lengths(args.lengths), settings(args))
+    report = run_simulate(args, read_lengths(args.lengths), settings(args))
     if args.json is not None:
-        write_json(told, args.json)
+        write_json(report, args.json)
     else:
-        print_simulation(told)
+        print_simulation(report)
 
 
 def write_json(value: Any, path: str) -> None:
@@ -210,7 +210,7 @@ def _spell(rows: list[list[int]], prefixes: Sequence[int] = (), most: int = 6) -
     tokens, padding = (sum(end - start for i, start, end in rows if (i < 0) == pad) for pad in (False, True))
     before = [f"+{prefix}" if prefix else "" for prefix in prefixes or [0] * len(rows)]
     pairs = zip(rows, before, strict=True)
-    named = [f"{i}[{start}, {end}){told}" for (i, start, end), told in pairs if i >= 0]
+    named = [f"{i}[{start}, {end}){suffix}" for (i, start, end), suffix in pairs if i >= 0]
     more = f" and {len(named) - most} more" if len(named) > most else ""
     return [str(tokens), str(padding), " ".join(named[:most]) + more]
 

@@ -78,8 +78,8 @@ def inspect_plans(
         longest, _ = longest_whole(config.overlong, window, micro_batches)
         rules = Rules(longest, config.overlong)
         stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
-        if told := nothing_predicted(lengths, rules):
-            say(f"WARNING: {told}")
+        if problem := nothing_predicted(lengths, rules):
+            say(f"WARNING: {problem}")
         if config.packing == "varlen" and (config.chunks == "off" or holds_whole(config, window, alignment)):
             # Any window can be looked at, a multiple of CP x TP or not: a padded micro-batch keeps within Lmax.
             config = replace(config, max_tokens=lmax(config, window, alignment))

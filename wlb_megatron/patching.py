@@ -53,22 +53,22 @@ def add_patch(parser: argparse.ArgumentParser) -> None:
 def run_patch(args: argparse.Namespace) -> None:
     """Prints what was done, one line per patch. WlbError, with nothing changed, if the fork differs."""
     version = checkout_version(args.path)
-    found = [state_of(args.path, patch) for patch in patches_of(version)]
-    differing = [state for state in found if state.differs or (state.merged and args.revert)]
+    states = [state_of(args.path, patch) for patch in patches_of(version)]
+    differing = [state for state in states if state.differs or (state.merged and args.revert)]
     if differing:
         raise WlbError("\n".join(_explain(args.path, version, state) for state in differing))
-    todo = [state.patch for state in found if state.applied == args.revert]
+    todo = [state.patch for state in states if state.applied == args.revert]
     if not args.check and todo:
         git_apply(args.path, todo, reverse=args.revert)
-    for state in found:
+    for state in states:
         if args.check:
-            told = ("merged by hand" if state.merged else "applied") if state.applied else "can be applied"
+            outcome = ("merged by hand" if state.merged else "applied") if state.applied else "can be applied"
         elif state.patch in todo:
-            told = "reverted" if args.revert else "applied"
+            outcome = "reverted" if args.revert else "applied"
         else:
-            told = "was not applied" if args.revert else "was applied already"
+            outcome = "was not applied" if args.revert else "was applied already"
         on = tried_on(state.patch)
-        print(f"megatron-core {version}: {state.patch.name} (tried on {on[0]} to {on[-1]}) {told}")
+        print(f"megatron-core {version}: {state.patch.name} (tried on {on[0]} to {on[-1]}) {outcome}")
 
 
 def checkout_version(checkout: Path) -> str:
@@ -138,8 +138,8 @@ def state_of(checkout: Path, patch: Path) -> State:
     errors = [
         line.removeprefix("error: ") for line in forward.stderr.splitlines() if line.startswith("error: ")
     ]
-    said = tuple(line for line in errors if not line.startswith("while searching"))
-    return State(patch, applied=False, differs=said or (forward.stderr.strip(),))
+    messages = tuple(line for line in errors if not line.startswith("while searching"))
+    return State(patch, applied=False, differs=messages or (forward.stderr.strip(),))
 
 
 def _holds(checkout: Path, patch: Path) -> bool:
@@ -186,7 +186,7 @@ def _explain(checkout: Path, version: str, state: State) -> str:
             f"changed. Or try: git -C {here} apply --3way --reverse {patch}"
         )
     lines = [f"{state.patch.name} does not fit this fork of megatron-core {version}; nothing was changed."]
-    lines += [f"  {said}" for said in state.differs]
+    lines += [f"  {message}" for message in state.differs]
     lines += [f"  | {line}" for line in hunks(state.patch)]
     lines += [
         "  Merge it three-way (conflicts are marked in the file), then run this again:",

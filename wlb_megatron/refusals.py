@@ -15,9 +15,12 @@ from wlb_megatron.config import WlbConfig
 
 
 class Refused(SystemExit):
-    """Raised with one line a person can act on; exits with status 1. told: the ranks that print it have been chosen."""
+    """Raised with one line that a person can act on; exits with status 1.
 
-    told = False
+    ranks_chosen: the ranks that print it have been chosen.
+    """
+
+    ranks_chosen = False
 
 
 class RefusedHere(Refused):

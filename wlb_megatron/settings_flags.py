@@ -65,9 +65,9 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     for setting in fields(WlbConfig):
         if setting.name in NOT_HERE:
             continue
-        flag, told = "--" + setting.name.replace("_", "-"), renamed(setting.metadata["help"])
+        flag, help_text = "--" + setting.name.replace("_", "-"), renamed(setting.metadata["help"])
         if setting.default is False:
-            parser.add_argument(flag, action="store_true", help=told)
+            parser.add_argument(flag, action="store_true", help=help_text)
             continue
         default = f" (default: {setting.default})" if setting.default is not None else ""
         parser.add_argument(
@@ -75,7 +75,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
             default=setting.default,
             type=setting.metadata.get("type", str),
             choices=setting.metadata.get("choices"),
-            help=told + default,
+            help=help_text + default,
         )
 
 

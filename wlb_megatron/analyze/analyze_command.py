@@ -35,7 +35,7 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
     if args.pictures is not None:
         need_matplotlib()
     job = read_job(args, lengths)
-    told = args.model is not None or args.hidden_size is not None or job.profile is not None
+    model_known = args.model is not None or args.hidden_size is not None or job.profile is not None
     settings = 2 if args.no_split else planned(config, job)
     with progress(settings * (job.warm_up + job.iterations)) as tick:
         analysis = analyze(lengths, config, job, lambda: tick("planning"), split=not args.no_split)
@@ -46,4 +46,4 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
             draw_all(folder, analysis)
         except OSError as error:
             raise WlbError(f"cannot write to {folder}: {error.strerror}; give another --pictures") from None
-    return replace(analysis, assumed=not told)
+    return replace(analysis, assumed=not model_known)

@@ -59,7 +59,7 @@ class Analysis:
     thresholds: list[int]
     before: Measured
     after: Measured
-    said: tuple[str, ...]
+    messages: tuple[str, ...]
     gains: tuple[Gain, ...]
     unmasked: float
     memory: Fits | None
@@ -108,13 +108,13 @@ class Analysis:
     def flags(self) -> str:
         """The flags to copy to the training command: the settings to use, without those that are defaults."""
         chosen, plain = self.best.config, WlbConfig()
-        told = []
+        flags = []
         for field in fields(WlbConfig):
             value = getattr(chosen, field.name)
             if value != getattr(plain, field.name) and _matters(field.name, chosen):
                 flag = f"--wlb-{field.name.replace('_', '-')}"
-                told.append(flag if value is True else f"{flag} {value}")
-        return " ".join(told)
+                flags.append(flag if value is True else f"{flag} {value}")
+        return " ".join(flags)
 
 
 def _matters(name: str, config: WlbConfig) -> bool:
@@ -158,7 +158,7 @@ def analyze(
         thresholds=list(packer.thresholds) if isinstance(packer, VarlenPacker) else [],
         before=measured(before),
         after=measured(after),
-        said=after.said,
+        messages=after.messages,
         gains=_gains(config, job, runs, before) if split else (),
         unmasked=_unmasked(job),
         memory=None if memory is None else fits(memory, in_chunks=chunked),

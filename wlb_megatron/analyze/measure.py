@@ -131,14 +131,14 @@ class Measured:
         micro_batches: differences between micro-batches and stages, transfers, hosts. cp_ranks, dp_ranks: waiting for
         the slowest rank. after: gradients, optimizer, between steps.
         """
-        told = self.simulated
-        ideal, paced = told.busy.mean(axis=(1, 2, 3)), told.paced.mean(axis=(1, 2))
-        counts = np.array([len(times) for times in told.micro_batches])
+        simulated = self.simulated
+        ideal, paced = simulated.busy.mean(axis=(1, 2, 3)), simulated.paced.mean(axis=(1, 2))
+        counts = np.array([len(times) for times in simulated.micro_batches])
         fill = paced * (self.layout.pp - 1) / self.layout.vpp / counts
-        cp, dp = paced - ideal, told.paced.mean(axis=2).max(axis=1) - paced
-        rest = told.pipeline - paced - fill - dp
-        after = told.steps - told.pipeline
-        shares = {"fill": fill, "micro_batches": rest, "cp_ranks": cp, "dp_ranks": dp, "after": after}
+        cp, dp = paced - ideal, simulated.paced.mean(axis=2).max(axis=1) - paced
+        between = simulated.pipeline - paced - fill - dp
+        after = simulated.steps - simulated.pipeline
+        shares = {"fill": fill, "micro_batches": between, "cp_ranks": cp, "dp_ranks": dp, "after": after}
         return {name: float((ns / ideal).mean()) for name, ns in shares.items()}
 
 

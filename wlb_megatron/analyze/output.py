@@ -23,7 +23,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "quadratic_at": analysis.job.cost(analysis.config).quadratic_at,
         "max_tokens": analysis.capacity,
         "thresholds": analysis.thresholds,
-        "said": list(analysis.said),
+        "said": list(analysis.messages),
         "results": {
             key: {"packing": name, **figures(measured)}
             for key, (name, measured) in zip(("before", "after"), analysis.measured, strict=True)
@@ -81,10 +81,10 @@ WAITING = {
 
 
 def print_analysis(analysis: Analysis) -> None:
-    told = as_json(analysis)
-    for line in (*_job_lines(analysis, told), *_verdict(analysis), ""):
+    report = as_json(analysis)
+    for line in (*_job_lines(analysis, report), *_verdict(analysis), ""):
         print(line)
-    results = list(told["results"].values())
+    results = list(report["results"].values())
     rows = [
         [name, *(cell(result) for result in results)]
         for name, cell in (
@@ -122,16 +122,17 @@ def print_analysis(analysis: Analysis) -> None:
         print(line)
 
 
-def _job_lines(analysis: Analysis, told: dict[str, Any]) -> list[str]:
+def _job_lines(analysis: Analysis, report: dict[str, Any]) -> list[str]:
     layout, shape = analysis.job.model.layout, analysis.job.model.shape
     assumed = " (assumed: give --model or --profile)" if analysis.assumed else ""
     return [
-        f"{told['documents']:,} documents, {told['tokens']:,} tokens; {told['empty_documents']:,} empty (left out), "
-        f"{told['overlong_documents']:,} above the window ({analysis.config.overlong})",
+        f"{report['documents']:,} documents, {report['tokens']:,} tokens; "
+        f"{report['empty_documents']:,} empty (left out), "
+        f"{report['overlong_documents']:,} above the window ({analysis.config.overlong})",
         f"{layout.gpus} GPUs: TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}; "
         f"{analysis.job.micro_batches} windows of {analysis.layout.window:,} per data-parallel rank and step",
-        f"model of {shape.layers} layers of {shape.hidden}{assumed}; work = d + d*d/{told['quadratic_at']:,.0f}",
-        *map(renamed, analysis.said),
+        f"model of {shape.layers} layers of {shape.hidden}{assumed}; work = d + d*d/{report['quadratic_at']:,.0f}",
+        *map(renamed, analysis.messages),
     ]
 
 
@@ -172,8 +173,8 @@ def _ending(analysis: Analysis) -> list[str]:
     return [*lines, f"flags: {analysis.flags or 'none, the defaults do this'}"]
 
 
-def _pair(told: dict[str, float], form: str) -> str:
-    return f"{form.format(told['mean'])} / {form.format(told['max'])}"
+def _pair(statistics: dict[str, float], form: str) -> str:
+    return f"{form.format(statistics['mean'])} / {form.format(statistics['max'])}"
 
 
 def _share(key: str) -> Any:

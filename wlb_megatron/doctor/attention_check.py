@@ -41,7 +41,7 @@ def run(size: int, *, gpu: bool) -> float:
             for rank in range(size)
         ]
         try:
-            told = [rank.communicate(timeout=SECONDS) for rank in ranks]
+            outputs = [rank.communicate(timeout=SECONDS) for rank in ranks]
         except subprocess.TimeoutExpired:
             raise WlbError(
                 f"the self-test's ranks did not finish within {SECONDS} s: processes on this machine cannot reach each "
@@ -52,11 +52,11 @@ def run(size: int, *, gpu: bool) -> float:
         finally:
             for rank in ranks:
                 rank.kill()
-    for rank, (_, errors) in zip(ranks, told, strict=True):
+    for rank, (_, errors) in zip(ranks, outputs, strict=True):
         if rank.returncode:
             lines = errors.strip().splitlines() or ["no output"]
             raise WlbError(f"the self-test failed on {device}: {lines[-1]}")
-    worst = max(float(out.split()[-1]) for out, _ in told)
+    worst = max(float(out.split()[-1]) for out, _ in outputs)
     if not worst <= TOLERATED[device]:
         raise WlbError(
             f"the self-test's attention on {device} is off by {worst:.1e}, tolerated {TOLERATED[device]:.0e}"

@@ -45,11 +45,11 @@ def epochs(state: Mapping[str, Any]) -> list[float]:
 def distinguish(names: Sequence[str]) -> list[str]:
     """The names, numbered from the second occurrence of a name on: a, b, a #2."""
     seen: Counter[str] = Counter()
-    told = []
+    numbered = []
     for name in names:
         seen[name] += 1
-        told.append(name if seen[name] == 1 else f"{name} #{seen[name]}")
-    return told
+        numbered.append(name if seen[name] == 1 else f"{name} #{seen[name]}")
+    return numbered
 
 
 def figures(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -25,13 +25,13 @@ def longest_whole(
     if overlong != "chunk":
         return window, ""
     share = Bound(windows * window, "a data-parallel rank's share of an iteration")
-    every = [share, *bounds, *([memory] if memory else [])]
-    least = min(every)
+    bounds_known = [share, *bounds, *([memory] if memory else [])]
+    least = min(bounds_known)
     tokens = max(window, least.tokens)
-    told = ", ".join(f"{bound.of} {bound.tokens:,}" for bound in every)
+    limits = ", ".join(f"{bound.of} {bound.tokens:,}" for bound in bounds_known)
     beyond = (
         f"documents of up to {tokens:,} tokens ({tokens / window:.1f} windows) train whole, longer ones are split there"
         if tokens > window
         else f"documents above the window of {window:,} tokens are split, because none longer can train whole"
     )
-    return tokens, f"{beyond}; limits: {told}" + ("" if memory else "; memory is not known")
+    return tokens, f"{beyond}; limits: {limits}" + ("" if memory else "; memory is not known")

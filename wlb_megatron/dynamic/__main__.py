@@ -21,45 +21,47 @@ from wlb_megatron.dynamic.plan_step import Outcome, plan_step
 from wlb_megatron.workload.kernel_table import KernelTable
 
 
-def tell_settings(stage: Stage, cost: GroupCost, sharding: str, pipeline: int, multiple: int) -> str:
+def settings_message(stage: Stage, cost: GroupCost, sharding: str, pipeline: int, multiple: int) -> str:
     """The first message."""
-    told = {"sharding": sharding, "pipeline": pipeline, "multiple": multiple}
-    return json.dumps({"stage": asdict(stage), "cost": asdict(cost), **told})
+    others = {"sharding": sharding, "pipeline": pipeline, "multiple": multiple}
+    return json.dumps({"stage": asdict(stage), "cost": asdict(cost), **others})
 
 
-def tell_iteration(tokens: list[int], fixed: StepPlan, seconds: float, budget: float | None) -> str:
+def iteration_message(tokens: list[int], fixed: StepPlan, seconds: float, budget: float | None) -> str:
     """The message of one iteration."""
-    told = {"tokens": tokens, "fixed": fixed.encode().tolist(), "seconds": seconds, "budget": budget}
-    return json.dumps(told)
+    message = {"tokens": tokens, "fixed": fixed.encode().tolist(), "seconds": seconds, "budget": budget}
+    return json.dumps(message)
 
 
 def read_outcome(answer: str) -> Outcome:
     """The answer to an iteration's message. Raises ValueError for what is no answer."""
-    told = json.loads(answer)
-    return Outcome(**{**told, "plan": StepPlan.decode(told["plan"])})
+    outcome = json.loads(answer)
+    return Outcome(**{**outcome, "plan": StepPlan.decode(outcome["plan"])})
 
 
 def serve(messages: BinaryIO, answers: BinaryIO) -> None:
     """Answer messages until they end."""
-    told: dict[str, Any] = json.loads(read_message(messages) or b"", object_hook=_tuples)
-    tables = tuple(KernelTable(**table) for table in told["cost"].pop("tables"))
-    stage, cost = Stage(**told["stage"]), GroupCost(**told["cost"], tables=tables)
+    job: dict[str, Any] = json.loads(read_message(messages) or b"", object_hook=_tuples)
+    tables = tuple(KernelTable(**table) for table in job["cost"].pop("tables"))
+    stage, cost = Stage(**job["stage"]), GroupCost(**job["cost"], tables=tables)
     while (message := read_message(messages)) is not None:
-        asked = json.loads(message)
-        made = plan_step(
-            asked["tokens"],
+        step = json.loads(message)
+        outcome = plan_step(
+            step["tokens"],
             stage,
             cost,
-            fixed=StepPlan.decode(asked["fixed"]),
-            seconds=asked["seconds"],
-            sharding=told["sharding"],
-            pipeline=told["pipeline"],
-            multiple=told["multiple"],
-            budget=math.inf if asked["budget"] is None else asked["budget"],
+            fixed=StepPlan.decode(step["fixed"]),
+            seconds=step["seconds"],
+            sharding=job["sharding"],
+            pipeline=job["pipeline"],
+            multiple=job["multiple"],
+            budget=math.inf if step["budget"] is None else step["budget"],
         )
-        told_plan = made.plan.encode().tolist()
-        fields = {name: getattr(made, name) for name in ("source", "priced", "bound", "predicted", "fixed")}
-        write_message(answers, json.dumps({"plan": told_plan, **fields}).encode())
+        encoded = outcome.plan.encode().tolist()
+        fields = {
+            name: getattr(outcome, name) for name in ("source", "priced", "bound", "predicted", "fixed")
+        }
+        write_message(answers, json.dumps({"plan": encoded, **fields}).encode())
 
 
 def _tuples(fields: dict[str, Any]) -> dict[str, Any]:

@@ -75,9 +75,9 @@ def make_packer(
     per_window = read_per_window(config.micro_batches_per_window)
     if sample:
         free = per_window if config.packing == "varlen" else 1
-        each = most_per_window(ranks.law(cost), free)
-        if told := too_many_documents(sample, window, config.max_documents, each):
-            say(told)
+        most = most_per_window(ranks.law(cost), free)
+        if warning := too_many_documents(sample, window, config.max_documents, most):
+            say(warning)
     if config.packing == "varlen":
         return _make_varlen(
             *(config, cost, window, micro_batches, alignment, sample, ranks),
@@ -169,7 +169,7 @@ def _make_varlen(
         usual = find_thresholds(sample, cost, limits, ranks, per_window).thresholds
     if sample and max_delay:
         few = replace(limits, bins=min(limits.bins // ranks.dp, MOST_BINS))
-        told = unpaired(sample, window, whole(few, ranks._replace(dp=1), usual))
-        if told:
-            say(told)
+        warning = unpaired(sample, window, whole(few, ranks._replace(dp=1), usual))
+        if warning:
+            say(warning)
     return whole(limits, ranks, usual)

@@ -102,8 +102,8 @@ def no_memory_for_chunks(config: WlbConfig, memory: GpuMemory | None) -> list[tu
     chunked, whole = memory.needed(config, memory.window)
     if not whole or chunked <= whole:
         return []
-    told = f"a peak of {chunked / GIB:.1f} GiB, where whole documents need {whole / GIB:.1f}"
-    return [(f"{told}: --wlb-chunks on allows it", "use fewer key heads (--num-query-groups)")]
+    peaks = f"a peak of {chunked / GIB:.1f} GiB, where whole documents need {whole / GIB:.1f}"
+    return [(f"{peaks}: --wlb-chunks on allows it", "use fewer key heads (--num-query-groups)")]
 
 
 def describe_memory(config: WlbConfig, memory: GpuMemory, longest: int, *, chunks: bool) -> str:

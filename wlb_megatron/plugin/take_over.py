@@ -103,8 +103,8 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
             raised = traceback.extract_tb(error.__traceback__)[-1]
             if args.wlb_off or "megatron" not in Path(raised.filename).parts:
                 raise
-            said = " ".join(str(error).split()) or raised.line
-            checked(partial(_refuse, f"Megatron refuses these flags: {said}"))
+            message = " ".join(str(error).split()) or raised.line
+            checked(partial(_refuse, f"Megatron refuses these flags: {message}"))
         if not args.wlb_off:
             checked(lambda: _take_over(args))
         if args.eval_interval is None:

@@ -114,7 +114,7 @@ def run_profile(args: argparse.Namespace) -> None:
     partial = out.with_name(out.name + ".partial")
     shown = rank == 0
     with progress(count_points(args.grid, model, world) if shown else 0, lines=shown) as tick:
-        told = profile(
+        profiled = profile(
             model,
             grid=args.grid,
             backend=backend,
@@ -124,25 +124,27 @@ def run_profile(args: argparse.Namespace) -> None:
             say=_say if shown else lambda _: None,
         )
     if rank == 0:
-        _fit_and_write(out, told)
+        _fit_and_write(out, profiled)
         partial.unlink(missing_ok=True)
-        print(f"{out}: {len(told['samples'])} points of {told['settings']['gpu']} in {told['seconds']} s")
+        print(
+            f"{out}: {len(profiled['samples'])} points of {profiled['settings']['gpu']} in {profiled['seconds']} s"
+        )
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-def _fit_and_write(path: Path, told: dict[str, Any]) -> None:
+def _fit_and_write(path: Path, profiled: dict[str, Any]) -> None:
     """Fits, writes, and shows the fit and its error on samples that it has not seen."""
-    write_profile(path, told)  # what was measured is kept, whatever the fit says of it
-    settings = told["settings"]
+    write_profile(path, profiled)  # what was measured is kept, whatever the fit says of it
+    settings = profiled["settings"]
     model = ProfiledModel(**settings["model"])
     device = Device(settings["gpu"], settings["processors"], TABLES[settings["backend"]])
-    costs = fit(model, told["samples"], device)
-    checks = leave_out(model, told["samples"], device)
+    costs = fit(model, profiled["samples"], device)
+    checks = leave_out(model, profiled["samples"], device)
     errors = {
         check.part: {"mean": check.mean, "p95": check.p95, "points": len(check.errors)} for check in checks
     }
-    write_profile(path, {**told, "fit": costs.as_dict(), "leave_out": errors})
+    write_profile(path, {**profiled, "fit": costs.as_dict(), "leave_out": errors})
     rows = [[c.part, len(c.errors), f"{c.mean:.1%}", f"{c.p95:.1%}"] for c in checks]
     print_table(
         "attention predicted without having seen it: relative error", ("part", "points", "mean", "p95"), rows

@@ -34,11 +34,11 @@ from wlb_megatron.workload.profile import FORMAT, ProfiledModel
 
 BACKENDS = ("te", "fa4", "torch")
 """cuDNN's kernels through Transformer Engine, FlashAttention-4's, plain torch."""
-Told = Callable[[str], None]
+Say = Callable[[str], None]
 
 
 def profile(
-    model: ProfiledModel, *, grid: str, backend: str, partial: Path, budget: float, tick: Told, say: Told
+    model: ProfiledModel, *, grid: str, backend: str, partial: Path, budget: float, tick: Say, say: Say
 ) -> dict[str, Any]:
     """The measurements, JSON-able: `settings`, `samples` and more. Only rank 0's are complete.
 
@@ -83,7 +83,7 @@ def profile(
     return {
         "format": FORMAT,
         "settings": settings,
-        "layer": parts.told,
+        "layer": parts.layer_source,
         "layer_parameters": model.layer_parameters,
         "seconds": round(time.perf_counter() - began, 1),
         "samples": list(done.values()),
@@ -94,14 +94,14 @@ class _Parts:
     """Makes each point's step; modules are built when first needed."""
 
     def __init__(
-        self, model: ProfiledModel, grid: Grid, backend: str, device: torch.device, say: Told
+        self, model: ProfiledModel, grid: Grid, backend: str, device: torch.device, say: Say
     ) -> None:
         self.model, self.device = model, device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.clock = Clock(device, grid.seconds)
         self.like = torch.empty(0, device=device, dtype=self.dtype)
         self.attention = AttentionBench(model, _kernels(backend), device, self.dtype)
-        self.layer, self.cross_entropy, self.told = self._layer(backend, say)
+        self.layer, self.cross_entropy, self.layer_source = self._layer(backend, say)
         self.ends: Any = keep_gradients(Ends(model).to(device, self.dtype))
 
     def step(self, point: Point) -> Part:
@@ -116,7 +116,7 @@ class _Parts:
             return embedding_step(self.ends, self.model, tokens, self.like)
         return loss_step(self.ends, self.model, tokens, self.like, self.cross_entropy)
 
-    def _layer(self, backend: str, say: Told) -> tuple[Any, Any, str]:
+    def _layer(self, backend: str, say: Say) -> tuple[Any, Any, str]:
         if backend != "torch":
             try:
                 from wlb_megatron.profiler.profiled_layer import megatron_layer
@@ -190,13 +190,13 @@ def _versions(backend: str) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def _read_partial(path: Path, settings: dict[str, Any], say: Told) -> dict[str, dict[str, Any]]:
+def _read_partial(path: Path, settings: dict[str, Any], say: Say) -> dict[str, dict[str, Any]]:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        if told["settings"] != settings:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved["settings"] != settings:
             say(f"{path} is of another model, GPU, version or grid: starting over")
             return {}
-        samples = {f"{s['part']} {sorted(s['sizes'].items())}": s for s in told["samples"]}
+        samples = {f"{s['part']} {sorted(s['sizes'].items())}": s for s in saved["samples"]}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError):

@@ -27,24 +27,24 @@ def reproduction_page(report: dict[str, Any], pictures: Iterable[Path]) -> str:
     """The page of a reproduction. pictures: PNGs to put at its head, by name."""
     share = [row["schemes"]["ours"]["of_bound"] for row in report["configurations"]]
     means = report["means"]
-    told_of = report.get("profile") or f"a table of {report['kernel_table']}"
+    source = report.get("profile") or f"a table of {report['kernel_table']}"
     summary = (
-        f"Simulated, not measured: kernel times from {told_of}, network and other rates as below. "
+        f"Simulated, not measured: kernel times from {source}, network and other rates as below. "
         f"Mean speed-up over plain 4D: WLB-LLM as its paper describes it {means['WLB-LLM']['all']:.3f} "
         f"(the paper: {report['paper']['mean']['all']:.2f}), ours {means['ours']['all']:.3f}, "
         f"at least {100 * min(share):.1f} % of a perfectly balanced plan's with as many micro-batches; with 1 "
         f"micro-batch a window {means['ours, 1 micro-batch a window']['all']:.3f}."
     )
-    told = sections(report)
-    told.append(
+    tables = sections(report)
+    tables.append(
         Section(
             "Assumptions", ("figure", "value"), [[k, f"{v:,g}"] for k, v in report["assumptions"].items()]
         )
     )
-    return page("Balanced packing and context parallelism, simulated", summary, told, pictures)
+    return page("Balanced packing and context parallelism, simulated", summary, tables, pictures)
 
 
-def page(title: str, summary: str, told: Sequence[Section], pictures: Iterable[Path]) -> str:
+def page(title: str, summary: str, tables: Sequence[Section], pictures: Iterable[Path]) -> str:
     """HTML text; pictures are read and become part of it."""
     parts = [
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
@@ -56,7 +56,7 @@ def page(title: str, summary: str, told: Sequence[Section], pictures: Iterable[P
         data = b64encode(picture.read_bytes()).decode()
         image = f'<img alt="{escape(picture.stem)}" src="data:image/png;base64,{data}">'
         parts.append(f"<figure>{image}</figure>")
-    parts += [_section(one) for one in told]
+    parts += [_section(one) for one in tables]
     return "\n".join([*parts, "</body></html>", ""])
 
 

@@ -19,18 +19,18 @@ class Section(NamedTuple):
 
 def sections(report: dict[str, Any]) -> list[Section]:
     """All tables of a reproduction, in reading order."""
-    tables = {
+    balance_tables = {
         "configurations": ("One model chunk a stage, as many windows a step as stages", False),
         "interleaved": ("Two model chunks a stage", True),
         "many_windows": ("16 windows a step", True),
     }
-    told = [
+    tables = [
         _speedups("Speed-up over plain 4D (simulated)", report["configurations"], report["paper"]["mean"]),
-        *(_balance(title, report[key]) for key, (title, _) in tables.items()),
+        *(_balance(title, report[key]) for key, (title, _) in balance_tables.items()),
         _speedups("By window, 7B (simulated)", report["windows"]),
         *(
             _speedups(f"{title} (simulated)", report[key], {})
-            for key, (title, many) in tables.items()
+            for key, (title, many) in balance_tables.items()
             if many
         ),
         _plain("Breakdown at 7B-128K: speed-up over plain 4D", report["breakdown"]),
@@ -54,11 +54,11 @@ def sections(report: dict[str, Any]) -> list[Section]:
             "micro-batch's pace, (m + P - 1) x largest, where 1F1B takes about sum + (P - 1) x largest.",
         ),
     ]
-    told.insert(1, _explained(report))
+    tables.insert(1, _explained(report))
     if report["large_job"]:
         rows = [{k: v for k, v in row.items() if not k.startswith("heat")} for row in report["large_job"]]
-        told.append(_plain("405B on 8,192 GPUs (TP 8, CP 16, PP 16, DP 4)", rows))
-    return told
+        tables.append(_plain("405B on 8,192 GPUs (TP 8, CP 16, PP 16, DP 4)", rows))
+    return tables
 
 
 def _explained(report: dict[str, Any]) -> Section:
@@ -173,9 +173,9 @@ def _cell(value: Any) -> str:
     )
 
 
-def as_markdown(told: Sequence[Section]) -> str:
+def as_markdown(tables: Sequence[Section]) -> str:
     lines: list[str] = []
-    for title, header, rows, note in told:
+    for title, header, rows, note in tables:
         lines += [f"### {title}", "", *([note, ""] if note else [])]
         lines += ["| " + " | ".join(header) + " |", "| " + " | ".join("---" for _ in header) + " |"]
         lines += ["| " + " | ".join(row) + " |" for row in rows] + [""]

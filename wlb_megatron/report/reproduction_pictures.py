@@ -52,8 +52,8 @@ def _draw_speedups(report: dict[str, Any], path: Path) -> Path:
         linestyle="--",
         label="whole documents, perfectly even, as many micro-batches",
     )
-    told = [(at, row["paper_speedup"]) for at, row in enumerate(rows) if row["paper_speedup"]]
-    axes.plot([at for at, _ in told], [s for _, s in told], "k*", label="the paper's WLB-LLM")
+    paper = [(at, row["paper_speedup"]) for at, row in enumerate(rows) if row["paper_speedup"]]
+    axes.plot([at for at, _ in paper], [s for _, s in paper], "k*", label="the paper's WLB-LLM")
     axes.set_xticks(range(len(rows)), [row["name"] for row in rows])
     axes.set_ylim(0.8)
     axes.set_ylabel("speed-up over plain 4D (simulated)")

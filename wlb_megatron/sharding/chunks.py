@@ -99,8 +99,8 @@ class Holders:
         own = plan.ranks[rank]
         own = own[own[:, 0] == link.earlier_piece]
         end = int(plan.prefixes[link.earlier_piece] + plan.lengths[link.earlier_piece])
-        told = np.broadcast_to((link.earlier, link.earlier_piece, end), (len(own), 3))
-        rows = np.concatenate((before, np.column_stack((own, told))))
+        origin = np.broadcast_to((link.earlier, link.earlier_piece, end), (len(own), 3))
+        rows = np.concatenate((before, np.column_stack((own, origin))))
         rows[:, 0] = link.piece
         return rows
 

@@ -45,7 +45,7 @@ class Job:
     * seed: of the shuffle, None for the given order.
     * trainer: settings that decide about documents in chunks.
     * gib: memory of a GPU, by which Lmax is set; None: Lmax ignores memory.
-    * said: lines to show the user.
+    * messages: lines to show the user.
     """
 
     model: LayerModel
@@ -57,7 +57,7 @@ class Job:
     profile: Profile | None = None
     trainer: Trainer = field(default_factory=Trainer)
     gib: float | None = None
-    said: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
 
     @property
     def alignment(self) -> int:
@@ -96,8 +96,8 @@ class Job:
             rules = Rules(longest, config.overlong, self.seed, endless=True)
             stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
             step = self.window * self.micro_batches * layout.dp
-            if told := nothing_predicted(lengths, rules) or too_small(lengths, step):
-                raise WlbError(told)
+            if problem := nothing_predicted(lengths, rules) or too_small(lengths, step):
+                raise WlbError(problem)
             if self.gib is not None and self.trainer.experts:
                 say(
                     "WARNING: --gpu-memory is ignored, because the number of tokens per expert is unknown: leave it out"
@@ -143,8 +143,8 @@ class Job:
     def run(self, lengths: Lengths, config: WlbConfig, progress: Callable[[], None] = lambda: None) -> Run:
         """Plan and time the job. progress: called after each planned iteration. WlbError on settings that cannot
         work."""
-        said = list(self.said)
-        planner = self.planner(lengths, config, said.append)
+        messages = list(self.messages)
+        planner = self.planner(lengths, config, messages.append)
         plans = []
         for plan in islice(iter(planner.next_iteration, None), self.warm_up + self.iterations):
             plans.append(plan)
@@ -152,8 +152,8 @@ class Job:
         with explain_bad_values():
             if config.cp_mode == "dynamic":
                 steps = self.groups(plans[self.warm_up :], planner, config)
-                return Run(config, plans, planner, tuple(said), *steps)
-            return self.cut(Run(config, plans, planner, tuple(said)), config)
+                return Run(config, plans, planner, tuple(messages), *steps)
+            return self.cut(Run(config, plans, planner, tuple(messages)), config)
 
     def cut(self, run: Run, config: WlbConfig) -> Run:
         """The same plans, sharded by these settings and timed."""
@@ -195,14 +195,14 @@ class Job:
 class Run:
     """A job's plans and the times of all but the first `warm_up` of them.
 
-    said: whether documents train in chunks, and why. shards: of the timed plans; None with dynamic groups, whose
+    messages: whether documents train in chunks, and why. shards: of the timed plans; None with dynamic groups, whose
     micro-steps are in `steps`.
     """
 
     config: WlbConfig
     plans: Sequence[IterationPlan]
     planner: Planner
-    said: tuple[str, ...]
+    messages: tuple[str, ...]
     simulated: Simulated | None = None
     shards: Shards | None = None
     steps: Sequence[StepPlan] | None = None

@@ -203,12 +203,12 @@ def usual_iterations(lengths: Lengths, tokens: int) -> tuple[int, int]:
 def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
     """The job that the flags describe. lengths: of the documents that it is to look at. WlbError on what cannot be."""
     iterations, warm_up = args.iterations or ITERATIONS, WARM_UP
-    said: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
     if args.iterations is None and lengths is not None:
         iterations, documents = usual_iterations(lengths, args.window * args.micro_batches * args.dp)
         if iterations < ITERATIONS:
             warm_up = min(warm_up, iterations)
-            said = (
+            messages = (
                 f"{iterations} iterations are looked at, not {ITERATIONS}: each takes some {documents:,} documents "
                 "(--iterations)",
             )
@@ -248,7 +248,7 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
         profile=profile,
         trainer=read_trainer(args),
         gib=args.gpu_memory,
-        said=said,
+        messages=messages,
     )
 
 

@@ -175,9 +175,9 @@ class LayerModel:
             table = self.table
             more = replace(table, exchange=1.5 * table.exchange, exchange_row=1.5 * table.exchange_row)
             backward = backward + predict_all(plans, more) - predict_all(plans, table)
-        told = self._recomputed(forward, backward)
+        times = self._recomputed(forward, backward)
         chunked = np.array([[plan.chunks is not None] for plan in plans])
-        return Times(told.forward, told.backward + chunked * chunk_ns(self._width, self.layout.cp))
+        return Times(times.forward, times.backward + chunked * chunk_ns(self._width, self.layout.cp))
 
     @property
     def _width(self) -> float:

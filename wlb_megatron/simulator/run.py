@@ -195,10 +195,10 @@ def lockstep(simulated: Simulated, stages: int) -> float:
 
 def means(rows: list[dict[str, Any]], key: str = "speedup") -> dict[str, dict[str, float]]:
     """For each scheme, the mean over all rows and over the rows of each window."""
-    told: dict[str, dict[str, float]] = {}
+    by_scheme: dict[str, dict[str, float]] = {}
     for scheme in SCHEMES:
-        told[scheme] = {"all": float(np.mean([row["schemes"][scheme][key] for row in rows]))}
+        by_scheme[scheme] = {"all": float(np.mean([row["schemes"][scheme][key] for row in rows]))}
         for window in sorted({row["window"] for row in rows}):
             chosen = [row["schemes"][scheme][key] for row in rows if row["window"] == window]
-            told[scheme][f"{window // paper.K}K"] = float(np.mean(chosen))
-    return told
+            by_scheme[scheme][f"{window // paper.K}K"] = float(np.mean(chosen))
+    return by_scheme

@@ -78,15 +78,15 @@ def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) 
         "profile": None if job.profile is None else job.profile.describe(),
         "assumptions": asdict(model.assumptions),
         "iterations": job.iterations,
-        "said": list(run.said),
+        "said": list(run.messages),
         "schemes": rows,
         "speedup": after / before,
         "bound": 1e9 / bound / before,
     }
 
 
-def print_simulation(told: dict[str, Any]) -> None:
-    for line in told["said"]:
+def print_simulation(report: dict[str, Any]) -> None:
+    for line in report["said"]:
         print(renamed(line))
     header = (
         "",
@@ -105,15 +105,15 @@ def print_simulation(told: dict[str, Any]) -> None:
             *(f"{r['tokens_per_second']:,.0f}", f"{r['micro_batches']:.1f}", f"{r['time_imbalance']:.3f}"),
             f"{r['step_over_ideal']:.3f}",
         ]
-        for r in told["schemes"]
+        for r in report["schemes"]
     ]
-    print_table(f"{told['gpus']} GPUs, {told['iterations']} iterations, simulated", header, rows)
+    print_table(f"{report['gpus']} GPUs, {report['iterations']} iterations, simulated", header, rows)
     print(
-        f"speed-up {told['speedup']:.3f}; of a perfectly balanced plan {told['bound']:.3f}. "
+        f"speed-up {report['speedup']:.3f}; of a perfectly balanced plan {report['bound']:.3f}. "
         + (
-            f"Times of {told['profile']}; what it has not measured is assumed: see --json -"
-            if told["profile"]
-            else f"Kernel times of {told['kernel_table']}; rates and network are assumed: see --help or --json -"
+            f"Times of {report['profile']}; what it has not measured is assumed: see --json -"
+            if report["profile"]
+            else f"Kernel times of {report['kernel_table']}; rates and network are assumed: see --help or --json -"
         )
     )
 
@@ -121,5 +121,5 @@ def print_simulation(told: dict[str, Any]) -> None:
 def _write_trace(path: Path, plan: IterationPlan, shards: Shards, model: LayerModel, orders: Orders) -> None:
     columns = zip(*plan.micro_batches, strict=True)
     documents = [documents_in_chunks([one.pieces for one in column]) for column in columns]
-    told = chrome_trace(group_events(shards, model, orders=orders), documents=documents)
-    write_whole(path, json.dumps(told) + "\n", "--trace")
+    trace = chrome_trace(group_events(shards, model, orders=orders), documents=documents)
+    write_whole(path, json.dumps(trace) + "\n", "--trace")

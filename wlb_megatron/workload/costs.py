@@ -117,25 +117,27 @@ class Costs:
         return asdict(self)
 
     @staticmethod
-    def from_dict(told: dict[str, Any]) -> Costs:
-        """Reads as_dict's result. Raises KeyError, TypeError or ValueError if `told` is not of that form."""
-        parts: dict[str, Any] = {name: KernelTable(**frozen(told[name])) for name in ("forward", "backward")}
-        parts |= {name: Curve(**frozen(told[name])) for name in ("layer", "embedding", "loss")}
-        links = {name: TransferCost(**link) for name, link in (told["links"] or {}).items()}
+    def from_dict(fields: dict[str, Any]) -> Costs:
+        """Reads as_dict's result. Raises KeyError, TypeError or ValueError if `fields` is not of that form."""
+        parts: dict[str, Any] = {
+            name: KernelTable(**frozen(fields[name])) for name in ("forward", "backward")
+        }
+        parts |= {name: Curve(**frozen(fields[name])) for name in ("layer", "embedding", "loss")}
+        links = {name: TransferCost(**link) for name, link in (fields["links"] or {}).items()}
         for name in ("host", "host_second", "host_embedding", "host_loss"):
-            if name in told or name == "host":  # the first profiles lack the others
-                forward, backward = told[name]
+            if name in fields or name == "host":  # the first profiles lack the others
+                forward, backward = fields[name]
                 parts[name] = (float(forward), float(backward))
         for name in ("optimizer", "quadratic_at", "per_document"):
-            parts[name] = float(told[name])
+            parts[name] = float(fields[name])
         return Costs(**parts, links=links)
 
 
-def frozen(told: Any) -> Any:
+def frozen(value: Any) -> Any:
     """Converts lists to tuples at every depth; keeps the keys of JSON objects."""
-    if isinstance(told, dict):
-        return {name: frozen(value) for name, value in told.items()}
-    return tuple(map(frozen, told)) if isinstance(told, list | tuple) else told
+    if isinstance(value, dict):
+        return {name: frozen(entry) for name, entry in value.items()}
+    return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def _add(a: tuple[tuple[float, ...], ...], b: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:

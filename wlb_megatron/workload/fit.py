@@ -62,8 +62,8 @@ def _hosts(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
     """Of Costs, what launching takes: medians over samples, each of which has its own quicker launches."""
 
     def usual(group: Sequence[Sample]) -> FloatArray:
-        told = [[float(s.get(f"host_{way}", 0)) for way in WAYS] for s in group]
-        return np.median(told, axis=0) if told else np.zeros(2)
+        launches = [[float(s.get(f"host_{way}", 0)) for way in WAYS] for s in group]
+        return np.median(launches, axis=0) if launches else np.zeros(2)
 
     shares = samples_of(samples, "share")
     one, two = (usual([s for s in shares if bool(s["sizes"]["rectangles"]) == cut]) for cut in (False, True))

@@ -175,21 +175,21 @@ class KernelTable:
         """Read a measured table. Raises ValueError, naming the file, if it is damaged or of another version."""
         again = "measure the device again"
         try:
-            told = json.loads(Path(path).read_text())
+            table = json.loads(Path(path).read_text())
         except OSError as error:
             raise ValueError(f"cannot read kernel table {path}: {error.strerror}") from None
         except ValueError:
             raise ValueError(f"kernel table {path} is not JSON; {again}") from None
-        if not isinstance(told, dict) or told.pop("version", None) != VERSION:
+        if not isinstance(table, dict) or table.pop("version", None) != VERSION:
             raise ValueError(f"kernel table {path} is not of version {VERSION}; {again}")
-        told.pop("measured", None)  # for readers of the file
-        told.setdefault("backend", "cudnn")  # there was no other
+        table.pop("measured", None)  # for readers of the file
+        table.setdefault("backend", "cudnn")  # there was no other
         names = {field.name for field in fields(KernelTable)}
-        if set(told) != names:
-            wrong = ", ".join(sorted(names.symmetric_difference(told)))
+        if set(table) != names:
+            wrong = ", ".join(sorted(names.symmetric_difference(table)))
             raise ValueError(f"kernel table {path} lacks, or should not have: {wrong}; {again}")
         try:
-            return KernelTable(**{name: _frozen(value) for name, value in told.items()})
+            return KernelTable(**{name: _frozen(entry) for name, entry in table.items()})
         except (TypeError, ValueError) as error:
             raise ValueError(f"kernel table {path}: {error}; {again}") from None
 

@@ -40,8 +40,8 @@ def leave_out(model: ProfiledModel, samples: Sequence[Sample], device: Device, f
             continue
         ways = [fit_way(model, seen, device, way) for way in WAYS]
         for sample in tested:
-            told = sum(predicted(sample, *way) for way in ways)
+            total = sum(predicted(sample, *way) for way in ways)
             errors.setdefault(sample["part"], []).append(
-                told / (sample["forward"][0] + sample["backward"][0]) - 1
+                total / (sample["forward"][0] + sample["backward"][0]) - 1
             )
-    return [Check(part, tuple(found)) for part, found in sorted(errors.items())]
+    return [Check(part, tuple(relative)) for part, relative in sorted(errors.items())]

@@ -97,28 +97,28 @@ def read_profile(path: str | Path) -> Profile:
     """Read a profile. WlbError, naming the file, if it is missing, damaged or of another format."""
     again = "make it again with wlb-megatron profile"
     try:
-        told = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
+        contents = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
     except OSError as error:
         raise WlbError(
             f"profile {path} cannot be read: {error.strerror}; give the file that wlb-megatron profile wrote"
         ) from None
     except ValueError as error:
         raise WlbError(f"profile {path} is not JSON ({error}); {again}") from None
-    if not isinstance(told, dict) or told.get("format") != FORMAT:
+    if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         raise WlbError(f"profile {path} is not of format {FORMAT}; {again}")
-    if "fit" not in told:
+    if "fit" not in contents:
         raise WlbError(f"profile {path} was measured but not fitted: run wlb-megatron profile --refit {path}")
     try:
-        settings = told["settings"]
-        if told["fingerprint"] != fingerprint(told):
+        settings = contents["settings"]
+        if contents["fingerprint"] != fingerprint(contents):
             raise ValueError("its fingerprint does not match its samples")
         return Profile(
             path=str(path),
             model=ProfiledModel(**settings["model"]),
             device=str(settings["gpu"]),
             versions={str(name): str(value) for name, value in settings["versions"].items()},
-            fingerprint=str(told["fingerprint"]),
-            costs=Costs.from_dict(told["fit"]),
+            fingerprint=str(contents["fingerprint"]),
+            costs=Costs.from_dict(contents["fit"]),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise WlbError(f"profile {path} is damaged ({error}); {again}") from None
@@ -131,25 +131,25 @@ def _no_number(name: str) -> Any:
 def read_samples(path: str | Path) -> dict[str, Any]:
     """A profile's settings and samples, as measured, without the fit. WlbError as read_profile."""
     try:
-        told = json.loads(Path(path).read_text(encoding="utf-8"))
-        if told["format"] != FORMAT or told["fingerprint"] != fingerprint(told):
+        contents = json.loads(Path(path).read_text(encoding="utf-8"))
+        if contents["format"] != FORMAT or contents["fingerprint"] != fingerprint(contents):
             raise ValueError
-        return dict(told)
+        return dict(contents)
     except OSError as error:
         raise WlbError(f"profile {path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise WlbError(f"{path} is not a profile of format {FORMAT}, or is damaged: profile again") from None
 
 
-def fingerprint(told: dict[str, Any]) -> str:
+def fingerprint(contents: dict[str, Any]) -> str:
     """Of settings and samples: two profiles with one fingerprint hold the same measurements."""
-    text = json.dumps({"settings": told["settings"], "samples": told["samples"]}, sort_keys=True)
+    text = json.dumps({"settings": contents["settings"], "samples": contents["samples"]}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def write_profile(path: Path, told: dict[str, Any]) -> None:
+def write_profile(path: Path, contents: dict[str, Any]) -> None:
     """Write a profile, whole or not at all; a line for each sample."""
-    parts = {**told, "fingerprint": fingerprint(told)}
+    parts = {**contents, "fingerprint": fingerprint(contents)}
     samples = ",\n  ".join(map(json.dumps, parts.pop("samples")))
     lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in parts.items()]
     write_whole(path, "{\n" + ",\n".join([*lines, f' "samples": [\n  {samples}\n ]']) + "\n}\n", "--out")

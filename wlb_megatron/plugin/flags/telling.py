@@ -22,14 +22,14 @@ def checked(check: Callable[[], Result]) -> Result:
     try:
         return check()
     except Refused as refused:
-        if refused.told:
+        if refused.ranks_chosen:
             raise
         rank = int(os.environ.get("RANK", "0"))
-        refused.told = True
+        refused.ranks_chosen = True
         if rank == 0:
             raise
         if isinstance(refused, RefusedHere) or os.environ.get("LOCAL_RANK", "0") == "0":
-            telling = type(refused)(f"rank {rank} on {socket.gethostname()}: {refused}")
-            telling.told = True
-            raise telling from refused
+            located = type(refused)(f"rank {rank} on {socket.gethostname()}: {refused}")
+            located.ranks_chosen = True
+            raise located from refused
         raise SystemExit(1) from refused

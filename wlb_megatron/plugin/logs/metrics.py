@@ -224,8 +224,8 @@ def _groups(planned: Sequence[PlannedMicroBatch]) -> dict[str, Any]:
     groups = [item.group for item in planned if item.group is not None]
     if not groups:
         return {}
-    told = groups[0]
-    return {"group_sizes": [g.size for g in groups], "plan_of": told.source, "predicted_gain": told.gain}
+    first = groups[0]
+    return {"group_sizes": [g.size for g in groups], "plan_of": first.source, "predicted_gain": first.gain}
 
 
 def work_per_rank(plan: ShardPlan, quadratic_at: float) -> list[float]:

@@ -57,8 +57,8 @@ def _predict(
     tokens, attention = _loads(plan, shards, model, dp_rank, alignment)
     (orders,) = orders_of([plan], in_step=in_step)
     cut = np.broadcast_to(cut_of(shards)[:, None], tokens.shape)  # of this rank's; others' are like them
-    told = run_steps(tokens, attention, model, blocking=True, cut=cut, orders=orders)
-    return float(told.steps[0]) / 1e6
+    times = run_steps(tokens, attention, model, blocking=True, cut=cut, orders=orders)
+    return float(times.steps[0]) / 1e6
 
 
 def group_predictor(job: TrainingJob, costs: Costs | None, cost: GroupCost) -> PredictGroups:

@@ -217,8 +217,8 @@ def _send(recorder: Recorder, store: Any, documents: Sequence[int]) -> None:
     )
     rows = np.array([(*place, 0)], dtype=np.int64)
     try:
-        told = [(document, 0, 0, 0, 0) for document in documents]
-        rows = np.array([(*place, len(told)), *told, *recorder.calls()], dtype=np.int64)
+        in_chunks = [(document, 0, 0, 0, 0) for document in documents]
+        rows = np.array([(*place, len(in_chunks)), *in_chunks, *recorder.calls()], dtype=np.int64)
     finally:
         store.set(str(dist.get_rank()), rows.tobytes())
 
@@ -226,12 +226,12 @@ def _send(recorder: Recorder, store: Any, documents: Sequence[int]) -> None:
 def _gather(store: Any) -> list[IntArray]:
     """What the ranks have sent, in rank order. TimeoutError where one has not within PATIENCE."""
     until = time.monotonic() + PATIENCE
-    told = []
+    tables = []
     for rank in range(dist.get_world_size()):
         if not wait_for(store, str(rank), lambda: time.monotonic() > until):
             raise TimeoutError(f"rank {rank} has not sent its times within {PATIENCE} s")
-        told.append(np.frombuffer(store.get(str(rank)), dtype=np.int64).reshape(-1, 5))
-    return told
+        tables.append(np.frombuffer(store.get(str(rank)), dtype=np.int64).reshape(-1, 5))
+    return tables
 
 
 def _write(traced: Traced, ranks: list[IntArray]) -> None:
@@ -251,13 +251,13 @@ def _write(traced: Traced, ranks: list[IntArray]) -> None:
     def named(row: int) -> str:
         return f"stage {row // (cp * tp)}, context rank {row // tp % cp}, tensor rank {row % tp}"
 
-    told = chrome_trace(
+    trace = chrome_trace(
         [groups[data] for data in sorted(groups)],
         name="measured",
         thread=named,
         documents=[documents[data] for data in sorted(groups)],
     )
-    write_whole(traced.path, json.dumps(told) + "\n", "--wlb-trace")
+    write_whole(traced.path, json.dumps(trace) + "\n", "--wlb-trace")
     print(
         f"> wlb_megatron: iteration {traced.iteration} is traced in {traced.path}: open it in ui.perfetto.dev",
         flush=True,

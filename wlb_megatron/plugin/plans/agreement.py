@@ -22,8 +22,8 @@ EVERY = 100
 _BEGIN = -1
 """Stands for an iteration before the first one."""
 
-TOLD_APART = 4
-"""Different digests of which is told who has them."""
+NAMED_VARIANTS = 4
+"""The most digests whose ranks a message names, where digests differ."""
 
 _PATIENCE = 1800.0
 """Seconds that ranks may be apart at a comparison that is waited for."""
@@ -143,12 +143,12 @@ class PlanAgreement:
         return "agreed"
 
     def _apart(self, iteration: int, what: str) -> str:
-        kinds, told = self._store.add(f"{iteration}/{what}/digests", 0), []
-        for at in range(1, min(kinds, TOLD_APART) + 1):
+        kinds, variants = self._store.add(f"{iteration}/{what}/digests", 0), []
+        for at in range(1, min(kinds, NAMED_VARIANTS) + 1):
             digest, who = self._store.get(f"{iteration}/{what}/digest {at}").decode().split(" ", 1)
-            told.append(f"{self._store.add(f'{iteration}/{what}/{digest}', 0)} as {who}")
-        more = f", and {kinds - TOLD_APART} other variants" if kinds > TOLD_APART else ""
-        return f"{'; '.join(told)}{more}"
+            variants.append(f"{self._store.add(f'{iteration}/{what}/{digest}', 0)} as {who}")
+        more = f", and {kinds - NAMED_VARIANTS} other variants" if kinds > NAMED_VARIANTS else ""
+        return f"{'; '.join(variants)}{more}"
 
 
 def _who() -> str:
@@ -165,11 +165,11 @@ def shared_gpu(name: str) -> str:
     ranks = Counter(names)
     chosen = min(ranks)
     if len(ranks) > 1 and dist.get_rank() == 0:
-        told = ", ".join(
+        counts = ", ".join(
             f"{ranks[gpu]} {gpu} (the first is rank {names.index(gpu)})" for gpu in sorted(ranks)
         )
         print(
-            f"> wlb_megatron: this job mixes GPUs: {told}; all plan with the kernel times of {chosen}",
+            f"> wlb_megatron: this job mixes GPUs: {counts}; all plan with the kernel times of {chosen}",
             flush=True,
         )
     return chosen

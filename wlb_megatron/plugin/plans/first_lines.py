@@ -20,7 +20,7 @@ def first_lines(job: TrainingJob, source: Source, backend: str) -> Iterator[str]
         f"of at most {source.planner.packer.max_tokens:,} tokens, sharding {source.config.sharding}, "
         f"attention costs as much as the rest at {source.config.quadratic_at:.0f} tokens"
     )
-    yield from source.said
+    yield from source.messages
     if job.profile is not None:
         yield _of_profile(job.profile, job)
     elif kernels_of(job)[0] == "fa4" and backend != "fa4":

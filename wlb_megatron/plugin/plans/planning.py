@@ -146,8 +146,8 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
             )
             for index, (pieces, shard_plan) in enumerate(zip(padded, shards, strict=True))
         )
-        told = None if settings.predict is None else settings.predict(plan, shards)
-        yield planned_iteration(planner, micro_batches, digest, told, plan)
+        predicted = None if settings.predict is None else settings.predict(plan, shards)
+        yield planned_iteration(planner, micro_batches, digest, predicted, plan)
 
 
 def planned_iteration(

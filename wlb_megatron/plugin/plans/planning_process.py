@@ -75,14 +75,14 @@ def plan_in_a_process(
     atexit.register(child.kill)
     try:
         child.send(_dumps((planner, settings, keeps_plans)))
-        while (told := _receive(child)) is not None:
-            if isinstance(told, _Failed):
+        while (answer := _receive(child)) is not None:
+            if isinstance(answer, _Failed):
                 raise (
-                    WlbError(told.text)
-                    if told.own
-                    else RuntimeError(f"wlb_megatron: planning failed\n{told.text}")
+                    WlbError(answer.text)
+                    if answer.own
+                    else RuntimeError(f"wlb_megatron: planning failed\n{answer.text}")
                 )
-            planned, micro_batches = told
+            planned, micro_batches = answer
             yield replace(planned, micro_batches=tuple(_receive(child) for _ in range(micro_batches)))
     except (OSError, EOFError) as error:
         raise WlbError(
@@ -144,9 +144,9 @@ def _map(name: str, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]) -
     return np.asarray(np.memmap(name, dtype=dtype, mode="r", offset=offset, shape=shape))
 
 
-def _dumps(told: Any) -> bytes:
+def _dumps(value: Any) -> bytes:
     written = io.BytesIO()
-    _Pickler(written, protocol=5).dump(told)
+    _Pickler(written, protocol=5).dump(value)
     return written.getvalue()
 
 

@@ -37,13 +37,13 @@ def make_provider(job: TrainingJob, sources: dict[str, Source]) -> Callable[...,
         args = get_args()
         known = job.with_vocabulary(args.padded_vocab_size)
         try_megatron()
-        said: list[str] = []
+        lines: list[str] = []
         if "train" in sources:  # else --skip-train
             at = LoadedAt(args.iteration, args.consumed_train_samples)
-            said = restore(sources["train"], at, known.sizes, known.batches.each)
+            lines = restore(sources["train"], at, known.sizes, known.batches.each)
         first = next(iter(sources.values()))
-        said += first_lines(known, first, shard_settings(first, known).table.backend)
-        for line in said:
+        lines += first_lines(known, first, shard_settings(first, known).table.backend)
+        for line in lines:
             print_rank_0(f"> wlb_megatron: {line}")
         agreement = _agree(sources, known)
         # Training last: its planning thread must not hold a lock while evaluation's workers are forked.

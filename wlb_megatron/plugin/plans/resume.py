@@ -40,9 +40,9 @@ def restore(source: Source, at: LoadedAt, sizes: RankCounts, each: int = 1) -> l
 
     each: windows of a micro-batch, in which the planner counts.
     """
-    said: list[str] = []
+    lines: list[str] = []
     if at.iteration:
-        said = _continue(source, at, each)
+        lines = _continue(source, at, each)
     elif source.config.fresh_order:  # a new run, or --finetune
         raise Refused(
             "wlb_megatron refuses --wlb-fresh-order: training begins at iteration 0, so there is no document order to "
@@ -52,7 +52,7 @@ def restore(source: Source, at: LoadedAt, sizes: RankCounts, each: int = 1) -> l
     for size in planner.schedule.from_now(planner.samples):
         if wrong := misfit(size * each, sizes, each, planned=plan_decides(source.config)):
             raise Refused(f"wlb_megatron: this run comes to global batches that cannot train: {wrong}")
-    return said
+    return lines
 
 
 def _continue(source: Source, at: LoadedAt, each: int) -> list[str]:
@@ -75,13 +75,15 @@ def _continue(source: Source, at: LoadedAt, each: int) -> list[str]:
         return [f"the document order taken up at sample {began:,} goes on: --wlb-fresh-order is done"]
     if not fresh:
         return _length_kept(source, unmoved)
-    said = [f"takes up the document order at sample {at.samples:,}: {changed or 'as --wlb-fresh-order asks'}"]
+    began_at = [
+        f"takes up the document order at sample {at.samples:,}: {changed or 'as --wlb-fresh-order asks'}"
+    ]
     try:
-        return [*said, *_told(take_up(planner, counted, state["planner"], next_epoch=not changed))]
+        return [*began_at, *_lines_of(take_up(planner, counted, state["planner"], next_epoch=not changed))]
     except (KeyError, TypeError, ValueError, AttributeError):
         planner.stream.load_state(unmoved)
         planner.begin_at(counted)
-        return [*said, "its state cannot be read: all corpora begin, and what waited is not known"]
+        return [*began_at, "its state cannot be read: all corpora begin, and what waited is not known"]
 
 
 def _length_kept(source: Source, before: dict[str, Any]) -> list[str]:
@@ -116,22 +118,22 @@ def _load(source: Source, state: dict[str, Any], at: LoadedAt, each: int) -> str
     )
 
 
-def _told(carried: Carried) -> list[str]:
+def _lines_of(carried: Carried) -> list[str]:
     corpora = [
         (carried.going_on, "go on where they stood"),
         (carried.restarted, "begin an epoch"),
         (carried.begun, "are new"),
         (carried.gone, "are gone"),
     ]
-    said = ["corpora: " + ", ".join(f"{count} {what}" for count, what in corpora if count)]
-    for pieces, what in (
+    lines = ["corpora: " + ", ".join(f"{count} {fate}" for count, fate in corpora if count)]
+    for pieces, fate in (
         (carried.kept, "train first"),
         (carried.lost, "of corpora that are gone do not train"),
     ):
         if pieces:
             tokens = sum(piece.tokens for piece in pieces)
-            said.append(f"{len(pieces):,} documents ({tokens:,} tokens) that waited {what}")
-    return said
+            lines.append(f"{len(pieces):,} documents ({tokens:,} tokens) that waited {fate}")
+    return lines
 
 
 def _settings_of(source: Source) -> dict[str, Any]:

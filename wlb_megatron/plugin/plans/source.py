@@ -29,7 +29,7 @@ class Source:
 
     micro_batches: of one DP rank by Megatron's count, at most; most_micro_batches: that it is planned with.
     mean_length: of a sample of the pieces (tokens). names: of the corpora that
-    have documents in this part; documents: how many, in all of them. said: what the packer's choice says of itself.
+    have documents in this part; documents: how many, in all of them. messages: what the packer's choice says of itself.
     longest: tokens of a document that is not split, at most.
     """
 
@@ -40,7 +40,7 @@ class Source:
     mean_length: float
     names: tuple[str, ...]
     documents: int
-    said: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
     longest: int = 0
     most_micro_batches: int = 0
 
@@ -140,8 +140,8 @@ def _source(
         if not holds_whole(config, window, alignment):
             # A forward alone holds one micro-batch, so that whole documents fit where they do not in training.
             config = replace(config, max_tokens=-(-5 * window // (4 * alignment)) * alignment)
-    said: list[str] = []
-    longest, told = longest_whole(config.overlong, of.window, smallest, *_bounds(job, config))
+    messages: list[str] = []
+    longest, limits = longest_whole(config.overlong, of.window, smallest, *_bounds(job, config))
     rules = Rules(window=longest, overlong=config.overlong, seed=job.seed, endless=endless)
     stream = DocumentStream(corpora, rules)
     if not any(rules.predict(corpus.lengths) for corpus in corpora):
@@ -167,12 +167,12 @@ def _source(
         adopt_max_tokens=adoptable_tokens(job),
         memory=gpu_memory(job),
         no_chunks=job.trainer.chunks_refused(),
-        say=said.append,
+        say=messages.append,
     )
     most = most_micro_batches(planner.packer, config, windows)
     if job.workers:
         allow_open_files(files_of_workers(windows, most), "tensors from --num-workers")
-    said += [told] * bool(told)
+    messages += [limits] * bool(limits)
     return Source(
         blend,
         planner,
@@ -181,7 +181,7 @@ def _source(
         mean_length=sum(sample) / len(sample),
         names=tuple(distinguish([corpus.name for corpus in corpora])),
         documents=sum(len(corpus.lengths) for corpus in corpora),
-        said=tuple(said),
+        messages=tuple(messages),
         longest=longest,
         most_micro_batches=most,
     )

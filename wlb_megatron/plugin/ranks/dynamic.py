@@ -138,10 +138,10 @@ def plan_groups(
         summary = summariser.summarise(plan)
         pieces = [piece for row in plan.micro_batches for one in row for piece in one.pieces]
         tokens = [piece.tokens for piece in pieces]
-        told = agree(number, tokens, fixed_groups(plan, shards.cp_size), dynamic)
-        if told is None:
+        agreed = agree(number, tokens, fixed_groups(plan, shards.cp_size), dynamic)
+        if agreed is None:
             return
-        steps, source, gain = told
+        steps, source, gain = agreed
         update_digest(digest, plan)
         digest.update(steps.encode().tobytes())
         counts = shards.predictions(pieces)

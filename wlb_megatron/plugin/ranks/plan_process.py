@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from wlb_megatron.child import Child
-from wlb_megatron.dynamic.__main__ import read_outcome, tell_iteration, tell_settings
+from wlb_megatron.dynamic.__main__ import iteration_message, read_outcome, settings_message
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.plan import StepPlan
@@ -35,8 +35,8 @@ class PlanProcess:
         except OSError as error:
             self._give_up(error)
             return
-        told = tell_settings(self._stage, self._cost, self._sharding, self._pipeline, self._multiple)
-        self._child.send(told.encode())
+        message = settings_message(self._stage, self._cost, self._sharding, self._pipeline, self._multiple)
+        self._child.send(message.encode())
 
     def plan(
         self,
@@ -54,7 +54,7 @@ class PlanProcess:
             if self._child is not None and not self._broken:
                 if self._asked and self._child.receive(hurry) is None:
                     return late(fixed)  # still busy with an earlier iteration, for which it is too late
-                self._child.send(tell_iteration(tokens, fixed, seconds, budget).encode())
+                self._child.send(iteration_message(tokens, fixed, seconds, budget).encode())
                 self._asked = True
                 answer = self._child.receive(hurry)
                 self._asked = answer is None

@@ -135,9 +135,9 @@ def _serve(own: str, host: str, known: list[str]) -> Any:
 
 def _shared_secret() -> bytes:
     """Rank 0's random secret of a store, sent to all ranks over a collective and written nowhere."""
-    told = [secrets.token_bytes(32)]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
+    secret = [secrets.token_bytes(32)]
+    dist.broadcast_object_list(secret, src=0)
+    return secret[0]
 
 
 def common_store(name: str) -> Any:
@@ -150,9 +150,9 @@ def common_store(name: str) -> Any:
         # Not TORCHELASTIC_RESTART_COUNT: every node's agent counts its own, and that of a node that took a broken one's
         # place begins at 0 (pytorch issue 135712).
         _warn_of_restarts()
-        told = [secrets.token_hex(8)]
-        dist.broadcast_object_list(told, src=0)
-        (attempt.name,) = told
+        names = [secrets.token_hex(8)]
+        dist.broadcast_object_list(names, src=0)
+        (attempt.name,) = names
     call = attempt.calls[name]
     attempt.calls[name] += 1
     return dist.PrefixStore(

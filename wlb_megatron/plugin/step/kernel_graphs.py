@@ -85,27 +85,27 @@ def build_graphs(chunks: list[Any], met: Met, seconds: float) -> int:
     """
     from megatron.training import print_rank_0
 
-    began = told = time.perf_counter()
+    began = printed = time.perf_counter()
     graphs, built = likeliest_first(chunks, met), 0
     for module, graph in graphs:
         now = time.perf_counter()
         if now - began >= seconds and not (seconds and isinstance(graph[2], Equal)):
             break
-        if now - told >= _TELL_EVERY:
+        if now - printed >= _TELL_EVERY:
             print_rank_0(
                 f"> wlb_megatron: {built} of {len(graphs)} attention kernels, {now - began:.0f} s .."
             )
-            told = now
+            printed = now
         module.warm_up([graph])
         built += 1
     if graphs:
         took = time.perf_counter() - began
-        each = f", {took / built:.2f} s each" if built else ""
-        rest = (
+        seconds_each = f", {took / built:.2f} s each" if built else ""
+        remaining = (
             "; others are built when a step needs them (--wlb-graph-seconds)" if built < len(graphs) else ""
         )
         print_rank_0(
-            f"> wlb_megatron: {built} of {len(graphs)} attention kernels built in {took:.1f} s{each}{rest}"
+            f"> wlb_megatron: {built} of {len(graphs)} attention kernels built in {took:.1f} s{seconds_each}{remaining}"
         )
     return built
 

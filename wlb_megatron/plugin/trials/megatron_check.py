@@ -100,7 +100,7 @@ def _step(rank: int, aux: float, z: float) -> tuple[float, dict[str, Any], float
     right_loss, predictions = loss_of(weights, documents, shape, aux, z)
     right = torch.autograd.grad(right_loss, list(weights.values()))
     model.zero_grad_buffer()
-    told = get_forward_backward_func()(
+    losses = get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=_batches(rank, documents),
         model=[model],
@@ -109,7 +109,7 @@ def _step(rank: int, aux: float, z: float) -> tuple[float, dict[str, Any], float
         micro_batch_size=1,
         forward_only=False,
     )
-    sums = sum(each["lm loss"].double() for each in told)
+    sums = sum(microbatch["lm loss"].double() for microbatch in losses)
     dist.all_reduce(sums)
     plain, _ = loss_of(weights, documents, shape, 0.0, 0.0)
     gradients = {name: one.main_grad.clone() for name, one in named.items()}

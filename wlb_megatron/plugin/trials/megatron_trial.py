@@ -52,12 +52,12 @@ def try_megatron() -> None:
     A warning on rank 0 where it passes; Refused on all ranks, with what differs, where it does not. A check that has
     passed is remembered and not run again for the same versions.
     """
-    told: list[str | None] = [None]
-    if dist.get_rank() == 0 and (found := untried_megatron()) is not None:
-        told = [_refusal(found)]
-    dist.broadcast_object_list(told, src=0)
-    if told[0]:
-        raise Refused(told[0])
+    refusal: list[str | None] = [None]
+    if dist.get_rank() == 0 and (version := untried_megatron()) is not None:
+        refusal = [_refusal(version)]
+    dist.broadcast_object_list(refusal, src=0)
+    if refusal[0]:
+        raise Refused(refusal[0])
 
 
 def _refusal(version: str) -> str | None:
@@ -97,17 +97,17 @@ def check() -> float:
             for rank in range(RANKS)
         ]
         try:
-            told = [rank.communicate(timeout=SECONDS) for rank in ranks]
+            outputs = [rank.communicate(timeout=SECONDS) for rank in ranks]
         except subprocess.TimeoutExpired:
             raise WlbError(f"it did not finish within {SECONDS} s") from None
         finally:
             for rank in ranks:
                 rank.kill()
-    for rank, (_, errors) in zip(ranks, told, strict=True):
+    for rank, (_, errors) in zip(ranks, outputs, strict=True):
         if rank.returncode:
             lines = errors.strip().splitlines() or [f"a rank ended with status {rank.returncode}"]
             raise WlbError(lines[-1].removeprefix("[rank0]: ").removeprefix("[rank1]: "))
-    return judged([Comparison(*found) for out, _ in told for found in json.loads(out.splitlines()[-1])])
+    return judged([Comparison(*found) for out, _ in outputs for found in json.loads(out.splitlines()[-1])])
 
 
 def judged(comparisons: list[Comparison]) -> float:

@@ -84,8 +84,8 @@ def break_down(run: SettingRuns) -> list[dict[str, Any]]:
         ("all of ours", "varlen", "adaptive", None),
     ]
     rows: list[dict[str, Any]] = [
-        {"part": part, "simulated": run.speedup(packing, sharding), "paper": told}
-        for part, packing, sharding, told in parts
+        {"part": part, "simulated": run.speedup(packing, sharding), "paper": published}
+        for part, packing, sharding, published in parts
     ]
     return [*rows, {"part": "perfectly balanced (bound)", "simulated": run.bound(), "paper": None}]
 

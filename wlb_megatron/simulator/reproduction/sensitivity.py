@@ -70,7 +70,7 @@ def slowness_of_the_paper(inputs: Inputs) -> float:
 def summarize(case: str, table: list[dict[str, Any]]) -> dict[str, Any]:
     """One row: means over a table of compare_schemes."""
     row: dict[str, Any] = {"case": case, "bound": float(np.mean([r["bound"] for r in table]))}
-    row |= {scheme: told["all"] for scheme, told in means(table).items() if scheme != PLAIN}
+    row |= {scheme: by_window["all"] for scheme, by_window in means(table).items() if scheme != PLAIN}
     for key, name in (("equal_work_speedup", "at equal work"), ("lockstep_speedup", "in lockstep")):
         row |= {f"{scheme} {name}": means(table, key)[scheme]["all"] for scheme in (PAPER, OURS)}
     return row
