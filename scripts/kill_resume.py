@@ -7,7 +7,8 @@ python scripts/kill_resume.py 1 --torchrun --gpu           # on a GPU: NCCL, Tra
 
 Every rank notes the documents and losses (to the last bit) of each iteration it trains, also of those that a kill
 makes it train again. All notes of an iteration must be equal, and equal to the uninterrupted run's. Moments: while
-it starts, between iterations, in a save. Exits 1 at the first difference.
+it starts, between iterations, in a save. Exits 1 at the first difference. On the CPU, ranks are forked from a process
+that has imported Megatron (tests/forked_ranks.py), except with --torchrun.
 """
 
 from __future__ import annotations
@@ -25,19 +26,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+import forked_ranks  # noqa: E402
 import megatron_runs as runs  # noqa: E402
 
-ITERATIONS = 40
 MOST_RESTARTS = 6
 FLAGS = [
     "--global-batch-size",
     "4",
-    "--train-iters",
-    str(ITERATIONS),
     "--save-interval",
     "2",
     "--wlb-rehearsal",
@@ -52,21 +51,17 @@ class Job:
 
     def __init__(self, folder: Path, corpus: Path, processes: int, flags: list[str], gpu: bool) -> None:
         self.folder, self._corpus, self._processes, self._flags = folder, corpus, processes, flags
-        self._gpu = gpu
+        self.gpu = gpu
         folder.mkdir(parents=True)
         self.journal = folder / "journal"
 
-    def start(self) -> list[subprocess.Popen[bytes]]:
+    def start(self) -> FreshRanks | forked_ranks.Job:
         """All ranks, each with the processes that it starts in a process group of its own, without a launcher."""
-        each = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(runs.free_port()),
-            "WORLD_SIZE": str(self._processes),
-        }
-        return [
-            self._run([sys.executable], {**each, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(self._processes)
-        ]
+        command, environment = self._command()
+        with (self.folder / "log").open("ab") as log:
+            if self.gpu:
+                return FreshRanks(command, self._processes, environment, log)
+            return forked_ranks.Job(command[:1], command[1:], self._processes, environment, log)
 
     def start_restarting(self, restarts: int) -> subprocess.Popen[bytes]:
         """torchrun, which starts all ranks again when one has failed. Its own store, which torch would have the ranks
@@ -76,13 +71,17 @@ class Job:
             *("--max-restarts", str(restarts), "--monitor-interval", "0.2", "--rdzv-backend", "c10d"),
             *("--rdzv-endpoint", f"127.0.0.1:{runs.free_port()}"),
         ]
-        return self._run(launcher, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+        command, environment = self._command()
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        with (self.folder / "log").open("ab") as log:
+            return _run([*launcher, *command], environment, log)
 
-    def _run(self, launcher: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _command(self) -> tuple[list[str], dict[str, str]]:
+        """The worker with its flags, and its environment."""
         checkpoints = str(self.folder / "checkpoints")
         command = [
-            *(*launcher, str(ROOT / "tests" / "megatron_worker.py")),
-            *(*(GPU.split() if self._gpu else runs.flags()), *FLAGS),
+            str(ROOT / "tests" / "megatron_worker.py"),
+            *(*(GPU.split() if self.gpu else runs.flags()), *FLAGS),
             *("--data-path", str(self._corpus), "--save", checkpoints, "--load", checkpoints, *self._flags),
         ]
         own = {
@@ -92,14 +91,7 @@ class Job:
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
         }
-        with (self.folder / "log").open("ab") as log:
-            return subprocess.Popen(
-                command,
-                env={**(runs.gpu_environment if self._gpu else runs.cpu_environment)(), **own, **environment},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        return command, {**(runs.gpu_environment if self.gpu else runs.cpu_environment)(), **own}
 
     def failed(self) -> SystemExit:
         text = (self.folder / "log").read_text(encoding="utf-8", errors="replace")
@@ -126,24 +118,61 @@ class Job:
         return found
 
 
-def kill(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """SIGKILL to every rank and what it started."""
-    for rank in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(rank.pid, signal.SIGKILL)
-    for rank in ranks:
-        rank.wait()
+class FreshRanks:
+    """Ranks in interpreters of their own, for GPUs, with what forked_ranks.Job has."""
+
+    def __init__(
+        self, command: list[str], processes: int, environment: dict[str, str], log: BinaryIO
+    ) -> None:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(runs.free_port())}
+        self._ranks = [
+            _run(
+                [sys.executable, *command],
+                {
+                    **environment,
+                    **place,
+                    "WORLD_SIZE": str(processes),
+                    "RANK": str(at),
+                    "LOCAL_RANK": str(at),
+                },
+                log,
+            )
+            for at in range(processes)
+        ]
+
+    def poll(self) -> int | None:
+        statuses = [rank.poll() for rank in self._ranks]
+        failed = [status for status in statuses if status]
+        return failed[0] if failed else None if None in statuses else 0
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            kill(rank)
+
+
+def _run(command: list[str], environment: dict[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to a process and what it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def finish(job: Job, seconds: float = 200) -> None:
     """Run the job to its end."""
     ranks = job.start()
     deadline = time.monotonic() + seconds
-    try:
-        statuses = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
-    finally:
-        kill(ranks)
-    if any(statuses):
+    while (status := ranks.poll()) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    ranks.kill()
+    if status is None:
+        raise SystemExit(f"the run has not ended after {seconds:.0f} s")
+    if status:
         raise job.failed()
 
 
@@ -152,24 +181,20 @@ def kill_once(job: Job, moment: random.Random) -> str:
     before = job.trained()
     ranks = job.start()
     if moment.random() < 0.2:  # while it starts
-        patience, more = moment.uniform(0, 8), 10**9
+        patience, more = moment.uniform(0, 8 if job.gpu else 1), 10**9
     else:
         patience, more = 60.0, moment.randint(1, 6)
     deadline = time.monotonic() + patience
-    while (
-        time.monotonic() < deadline
-        and job.trained() < before + more
-        and all(rank.poll() is None for rank in ranks)
-    ):
+    while time.monotonic() < deadline and job.trained() < before + more and ranks.poll() is None:
         time.sleep(0.002)
     if more < 10**9:
         time.sleep(moment.uniform(0, 0.3))
-    statuses = [rank.poll() for rank in ranks]
-    kill(ranks)
-    if any(statuses):
+    status = ranks.poll()
+    ranks.kill()
+    if status:
         raise job.failed()
     told = f"after {job.trained() - before} iterations"
-    return told + (" (it was done)" if 0 in statuses else "")
+    return told + (" (it was done)" if status == 0 else "")
 
 
 def restart(job: Job, restarts: int, moment: random.Random) -> Iterator[str]:
@@ -193,7 +218,7 @@ def restart(job: Job, restarts: int, moment: random.Random) -> Iterator[str]:
         launcher.terminate()  # it ends its ranks
         with contextlib.suppress(subprocess.TimeoutExpired):
             launcher.wait(40)
-        kill([launcher])
+        kill(launcher)
 
 
 def ranks_of(launcher: subprocess.Popen[bytes]) -> dict[int, int]:
@@ -231,6 +256,7 @@ def main() -> None:
     parser.add_argument("kills", type=int, nargs="?", default=50)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--iterations", type=int, default=40, help="of the run")
     parser.add_argument("--flags", default="", help="further flags of the run")
     parser.add_argument(
         "--torchrun", action="store_true", help="kill one rank a time, torchrun starts all again"
@@ -239,7 +265,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.torchrun and options.kills > MOST_RESTARTS:
         parser.error(f"--torchrun takes at most {MOST_RESTARTS} kills: the run is done by then")
-    moment, flags = random.Random(options.seed), options.flags.split()
+    moment = random.Random(options.seed)
+    flags = ["--train-iters", str(options.iterations), *options.flags.split()]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         scale = 16 if options.gpu else 1
@@ -247,7 +274,7 @@ def main() -> None:
         whole = Job(folder / "whole", folder / "corpus", options.processes, flags, options.gpu)
         finish(whole)
         expected = whole.notes()
-        if len(expected) != ITERATIONS * options.processes:
+        if len(expected) != options.iterations * options.processes:
             raise SystemExit(f"the uninterrupted run noted {len(expected)} iterations")
         flags = ["--wlb-plan-process", "always", *flags]  # the uninterrupted run plans in a thread
         job, killed = Job(folder / "killed", folder / "corpus", options.processes, flags, options.gpu), 0

@@ -30,7 +30,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from scripts.environment import cpu_environment, free_port
 
@@ -62,9 +62,6 @@ def run(
     The exit status is that of the first rank that failed (negative: the signal that ended it), whereupon all are
     killed; else 0. After `timeout` seconds all are killed; TimeoutExpired.
     """
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    job = {"target": target, "arguments": arguments, "processes": processes}
-    job["environment"] = {**environment, **place}
     told: dict[str, bytes] = {"stdout": b"", "stderr": b"", "status": b""}
     until = time.monotonic() + timeout
     with contextlib.ExitStack() as opened, selectors.DefaultSelector() as waiting:
@@ -73,7 +70,7 @@ def run(
             own, other = (opened.enter_context(end) for end in socket.socketpair())
             theirs.append(other)
             waiting.register(own, selectors.EVENT_READ, name)
-        socket.send_fds(_server(), [json.dumps(job).encode()], [end.fileno() for end in theirs])
+        _ask(target, arguments, processes, environment, [end.fileno() for end in theirs])
         for end in theirs:
             end.close()
         while waiting.get_map():  # until what the ranks started has ended, too: it holds their output
@@ -93,6 +90,39 @@ def run(
     return subprocess.CompletedProcess([*target, *arguments], int(status), output, errors)
 
 
+class Job:
+    """A job that runs beside its caller, its ranks' output in `log`, until it ends or is killed."""
+
+    def __init__(
+        self,
+        target: list[str],
+        arguments: list[str],
+        processes: int,
+        environment: dict[str, str],
+        log: BinaryIO,
+    ) -> None:
+        """As run()."""
+        self._status, other = socket.socketpair()
+        with other:
+            _ask(target, arguments, processes, environment, [log.fileno(), log.fileno(), other.fileno()])
+        self._told: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit status, as run() gives it; None while ranks run."""
+        if self._told is None and select.select([self._status], [], [], 0)[0]:
+            self._told = int(self._status.recv(16))
+            self._status.shutdown(socket.SHUT_WR)
+            self._status.recv(1)  # nothing, when the leader has ended
+        return self._told
+
+    def kill(self) -> None:
+        """SIGKILL to the ranks and to what they started, if they run. Returns when that is done."""
+        if self._told is None:
+            self._status.shutdown(socket.SHUT_WR)
+            select.select([self._status], [], [])
+            self.poll()
+
+
 def spawn(function: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> None:
     """As torch.multiprocessing.spawn: function(rank, *arguments) on plain processes, without this file's CUDA shim.
 
@@ -104,6 +134,16 @@ def spawn(function: Callable[..., None], arguments: tuple[Any, ...], processes: 
         ["torch.distributed", "megatron.core.parallel_state", "hypothesis"]
     )
     multiprocessing.start_processes(function, arguments, nprocs=processes, start_method="forkserver")
+
+
+def _ask(
+    target: list[str], arguments: list[str], processes: int, environment: dict[str, str], ends: list[int]
+) -> None:
+    """Have the server start a job. ends: files for output and errors, and a socket for the status."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job = {"target": target, "arguments": arguments, "processes": processes}
+    job["environment"] = {**environment, **place}
+    socket.send_fds(_server(), [json.dumps(job).encode()], ends)
 
 
 @functools.cache
@@ -154,18 +194,22 @@ def _serve(jobs: socket.socket) -> tuple[dict[str, Any], int]:
 
 def _read_once() -> None:
     """Keep for all ranks what each would read: sources, from which Megatron's argument groups take their help, and
-    the installed packages, which each process group is looked up in: a third of a second."""
+    the installed packages, which each process group is looked up in: a third of a second. The process that collects
+    what writers of torch_dist checkpoints say is forked from its rank: a fresh one imports torch, which takes 5 s."""
     import argparse
     import ast
     import importlib.metadata
     import inspect
 
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import arguments
 
     for owner, name in ((inspect, "getsource"), (ast, "parse"), (importlib.metadata, "entry_points")):
         setattr(owner, name, functools.cache(getattr(owner, name)))
     arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     importlib.metadata.entry_points(group="torch.distributed.backends")
+    queue = filesystem_async.get_write_results_queue
+    filesystem_async.get_write_results_queue = functools.partial(queue, mp_mode="fork")
 
 
 def _lead(job: dict[str, Any], output: int, errors: int, status: int) -> int:
