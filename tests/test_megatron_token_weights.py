@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_combinations import FSDP2, MOE
 from megatron_runs import flags, train, whole_gradients
 
 pytestmark = pytest.mark.megatron
@@ -14,14 +15,23 @@ pytestmark = pytest.mark.megatron
 WINDOWS = 4
 
 
-def test_gradients_are_sums_over_tokens_divided_by_the_windows_tokens(corpus: Path, tmp_path: Path) -> None:
-    """On two data-parallel ranks, against one process whose gradients are means over the step's predictions."""
+@pytest.mark.parametrize(
+    ("model", "parallel"), [("", FSDP2), (f"{MOE} --moe-z-loss-coeff 0.01 --mtp-num-layers 1", "")]
+)
+def test_gradients_are_sums_over_tokens_divided_by_the_windows_tokens(
+    corpus: Path, tmp_path: Path, model: str, parallel: str
+) -> None:
+    """On two data-parallel ranks, against one process whose gradients are means over the step's predictions.
+
+    Losses of routers and of multi-token prediction keep their share of the gradient.
+    """
     log = tmp_path / "log.jsonl"
     arguments = [*flags(), "--global-batch-size", str(WINDOWS), "--split", "1,0,0", "--train-iters", "1"]
-    arguments += ["--data-path", str(corpus), "--wlb-log", str(log)]
+    arguments += ["--data-path", str(corpus), "--wlb-log", str(log), *model.split()]
     mean = whole_gradients(train(arguments, 1, tmp_path / "step"))
     (row,) = map(json.loads, log.read_text().splitlines())
-    equal = whole_gradients(train([*arguments, "--wlb-token-weights", "equal"], 2, tmp_path / "equal"))
+    weights = ["--wlb-token-weights", "equal", *parallel.split()]
+    equal = whole_gradients(train([*arguments, *weights], 2, tmp_path / "equal"))
     window = int(arguments[arguments.index("--seq-length") + 1])
     predictions = row["tokens"] - row["documents"]  # the last token of each whole document predicts nothing
     assert predictions != WINDOWS * window

@@ -22,13 +22,19 @@ def divided_losses(config: Any, tokens: int) -> Iterator[None]:
     config: the model's, which holds Megatron's functions for the loss scale and for reducing gradients. The losses of
     routers and of multi-token prediction take their scale from it, too.
     """
+    import torch
+    from megatron.core import parallel_state
+
     scale, finalize = config.grad_scale_func, config.finalize_model_grads_func
 
     def scale_divided(loss: Any) -> Any:
         return (loss if scale is None else scale(loss)) / tokens
 
-    def finalize_undivided(model: Any, num_tokens: Any = None, *rest: Any, **more: Any) -> Any:
-        return finalize(model, None, *rest, **more)
+    def finalize_undivided(model: Any, num_tokens: Any, *rest: Any, **more: Any) -> Any:
+        # One token over all ranks. Without a number Megatron would not scale at all, and FSDP2's gradients, which are
+        # averages over ranks, would not become sums (torch_fsdp.py).
+        first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        return finalize(model, torch.full_like(num_tokens, int(first)), *rest, **more)
 
     config.grad_scale_func, config.finalize_model_grads_func = scale_divided, finalize_undivided
     try:
