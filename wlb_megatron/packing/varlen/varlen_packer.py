@@ -117,6 +117,11 @@ class VarlenPacker:
         return self._limits.capacity
 
     @property
+    def longest_delay(self) -> int:
+        """Iterations that a document may wait in a queue; 0 where none does."""
+        return self._limits.max_delay if self.thresholds else 0
+
+    @property
     def thresholds(self) -> tuple[int, ...]:
         return self._queues.thresholds
 

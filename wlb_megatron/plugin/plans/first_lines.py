@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from wlb_megatron.attention.kernels.kernel_choice import NAMES
+from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans.source import Source
@@ -21,12 +22,24 @@ def first_lines(job: TrainingJob, source: Source, backend: str) -> Iterator[str]
         f"attention costs as much as the rest at {source.config.quadratic_at:.0f} tokens"
     )
     yield from source.messages
+    packer = source.planner.packer
+    if job.trains and isinstance(packer, VarlenPacker) and packer.longest_delay:
+        yield from _of_delay(packer, source.config.token_weights)
     if job.profile is not None:
         yield _of_profile(job.profile, job)
     elif kernels_of(job)[0] == "fa4" and backend != "fa4":
         yield (
             "planning with cuDNN's kernel times: FlashAttention-4's are not built in; wlb-megatron profile measures "
             "them"
+        )
+
+
+def _of_delay(packer: VarlenPacker, token_weights: str) -> Iterator[str]:
+    """What waiting does to a token's weight, unless it weighs the same in every step."""
+    if token_weights == "step":
+        yield (
+            f"documents of {packer.thresholds[0]:,} tokens or more may wait {packer.longest_delay} iterations. They "
+            "train in fuller steps, where a token weighs less in the gradient: --wlb-token-weights equal undoes that"
         )
 
 
