@@ -102,18 +102,18 @@ def patches_of(version: str) -> list[Path]:
     root = next(
         (folder for folder in (PACKAGE / "patches", PACKAGE.parent / "patches") if folder.is_dir()), None
     )
-    found = sorted(root.glob("*.patch")) if root else []
-    if not found:
+    paths = sorted(root.glob("*.patch")) if root else []
+    if not paths:
         raise WlbError(
             "this installation has no patches; install it again, or start with -m wlb_megatron.launch"
         )
-    oldest = tried_on(found[0])[0]
+    oldest = tried_on(paths[0])[0]
     if _numbers(version)[:2] < _numbers(oldest)[:2]:
         raise WlbError(
             f"no patches for megatron-core {version}, which is older than {oldest}: check out core_r0.16.0 or a "
             "later branch"
         )
-    return found
+    return paths
 
 
 def tried_on(patch: Path) -> list[str]:

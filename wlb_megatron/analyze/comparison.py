@@ -207,13 +207,13 @@ def _gains(config: WlbConfig, job: Job, runs: _Runs, before: Run) -> tuple[Gain,
             float(run.timed.steps.max() / before.timed.steps.max()),
         )
 
-    asked = [(part.name, part.alone, part.together) for part in parts(config, job)]
-    found = []
-    for one in (*asked, *((name, None, other) for name, other in others(config))):
+    in_order = [(part.name, part.alone, part.together) for part in parts(config, job)]
+    gains = []
+    for setting in (*in_order, *((name, None, other) for name, other in others(config))):
         # Whole documents may not fit a memory that chunks fit; what is asked for has been planned before this.
         with suppress(WlbError):
-            found.append(gain(*one))
-    return tuple(found)
+            gains.append(gain(*setting))
+    return tuple(gains)
 
 
 def _work_per_token(run: Run) -> float:

@@ -23,9 +23,9 @@ def parts(config: WlbConfig, job: Job) -> list[Part]:
     plain = arrival_order(config)
     sharding = "adaptive" if config.sharding == "per-sequence" else config.sharding
     layout = job.model.layout
-    found = []
+    settings = []
     if layout.cp > 1:
-        found.append(("sharding of each document", replace(plain, sharding=sharding)))
+        settings.append(("sharding of each document", replace(plain, sharding=sharding)))
     if config.packing == "varlen":
         base = replace(plain, packing="varlen")
         if layout.pp == 1:  # one micro-batch a window, no chunks: nothing that needs a flag
@@ -34,25 +34,27 @@ def parts(config: WlbConfig, job: Job) -> list[Part]:
             )
         whole = replace(base, max_delay=0, thresholds="none")
         many = config.micro_batches_per_window
-        found.append(("packing of whole documents", whole))
+        settings.append(("packing of whole documents", whole))
         if config.max_delay != 0 and config.thresholds != "none":
-            found.append(("delay of long documents", base))
+            settings.append(("delay of long documents", base))
         if layout.pp > 1 and many != "1" and config.release == "balance":
-            found.append(("number of micro-batches", replace(whole, micro_batches_per_window=many)))
+            settings.append(("number of micro-batches", replace(whole, micro_batches_per_window=many)))
             if config.chunks != "off" and not job.no_chunks(config):
                 chunks = replace(base, micro_batches_per_window=many, chunks="on", overlong=config.overlong)
                 # With chunks nothing waits, and flags that say how long are refused.
                 chunks = replace(chunks, max_delay=None, thresholds="auto")
-                found.append(("long documents in chunks", chunks))
+                settings.append(("long documents in chunks", chunks))
     else:
-        found.append(("packing in fixed windows", replace(config, sharding="per-sequence")))
-    made: list[Part] = []
-    for name, alone in found:
+        settings.append(("packing in fixed windows", replace(config, sharding="per-sequence")))
+    parts_kept: list[Part] = []
+    for name, alone in settings:
         both = alone
-        if name == "number of micro-batches" and "delay of long documents" in [part.name for part in made]:
+        if name == "number of micro-batches" and "delay of long documents" in [
+            part.name for part in parts_kept
+        ]:
             both = replace(alone, max_delay=config.max_delay, thresholds=config.thresholds)
-        made.append(Part(name, alone, replace(both, sharding=sharding)))
-    return made
+        parts_kept.append(Part(name, alone, replace(both, sharding=sharding)))
+    return parts_kept
 
 
 def others(config: WlbConfig) -> list[tuple[str, WlbConfig]]:

@@ -228,8 +228,8 @@ def wlb_core_attention(base: Any) -> type:
         raise WlbError(
             f"core_attention of the layer spec is {base!r}, not a module class: use a GPT layer spec"
         )
-    found: Any = cls
-    return found if issubclass(found, WlbCoreAttention) else _subclass(found)
+    module: Any = cls
+    return module if issubclass(module, WlbCoreAttention) else _subclass(module)
 
 
 def _kernels(cls: type, asked: str, deterministic: bool, layer: Layer) -> tuple[str, Kernels]:

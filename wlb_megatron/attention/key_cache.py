@@ -87,14 +87,14 @@ class KeyCache:
 
     def gradients(self, use: DeviceCache) -> list[Tensor]:
         """The tensors in which the gradients of each of the takes are summed, in fp32 at least."""
-        found = []
+        gradients = []
         for take in use.takes:
             entry = self._entry(take, use)
             if entry.grad is None:
                 wide = torch.promote_types(entry.kv.dtype, torch.float32)
                 entry.grad = torch.zeros_like(entry.kv, dtype=wide)
-            found.append(entry.grad)
-        return found
+            gradients.append(entry.grad)
+        return gradients
 
     def finish(self, use: DeviceCache, dkv: Tensor) -> None:
         """Ends a backward: adds to dkv what came back for the keys that were kept, and drops them.
@@ -119,10 +119,10 @@ class KeyCache:
         self._recorded.pop(use.micro_batch, None)
 
     def _entry(self, take: Taken, use: DeviceCache) -> _Entry:
-        found = self._entries.get((take.micro_batch, take.piece))
-        if found is None:
+        entry = self._entries.get((take.micro_batch, take.piece))
+        if entry is None:
             raise RuntimeError(
                 f"micro-batch {use.micro_batch} sees keys of micro-batch {take.micro_batch}, of which the layer keeps "
                 "none: all micro-batches that share a document belong to one step, in order"
             )
-        return found
+        return entry

@@ -115,9 +115,9 @@ def rank_error(device: str, size: int, meeting: str, rank: int) -> float:
         layout = device_layout(attention_layout(plan, rank), device)
         query, key, value = mine
         out = sharded_attention(query, key, value, layout, None, kernels, SCALE)
-        found = (out, *torch.autograd.grad(out, mine, dout[rows].to(device, dtype)))
-        for got, right in zip(found, exact, strict=True):
-            error = (got.detach().cpu().double() - right[rows]).abs().max() / right.abs().max()
+        results = (out, *torch.autograd.grad(out, mine, dout[rows].to(device, dtype)))
+        for result, expected in zip(results, exact, strict=True):
+            error = (result.detach().cpu().double() - expected[rows]).abs().max() / expected.abs().max()
             worst = max(worst, float(error))
     dist.destroy_process_group()
     return worst

@@ -52,17 +52,17 @@ def run_doctor(args: argparse.Namespace) -> None:
     ]
     if not args.no_self_test:
         checks += [untried_step, self_test]
-    found = []
+    results = []
     for check in checks:
         for finding in examine(check):
-            found.append(finding)
+            results.append(finding)
             if args.json:
                 continue
             cure = f"\n      {finding.cure}" if finding.cure else ""
             print(f"{finding.verdict:4}  {finding.what}: {finding.found}{cure}", flush=True)
     if args.json:
-        print(json.dumps([asdict(finding) for finding in found], indent=1))
-    wrong = [finding.what for finding in found if finding.verdict == FIX]
+        print(json.dumps([asdict(finding) for finding in results], indent=1))
+    wrong = [finding.what for finding in results if finding.verdict == FIX]
     if wrong:
         raise WlbError(f"training cannot start here yet; to fix: {', '.join(wrong)}")
     if args.json:

@@ -88,10 +88,10 @@ def transformer_engine() -> Iterator[Finding]:
     from wlb_megatron.plugin.trials.versions import check_transformer_engine, untried_transformer_engine
 
     gpus = findings.gpus()
-    found = findings.version("transformer-engine")
-    if found is None and importlib.util.find_spec("transformer_engine") is not None:
-        found = "here, of unknown version"
-    if found is None:
+    version = findings.version("transformer-engine")
+    if version is None and importlib.util.find_spec("transformer_engine") is not None:
+        version = "here, of unknown version"
+    if version is None:
         cure = 'pip install "transformer-engine[pytorch]"' if gpus else "needed on GPUs only"
         yield Finding("Transformer Engine", "missing", FIX if gpus else NOTE, cure)
     else:
@@ -99,13 +99,13 @@ def transformer_engine() -> Iterator[Finding]:
         untried = untried_transformer_engine("transformer_engine") is not None
         yield Finding(
             "Transformer Engine",
-            found,
+            version,
             NOTE if untried else OK,
             "not tried with the plugin: its attention is checked here if there is a GPU, and when a job starts"
             if untried
             else "",
         )
-    fused = found is not None and gpus
+    fused = version is not None and gpus
     yield Finding(
         "attention with --transformer-impl transformer_engine",
         _kernels() if fused else "cannot run here",
@@ -132,9 +132,9 @@ STOCK_FA4 = (
 
 def flash_attention() -> Iterator[Finding]:
     """FlashAttention-4, which is optional, and whether its versions are the tested ones."""
-    found, lacks = findings.version("flash-attn-4"), not_installed()
-    if found is not None:
-        yield Finding("FlashAttention-4", found, OK if lacks is None else NOTE, lacks or "")
+    version, lacks = findings.version("flash-attn-4"), not_installed()
+    if version is not None:
+        yield Finding("FlashAttention-4", version, OK if lacks is None else NOTE, lacks or "")
         if findings.version("transformer-engine") is not None:
             yield Finding("FlashAttention-4 in runs without the plugin", "do not use it", NOTE, STOCK_FA4)
         return

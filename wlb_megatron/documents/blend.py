@@ -95,11 +95,11 @@ class Blend:
         if len(documents) and not 0 <= documents.min() <= documents.max() < self.first_ids[-1]:
             raise IndexError(f"documents {documents.min()} to {documents.max()} of {self.first_ids[-1]}")
         owner = np.searchsorted(self.first_ids, documents, side="right") - 1
-        found = np.empty(len(documents), dtype=np.int64)
+        lengths = np.empty(len(documents), dtype=np.int64)
         for corpus in np.unique(owner).tolist():
             mine = owner == corpus
-            found[mine] = self.readers[corpus].index.lengths[documents[mine] - self.first_ids[corpus]]
-        return found
+            lengths[mine] = self.readers[corpus].index.lengths[documents[mine] - self.first_ids[corpus]]
+        return lengths
 
     def name(self, document: int) -> str:
         """Corpus and number of a document by its id, for messages. IndexError if there is none."""

@@ -66,10 +66,10 @@ def permuted(places: IntArray, count: int, keys: npt.NDArray[np.uint64], *, back
     """
     bits = max(2, (count - 1).bit_length())
     network = _network_back if back else _network
-    found = network(places.astype(np.uint64), bits, keys)
-    while len(beyond := np.flatnonzero(found >= count)):
-        found[beyond] = network(found[beyond], bits, keys)
-    return found.astype(np.int64)
+    images = network(places.astype(np.uint64), bits, keys)
+    while len(beyond := np.flatnonzero(images >= count)):
+        images[beyond] = network(images[beyond], bits, keys)
+    return images.astype(np.int64)
 
 
 def _network(

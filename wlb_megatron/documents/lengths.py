@@ -50,8 +50,8 @@ def sample_lengths(lengths: Lengths, window: int, overlong: str, most: int = 655
     """
     generator = np.random.default_rng(_SEED)
     drawn = lengths[generator.choice(len(lengths), min(most, len(lengths)), replace=False)]
-    found = (pieces_of(block, window, overlong) for block in chain((drawn,), blocks(lengths)))
-    pieces = next((some for some in found if len(some)), np.empty(0, dtype=np.int64))
+    candidates = (pieces_of(block, window, overlong) for block in chain((drawn,), blocks(lengths)))
+    pieces = next((tokens for tokens in candidates if len(tokens)), np.empty(0, dtype=np.int64))
     return list(map(int, generator.permutation(pieces)[:most]))
 
 

@@ -224,10 +224,10 @@ def _fingerprint(corpora: Sequence[Corpus], rules: Rules) -> dict[str, Any]:
 
 def _sha256(lengths: Lengths) -> str:
     """Hash of the lengths as little-endian int64."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for block in blocks(lengths):
-        found.update(block.astype("<i8", copy=False).data)
-    return found.hexdigest()
+        digest.update(block.astype("<i8", copy=False).data)
+    return digest.hexdigest()
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:

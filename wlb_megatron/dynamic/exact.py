@@ -29,27 +29,27 @@ def place_exactly(
     stage, counts = problem.stage, [len(members) for members in buckets.members]
     longest = [problem.tokens[members[0]] for members in buckets.members]
     model = cp_model.CpModel()
-    held: list[list[dict[int, cp_model.IntVar]]] = []
+    placed: list[list[dict[int, cp_model.IntVar]]] = []
     steps: list[list[cp_model.IntVar]] = []
-    given = _counts(hint, buckets) if hint is not None else None
+    hinted = _counts(hint, buckets) if hint is not None else None
     for level, size in enumerate(stage.sizes):
         blocks = range(stage.ranks // size)
         fitting = [k for k, most_tokens in enumerate(longest) if most_tokens <= stage.tokens[level]]
-        held.append([{k: model.new_int_var(0, counts[k], "") for k in fitting} for _ in blocks])
+        placed.append([{k: model.new_int_var(0, counts[k], "") for k in fitting} for _ in blocks])
         steps.append([model.new_int_var(0, most, "") for _ in blocks])
         for block in blocks:
-            row, opened = held[level][block], steps[level][block]
+            row, opened = placed[level][block], steps[level][block]
             tokens = sum(int(buckets.tokens[k]) * variable for k, variable in row.items())
             model.add(tokens <= stage.tokens[level] * opened)
             big = [row[k] for k in fitting if 2 * buckets.tokens[k] > stage.tokens[level]]
             if big:  # no two of them share a micro-step
                 model.add(sum(big) <= opened)
-            if given is not None and hint is not None:
+            if hinted is not None and hint is not None:
                 model.add_hint(opened, len(hint.bins[level][block]))
                 for k, variable in row.items():
-                    model.add_hint(variable, given[level][block].get(k, 0))
+                    model.add_hint(variable, hinted[level][block].get(k, 0))
     for k, count in enumerate(counts):
-        model.add(sum(row[k] for blocks in held for row in blocks if k in row) == count)
+        model.add(sum(row[k] for blocks in placed for row in blocks if k in row) == count)
     unit = [
         [sum(prices[d] for d in members) // len(members) // _UNIT for members in buckets.members]
         for prices in problem.prices
@@ -59,7 +59,7 @@ def place_exactly(
         path = [(level, rank // size) for level, size in enumerate(stage.sizes)]
         model.add(sum(steps[level][block] for level, block in path) <= most)
         load = sum(
-            sum(unit[level][k] * variable for k, variable in held[level][block].items())
+            sum(unit[level][k] * variable for k, variable in placed[level][block].items())
             + -(-problem.opening[level] // _UNIT) * steps[level][block]
             for level, block in path
         )
@@ -72,8 +72,8 @@ def place_exactly(
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
-    found = [[{k: solver.value(v) for k, v in row.items()} for row in blocks] for blocks in held]
-    return _deal(problem, buckets, most, found)
+    solution = [[{k: solver.value(v) for k, v in row.items()} for row in blocks] for blocks in placed]
+    return _deal(problem, buckets, most, solution)
 
 
 def _counts(placement: Placement, buckets: Buckets) -> list[list[dict[int, int]]]:
@@ -91,15 +91,15 @@ def _counts(placement: Placement, buckets: Buckets) -> list[list[dict[int, int]]
 
 
 def _deal(
-    problem: Problem, buckets: Buckets, most: int, found: list[list[dict[int, int]]]
+    problem: Problem, buckets: Buckets, most: int, solution: list[list[dict[int, int]]]
 ) -> Placement | None:
     """Documents to blocks by these counts, longest buckets first; of a bucket the longest to the least loaded."""
     placement = Placement(problem, most)
     for k in reversed(range(len(buckets.members))):
         places = [
             (level, block)
-            for level in reversed(range(len(found)))
-            for block, row in enumerate(found[level])
+            for level in reversed(range(len(solution)))
+            for block, row in enumerate(solution[level])
             for _ in range(row.get(k, 0))
         ]
         loads = [int(placement.load[placement.ranks(*place)].max()) for place in places]

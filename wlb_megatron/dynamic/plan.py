@@ -32,11 +32,11 @@ class StepPlan:
 
     def of_rank(self, rank: int) -> list[Group]:
         """Of every micro-step the rank's group; one of the rank alone, without documents, where it has none."""
-        found = []
+        groups_of_rank = []
         for groups in self.micro_steps:
-            mine = [group for group in groups if group.start <= rank < group.start + group.size]
-            found.append(mine[0] if mine else Group(rank, 1, ()))
-        return found
+            own = [group for group in groups if group.start <= rank < group.start + group.size]
+            groups_of_rank.append(own[0] if own else Group(rank, 1, ()))
+        return groups_of_rank
 
     def encode(self) -> IntArray:
         """int64[n]: ranks, micro-steps, then of each group micro-step, start, size, documents and their count."""

@@ -113,10 +113,10 @@ def _place(problem: Problem, seconds: float, threads: int, until: float) -> tupl
 def place_all_greedily(problem: Problem, until: float = math.inf) -> dict[int, Placement]:
     """The best greedy placement of each number of micro-steps (the most allowed) at which one was found; one, if that
     takes until then (of time.monotonic)."""
-    found: dict[int, Placement] = {}
+    placements: dict[int, Placement] = {}
     most = problem.least_steps()
     shares: tuple[float, ...] = SHARES
-    while len(found) < MORE_STEPS and not (found and time.monotonic() > until):
+    while len(placements) < MORE_STEPS and not (placements and time.monotonic() > until):
         fitting = []
         for share in shares:
             placement = place_greedily(problem, most, share)
@@ -131,12 +131,12 @@ def place_all_greedily(problem: Problem, until: float = math.inf) -> dict[int, P
             continue
         fitting.sort(key=lambda item: item[:2])
         best = fitting[0][2]
-        found[most - 1] = best
+        placements[most - 1] = best
         if int(best.steps.max()) < most - 1 or best.time() <= CLOSE * problem.bound:
             break  # more micro-steps than it uses change nothing
         if len(fitting) == len(shares):  # none for lack of room: what served best serves for one more
             shares = tuple(share for _, share, _ in fitting[:2])
-    return found
+    return placements
 
 
 def _place_by_solver(

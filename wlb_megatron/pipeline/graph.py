@@ -60,11 +60,11 @@ def _free_graph(orders: list[list[Step]], chunks: int) -> tuple[Node, ...]:
                 source, travels = _source(stage, order[-1], len(orders), chunks)
                 if source is not None and source not in made:
                     break
-                found = () if source is None else (made[source],)
+                feeding = () if source is None else (made[source],)
                 step = order.pop()
                 made[stage, step] = len(nodes)
                 nodes.append(
-                    Node(stage, step, last[stage] + (() if travels else found), found if travels else ())
+                    Node(stage, step, last[stage] + (() if travels else feeding), feeding if travels else ())
                 )
                 last[stage] = (len(nodes) - 1,)
         assert len(nodes) > before, "a schedule waits for itself"

@@ -114,12 +114,12 @@ class StepLaw:
         """
         factors = FACTORS if per_window is None and (always or self.pp > 1) else (per_window or 1,)
         group = self.group if self.vpp > 1 else 1
-        found = []
+        counts = []
         for factor in factors:
             # Fractions: 1.1 * 10 is 11, not 11.000000000000002 rounded up.
             count = -(-Fraction(str(factor)) * windows // 1)
-            found.append(int(-(-count // group) * group))
-        return sorted(set(found))
+            counts.append(int(-(-count // group) * group))
+        return sorted(set(counts))
 
 
 FACTORS = (1, 1.5, 2, 3, 4, 6, 8)

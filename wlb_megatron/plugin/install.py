@@ -27,10 +27,10 @@ def rows() -> tuple[Hook, ...]:
     """The rows of HOOKS that are for the Megatron that is here."""
     major, minor = (int(part) for part in megatron_version().split(".")[:2])
     here = (major, minor)
-    found = (
+    fitting = (
         hook for hook in hooks.HOOKS if hook.since <= here and (hook.before is None or here < hook.before)
     )
-    return tuple(hook for hook in found if not hook.optional or _fits(hook))
+    return tuple(hook for hook in fitting if not hook.optional or _fits(hook))
 
 
 def _fits(hook: Hook) -> bool:
@@ -43,9 +43,9 @@ def _fits(hook: Hook) -> bool:
 
 def install() -> None:
     """Replace every symbol of HOOKS; nothing is replaced unless all can be. Safe to call again."""
-    found = [(hook, *locate(hook)) for hook in rows()]
-    aliases = _aliases([_function(getattr(owner, name)) for _, owner, name in found])
-    for hook, owner, name in found:
+    located = [(hook, *locate(hook)) for hook in rows()]
+    aliases = _aliases([_function(getattr(owner, name)) for _, owner, name in located])
+    for hook, owner, name in located:
         symbol = getattr(owner, name)
         original = _function(symbol)
         if hasattr(original, ORIGINAL):
@@ -59,11 +59,11 @@ def install() -> None:
 
 def describe() -> str:
     """The table of replaced symbols, for `python -m wlb_megatron.launch --describe`."""
-    found = rows()
-    lines = [f"megatron-core {megatron_version()}: {len(found)} symbols are replaced"]
-    symbols = [getattr(*locate(hook)) for hook in found]
+    replaced = rows()
+    lines = [f"megatron-core {megatron_version()}: {len(replaced)} symbols are replaced"]
+    symbols = [getattr(*locate(hook)) for hook in replaced]
     aliases = _aliases(symbols)
-    for hook, symbol in zip(found, symbols, strict=True):
+    for hook, symbol in zip(replaced, symbols, strict=True):
         names = [f"{module.__name__}:{alias}" for module, alias in aliases[id(symbol)]]
         lines += [" = ".join(dict.fromkeys([hook.place, *names])), f"    {hook.why}"]
     return "\n".join(lines)
@@ -89,13 +89,13 @@ def _function(symbol: Any) -> Any:
 
 def _aliases(originals: list[Any]) -> dict[int, list[tuple[Any, str]]]:
     """By id of each object: where loaded modules of Megatron's, or the running script, hold it by name."""
-    found: dict[int, list[tuple[Any, str]]] = {id(original): [] for original in originals}
+    aliases: dict[int, list[tuple[Any, str]]] = {id(original): [] for original in originals}
     for name, module in sorted(sys.modules.items()):
         if name == "__main__" or name.startswith("megatron."):
             for alias, value in sorted(vars(module).items()):
-                if id(value) in found:
-                    found[id(value)].append((module, alias))
-    return found
+                if id(value) in aliases:
+                    aliases[id(value)].append((module, alias))
+    return aliases
 
 
 def _locate(place: str) -> tuple[Any, str]:

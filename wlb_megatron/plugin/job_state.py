@@ -19,10 +19,10 @@ class JobState:
         self._parts: dict[type, Any] = {}
 
     def part(self, kind: type[Part]) -> Part:
-        found = self._parts.get(kind)
-        if found is None:
-            found = self._parts.setdefault(kind, kind())
-        return found
+        state = self._parts.get(kind)
+        if state is None:
+            state = self._parts.setdefault(kind, kind())
+        return state
 
 
 _state = JobState()

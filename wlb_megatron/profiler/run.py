@@ -177,17 +177,17 @@ def _settings(model: ProfiledModel, grid: str, backend: str, device: torch.devic
 def _versions(backend: str) -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"wlb_megatron": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    versions = {"wlb_megatron": __version__, "python": platform.python_version(), "torch": torch.__version__}
     fa4 = kernel_choice.TRIED if backend == "fa4" else ()
     for package in ("transformer_engine", "megatron-core", *fa4):
         try:
-            found[package] = version(package) if backend != "torch" else ""
+            versions[package] = version(package) if backend != "torch" else ""
         except PackageNotFoundError:
-            found[package] = "unknown"
+            versions[package] = "unknown"
     if backend != "torch":
-        found |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return {name: value for name, value in found.items() if value}
+        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {name: value for name, value in versions.items() if value}
 
 
 def _read_partial(path: Path, settings: dict[str, Any], say: Say) -> dict[str, dict[str, Any]]:

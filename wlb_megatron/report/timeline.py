@@ -120,8 +120,8 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
 
 def _colors(plan: Drawn) -> dict[int, int]:
     """Of each document in chunks, in order, which of ten hues it has; neighbors differ."""
-    found = [document for document in dict.fromkeys(plan.documents) if document >= 0]
-    return {document: at % 10 for at, document in enumerate(found)}
+    documents = [document for document in dict.fromkeys(plan.documents) if document >= 0]
+    return {document: at % 10 for at, document in enumerate(documents)}
 
 
 def _legend(plan: Drawn) -> list[str]:

@@ -53,8 +53,8 @@ def chrome_trace(
 
 def _letters(documents: Sequence[int]) -> dict[int, str]:
     """A letter for each document in chunks, in order: A, B, .. Z, AA, AB, .. Viewers leave digits out of colors."""
-    found = [document for document in dict.fromkeys(documents) if document >= 0]
-    return {document: _letter(at) for at, document in enumerate(found)}
+    in_chunks = [document for document in dict.fromkeys(documents) if document >= 0]
+    return {document: _letter(at) for at, document in enumerate(in_chunks)}
 
 
 def _letter(at: int) -> str:
@@ -67,7 +67,7 @@ def _document(documents: Sequence[int], micro_batch: int) -> dict[str, int]:
 
 
 def _label(documents: Sequence[int], micro_batch: int, letters: dict[int, str]) -> str:
-    return "".join(f" ({letters[found]})" for found in _document(documents, micro_batch).values())
+    return "".join(f" ({letters[document]})" for document in _document(documents, micro_batch).values())
 
 
 def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:

@@ -38,14 +38,14 @@ def links_of(micro_batches: Sequence[Sequence[Piece]]) -> tuple[Link, ...]:
         for at, piece in enumerate(pieces):
             if not piece.prefix:
                 continue
-            found = ends.pop((piece.epoch, piece.document, piece.start), None)
-            before = None if found is None else micro_batches[found[0]][found[1]]
-            if found is None or before is None or before.prefix + before.tokens != piece.prefix:
+            end = ends.pop((piece.epoch, piece.document, piece.start), None)
+            before = None if end is None else micro_batches[end[0]][end[1]]
+            if end is None or before is None or before.prefix + before.tokens != piece.prefix:
                 raise ValueError(
                     f"micro-batch {index}: tokens [{piece.start}, {piece.end}) of document {piece.document} attend to "
                     f"{piece.prefix} before them, which earlier micro-batches of the rank do not hold as one prefix"
                 )
-            links.append(Link(index, at, *found))
+            links.append(Link(index, at, *end))
         # After the loop above, because no piece continues inside its own micro-batch.
         ends |= {(piece.epoch, piece.document, piece.end): (index, at) for at, piece in enumerate(pieces)}
     return tuple(links)

@@ -72,13 +72,16 @@ def orders_of(plans: Sequence[IterationPlan], *, in_step: bool = False) -> list[
 
     in_step: all ranks run the same order (packing.chunks.chunk_limits).
     """
-    found: list[list[tuple[int, ...] | None]] = []
+    orders: list[list[tuple[int, ...] | None]] = []
     for plan in plans:
-        sizes = [groups([one.pieces for one in column]) for column in zip(*plan.micro_batches, strict=True)]
+        sizes = [
+            groups([column_sizes.pieces for column_sizes in column])
+            for column in zip(*plan.micro_batches, strict=True)
+        ]
         if in_step:
             sizes = [joined_groups(sizes)] * len(sizes)
-        found.append([one if max(one) > 1 else None for one in sizes])
-    return found
+        orders.append([column_sizes if max(column_sizes) > 1 else None for column_sizes in sizes])
+    return orders
 
 
 def _tokens(pieces: Sequence[Piece]) -> npt.NDArray[np.int64]:

@@ -27,11 +27,11 @@ def predict(plan: ShardPlan, table: KernelTable) -> IntArray:
 
 def predict_all(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
     """int64[plans, cp]: the predictions of plans of one CP size, in nanoseconds, in one pass. See `predict`."""
-    found = in_two_calls(plans, table)
+    times = in_two_calls(plans, table)
     one_call = [at for at, plan in enumerate(plans) if plan.one_call]
     if one_call:
-        found[one_call] = in_one_call([plans[at] for at in one_call], table)
-    return found
+        times[one_call] = in_one_call([plans[at] for at in one_call], table)
+    return times
 
 
 def in_two_calls(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
@@ -136,9 +136,9 @@ def _cached(plans: Sequence[ShardPlan], rank: IntArray, piece: IntArray) -> IntA
 
     rank: the segment's, counted through all plans.
     """
-    found = np.zeros_like(rank)
+    none = np.zeros_like(rank)
     if all(plan.chunks is None for plan in plans):
-        return found
+        return none
     width = max(len(plan.lengths) for plan in plans)
     held = np.zeros(sum(plan.cp_size for plan in plans) * width, dtype=np.int64)
     first = 0

@@ -50,13 +50,13 @@ def shard_all(
     if not links:
         return _fastest(choices, table or h100())
     # Only once earlier micro-batches are cut is it known which rank holds a prefix's keys.
-    holders, found = Holders(links), []
+    holders, chosen = Holders(links), []
     for index, first in enumerate(pieces.first[:-1].tolist()):
         chunks = holders.chunks(index, pieces.prefixes[first : pieces.first[index + 1]], cp_size)
-        mine = {name: [replace(plans[index], chunks=chunks)] for name, plans in choices.items()}
-        found += _fastest(mine, table or h100())
-        holders.settled(index, found[-1])
-    return found
+        of_micro_batch = {name: [replace(plans[index], chunks=chunks)] for name, plans in choices.items()}
+        chosen += _fastest(of_micro_batch, table or h100())
+        holders.settled(index, chosen[-1])
+    return chosen
 
 
 def _choices(pieces: PieceList, cp_size: int, kind: str, table: KernelTable) -> dict[str, list[ShardPlan]]:

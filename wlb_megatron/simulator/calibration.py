@@ -23,13 +23,13 @@ def calibrated(given: Assumptions, profile: Profile) -> Assumptions:
     widths = given.activation_passes * model.hidden + given.ffn_passes * model.ffn
     elements = 3 * 2 * widths / model.tp / given.memory_rate * 1e9
     products = sum(costs.layer.slope()) - elements
-    found = given
+    adjusted = given
     if products > 0:
-        found = replace(found, matmul_rate=3 * 2 * model.layer_parameters / products * 1e9)
-    found = with_links(found, costs)
+        adjusted = replace(adjusted, matmul_rate=3 * 2 * model.layer_parameters / products * 1e9)
+    adjusted = with_links(adjusted, costs)
     users = {f.name: getattr(given, f.name) for f in fields(given)}
     return replace(
-        found, **{name: value for name, value in users.items() if value != getattr(DEFAULTS, name)}
+        adjusted, **{name: value for name, value in users.items() if value != getattr(DEFAULTS, name)}
     )
 
 

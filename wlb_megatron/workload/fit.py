@@ -69,13 +69,13 @@ def _hosts(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
     one, two = (usual([s for s in shares if bool(s["sizes"]["rectangles"]) == cut]) for cut in (False, True))
     if not any(one):  # all of the profile's shares see earlier keys
         one = two
-    found = {
+    host_times = {
         "host": usual(samples_of(samples, "layer")) + one,
         "host_second": np.maximum(two - one, 0.0),
         "host_embedding": usual(samples_of(samples, "embedding")),
         "host_loss": usual(samples_of(samples, "loss")),
     }
-    return {name: (float(both[0]), float(both[1])) for name, both in found.items()}
+    return {name: (float(both[0]), float(both[1])) for name, both in host_times.items()}
 
 
 def _link(samples: Sequence[Sample], name: str) -> TransferCost | None:

@@ -87,14 +87,14 @@ def pairs_table(
 
 
 def _fill(
-    found: dict[int, dict[int, float]], queries: Sequence[int], ratios: Sequence[float]
+    times: dict[int, dict[int, float]], queries: Sequence[int], ratios: Sequence[float]
 ) -> tuple[tuple[float, ...], ...]:
     """[a][b] times; the rate per pair between measured sizes on straight lines over logarithms of both."""
-    known = sorted(found)
-    keys = sorted({k for row in found.values() for k in row})
+    known = sorted(times)
+    keys = sorted({k for row in times.values() for k in row})
     rates = np.array(
         [
-            np.interp(np.log(keys), np.log(sorted(found[q])), [found[q][k] for k in sorted(found[q])])
+            np.interp(np.log(keys), np.log(sorted(times[q])), [times[q][k] for k in sorted(times[q])])
             for q in known
         ]
     )
@@ -107,13 +107,13 @@ def _fill(
 
 
 def _measured(
-    found: dict[int, dict[float, float]], queries: Sequence[int], ratios: Sequence[float]
+    times: dict[int, dict[float, float]], queries: Sequence[int], ratios: Sequence[float]
 ) -> tuple[tuple[float, ...], ...]:
     """[a][b] times of bottom-right causal calls; the rate per pair between measured ones on straight lines over
     logarithms of keys per query, then of queries."""
-    known = sorted(found)
+    known = sorted(times)
     measured = [
-        np.interp(np.log(ratios), np.log(sorted(found[q])), [found[q][r] for r in sorted(found[q])])
+        np.interp(np.log(ratios), np.log(sorted(times[q])), [times[q][r] for r in sorted(times[q])])
         for q in known
     ]
     columns = [np.interp(np.log(queries), np.log(known), column) for column in np.array(measured).T]

@@ -121,26 +121,26 @@ def foreseen(
     earlier = cp_size > 1 or prefix > 0
     share = -(-tokens // cp_size)
     counts, few = (_ladder(32, sequences_like(most), sequences_like) for most in (sequences, cut))
-    found: list[Warmable] = []
+    graphs: list[Warmable] = []
     if full:
-        found += [(True, None, Bucket(b, t, t)) for b in counts for t in levels(share)]
+        graphs += [(True, None, Bucket(b, t, t)) for b in counts for t in levels(share)]
         if earlier:
             queries = _ladder(4096, padded_queries(2 * share), padded_queries)
             keys = _ladder(16384, padded_keys(tokens + prefix), padded_keys)
-            found += [(False, None, Bucket(b, q, k)) for b in few for q in queries for k in keys]
+            graphs += [(False, None, Bucket(b, q, k)) for b in few for q in queries for k in keys]
             short = levels(min(share, MOST_ROWS)), _ladder(16384, padded_keys(MOST_KEYS), padded_keys)
         if earlier and one_call:
-            found += [(True, None, Bucket(b, t, k)) for b in counts for t in short[0] for k in short[1]]
+            graphs += [(True, None, Bucket(b, t, k)) for b in counts for t in short[0] for k in short[1]]
     if window is not None:
         # A segment attends to its own keys and, if it is cut, at most a window more.
-        found += [(True, window, Bucket(b, t, t)) for b in counts for t in levels(share)]
+        graphs += [(True, window, Bucket(b, t, t)) for b in counts for t in levels(share)]
         if earlier:
             for b in counts:
                 for t in levels(share):
                     most = padded_keys(min(tokens + prefix, t + min(b, cut) * window))
                     keys = _ladder(16384, most, padded_keys)
-                    found += [(True, window, Bucket(b, t, k)) for k in keys if k > t]
-    return found
+                    graphs += [(True, window, Bucket(b, t, k)) for k in keys if k > t]
+    return graphs
 
 
 def by_likelihood(graphs: list[Warmable], rows: int, segments: int) -> list[list[Warmable]]:
@@ -153,10 +153,10 @@ def by_likelihood(graphs: list[Warmable], rows: int, segments: int) -> list[list
 
     def away(graph: Warmable) -> float:
         causal, _, size = graph
-        found = abs(math.log2(size.queries / rows)) + abs(
+        doublings = abs(math.log2(size.queries / rows)) + abs(
             math.log2(size.sequences / (segments if causal else 32))
         )
-        return found + (math.log2(size.keys / size.queries) if causal else 0.0)
+        return doublings + (math.log2(size.keys / size.queries) if causal else 0.0)
 
     kinds = [[graph for graph in graphs if graph[0] == causal] for causal in (True, False)]
     return [sorted(kind, key=away) for kind in kinds]
@@ -164,10 +164,10 @@ def by_likelihood(graphs: list[Warmable], rows: int, segments: int) -> list[list
 
 def _ladder(first: int, most: int, above: Callable[[int], int]) -> list[int]:
     """first, and each next rounding up, to `most`."""
-    found = [first]
-    while found[-1] < most:
-        found.append(min(above(found[-1] + 1), most))
-    return found
+    rungs = [first]
+    while rungs[-1] < most:
+        rungs.append(min(above(rungs[-1] + 1), most))
+    return rungs
 
 
 def _power(count: int) -> int:

@@ -35,16 +35,16 @@ def worst_error(kernels: Any, dtype: torch.dtype, device: torch.device | str, di
         if call.equal is not None and hasattr(kernels, "expect"):
             kernels.expect(call, q, kv)
         out, lse = kernels.forward(call, q, kv, scale)
-        found = (out, lse, *kernels.backward(call, q, kv, out, lse, dout, scale))
+        results = (out, lse, *kernels.backward(call, q, kv, out, lse, dout, scale))
         wide = [x.double() for x in (q, kv, dout)]
         right_out, right_lse = exact.forward(call, wide[0], wide[1], scale)
-        right = (
+        expected = (
             right_out,
             right_lse,
             *exact.backward(call, wide[0], wide[1], right_out, right_lse, wide[2], scale),
         )
-        for got, wanted in zip(found, right, strict=True):
-            error = float((got.double() - wanted).abs().max() / wanted.abs().max())
+        for result, exact_result in zip(results, expected, strict=True):
+            error = float((result.double() - exact_result).abs().max() / exact_result.abs().max())
             worst = error if error != error else max(worst, error)
     return worst
 

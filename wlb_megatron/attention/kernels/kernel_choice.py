@@ -61,11 +61,11 @@ def not_installed() -> str | None:
     """Why FlashAttention-4 cannot be called here; None if it can."""
     for package, tried in TRIED.items():
         try:
-            found = version(package)
+            installed = version(package)
         except PackageNotFoundError:
             return f"{package} is not installed ({install('fa4')})"
-        if found != tried:
-            return f"{package} is {found}, tried is {tried}"
+        if installed != tried:
+            return f"{package} is {installed}, tried is {tried}"
     return None
 
 

@@ -40,20 +40,20 @@ def _launch(
         bits |= tensor.data_ptr()
     aligned = not bits & 15
     key = id(kernel), place, numbers, *[tensor.dtype for tensor in tensors]
-    if aligned and (found := _compiled.get(key)) is not None:
+    if aligned and (compiled := _compiled.get(key)) is not None:
         stream = driver.active.get_current_stream(place)
         # As in CompiledKernel's own indexing, without the hooks of Triton's profiler.
-        known = found.function, found.packed_metadata, None, None, None
+        metadata = compiled.function, compiled.packed_metadata, None, None, None
         try:
-            found.run(*grid, 1, stream, *known, *tensors, *numbers)
+            compiled.run(*grid, 1, stream, *metadata, *tensors, *numbers)
             return
         except TypeError:  # a Triton whose launcher takes other arguments
             global _STRAIGHT
             _STRAIGHT = False
             _compiled.clear()
-    found = kernel[grid](*tensors, *numbers, num_warps=num_warps)
+    compiled = kernel[grid](*tensors, *numbers, num_warps=num_warps)
     if aligned and _STRAIGHT:
-        _compiled[key] = found
+        _compiled[key] = compiled
 
 
 def _power(count: int) -> int:

@@ -211,10 +211,10 @@ def _rounded(bounds: Tensor) -> Tensor:
     missing = graph_buckets.sequences_like(count) - count
     if not missing:
         return bounds
-    found = _rounded_bounds.get(bounds)
-    if found is None:
-        found = _rounded_bounds[bounds] = torch.cat((bounds, bounds[-1:].expand(missing)))
-    return found
+    rounded = _rounded_bounds.get(bounds)
+    if rounded is None:
+        rounded = _rounded_bounds[bounds] = torch.cat((bounds, bounds[-1:].expand(missing)))
+    return rounded
 
 
 def _batch(x: Tensor, count: int, rows: int) -> Tensor:

@@ -80,11 +80,11 @@ def _read_parts(flag: str, path: str) -> dict[str, list[str]]:
         raise WlbError(
             f"{flag} {path} names no training corpus; give an object with lists train, valid and test"
         )
-    found = {}
+    lists = {}
     for part in SPLITS:
         values = parts.get(part) or []
-        found[part] = values.split() if isinstance(values, str) else [str(value) for value in values]
-    return found
+        lists[part] = values.split() if isinstance(values, str) else [str(value) for value in values]
+    return lists
 
 
 def _read(flag: str, path: str) -> str:

@@ -58,10 +58,10 @@ def _layer_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
 
     te = args.transformer_impl == "transformer_engine"
     if args.spec is not None:
-        found = import_module(args.spec)
-        if found is None:  # Megatron logs a failed import and goes on with its default attention
+        spec = import_module(args.spec)
+        if spec is None:  # Megatron logs a failed import and goes on with its default attention
             raise Refused(f"--spec {' '.join(args.spec)}: no such module or attribute")
-        return found
+        return spec
     if args.heterogeneous_layers_config_path is not None or args.heterogeneous_layers_config_encoded_json:
         return get_gpt_heterogeneous_layer_spec(config, te)
     return get_gpt_decoder_block_spec(

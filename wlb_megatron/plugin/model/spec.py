@@ -37,8 +37,10 @@ def with_wlb_attention(spec: Any) -> Any:
 def _has_wlb_attention(spec: Any) -> bool:
     layers = spec.layer_specs if hasattr(spec, "layer_specs") else [spec]
     submodules = [_attention_submodules(layer) for layer in layers]
-    found = [getattr(inner, "core_attention", None) for inner in submodules]
-    return bool(found) and all(isinstance(one, type) and issubclass(one, WlbCoreAttention) for one in found)
+    attention = [getattr(inner, "core_attention", None) for inner in submodules]
+    return bool(attention) and all(
+        isinstance(cls, type) and issubclass(cls, WlbCoreAttention) for cls in attention
+    )
 
 
 def _attention_submodules(layer: Any) -> Any:

@@ -121,9 +121,9 @@ class PlanAgreement:
         elif not self._store.check([answer]):
             return
         self._pending = None
-        found = self._store.get(answer).decode()
-        if found != "agreed":
-            raise RuntimeError(f"wlb_megatron: ranks {found}")
+        verdict = self._store.get(answer).decode()
+        if verdict != "agreed":
+            raise RuntimeError(f"wlb_megatron: ranks {verdict}")
 
     def _clear(self) -> None:
         """Take the keys of the comparison before the last one out of the store. Every rank has read its answer: it

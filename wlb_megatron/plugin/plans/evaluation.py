@@ -18,12 +18,12 @@ def wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        iterators = given["data_iterator"]
-        found = planned_iterator(iterators[0] if isinstance(iterators, list) else iterators)
-        if isinstance(found, EvaluationIterator):
-            given["eval_iters"] = len(found)
-        return original(**given)
+        arguments = signature.bind(*args, **kwargs).arguments
+        iterators = arguments["data_iterator"]
+        iterator = planned_iterator(iterators[0] if isinstance(iterators, list) else iterators)
+        if isinstance(iterator, EvaluationIterator):
+            arguments["eval_iters"] = len(iterator)
+        return original(**arguments)
 
     return evaluate
 

@@ -105,8 +105,8 @@ class EvaluationIterator(MicroBatchIterator):
 
 def planned_iterator(data_iterator: Any) -> MicroBatchIterator | None:
     """The plugin's iterator inside Megatron's (replayable) one, or None if it is another's."""
-    found = getattr(data_iterator, "iterable", data_iterator)
-    return found if isinstance(found, MicroBatchIterator) else None
+    iterator = getattr(data_iterator, "iterable", data_iterator)
+    return iterator if isinstance(iterator, MicroBatchIterator) else None
 
 
 def draw_step(data_iterator: Any) -> list[LoadedMicroBatch]:

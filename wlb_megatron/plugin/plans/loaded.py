@@ -100,8 +100,8 @@ class LoadedMicroBatch:
 
 def _pinned(parts: Parts) -> Parts:
     """The same with all its tensors in pinned memory, so that copies to the GPU need not wait."""
-    found = {each.name: getattr(parts, each.name) for each in fields(parts)}
-    pinned = {name: value.pin_memory() for name, value in found.items() if hasattr(value, "pin_memory")}
+    values = {field.name: getattr(parts, field.name) for field in fields(parts)}
+    pinned = {name: value.pin_memory() for name, value in values.items() if hasattr(value, "pin_memory")}
     return replace(parts, **pinned)
 
 

@@ -92,18 +92,22 @@ def open_part(
 
     opened: what other parts have read, see data_paths.documents.
     """
-    found = documents(job.data, part, opened)
-    return None if found is None else _source(job, config, batches, *found, endless=part == "train")
+    blend_and_corpora = documents(job.data, part, opened)
+    return (
+        None
+        if blend_and_corpora is None
+        else _source(job, config, batches, *blend_and_corpora, endless=part == "train")
+    )
 
 
 def _validation_sets(
     job: TrainingJob, config: WlbConfig, batches: BatchSchedule, opened: dict[tuple[str, ...], Blend]
 ) -> dict[str, Source]:
     """A source for each corpus of the validation part."""
-    found = documents(job.data, "valid", opened)
-    if found is None:
+    blend_and_corpora = documents(job.data, "valid", opened)
+    if blend_and_corpora is None:
         return {}
-    blend, corpora = found
+    blend, corpora = blend_and_corpora
     names = job.evaluation.names
     if len(corpora) < len(blend.paths):
         raise WlbError(

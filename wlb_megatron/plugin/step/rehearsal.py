@@ -139,12 +139,12 @@ def text(corpus: Blend, tokens: int, seed: int, vocabulary: int | None) -> np.nd
     with expert parallelism a rank would get every rank's tokens. Ids without a row in the embedding become its last
     one: they are reported where they train.
     """
-    drawn, found = [np.zeros(0, dtype=np.int64)], 0
+    drawn, drawn_tokens = [np.zeros(0, dtype=np.int64)], 0
     for document in np.random.default_rng(seed).integers(corpus.first_ids[-1], size=MOST_READ).tolist():
-        if found == tokens:
+        if drawn_tokens == tokens:
             break
-        drawn.append(corpus.read(document, 0, min(corpus.length(document), tokens - found)))
-        found += len(drawn[-1])
+        drawn.append(corpus.read(document, 0, min(corpus.length(document), tokens - drawn_tokens)))
+        drawn_tokens += len(drawn[-1])
     ids = np.resize(np.concatenate(drawn), tokens)
     return ids if vocabulary is None else ids.clip(0, vocabulary - 1)
 

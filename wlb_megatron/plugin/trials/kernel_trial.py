@@ -12,8 +12,8 @@ from wlb_megatron.refusals import Refused
 def try_transformer_engine(job: TrainingJob) -> None:
     """Tell of a Transformer Engine newer than those tried, and refuse it unless small calls of each kind come out
     right on this rank's GPU: the plugin calls entry points below its modules, which may change without a word."""
-    found = untried_transformer_engine(job.model.implementation)
-    if found is None or not job.device.on_gpu or job.given.kernels == "fa4":
+    version = untried_transformer_engine(job.model.implementation)
+    if version is None or not job.device.on_gpu or job.given.kernels == "fa4":
         return
     cure = f"install a tried one (pip install 'transformer-engine[pytorch]{TRIED_TRANSFORMER_ENGINE}')"
     try:
@@ -24,17 +24,17 @@ def try_transformer_engine(job: TrainingJob) -> None:
             worst = worst_error(TransformerEngineKernels(), torch.bfloat16, "cuda")
     except Exception as error:
         raise Refused(
-            f"wlb_megatron was not tried with Transformer Engine {found}, and its attention cannot be called "
+            f"wlb_megatron was not tried with Transformer Engine {version}, and its attention cannot be called "
             f"({error!r}): {cure}"
         ) from error
     if not worst <= TOLERATED:
         raise Refused(
-            f"wlb_megatron was not tried with Transformer Engine {found}, and its attention is off by {worst:.1e} of "
+            f"wlb_megatron was not tried with Transformer Engine {version}, and its attention is off by {worst:.1e} of "
             f"the largest value, {TOLERATED:.0e} is tolerated: {cure}"
         )
     if job.device.rank == 0:
         print(
-            f"WARNING: wlb_megatron was not tried with Transformer Engine {found}; small calls of its attention come "
+            f"WARNING: wlb_megatron was not tried with Transformer Engine {version}; small calls of its attention come "
             f"out right (within {worst:.0e} of the largest value)",
             flush=True,
         )

@@ -52,7 +52,7 @@ def _compared(rank: int) -> list[Comparison]:
     import torch
 
     plain: dict[str, Any] = {}
-    found = []
+    comparisons = []
     for what, aux, z in (
         ("gradients", 0.0, 0.0),
         ("routers' auxiliary loss (its gradients)", 0.3, 0.0),
@@ -60,15 +60,15 @@ def _compared(rank: int) -> list[Comparison]:
     ):
         loss, gradients, right_loss, right = _step(rank, aux, z)
         if not plain:
-            found.append(Comparison("loss", abs(loss / right_loss - 1), loss / right_loss))
-            part, given = _flat(right), _flat(gradients)
-            plain = {"right": part, "given": given}
+            comparisons.append(Comparison("loss", abs(loss / right_loss - 1), loss / right_loss))
+            exact, computed = _flat(right), _flat(gradients)
+            plain = {"right": exact, "given": computed}
         else:
-            part, given = _flat(right) - plain["right"], _flat(gradients) - plain["given"]
-        size = float(part.norm())
-        strength = float(torch.dot(part, given)) / size**2
-        found.append(Comparison(what, float((given - part).norm()) / size, strength))
-    return found
+            exact, computed = _flat(right) - plain["right"], _flat(gradients) - plain["given"]
+        size = float(exact.norm())
+        strength = float(torch.dot(exact, computed)) / size**2
+        comparisons.append(Comparison(what, float((computed - exact).norm()) / size, strength))
+    return comparisons
 
 
 def _flat(tensors: dict[str, Any]) -> Any:

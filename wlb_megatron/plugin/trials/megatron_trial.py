@@ -107,7 +107,9 @@ def check() -> float:
         if rank.returncode:
             lines = errors.strip().splitlines() or [f"a rank ended with status {rank.returncode}"]
             raise WlbError(lines[-1].removeprefix("[rank0]: ").removeprefix("[rank1]: "))
-    return judged([Comparison(*found) for out, _ in outputs for found in json.loads(out.splitlines()[-1])])
+    return judged(
+        [Comparison(*figures) for out, _ in outputs for figures in json.loads(out.splitlines()[-1])]
+    )
 
 
 def judged(comparisons: list[Comparison]) -> float:

@@ -123,7 +123,7 @@ def check_transformer_engine(transformer_impl: str) -> None:
     if transformer_impl != "transformer_engine":
         return
     try:
-        found = importlib.metadata.version("transformer_engine")
+        version = importlib.metadata.version("transformer_engine")
     except importlib.metadata.PackageNotFoundError:
         if importlib.util.find_spec("transformer_engine") is None:
             raise Refused(
@@ -132,10 +132,10 @@ def check_transformer_engine(transformer_impl: str) -> None:
                 "--transformer-impl local."
             ) from None
         return
-    if _release(found) < MINIMUM_TRANSFORMER_ENGINE:
+    if _release(version) < MINIMUM_TRANSFORMER_ENGINE:
         wanted = ".".join(map(str, MINIMUM_TRANSFORMER_ENGINE))
         raise Refused(
-            f"Transformer Engine {found} is older than {wanted}, the first the plugin was tried with: "
+            f"Transformer Engine {version} is older than {wanted}, the first the plugin was tried with: "
             'pip install --upgrade "transformer-engine[pytorch]".'
         )
 
@@ -146,10 +146,10 @@ def untried_transformer_engine(transformer_impl: str) -> str | None:
     if transformer_impl != "transformer_engine":
         return None
     try:
-        found = importlib.metadata.version("transformer_engine")
+        version = importlib.metadata.version("transformer_engine")
     except importlib.metadata.PackageNotFoundError:
         return "of unknown version"
-    return found if _release(found) > LATEST_TRANSFORMER_ENGINE else None
+    return version if _release(version) > LATEST_TRANSFORMER_ENGINE else None
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -28,13 +28,13 @@ hybrid plans, and the limits avoid building graphs of such sizes."""
 def in_fewest_calls(plans: Sequence[ShardPlan], table: KernelTable) -> list[ShardPlan]:
     """The plans (all of one CP size), with `one_call` set where it is predicted faster. The same on all ranks."""
     small = [at for at, plan in enumerate(plans) if _fits(plan, table)]
-    found = list(plans)
+    fewest = list(plans)
     if small:
         chosen = [plans[at] for at in small]
         two, one = (predict(chosen, table).max(axis=1) for predict in (in_two_calls, in_one_call))
         for at in np.flatnonzero(one < two).tolist():
-            found[small[at]] = replace(chosen[at], one_call=True)
-    return found
+            fewest[small[at]] = replace(chosen[at], one_call=True)
+    return fewest
 
 
 def _fits(plan: ShardPlan, table: KernelTable) -> bool:
