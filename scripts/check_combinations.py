@@ -90,7 +90,7 @@ def main() -> None:
         print(f"{'configuration':40} ranks  result  {'loss':>9} {'gradient':>9}  seconds", flush=True)
         for combination, compare in checks:
             rows.append(row_of(combination, compare, jobs))
-            print(told(rows[-1]), flush=True)
+            print(row_text(rows[-1]), flush=True)
             write_csv(options.out / "combinations.csv", rows)
     failed = [row["configuration"] for row in rows if row["result"] not in ("equal", "as stock")]
     print(f"{len(rows) - len(failed)} of {len(rows)} equal the single process")
@@ -203,12 +203,12 @@ class Jobs:
         **environment: str,
     ) -> Future[Run]:
         if name not in self._runs:
-            given = arguments(c, self.options, flags, stock)
-            self._runs[name] = self._pool.submit(self._attempt, name, given, processes, stock, environment)
+            argv = arguments(c, self.options, flags, stock)
+            self._runs[name] = self._pool.submit(self._attempt, name, argv, processes, stock, environment)
         return self._runs[name]
 
     def _attempt(
-        self, name: str, given: list[str], processes: int, stock: bool, environment: dict[str, str]
+        self, name: str, argv: list[str], processes: int, stock: bool, environment: dict[str, str]
     ) -> Run:
         began = time.monotonic()
         left = min(self.options.timeout, self._ends - began)
@@ -220,7 +220,7 @@ class Jobs:
         plain = "".join(letter if letter.isalnum() else "_" for letter in name)[:90]
         folder = self.options.out / f"{plain}_{zlib.crc32(name.encode()):08x}"
         try:
-            return runs.train(given, processes, folder, timeout=left, gpu=gpu, stock=stock, **environment)
+            return runs.train(argv, processes, folder, timeout=left, gpu=gpu, stock=stock, **environment)
         except TimeoutExpired:
             return f"not run to its end: given up after {left:.0f} s"
         except (AssertionError, OSError) as failed:
@@ -245,14 +245,14 @@ def arguments(
         else (runs.MODEL, runs.MACHINE + " --bf16" * options.bf16, runs.TRAINING)
     )
     base = [flag for part in parts for flag in part.split() if flag not in combination.without.split()]
-    given = [
+    argv = [
         *base,
         *("--data-path", str(options.out / "corpus"), "--global-batch-size", "4"),
         *("--train-iters", str(options.iterations)),
         *combination.model.split(),
         *flags,
     ]
-    return runs.without_plugin(given) if stock else given
+    return runs.without_plugin(argv) if stock else argv
 
 
 def row_of(combination: Combination, compare: Callable[[], dict[str, Any]], jobs: Jobs) -> dict[str, Any]:
@@ -275,11 +275,11 @@ def row_of(combination: Combination, compare: Callable[[], dict[str, Any]], jobs
 def last_line(text: str) -> str:
     """Of a failed run's output, the line that says what is wrong."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if "rror" in line or "refuses" in line]
-    return (told or lines or ["no output"])[-1]
+    reasons = [line for line in lines if "rror" in line or "refuses" in line]
+    return (reasons or lines or ["no output"])[-1]
 
 
-def told(row: dict[str, Any]) -> str:
+def row_text(row: dict[str, Any]) -> str:
     figures = f"{row['loss_difference']:>9} {row['gradient_difference']:>9}  {row['seconds']:>7}"
     more = f" {row['times_noise']} x bf16's own error {row['noise']}" if row["times_noise"] else ""
     if row["stock_difference"]:

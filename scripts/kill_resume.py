@@ -177,7 +177,7 @@ def finish(job: Job, seconds: float = 200) -> None:
 
 
 def kill_once(job: Job, moment: random.Random) -> str:
-    """Start or resume the job and kill it; says when."""
+    """Start or resume the job and kill it; returns when, in words."""
     before = job.trained()
     ranks = job.start()
     if moment.random() < 0.2:  # while it starts
@@ -193,8 +193,8 @@ def kill_once(job: Job, moment: random.Random) -> str:
     ranks.kill()
     if status:
         raise job.failed()
-    told = f"after {job.trained() - before} iterations"
-    return told + (" (it was done)" if status == 0 else "")
+    when = f"after {job.trained() - before} iterations"
+    return when + (" (it was done)" if status == 0 else "")
 
 
 def restart(job: Job, restarts: int, moment: random.Random) -> Iterator[str]:
@@ -279,14 +279,14 @@ def main() -> None:
         flags = ["--wlb-plan-process", "always", *flags]  # the uninterrupted run plans in a thread
         job, killed = Job(folder / "killed", folder / "corpus", options.processes, flags, options.gpu), 0
         if options.torchrun:
-            for told in restart(job, options.kills, moment):
+            for when in restart(job, options.kills, moment):
                 killed += 1
-                print(f"kill {killed}: {told}; {compare(job, expected)}", flush=True)
+                print(f"kill {killed}: {when}; {compare(job, expected)}", flush=True)
         while killed < options.kills:
-            told = kill_once(job, moment)
-            killed += "done" not in told
-            print(f"kill {killed}: {told}; {compare(job, expected)}", flush=True)
-            if "done" in told:
+            when = kill_once(job, moment)
+            killed += "done" not in when
+            print(f"kill {killed}: {when}; {compare(job, expected)}", flush=True)
+            if "done" in when:
                 shutil.rmtree(job.folder)
                 job = Job(folder / "killed", folder / "corpus", options.processes, flags, options.gpu)
         if not options.torchrun:

@@ -84,7 +84,7 @@ def breadth(_: Mixes, args: argparse.Namespace) -> None:
                 error = errors(sharded_by_turns(plan, x, way), expected)
             except (
                 Exception
-            ) as failed:  # a shape that the kernels do not take: the others are told all the same
+            ) as failed:  # a shape that the kernels do not take: the others are reported all the same
                 print(f"{case.name:36}{kind:24}{cp:3}  FAIL: {str(failed)[:300]}", flush=True)
                 wrong += 1
                 continue

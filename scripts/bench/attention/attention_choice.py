@@ -73,7 +73,7 @@ def choice(mixes: Mixes, args: argparse.Namespace) -> None:
 
 def one_mix(
     name: str,
-    given: list[int],
+    documents: list[int],
     window: int,
     whole_window: int,
     degrees: list[int],
@@ -81,21 +81,21 @@ def one_mix(
     errors: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """Rows of one mix, its documents shrunk from whole_window to window tokens; each share's prediction to errors."""
-    lengths = padded_to([max(1, n * window // whole_window) for n in given], 16)
+    lengths = padded_to([max(1, n * window // whole_window) for n in documents], 16)
     x = tensors(int(lengths.sum()))
     kv = torch.stack((x.k, x.v), dim=1)
     alone = timed(share(shard(lengths, 1, "per-document"), 0, x, kv)[0])[1]
     unsharded = timed(te_attention(lengths, x))[1] if KERNELS.name == "cudnn" else alone
-    told = []
+    rows = []
     for cp in degrees:
-        told += degree(lengths, cp, x, kv, table, (unsharded, alone), errors, name, window)
+        rows += degree(lengths, cp, x, kv, table, (unsharded, alone), errors, name, window)
     line = "  ".join(
         f"CP={row['cp']} {row['sharding']}{', one call' * (row['calls'] == 1)} {row['ms']:.2f}"
-        for row in told
+        for row in rows
         if row["chosen"]
     )
     print(f"{window:7} {name:14} {KERNELS.name:6} unsharded {unsharded:8.2f}  chosen: {line}", flush=True)
-    return told
+    return rows
 
 
 def kernel_table(profile_of: Path | None) -> KernelTable:

@@ -20,8 +20,8 @@ def memory(mixes: Mixes, args: argparse.Namespace) -> None:
     print(
         f"{'mix':16}{'cp':>3}{'sharding':>14}  {'keys':10}{'saved MiB':>10}{'peak MiB':>10}{'ms a layer':>12}"
     )
-    for name, given in mixes.items():
-        lengths = padded_to(given, 16)
+    for name, documents in mixes.items():
+        lengths = padded_to(documents, 16)
         x = tensors(int(lengths.sum()))
         kv = torch.stack((x.k, x.v), dim=1)
         for cp in args.cp:
@@ -34,13 +34,13 @@ def memory(mixes: Mixes, args: argparse.Namespace) -> None:
                         step()
                         saved, peak = bytes_of(step)
                         worst = tuple(map(max, worst, (saved, peak, measure(step, most=5)[1])))
-                    told = "kept" if keep else "again"
+                    keys = "kept" if keep else "again"
                     print(
-                        f"{name:16}{cp:3}{kind:>14}  {told:10}{worst[0]:10.1f}{worst[1]:10.1f}{worst[2]:12.3f}",
+                        f"{name:16}{cp:3}{kind:>14}  {keys:10}{worst[0]:10.1f}{worst[1]:10.1f}{worst[2]:12.3f}",
                         flush=True,
                     )
                     rows.append(
-                        {"mix": name, "cp": cp, "sharding": kind, "keys": told}
+                        {"mix": name, "cp": cp, "sharding": kind, "keys": keys}
                         | dict(zip(("saved_mib", "peak_mib", "ms"), worst, strict=True))
                         | machine()
                     )

@@ -59,8 +59,8 @@ def profile(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
             for where, table in (("device", device), ("host", host)):
                 for what, (us, count) in sorted(table.items(), key=lambda item: -item[1][0])[:14]:
                     print(f"  {where:7}{us:10.1f} us {count:5}x  {what[:90]}")
-                    told = {"mix": name, "where": where, "what": what, "us": us, "count": count}
-                    rows.append(told | {"wall_ms": wall[1], "host_ms": wall[3]} | machine())
+                    cost = {"mix": name, "where": where, "what": what, "us": us, "count": count}
+                    rows.append(cost | {"wall_ms": wall[1], "host_ms": wall[3]} | machine())
             if path.stat().st_size > 12e6:
                 path.unlink()
     if rank == 0:

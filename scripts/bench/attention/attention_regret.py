@@ -28,17 +28,19 @@ def report(
 ) -> None:
     """Of each window and degree: what adaptive takes, of unsharded / CP, its regret, its parts; then the errors of
     predictions."""
-    every = {row["mix"] for row in rows}
-    samples = {mix for mix in every if mix.startswith("sample")} or every
+    all_mixes = {row["mix"] for row in rows}
+    samples = {mix for mix in all_mixes if mix.startswith("sample")} or all_mixes
     costs = regrets(rows)
     print(f"\n{name}: sums over {len(samples)} mixes, ms; adaptive's regret over all, its parts (predicted)")
     for window in windows:
         for cp in degrees:
             taken = [row for row in rows if int(row["chosen"]) and _cell(row)[::2] == (window, cp)]
-            mine = [row for row in taken if row["mix"] in samples] or taken
-            if mine:
+            sampled = [row for row in taken if row["mix"] in samples] or taken
+            if sampled:
                 here = [cost for at, cost in costs.items() if at[::2] == (window, cp)]
-                _told(window, cp, mine, len(taken), sum(int(row["calls"]) == 1 for row in taken), here)
+                _print_sums(
+                    window, cp, sampled, len(taken), sum(int(row["calls"]) == 1 for row in taken), here
+                )
     if errors:
         measured = np.array([float(e["measured_ms"]) for e in errors])
         wrong = np.abs(np.array([float(e["predicted_ms"]) for e in errors]) / measured - 1)
@@ -73,9 +75,9 @@ def _mean(ratios: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs))
 
 
-def _told(window: int, cp: int, mine: list[Row], count: int, ones: int, costs: list[float]) -> None:
+def _print_sums(window: int, cp: int, rows: list[Row], count: int, ones: int, costs: list[float]) -> None:
     def total(column: str) -> float:
-        return sum(float(row[column]) for row in mine)
+        return sum(float(row[column]) for row in rows)
 
     apart = total("ms") - total("exposed_ms")
     of_te, of_own = (total(f"unsharded{which}_ms") / cp / apart for which in ("", "_own"))

@@ -241,8 +241,8 @@ class Experiment:
         name, out = f"{arm}-{seed}", self._options.out
         log, figures = out / f"{name}.log", out / f"{name}.steps.jsonl"
         figures.unlink(missing_ok=True)
-        told, flags = out / f"{name}.json", [*self._flags(arm, seed), "--wlb-log", str(figures)]
-        job = ["scripts.bench.convergence.convergence_run", arm, str(told), *flags]
+        result, flags = out / f"{name}.json", [*self._flags(arm, seed), "--wlb-log", str(figures)]
+        job = ["scripts.bench.convergence.convergence_run", arm, str(result), *flags]
         status = ranks.run("module", job, log, max(1.0, min(self._until - time.monotonic(), 1e6)))
         if status and time.monotonic() < self._until:
             self._failed.append(name)
@@ -252,7 +252,7 @@ class Experiment:
     def _train(self, arm: str, seed: int, ranks: WarmRanks) -> dict[str, Any] | None:
         """One run's losses and figures of its plans; None if it failed or time ran out."""
         name, out = f"{arm}-{seed}", self._options.out
-        told, figures, log = (out / f"{name}{end}" for end in (".json", ".steps.jsonl", ".log"))
+        result, figures, log = (out / f"{name}{end}" for end in (".json", ".steps.jsonl", ".log"))
         started = time.monotonic()
         if self._run_job(arm, seed, ranks):
             return None
@@ -266,14 +266,14 @@ class Experiment:
         return {
             "arm": arm,
             "seed": seed,
-            **json.loads(told.read_text(encoding="utf-8")),
+            **json.loads(result.read_text(encoding="utf-8")),
             "token_delay": float(np.average(delay, weights=tokens)),
             "imbalance": float(np.mean(imbalance)),
             "tokens": sum(tokens),
             "seconds": round(time.monotonic() - started, 1),
             "training": [losses.training[step["iteration"]] for step in steps],
             "step_tokens": tokens,
-            "step_delay": [round(one, 4) for one in delay],
+            "step_delay": [round(mean, 4) for mean in delay],
             "corpus": self._facts["digest"],
             "flags": self._flags(arm, seed),
         }

@@ -137,13 +137,13 @@ def fullness_table(runs: list[Run], arms: list[str]) -> str:
         "arm        emptiest third                    middle                            fullest third",
     ]
     for arm in arms:
-        told = np.array([by_fullness(run) for run in runs if run["arm"] == arm])  # [seeds, thirds, figures]
-        if np.ptp(told[:, :, 0].mean(axis=0)) < 1:
+        thirds = np.array([by_fullness(run) for run in runs if run["arm"] == arm])  # [seeds, thirds, figures]
+        if np.ptp(thirds[:, :, 0].mean(axis=0)) < 1:
             continue  # all alike
         cells = []
         for third in range(3):
-            tokens, delay = told[:, third, :2].mean(axis=0)
-            mean, error = mean_and_error(told[:, third, 2])
+            tokens, delay = thirds[:, third, :2].mean(axis=0)
+            mean, error = mean_and_error(thirds[:, third, 2])
             cells.append(f"{tokens:7,.0f} {delay:5.2f} {mean:+.4f} +- {error:.4f}")
         lines.append(f"{arm:9}  " + "     ".join(cells))
     return "\n".join(lines)
@@ -159,8 +159,8 @@ def row(run: Run) -> dict[str, Any]:
         **{f"loss_up_to_{end}": round(loss, 6) for end, loss in by_length},
         **{
             f"{part}_third_{name}": round(value, 5)
-            for part, told in zip(("emptiest", "middle", "fullest"), by_fullness(run), strict=True)
-            for name, value in zip(("tokens", "delay", "loss"), told, strict=True)
+            for part, third in zip(("emptiest", "middle", "fullest"), by_fullness(run), strict=True)
+            for name, value in zip(("tokens", "delay", "loss"), third, strict=True)
         },
     }
 

@@ -84,7 +84,7 @@ class Trained:
 
 
 @contextmanager
-def told_by(held_out: HeldOut, trained: Trained, *, masked: bool) -> Iterator[None]:
+def recorded_by(held_out: HeldOut, trained: Trained, *, masked: bool) -> Iterator[None]:
     """Within it evaluated losses go to `held_out`, pieces that train to `trained`. masked: documents do not see each
     other in training."""
     usual = step.forward_step
@@ -111,7 +111,7 @@ def main() -> None:
     sys.argv = [sys.argv[0], *sys.argv[3:]]
     held_out = HeldOut(int(sys.argv[len(sys.argv) - 1 - sys.argv[::-1].index("--seq-length") + 1]))
     trained = Trained()
-    with packing_of(arm), told_by(held_out, trained, masked=arm != "unmasked"):
+    with packing_of(arm), recorded_by(held_out, trained, masked=arm != "unmasked"):
         pretrain_gpt.main()
     with renamed_at_end(out) as scratch:
         scratch.write_text(json.dumps(held_out.figures() | trained.figures()), encoding="utf-8")

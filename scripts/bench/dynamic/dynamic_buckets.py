@@ -25,17 +25,21 @@ def bucket_errors(corpora: dict[str, Any]) -> list[dict[str, Any]]:
         whole = [bucket(batch) for batch in batches]
         parts = [np.mean([in_micro_batches(batch, count) for batch in batches]) for count in range(2, 6)]
         needed = [enough(batch) for batch in batches]
-        told = [np.mean([one.error for one in whole]), np.mean([one.limit_error for one in whole]), *parts]
+        errors = [
+            np.mean([buckets.error for buckets in whole]),
+            np.mean([buckets.limit_error for buckets in whole]),
+            *parts,
+        ]
         row = {
             "corpus": name,
             "documents": DOCUMENTS,
-            "means_error": round(float(told[0]), 5),
-            "longest_error": round(float(told[1]), 4),
+            "means_error": round(float(errors[0]), 5),
+            "longest_error": round(float(errors[1]), 4),
             **{f"longest_error_{m}_micro_batches": round(float(e), 4) for m, e in enumerate(parts, 2)},
             "buckets_for_2.5_percent": f"{min(needed)} to {max(needed)}",
         }
         rows.append(row)
-        percent = [f"{100 * e:.2f}" for e in told]
+        percent = [f"{100 * e:.2f}" for e in errors]
         print(
             f"{name:20}{percent[0]:>6}{percent[1]:>9} |"
             + "".join(f"{e:>6}" for e in percent[2:])

@@ -114,11 +114,11 @@ def main() -> None:
             prefix = Path(folder) / "corpus"
             write_corpus(prefix, count)
             for _ in range(2):  # the second finds the index in the page cache
-                told = subprocess.check_output(
+                output = subprocess.check_output(
                     [sys.executable, "-m", "scripts.bench.packing.bench_index", "--measure", str(prefix)],
                     text=True,
                 )
-            rows.append({"documents": count, **json.loads(told)})
+            rows.append({"documents": count, **json.loads(output)})
     print_table("index", list(rows[0]), [list(row.values()) for row in rows])
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)

@@ -50,10 +50,10 @@ def planned(options: argparse.Namespace, flags: list[str]) -> list[list[dict[str
     command = [sys.executable, "-m", "wlb_megatron.cli", "inspect", "--json", "-"]
     for name in ("lengths", "window", "pp", "quadratic_at", "iterations"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    told = subprocess.run(
+    inspected = subprocess.run(
         [*command, "--micro-batches", str(options.windows), *flags], stdout=subprocess.PIPE, check=True
     )
-    return [iteration["micro_batches"] for iteration in json.loads(told.stdout)["iterations"]]
+    return [iteration["micro_batches"] for iteration in json.loads(inspected.stdout)["iterations"]]
 
 
 def measured(options: argparse.Namespace, flags: list[str]) -> tuple[float, float]:

@@ -42,13 +42,13 @@ def main() -> None:
     mixes: dict[str, list[int]] = {}
     for path in args.mixes:
         mixes |= json.loads(path.read_text())
-    table, told = h100(), []
+    table, rows = h100(), []
     print("one call / two calls, predicted        p10    p50    p90   one call chosen, saved where it is")
     for window in args.windows:
         for cp in args.cp:
             for kind in args.kinds:
                 plans = [shard(scaled(lengths, window, 16 * cp), cp, kind) for lengths in mixes.values()]
-                cut = [plan for plan in plans if any((rows[:, 1] > 0).any() for rows in plan.ranks)]
+                cut = [plan for plan in plans if any((segments[:, 1] > 0).any() for segments in plan.ranks)]
                 if not cut:
                     continue
                 both = np.array([predict(cut, table).max(axis=1) for predict in (in_two_calls, in_one_call)])
@@ -60,11 +60,11 @@ def main() -> None:
                     f"window {window:7} CP={cp} {kind:14}{low:7.3f}{middle:7.3f}{high:7.3f}"
                     f"   {taken.sum():3} of {len(cut):3}   {saved:6.1%}"
                 )
-                told.append([window, cp, kind, len(cut), low, middle, high, int(taken.sum()), saved])
+                rows.append([window, cp, kind, len(cut), low, middle, high, int(taken.sum()), saved])
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         columns = ("window", "cp", "sharding", "mixes_cut", "p10", "p50", "p90", "chosen", "saved")
-        write_csv(args.out / "one_call.csv", [dict(zip(columns, row, strict=True)) for row in told])
+        write_csv(args.out / "one_call.csv", [dict(zip(columns, figures, strict=True)) for figures in rows])
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ def main() -> None:
             for where, moved, held in ways[:count]:
                 ms = {link: moved * ROW / rate / 1e6 for link, rate in LINKS.items()}
                 mib = held * ROW * (1 + 2) / 2**20
-                told = f"{cp:3}{count:7}{kernels:11.1f}  {where:9}{mib:12.0f}"
-                print(f"{told}{ms['NVLink']:11.2f}{ms['network']:11.2f}")
+                cells = f"{cp:3}{count:7}{kernels:11.1f}  {where:9}{mib:12.0f}"
+                print(f"{cells}{ms['NVLink']:11.2f}{ms['network']:11.2f}")
                 row = {"tokens": TOKENS, "cp": cp, "chunks": count, "kernels_ms": kernels, "keys": where}
                 row |= {"mib_a_layer": mib} | {f"{link.lower()}_ms": each for link, each in ms.items()}
                 rows.append(row)

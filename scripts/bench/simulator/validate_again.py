@@ -20,8 +20,8 @@ from scripts.bench.simulator.validate_compare import (
     Row,
     mark_hitches,
     model_of,
+    print_comparison,
     simulated_plans,
-    tell,
 )
 from scripts.environment import ROOT
 from wlb_megatron.workload.profile import Profile, read_profile
@@ -43,7 +43,7 @@ def main() -> None:
     plans = json.loads((options.results / "validation_plans.json").read_text(encoding="utf-8"))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-    tell(predicted(measured, plans, profile), profile, SHAPE.layers, options.out)
+    print_comparison(predicted(measured, plans, profile), profile, SHAPE.layers, options.out)
 
 
 def predicted(

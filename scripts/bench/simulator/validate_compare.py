@@ -48,10 +48,10 @@ def compare(
     rows = [row for found in every for row in found]
     if not rows:
         raise SystemExit("no run has left iterations: see the logs")
-    tell(rows, profile, layers, out)
+    print_comparison(rows, profile, layers, out)
 
 
-def tell(rows: list[Row], profile: Profile, layers: int, out: Path | None) -> None:
+def print_comparison(rows: list[Row], profile: Profile, layers: int, out: Path | None) -> None:
     """Print what was measured and predicted, of runs and layouts; write it to `out`, if that is given."""
     if out is not None:
         write_csv(out / "iterations.csv", rows)
@@ -62,18 +62,18 @@ def tell(rows: list[Row], profile: Profile, layers: int, out: Path | None) -> No
             )
     rows = [row for row in rows if not row["hitch"]]
     names = dict.fromkeys(row["run"] for row in rows)
-    told = [summary([row for row in rows if row["run"] == name]) for name in names]
+    runs = [summary([row for row in rows if row["run"] == name]) for name in names]
     if out is not None:
-        write_csv(out / "runs.csv", told)
+        write_csv(out / "runs.csv", runs)
     print(f"\n{profile.describe()}; {layers} layers of 2048, window {WINDOW}; milliseconds of an iteration")
     print(f"{'run':24}{'iterations':>11}{'measured':>10}{'predicted':>10}{'error':>8}{'mean |error|':>13}")
-    for one in told:
+    for run in runs:
         print(
-            f"{one['run']:24}{one['iterations']:11}{one['measured_ms']:10.1f}{one['predicted_ms']:10.1f}"
-            f"{one['error']:8.1%}{one['mean_error']:13.1%}"
+            f"{run['run']:24}{run['iterations']:11}{run['measured_ms']:10.1f}{run['predicted_ms']:10.1f}"
+            f"{run['error']:8.1%}{run['mean_error']:13.1%}"
         )
     errors = np.abs([row["error"] for row in rows])
-    over_runs = np.abs([one["error"] for one in told])
+    over_runs = np.abs([run["error"] for run in runs])
     print(
         f"mean |error|: {over_runs.mean():.1%} over runs, {errors.mean():.1%} over iterations "
         f"(median {np.median(errors):.1%}, p95 {np.percentile(errors, 95):.1%})"
@@ -101,9 +101,9 @@ def spans(runs: Path, name: str) -> dict[int, list[list[list[int]]]]:
     """[backward, begin, end] (nanoseconds) of a run's forwards and backwards, {iteration: [rank][call]}."""
     found: dict[int, list[list[list[int]]]] = {}
     for path in sorted(runs.glob(f"{name}.spans.*")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            told = json.loads(line)
-            found.setdefault(told["iteration"], []).append(told["calls"])
+        for text in path.read_text(encoding="utf-8").splitlines():
+            line = json.loads(text)
+            found.setdefault(line["iteration"], []).append(line["calls"])
     return found
 
 
@@ -155,26 +155,26 @@ def run_rows(
     lines, measured = runs / f"{name}.jsonl", measured_steps(runs / f"{name}.log")
     if not lines.exists():
         return []
-    told = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-    told = [one for one in told if one["iteration"] > warm_up and one["iteration"] in measured]
-    if not told:
+    steps = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+    steps = [step for step in steps if step["iteration"] > warm_up and step["iteration"] in measured]
+    if not steps:
         return []
-    simulated = simulated_plans([one["lengths"] for one in told], models[layout], scheme, profile)
+    simulated = simulated_plans([step["lengths"] for step in steps], models[layout], scheme, profile)
     return [
         {
             "run": name,
             "layout": layout,
             "scheme": scheme,
             "mix": mix,
-            "iteration": one["iteration"],
-            "tokens": one["tokens"],
-            "imbalance": round(one["imbalance"], 4),
-            "measured_ms": measured[one["iteration"]],
+            "iteration": step["iteration"],
+            "tokens": step["tokens"],
+            "imbalance": round(step["imbalance"], 4),
+            "measured_ms": measured[step["iteration"]],
             "predicted_ms": round(float(ns) / 1e6, 2),
-            "predicted_live_ms": one["predicted_ms"],
-            "error": round(float(ns) / 1e6 / measured[one["iteration"]] - 1, 4),
+            "predicted_live_ms": step["predicted_ms"],
+            "error": round(float(ns) / 1e6 / measured[step["iteration"]] - 1, 4),
         }
-        for one, ns in zip(told, simulated.steps, strict=True)
+        for step, ns in zip(steps, simulated.steps, strict=True)
     ]
 
 
@@ -216,7 +216,7 @@ def speedups(rows: list[Row]) -> None:
     print(f"\n{'speed-up by tokens/s':28}{'measured':>10}{'predicted':>10}")
     for layout in LAYOUTS:
         for mix in dict.fromkeys(row["mix"] for row in rows):
-            told = []
+            ratios = []
             for key in ("measured_ms", "predicted_ms"):
                 pace = []
                 for scheme in ("plain", "wlb"):
@@ -225,9 +225,9 @@ def speedups(rows: list[Row]) -> None:
                     ]
                     if chosen:
                         pace.append(sum(r[key] for r in chosen) / sum(r["tokens"] for r in chosen))
-                told.append(pace[0] / pace[1] if len(pace) == 2 else None)
-            if told[0] is not None and told[1] is not None:
-                print(f"{layout + ' ' + mix:28}{told[0]:10.3f}{told[1]:10.3f}")
+                ratios.append(pace[0] / pace[1] if len(pace) == 2 else None)
+            if ratios[0] is not None and ratios[1] is not None:
+                print(f"{layout + ' ' + mix:28}{ratios[0]:10.3f}{ratios[1]:10.3f}")
 
 
 def scatter(path: Path, rows: list[Row], profile: Profile) -> None:

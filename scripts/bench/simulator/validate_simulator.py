@@ -7,7 +7,7 @@ python3 -m scripts.bench.simulator.validate_simulator --out out/validate --simul
 
 CP=2, PP=2 and DP=2, each plain (arrival order, per-sequence sharding) and balanced, on mixes of document lengths,
 of a GPT of --layers x 2048 at a window of 32K. The profile is measured first, or given by --profile. All runs go
-through the same two processes (warm_ranks.py), begun until --minutes are over; one that fails is told and left out.
+through the same two processes (warm_ranks.py), begun until --minutes are over; one that fails is reported and left out.
 --out gets profile.json, runs.tgz (logs, plans, spans of forwards and backwards), iterations.csv, runs.csv and, where
 matplotlib is, scatter.png; runs.tgz is whole after each run. Errors are of whole iterations, Megatron's own "elapsed
 time per iteration", the first --warm-up ones left out.

@@ -32,11 +32,11 @@ def main() -> None:
         pretrain_gpt.main()
     finally:
         step.forward_step = usual
-    told = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
+    statistics = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
     figures = {
-        "allocated_peak": told.get("allocated_bytes.all.peak", 0),
-        "reserved_peak": told.get("reserved_bytes.all.peak", 0),
-        "retries": told.get("num_alloc_retries", 0),
+        "allocated_peak": statistics.get("allocated_bytes.all.peak", 0),
+        "reserved_peak": statistics.get("reserved_bytes.all.peak", 0),
+        "retries": statistics.get("num_alloc_retries", 0),
         "reserved": list(reserved.values()),
     }
     with renamed_at_end(out) as scratch:

@@ -34,13 +34,13 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=4)
     options = parser.parse_args()
-    given = f" --wlb-profile {options.profile}" if options.profile else ""
+    profile_flag = f" --wlb-profile {options.profile}" if options.profile else ""
     prefix = corpus(options.out / "corpus", options.lengths)
     for setting in options.settings:
         windows, recompute, layers, names = setting.split(":")
         job = argparse.Namespace(
             out=options.out / f"w{windows}_{recompute}_{layers}",
-            extra=KINDS[recompute] + given,
+            extra=KINDS[recompute] + profile_flag,
             seq_length=WINDOW,
             global_batch_size=int(windows),
             iterations=options.iterations,
@@ -56,9 +56,9 @@ def main() -> None:
             label = f"1-1-{options.gpus}-1_{name}"
             flags = ["--pipeline-model-parallel-size", str(options.gpus), *schemes(WINDOW)[name]]
             rows = run(label, options.gpus, flags, prefix, job)
-            told = {"layout": f"1,1,{options.gpus},1", "scheme": name, "gpus": options.gpus, "rows": rows}
-            told |= {"batch": int(windows), "window": WINDOW}
-            (job.out / f"{label}.result.json").write_text(json.dumps(told), encoding="utf-8")
+            result = {"layout": f"1,1,{options.gpus},1", "scheme": name, "gpus": options.gpus, "rows": rows}
+            result |= {"batch": int(windows), "window": WINDOW}
+            (job.out / f"{label}.result.json").write_text(json.dumps(result), encoding="utf-8")
             table(job)
 
 

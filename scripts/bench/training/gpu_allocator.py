@@ -58,7 +58,7 @@ def main() -> None:
 
 def run(name: str, setting: str, prefix: Path, options: argparse.Namespace) -> dict[str, Any] | None:
     """One row; None where the run failed."""
-    told, log = (options.out / f"{name.split()[0]}{end}" for end in (".json", ".log"))
+    result, log = (options.out / f"{name.split()[0]}{end}" for end in (".json", ".log"))
     flags = [
         *(MODEL.split() + TRAINING.split()),
         *("--num-layers", str(options.layers), "--data-path", str(prefix), "--split", "1,0,0"),
@@ -71,7 +71,7 @@ def run(name: str, setting: str, prefix: Path, options: argparse.Namespace) -> d
     environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": setting}
     ranks = WarmRanks(1, environment)
     try:
-        job = ["scripts.bench.training.allocator_run", str(told), *flags]
+        job = ["scripts.bench.training.allocator_run", str(result), *flags]
         failed = ranks.run("module", job, log, options.limit)
     finally:
         ranks.close()
@@ -79,7 +79,7 @@ def run(name: str, setting: str, prefix: Path, options: argparse.Namespace) -> d
     if failed:
         print(f"{name}: failed\n{text[-2000:]}")
         return None
-    figures = json.loads(told.read_text(encoding="utf-8"))
+    figures = json.loads(result.read_text(encoding="utf-8"))
     times = [float(step[2]) for step in STEP.finditer(text)]
     reserved, half = figures["reserved"], len(times) // 2
     row = {

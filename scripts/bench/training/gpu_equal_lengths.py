@@ -32,7 +32,7 @@ KERNELS = {
     "cudnn": {"stock": ["--attention-backend", "fused"], "wlb": ["--wlb-kernels", "cudnn"]},
     "fa4": {"stock": ["--attention-backend", "flash"], "wlb": ["--wlb-kernels", "fa4"]},
 }
-"""How each is told whose kernels to take: where FlashAttention-4 is installed alone, stock's flash means it.
+"""The flags that choose the kernels of each: where FlashAttention-4 is installed alone, stock's flash means it.
 Its windows are corrected for stock (te_windows.py): as Transformer Engine 2.20.2 calls it, it attends to no key."""
 
 
@@ -73,7 +73,7 @@ def main() -> None:
         beside = torch.cuda.device_count() if degree == 1 else 1
         with ThreadPoolExecutor(beside) as pool:
             series = partial(pairs_of, degree, beside=beside, prefix=prefix, options=options)
-            rows += [row for told in pool.map(series, range(beside)) for row in told]
+            rows += [row for pairs in pool.map(series, range(beside)) for row in pairs]
         write_csv(options.out / "pairs.csv", rows)
     for degree in options.degrees:
         report(degree, [row for row in rows if row["cp"] == degree])
@@ -102,14 +102,14 @@ def pairs_of(
     for pair in range(first, options.pairs, beside):
         order = ("stock", "wlb") if (pair + pair // beside) % 2 == 0 else ("wlb", "stock")
         seen = {"CUDA_VISIBLE_DEVICES": str(first)} if degree == 1 else {}
-        told = one_pair(degree, pair, order, seen, prefix, options)
+        figures = one_pair(degree, pair, order, seen, prefix, options)
         rows.append(
             {"kernels": options.kernels, "cp": degree, "pair": pair, "gpu": first if degree == 1 else "all"}
-            | told
+            | figures
         )
         print(
-            f"CP={degree}, pair {pair}: stock {told['stock_ms']:.1f} ms, plugin {told['wlb_ms']:.1f} ms a step, "
-            f"ratio per token {told['ratio']:.4f}",
+            f"CP={degree}, pair {pair}: stock {figures['stock_ms']:.1f} ms, plugin {figures['wlb_ms']:.1f} ms a step, "
+            f"ratio per token {figures['ratio']:.4f}",
             flush=True,
         )
     return rows
@@ -124,17 +124,17 @@ def one_pair(
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Step times, tokens a step and peak memory of both, and their ratio (plugin over stock, ms per token)."""
-    told: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for which in order:
         flags = [*flags_of(which, options), "--context-parallel-size", str(degree)]
         steps = run(f"{which}-cp{degree}-{pair}", degree, flags, prefix, options, seen)
         timed = steps[options.warm_up :]
         if not timed:
             raise SystemExit(f"{which} at CP={degree} gave no step times: see its log in {options.out}")
-        told[f"{which}_ms"] = median(step["ms"] for step in timed)
-        told[f"{which}_ns_a_token"] = median(1e6 * step["ms"] / step["tokens"] for step in timed)
-        told[f"{which}_peak_mb"] = timed[-1]["peak_mb"]
-    return told | {"ratio": told["wlb_ns_a_token"] / told["stock_ns_a_token"]}
+        figures[f"{which}_ms"] = median(step["ms"] for step in timed)
+        figures[f"{which}_ns_a_token"] = median(1e6 * step["ms"] / step["tokens"] for step in timed)
+        figures[f"{which}_peak_mb"] = timed[-1]["peak_mb"]
+    return figures | {"ratio": figures["wlb_ns_a_token"] / figures["stock_ns_a_token"]}
 
 
 def traced(which: str, degree: int, prefix: Path, options: argparse.Namespace) -> Path:

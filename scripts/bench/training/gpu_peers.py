@@ -138,8 +138,8 @@ def main() -> None:
             row = {"call": call, **row, **compare(name, losses)}
             rows.append(row)
             write_csv(options.out / "peers.csv", rows)
-            told = ", ".join(f"{key} {value}" for key, value in row.items())
-            print(f"{told}; {time.monotonic() - began:.0f} s", flush=True)
+            cells = ", ".join(f"{key} {value}" for key, value in row.items())
+            print(f"{cells}; {time.monotonic() - began:.0f} s", flush=True)
     finally:
         for team in teams.values():
             team.close()

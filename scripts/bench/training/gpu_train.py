@@ -101,7 +101,7 @@ def main() -> None:
     for name in options.runs.split(","):
         results[name] = run(name, *runs(options.gpus)[name], prefix, options)
         print(f"{name}: {len(results[name])} iterations", flush=True)
-        write_csv(options.out / "iterations.csv", [row for told in results.values() for row in told])
+        write_csv(options.out / "iterations.csv", [row for steps in results.values() for row in steps])
     report(results, options)
 
 
@@ -170,7 +170,7 @@ def run(
     start = (datetime.fromisoformat(first[1]) - began).total_seconds() if first else float("nan")
     memory = max((float(found) for found in MEMORY.findall(text)), default=0.0)
 
-    def told(step: re.Match[str]) -> dict[str, Any]:
+    def figures_of(step: re.Match[str]) -> dict[str, Any]:
         """What the plugin's own figures tell of an iteration; of stock's there are none."""
         return tokens.get(int(step[1]), {})
 
@@ -181,14 +181,14 @@ def run(
             "ms": float(step[2]),
             "loss": float(step[3]),
             "grad_norm": float(step[4]),
-            "tokens": told(step).get("tokens", window),
-            "work": sum(told(step).get("micro_batch_work", [float("nan")])),
-            "imbalance": told(step).get("imbalance", float("nan")),
-            "step_over_ideal": told(step).get("step_over_ideal", float("nan")),
-            "micro_batches": told(step).get("micro_batches", options.global_batch_size),
-            "cp_imbalance": told(step).get("cp_imbalance", float("nan")),
-            "waiting_tokens": told(step).get("waiting_tokens", 0),
-            "predicted_ms": told(step).get("predicted_ms"),
+            "tokens": figures_of(step).get("tokens", window),
+            "work": sum(figures_of(step).get("micro_batch_work", [float("nan")])),
+            "imbalance": figures_of(step).get("imbalance", float("nan")),
+            "step_over_ideal": figures_of(step).get("step_over_ideal", float("nan")),
+            "micro_batches": figures_of(step).get("micro_batches", options.global_batch_size),
+            "cp_imbalance": figures_of(step).get("cp_imbalance", float("nan")),
+            "waiting_tokens": figures_of(step).get("waiting_tokens", 0),
+            "predicted_ms": figures_of(step).get("predicted_ms"),
             "peak_mb": memory,
             "start_s": start,
         }

@@ -99,8 +99,8 @@ def main() -> None:
             run_checkout(Path(checkout).resolve())
     finally:
         peak = torch.cuda.max_memory_allocated() if cuda else 0
-        told = f"peak MB: {peak / 1e6:.0f}, held before: {held / 1e6:.0f}"
-        print(f"[peer] rank {os.environ.get('RANK', '0')} {told}", flush=True)
+        memory = f"peak MB: {peak / 1e6:.0f}, held before: {held / 1e6:.0f}"
+        print(f"[peer] rank {os.environ.get('RANK', '0')} {memory}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ python -m scripts.bench.training.step_trace out/equal/stock/torch_profile/rank-0
     out/equal/wlb/torch_profile/rank-0.json.gz
 
 Each is a run's with --profile --use-pytorch-profiler --profile-step-start A --profile-step-end B --tensorboard-dir D
-(Megatron writes D/../torch_profile). Told for each: milliseconds a step that kernels run, that none runs, by kernel,
+(Megatron writes D/../torch_profile). Prints for each: milliseconds a step that kernels run, that none runs, by kernel,
 and the longest gaps with the kernels around them.
 """
 
@@ -34,25 +34,25 @@ def main() -> None:
 
 def compare(traces: dict[str, Path]) -> None:
     """Print the table of traces by name."""
-    told = {}
+    costs_of = {}
     for name, path in traces.items():
         with gzip.open(path) as file:
-            told[name] = costs(json.load(file)["traceEvents"])
-    head = "".join(f"{name:>16}" for name in told)
+            costs_of[name] = costs(json.load(file)["traceEvents"])
+    head = "".join(f"{name:>16}" for name in costs_of)
     print(f"{'ms a step':66}{head}")
     for line in ("wall", "kernels", "idle", "copies beside"):
-        print(f"{line:66}" + "".join(f"{one[line]:16.3f}" for one in told.values()))
+        print(f"{line:66}" + "".join(f"{trace_costs[line]:16.3f}" for trace_costs in costs_of.values()))
     names = {
-        name: max(one["by_name"].get(name, (0, 0))[0] for one in told.values())
-        for one in told.values()
-        for name in one["by_name"]
+        name: max(trace_costs["by_name"].get(name, (0, 0))[0] for trace_costs in costs_of.values())
+        for trace_costs in costs_of.values()
+        for name in trace_costs["by_name"]
     }
     for name in sorted(names, key=lambda name: (-names[name], name))[:SHOWN]:
-        cells = [one["by_name"].get(name, (0.0, 0.0)) for one in told.values()]
+        cells = [trace_costs["by_name"].get(name, (0.0, 0.0)) for trace_costs in costs_of.values()]
         print(f"  {name[:64]:64}" + "".join(f"{ms:9.3f} x {count:4.0f}" for ms, count in cells))
-    for name, one in told.items():
+    for name, trace_costs in costs_of.items():
         print(f"longest gaps of {name} (ms, at ms of the step, after, before):")
-        for gap, at, after, before in one["gaps"]:
+        for gap, at, after, before in trace_costs["gaps"]:
             print(f"  {gap:8.3f} at {at:9.1f}: {after[:50]} -> {before[:50]}")
 
 

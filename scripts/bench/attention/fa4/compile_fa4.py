@@ -40,11 +40,11 @@ def main() -> None:
                 begin = time.perf_counter()
                 try:
                     compile_one(case, causal, count)
-                    told = f"{time.perf_counter() - begin:.1f} s"
+                    outcome = f"{time.perf_counter() - begin:.1f} s"
                 except Exception as error:
-                    told = f"FAIL {type(error).__name__}: {str(error)[:300]}"
+                    outcome = f"FAIL {type(error).__name__}: {str(error)[:300]}"
                 print(
-                    f"{case.name}, {'causal' if causal else 'rectangle'}, {count} sequences: {told}",
+                    f"{case.name}, {'causal' if causal else 'rectangle'}, {count} sequences: {outcome}",
                     flush=True,
                 )
 

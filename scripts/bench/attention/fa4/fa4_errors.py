@@ -82,25 +82,25 @@ def wait(started: list[tuple[subprocess.Popen[bytes], Path]], seconds: float) ->
 
 def compare_errors(args: argparse.Namespace) -> None:
     """Of each case and plan, the largest of FlashAttention-4's errors over cuDNN's (errors.csv)."""
-    found: dict[tuple[str, ...], dict[str, dict[str, str]]] = defaultdict(dict)
+    errors: dict[tuple[str, ...], dict[str, dict[str, str]]] = defaultdict(dict)
     for name in ("cudnn", "fa4"):
         for path in sorted(args.out.glob(f"errors_{name}_*/breadth.csv")):
             with path.open(newline="") as file:
-                for row in csv.DictReader(file):
-                    plan = row["sharding"].removesuffix(", expected")
-                    found[row["case"], row["documents"], plan, row["cp"]][name] = row
+                for source in csv.DictReader(file):
+                    plan = source["sharding"].removesuffix(", expected")
+                    errors[source["case"], source["documents"], plan, source["cp"]][name] = source
     rows = []
-    for (case, documents, plan, cp), both in sorted(found.items()):
-        told: dict[str, Any] = {"case": case, "documents": documents, "sharding": plan, "cp": cp}
+    for (case, documents, plan, cp), both in sorted(errors.items()):
+        row: dict[str, Any] = {"case": case, "documents": documents, "sharding": plan, "cp": cp}
         for tensor in ("out", "dq", "dk", "dv", "dsink"):
             for name in ("cudnn", "fa4"):
-                told[f"{tensor}_{name}"] = both.get(name, {}).get(tensor, "")
-        pairs = [(told[f"{t}_fa4"], told[f"{t}_cudnn"]) for t in ("out", "dq", "dk", "dv", "dsink")]
+                row[f"{tensor}_{name}"] = both.get(name, {}).get(tensor, "")
+        pairs = [(row[f"{t}_fa4"], row[f"{t}_cudnn"]) for t in ("out", "dq", "dk", "dv", "dsink")]
         ratios = [float(a) / float(b) for a, b in pairs if a and b]
-        told["worst_fa4_over_cudnn"] = max(ratios, default=float("nan"))
-        rows.append(told)
-        if not ratios or told["worst_fa4_over_cudnn"] > 1.2:
-            print(f"  above 1.2, or missing: {case}, {plan}, CP={cp}: {told['worst_fa4_over_cudnn']:.2f}")
+        row["worst_fa4_over_cudnn"] = max(ratios, default=float("nan"))
+        rows.append(row)
+        if not ratios or row["worst_fa4_over_cudnn"] > 1.2:
+            print(f"  above 1.2, or missing: {case}, {plan}, CP={cp}: {row['worst_fa4_over_cudnn']:.2f}")
     if rows:
         write_csv(args.out / "errors.csv", rows)
         worst = max(

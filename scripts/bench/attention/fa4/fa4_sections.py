@@ -194,9 +194,9 @@ class Sections:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(started, signal.SIGKILL)
             status = process.wait()
-            said = (self.work / f"{name}.log").read_text(errors="replace").strip().splitlines()
+            output = (self.work / f"{name}.log").read_text(errors="replace").strip().splitlines()
             ended = "cut short" if late else f"status {status}" if status else "done"
-            print(f"--- {name}: {ended}", *said[-self.args.lines :], sep="\n", flush=True)
+            print(f"--- {name}: {ended}", *output[-self.args.lines :], sep="\n", flush=True)
         self._running = []
 
 
