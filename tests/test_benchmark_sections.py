@@ -150,6 +150,36 @@ def test_ranks_that_hold_the_same_documents_are_a_group_of_megatrons_plan() -> N
     assert pad([1, 8, 9], 8) == [8, 8, 16]
 
 
+def test_flexsps_prices_of_a_batch_are_ours_at_every_degree() -> None:
+    from scripts.bench.dynamic.bench_dynamic import costs, stage_of
+    from scripts.bench.dynamic.flexsp_plans import fitted
+
+    cost, lengths = costs(stage_of(192 * 1024)), [300, 2000, 2000, 9000, 70000]
+    prices = fitted(cost, lengths)
+    ours = cost.prices(lengths).sum(axis=1) * 32 / 1e6
+    for size, told in zip(cost.sizes, ours, strict=True):
+        # As FlexSP's cost model adds up: 4 x 2 tensors of 32 layers, 2 bytes an element, in MB over GB/s.
+        computed = sum(prices["alpha1"] * s * s + prices["alpha2"] * s for s in lengths) / size
+        moved = 4 * 2 * 32 * 4096 * sum(lengths) * 2 / 1024 / 1024 / size / prices["bandwidth"][size]
+        assert computed + moved == pytest.approx(told, rel=0.1 if size == 1 else 1e-6)
+
+
+def test_flexsps_groups_lie_on_aligned_ranks_and_hold_each_document_once() -> None:
+    from scripts.bench.dynamic.flexsp_plans import step_plan
+    from wlb_megatron.dynamic.plan import Group
+
+    made = step_plan([[(16, [1]), (32, [2, 0]), (16, [3])], [(64, [4])]], [10, 20, 30, 40, 50])
+    assert made.micro_steps[0] == (Group(0, 32, (0, 2)), Group(32, 16, (1,)), Group(48, 16, (3,)))
+    assert made.micro_steps[1] == (Group(0, 64, (4,)),)
+    for steps, tokens, message in (
+        ([[(64, [0])]], [10, 20], "each of 2 once"),
+        ([[(2, [0])]], [20000], "20000 tokens on 2 GPUs"),
+        ([[(64, [0]), (2, [1])]], [10, 20], "66 GPUs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step_plan(steps, tokens)
+
+
 def test_a_peers_losses_are_compared_where_the_reference_of_its_layout_has_them() -> None:
     from scripts.bench.training.gpu_peers import compare
 

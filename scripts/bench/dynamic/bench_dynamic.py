@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from wlb_megatron.dynamic.cost import GroupCost, group_cost
 from wlb_megatron.dynamic.plan import fixed_groups, validate
 from wlb_megatron.dynamic.plan_step import FIXED, SOLVER, plan_step
 from wlb_megatron.packing.factory import MAX_DELAY, make_packer
+from wlb_megatron.plan import IterationPlan
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.simulator.model import LayerModel, ParallelSizes
 from wlb_megatron.simulator.reproduction.paper import SHAPES
@@ -66,19 +67,57 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "dynamic", help="folder of the CSVs")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    corpora = {
-        "wikipedia": web_like(100_000, seed=7) if options.wikipedia is None else np.load(options.wikipedia),
-        "code-like": code_like(100_000),
-        "web-like": web_like(100_000),
-    }
+    found = corpora(options.wikipedia)
     sections: dict[str, Callable[..., list[dict[str, Any]]]] = {
         "buckets": buckets,
         "plans": plans,
         "gains": gains,
     }
     for name in options.sections.split(","):
-        rows = sections[name](corpora, options)
+        rows = sections[name](found, options)
         write_csv(options.out / f"{name}.csv", rows)
+
+
+def corpora(wikipedia: Path | None) -> dict[str, Any]:
+    """Lengths of documents by name."""
+    return {
+        "wikipedia": web_like(100_000, seed=7) if wikipedia is None else np.load(wikipedia),
+        "code-like": code_like(100_000),
+        "web-like": web_like(100_000),
+    }
+
+
+def fixed_size(window: int) -> int:
+    """The context-parallel size at which a group holds one and a half windows."""
+    return window * 3 // 2 // RANK_TOKENS
+
+
+def stage_of(window: int) -> Stage:
+    """64 GPUs, in fixed groups of that size."""
+    context = fixed_size(window)
+    return Stage.of(context, 64 // context, RANK_TOKENS * context)
+
+
+def batches(
+    lengths: Any, window: int, iterations: int, delay: int = 0
+) -> Iterator[tuple[IterationPlan, list[int]]]:
+    """Global batches and the tokens of their documents: in arrival order without delay, else as WLB-LLM's packing
+    orders them."""
+    context = fixed_size(window)
+    data = 64 // context
+    per_rank = 4 * 192 * K // window // data
+    packer = make_packer(
+        WlbConfig(packing="varlen", max_delay=delay, thresholds="none" if not delay else "auto"),
+        LayerModel(shape=SHAPES["7B"], layout=ParallelSizes()).cost(),
+        window=window,
+        micro_batches=per_rank,
+        dp=data,
+        alignment=context,
+        sample=lengths[:65536].tolist(),
+    )
+    rules, batch = Rules(window, "split", 1, endless=True), per_rank * data * window
+    for plan in run_packer(packer, lengths, rules, batch, iterations=iterations, warm_up=16):
+        yield plan, [p.tokens for row in plan.micro_batches for one in row for p in one.pieces]
 
 
 def costs(stage: Stage) -> GroupCost:
@@ -167,11 +206,9 @@ def gains(corpora: dict[str, Any], options: argparse.Namespace) -> list[dict[str
 def case(name: str, lengths: Any, window: int, iterations: int, *, megatron: bool) -> list[dict[str, Any]]:
     """One corpus and window: nanoseconds per unit of work of every scheme. Work is d + d * d / X tokens of a document
     of d: where documents are delayed, an iteration trains others, and tokens of long ones cost more."""
-    context, data = window * 3 // 2 // RANK_TOKENS, 64 * RANK_TOKENS * 2 // 3 // window
-    stage = Stage.of(context, data, RANK_TOKENS * context)
+    stage = stage_of(window)
+    context = fixed_size(window)
     cost, model_cost = costs(stage), LayerModel(shape=SHAPES["7B"], layout=ParallelSizes()).cost()
-    per_rank = 4 * 192 * K // window // data
-    rules, batch = Rules(window, "split", 1, endless=True), per_rank * data * window
     kept, tokens, seconds = 0, [], []  # type: ignore[var-annotated]
     spent: dict[str, float] = {}
     trained: dict[str, int] = {}
@@ -182,20 +219,8 @@ def case(name: str, lengths: Any, window: int, iterations: int, *, megatron: boo
         trained[scheme] = trained.get(scheme, 0) + sum(tokens)
         done[scheme] = done.get(scheme, 0.0) + float(model_cost.work(tokens).sum()) / UNITS_PER_TOKEN
 
-    for packing in ("original", "varlen"):
-        delay = 0 if packing == "original" else MAX_DELAY
-        packer = make_packer(
-            WlbConfig(packing="varlen", max_delay=delay, thresholds="none" if not delay else "auto"),
-            model_cost,
-            window=window,
-            micro_batches=per_rank,
-            dp=data,
-            alignment=context,
-            sample=lengths[:65536].tolist(),
-        )
-        # Whole documents in arrival order, none delayed; or as WLB-LLM's packing orders them.
-        for plan in run_packer(packer, lengths, rules, batch, iterations=iterations, warm_up=16):
-            tokens = [p.tokens for row in plan.micro_batches for one in row for p in one.pieces]
+    for delay in (0, MAX_DELAY):
+        for plan, tokens in batches(lengths, window, iterations, delay):
             fixed = fixed_groups(plan, context)
             if delay:
                 add("WLB-LLM", planned_ns(fixed, tokens, cost, WITHOUT_HYBRID))
