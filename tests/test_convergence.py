@@ -167,6 +167,49 @@ def test_losses_are_compared_with_plain_of_the_same_seed_and_half_written_lines_
         statistics.read_runs([path, other])
 
 
+def test_no_run_goes_on_from_a_start_that_failed_and_a_later_call_trains_that_start_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from scripts.bench.convergence import convergence
+
+    jobs: list[str] = []
+    failing = ["start-1"]
+
+    class Ranks:
+        def __init__(self, *_: Any) -> None: ...
+        def close(self) -> None: ...
+        def run(self, kind: str, job: list[str], log: Path, limit: float) -> int:
+            name, flags = job[1], job[3:]
+            jobs.append(Path(job[2]).stem)
+            log.write_text("")
+            if name in failing or not name.startswith("start-"):
+                return 1
+            folder = Path(flags[flags.index("--save") + 1])
+            folder.mkdir()
+            (folder / "latest_checkpointed_iteration.txt").write_text("4")
+            return 0
+
+    def call(*options: str) -> str:
+        jobs.clear()
+        given = ["--out", str(tmp_path), "--starts", "3", "--seeds", "1", "--arms", "cut", *options]
+        monkeypatch.setattr(sys, "argv", ["convergence", *given])
+        with pytest.raises(SystemExit) as end:
+            convergence.main()
+        return str(end.value)
+
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "facts.json").write_text('{"digest": "x"}')
+    monkeypatch.setattr(convergence, "WarmRanks", Ranks)
+    assert "over" in call("--seconds", "-1") and not jobs
+    assert call().startswith("failed: start-1-1002;")
+    assert jobs == ["start-0-1001", "start-1-1002", "start-2-1003"]
+    failing.clear()
+    (tmp_path / "start-1").mkdir()  # half of a checkpoint
+    assert call().startswith("failed: plain-1, cut-1;")
+    assert jobs == ["start-1-1002", "plain-1", "cut-1"]
+    assert "begun with --start-iterations 1024: give that" in call("--start-iterations", "8") and not jobs
+
+
 @pytest.mark.megatron
 def test_runs_are_kept_and_their_loss_is_megatrons_own_over_the_held_out_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,8 +18,9 @@ with a new optimizer.
     python -m scripts.bench.convergence.convergence_report out/a/runs.jsonl out/b/runs.jsonl --out DIR
         table, CSV and picture of several calls' runs
 
-Each run is appended to runs.jsonl under --out when it is done, and not made again: start anew to go on. On another
-machine go on with --first-seed, and report both.
+Each run is appended to runs.jsonl under --out when it is done, and not made again: start anew to go on. Options that
+change what is trained are kept there, too; others given later are refused. On another machine go on with --first-seed,
+and report both.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,7 @@ from scripts.bench.convergence.statistics import read_runs
 from scripts.environment import ROOT, cpu_environment
 from scripts.megatron_job import Losses, arguments
 from scripts.warm_ranks import WarmRanks
+from wlb_megatron.whole_files import renamed_at_end
 
 ARMS = {
     "plain": "--wlb-packing original",
@@ -106,7 +110,33 @@ def main() -> None:
     options = parser.parse_args()
     if min(options.seeds, options.workers, options.gpus, options.iterations, options.held_out) < 1:
         parser.error("--seeds, --workers, --gpus, --iterations and --held-out must be at least 1")
+    if options.starts < 0 or options.start_iterations < 1:
+        parser.error("--starts must be at least 0, --start-iterations at least 1")
+    keep_options(options)
     Experiment(options, time.monotonic() + options.seconds).run()
+
+
+KEPT = (
+    *("device", "size", "iterations", "starts", "start_iterations", "seq_length", "global_batch_size"),
+    *("held_out", "extra"),
+)
+"""Options that change the corpus, the starts or the runs."""
+
+
+def keep_options(options: argparse.Namespace) -> None:
+    """Write those of the first call under --out. SystemExit where a later one has others: runs would not compare."""
+    now, kept = {name: getattr(options, name) for name in KEPT}, options.out / "options.json"
+    if kept.exists():
+        before = json.loads(kept.read_text(encoding="utf-8"))
+        changed = [f"--{name.replace('_', '-')} {before[name]}" for name in KEPT if before[name] != now[name]]
+        if changed:
+            raise SystemExit(
+                f"{options.out} was begun with {', '.join(changed)}: give that, or another --out"
+            )
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    with renamed_at_end(kept) as scratch:
+        scratch.write_text(json.dumps(now), encoding="utf-8")
 
 
 def start_of(at: int) -> str:
@@ -122,30 +152,41 @@ class Experiment:
 
     def __init__(self, options: argparse.Namespace, until: float) -> None:
         self._options, self._until = options, until
-        options.out.mkdir(parents=True, exist_ok=True)
         self._kept = options.out / "runs.jsonl"
         self._lock = threading.Lock()
         self._latest = 0.0  # seconds of the run that ended last
         self._failed: list[str] = []
         self._facts = corpora(options)
-        self._missing = {
-            name for name in map(start_of, range(options.starts)) if not self._folder(name).exists()
-        }
-        self._started_all = threading.Event()
-        if not self._missing:
-            self._started_all.set()
+        self._ranks = [WarmRanks(1, environment(options, index)) for index in range(options.workers)]
 
     def run(self) -> None:
         """Train what is not there, then report. SystemExit where a run failed."""
         options = self._options
-        starts = [(name, 1001 + at) for at, name in enumerate(sorted(self._missing))]
-        for worker in self._started(deque([*starts, *self._jobs()])):
-            worker.join()
+        try:
+            self._all([(start_of(at), 1001 + at) for at in self._missing()], self._train_start)
+            missing = self._missing()  # whose runs would begin from scratch
+            if not missing:
+                self._all(self._jobs(), self._train_arm)
+        finally:
+            for ranks in self._ranks:
+                ranks.close()
         runs = read_runs([self._kept])
         if len([run for run in runs if run["arm"] == "plain"]) > 1:
             report(runs, options.out)
         if self._failed:
             raise SystemExit(f"failed: {', '.join(self._failed)}; their logs are in {options.out}")
+        if missing:
+            raise SystemExit(
+                f"time was over before all starts were trained, {len(missing)} are missing: go on"
+            )
+
+    def _missing(self) -> list[int]:
+        """Numbers of the starts without a whole checkpoint; Megatron writes this file after all others."""
+        return [
+            at
+            for at in range(self._options.starts)
+            if not (self._folder(start_of(at)) / "latest_checkpointed_iteration.txt").exists()
+        ]
 
     def _jobs(self) -> list[tuple[str, int]]:
         """Seed by seed, so that what is done can be compared at any time; without the runs that are there."""
@@ -163,38 +204,34 @@ class Experiment:
         }
         return [job for job in jobs if job not in there]
 
-    def _started(self, jobs: deque[tuple[str, int]]) -> list[threading.Thread]:
-        count = min(self._options.workers, len(jobs))
-        workers = [threading.Thread(target=self._work, args=(index, jobs)) for index in range(count)]
-        for worker in workers:
-            worker.start()
-        return workers
+    def _all(self, jobs: list[tuple[str, int]], train: Callable[[str, int, WarmRanks], None]) -> None:
+        """Train job after job in each worker, until none is left or time is over."""
+        left = deque(jobs)
 
-    def _work(self, index: int, jobs: deque[tuple[str, int]]) -> None:
-        """Train job after job. The order of jobs is that of their starts."""
-        ranks = WarmRanks(1, environment(self._options, index))
-        try:
+        def work(ranks: WarmRanks) -> None:
             while True:
                 with self._lock:
-                    if not jobs or time.monotonic() + 1.05 * self._latest > self._until:
+                    if not left or time.monotonic() + 1.05 * self._latest > self._until:
                         return
-                    job = jobs.popleft()
-                if is_start(job[0]):
-                    self._train_start(*job, ranks)
-                    continue
-                self._started_all.wait()
-                started = time.monotonic()
-                if (result := self._train(*job, ranks)) is not None:
-                    with self._lock:
-                        self._latest = time.monotonic() - started
-                        with self._kept.open("a", encoding="utf-8") as lines:
-                            lines.write(json.dumps(result) + "\n")
-                        print(
-                            f"{job[0]} {job[1]}: {result['held_out_loss']:.4f}, {result['seconds']} s",
-                            flush=True,
-                        )
-        finally:
-            ranks.close()
+                    job = left.popleft()
+                train(*job, ranks)
+
+        workers = [threading.Thread(target=work, args=(ranks,)) for ranks in self._ranks[: len(left)]]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+
+    def _train_arm(self, arm: str, seed: int, ranks: WarmRanks) -> None:
+        """Train a run and keep what it gave."""
+        started = time.monotonic()
+        if (result := self._train(arm, seed, ranks)) is None:
+            return
+        with self._lock:
+            self._latest = time.monotonic() - started
+            with self._kept.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(result) + "\n")
+            print(f"{arm} {seed}: {result['held_out_loss']:.4f}, {result['seconds']} s", flush=True)
 
     def _folder(self, start: str) -> Path:
         """Of the checkpoint of a start."""
@@ -227,14 +264,11 @@ class Experiment:
         return [flag for flag in flags if options.device == "cpu" or flag not in CPU_ALONE]
 
     def _train_start(self, name: str, seed: int, ranks: WarmRanks) -> None:
-        """Weights that arms go on from, in a folder of that name. Arms begin when all are there, or one failed."""
+        """Weights that arms go on from, in a folder of that name."""
         began = time.monotonic()
-        status = self._run_job(name, seed, ranks)
-        with self._lock:
-            self._missing.discard(name)
-            if not self._missing:
-                self._started_all.set()
-        print(f"{name}: {'failed' if status else 'trained'}, {time.monotonic() - began:.0f} s", flush=True)
+        shutil.rmtree(self._folder(name), ignore_errors=True)  # half a checkpoint
+        if not self._run_job(name, seed, ranks):
+            print(f"{name}: trained, {time.monotonic() - began:.0f} s", flush=True)
 
     def _run_job(self, arm: str, seed: int, ranks: WarmRanks) -> int:
         """Train; the exit status. A failure is noted, unless time ran out."""
