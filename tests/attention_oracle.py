@@ -120,26 +120,26 @@ def on_all_ranks(
     """Output, dq, dk, dv in packed order (and dsink) from every rank's own share of x; and the exchanged rows."""
     group = ThreadGroup(plan.cp_size)
 
-    def one(rank):
+    def share_of(rank):
         index = torch.from_numpy(plan.packed_index(rank))
         layout = device_layout(attention_layout(plan, rank, window), "cpu")
         inputs = [t[index].requires_grad_() for t in (x.q, x.k, x.v)]
-        told = {
+        options = {
             "sink": None if sink is None else sink.clone().requires_grad_(),
             "windowed": window is not None,
         }
         try:
             out = sharded_attention(
-                *inputs, layout, Member(group, rank), kernels or TorchKernels(), scale, keep_keys, **told
+                *inputs, layout, Member(group, rank), kernels or TorchKernels(), scale, keep_keys, **options
             )
-            inputs += [] if sink is None else [told["sink"]]
+            inputs += [] if sink is None else [options["sink"]]
             return index, out.detach(), *torch.autograd.grad(out, inputs, x.dout[index])
         except BaseException:
             group.barrier.abort()
             raise
 
     with ThreadPoolExecutor(plan.cp_size) as pool:
-        shares = list(pool.map(one, range(plan.cp_size)))
+        shares = list(pool.map(share_of, range(plan.cp_size)))
     results = [torch.full_like(t, float("nan")) for t in (x.dout, x.q, x.k, x.v)]
     for index, *tensors in shares:
         for result, tensor in zip(results, tensors[:4], strict=True):

@@ -133,8 +133,8 @@ class Iteration:
         layout = device_layout(attention_layout(plan, rank, layer.window), "cpu")
 
         def attend(q, k, v):
-            told = {"sink": sink, "windowed": layer.window is not None, "cache": cache}
-            return sharded_attention(q, k, v, layout, group, layer.kernels, SCALE, layer.keep_keys, **told)
+            options = {"sink": sink, "windowed": layer.window is not None, "cache": cache}
+            return sharded_attention(q, k, v, layout, group, layer.kernels, SCALE, layer.keep_keys, **options)
 
         rows = self.places[index][torch.from_numpy(plan.packed_index(rank))]
         inputs = [t[rows].requires_grad_() for t in (x.q, x.k, x.v)]

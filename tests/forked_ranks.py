@@ -62,11 +62,11 @@ def run(
     The exit status is that of the first rank that failed (negative: the signal that ended it), whereupon all are
     killed; else 0. After `timeout` seconds all are killed; TimeoutExpired.
     """
-    told: dict[str, bytes] = {"stdout": b"", "stderr": b"", "status": b""}
+    streams: dict[str, bytes] = {"stdout": b"", "stderr": b"", "status": b""}
     until = time.monotonic() + timeout
     with contextlib.ExitStack() as opened, selectors.DefaultSelector() as waiting:
         theirs = []
-        for name in told:
+        for name in streams:
             own, other = (opened.enter_context(end) for end in socket.socketpair())
             theirs.append(other)
             waiting.register(own, selectors.EVENT_READ, name)
@@ -76,15 +76,15 @@ def run(
         while waiting.get_map():  # until what the ranks started has ended, too: it holds their output
             ready = waiting.select(max(0.0, until - time.monotonic()))
             if not ready:
-                late = subprocess.TimeoutExpired(target, timeout, told["stdout"], told["stderr"])
-                late.add_note("\n".join(told[name][-3000:].decode(errors="replace") for name in told))
+                late = subprocess.TimeoutExpired(target, timeout, streams["stdout"], streams["stderr"])
+                late.add_note("\n".join(streams[name][-3000:].decode(errors="replace") for name in streams))
                 raise late
             for key, _ in ready:
                 piece = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
-                told[key.data] += piece
+                streams[key.data] += piece
                 if not piece:
                     waiting.unregister(key.fileobj)
-    output, errors, status = (part.decode(errors="replace") for part in told.values())
+    output, errors, status = (part.decode(errors="replace") for part in streams.values())
     if not status:
         raise ConnectionError(f"the process that forks ranks has ended\n{errors}")
     return subprocess.CompletedProcess([*target, *arguments], int(status), output, errors)

@@ -17,8 +17,8 @@ import traceback
 from wlb_megatron.plugin import install
 
 
-def told(arguments: list[str], world: int) -> str:
-    """What the command says at its end (of a parser's usage the last line), or "accepted"."""
+def last_line(arguments: list[str], world: int) -> str:
+    """The last line that the command prints, or "accepted"."""
     from megatron.training import arguments as megatron
 
     os.environ |= {"WORLD_SIZE": str(world), "RANK": "0", "LOCAL_RANK": "0"}
@@ -45,5 +45,5 @@ if __name__ == "__main__":
     # Megatron's argument groups read their sources for each parser made: most of a case's time.
     inspect.getsource = functools.cache(inspect.getsource)
     cases = json.load(sys.stdin)
-    lines = [told(case["flags"], case["world"]) for case in cases]
+    lines = [last_line(case["flags"], case["world"]) for case in cases]
     json.dump(lines, sys.stdout)

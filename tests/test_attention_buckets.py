@@ -199,7 +199,7 @@ def test_a_warm_up_runs_equal_sequences_whole_and_tells_the_kernels_to_expect_th
             self.expected.append((call.equal, q.shape, kv.shape))
 
         def forward(self, call, q, kv, scale):
-            assert len(self.expected) == len(self.calls) + 1, "first told, then called"
+            assert len(self.expected) == len(self.calls) + 1, "first expected, then called"
             self.calls.append((call.sizes, call.cu_seqlens_q.tolist(), call.cu_seqlens_kv.tolist()))
             return super().forward(call, q, kv, scale)
 

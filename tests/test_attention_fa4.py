@@ -230,16 +230,20 @@ def test_rows_are_merged_from_contiguous_ones_as_the_gpu_wants_them(asked, monke
 
 
 def test_lengths_are_told_long_enough_for_one_kernel_to_serve_all(asked, monkeypatch):
-    told = []
+    calls = []
     monkeypatch.setattr(
-        asked.backend, "_flash_attn_fwd", lambda q, k, v, **given: told.append(given) or (q, q[..., 0])
+        asked.backend,
+        "_flash_attn_fwd",
+        lambda q, k, v, **arguments: calls.append(arguments) or (q, q[..., 0]),
     )
     for tokens in (1, 600):
         call = device_layout(attention_layout(shard([tokens], 1, "per-document"), 0), "cpu").diagonals
         x = random_tensors(tokens)
         asked.backend.FlashAttention4Kernels().forward(call, x.q, torch.stack((x.k, x.v), 1), SCALE)
-    assert [given["max_seqlen_q"] for given in told] == [given["max_seqlen_k"] for given in told]
-    assert [given["max_seqlen_q"] for given in told] == [512, 600]
+    assert [arguments["max_seqlen_q"] for arguments in calls] == [
+        arguments["max_seqlen_k"] for arguments in calls
+    ]
+    assert [arguments["max_seqlen_q"] for arguments in calls] == [512, 600]
 
 
 def test_the_installed_package_takes_what_the_stand_in_takes():

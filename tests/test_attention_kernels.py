@@ -44,7 +44,7 @@ def seen(mask, window, queries, keys, bottom_right):
     return inside & (far >= 0) if "causal" in mask else inside
 
 
-def as_packed(told, cu_q, cu_kv):
+def as_packed(call, cu_q, cu_kv):
     """The same call of packed sequences."""
     masks = {
         "no_mask": "padding",
@@ -52,11 +52,11 @@ def as_packed(told, cu_q, cu_kv):
         "causal_bottom_right": "padding_causal_bottom_right",
     }
     names = {"bshd_bs2hd": "thd_t2hd", "bshd_bshd_bshd": "thd_thd_thd"}
-    assert "cu_seqlens_q_padded" not in told
-    return told | {
+    assert "cu_seqlens_q_padded" not in call
+    return call | {
         "o_format": "thd",
-        "qkv_layout": names[told["qkv_layout"]],
-        "attn_mask_type": masks[told["attn_mask_type"]],
+        "qkv_layout": names[call["qkv_layout"]],
+        "attn_mask_type": masks[call["attn_mask_type"]],
         "cu_seqlens_q_padded": cu_q,
         "cu_seqlens_kv_padded": cu_kv,
     }
@@ -68,69 +68,69 @@ class Asked:
     def __init__(self):
         self.calls = []
 
-    def _each(self, told, cu_q, cu_kv, q, kv):
-        starts_q, starts_kv = told["cu_seqlens_q_padded"].tolist(), told["cu_seqlens_kv_padded"].tolist()
+    def _each(self, call, cu_q, cu_kv, q, kv):
+        starts_q, starts_kv = call["cu_seqlens_q_padded"].tolist(), call["cu_seqlens_kv_padded"].tolist()
         sizes_q, sizes_kv = cu_q.diff().tolist(), cu_kv.diff().tolist()
-        mask = told["attn_mask_type"]
+        mask = call["attn_mask_type"]
         for at, (n, m) in enumerate(zip(sizes_q, sizes_kv, strict=True)):
             rows, keys = slice(starts_q[at], starts_q[at] + n), slice(starts_kv[at], starts_kv[at] + m)
-            shown = seen(mask, told["window_size"], n, m, mask.endswith("bottom_right"))
+            shown = seen(mask, call["window_size"], n, m, mask.endswith("bottom_right"))
             repeat = q.shape[1] // kv[0].shape[1]
             k, v = (x[keys].repeat_interleave(repeat, dim=1) for x in kv)
-            scores = torch.einsum("qhd,khd->hqk", q[rows], k) * told["attn_scale"]
+            scores = torch.einsum("qhd,khd->hqk", q[rows], k) * call["attn_scale"]
             yield rows, keys, k, v, scores.masked_fill(~shown, -math.inf), repeat
 
-    def forward(self, training, max_q, max_kv, cu_q, cu_kv, q, k, v, dtype, backend, **told):
+    def forward(self, training, max_q, max_kv, cu_q, cu_kv, q, k, v, dtype, backend, **call):
         assert training
-        self.calls.append(told)
+        self.calls.append(call)
         self.bounds = cu_q, cu_kv
-        if told["o_format"] == "thd":
-            return self._forward(told, cu_q, cu_kv, q, k, v)
+        if call["o_format"] == "thd":
+            return self._forward(call, cu_q, cu_kv, q, k, v)
         assert q.shape[:2] == (len(cu_q) - 1, max_q) and k.shape[:2] == v.shape[:2] == (
             len(cu_kv) - 1,
             max_kv,
         )
         flat = [x.flatten(0, 1) for x in (q, k, v)]
-        out, (stats, rng) = self._forward(as_packed(told, cu_q, cu_kv), cu_q, cu_kv, *flat)
+        out, (stats, rng) = self._forward(as_packed(call, cu_q, cu_kv), cu_q, cu_kv, *flat)
         # Of a batch [b, s, heads, dim] the statistics are [b, heads, s, 1].
         stats = stats.unflatten(0, q.shape[:2]).transpose(1, 2).contiguous()
         return out.unflatten(0, q.shape[:2]), [stats, rng]
 
-    def _forward(self, told, cu_q, cu_kv, q, k, v):
-        if told["qkv_layout"] == "thd_t2hd":
+    def _forward(self, call, cu_q, cu_kv, q, k, v):
+        if call["qkv_layout"] == "thd_t2hd":
             assert k.data_ptr() + k[0].numel() * k.element_size() == v.data_ptr(), (
                 "keys and values side by side"
             )
         else:
-            assert told["qkv_layout"] == "thd_thd_thd" and k.is_contiguous() and v.is_contiguous()
+            assert call["qkv_layout"] == "thd_thd_thd" and k.is_contiguous() and v.is_contiguous()
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         stats = torch.empty(*q.shape[:2], 1, dtype=q.dtype)
-        for rows, _, _, values, scores, _ in self._each(told, cu_q, cu_kv, q, (k, v)):
+        for rows, _, _, values, scores, _ in self._each(call, cu_q, cu_kv, q, (k, v)):
             stats[rows] = scores.logsumexp(-1).T[..., None]
             out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
         return out, [stats, torch.zeros(2, dtype=torch.int64)]
 
-    def backward(self, max_q, max_kv, cu_q, cu_kv, q, k, v, out, dout, dtype, context, backend, **told):
+    def backward(self, max_q, max_kv, cu_q, cu_kv, q, k, v, out, dout, dtype, context, backend, **call):
         stats, rng = context
-        self.calls.append(told)
-        assert rng.shape == (2,) and told["dqkv_layout"] == told["qkv_layout"]
-        assert told["do_format"] == told["o_format"]
-        if told["o_format"] == "thd":
-            return self._backward(told, cu_q, cu_kv, q, k, v, out, dout, stats)
+        self.calls.append(call)
+        assert rng.shape == (2,) and call["dqkv_layout"] == call["qkv_layout"]
+        assert call["do_format"] == call["o_format"]
+        if call["o_format"] == "thd":
+            return self._backward(call, cu_q, cu_kv, q, k, v, out, dout, stats)
         assert stats.shape == (q.shape[0], q.shape[2], q.shape[1], 1) and stats.is_contiguous()
         flat = [x.flatten(0, 1) for x in (q, k, v, out, dout, stats.transpose(1, 2))]
-        grads = self._backward(as_packed(told, cu_q, cu_kv), cu_q, cu_kv, *flat)
+        grads = self._backward(as_packed(call, cu_q, cu_kv), cu_q, cu_kv, *flat)
         return tuple(g.unflatten(0, x.shape[:2]) for g, x in zip(grads, (q, k, v), strict=True))
 
-    def _backward(self, told, cu_q, cu_kv, q, k, v, out, dout, stats):
+    def _backward(self, call, cu_q, cu_kv, q, k, v, out, dout, stats):
         assert stats.shape == (*q.shape[:2], 1)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         delta = (out * dout).sum(-1)
-        for rows, keys, one, values, scores, repeat in self._each(told, cu_q, cu_kv, q, (k, v)):
+        for rows, keys, key, values, scores, repeat in self._each(call, cu_q, cu_kv, q, (k, v)):
             probs = torch.exp(scores - stats[rows, :, 0].T[..., None])
             dscores = torch.einsum("qhd,khd->hqk", dout[rows], values) - delta[rows].T[..., None]
-            dscores = dscores * probs * told["attn_scale"]
-            dq[rows] = torch.einsum("hqk,khd->qhd", dscores, one)
+            dscores = dscores * probs * call["attn_scale"]
+            dq[rows] = torch.einsum("hqk,khd->qhd", dscores, key)
             for whole, grad in (
                 (dk, torch.einsum("hqk,qhd->khd", dscores, q[rows])),
                 (dv, torch.einsum("hqk,qhd->khd", probs, dout[rows])),
@@ -162,7 +162,7 @@ def error_of(asked):
 
 def test_the_check_of_kernels_accepts_what_is_right_and_calls_every_form(asked):
     assert error_of(asked) < 1e-12
-    forms = {(told["o_format"], told["attn_mask_type"], told["window_size"]) for told in asked.calls}
+    forms = {(call["o_format"], call["attn_mask_type"], call["window_size"]) for call in asked.calls}
     assert forms == {
         ("thd", "padding_causal", (-1, 0)),
         ("thd", "padding", (-1, -1)),
@@ -174,30 +174,30 @@ def test_the_check_of_kernels_accepts_what_is_right_and_calls_every_form(asked):
     }
 
 
-def top_left(told):
-    return told | {"attn_mask_type": told["attn_mask_type"].replace("_bottom_right", "")}
+def top_left(call):
+    return call | {"attn_mask_type": call["attn_mask_type"].replace("_bottom_right", "")}
 
 
-def no_window(told):
-    return told | {"window_size": (-1, told["window_size"][1])}
+def no_window(call):
+    return call | {"window_size": (-1, call["window_size"][1])}
 
 
 @pytest.mark.parametrize(
     ("way", "change"),
     [
-        ("_forward", lambda result, told: (result[0], [1.4427 * result[1][0], result[1][1]])),  # of base 2
-        ("_forward", lambda result, told: (torch.full_like(result[0], math.nan), result[1])),
-        ("_backward", lambda result, told: (result[0], result[2], result[1])),
+        ("_forward", lambda result, call: (result[0], [1.4427 * result[1][0], result[1][1]])),  # of base 2
+        ("_forward", lambda result, call: (torch.full_like(result[0], math.nan), result[1])),
+        ("_backward", lambda result, call: (result[0], result[2], result[1])),
         ("_each", top_left),
         ("_each", no_window),
-        ("_each", lambda told: told | {"attn_scale": 1.0}),
+        ("_each", lambda call: call | {"attn_scale": 1.0}),
     ],
 )
 def test_the_check_of_kernels_finds_an_entry_point_that_means_something_else(asked, monkeypatch, way, change):
     right = getattr(asked, way)
 
-    def changed(told, *rest):
-        return right(change(told), *rest) if way == "_each" else change(right(told, *rest), told)
+    def changed(call, *others):
+        return right(change(call), *others) if way == "_each" else change(right(call, *others), call)
 
     monkeypatch.setattr(asked, way, changed)
     assert not error_of(asked) <= 3 * TOLERATED
@@ -233,9 +233,9 @@ def test_lengths_without_padding_are_told_by_one_tensor_twice(asked):
         for call in (layout.diagonals, layout.rectangles):
             keys = torch.zeros(call.kv_rows, 2, 2, 4, dtype=x.q.dtype)
             kernels.forward(call, random_tensors(call.q_rows).q, keys, SCALE)
-            told = asked.calls[-1]
-            assert told["cu_seqlens_q_padded"] is asked.bounds[0]
-            assert told["cu_seqlens_kv_padded"] is asked.bounds[1]
+            passed = asked.calls[-1]
+            assert passed["cu_seqlens_q_padded"] is asked.bounds[0]
+            assert passed["cu_seqlens_kv_padded"] is asked.bounds[1]
             assert (asked.bounds[0] is asked.bounds[1]) == call.causal
 
 
@@ -322,7 +322,7 @@ def test_equal_sequences_go_as_a_batch_once_they_are_expected_and_come_out_the_s
         asked.calls.clear()
         *got, _ = on_all_ranks(plan, x, kernels=kernels, window=window)
         assert largest_error(got, expected) < 1e-10
-        forms.append([told["o_format"] for told in asked.calls])
+        forms.append([past["o_format"] for past in asked.calls])
         for rank in range(cp):
             layout = device_layout(attention_layout(plan, rank, window), "cpu")
             near = layout.window or layout.single
@@ -394,10 +394,10 @@ def test_one_call_is_a_bottom_right_one_over_each_segments_own_keys(asked):
     keys = torch.zeros(single.call.kv_rows, 2, 2, 4, dtype=torch.float64)
     kernels = asked.backend.TransformerEngineKernels()
     kernels.forward(single.call, random_tensors(single.call.q_rows).q, keys, SCALE)
-    (told,) = asked.calls
-    assert told["attn_mask_type"] == "padding_causal_bottom_right" and told["window_size"] == (-1, 0)
-    assert told["cu_seqlens_q_padded"].tolist() == [0, 16, 32] + 30 * [32]
-    assert told["cu_seqlens_kv_padded"].tolist() == [0, 16, 80] + 30 * [80]
+    (call,) = asked.calls
+    assert call["attn_mask_type"] == "padding_causal_bottom_right" and call["window_size"] == (-1, 0)
+    assert call["cu_seqlens_q_padded"].tolist() == [0, 16, 32] + 30 * [32]
+    assert call["cu_seqlens_kv_padded"].tolist() == [0, 16, 80] + 30 * [80]
 
 
 @pytest.mark.parametrize("documents", [1, 31, 32, 33, 513])
@@ -405,9 +405,9 @@ def test_the_number_of_sequences_is_told_rounded_up_with_empty_ones(asked, docum
     lengths = [1] * documents
     forward, backward = alone(asked, lengths)
     expected = bucket(documents, 1, 1).sequences
-    for told in (forward, backward):
-        bounds = told["cu_seqlens_q_padded"]
-        assert len(bounds) - 1 == expected and bounds is told["cu_seqlens_kv_padded"]
+    for call in (forward, backward):
+        bounds = call["cu_seqlens_q_padded"]
+        assert len(bounds) - 1 == expected and bounds is call["cu_seqlens_kv_padded"]
         assert bounds.diff().tolist() == lengths + [0] * (expected - documents)
 
 
@@ -416,11 +416,11 @@ def test_layers_of_a_micro_batch_share_the_rounded_bounds_and_keep_none_of_earli
     kv = torch.stack((x.k, x.v), dim=1)
     for _ in range(2):
         call = device_layout(attention_layout(shard([12, 7, 5], 1, "per-document"), 0), "cpu").diagonals
-        told = []
+        bounds = []
         for _ in range(2):
             kernels.forward(call, x.q, kv, SCALE)
-            told.append(asked.bounds[0])
-        assert told[0] is told[1]
+            bounds.append(asked.bounds[0])
+        assert bounds[0] is bounds[1]
         assert len(asked.backend._rounded_bounds) == 1
         del call
         assert not len(asked.backend._rounded_bounds)
@@ -433,8 +433,8 @@ def test_an_engine_that_keeps_graphs_by_the_number_of_sequences_finds_those_of_t
     by rows rounded up and by the number of sequences as it is."""
     met = set()
 
-    def forward(training, max_q, max_kv, cu_q, cu_kv, q, k, v, dtype, backend, **told):
-        causal = "causal" in told["attn_mask_type"]
+    def forward(training, max_q, max_kv, cu_q, cu_kv, q, k, v, dtype, backend, **passed):
+        causal = "causal" in passed["attn_mask_type"]
         met.add((causal, len(cu_q) - 1, graph_buckets.rows(len(q)), graph_buckets.rows(len(k))))
         return torch.empty_like(q), [torch.empty(*q.shape[:2], 1), None]
 

@@ -165,10 +165,12 @@ def test_each_ranks_tokens_fit_the_rows_that_fp8_products_want(fp8, recipe, mult
 
     assert job(64).alignment == multiple
     assert window_misfit(job(5 * multiple)) is None
-    told = window_misfit(job(4 * multiple + 2))
-    assert f"{4 * multiple + 2} tokens are not a multiple of {multiple}," in told
-    assert f"set it to {5 * multiple}" in told
-    assert ("FP8" in told) == (fp8 is not None) and (f"x {multiple // 4} rows" in told) == (fp8 is not None)
+    message = window_misfit(job(4 * multiple + 2))
+    assert f"{4 * multiple + 2} tokens are not a multiple of {multiple}," in message
+    assert f"set it to {5 * multiple}" in message
+    assert ("FP8" in message) == (fp8 is not None) and (f"x {multiple // 4} rows" in message) == (
+        fp8 is not None
+    )
 
 
 def test_windows_as_megatron_gives_them():

@@ -25,7 +25,7 @@ COLUMNS = (
 
 
 def row(mix: str, sharding: str, chosen: int, ms: float, window: int = 1024, **more: Any) -> dict[str, Any]:
-    told = {
+    figures = {
         "window": window,
         "mix": mix,
         "cp": 2,
@@ -34,7 +34,7 @@ def row(mix: str, sharding: str, chosen: int, ms: float, window: int = 1024, **m
         "chosen": chosen,
         "ms": ms,
     }
-    return told | dict.fromkeys(COLUMNS, 0.0) | {"imbalance_ms": 0.0, "exposed_ms": 0.0} | more
+    return figures | dict.fromkeys(COLUMNS, 0.0) | {"imbalance_ms": 0.0, "exposed_ms": 0.0} | more
 
 
 def test_regret_is_what_was_chosen_over_the_fastest_way_of_the_same_cell() -> None:
@@ -59,10 +59,10 @@ def test_backends_are_compared_where_both_were_measured(capsys: pytest.CaptureFi
     second = [row("a", "hybrid", 1, 4.0), row("b", "per-document", 1, 16.0), row("b", "hybrid", 0, 1.0)]
     against(first, "one", second, "other")
     assert "1024 CP=2: 2 mixes, one 4.000x other, least 2.000 (a)" in capsys.readouterr().out
-    told = [row("a", "hybrid", 1, 2.5, exposed_ms=0.5, unsharded_ms=3.0, unsharded_own_ms=2.0)]
-    report(told, [], [1024, 512], [2], "one")
-    said = capsys.readouterr().out
-    assert "75.0% of unsharded / CP (50.0% of its own" in said and "512 CP" not in said
+    rows = [row("a", "hybrid", 1, 2.5, exposed_ms=0.5, unsharded_ms=3.0, unsharded_own_ms=2.0)]
+    report(rows, [], [1024, 512], [2], "one")
+    printed = capsys.readouterr().out
+    assert "75.0% of unsharded / CP (50.0% of its own" in printed and "512 CP" not in printed
 
 
 def test_a_part_cut_short_keeps_its_rows_and_leaves_no_process(tmp_path: Path) -> None:
@@ -188,8 +188,8 @@ def test_a_peers_losses_are_compared_where_the_reference_of_its_layout_has_them(
         "sft-dp2": [2.0],
         "reference-cp2": [2.25, float("nan"), 1.125, 9.0],
     }
-    told = compare("sft-cp2", losses)
-    assert (told["loss_off_most"], told["loss_off_mean"]) == (0.25, 0.1875)
+    compared = compare("sft-cp2", losses)
+    assert (compared["loss_off_most"], compared["loss_off_mean"]) == (0.25, 0.1875)
     assert str(compare("sft-dp2", losses)["loss_off_most"]) == "nan"
 
 

@@ -86,8 +86,8 @@ def test_output_that_cannot_be_written_is_one_line(form: list[str]) -> None:
             cwd=ROOT,
             timeout=60,
         )
-    told = "wlb-megatron: cannot write the output: No space left on device\n"
-    assert (done.returncode, done.stderr) == (2, told)
+    message = "wlb-megatron: cannot write the output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, message)
 
 
 def test_json_alone_is_on_stdout() -> None:

@@ -149,8 +149,8 @@ def test_every_figure_equals_what_the_printed_plans_give(
         document_cost=0.0,
         sharding="per-document",  # adaptive's choice is by the model's kernel times, which inspect does not know
     )
-    told = analyze(lengths, config, layout, micro_batches=3, iterations=20, seed=None)
-    after = figures(told.after)
+    analysis = analyze(lengths, config, layout, micro_batches=3, iterations=20, seed=None)
+    after = figures(analysis.after)
     expected = from_json(lengths, config, layout, micro_batches=3, iterations=20)
     flat = {key: after[key]["mean"] for key in ("imbalance", "cp_imbalance", "token_delay")}
     flat |= {"tokens": after["tokens"], "padding_share": after["padding_share"]}
@@ -159,11 +159,11 @@ def test_every_figure_equals_what_the_printed_plans_give(
     flat["long"] = after["long_documents_weight"]
     if (
         packing != "varlen"
-    ):  # pieces cut twice in one micro-batch have one id: ranks can't be told from the print
+    ):  # pieces cut twice in one micro-batch have one id: the print does not show their ranks
         del flat["cp_imbalance"]
     assert flat == pytest.approx({key: expected[key] for key in flat}, rel=1e-4)
     assert after["iterations"] == 20
-    assert told.thresholds == ([24, 40] if packing == "varlen" else [])
+    assert analysis.thresholds == ([24, 40] if packing == "varlen" else [])
 
 
 def test_before_is_arrival_order_by_sequence_whatever_the_settings() -> None:
@@ -212,10 +212,10 @@ def test_the_flags_to_copy_set_the_same_packing_in_training(
     )
     code, out, _ = call(capsys, *command.split(), "--json", "-")
     assert code == 0
-    told = json.loads(out)
-    config = config_from_args(add_arguments(argparse.ArgumentParser()).parse_args(told["flags"].split()))
-    known = "--quadratic-at" in given  # else a run's is its model's, which analyze was not told
-    assert (config.packing, config.quadratic_at) == (packing, told["quadratic_at"] if known else None)
+    report = json.loads(out)
+    config = config_from_args(add_arguments(argparse.ArgumentParser()).parse_args(report["flags"].split()))
+    is_set = "--quadratic-at" in given  # else a run's is its model's, which analyze did not get
+    assert (config.packing, config.quadratic_at) == (packing, report["quadratic_at"] if is_set else None)
     if packing == "varlen":
         assert config.max_tokens == (100000 if "--max-tokens" in given else None)
         assert config.thresholds == ("24000,40000" if "--thresholds" in given else "auto")
@@ -261,12 +261,12 @@ def test_analyze_and_simulate_predict_the_same_gain_of_random_jobs(
             f"--vpp {vpp if pp > 1 else 1} --dp {random.choice([1, 2])} --tp {random.choice([1, 2])} "
             f"--host-launch {random.choice([0, 1])} --json -"
         ).split()
-        told = []
+        speedups = []
         for command, key in (("analyze --no-split", "predicted_speedup"), ("simulate", "speedup")):
             code, out, err = call(capsys, *command.split(), *flags)
             assert code == 0, err
-            told.append(json.loads(out)[key])
-        assert told[0] == pytest.approx(told[1], abs=0.005)
+            speedups.append(json.loads(out)[key])
+        assert speedups[0] == pytest.approx(speedups[1], abs=0.005)
 
 
 @pytest.mark.parametrize("command", ["analyze", "simulate", "inspect"])
@@ -287,28 +287,32 @@ def test_what_each_part_gains_is_what_simulate_says_of_it(
     job = f"--lengths {tmp_path / 'lengths.npy'} --window 16384 --micro-batches 4 --cp 2 --pp 2 --tp 2"
     job += " --host-launch 0 --iterations 6 --warm-up 4 --json -"
 
-    def told(command: str, flags: str = "") -> dict[str, Any]:
+    def report_of(command: str, flags: str = "") -> dict[str, Any]:
         code, out, err = call(capsys, command, *job.split(), *flags.split())
         assert code == 0, err
         return json.loads(out)
 
-    analysis = told("analyze")
+    analysis = report_of("analyze")
     gains = {gain["name"]: gain for gain in analysis["gains"]}
     assert list(gains) == [
         "sharding of each document", "packing of whole documents", "delay of long documents",
         "number of micro-batches", "long documents in chunks", "fixed windows, balanced",
     ]  # fmt: skip
-    one = "--micro-batches-per-window 1 --chunks off"
+    one_whole = "--micro-batches-per-window 1 --chunks off"
     for name, flags in {
         "sharding of each document": "--packing original --chunks off",
-        "packing of whole documents": f"{one} --max-delay 0 --thresholds none",
-        "delay of long documents": one,
+        "packing of whole documents": f"{one_whole} --max-delay 0 --thresholds none",
+        "delay of long documents": one_whole,
         "number of micro-batches": "--chunks off",
         "long documents in chunks": "--chunks on",
         "fixed windows, balanced": "--packing fixed-greedy --chunks off",
     }.items():
-        assert gains[name]["by_token"] == pytest.approx(told("simulate", flags)["speedup"], abs=1e-9), name
-    alone = told("simulate", f"{one} --max-delay 0 --thresholds none --sharding per-sequence")["speedup"]
+        assert gains[name]["by_token"] == pytest.approx(report_of("simulate", flags)["speedup"], abs=1e-9), (
+            name
+        )
+    alone = report_of("simulate", f"{one_whole} --max-delay 0 --thresholds none --sharding per-sequence")[
+        "speedup"
+    ]
     assert gains["packing of whole documents"]["alone"] == pytest.approx(alone)
     best = max(1.0, analysis["predicted_speedup"], *(gain["by_token"] for gain in gains.values()))
     assert analysis["predicted_speedup"] <= analysis["recommended"]["by_token"] <= best
@@ -333,8 +337,8 @@ def test_without_a_mask_every_window_is_one_document(capsys: pytest.CaptureFixtu
     ]
     code, out, _ = call(capsys, "analyze", "--lengths", "900,4096,300,2000", *job)
     assert code == 0
-    told = json.loads(out)
-    rate = told["results"]["after"]["tokens_per_second"] / told["speedup_over_unmasked"]
+    report = json.loads(out)
+    rate = report["results"]["after"]["tokens_per_second"] / report["speedup_over_unmasked"]
     code, out, _ = call(capsys, "simulate", "--lengths", "4096", *job)
     assert rate == pytest.approx(json.loads(out)["schemes"][0]["tokens_per_second"])
 
@@ -345,14 +349,14 @@ def test_the_longest_micro_batch_that_fits_is_trainings(capsys: pytest.CaptureFi
     )
     code, out, _ = call(capsys, *command.split(), "--gpu-memory", "40")
     assert code == 0
-    told = json.loads(out)["fits"]
+    fits = json.loads(out)["fits"]
     shape = StageShape(hidden=4096, ffn=11008, layers=16, heads=32, kv_heads=8, head_dim=128, vocab=128_256)
     layout = ParallelLayout(
         tensor=4, context=2, pipeline=2, group=2, sequence=True, distributed_optimizer=True
     )
-    room, most = int((40 << 30) * 0.9), told["micro_batch"]
+    room, most = int((40 << 30) * 0.9), fits["micro_batch"]
     assert memory_needed(shape, layout, most) <= room < memory_needed(shape, layout, most + 8)
-    assert told["window"] <= most * 4 / 5 < told["window"] + 1024
+    assert fits["window"] <= most * 4 / 5 < fits["window"] + 1024
 
 
 def test_weights_that_fit_are_not_blamed_for_a_window_that_does_not(
@@ -369,36 +373,38 @@ def test_parts_that_do_not_fit_the_memory_are_left_out(capsys: pytest.CaptureFix
     job += " --gpu-memory 50"
     code, out, err = call(capsys, *f"analyze {job} --iterations 2 --warm-up 0 --json -".split())
     assert code == 0, err
-    told = json.loads(out)
-    names = [gain["name"] for gain in told["gains"]]
+    report = json.loads(out)
+    names = [gain["name"] for gain in report["gains"]]
     assert names == ["sharding of each document", "long documents in chunks", "fixed windows, balanced"]
-    assert told["fits"]["in_chunks"] and told["fits"]["micro_batch"] == told["max_tokens"] < 98304
+    assert report["fits"]["in_chunks"] and report["fits"]["micro_batch"] == report["max_tokens"] < 98304
 
 
 def test_what_is_predicted_slower_is_not_recommended(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = np.full(400, 64)
     config = WlbConfig(quadratic_at=QUADRATIC_AT, packing="fixed-greedy", sharding="per-sequence")
-    told = analyze(lengths, config, JobLayout(64), micro_batches=2, iterations=3, seed=1)
-    assert told.speedup == 1.0
-    assert told.flags == "--wlb-packing fixed-greedy --wlb-sharding per-sequence --wlb-quadratic-at 40.0"
-    slower = replace(told, before=told.after, after=told.before)
-    slower.before.simulated = replace(told.after.simulated, steps=told.after.simulated.steps / 2)
+    analysis = analyze(lengths, config, JobLayout(64), micro_batches=2, iterations=3, seed=1)
+    assert analysis.speedup == 1.0
+    assert analysis.flags == "--wlb-packing fixed-greedy --wlb-sharding per-sequence --wlb-quadratic-at 40.0"
+    slower = replace(analysis, before=analysis.after, after=analysis.before)
+    slower.before.simulated = replace(analysis.after.simulated, steps=analysis.after.simulated.steps / 2)
     assert slower.flags.startswith("--wlb-packing original --wlb-sharding per-sequence")
 
 
 def test_others_are_recommended_for_more_than_noise_and_never_with_a_slower_slowest_step() -> None:
     config = WlbConfig(quadratic_at=QUADRATIC_AT)
-    told = analyze(some_lengths(), config, JobLayout(64, pp=2), micro_batches=2, iterations=6, seed=1)
-    slowest = float(told.after.simulated.steps.max() / told.before.simulated.steps.max())
-    scale = 1.1 / told.speedup  # as if this were faster than arrival order, whatever it is here
-    told = replace(told, after=replace(told.after, simulated=_faster(told.after.simulated, scale)))
+    analysis = analyze(some_lengths(), config, JobLayout(64, pp=2), micro_batches=2, iterations=6, seed=1)
+    slowest = float(analysis.after.simulated.steps.max() / analysis.before.simulated.steps.max())
+    scale = 1.1 / analysis.speedup  # as if this were faster than arrival order, whatever it is here
+    analysis = replace(
+        analysis, after=replace(analysis.after, simulated=_faster(analysis.after.simulated, scale))
+    )
     slowest /= scale
 
     def recommended(by_token: float, slowest: float) -> str:
         other = Gain("other", replace(config, chunks="off"), None, by_token, by_token, slowest)
-        return replace(told, gains=(other,)).best.name
+        return replace(analysis, gains=(other,)).best.name
 
-    assert told.speedup == pytest.approx(1.1)
+    assert analysis.speedup == pytest.approx(1.1)
     assert recommended(1.1 * 1.005, slowest) == "as set"
     assert recommended(1.1 * 1.02, slowest) == "other"
     assert recommended(1.1 * 1.02, slowest * 1.01) == "as set"

@@ -118,7 +118,7 @@ def names(parser: argparse.ArgumentParser) -> set[str]:
     return {action.option_strings[-1][2:] for action in parser._actions} - {"help"}
 
 
-def told(capsys: pytest.CaptureFixture[str], command: str, flags: str) -> Any:
+def json_of(capsys: pytest.CaptureFixture[str], command: str, flags: str) -> Any:
     code, out, err = call(capsys, command, *flags.split(), "--json", "-")
     assert code == 0, err
     return json.loads(out)
@@ -140,8 +140,8 @@ def test_every_flag_of_simulate_changes_what_is_simulated(capsys: pytest.Capture
     for flag, (value, beside) in SIMULATE.items():
         flags = f"{LENGTHS} {LAYOUT} {beside}"
         if beside not in before:
-            before[beside] = told(capsys, "simulate", flags)["schemes"]
-        if told(capsys, "simulate", f"{flags} --{flag} {value}")["schemes"] == before[beside]:
+            before[beside] = json_of(capsys, "simulate", flags)["schemes"]
+        if json_of(capsys, "simulate", f"{flags} --{flag} {value}")["schemes"] == before[beside]:
             idle.append(flag)
     assert not idle
 
@@ -182,7 +182,7 @@ def test_every_flag_of_inspect_changes_its_plans_or_is_refused(capsys: pytest.Ca
     idle = []
     for flag, (value, beside) in INSPECT.items():
         flags = f"{base} {beside}"
-        if told(capsys, "inspect", f"{flags} --{flag} {value}") == told(capsys, "inspect", flags):
+        if json_of(capsys, "inspect", f"{flags} --{flag} {value}") == json_of(capsys, "inspect", flags):
             idle.append(flag)
     assert not idle
     for flag, value in refused.items():
@@ -234,7 +234,7 @@ def test_every_flag_of_reproduce_reaches_what_is_reproduced(
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         *((f"{{}} --{name.replace('_', '-')}", "only affects training") for name in NOT_HERE[:6:2]),
         ("inspect --wlb-packing varlen", "is spelled --packing here"),
@@ -249,13 +249,13 @@ def test_every_flag_of_reproduce_reaches_what_is_reproduced(
     ],
 )
 def test_what_would_change_nothing_is_refused_in_one_line(
-    command: str, said: str, capsys: pytest.CaptureFixture[str]
+    command: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("inspect", "analyze", "simulate") if "{}" in command else ("",):
         words = command.format(name).split()
         layout = ["--out", "d"] if words[0] == "reproduce" else ["--lengths", "9,30", "--window", "64"]
         code, _, err = call(capsys, *words, *layout)
-        assert code == 2 and said in err and err.count("\n") == 1, err
+        assert code == 2 and message in err and err.count("\n") == 1, err
 
 
 def lines_of(capsys: pytest.CaptureFixture[str], flags: str) -> list[str]:

@@ -37,7 +37,7 @@ def run(*arguments: str, first_on_path: Path | None = None) -> subprocess.Comple
 def test_a_machine_that_can_train_is_told_so_after_a_self_test() -> None:
     done = run()
     assert done.returncode == 0, done.stdout + done.stderr
-    for told in (
+    for line in (
         "torch: ",
         "CUDA: ",
         "Transformer Engine: ",
@@ -46,10 +46,10 @@ def test_a_machine_that_can_train_is_told_so_after_a_self_test() -> None:
         "symbols",
         "attention",
     ):
-        assert told in done.stdout, told
+        assert line in done.stdout, line
     assert "self-test on CPU, CP=2: attention and its gradients equal one document" in done.stdout
-    told = "training can start" + (" here" if torch.cuda.is_available() else " where there are GPUs")
-    assert done.stdout.splitlines()[-1].endswith(told)
+    line = "training can start" + (" here" if torch.cuda.is_available() else " where there are GPUs")
+    assert done.stdout.splitlines()[-1].endswith(line)
 
 
 @pytest.mark.megatron
@@ -73,16 +73,16 @@ def test_pypis_apex_and_an_unknown_megatron_are_named_and_the_exit_code_is_not_z
 def test_without_torch_the_rest_is_still_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = findings.version
-    monkeypatch.setattr(findings, "version", lambda name: None if name == "torch" else known(name))
+    version = findings.version
+    monkeypatch.setattr(findings, "version", lambda name: None if name == "torch" else version(name))
     assert main(["doctor"]) == 2
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     assert (
         f"FIX   torch: missing\n      planning works without it; to train: pip install '{ROOT}[gpu]'"
-        in told.out
+        in printed.out
     )
-    assert "megatron-core: " in told.out and "self-test" not in told.out
-    assert "to fix: torch" in told.err
+    assert "megatron-core: " in printed.out and "self-test" not in printed.out
+    assert "to fix: torch" in printed.err
 
 
 def test_the_cpu_that_answers_for_a_gpu_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,13 +97,13 @@ def test_the_cpu_that_answers_for_a_gpu_is_not_taken_for_one(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("version", "told"),
+    ("version", "phrase"),
     [(91900, "rounds sizes up"), (92400, "the plugin rounds"), (92501, "the plugin rounds")],
 )
-def test_the_version_of_cudnn_says_who_rounds_the_sizes_of_graphs(version: int, told: str) -> None:
+def test_the_version_of_cudnn_says_who_rounds_the_sizes_of_graphs(version: int, phrase: str) -> None:
     first, graphs = software.cudnn(version)
-    assert first.found == f"9.{version // 100 % 100}.{version % 100}" and told in graphs.found
-    assert [one.found for one in software.cudnn(None)] == ["missing"]
+    assert first.found == f"9.{version // 100 % 100}.{version % 100}" and phrase in graphs.found
+    assert [finding.found for finding in software.cudnn(None)] == ["missing"]
 
 
 def test_flash_attention_of_another_version_and_what_stock_makes_of_it_are_told(
@@ -170,13 +170,15 @@ def test_a_checkout_without_dataset_helpers_is_told_what_megatrons_own_datasets_
     assert megatron_checks.dataset_helpers().found == "built"
     known -= {"megatron.core.datasets.helpers_cpp"}
     monkeypatch.setattr(megatron_checks.shutil, "which", lambda name: f"/usr/bin/{name}")
-    told = megatron_checks.dataset_helpers()
-    assert told.verdict == findings.NOTE and "the plugin does not need them, --wlb-off does" in told.found
-    assert "missing" not in told.cure
+    finding = megatron_checks.dataset_helpers()
+    assert (
+        finding.verdict == findings.NOTE and "the plugin does not need them, --wlb-off does" in finding.found
+    )
+    assert "missing" not in finding.cure
     known.clear()
     monkeypatch.setattr(megatron_checks.shutil, "which", lambda name: None)
-    told = megatron_checks.dataset_helpers()
-    assert "it lacks: make, a C++ compiler, python3-config, pybind11" in told.cure
+    finding = megatron_checks.dataset_helpers()
+    assert "it lacks: make, a C++ compiler, python3-config, pybind11" in finding.cure
 
 
 def test_an_extra_is_installed_from_a_checkout_and_never_from_an_index(

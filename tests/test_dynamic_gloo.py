@@ -197,7 +197,7 @@ def test_rank_0_s_failure_to_plan_reaches_the_others_who_would_wait_for_it(
 
 
 def test_a_group_s_documents_are_counted_once_for_the_flops() -> None:
-    """Megatron sums over all ranks and divides by the context-parallel size, 2: group of 4, told twice by one."""
+    """Megatron sums over all ranks and divides by the context-parallel size, 2: one of a group's 4 reports twice."""
     from wlb_megatron.packing.summary import PlanSummary
     from wlb_megatron.plan import Piece
     from wlb_megatron.plugin.plans.loaded import Layout, from_plan
@@ -208,6 +208,8 @@ def test_a_group_s_documents_are_counted_once_for_the_flops() -> None:
     planned = PlannedMicroBatch(
         0, 0, pieces, shard([5, 9, 2], 4, "per-document"), summary, 0.0, RankGroup(0, 4, 1, "greedy", 1.0)
     )
-    told = [from_plan(planned, Layout(0, 1, 8, True, stage_rank=rank, cp_size=2)).bounds for rank in range(4)]
-    assert told[0].tolist() == [0, 5, 14, 19, 28]
-    assert all(np.diff(bounds.numpy()).tolist() == [0] for bounds in told[1:])
+    bounds = [
+        from_plan(planned, Layout(0, 1, 8, True, stage_rank=rank, cp_size=2)).bounds for rank in range(4)
+    ]
+    assert bounds[0].tolist() == [0, 5, 14, 19, 28]
+    assert all(np.diff(bounds_of_rank.numpy()).tolist() == [0] for bounds_of_rank in bounds[1:])

@@ -217,7 +217,7 @@ def test_a_group_starts_when_its_last_rank_is_free() -> None:
 
 
 @pytest.mark.parametrize(
-    ("micro_steps", "told"),
+    ("micro_steps", "message"),
     [
         (((Group(0, 2, (0,)),),), "1 documents are placed"),
         (((Group(0, 2, (0, 1)),),), "11 tokens on 2 ranks"),
@@ -225,9 +225,9 @@ def test_a_group_starts_when_its_last_rank_is_free() -> None:
         (((Group(0, 2, (0,)), Group(1, 1, (1,))),), "two groups"),
     ],
 )
-def test_a_wrong_plan_is_told_apart(micro_steps: tuple[tuple[Group, ...], ...], told: str) -> None:
+def test_a_wrong_plan_is_told_apart(micro_steps: tuple[tuple[Group, ...], ...], message: str) -> None:
     stage = Stage.of(2, 2, 10)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         validate(StepPlan(4, micro_steps), [6, 5], stage)
 
 

@@ -1,4 +1,4 @@
-"""A job told to analyze and simulate decides about chunks as Megatron's arguments do in training."""
+"""A job given to analyze and simulate decides about chunks as Megatron's arguments do in training."""
 
 from __future__ import annotations
 
@@ -103,20 +103,20 @@ def test_chunks_that_may_hold_more_than_whole_documents_are_not_chosen() -> None
     def planned(flags: str, heads: int) -> tuple[bool, list[str]]:
         flags = f"--tp 4 --cp 4 --host-launch 0 --recompute full --num-query-groups {heads} {flags}"
         config = settings(parsed(f"--thresholds none --micro-batch-cost 0 {flags}"))
-        said: list[str] = []
-        packer = job(flags).planner(LENGTHS, config, said.append).packer
+        messages: list[str] = []
+        packer = job(flags).planner(LENGTHS, config, messages.append).packer
         memory = job(flags).memory(80)
         assert memory is not None
         chunked, whole = memory.needed(config, 8192)
         assert (chunked > whole) == (heads == 32)
-        return isinstance(packer, ChunkPacker), said
+        return isinstance(packer, ChunkPacker), messages
 
-    chunks, said = planned("", 8)
-    assert chunks and "so chunks free" in said[1]
-    chunks, said = planned("", 32)
-    assert not chunks and "not with a peak of" in said[0] and "however many micro-batches" in said[1]
-    chunks, said = planned("--chunks on", 32)
-    assert chunks and "so chunks add" in said[-1]
+    chunks, messages = planned("", 8)
+    assert chunks and "so chunks free" in messages[1]
+    chunks, messages = planned("", 32)
+    assert not chunks and "not with a peak of" in messages[0] and "however many micro-batches" in messages[1]
+    chunks, messages = planned("--chunks on", 32)
+    assert chunks and "so chunks add" in messages[-1]
 
 
 def test_chunks_whose_keys_cross_a_slow_network_are_not_chosen() -> None:
@@ -181,14 +181,16 @@ def test_dynamic_groups_are_planned_and_timed_alike_by_both_commands(
     np.save(tmp_path / "lengths.npy", np.tile([3000, 40000, 900, 65536, 1200, 2500, 9000], 9))
     flags = f"--lengths {tmp_path / 'lengths.npy'} --window 65536 --micro-batches 2 --cp 2 --dp 2 --json -"
     flags += " --host-launch 0 --iterations 3 --warm-up 1 --max-delay 0 --cp-mode "
-    told = {}
+    speedups = {}
     for command, key in (("analyze --no-split", "predicted_speedup"), ("simulate", "speedup")):
         for mode in ("fixed", "dynamic"):
             code, out, err = call(capsys, *command.split(), *flags.split(), mode)
             assert code == 0, err
-            told[command, mode] = json.loads(out)[key]
-    assert told["simulate", "dynamic"] == pytest.approx(told["analyze --no-split", "dynamic"], abs=0.005)
-    assert told["simulate", "dynamic"] > told["simulate", "fixed"] + 0.01
+            speedups[command, mode] = json.loads(out)[key]
+    assert speedups["simulate", "dynamic"] == pytest.approx(
+        speedups["analyze --no-split", "dynamic"], abs=0.005
+    )
+    assert speedups["simulate", "dynamic"] > speedups["simulate", "fixed"] + 0.01
 
 
 def test_every_document_of_an_iteration_is_in_one_of_its_groups() -> None:
@@ -201,15 +203,15 @@ def test_every_document_of_an_iteration_is_in_one_of_its_groups() -> None:
 
 
 def test_dynamic_groups_are_refused_where_training_refuses_them(capsys: pytest.CaptureFixture[str]) -> None:
-    for command, flags, said in (
+    for command, flags, message in (
         ("simulate", "--num-experts 4 --moe-router-load-balancing-type aux_loss", "a router's loss"),
         ("analyze", "--num-experts 4 --moe-router-load-balancing-type aux_loss", "a router's loss"),
         ("simulate", "--trace t.json", "--trace supports only fixed groups"),
         ("inspect", "", "use wlb-megatron analyze or simulate"),
     ):
-        given = f"{command} --lengths 9 --window 64 --cp-mode dynamic {flags}".split()
-        code, _, err = call(capsys, *given)
-        assert code == 2 and said in err and err.count("\n") == 1
+        arguments = f"{command} --lengths 9 --window 64 --cp-mode dynamic {flags}".split()
+        code, _, err = call(capsys, *arguments)
+        assert code == 2 and message in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["analyze", "simulate"])
@@ -226,7 +228,7 @@ def test_chunks_that_cannot_be_trained_are_refused_with_the_cure(
 
 @pytest.mark.parametrize("command", ["analyze", "simulate"])
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("--pp 5", "--num-layers 32 cannot be divided over --pp 5: choose a divisor of 32, or of 34"),
         ("--pp 4 --vpp 3", "--num-layers 32 cannot be divided over --pp 4 x --vpp 3"),
@@ -251,10 +253,10 @@ def test_chunks_that_cannot_be_trained_are_refused_with_the_cure(
     ],
 )
 def test_sizes_that_megatron_does_not_divide_are_refused_in_one_line(
-    command: str, flags: str, said: str, capsys: pytest.CaptureFixture[str]
+    command: str, flags: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = call(capsys, *f"{command} --lengths 9,30,64 --window 64 {flags}".split())
-    assert code == 2 and said in err and err.count("\n") == 1
+    assert code == 2 and message in err and err.count("\n") == 1
 
 
 def test_model_chunks_without_a_pipeline_are_refused_by_inspect_too(

@@ -1,4 +1,4 @@
-"""Which attention kernels a layer gets, and that it is told, refused or as asked."""
+"""Which attention kernels a layer gets, and that the choice is printed, refused or as asked."""
 
 from __future__ import annotations
 

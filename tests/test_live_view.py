@@ -32,8 +32,8 @@ SETTLED = CALIBRATION[0] + CALIBRATION[1]
 
 
 def fed(drift: Drift, ratios: list[float]) -> list[str]:
-    said = [drift.add(100.0, 100.0 * ratio) for ratio in ratios]
-    return [text for text in said if text]
+    warnings = [drift.add(100.0, 100.0 * ratio) for ratio in ratios]
+    return [text for text in warnings if text]
 
 
 def test_a_run_that_keeps_its_pace_is_not_warned_of_whatever_its_scale() -> None:
@@ -46,8 +46,8 @@ def test_a_run_that_keeps_its_pace_is_not_warned_of_whatever_its_scale() -> None
 def test_a_run_that_changes_its_pace_is_warned_of_once(factor: float, word: str) -> None:
     drift = Drift()
     assert not fed(drift, [2.0] * SETTLED)
-    (said,) = fed(drift, [2.0 * factor] * 5 * WINDOW)
-    assert word in said and "\n" not in said
+    (warning,) = fed(drift, [2.0 * factor] * 5 * WINDOW)
+    assert word in warning and "\n" not in warning
 
 
 def test_a_few_slow_iterations_are_no_drift() -> None:
@@ -61,7 +61,7 @@ def test_iterations_without_a_time_are_left_out() -> None:
     assert drift.scale is None
 
 
-def told(**changes: Any) -> dict[str, Any]:
+def figures_of(**changes: Any) -> dict[str, Any]:
     figures = {"iteration": 7, "imbalance": 1.01, "cp_imbalance": 1.0, "tokens": 100, "delayed": 2}
     figures |= {"token_delay": 0.5, "plan_ms": 1.0, "plan_wait_ms": 0.0, "measured_ms": 812.3}
     figures |= {"consumed_tokens": 700, "tokens_per_second_per_gpu": 61.55}
@@ -71,20 +71,20 @@ def told(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_log_line_puts_the_predicted_beside_the_measured_time() -> None:
-    assert metrics.log_line(told(), None).endswith("| ms: 812.3, predicted 790.1")
-    assert metrics.log_line(told(), 1.0278).endswith("predicted 790.1 (x 1.028 so far)")
-    assert "predicted" not in metrics.log_line(told(predicted_ms=None), 1.0)
+    assert metrics.log_line(figures_of(), None).endswith("| ms: 812.3, predicted 790.1")
+    assert metrics.log_line(figures_of(), 1.0278).endswith("predicted 790.1 (x 1.028 so far)")
+    assert "predicted" not in metrics.log_line(figures_of(predicted_ms=None), 1.0)
     assert "| sharding: 3 hybrid, 1 per-document | ms" in metrics.log_line(
-        told(shardings={"hybrid": 3, "per-document": 1}), None
+        figures_of(shardings={"hybrid": 3, "per-document": 1}), None
     )
 
 
 def test_the_log_line_tells_epochs_and_what_was_left_out() -> None:
-    assert "| epochs: 0.250 |" in metrics.log_line(told(), None)
+    assert "| epochs: 0.250 |" in metrics.log_line(figures_of(), None)
     blend = {f"data/{name}": n / 10 for n, name in enumerate(["web", "code", "books", "wiki", "law", "math"])}
-    chunks = metrics.log_line(told(documents_in_chunks=3, chunks=11), None)
+    chunks = metrics.log_line(figures_of(documents_in_chunks=3, chunks=11), None)
     assert "micro-batches, 3 documents in 11 chunks |" in chunks
-    line = metrics.log_line(told(epochs=blend, overlong_documents=3, lost_tokens=70), None)
+    line = metrics.log_line(figures_of(epochs=blend, overlong_documents=3, lost_tokens=70), None)
     assert "in 0 chunks" not in line
     assert "| epochs: 0.500 math, 0.400 law, 0.300 wiki, 0.200 books, less of 2 others |" in line
     assert "| documents above the window: 3, 70 of their tokens left out |" in line

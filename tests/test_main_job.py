@@ -25,14 +25,14 @@ def test_the_end_says_what_balanced_the_step_what_gpus_take_and_where_the_pictur
         "wlb": {"micro_batches": 12.4, "gpu_tokens_per_second": 150.0},
     }
     lines = main_job.ending(summary, Path("out/timeline.png"), 3, Path("out/summary.json"), 64)
-    told = "\n".join(lines)
+    text = "\n".join(lines)
     for phrase in (
         "wlb makes 12 micro-batches of like work",
         "On 16 GPUs, with documents and window 64 times as long: 1.50 times the tokens/s, predicted",
         "Picture of step 4: out/timeline.png",
         "took on this CPU means nothing",
     ):
-        assert phrase in told
+        assert phrase in text
     assert max(map(len, lines)) <= 120
 
 
@@ -41,9 +41,9 @@ def test_the_steps_on_gpus_are_simulated_from_the_same_documents(
 ) -> None:
     from wlb_megatron.documents import lengths
 
-    given = np.tile([40, 600, 2048, 90, 5000, 300], 20)  # 5000 is above the window and left out
-    monkeypatch.setattr(lengths, "read_lengths", lambda path: given)
+    documents = np.tile([40, 600, 2048, 90, 5000, 300], 20)  # 5000 is above the window and left out
+    monkeypatch.setattr(lengths, "read_lengths", lambda path: documents)
     options = argparse.Namespace(out=tmp_path, seq_length=2048, iterations=2, global_batch_size=4)
-    told = main_job.simulate_on_gpus(options)
-    assert set(told) == {"plain", "wlb"}
-    assert told["wlb"][1] > told["plain"][1] > 1000 and told["plain"][0] > 100
+    simulated = main_job.simulate_on_gpus(options)
+    assert set(simulated) == {"plain", "wlb"}
+    assert simulated["wlb"][1] > simulated["plain"][1] > 1000 and simulated["plain"][0] > 100

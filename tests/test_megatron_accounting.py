@@ -47,10 +47,10 @@ class Run:
 
 
 def seen(path: Path, micro_batches: int) -> list[list[list[tuple[Any, float, int]]]]:
-    told = torch.load(path, weights_only=False)
+    trained = torch.load(path, weights_only=False)
     iterations: list[list[list[tuple[Any, float, int]]]] = [[] for _ in range(ITERATIONS)]
     for at, ((iteration, index, pieces, _), loss) in enumerate(
-        zip(told["documents"], told["losses"], strict=True)
+        zip(trained["documents"], trained["losses"], strict=True)
     ):
         assert index == at % micro_batches
         if index == 0:

@@ -95,8 +95,8 @@ def test_a_document_of_four_windows_trains_whole_as_in_a_window_of_its_length(tm
     single = train([*base, *whole.split(), "--wlb-max-tokens", "1024"], 1, tmp_path / "single")
     chunks = f"{PP2} --max-position-embeddings 512 --global-batch-size 4 --wlb-overlong chunk --wlb-micro-batch-cost 2"
     log, traced = tmp_path / "log.jsonl", tmp_path / "trace.json"
-    told = ["--wlb-log", str(log), "--wlb-trace", str(traced), "--wlb-trace-iteration", "2"]
-    ranks = train([*base, *chunks.split(), *told, "--wlb-rehearsal", "always"], 2, tmp_path / "ranks")
+    reports = ["--wlb-log", str(log), "--wlb-trace", str(traced), "--wlb-trace-iteration", "2"]
+    ranks = train([*base, *chunks.split(), *reports, "--wlb-rehearsal", "always"], 2, tmp_path / "ranks")
     for rank in ranks:
         rank["documents"] = [entry for entry in rank["documents"] if entry[0] >= 0]
     trained = [[entry[0], *piece] for entry in single[0]["documents"] for piece in entry[2]]

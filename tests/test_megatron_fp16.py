@@ -1,4 +1,4 @@
-"""fp16: the loss scale multiplies a mean over the global batch, and updates that are thrown away are told."""
+"""fp16: the loss scale multiplies a mean over the global batch, and updates that are thrown away are reported."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def test_a_scale_at_which_summed_losses_overflow_is_kept_and_what_it_costs_is_to
     ]
     done = launch(arguments, 1)
     assert done.returncode == 0, failure(done)
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    rows = [json.loads(interval) for interval in log.read_text().splitlines()]
     skipped = [row for row in rows if row["update_skipped"]]
     assert 1 <= len(skipped) <= 3 and len(rows) == 6
     assert min(float(value) for value in re.findall(r"loss scale: (\S+)", done.stdout)) >= 2**19
-    told = re.findall(r"updates thrown away: (\d+), with (\d+) documents, (\d+) tokens", done.stdout)
-    sums = [sum(int(line[at]) for line in told) for at in range(3)]
+    counts = re.findall(r"updates thrown away: (\d+), with (\d+) documents, (\d+) tokens", done.stdout)
+    sums = [sum(int(interval[at]) for interval in counts) for at in range(3)]
     assert sums == [len(skipped), *(sum(row[name] for row in skipped) for name in ("documents", "tokens"))]

@@ -99,15 +99,15 @@ def test_logged_losses_are_means_over_the_planned_micro_batches_and_leave_out_th
         "aux_loss --moe-aux-loss-coeff 0.01", "aux_loss global_aux_loss --moe-aux-loss-coeff 0.01 0.01"
     )
     arguments = [*flags(), *RUN, *routers.split(), "--moe-z-loss-coeff", "0.01", "--mtp-num-layers", "1"]
-    told = []
-    for rehearsal, each in (("never", "1"), ("always", "1"), ("never", "2")):
-        plans = ["--wlb-rehearsal", rehearsal, "--wlb-micro-batches-per-window", each]
+    losses = []
+    for rehearsal, per_window in (("never", "1"), ("always", "1"), ("never", "2")):
+        plans = ["--wlb-rehearsal", rehearsal, "--wlb-micro-batches-per-window", per_window]
         done = launch([*arguments, "--data-path", str(corpus), *plans], 1)
         assert done.returncode == 0, failure(done)
-        told.append(re.findall(r"\| ([a-z_0-9 ]*loss): ([0-9.E+-]+)", done.stdout))
-    assert {name for name, _ in told[0]} >= {
+        losses.append(re.findall(r"\| ([a-z_0-9 ]*loss): ([0-9.E+-]+)", done.stdout))
+    assert {name for name, _ in losses[0]} >= {
         *("lm loss", "load_balancing_loss", "global_load_balancing_loss", "z_loss", "mtp_1 loss"),
     }
-    assert told[1] == told[0]
-    for (name, value), (same, twice) in zip(told[0], told[2], strict=True):
+    assert losses[1] == losses[0]
+    for (name, value), (same, twice) in zip(losses[0], losses[2], strict=True):
         assert name == same and float(twice) == pytest.approx(float(value), rel=0.25), name

@@ -133,15 +133,15 @@ def one_at_a_time(tensor: torch.Tensor, **more: Any) -> tuple[torch.Tensor, torc
 
 @pytest.mark.parametrize("roll", [wrap_roll_tensor(lambda *_: None), one_at_a_time], ids=["release", "dev"])
 def test_the_sum_told_leaves_each_depth_its_factor_alone(roll: Any) -> None:
-    """Megatron multiplies by (predictions without a roll / the sum told, at least 1)."""
+    """Megatron multiplies by (predictions without a roll / the sum it gets, at least 1)."""
     after = torch.tensor([1, 2, 4, 4], dtype=torch.int32)
     for mask in ([1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]):
         params = WlbPackedSeqParams(following=after, factors=iter([1.25, 4.0]), predicted=sum(mask))
         rolled = torch.tensor([mask])
         for factor in (1.25, 4.0):
             expected = [factor * float(rolled[0, at] != 0) if at < 4 else 0.0 for at in after.tolist()]
-            rolled, told = roll(rolled, packed_seq_params=params, cp_group=None)
-            weighed = rolled * sum(mask) / told.clamp(min=1)
+            rolled, total = roll(rolled, packed_seq_params=params, cp_group=None)
+            weighed = rolled * sum(mask) / total.clamp(min=1)
             assert weighed.tolist() == [expected] and type(weighed) is torch.Tensor
     padding = torch.tensor([[False, False, False, True]])
     assert roll(padding, packed_seq_params=params)[0] is padding

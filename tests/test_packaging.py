@@ -56,15 +56,15 @@ def test_the_wheel_holds_the_package_and_the_patches_and_nothing_else(wheel: Pat
 def test_the_package_alone_asks_for_numpy_and_extras_for_the_rest(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-    told = email.message_from_bytes(archive.read(name))
-    needed = told.get_all("Requires-Dist") or []
+    metadata = email.message_from_bytes(archive.read(name))
+    needed = metadata.get_all("Requires-Dist") or []
     (alone,) = [line for line in needed if "extra ==" not in line]
     assert alone.startswith("numpy")
-    assert told["Version"] == wlb_megatron.__version__
+    assert metadata["Version"] == wlb_megatron.__version__
     hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
     (ruff,) = [line.split(";")[0].strip() for line in needed if line.startswith("ruff")]
     assert f"rev: v{ruff.removeprefix('ruff==')}\n" in hooks
-    assert {"cpu", "gpu", "fa4", "profile", "report"} <= set(told.get_all("Provides-Extra") or [])
+    assert {"cpu", "gpu", "fa4", "profile", "report"} <= set(metadata.get_all("Provides-Extra") or [])
     for line in needed:  # a release that nobody has tried is not taken
         assert "<" in line or "==" in line.split(";")[0] or 'extra == "dev"' in line, line
     pinned = [line.split(";")[0].strip().split("==") for line in needed if 'extra == "fa4"' in line]

@@ -241,7 +241,7 @@ def test_the_tokens_in_flight_are_about_a_window_a_stage() -> None:
 
 
 def chosen(**how: Any) -> tuple[type, list[str]]:
-    said: list[str] = []
+    lines: list[str] = []
     sample = long_tailed(131072)[:20_000].tolist()
     settings = {"chunks": how.pop("chunks", "auto"), "packing": how.pop("packing", "varlen")}
     settings["max_tokens"] = how.pop("max_tokens", None)
@@ -249,9 +249,9 @@ def chosen(**how: Any) -> tuple[type, list[str]]:
     no_chunks = how.pop("no_chunks", [])
     job = {"window": 131072, "micro_batches": 4, "pp": 4, "sample": sample} | how
     packer = make_packer(
-        WlbConfig(**settings), CostModel(24576.0, 0.0, 1000.0), **job, no_chunks=no_chunks, say=said.append
+        WlbConfig(**settings), CostModel(24576.0, 0.0, 1000.0), **job, no_chunks=no_chunks, say=lines.append
     )
-    return type(packer), said
+    return type(packer), lines
 
 
 def test_the_chosen_number_of_micro_batches_is_as_good_as_any_though_not_all_are_filled() -> None:
@@ -286,23 +286,23 @@ def test_a_step_of_many_windows_has_no_more_micro_batches_than_are_tried_for_eac
 
 
 def test_auto_takes_chunks_where_they_are_predicted_to_pay_and_says_why() -> None:
-    kind, said = chosen()
-    assert kind is ChunkPacker and "yes (predicted step over ideal" in said[0]
-    kind, said = chosen(pp=1)
-    assert kind is VarlenPacker and "no pipeline" in said[0]
-    kind, said = chosen(sample=[900] * 1000)
+    kind, lines = chosen()
+    assert kind is ChunkPacker and "yes (predicted step over ideal" in lines[0]
+    kind, lines = chosen(pp=1)
+    assert kind is VarlenPacker and "no pipeline" in lines[0]
+    kind, lines = chosen(sample=[900] * 1000)
     assert kind is VarlenPacker, "short documents balance whole"
-    kind, said = chosen(no_chunks=[("--flag", "drop it")])
-    assert kind is VarlenPacker and "not with --flag" in said[0]
-    kind, said = chosen(max_delay=3, thresholds="none")
-    assert kind is VarlenPacker and "not with --wlb-max-delay 3" in said[0], "a given delay acts"
-    kind, said = chosen(max_delay=0, thresholds="49152")
-    assert kind is ChunkPacker and "--wlb-thresholds 49152 is not used" in said[1]
+    kind, lines = chosen(no_chunks=[("--flag", "drop it")])
+    assert kind is VarlenPacker and "not with --flag" in lines[0]
+    kind, lines = chosen(max_delay=3, thresholds="none")
+    assert kind is VarlenPacker and "not with --wlb-max-delay 3" in lines[0], "a given delay acts"
+    kind, lines = chosen(max_delay=0, thresholds="49152")
+    assert kind is ChunkPacker and "--wlb-thresholds 49152 is not used" in lines[1]
 
 
 def test_micro_batches_too_short_for_whole_documents_make_auto_take_chunks() -> None:
-    kind, said = chosen(pp=1, max_tokens=131072)
-    assert kind is ChunkPacker and "131,072 tokens do not hold whole documents" in said[0]
+    kind, lines = chosen(pp=1, max_tokens=131072)
+    assert kind is ChunkPacker and "131,072 tokens do not hold whole documents" in lines[0]
     with pytest.raises(WlbError, match=r"below 1\.25 windows.*--wlb-chunks on"):
         chosen(max_tokens=131072, no_chunks=[("--flag", "drop it")])
     with pytest.raises(WlbError, match="more than 64 micro-batches: set it to 2048 or more"):

@@ -292,37 +292,37 @@ def test_pieces_that_wait_are_saved_in_few_bytes_and_damage_is_told() -> None:
         decode(encode(windows[0])[:-8])
 
 
-def told_of(lengths: list[int], window: int, **settings: Any) -> tuple[list[str], float]:
-    """What is said of these documents, and the share of the tokens asked for that trains in 40 iterations."""
-    said: list[str] = []
+def warnings_and_share(lengths: list[int], window: int, **settings: Any) -> tuple[list[str], float]:
+    """The warnings for these documents, and the share of the tokens asked for that trains in 40 iterations."""
+    lines: list[str] = []
     packer = make_packer(
         WlbConfig(**{"chunks": "off", **settings}),
         CostModel(window * 0.7),
         window=window,
         micro_batches=4,
         sample=lengths,
-        say=said.append,
+        say=lines.append,
     )
     planner = Planner(Repeated(np.array(lengths)), packer, global_tokens=4 * window)
     for _ in range(40):
         planner.next_iteration()
-    return [line for line in said if line.startswith("WARNING")], planner.trained / (40 * 4 * window)
+    return [line for line in lines if line.startswith("WARNING")], planner.trained / (40 * 4 * window)
 
 
 def test_documents_that_cannot_be_paired_under_lmax_are_told_at_start_and_either_cure_trains_all() -> None:
-    (line,), share = told_of([262] * 60, 328)
+    (line,), share = warnings_and_share([262] * 60, 328)
     assert "about 80% of the tokens asked for" in line and "--wlb-max-tokens to 524 " in line
     assert share == pytest.approx(0.8, abs=0.01)
     for cure in ({"max_tokens": 524}, {"micro_batches_per_window": "1.5"}):
-        told, share = told_of([262] * 60, 328, **cure)
-        assert told == [] and share > 0.99
+        warnings, share = warnings_and_share([262] * 60, 328, **cure)
+        assert warnings == [] and share > 0.99
     for lengths in ([164] * 60, list(range(1, 329))):  # pairs fit; long ones beside short ones
-        assert told_of(lengths, 328)[0] == []
+        assert warnings_and_share(lengths, 328)[0] == []
 
 
 @pytest.mark.parametrize("packing", ["varlen", "original", "fixed-greedy"])
 def test_tiny_documents_that_the_cap_leaves_out_are_told_and_do_not_pile_up(packing: str) -> None:
-    (line,), share = told_of([1] * 50, 100, packing=packing, max_documents=5)
+    (line,), share = warnings_and_share([1] * 50, 100, packing=packing, max_documents=5)
     assert "at most 5.0% of the tokens asked for" in line and "--wlb-max-documents to 101" in line
     assert share == 0.05
     planner = make_planner(
@@ -330,4 +330,4 @@ def test_tiny_documents_that_the_cap_leaves_out_are_told_and_do_not_pile_up(pack
     )
     for plan in run(planner, most=8):
         assert len(plan.arrived) <= 20 * planner.packer.intake_batches and not planner.put_back
-    assert told_of([1] * 50, 100, packing=packing, max_documents=101)[0] == []
+    assert warnings_and_share([1] * 50, 100, packing=packing, max_documents=101)[0] == []

@@ -91,12 +91,12 @@ def test_a_fork_that_differs_in_one_file_is_named_with_its_hunk_and_nothing_is_c
     script.write_text(script.read_text().replace("_MAIN_ENTRY_TIME = time.time()", "_ENTERED = clock()"))
     original = tree(checkout)
     assert main(["patch", "--apply", str(checkout)]) == 2
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert tree(checkout) == original
-    assert "0001-pretrain-gpt.patch does not fit" in said
-    assert re.search(r"patch failed: pretrain_gpt\.py:\d+", said)
-    assert "| +    from wlb_megatron import enable  # --wlb-off" in said
-    assert f"git -C {checkout} apply --3way" in said
+    assert "0001-pretrain-gpt.patch does not fit" in message
+    assert re.search(r"patch failed: pretrain_gpt\.py:\d+", message)
+    assert "| +    from wlb_megatron import enable  # --wlb-off" in message
+    assert f"git -C {checkout} apply --3way" in message
 
 
 def test_the_three_way_help_merges_a_fork_that_moved_on_from_a_known_file(checkout: Path) -> None:

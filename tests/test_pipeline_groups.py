@@ -18,7 +18,7 @@ from wlb_megatron.plan import Piece
 _sizes = st.lists(st.integers(1, 7), min_size=1, max_size=16).map(tuple)
 
 
-def _told(order: list[Step]) -> str:
+def _spelled(order: list[Step]) -> str:
     return " ".join("FB"[step.backward] + str(step.micro_batch) for step in order)
 
 
@@ -31,11 +31,14 @@ def _bounds(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def test_two_stages_with_groups_of_two_and_one_by_hand():
-    assert [_told(order) for order in grouped_orders(2, (2, 1))] == ["F0 F1 F2 B1 B0 B2", "F0 F1 B1 F2 B0 B2"]
+    assert [_spelled(order) for order in grouped_orders(2, (2, 1))] == [
+        "F0 F1 F2 B1 B0 B2",
+        "F0 F1 B1 F2 B0 B2",
+    ]
 
 
 def test_groups_of_one_are_megatrons_own_1f1b():
-    assert [_told(order) for order in grouped_orders(3, (1,) * 4)] == [
+    assert [_spelled(order) for order in grouped_orders(3, (1,) * 4)] == [
         "F0 F1 F2 B0 F3 B1 B2 B3",
         "F0 F1 B0 F2 B1 F3 B2 B3",
         "F0 B0 F1 B1 F2 B2 F3 B3",

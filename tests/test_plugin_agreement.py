@@ -59,11 +59,11 @@ def rank_of_three(rank: int, port: int) -> None:
     )
     assert not agreement._store.check([f"100/plans/{digest('same 1').hex()}"])
     dist.barrier()
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as error:
         agreement.compare(500, digest("other" if rank == 2 else "same"))  # on the last rank to come
         agreement.check(wait=True)
-    assert re.search(r"planned iteration 500 differently: .*same everywhere", str(told.value))
-    assert re.search(r"2 as rank [01] \(.*1 as rank 2 \(|1 as rank 2 \(.*2 as rank [01] \(", str(told.value))
+    assert re.search(r"planned iteration 500 differently: .*same everywhere", str(error.value))
+    assert re.search(r"2 as rank [01] \(.*1 as rank 2 \(|1 as rank 2 \(.*2 as rank [01] \(", str(error.value))
     again = PlanAgreement()  # a second training in these processes knows nothing of the first
     again.compare(500, digest("same"), wait=True)
     with pytest.raises(RuntimeError, match="ranks would plan differently: "):
@@ -123,28 +123,28 @@ def rank_of_four(rank: int, port: int) -> None:
         agreement = PlanAgreement()
         agreement.begin("state")
         see = partial(agreement.see, dp_rank=rank // 2)
-        given, micro_batches = (
+        iteration, micro_batches = (
             -1,
             iter(MicroBatchSampler(plans(rank // 2, differs if rank == 3 else math.inf), see)),
         )
-        told = ""
+        message = ""
         try:
-            while given < EVERY + 1:
-                given = next(micro_batches)[0].iteration
+            while iteration < EVERY + 1:
+                iteration = next(micro_batches)[0].iteration
                 agreement.check()
             agreement.check(wait=True)
         except RuntimeError as error:
-            told = str(error)
+            message = str(error)
         dist.barrier()
         if differs == math.inf:
-            assert told == ""
+            assert message == ""
             continue
         assert re.fullmatch(
             rf"wlb_megatron: ranks have cut iteration {differs} differently: "
             r"1 as rank [23] \(.*\); 1 as rank [23] \(.*\): the documents are the same, .*",
-            told,
+            message,
         )
-        assert given == -1 if not differs else given >= EVERY - 1
+        assert iteration == -1 if not differs else iteration >= EVERY - 1
     dist.destroy_process_group()
 
 
@@ -204,10 +204,10 @@ def test_a_process_is_let_open_a_connection_to_every_rank_or_the_limit_is_named(
 
 
 def test_plans_that_differ_in_a_prefix_alone_have_other_digests() -> None:
-    found = set()
+    digests = set()
     for prefix in (0, 4):
         head, tail = (MicroBatch((piece,), 1) for piece in (Piece(0, 7, 0, 4), Piece(0, 7, 4, 8, prefix)))
-        told = hashlib.blake2b(digest_size=8)
-        update_digest(told, IterationPlan(0, (), ((head,), (tail,)), ()))
-        found.add(told.digest())
-    assert len(found) == 2
+        state = hashlib.blake2b(digest_size=8)
+        update_digest(state, IterationPlan(0, (), ((head,), (tail,)), ()))
+        digests.add(state.digest())
+    assert len(digests) == 2

@@ -62,11 +62,11 @@ def test_throughput_is_of_all_iterations_since_the_last_line(
     """The interval that Megatron's own timer has, which the line after the first iteration does not end."""
     from wlb_megatron.plugin.logs import flops
 
-    told: list[tuple[float, float]] = []
+    totals: list[tuple[float, float]] = []
     monkeypatch.setattr(flops, "get_args", lambda: argparse.Namespace(log_interval=3))
 
     def log_of_17(loss, iteration, is_first_iteration=False):  # type: ignore[no-untyped-def]
-        told.append(part(flops.Counted).step)
+        totals.append(part(flops.Counted).step)
 
     def log_of_19(  # type: ignore[no-untyped-def]
         loss,
@@ -75,7 +75,7 @@ def test_throughput_is_of_all_iterations_since_the_last_line(
         seqlen_squared_sum_in_batch=None,
         total_real_tokens_in_batch=None,
     ):
-        told.append((total_real_tokens_in_batch, seqlen_squared_sum_in_batch))
+        totals.append((total_real_tokens_in_batch, seqlen_squared_sum_in_batch))
 
     log = flops.wrap_training_log(log_of_17 if release == "0.17" else log_of_19)
     for iteration in range(1, 7):
@@ -83,18 +83,18 @@ def test_throughput_is_of_all_iterations_since_the_last_line(
         part(flops.Counted).step = counted
         later = {} if release == "0.17" else dict(zip(flops._TOTALS, counted, strict=True))
         log(None, iteration, is_first_iteration=iteration == 1, **later)
-    assert [told[at] for at in (0, 2, 5)] == [(10, 100), (20, 200), (50, 500)]
+    assert [totals[at] for at in (0, 2, 5)] == [(10, 100), (20, 200), (50, 500)]
 
 
 SCRIPT = """
 from megatron.training import training
 count = training.num_floating_point_operations
 
-def told(*args, **kwargs):
+def printed_count(*args, **kwargs):
     print(f"FLOPS {count(*args, **kwargs)!r}", flush=True)
     return count(*args, **kwargs)
 
-training.num_floating_point_operations = told
+training.num_floating_point_operations = printed_count
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin import pretrain_gpt
 pretrain_gpt.main()

@@ -206,7 +206,7 @@ def test_groups_are_of_this_rank_or_of_all_that_meet_in_every_step() -> None:
     assert [of(0, False), of(1, False), of(0, True), of(1, True)] == [(), (2, 1), (2, 1), (2, 1)]
 
 
-def told(**given: Any) -> Trainer:
+def trainer_with(**settings: Any) -> Trainer:
     plain = {
         "pipeline_model_parallel_size": 2,
         "tensor_model_parallel_size": 1,
@@ -214,34 +214,34 @@ def told(**given: Any) -> Trainer:
         "expert_tensor_parallel_size": None,
         "moe_router_load_balancing_type": "aux_loss",
     }
-    return trainer_of(SimpleNamespace(**{**plain, **given}))
+    return trainer_of(SimpleNamespace(**{**plain, **settings}))
 
 
 def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert told().chunks_refused() == []
+    assert trainer_with().chunks_refused() == []
     for name, flag in {
         "virtual_pipeline_model_parallel_size": "--num-virtual-stages",
         "fine_grained_activation_offloading": "--fine-grained-activation-offloading",
         "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
         "mtp_num_layers": "--mtp-num-layers",
     }.items():
-        ((flag_told, cure),) = told(**{name: 2}).chunks_refused()
-        assert flag_told.startswith(flag) and cure
+        ((refused, cure),) = trainer_with(**{name: 2}).chunks_refused()
+        assert refused.startswith(flag) and cure
     by_document = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}
-    ((flag_told, cure),) = told(num_experts=4, **by_document).chunks_refused()
-    assert flag_told.endswith("seq_aux_loss") and cure
-    assert told(**by_document).chunks_refused() == []  # a dense model has no routers
+    ((refused, cure),) = trainer_with(num_experts=4, **by_document).chunks_refused()
+    assert refused.endswith("seq_aux_loss") and cure
+    assert trainer_with(**by_document).chunks_refused() == []  # a dense model has no routers
     monkeypatch.setattr(trainer, "megatron_version", lambda: "0.16.2")
-    ((flag_told, _),) = told().chunks_refused()
-    assert flag_told.startswith("megatron-core 0.16.2")
-    assert told(pipeline_model_parallel_size=1).chunks_refused() == []
+    ((refused, _),) = trainer_with().chunks_refused()
+    assert refused.startswith("megatron-core 0.16.2")
+    assert trainer_with(pipeline_model_parallel_size=1).chunks_refused() == []
 
 
 def test_ranks_that_share_experts_or_parameters_keep_in_step() -> None:
-    assert not told().in_step and not told(num_experts=4).in_step
-    assert told(num_experts=4, expert_model_parallel_size=2).in_step
-    assert told(num_experts=4, expert_tensor_parallel_size=2).in_step
-    assert told(num_experts=4, moe_router_load_balancing_type=["global_aux_loss"]).in_step
-    assert told(use_megatron_fsdp=True).in_step and told(use_torch_fsdp2=True).in_step
+    assert not trainer_with().in_step and not trainer_with(num_experts=4).in_step
+    assert trainer_with(num_experts=4, expert_model_parallel_size=2).in_step
+    assert trainer_with(num_experts=4, expert_tensor_parallel_size=2).in_step
+    assert trainer_with(num_experts=4, moe_router_load_balancing_type=["global_aux_loss"]).in_step
+    assert trainer_with(use_megatron_fsdp=True).in_step and trainer_with(use_torch_fsdp2=True).in_step

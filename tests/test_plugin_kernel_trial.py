@@ -1,4 +1,4 @@
-"""A Transformer Engine that was not tried: told where its attention comes out right, else refused with a cure."""
+"""A Transformer Engine that was not tried: reported if its attention is right, else refused with a cure."""
 
 from __future__ import annotations
 

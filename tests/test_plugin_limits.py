@@ -113,8 +113,8 @@ def test_a_run_with_chunks_says_what_they_free_and_auto_leaves_them_where_keys_d
     assert "so chunks free" in describe_memory(config, known, 32768, chunks=True)
     assert no_memory_for_chunks(config, known) == []
     whole = memory_needed(*shapes(staged), 49152) / GIB
-    told = describe_memory(config, known, 32768, chunks=False)
-    assert f"{whole:.1f} GiB, however many micro-batches: each may hold 49,152 tokens" in told
+    line = describe_memory(config, known, 32768, chunks=False)
+    assert f"{whole:.1f} GiB, however many micro-batches: each may hold 49,152 tokens" in line
     # As many key heads as heads, under full recompute: keys with their gradients outweigh what layers keep.
     many = {"group_query_attention": False, "recompute_granularity": "full", "num_layers": 64}
     keys = training_job(**many, pipeline_model_parallel_size=2)

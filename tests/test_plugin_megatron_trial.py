@@ -1,4 +1,4 @@
-"""A Megatron that was not tried: a small step of it must come out right, which is told once and remembered."""
+"""A Megatron that was not tried: a small step of it must come out right, which is reported once and remembered."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     runs: list[str] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda told, src: None)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, src: None)
 
     def run(version: str, comparisons: list[Comparison] | None) -> int:
         def check() -> float:
@@ -144,8 +144,8 @@ def one_of_two(rank: int, port: int, out: Path) -> None:
 def test_all_ranks_learn_what_rank_0_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     spawn(one_of_two, (free_port(), tmp_path), 2)
-    said = [(tmp_path / name).read_text() for name in "01"]
-    assert said[0] == said[1] and "gradients: 4 times the right strength" in said[0]
+    messages = [(tmp_path / name).read_text() for name in "01"]
+    assert messages[0] == messages[1] and "gradients: 4 times the right strength" in messages[0]
 
 
 @contextlib.contextmanager
@@ -180,8 +180,10 @@ def check_of_changed_megatrons(rank: int, folder: Path) -> None:
 @pytest.mark.megatron
 def test_the_check_passes_this_megatron_and_names_what_a_changed_one_does(tmp_path: Path) -> None:
     spawn(check_of_changed_megatrons, (tmp_path,), 2)
-    told = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    comparisons = {case: [Comparison(*one) for rank in told for one in rank[case]] for case in told[0]}
+    results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    comparisons = {
+        case: [Comparison(*fields) for rank in results for fields in rank[case]] for case in results[0]
+    }
     assert megatron_trial.judged(comparisons["none"]) < 1e-4
     says = {}
     for case in ("weak", "undivided"):

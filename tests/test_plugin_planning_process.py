@@ -66,11 +66,13 @@ def settings_of(blend: Blend) -> ShardSettings:
     return ShardSettings(1, 2, 2, "hybrid", h100(), predictions=partial(predictions_in, blend, 1))
 
 
-def told(planned: PlannedIteration) -> tuple[Any, ...]:
+def without_times(planned: PlannedIteration) -> tuple[Any, ...]:
     """All of an iteration but how long planning took."""
-    each = tuple(replace(one, plan_seconds=0.0, shard=None) for one in planned.micro_batches)  # type: ignore[arg-type]
-    cuts = digest_of_cuts([one.shard for one in planned.micro_batches])
-    return (replace(planned, micro_batches=each, state=dict, plan=None), cuts, planned.state())
+    untimed = tuple(
+        replace(micro_batch, plan_seconds=0.0, shard=None) for micro_batch in planned.micro_batches
+    )  # type: ignore[arg-type]
+    cuts = digest_of_cuts([micro_batch.shard for micro_batch in planned.micro_batches])
+    return (replace(planned, micro_batches=untimed, state=dict, plan=None), cuts, planned.state())
 
 
 @pytest.mark.parametrize("changed", [{}, {"packing": "fixed-greedy"}])
@@ -80,10 +82,12 @@ def test_a_process_gives_the_threads_plans_states_and_figures_to_the_end_of_the_
     blend = corpora(tmp_path)
     planners = [planner_of(blend, endless=False, **changed) for _ in range(2)]
     expected = list(plan_iterations(planners[0], settings_of(blend)))
-    found = list(plan_in_a_process(planners[1], settings_of(blend), keeps_plans=True))
-    assert len(found) > 10
-    assert [told(one) for one in found] == [told(one) for one in expected]
-    assert [one.plan for one in found] == [one.plan for one in expected]
+    planned = list(plan_in_a_process(planners[1], settings_of(blend), keeps_plans=True))
+    assert len(planned) > 10
+    assert [without_times(iteration) for iteration in planned] == [
+        without_times(iteration) for iteration in expected
+    ]
+    assert [iteration.plan for iteration in planned] == [iteration.plan for iteration in expected]
 
 
 def test_a_thread_plans_where_no_process_can_be_started(
@@ -92,8 +96,8 @@ def test_a_thread_plans_where_no_process_can_be_started(
     blend = corpora(tmp_path)
     (expected,) = islice(plan_iterations(planner_of(blend), settings_of(blend)), 1)
     monkeypatch.setattr("sys.executable", "/nowhere/python")
-    (found,) = islice(plan_in_a_process(planner_of(blend), settings_of(blend)), 1)
-    assert told(found) == told(expected)
+    (planned,) = islice(plan_in_a_process(planner_of(blend), settings_of(blend)), 1)
+    assert without_times(planned) == without_times(expected)
     assert "WARNING: wlb_megatron: no process can be started to plan" in capsys.readouterr().out
 
 
@@ -180,13 +184,16 @@ def test_a_process_that_is_killed_or_stands_still_is_told_and_never_waited_for_f
     monkeypatch.setattr(planning_process, "Child", Noted)
     monkeypatch.setattr(child, "PATIENCE", 0.5)
     blend = corpora(tmp_path)
-    for number, said in ((signal.SIGKILL, "been killed by signal 9"), (signal.SIGSTOP, "no plan in 0.5 s")):
+    for number, message in (
+        (signal.SIGKILL, "been killed by signal 9"),
+        (signal.SIGSTOP, "no plan in 0.5 s"),
+    ):
         plans = plan_in_a_process(planner_of(blend), settings_of(blend))
         monkeypatch.setattr(child, "PATIENCE", 60)
         next(plans)
         monkeypatch.setattr(child, "PATIENCE", 0.5)
         started[-1].process.send_signal(number)
-        with pytest.raises(WlbError, match=said):
+        with pytest.raises(WlbError, match=message):
             for _ in plans:
                 pass
         assert started[-1].process.wait(10) == -signal.SIGKILL

@@ -185,11 +185,11 @@ def test_right_command_lines_are_accepted_and_each_wrong_one_gets_its_line(lines
     """One test, so that the process that judges all of them starts once, however tests are dealt out."""
     assert lines[""] == lines["README"] == "accepted"
     assert len(WRONG) >= 60
-    missed = {wrong: lines[wrong] for wrong, wanted in WRONG.items() if not _told(lines[wrong], wanted)}
+    missed = {wrong: lines[wrong] for wrong, wanted in WRONG.items() if not _says(lines[wrong], wanted)}
     assert not missed
 
 
-def _told(line: str, wanted: str) -> bool:
+def _says(line: str, wanted: str) -> bool:
     """Whether it is the wanted line, and names one wrong flag."""
     if line == "accepted" or line.startswith(("Traceback", "exit")):
         return False

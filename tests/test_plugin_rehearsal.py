@@ -96,7 +96,7 @@ class RecipeState:
         self.amax_history[0] = value
         self.scale.fill_(448 / value)
 
-    def told(self) -> tuple[list[float], list[list[float]]]:
+    def values(self) -> tuple[list[float], list[list[float]]]:
         return self.scale.tolist(), self.amax_history.tolist()
 
 
@@ -160,7 +160,7 @@ def test_fp8s_scales_and_histories_are_those_of_a_start_or_of_the_checkpoint(eng
             module.fp8_meta[direction] = RecipeState.fresh(length=length)
             for value in range(1, length + 1):
                 module.fp8_meta[direction].learn(float(value))
-    before = loaded.fp8_meta["scaling_fwd"].told()
+    before = loaded.fp8_meta["scaling_fwd"].values()
     kept_rows = shortened.fp8_meta["scaling_bwd"].amax_history[:4].tolist()
     hidden = RecipeState.fresh()
 
@@ -179,14 +179,14 @@ def test_fp8s_scales_and_histories_are_those_of_a_start_or_of_the_checkpoint(eng
                 state.learn(1000.0)
 
     rehearse(step, chunk, SimpleNamespace(met=(), graph_seconds=0.0))
-    assert loaded.fp8_meta["scaling_fwd"].told() == loaded.fp8_meta["scaling_bwd"].told() == before
-    assert shortened.fp8_meta["scaling_bwd"].told() == ([56.0] * 3, kept_rows)
+    assert loaded.fp8_meta["scaling_fwd"].values() == loaded.fp8_meta["scaling_bwd"].values() == before
+    assert shortened.fp8_meta["scaling_bwd"].values() == ([56.0] * 3, kept_rows)
     assert (
-        begun.fp8_meta["scaling_fwd"].told()
-        == begun.fp8_meta["scaling_bwd"].told()
-        == RecipeState.fresh().told()
+        begun.fp8_meta["scaling_fwd"].values()
+        == begun.fp8_meta["scaling_bwd"].values()
+        == RecipeState.fresh().values()
     )
-    assert hidden.told() == RecipeState.fresh().told()
+    assert hidden.values() == RecipeState.fresh().values()
     held = engine.global_scale_buffer["forward_recipe=delayed,group=None"]
     assert held[0] is loaded.fp8_meta["scaling_fwd"].scale  # it learns on in the same tensors
 

@@ -88,9 +88,13 @@ def test_each_report_of_an_iteration_is_made_whatever_becomes_of_the_others(
     }  # of which no log line can be made
     metrics._report(figures)
     assert json.loads(log.read_text()) == figures
-    said = capsys.readouterr().out
-    assert said.count("WARNING") == 3
-    assert "the log line is not printed: KeyError" in said and "TensorBoard" in said and "Weights" in said
+    printed = capsys.readouterr().out
+    assert printed.count("WARNING") == 3
+    assert (
+        "the log line is not printed: KeyError" in printed
+        and "TensorBoard" in printed
+        and "Weights" in printed
+    )
     args.wlb_log = str(tmp_path / "none" / "log.jsonl")
     metrics._report(figures)
     assert "none/log.jsonl cannot be written" in capsys.readouterr().out

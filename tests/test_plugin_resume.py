@@ -179,22 +179,22 @@ def test_what_changed_is_refused_with_the_flag_that_takes_it_up_and_taken_up_wit
     (line,) = str(refused.value).splitlines()
     assert words in line and "or add --wlb-fresh-order: documents that wait train first" in line
     now = documents(fresh=True, **CHANGES[words])
-    said = restored(now, args)
-    assert said[0].startswith("takes up the document order at sample 8: ") and words in said[0]
+    lines = restored(now, args)
+    assert lines[0].startswith("takes up the document order at sample 8: ") and words in lines[0]
     assert (now.planner.samples, now.planner.trained) == (8, before.planner.trained)
     waiting = before.planner.packer.waiting
     assert waiting
     arrived = now.planner.next_iteration().arrived  # type: ignore[union-attr]
     if "lengths" in CHANGES[words]:
-        assert said[1:3] == ["corpora: 1 are new, 1 are gone", said[2]] and "do not train" in said[2]
+        assert lines[1:3] == ["corpora: 1 are new, 1 are gone", lines[2]] and "do not train" in lines[2]
         assert all(piece.start == piece.epoch == 0 for piece in arrived)
         assert len({piece.document for piece in arrived}) == len(arrived)
     else:
         kept = sum(piece.tokens for piece in waiting)
-        assert f"{len(waiting)} documents ({kept} tokens) that waited train first" in said
+        assert f"{len(waiting)} documents ({kept} tokens) that waited train first" in lines
         assert set(arrived[: len(waiting)]) <= set(waiting)
         assert (
-            said[1]
+            lines[1]
             == f"corpora: 1 {'begin an epoch' if words.startswith('seed') else 'go on where they stood'}"
         )
 
@@ -248,9 +248,9 @@ def test_the_flag_alone_begins_an_epoch_of_every_corpus() -> None:
     args.consumed_train_samples = 8
     before = loaded_after(4, documents(), args)
     now = documents(fresh=True)
-    said = restored(now, args)
-    assert said[:2] == ["takes up the document order at sample 8: as --wlb-fresh-order asks", said[1]]
-    assert said[1] == "corpora: 1 begin an epoch"
+    lines = restored(now, args)
+    assert lines[:2] == ["takes up the document order at sample 8: as --wlb-fresh-order asks", lines[1]]
+    assert lines[1] == "corpora: 1 begin an epoch"
     waiting = before.planner.packer.waiting
     arrived = now.planner.next_iteration().arrived  # type: ignore[union-attr]
     assert sorted(arrived[: len(waiting)]) == sorted(waiting)[: len(arrived)]

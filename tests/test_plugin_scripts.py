@@ -191,13 +191,13 @@ def test_with_the_plugin_off_pretrain_gets_what_the_script_gave(monkeypatch: pyt
 
 def test_before_the_flags_are_read_pretrain_gets_what_decides_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core before 0.18 parses inside pretrain(): the script's own parts are used if the plugin is then off."""
-    told: list[str] = []
+    results: list[str] = []
 
     def original(train_valid_test_dataset_provider, model_provider, model_type, forward_step_func):  # type: ignore[no-untyped-def]
-        told.append(str(train_valid_test_dataset_provider.is_distributed))
-        told.append(train_valid_test_dataset_provider([1, 1, 1]))
-        told.append(model_provider(pre_process=True))
-        told.append(forward_step_func("iterator", "model"))
+        results.append(str(train_valid_test_dataset_provider.is_distributed))
+        results.append(train_valid_test_dataset_provider([1, 1, 1]))
+        results.append(model_provider(pre_process=True))
+        results.append(forward_step_func("iterator", "model"))
 
     hand_over.wrap_pretrain(original)(
         lambda samples: f"data of {samples}",
@@ -205,7 +205,7 @@ def test_before_the_flags_are_read_pretrain_gets_what_decides_later(monkeypatch:
         "gpt",
         lambda i, m: f"step {i} {m}",
     )
-    assert told == ["False", "data of [1, 1, 1]", "model True", "step iterator model"]
+    assert results == ["False", "data of [1, 1, 1]", "model True", "step iterator model"]
 
 
 def test_the_launcher_told_to_help_says_its_usage_and_succeeds(
@@ -215,8 +215,8 @@ def test_the_launcher_told_to_help_says_its_usage_and_succeeds(
 
     monkeypatch.setattr("sys.argv", ["launch", "--help"])
     launcher.main()
-    told = capsys.readouterr().out
-    assert "--describe" in told and "--wlb-packing" in told
+    printed = capsys.readouterr().out
+    assert "--describe" in printed and "--wlb-packing" in printed
     monkeypatch.setattr("sys.argv", ["launch"])
     with pytest.raises(SystemExit, match="usage: torchrun"):
         launcher.main()

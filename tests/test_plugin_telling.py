@@ -15,7 +15,7 @@ from wlb_megatron.refusals import Refused, RefusedHere
 HOST = socket.gethostname()
 
 
-def said(refusal: Refused, rank: str, local_rank: str, monkeypatch: pytest.MonkeyPatch) -> object:
+def exit_code(refusal: Refused, rank: str, local_rank: str, monkeypatch: pytest.MonkeyPatch) -> object:
     """What a rank exits with."""
 
     def check() -> None:
@@ -29,9 +29,9 @@ def said(refusal: Refused, rank: str, local_rank: str, monkeypatch: pytest.Monke
 
 
 def test_a_flag_that_is_refused_is_told_once_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said(Refused("drop it"), "0", "0", monkeypatch) == "drop it"
-    assert said(Refused("drop it"), "1", "1", monkeypatch) == 1
-    assert said(Refused("drop it"), "8", "0", monkeypatch) == f"rank 8 on {HOST}: drop it"
+    assert exit_code(Refused("drop it"), "0", "0", monkeypatch) == "drop it"
+    assert exit_code(Refused("drop it"), "1", "1", monkeypatch) == 1
+    assert exit_code(Refused("drop it"), "8", "0", monkeypatch) == f"rank 8 on {HOST}: drop it"
 
 
 def test_a_refusal_is_prefixed_once_though_checks_are_nested(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,8 +46,8 @@ def test_a_refusal_is_prefixed_once_though_checks_are_nested(monkeypatch: pytest
 
 
 def test_a_file_that_is_refused_is_told_by_each_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said(RefusedHere("no file"), "0", "0", monkeypatch) == "no file"
-    assert said(RefusedHere("no file"), "5", "5", monkeypatch) == f"rank 5 on {HOST}: no file"
+    assert exit_code(RefusedHere("no file"), "0", "0", monkeypatch) == "no file"
+    assert exit_code(RefusedHere("no file"), "5", "5", monkeypatch) == f"rank 5 on {HOST}: no file"
 
 
 ONE_RANK_SEES_NO_FILES = """

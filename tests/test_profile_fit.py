@@ -103,7 +103,7 @@ def costs(samples: list[dict[str, Any]]) -> Costs:
 
 
 @pytest.fixture
-def told(samples: list[dict[str, Any]], costs: Costs) -> dict[str, Any]:
+def profiled(samples: list[dict[str, Any]], costs: Costs) -> dict[str, Any]:
     settings = {"model": asdict(MODEL), "gpu": "a GPU", "versions": {"torch": "2"}}
     return {"format": FORMAT, "settings": settings, "samples": samples, "fit": costs.as_dict()}
 
@@ -223,18 +223,18 @@ def test_a_fit_names_what_it_lacks(samples: list[dict[str, Any]], part: str) -> 
         fit(MODEL, [s for s in samples if s["part"] != part], GPU)
 
 
-def test_a_profile_is_read_as_it_was_written(tmp_path: Path, told: dict[str, Any], costs: Costs) -> None:
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path, profiled: dict[str, Any], costs: Costs) -> None:
     path = tmp_path / "profile.json"
-    write_profile(path, told)
+    write_profile(path, profiled)
     read = read_profile(path)
     assert read.costs == costs and read.model == MODEL
     assert "a GPU" in read.describe() and read.fingerprint in read.describe()
-    assert read_samples(path)["samples"] == told["samples"]
+    assert read_samples(path)["samples"] == profiled["samples"]
     assert [p.name for p in tmp_path.iterdir()] == ["profile.json"]
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda t: {**t, "format": 99}, "not of format"),
         (lambda t: {**t, "samples": t["samples"][1:]}, "fingerprint"),
@@ -245,12 +245,12 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path, told: dict[str, Any
     ],
 )
 def test_a_damaged_profile_is_told_in_one_line(
-    tmp_path: Path, told: dict[str, Any], change: Any, said: str
+    tmp_path: Path, profiled: dict[str, Any], change: Any, message: str
 ) -> None:
     path = tmp_path / "profile.json"
-    write_profile(path, told)
+    write_profile(path, profiled)
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(WlbError, match=said) as error:
+    with pytest.raises(WlbError, match=message) as error:
         read_profile(path)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
     path.write_text("{")
@@ -261,9 +261,9 @@ def test_a_damaged_profile_is_told_in_one_line(
 
 
 def test_a_profile_of_another_model_is_refused_with_what_differs(
-    tmp_path: Path, told: dict[str, Any]
+    tmp_path: Path, profiled: dict[str, Any]
 ) -> None:
-    write_profile(tmp_path / "p.json", told)
+    write_profile(tmp_path / "p.json", profiled)
     profile: Profile = read_profile(tmp_path / "p.json")
     profile.refuse_other({"hidden": 4096, "tp": 4})
     with pytest.raises(WlbError, match="hidden 4096 there, 5120 here; tp 4 there, 8 here"):

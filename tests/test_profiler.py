@@ -23,9 +23,9 @@ from wlb_megatron.profiler.points import GRIDS, MOST_ROWS, attention_points
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.workload.profile import ProfiledModel, read_profile
 
-_TOLD = """--grid tiny --backend torch --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4
+_ARGUMENTS = """--grid tiny --backend torch --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4
 --num-query-groups 2 --vocab-size 128 --swiglu"""
-FLAGS = _TOLD.split()
+FLAGS = _ARGUMENTS.split()
 MODEL = ProfiledModel(hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, vocab=128)
 
 
@@ -42,13 +42,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_profile_says_what_it_is_of_and_how_sure_it_is(made: Path) -> None:
-    told = json.loads(made.read_text())
+    profiled = json.loads(made.read_text())
     assert (
-        told["settings"]["model"]["hidden"] == 32
-        and told["settings"]["versions"]["torch"] == torch.__version__
+        profiled["settings"]["model"]["hidden"] == 32
+        and profiled["settings"]["versions"]["torch"] == torch.__version__
     )
-    assert "CPU" in told["settings"]["gpu"] and len(told["fingerprint"]) == 16
-    parts = {sample["part"] for sample in told["samples"]}
+    assert "CPU" in profiled["settings"]["gpu"] and len(profiled["fingerprint"]) == 16
+    parts = {sample["part"] for sample in profiled["samples"]}
     assert parts >= {
         "layer",
         "embedding",
@@ -60,12 +60,12 @@ def test_a_profile_says_what_it_is_of_and_how_sure_it_is(made: Path) -> None:
         "documents",
         "share",
     }
-    for sample in told["samples"]:
+    for sample in profiled["samples"]:
         for way in ("forward", "backward"):
             middle, low, high = sample[way]
             assert 0 < low <= middle <= high, sample
         assert sample["repeats"] >= 3
-    assert set(told["leave_out"]) >= {"documents", "share"}
+    assert set(profiled["leave_out"]) >= {"documents", "share"}
     assert read_profile(made).costs.quadratic_at > 0
     assert [path.name for path in made.parent.iterdir()] == ["profile.json"]
 
@@ -81,14 +81,14 @@ def test_an_interrupted_profile_goes_on_where_it_was(
     tmp_path: Path, made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, partial = tmp_path / "p.json", tmp_path / "p.json.partial"
-    told = json.loads(made.read_text())
-    told["samples"][0]["forward"] = [123456789, 123456789, 123456789]
-    kept = {"settings": told["settings"], "samples": told["samples"][:3]}
+    profiled = json.loads(made.read_text())
+    profiled["samples"][0]["forward"] = [123456789, 123456789, 123456789]
+    kept = {"settings": profiled["settings"], "samples": profiled["samples"][:3]}
     partial.write_text(json.dumps(kept))
     assert main(["profile", "--out", str(out), *FLAGS]) == 0
     assert "3 points are done" in capsys.readouterr().err
     samples = json.loads(out.read_text())["samples"]
-    assert samples[0]["forward"][0] == 123456789 and len(samples) == len(told["samples"])
+    assert samples[0]["forward"][0] == 123456789 and len(samples) == len(profiled["samples"])
     assert not partial.exists()
 
 
@@ -96,13 +96,17 @@ def test_an_interrupted_profile_goes_on_where_it_was(
 def test_what_another_model_left_is_not_taken(
     tmp_path: Path, made: Path, capsys: pytest.CaptureFixture[str], other: str
 ) -> None:
-    told = json.loads(made.read_text())
-    told["settings"]["model"]["hidden"] = 64
-    text = other if other == "{" else json.dumps({"settings": told["settings"], "samples": told["samples"]})
+    profiled = json.loads(made.read_text())
+    profiled["settings"]["model"]["hidden"] = 64
+    text = (
+        other
+        if other == "{"
+        else json.dumps({"settings": profiled["settings"], "samples": profiled["samples"]})
+    )
     (tmp_path / "p.json.partial").write_text(text)
     assert main(["profile", "--out", str(tmp_path / "p.json"), *FLAGS, "--budget", "0"]) == 2
-    said = capsys.readouterr().err
-    assert "starting over" in said and "points were left out" in said and "the profile lacks" in said
+    printed = capsys.readouterr().err
+    assert "starting over" in printed and "points were left out" in printed and "the profile lacks" in printed
 
 
 def test_a_budget_ends_measuring_but_keeps_what_was_measured(
@@ -117,7 +121,7 @@ def test_a_budget_ends_measuring_but_keeps_what_was_measured(
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ([], "give --out"),
         (["--out", "/nowhere/at/all/p.json"], "there is no folder"),
@@ -144,12 +148,12 @@ def test_wrong_flags_end_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     flags: list[str],
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["profile", *flags]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 

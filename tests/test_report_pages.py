@@ -95,25 +95,25 @@ def test_the_page_needs_nothing_else_and_says_that_it_is_simulated(out):
     parsed = _parse(text)
     assert len(parsed.pictures) == 4 and not parsed.fetched and "<script" not in text
     assert "Simulated, not measured" in text
-    told = json.loads((out / "reproduction.json").read_text())
-    for row in told["configurations"]:
+    report = json.loads((out / "reproduction.json").read_text())
+    for row in report["configurations"]:
         assert row["name"] in parsed.cells
         assert f"{row['schemes']['ours']['speedup']:.3f}" in parsed.cells
-    for name in told["assumptions"]:
+    for name in report["assumptions"]:
         assert name in parsed.cells
 
 
 def test_figures_agree_between_json_csv_and_markdown(out):
-    told = json.loads((out / "reproduction.json").read_text())
+    report = json.loads((out / "reproduction.json").read_text())
     rows = list(csv.DictReader((out / "reproduction.csv").open()))
     tables = ("configurations", "windows", "interleaved", "many_windows")
-    assert len(rows) == 5 * sum(len(told[key]) for key in tables)
+    assert len(rows) == 5 * sum(len(report[key]) for key in tables)
     ours = next(r for r in rows if r["scheme"] == "ours")
-    first = told["configurations"][0]
+    first = report["configurations"][0]
     assert float(ours["speedup"]) == first["schemes"]["ours"]["speedup"]
     assert f"| {first['schemes']['ours']['speedup']:.3f} |" in (out / "reproduction.md").read_text()
-    assert told["means"]["plain-4D"]["all"] == 1.0
-    job = told["large_job"][0]
+    assert report["means"]["plain-4D"]["all"] == 1.0
+    job = report["large_job"][0]
     assert len(job["heat"]) == 8 and len(job["heat"][0]) == 2  # dp x pp rows, cp columns
 
 
@@ -130,8 +130,8 @@ def test_figures_agree_between_json_csv_and_markdown(out):
 def test_bad_input_is_one_line_and_leaves_nothing(flags, message, tmp_path, capsys):
     (tmp_path / "file").write_text("[]")
     assert main(["reproduce", *(flag.format(tmp_path) for flag in flags)]) == 2
-    told = capsys.readouterr().err
-    assert message in told and told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert message in printed and printed.count("\n") == 1
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
@@ -189,23 +189,23 @@ def test_a_device_or_pipe_is_written_to_and_a_link_stays(tmp_path):
 
 
 def test_a_trace_holds_every_event_in_microseconds():
-    told = chrome_trace([pipeline_events([1000.0, 3000.0], [2000.0, 4000.0], 2)])
-    work = [e for e in told["traceEvents"] if e["ph"] == "X"]
+    trace = chrome_trace([pipeline_events([1000.0, 3000.0], [2000.0, 4000.0], 2)])
+    work = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert [(e["name"], e["ts"], e["dur"]) for e in work if e["tid"] == 0] == [
         *[("F0", 0, 1), ("F1", 1, 3), ("B0", 4, 2), ("B1", 11, 4)],
     ]
-    names = [e["args"]["name"] for e in told["traceEvents"] if e["ph"] == "M"]
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"]
     assert names == ["data-parallel rank 0 (simulated)", "stage 0", "stage 1"]
-    json.dumps(told)
+    json.dumps(trace)
 
 
 def test_a_traces_chunks_of_a_document_carry_its_letter_and_a_legend():
     events = pipeline_events([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], 1, groups=(2, 1))
-    told = chrome_trace([events], documents=[[7, 7, -1]])
-    work = [e for e in told["traceEvents"] if e["ph"] == "X"]
+    trace = chrome_trace([events], documents=[[7, 7, -1]])
+    work = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert [e["name"] for e in work] == ["F0 (A)", "F1 (A)", "B1 (A)", "B0 (A)", "F2", "B2"]
     assert [e["args"].get("document_in_chunks") for e in work] == [7, 7, 7, 7, None, None]
-    assert told["otherData"]["legend"] == {"data-parallel rank 0, (A)": "document 7 in chunks"}
+    assert trace["otherData"]["legend"] == {"data-parallel rank 0, (A)": "document 7 in chunks"}
     assert _letters([*range(27), -1]) == dict(enumerate([*"ABCDEFGHIJKLMNOPQRSTUVWXYZ", "AA"]))
 
 

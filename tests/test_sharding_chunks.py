@@ -141,7 +141,7 @@ def test_every_query_sees_all_keys_of_its_document_before_it_once(kind, micro_ba
 def test_a_prediction_counts_what_travels_of_prefixes(kind, micro_batches, cp):
     table = replace(h100(), tile_key=0.0)
     for plan in shard_plans(micro_batches, cp, kind, table)[1]:
-        told = predict(replace(plan, one_call=False), table)
+        predicted = predict(replace(plan, one_call=False), table)
         for rank in range(cp):
             layout = attention_layout(replace(plan, one_call=False), rank)
             queries = np.diff(layout.diagonals.cu_seqlens_q)
@@ -154,7 +154,7 @@ def test_a_prediction_counts_what_travels_of_prefixes(kind, micro_batches, cp):
                 rectangles = table.call + table.second_call + table.rectangle_ns(*sizes).sum()
             remote = sum(layout.exchange.recv_counts)
             exchange = table.exchange + table.exchange_row * remote if remote else 0.0
-            assert abs(told[rank] - diagonals - rectangles - max(0.0, exchange - diagonals)) <= 1
+            assert abs(predicted[rank] - diagonals - rectangles - max(0.0, exchange - diagonals)) <= 1
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "adaptive"])

@@ -249,5 +249,5 @@ def test_sharding_imports_neither_torch_nor_megatron():
         "import sys, wlb_megatron.sharding.select, wlb_megatron.sharding.calls.attention_calls; "
         "print([name for name in ('torch', 'megatron', 'transformer_engine') if name in sys.modules])"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -44,8 +44,8 @@ def segment_ns(table, shape, queries, keys):
 @pytest.mark.parametrize(("shape", "queries", "keys", "ms"), MEASURED)
 def test_the_built_in_table_is_near_what_was_measured(shape, queries, keys, ms):
     table = h100()
-    told = (segment_ns(table, shape, queries * 1024, keys * 1024) + table.call) / 1e6
-    assert told == pytest.approx(ms, rel=0.12)
+    predicted = (segment_ns(table, shape, queries * 1024, keys * 1024) + table.call) / 1e6
+    assert predicted == pytest.approx(ms, rel=0.12)
 
 
 def by_the_calls(plan, rank, table):
@@ -81,22 +81,22 @@ def test_a_prediction_is_the_sum_over_the_calls_that_will_be_made(kind, mix_of):
     plan = shard(lengths, cp, kind)
     # Without the wait for a call's longest tile.
     table = replace(h100(), tile_key=0.0)
-    told = predict(plan, table)
+    predicted = predict(plan, table)
     for rank in range(cp):
-        assert abs(int(told[rank]) - by_the_calls(plan, rank, table)) <= 1
-    assert (predict(plan, h100()) >= told).all()
+        assert abs(int(predicted[rank]) - by_the_calls(plan, rank, table)) <= 1
+    assert (predict(plan, h100()) >= predicted).all()
 
 
 def test_few_queries_on_many_keys_wait_for_their_longest_tile():
     # Rank 1's 1024 queries fill only half of the device in forward: 64 tiles of 132 units.
     plan = ShardPlan(np.array([65536]), (np.array([[0, 0, 64512]]), np.array([[0, 64512, 65536]])))
     table = h100()
-    told = int(predict(plan, table)[1])
+    predicted = int(predict(plan, table)[1])
     alone = table.diagonal_ns(np.array([1024]))[0] + 2 * table.call + table.second_call
     exchange = (
         table.exchange + table.exchange_row * 64512 - table.call - table.diagonal_ns(np.array([1024]))[0]
     )
-    assert (told - alone - exchange) / 1e6 == pytest.approx(2.5 - 0.2, rel=0.12)  # measured, in the call
+    assert (predicted - alone - exchange) / 1e6 == pytest.approx(2.5 - 0.2, rel=0.12)  # measured, in the call
 
 
 def test_many_plans_in_one_pass_are_predicted_as_alone():
@@ -151,26 +151,26 @@ def test_a_table_is_written_and_read_back_whole(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda told: "{", "is not JSON; measure the device again"),
-        (lambda told: told | {"version": 2}, "is not of version 1; measure"),
+        (lambda contents: "{", "is not JSON; measure the device again"),
+        (lambda contents: contents | {"version": 2}, "is not of version 1; measure"),
         (
-            lambda told: {k: v for k, v in told.items() if k != "call"},
+            lambda contents: {k: v for k, v in contents.items() if k != "call"},
             "lacks, or should not have: call; measure",
         ),
-        (lambda told: told | {"colour": 1}, "lacks, or should not have: colour; measure"),
-        (lambda told: told | {"diagonal": [1.0]}, r"diagonal must have \d+ times"),
-        (lambda told: told | {"queries": [100.0, 200.0]}, "positive multiples of 128"),
+        (lambda contents: contents | {"colour": 1}, "lacks, or should not have: colour; measure"),
+        (lambda contents: contents | {"diagonal": [1.0]}, r"diagonal must have \d+ times"),
+        (lambda contents: contents | {"queries": [100.0, 200.0]}, "positive multiples of 128"),
         (
-            lambda told: told | {"rectangle": [[-1.0] * len(r) for r in told["rectangle"]]},
+            lambda contents: contents | {"rectangle": [[-1.0] * len(r) for r in contents["rectangle"]]},
             "must be positive nanoseconds",
         ),
-        (lambda told: told | {"rectangle": 3}, "measure the device again"),
+        (lambda contents: contents | {"rectangle": 3}, "measure the device again"),
     ],
 )
 def test_a_damaged_table_is_refused_with_its_cure(tmp_path, change, says):
     path = tmp_path / "table.json"
-    told = change(json.loads(h100().to_json()))
-    path.write_text(told if isinstance(told, str) else json.dumps(told))
+    contents = change(json.loads(h100().to_json()))
+    path.write_text(contents if isinstance(contents, str) else json.dumps(contents))
     with pytest.raises(ValueError, match=says):
         KernelTable.from_json(path)
 

@@ -209,12 +209,12 @@ def test_documents_in_chunks_are_simulated_in_their_groups_order_on_each_rank():
     model = _model(pp=2, dp=2)
     plans = [[shard([size], 1, "per-document")] * 2 for size in (4000, 3000, 2000, 1000)]
     orders = [[(2, 2), (1, 1, 1, 1)], [None, (4,)]]
-    told = simulate([plans, plans], model, orders=orders)
+    simulated = simulate([plans, plans], model, orders=orders)
     ends = [
-        [max(e.end for e in events) for events in group_events([plans], model, orders=[one])]
-        for one in orders
+        [max(e.end for e in events) for events in group_events([plans], model, orders=[rank_orders])]
+        for rank_orders in orders
     ]
-    assert told.steps.tolist() == pytest.approx([max(ranks) for ranks in ends])
+    assert simulated.steps.tolist() == pytest.approx([max(ranks) for ranks in ends])
     assert ends[0][0] != ends[0][1] and ends[1][0] != ends[1][1]
 
 

@@ -30,9 +30,9 @@ NOTHING_ELSE = Assumptions(tp_exposed=0.0, nvlink_latency=0.0, network_latency=0
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     samples = made_samples()
     settings = {"model": asdict(MODEL), "gpu": "a GPU", "processors": 1, "versions": {"torch": "2"}}
-    told = {"format": FORMAT, "settings": settings, "samples": samples}
+    profiled = {"format": FORMAT, "settings": settings, "samples": samples}
     path = tmp_path_factory.mktemp("profile") / "profile.json"
-    write_profile(path, {**told, "fit": fit(MODEL, samples, GPU).as_dict()})
+    write_profile(path, {**profiled, "fit": fit(MODEL, samples, GPU).as_dict()})
     return path
 
 
@@ -137,14 +137,14 @@ def test_commands_take_a_profile(path: Path, capsys: pytest.CaptureFixture[str],
     else:
         flags += ["--tp", "4", "--profile", str(path), "--num-layers", "4"]
     assert main([command, *flags]) == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert told["quadratic_at"] == pytest.approx(read_profile(path).costs.quadratic_at, rel=0.15)
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert report["quadratic_at"] == pytest.approx(read_profile(path).costs.quadratic_at, rel=0.15)
     if command == "simulate":
-        assert told["profile"].startswith("a GPU, torch 2")
+        assert report["profile"].startswith("a GPU, torch 2")
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--tp", "2"], "tp 4 there, 2 here"),
         (["--tp", "4", "--hidden-size", "5120"], "hidden 4096 there, 5120 here"),
@@ -152,12 +152,12 @@ def test_commands_take_a_profile(path: Path, capsys: pytest.CaptureFixture[str],
     ],
 )
 def test_a_profile_of_another_layout_or_shape_is_refused_in_one_line(
-    path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+    path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
-    given = ["--lengths", "300", "--window", "512", "--profile", str(path), *flags]
-    assert main(["simulate", *given]) == 2
+    arguments = ["--lengths", "300", "--window", "512", "--profile", str(path), *flags]
+    assert main(["simulate", *arguments]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
 
 
 def test_the_extras_of_a_share_are_in_the_table_that_plans_by_it(profile: Profile) -> None:

@@ -44,10 +44,10 @@ def test_a_blocking_stage_waits_for_both_ends_of_a_transfer():
 
 def test_interleaved_order_of_two_stages_with_two_chunks_by_hand():
     first, last = pipeline_orders(2, 2, 2)
-    told = [["FB"[s.backward] + f"{s.micro_batch}.{s.chunk}" for s in order] for order in (first, last)]
+    spelled = [["FB"[s.backward] + f"{s.micro_batch}.{s.chunk}" for s in order] for order in (first, last)]
     # Warm-up: stage 0 runs (2 - 0 - 1) * 2 + 2 = 4 forwards (all), stage 1 runs 2.
-    assert told[0] == ["F0.0", "F1.0", "F0.1", "F1.1", "B0.1", "B1.1", "B0.0", "B1.0"]
-    assert told[1] == ["F0.0", "F1.0", "F0.1", "B0.1", "F1.1", "B1.1", "B0.0", "B1.0"]
+    assert spelled[0] == ["F0.0", "F1.0", "F0.1", "F1.1", "B0.1", "B1.1", "B0.0", "B1.0"]
+    assert spelled[1] == ["F0.0", "F1.0", "F0.1", "B0.1", "F1.1", "B1.1", "B0.0", "B1.0"]
 
 
 def test_interleaved_timeline_by_hand():

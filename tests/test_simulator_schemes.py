@@ -94,8 +94,8 @@ def test_balanced_plans_are_predicted_even_and_faster(run):
 def test_a_lockstep_pipeline_goes_at_the_pace_of_its_largest_micro_batch(run):
     simulated = run.simulated("original", "per-sequence")
     largest = np.mean([times.max() for times in simulated.micro_batches])
-    told = lockstep(simulated, SETTING.layout.pp)
-    assert told == pytest.approx(7 * largest / (4 * SETTING.window))
+    predicted = lockstep(simulated, SETTING.layout.pp)
+    assert predicted == pytest.approx(7 * largest / (4 * SETTING.window))
 
 
 def test_large_jobs_are_planned_and_simulated_whole():
@@ -133,10 +133,10 @@ def _simulate(*more: str) -> list[str]:
 def test_simulate_tells_both_ways_and_writes_a_trace(tmp_path: Path, capsys):
     trace, figures = tmp_path / "step.json", tmp_path / "figures.json"
     assert main(_simulate("--vpp", "2", "--trace", str(trace), "--json", str(figures))) == 0
-    told = json.loads(figures.read_text())
-    assert told["simulated"] is True and told["gpus"] == 8
-    assert [row["packing"] for row in told["schemes"]] == ["original", "varlen"]
-    assert 0 < told["speedup"] <= told["bound"]
+    report = json.loads(figures.read_text())
+    assert report["simulated"] is True and report["gpus"] == 8
+    assert [row["packing"] for row in report["schemes"]] == ["original", "varlen"]
+    assert 0 < report["speedup"] <= report["bound"]
     events = json.loads(trace.read_text())["traceEvents"]
     work = [e for e in events if e["ph"] == "X"]
     # 2 pipelines, 2 stages, 2 chunks, 4 micro-batches, forward and backward
@@ -159,8 +159,8 @@ def test_simulate_tells_both_ways_and_writes_a_trace(tmp_path: Path, capsys):
 )
 def test_simulate_refuses_in_one_line(flags, message, capsys):
     assert main(_simulate(*flags)) == 2
-    told = capsys.readouterr().err
-    assert message in told and told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert message in printed and printed.count("\n") == 1
 
 
 def test_attention_is_slowed_until_arrival_order_is_as_uneven_as_the_papers():

@@ -157,7 +157,7 @@ def test_the_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for
 
 
 @pytest.mark.parametrize(
-    ("saved", "status", "queued", "said"),
+    ("saved", "status", "queued", "message"),
     [
         (
             "700",
@@ -172,13 +172,13 @@ def test_the_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for
     ],
 )
 def test_a_run_that_fails_is_queued_again_only_where_it_had_come_further(
-    saved: str, status: int, queued: bool, said: str, tmp_path: Path
+    saved: str, status: int, queued: bool, message: str, tmp_path: Path
 ) -> None:
     checkpoints = tmp_path / "checkpoints" / "night"
     checkpoints.mkdir(parents=True)
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("600")
     code, log, _ = run_with_stubs(SCRIPT, tmp_path, status, saved)
-    assert re.search(said, log), log
+    assert re.search(message, log), log
     assert code == (0 if queued else status)
     asked = tmp_path / "scontrol"
     assert (asked.read_text() if asked.exists() else "") == ("requeue 40123\n" if queued else "")
@@ -223,25 +223,25 @@ def test_slurm_trains_over_two_tasks_and_goes_on_after_a_requeue(
     sized = ["--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", "--gpus-per-node=0"]
     environment = {**cpu_environment(), **slurm}
     environment["PYTHONPATH"] = cpu_environment()["PYTHONPATH"]
-    said = ask(
+    answer = ask(
         ["sbatch", *sized, f"--output={log}", str(edited(tmp_path, corpus))],
         environment,
     )
-    found = re.search(r"Submitted batch job (\d+)", said)
-    assert found, said
-    job = found[1]
+    submitted = re.search(r"Submitted batch job (\d+)", answer)
+    assert submitted, answer
+    job = submitted[1]
 
-    def told(text: str) -> bool:
+    def logged(text: str) -> bool:
         return log.exists() and text in log.read_text()
 
     try:
-        wait_for(lambda: told("[wlb] iteration 3 ") or told("ended with"), 120)
+        wait_for(lambda: logged("[wlb] iteration 3 ") or logged("ended with"), 120)
         ask(["scancel", "--batch", "--signal=USR1", job], slurm)
-        wait_for(lambda: told("queues itself again") or told("ended with"), 90)
-        wait_for(lambda: told("ended with status"), 150)
+        wait_for(lambda: logged("queues itself again") or logged("ended with"), 90)
+        wait_for(lambda: logged("ended with status"), 150)
     except TimeoutError as error:
         daemons = "".join(path.read_text()[-1500:] for path in sorted(tmp_path.glob("slurm*.log")))
-        pytest.fail(f"{error}\n{log.read_text()[-6000:] if log.exists() else said}\n{daemons}")
+        pytest.fail(f"{error}\n{log.read_text()[-6000:] if log.exists() else answer}\n{daemons}")
     text = log.read_text()
     assert f"job {job}, start 0, from iteration 0," in text
     stopped = int(re.search(rf"stopped at iteration (\d+) of {STEPS}", text)[1])  # type: ignore[index]

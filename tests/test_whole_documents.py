@@ -20,19 +20,19 @@ from wlb_megatron.inspect_plans import inspect_plans
 
 def test_the_least_limit_decides_and_every_one_is_told() -> None:
     positions, memory = Bound(200, "--max-position-embeddings"), Bound(150, "memory")
-    longest, told = longest_whole("chunk", 64, 4, [positions], memory)
+    longest, message = longest_whole("chunk", 64, 4, [positions], memory)
     assert longest == 150
-    assert "up to 150 tokens (2.3 windows) train whole" in told
+    assert "up to 150 tokens (2.3 windows) train whole" in message
     for limit in ("share of an iteration 256", "--max-position-embeddings 200", "memory 150"):
-        assert limit in told
-    longest, told = longest_whole("chunk", 64, 2, [positions])
-    assert longest == 128 and "memory is not known" in told
+        assert limit in message
+    longest, message = longest_whole("chunk", 64, 2, [positions])
+    assert longest == 128 and "memory is not known" in message
     assert longest_whole("split", 64, 4, [positions], memory) == (64, "")
 
 
 def test_where_no_more_than_the_window_can_train_whole_documents_are_split_at_it() -> None:
-    longest, told = longest_whole("chunk", 64, 4, memory=Bound(20, "memory"))
-    assert longest == 64 and "above the window of 64 tokens are split" in told
+    longest, message = longest_whole("chunk", 64, 4, memory=Bound(20, "memory"))
+    assert longest == 64 and "above the window of 64 tokens are split" in message
 
 
 def plans(lengths: list[int], micro_batches: int, **how: Any) -> list[dict[str, Any]]:
@@ -85,15 +85,15 @@ def test_a_resumed_run_that_can_hold_less_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ({"chunks": "off"}, "--wlb-overlong chunk cannot be combined with --wlb-chunks off"),
         ({"packing": "original"}, "--wlb-overlong chunk needs --wlb-packing varlen"),
         ({"release": "full"}, "--wlb-overlong chunk cannot be combined with --wlb-release full"),
     ],
 )
-def test_it_is_refused_where_there_are_no_chunks(flags: dict[str, Any], told: str) -> None:
-    with pytest.raises(WlbError, match=told):
+def test_it_is_refused_where_there_are_no_chunks(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(WlbError, match=message):
         plans([10, 256], 4, **flags)
 
 
@@ -121,6 +121,6 @@ def test_inspects_table_tells_how_many_earlier_tokens_a_chunk_attends_to(
 
     flags = "--lengths 60,9 --window 64 --pp 2 --chunks on --quadratic-at 8 --micro-batch-cost 2"
     assert main(["inspect", *flags.split()]) == 0
-    told = re.findall(r"0\[(\d+), \d+\)(?:\+(\d+))?", capsys.readouterr().out)
-    chunks = [start for start, prefix in told if prefix]
-    assert len(chunks) >= 2 and all(prefix in ("", start) for start, prefix in told)
+    starts = re.findall(r"0\[(\d+), \d+\)(?:\+(\d+))?", capsys.readouterr().out)
+    chunks = [start for start, prefix in starts if prefix]
+    assert len(chunks) >= 2 and all(prefix in ("", start) for start, prefix in starts)

@@ -79,8 +79,10 @@ def nothing_predicted(*_: Any) -> None:
 
 
 class UntilItFails:
-    """A figure of the log must not end training: no more of it after the first error, which is told. An object, so
-    that it can be sent to the process that plans."""
+    """Predictions until the first error, which is printed: a figure of the log must not end training.
+
+    An object, so that it can be sent to the process that plans.
+    """
 
     def __init__(self, predict: Callable[..., float]) -> None:
         self._predict, self._failed = predict, False

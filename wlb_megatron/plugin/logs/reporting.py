@@ -16,7 +16,7 @@ from wlb_megatron.refusals import RefusedHere
 
 @dataclass(slots=True)
 class Warned:
-    """Outcomes that a warning has told."""
+    """Outcomes for which a warning was printed."""
 
     outcomes: set[str] = field(default_factory=set)
 

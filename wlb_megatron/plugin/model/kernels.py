@@ -9,7 +9,7 @@ from wlb_megatron.plugin.flags.training_job import TrainingJob
 
 
 def kernels_of(job: TrainingJob) -> tuple[str, str]:
-    """ "fa4", "cudnn" or "torch", and why not FlashAttention-4, where that is to be told.
+    """ "fa4", "cudnn" or "torch", and why not FlashAttention-4, where that is to be printed.
 
     Of layers of another shape (heterogeneous models) each decides for itself. WlbError where --wlb-kernels fa4 cannot
     be.

@@ -109,7 +109,7 @@ def from_plan(planned: PlannedMicroBatch, layout: Layout) -> LoadedMicroBatch:
     """All that is made from the plan alone; `held` is left out."""
     layout, real = layout.within(planned.group), _whole_lengths(planned)
     if planned.group is not None:
-        # Megatron sums over all ranks and divides by the context-parallel size: told by one rank, so many times.
+        # Megatron sums over all ranks and divides by the context-parallel size: one rank reports, so many times.
         real = np.tile(real, layout.cp_size) if layout.cp_rank == 0 and len(real) else np.zeros(1, np.int64)
     padding = document_of = after = None
     factors: tuple[float, ...] = ()
