@@ -74,11 +74,12 @@ TRAINER = """#!/usr/bin/env bash
 echo "rank $RANK of $WORLD_SIZE on GPU $LOCAL_RANK, rendezvous $MASTER_ADDR:$MASTER_PORT"
 [ -z "$SAVED" ] || echo "$SAVED" >"$PWD/checkpoints/night/latest_checkpointed_iteration.txt"
 printf '%s\\n' "$@" >"$TOLD/trainer"
+echo "$PYTORCH_CUDA_ALLOC_CONF" >"$TOLD/allocator"
 """
 
 
 def run_with_stubs(
-    script: Path, folder: Path, status: int, saved: str, *flags: str, signal: str = ""
+    script: Path, folder: Path, status: int, saved: str, *flags: str, signal: str = "", **exported: str
 ) -> tuple[int, str, list[str]]:
     """A batch script run with a srun that starts three tasks here: exit code, log, and srun's arguments."""
     (folder / "bin").mkdir(exist_ok=True)
@@ -101,6 +102,7 @@ def run_with_stubs(
         "SLURM_JOB_ID": "40123",
         "SLURM_JOB_NAME": "night",
         "SLURM_JOB_NODELIST": "node[7-9]",
+        **exported,
     }
     done = subprocess.run(
         ["bash", str(script), *flags],
@@ -122,7 +124,8 @@ def test_the_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for
     text = SCRIPT.read_text()
     assert text.count("\nIMAGE= #") == 1
     script.write_text(text.replace("\nIMAGE= #", f"\nIMAGE='{image}' #"))
-    code, log, asked = run_with_stubs(script, tmp_path, 0, "50000", "--lr", "1e-4")
+    exported = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"} if image else {}
+    code, log, asked = run_with_stubs(script, tmp_path, 0, "50000", "--lr", "1e-4", **exported)
     assert code == 0, log
     assert "start 0, from iteration 0, on node7 node8 node9" in log
     assert "ended with status 0 at iteration 50000 of 50000" in log
@@ -149,6 +152,9 @@ def test_the_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for
         # An image's own values win over all others.
         for name in container["container-env"].split(","):
             assert re.search(rf"\b{name}=", text), name
+        assert "PYTORCH_CUDA_ALLOC_CONF" in container["container-env"]
+    allocator = (tmp_path / "allocator").read_text().strip()
+    assert allocator == ("max_split_size_mb:512" if image else "expandable_segments:True")
     given = (tmp_path / "trainer").read_text().splitlines()
     assert given[:3] == ["-m", "wlb_megatron.launch", "/home/user/Megatron-LM/pretrain_gpt.py"]
     assert given[-2:] == ["--lr", "1e-4"], "what follows the script's name comes last"
