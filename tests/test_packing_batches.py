@@ -268,4 +268,4 @@ def test_a_batch_is_a_multiple_of_ranks_and_of_a_micro_batchs_windows() -> None:
     assert misfit(8, layout, 1) is None
     sizes = flags_give(micro_batch_size=3, eval_micro_batch_size=1, seq_length=64)
     assert (sizes.joined_window, sizes.evaluated_window) == (192, 64)
-    assert flags_give(micro_batch_size=3).evaluated_each == 3
+    assert flags_give(micro_batch_size=3).evaluated_micro_batch_size == 3

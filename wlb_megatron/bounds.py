@@ -56,7 +56,7 @@ def check_heads(heads: int, groups: int | None, *, hidden: int | None = None, tp
 
     hidden: given if a head's channels are its share of hidden.
     """
-    for many, each, what in (
+    for multiple, divisor, message in (
         (
             hidden or heads,
             heads,
@@ -65,5 +65,5 @@ def check_heads(heads: int, groups: int | None, *, hidden: int | None = None, tp
         (heads, groups or heads, "--num-attention-heads {} is not a multiple of --num-query-groups {}"),
         (heads, tp, "--num-attention-heads {} is not a multiple of the tensor-parallel size {}"),
     ):
-        if many % each:
-            raise WlbError(what.format(many, each))
+        if multiple % divisor:
+            raise WlbError(message.format(multiple, divisor))

@@ -63,19 +63,21 @@ def graphed(args: Any) -> tuple[str, set[str]] | None:
 def _windows(args: Any, config: WlbConfig) -> bool:
     """Whether all micro-batches, evaluation's too, can be padded to one length at little cost: packings fill windows of
     it."""
-    each = _get(args, "micro_batch_size")
+    micro_batch_size = _get(args, "micro_batch_size")
     return (
         config.packing != "varlen"
         and config.cp_mode != "dynamic"
-        and (_get(args, "eval_micro_batch_size") or each) == each
+        and (_get(args, "eval_micro_batch_size") or micro_batch_size) == micro_batch_size
     )
 
 
 def _balancing(args: Any) -> bool:
     """Whether a router has a balancing loss: of its kinds, one coefficient or one for each."""
     kinds, coefficients = _get(args, "moe_router_load_balancing_type"), _get(args, "moe_aux_loss_coeff")
-    each = coefficients if isinstance(coefficients, list) else [coefficients]
-    return any(kind != "none" for kind in (kinds if isinstance(kinds, list) else [kinds])) and any(each)
+    coefficients_of_kinds = coefficients if isinstance(coefficients, list) else [coefficients]
+    return any(kind != "none" for kind in (kinds if isinstance(kinds, list) else [kinds])) and any(
+        coefficients_of_kinds
+    )
 
 
 def _dispatcher(args: Any) -> str | None:

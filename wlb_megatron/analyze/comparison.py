@@ -94,7 +94,7 @@ class Analysis:
         Never slower than arrival order.
         """
         slowest = float(self.after.simulated.steps.max() / self.before.simulated.steps.max())
-        given = Gain("as set", self.config, None, self.speedup, self.equal_work_speedup, slowest)
+        as_set = Gain("as set", self.config, None, self.speedup, self.equal_work_speedup, slowest)
         plain = Gain("arrival order", arrival_order(self.config), None, 1.0, 1.0, 1.0)
         # Documents above the window that are to train whole are not split for speed.
         alike = [gain for gain in self.gains if gain.config.overlong == self.config.overlong]
@@ -102,7 +102,7 @@ class Analysis:
             return max((plain, *alike), key=lambda gain: gain.by_token)
         enough = self.speedup * (1 + NOISE)
         better = [gain for gain in alike if gain.by_token > enough and gain.slowest <= slowest]
-        return max(better, key=lambda gain: gain.by_token, default=given)
+        return max(better, key=lambda gain: gain.by_token, default=as_set)
 
     @property
     def flags(self) -> str:
@@ -218,8 +218,10 @@ def _gains(config: WlbConfig, job: Job, runs: _Runs, before: Run) -> tuple[Gain,
 
 def _work_per_token(run: Run) -> float:
     looked = run.plans[len(run.plans) - len(run.timed.steps) :]
-    grids = [one for plan in looked for row in plan.micro_batches for one in row]
-    return sum(one.work for one in grids) / sum(one.tokens for one in grids)
+    micro_batches = [micro_batch for plan in looked for row in plan.micro_batches for micro_batch in row]
+    return sum(micro_batch.work for micro_batch in micro_batches) / sum(
+        micro_batch.tokens for micro_batch in micro_batches
+    )
 
 
 def _unmasked(job: Job) -> float:

@@ -106,7 +106,7 @@ class Measured:
     @property
     def documents_in_chunks(self) -> Spread:
         """Of all data-parallel ranks, over iterations."""
-        return spread([sum(len({*one} - {-1}) for one in ranks) for ranks in self.chunked])
+        return spread([sum(len({*documents} - {-1}) for documents in ranks) for ranks in self.chunked])
 
     @property
     def tokens(self) -> int:

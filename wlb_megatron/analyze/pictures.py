@@ -141,18 +141,21 @@ def draw_step(axes: Any, runs: Sequence[tuple[str, IterationPlan]]) -> None:
     runs: (name, plan). Ranks of data parallelism lie side by side; a bar's parts are documents, shaded by their length.
     """
     longest = max(
-        piece.prefix + piece.tokens for _, plan in runs for _, one in _columns(plan) for piece in one.pieces
+        piece.prefix + piece.tokens
+        for _, plan in runs
+        for _, micro_batch in _columns(plan)
+        for piece in micro_batch.pieces
     )
     at, ticks = 0.0, []
     for name, plan in runs:
         begin = at
         columns = _columns(plan)[:MOST_BARS]
-        works = [one.work for _, one in columns]
-        for _, one in columns:
-            weights = [piece.tokens * (1.0 + piece.prefix + piece.tokens / 2) for piece in one.pieces]
+        works = [micro_batch.work for _, micro_batch in columns]
+        for _, micro_batch in columns:
+            weights = [piece.tokens * (1.0 + piece.prefix + piece.tokens / 2) for piece in micro_batch.pieces]
             bottom = 0.0
-            for weight, piece in sorted(zip(weights, one.pieces, strict=True), reverse=True):
-                share = one.work / max(works) * weight / sum(weights)
+            for weight, piece in sorted(zip(weights, micro_batch.pieces, strict=True), reverse=True):
+                share = micro_batch.work / max(works) * weight / sum(weights)
                 shade = 0.15 + 0.85 * ((piece.prefix + piece.tokens) / longest) ** 0.5
                 axes.bar(
                     at, share, 0.85, bottom, color=(0.12, 0.35, 0.65, shade), edgecolor="white", linewidth=0.4
@@ -182,7 +185,9 @@ MOST_BARS = 64
 def _columns(plan: IterationPlan) -> list[tuple[int, MicroBatch]]:
     """(data-parallel rank, micro-batch), rank by rank."""
     return [
-        (rank, one) for rank, column in enumerate(zip(*plan.micro_batches, strict=True)) for one in column
+        (rank, micro_batch)
+        for rank, column in enumerate(zip(*plan.micro_batches, strict=True))
+        for micro_batch in column
     ]
 
 

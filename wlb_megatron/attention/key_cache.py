@@ -55,7 +55,7 @@ class KeyCache:
     @property
     def bytes(self) -> int:
         held = [
-            each for entry in self._entries.values() for each in (entry.kv, entry.grad) if each is not None
+            kept for entry in self._entries.values() for kept in (entry.kv, entry.grad) if kept is not None
         ]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 

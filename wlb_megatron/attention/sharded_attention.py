@@ -116,8 +116,8 @@ class _Attention(torch.autograd.Function):
     """Whether backward needs only the exchanged keys, if they are kept."""
 
     @classmethod
-    def forward(cls, ctx: Any, *given: Any) -> Tensor:
-        q, k, v, sink, ctx.layout, ctx.group, ctx.kernels, ctx.scale, keep_keys, ctx.cache = given
+    def forward(cls, ctx: Any, *inputs: Any) -> Tensor:
+        q, k, v, sink, ctx.layout, ctx.group, ctx.kernels, ctx.scale, keep_keys, ctx.cache = inputs
         ctx.flat = q.dim() == 4
         if ctx.flat:
             q, k, v = q.squeeze(1), k.squeeze(1), v.squeeze(1)

@@ -200,13 +200,13 @@ class CorpusWalk:
         rows[:, START], rows[:, END] = start, end
         rows[:, CURSOR] = places[block] + last_of_place
         rows[:, RESUME] = np.where(last_of_place, 0, (within + 1) * self._piece_unit)
-        for column, each in (
+        for column, amounts in (
             (TOKENS, end - start),
             (EMPTY, whole & (lengths == 0)),
             (OVERLONG_COUNT, whole & (lengths > window)),
             (LOST, whole * (lengths - kept)),
         ):
-            rows[:, column] = before[column] + np.cumsum(each)
+            rows[:, column] = before[column] + np.cumsum(amounts)
         self._taken += len(at)
         self._row = rows[-1].copy()
         return rows[end > start]

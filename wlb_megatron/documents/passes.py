@@ -57,7 +57,7 @@ def figures(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     dropped), and what was left out, so far."""
     passed, counted = epochs(state), counts(state)
     return {
-        "epochs": {name: round(each, 4) for name, each in zip(names, passed, strict=True)},
+        "epochs": {name: round(epochs_done, 4) for name, epochs_done in zip(names, passed, strict=True)},
         "most_epochs": max(passed),
         "overlong_documents": counted.overlong,
         "lost_tokens": counted.lost_tokens,
@@ -69,8 +69,8 @@ def describe(figures: Mapping[str, Any], most: int = 4) -> str:
     """The part of a log line on passes: the corpora with the most passes, and what was left out."""
     passed = sorted(figures["epochs"].items(), key=lambda item: -item[1])
     alone = len(passed) == 1
-    each = [f"{value:.3f}" + ("" if alone else f" {Path(name).name}") for name, value in passed[:most]]
-    line = " | epochs: " + ", ".join(each)
+    phrases = [f"{value:.3f}" + ("" if alone else f" {Path(name).name}") for name, value in passed[:most]]
+    line = " | epochs: " + ", ".join(phrases)
     if len(passed) > most:
         line += f", less of {len(passed) - most} others"
     if figures["overlong_documents"]:

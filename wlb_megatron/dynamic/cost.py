@@ -92,13 +92,13 @@ def group_cost(
 
     tensor: tensor-parallel size, which is how far apart the ranks of a group lie.
     """
-    given = assumptions or Assumptions()
+    rates = assumptions or Assumptions()
     # A key row travels as K and V, and comes back as dK and dV, 2 bytes each.
     row = 4 * 2 * table.kv_heads * table.head_dim
     tables = []
     for size in sizes:
-        slower = 1 / given.pair_rate(size, tensor) - 1 / given.nvlink_rate
-        late = given.latency(size, tensor) - given.nvlink_latency
+        slower = 1 / rates.pair_rate(size, tensor) - 1 / rates.nvlink_rate
+        late = rates.latency(size, tensor) - rates.nvlink_latency
         tables.append(
             replace(
                 table,

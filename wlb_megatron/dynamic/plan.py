@@ -49,12 +49,12 @@ class StepPlan:
     @staticmethod
     def decode(rows: npt.ArrayLike) -> StepPlan:
         """The plan that `encode` wrote."""
-        ranks, steps, *rest = np.asarray(rows, dtype=np.int64).tolist()
+        ranks, steps, *groups = np.asarray(rows, dtype=np.int64).tolist()
         micro_steps: list[list[Group]] = [[] for _ in range(steps)]
         at = 0
-        while at < len(rest):
-            step, start, size, count = rest[at : at + 4]
-            micro_steps[step].append(Group(start, size, tuple(rest[at + 4 : at + 4 + count])))
+        while at < len(groups):
+            step, start, size, count = groups[at : at + 4]
+            micro_steps[step].append(Group(start, size, tuple(groups[at + 4 : at + 4 + count])))
             at += 4 + count
         return StepPlan(ranks, tuple(map(tuple, micro_steps)))
 
@@ -67,9 +67,9 @@ def fixed_groups(plan: IterationPlan, context: int) -> StepPlan:
     rows, at = [], 0
     for row in plan.micro_batches:
         groups = []
-        for rank, one in enumerate(row):
-            groups.append(Group(rank * context, context, tuple(range(at, at + len(one.pieces)))))
-            at += len(one.pieces)
+        for rank, micro_batch in enumerate(row):
+            groups.append(Group(rank * context, context, tuple(range(at, at + len(micro_batch.pieces)))))
+            at += len(micro_batch.pieces)
         rows.append(tuple(groups))
     return StepPlan(len(plan.micro_batches[0]) * context, tuple(rows))
 

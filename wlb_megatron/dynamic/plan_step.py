@@ -78,16 +78,16 @@ def plan_step(
     prices, opening = cost.prices(tokens), cost.opening()
     bound = problem_of(tokens, prices, opening, cost.step_ns, stage).bound
     stages = [stage] if pipeline == 1 else [stage.divided(parts) for parts in (1, 2, 4)]
-    made: list[Outcome] = []
-    for one in stages:
-        if made and time.monotonic() > until:
+    outcomes: list[Outcome] = []
+    for divided in stages:
+        if outcomes and time.monotonic() > until:
             break
-        problem = problem_of(tokens, prices, opening, cost.step_ns, one)
+        problem = problem_of(tokens, prices, opening, cost.step_ns, divided)
         placement, source = _place(problem, seconds / len(stages), threads, until)
         plan = in_multiples(placement.plan(), tokens, multiple)
         predicted = predicted_time(plan, tokens, cost, sharding, pipeline)
-        made.append(Outcome(plan, source, placement.time(), bound, predicted, 0))
-    best = min(made, key=lambda outcome: outcome.predicted)
+        outcomes.append(Outcome(plan, source, placement.time(), bound, predicted, 0))
+    best = min(outcomes, key=lambda outcome: outcome.predicted)
     if fixed is None:
         return best
     kept = predicted_time(fixed, tokens, cost, sharding, pipeline)
@@ -150,12 +150,14 @@ def _place_by_solver(
         return None
     # The micro-steps below the first that greedy managed are tried too: a solver packs tighter.
     counts = sorted({*greedy, max(problem.least_steps(), min(greedy) - 1)})
-    each = seconds * min(threads, len(counts)) / len(counts)
+    seconds_each = seconds * min(threads, len(counts)) / len(counts)
     with ThreadPoolExecutor(threads) as pool:
         solved = list(
-            pool.map(lambda most: place_exactly(problem, buckets, most, greedy.get(most), each), counts)
+            pool.map(
+                lambda most: place_exactly(problem, buckets, most, greedy.get(most), seconds_each), counts
+            )
         )
-    placements = [one for one in solved if one is not None]
+    placements = [solution for solution in solved if solution is not None]
     for placement in placements:
         improve_placement(placement)
     return min(placements, key=Placement.time, default=None)

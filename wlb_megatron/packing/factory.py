@@ -125,7 +125,7 @@ def _make_varlen(
     per_window = read_per_window(config.micro_batches_per_window) if config.release == "balance" else 1
     if config.cp_mode == "dynamic":  # groups decide how many micro-batches there are
         per_window = 1
-    given = read_thresholds(config.thresholds)
+    thresholds_set = read_thresholds(config.thresholds)
     by_balance = config.release == "balance"
     limits = Limits(micro_batches * ranks.dp, window, window, config.max_documents, max_delay)
 
@@ -139,13 +139,13 @@ def _make_varlen(
             on,
             per_window=per_window,
             by_balance=by_balance,
-            adopt_thresholds=given is None,
+            adopt_thresholds=thresholds_set is None,
             # Lmax need not be a multiple of the alignment; its padded size must fit.
             adopt_capacity=adopt_max_tokens // alignment * alignment,
         )
 
     short = with_chunks(limits, config.max_tokens, alignment)
-    usual = rule_of_thumb(window) if given is None else given
+    usual = rule_of_thumb(window) if thresholds_set is None else thresholds_set
     chunks, why = choose_chunks(
         *(config, cost, short, ranks, per_window, sample, longest),
         *(holds_whole(config, window, alignment), no_chunks),
@@ -157,14 +157,14 @@ def _make_varlen(
             f"--wlb-max-tokens {config.max_tokens} cuts a window into more than {MOST_PER_WINDOW} micro-batches: set "
             f"it to {-(-window // (MOST_PER_WINDOW * alignment)) * alignment} or more"
         )
-    if chunks and given:
+    if chunks and thresholds_set:
         say(
             f"WARNING: --wlb-thresholds {config.thresholds} is not used: documents in chunks never wait; leave it out, "
             "or set --wlb-chunks off"
         )
     if chunks:
         return ChunkPacker(cost, short, ranks, per_window=per_window, longest=longest)
-    if given is None and sample is not None:
+    if thresholds_set is None and sample is not None:
         limits = replace(limits, capacity=lmax(config, window, alignment))
         usual = find_thresholds(sample, cost, limits, ranks, per_window).thresholds
     if sample and max_delay:

@@ -113,7 +113,7 @@ def describe_memory(config: WlbConfig, memory: GpuMemory, longest: int, *, chunk
     nothing: a micro-batch may still have Lmax tokens, and as many of these run at once as with one per window
     (arrange.py).
     """
-    chunked, whole = (each / GIB for each in memory.needed(config, longest))
+    chunked, whole = (needed / GIB for needed in memory.needed(config, longest))
     begun = "memory of the fullest GPU, at most"
     if chunks and not whole:
         return f"{begun}: {chunked:.1f} GiB; whole documents do not fit"

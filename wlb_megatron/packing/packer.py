@@ -32,8 +32,10 @@ class Ranks(NamedTuple):
     def law(self, cost: CostModel) -> StepLaw:
         """The law that predicts a step on these ranks."""
         costs = (cost.per_micro_batch, *cost.least_micro_batch, cost.per_chunk)
-        each, forward, backward, chunk = (round(UNITS_PER_TOKEN * tokens) for tokens in costs)
-        return StepLaw(self.pp, self.vpp, self.group, each, (forward, backward), chunk, cost.backward)
+        per_micro_batch, forward, backward, chunk = (round(UNITS_PER_TOKEN * tokens) for tokens in costs)
+        return StepLaw(
+            self.pp, self.vpp, self.group, per_micro_batch, (forward, backward), chunk, cost.backward
+        )
 
 
 ONE_RANK = Ranks()

@@ -219,7 +219,7 @@ def _works_and_groups(column: Sequence[MicroBatch]) -> tuple[list[int], tuple[in
     """Works of a data-parallel rank's micro-batches, and the sizes of groups (None if all are 1)."""
     works = [micro_batch.work for micro_batch in column]
     pieces = [micro_batch.pieces for micro_batch in column]
-    chunked = any(any(map(_PREFIX, each)) for each in pieces)
+    chunked = any(any(map(_PREFIX, of_micro_batch)) for of_micro_batch in pieces)
     return works, groups(pieces) if chunked else None
 
 

@@ -61,10 +61,14 @@ class Summariser:
         sizes = [micro_batch.tokens for row in grid for micro_batch in row]
         by_rank = [sum(column) for column in zip(*([m.work for m in row] for row in grid), strict=True)]
         pieces = [micro_batch.pieces for row in grid for micro_batch in row]
-        late = [piece for each in pieces for piece in each if piece[:2] in before] if before else []
+        late = (
+            [piece for of_micro_batch in pieces for piece in of_micro_batch if piece[:2] in before]
+            if before
+            else []
+        )
         delays = [(plan.iteration - self._arrival(p, plan.iteration), p) for p in late]
         # A document in n chunks has n - 1 pieces with a prefix; the last one's is the longest.
-        chunks = [piece for each in pieces for piece in each if piece[4]]
+        chunks = [piece for of_micro_batch in pieces for piece in of_micro_batch if piece[4]]
         later = Counter((p.epoch, p.document, p.start - p.prefix) for p in chunks)
         arrivals = [(p, self._arrival(p, plan.iteration)) for p in plan.waiting]
         self._arrived = {}

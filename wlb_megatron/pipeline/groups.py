@@ -92,6 +92,6 @@ def _first(joined: list[int], index: int) -> int:
     return index
 
 
-def _join(joined: list[int], one: int, other: int) -> None:
-    first, second = sorted((_first(joined, one), _first(joined, other)))
-    joined[second] = first
+def _join(joined: list[int], first: int, other: int) -> None:
+    root, other_root = sorted((_first(joined, first), _first(joined, other)))
+    joined[other_root] = root

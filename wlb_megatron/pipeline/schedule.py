@@ -43,7 +43,7 @@ def pipeline_events(
 
     Equal micro-batches of forward f and backward b take (m + P - 1) * (f + b): the bubble is (P - 1) / m.
     """
-    times = [_as_grid(one, stages) for one in (forward, backward)]
+    times = [_as_grid(direction, stages) for direction in (forward, backward)]
     graph = pipeline_graph(stages, times[0].shape[-1], times[0].shape[-2], blocking, _key(groups))
     ends = _solve(graph, times[0][None], times[1][None], transfer)[:, 0]
     events = [

@@ -62,8 +62,8 @@ class StepLaw:
 
     def estimate(self, count: int, work: int, largest: int = 0) -> int:
         """Estimated time of `count` equal micro-batches of `work` in all, one of them at least `largest`."""
-        each = self.occupied(work // count)
-        return count * each + self.fill(max(self.occupied(largest), each))
+        mean = self.occupied(work // count)
+        return count * mean + self.fill(max(self.occupied(largest), mean))
 
     def worthwhile(self, counts: Sequence[int], work: int) -> list[int]:
         """The first of the counts, and those with which evenly spread work takes less time than with the first.
@@ -85,7 +85,7 @@ class StepLaw:
         """
         if groups is not None and self.per_chunk and max(groups) > 1:
             chunk = [size > 1 for size in groups for _ in range(size)]
-            works = [work + self.per_chunk * one for work, one in zip(works, chunk, strict=True)]
+            works = [work + self.per_chunk * in_chunk for work, in_chunk in zip(works, chunk, strict=True)]
         if self.pp == 1:
             return sum(map(self.occupied, works))
         forward, backward = zip(*(self._ways(work + self.per_micro_batch) for work in works), strict=True)

@@ -28,8 +28,8 @@ def step_time(
     times = [0, *forward, *backward]
     ends = [0]
     add = ends.append
-    for one, other, at in _program(stages, len(forward), chunks, group_sizes, blocking):
-        first, second = ends[one], ends[other]
+    for former, latter, at in _program(stages, len(forward), chunks, group_sizes, blocking):
+        first, second = ends[former], ends[latter]
         add((first if first > second else second) + times[at])
     return max(ends)
 
@@ -75,14 +75,14 @@ def _program(
     program: list[tuple[int, int, int]] = []
     place: list[int] = []  # of each node's end
     for node in pipeline_graph(stages, total, chunks, blocking, group_sizes):
-        one, *more = sorted({place[before] for before in (*node.after, *node.sent)}) or [0]
+        former, *more = sorted({place[before] for before in (*node.after, *node.sent)}) or [0]
         step = node.step
         at = 0 if step is None else 1 + step.micro_batch + total * step.backward
-        for other in more[:-1]:  # a wait for more than two is several entries
-            program.append((one, other, 0))
-            one = len(program)
+        for latter in more[:-1]:  # a wait for more than two is several entries
+            program.append((former, latter, 0))
+            former = len(program)
         if more or at:
-            program.append((one, more[-1] if more else 0, at))
-            one = len(program)
-        place.append(one)
+            program.append((former, more[-1] if more else 0, at))
+            former = len(program)
+        place.append(former)
     return tuple(program)

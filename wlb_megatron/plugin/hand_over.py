@@ -25,20 +25,20 @@ def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
         start = part(Start)
         if start.validated and start.opened is None:  # --wlb-off
             return original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        given["train_valid_test_dataset_provider"] = _DatasetProvider(
-            given["train_valid_test_dataset_provider"]
+        arguments = signature.bind(*args, **kwargs).arguments
+        arguments["train_valid_test_dataset_provider"] = _DatasetProvider(
+            arguments["train_valid_test_dataset_provider"]
         )
-        given["forward_step_func"] = _choose_forward_step(given["forward_step_func"])
-        if given.get("model_provider") is not None:
-            given["model_provider"] = _choose_model_provider(given["model_provider"])
+        arguments["forward_step_func"] = _choose_forward_step(arguments["forward_step_func"])
+        if arguments.get("model_provider") is not None:
+            arguments["model_provider"] = _choose_model_provider(arguments["model_provider"])
         else:
             from wlb_megatron.plugin.model.spec import install_spec
 
             assert start.opened is not None  # flags are checked before a configuration is made of them
-            install_spec(given["cfg_container"].model, start.opened.job.given)
+            install_spec(arguments["cfg_container"].model, start.opened.job.given)
         return checked(
-            lambda: original(**given)
+            lambda: original(**arguments)
         )  # what a checkpoint or the model's layers tell is refused there
 
     return pretrain

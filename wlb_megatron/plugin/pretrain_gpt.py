@@ -51,11 +51,11 @@ def _model() -> dict[str, Any]:
 
 
 def _unless_off(model_provider: Callable[..., Any]) -> Callable[..., Any]:
-    def provider(*given: Any, **named: Any) -> Any:
+    def provider(*args: Any, **named: Any) -> Any:
         from megatron.training import get_args
 
         _refuse_off(get_args())
-        return model_provider(*given, **named)
+        return model_provider(*args, **named)
 
     return provider
 

@@ -130,9 +130,9 @@ def _open(args: Any, full_validation: bool) -> Opened:
     """Refuse what is not handled, and open the corpus."""
     versions.check_transformer_engine(args.transformer_impl)
     try:
-        given = config_from_args(args)
-        refuse_unsupported(args, given)
-        job = TrainingJob.of(args, given, full_validation=full_validation)
+        from_flags = config_from_args(args)
+        refuse_unsupported(args, from_flags)
+        job = TrainingJob.of(args, from_flags, full_validation=full_validation)
         config = complete(job)
         refuse_other_form(job.model.depths)
         _refuse_misfits(job, config)
@@ -172,12 +172,14 @@ def _refuse_misfits(job: TrainingJob, config: WlbConfig) -> None:
     if wrong := window_misfit(job):
         raise Refused(f"wlb_megatron refuses --seq-length: {wrong}")
     batches = job.batches
-    if wrong := misfit(batches.schedule.largest, job.sizes, batches.each, planned=plan_decides(config)):
+    if wrong := misfit(
+        batches.schedule.largest, job.sizes, batches.micro_batch_size, planned=plan_decides(config)
+    ):
         flag = "--step-batch-size-schedule" if batches.stepped else "--global-batch-size"
         raise Refused(f"wlb_megatron refuses {flag}: {wrong}")
     planned = plan_decides(config, evaluation=True)
     if job.evaluation.iterations and (
-        wrong := misfit(batches.evaluated, job.sizes, batches.evaluated_each, planned=planned)
+        wrong := misfit(batches.evaluated, job.sizes, batches.evaluated_micro_batch_size, planned=planned)
     ):
         raise Refused(f"wlb_megatron refuses --eval-global-batch-size: {wrong}")
 

@@ -56,7 +56,7 @@ def page(title: str, summary: str, tables: Sequence[Section], pictures: Iterable
         data = b64encode(picture.read_bytes()).decode()
         image = f'<img alt="{escape(picture.stem)}" src="data:image/png;base64,{data}">'
         parts.append(f"<figure>{image}</figure>")
-    parts += [_section(one) for one in tables]
+    parts += [_section(table) for table in tables]
     return "\n".join([*parts, "</body></html>", ""])
 
 

@@ -50,24 +50,24 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shares = [[w / ((1 + backward) * sum(one.work)) for w in one.work] for one in plans]
+    shares = [[w / ((1 + backward) * sum(plan.work)) for w in plan.work] for plan in plans]
     steps = [
-        pipeline_events(share, [backward * s for s in share], stages, groups=one.groups)
-        for one, share in zip(plans, shares, strict=True)
+        pipeline_events(share, [backward * s for s in share], stages, groups=plan.groups)
+        for plan, share in zip(plans, shares, strict=True)
     ]
     lengths = [max(event.end for event in events) for events in steps]
-    heaviest = max(max(one.work) / sum(one.work) for one in plans)
+    heaviest = max(max(plan.work) / sum(plan.work) for plan in plans)
     figure, rows = pyplot.subplots(
         len(plans), 1, sharex=True, squeeze=False, figsize=(11, 1.1 + 1.3 * len(plans)), layout="constrained"
     )
     shades, hues = pyplot.get_cmap("Greys"), pyplot.get_cmap("tab10")
     if not any(map(_colors, plans)):
         shades = pyplot.get_cmap("viridis_r")
-    for one, events, length, axes in zip(plans, steps, lengths, rows[:, 0], strict=True):
-        colors = _colors(one)
+    for plan, events, length, axes in zip(plans, steps, lengths, rows[:, 0], strict=True):
+        colors = _colors(plan)
         for event in events:
-            share = one.work[event.micro_batch] / sum(one.work) / heaviest
-            color = colors.get(one.document(event.micro_batch))
+            share = plan.work[event.micro_batch] / sum(plan.work) / heaviest
+            color = colors.get(plan.document(event.micro_batch))
             axes.barh(
                 event.stage,
                 event.end - event.start,
@@ -75,7 +75,7 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
                 height=0.86,
                 color=shades(share) if color is None else hues(color),
                 edgecolor="white",
-                linewidth=1.2 if len(one.work) <= CROWDED else 0.4,
+                linewidth=1.2 if len(plan.work) <= CROWDED else 0.4,
                 hatch="//" if event.backward else None,
             )
             if event.end - event.start < LEGIBLE * max(lengths):
@@ -92,13 +92,13 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
         if colors:
             axes.legend(
                 [pyplot.Rectangle((0, 0), 1, 1, color=hues(color)) for color in colors.values()][:NAMED],
-                _legend(one)[:NAMED],
+                _legend(plan)[:NAMED],
                 **{"loc": "upper left", "bbox_to_anchor": (0, -0.12), "ncols": COLUMNS, "fontsize": 7},
                 frameon=False,
             )
         axes.axvline(length, color="crimson", linewidth=1.5)
         axes.set_title(
-            f"{one.title}: the step takes {length:.2f} times its work, stages are busy {1 / length:.0%} of it",
+            f"{plan.title}: the step takes {length:.2f} times its work, stages are busy {1 / length:.0%} of it",
             loc="left",
             fontsize=10,
         )

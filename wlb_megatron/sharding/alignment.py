@@ -45,9 +45,9 @@ def padded(lengths: Sequence[int] | IntArray, multiple: int) -> IntArray:
 
     Example: [7, 4] to a multiple of 8 is [7, 4, 5].
     """
-    given = np.asarray(lengths, dtype=np.int64)
-    missing = padding(int(given.sum()), multiple)
-    return np.append(given, missing) if missing else given
+    tokens = np.asarray(lengths, dtype=np.int64)
+    missing = padding(int(tokens.sum()), multiple)
+    return np.append(tokens, missing) if missing else tokens
 
 
 def padded_lengths(micro_batch: MicroBatch, multiple: int) -> IntArray:

@@ -55,8 +55,8 @@ def prefixes_of(micro_batches: Sequence[npt.ArrayLike], links: Sequence[Link]) -
     """int64[n] for each micro-batch: earlier tokens that each piece attends to. micro_batches: lengths of the pieces,
     in tokens.
     """
-    lengths = [np.asarray(each, dtype=np.int64) for each in micro_batches]
-    prefixes = [np.zeros_like(each) for each in lengths]
+    lengths = [np.asarray(micro_batch, dtype=np.int64) for micro_batch in micro_batches]
+    prefixes = [np.zeros_like(micro_batch) for micro_batch in lengths]
     for index, piece, earlier, earlier_piece in sorted(links):
         prefixes[index][piece] = prefixes[earlier][earlier_piece] + lengths[earlier][earlier_piece]
     return prefixes

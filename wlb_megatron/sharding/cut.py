@@ -48,14 +48,14 @@ def cut_plans(
 ) -> list[list[list[ShardPlan]]]:
     """Shard plans [iteration][micro-batch][data-parallel rank], as each rank cuts its own in training."""
     columns = [
-        [pad(one.pieces, alignment) for one in column]
+        [pad(micro_batch.pieces, alignment) for micro_batch in column]
         for plan in plans
         for column in zip(*plan.micro_batches, strict=True)
     ]
     links = [links_of(column) for column in columns]
     lengths = [[_tokens(pieces) for pieces in column] for column in columns]
     # All micro-batches without chunks in one pass, which is much faster than rank by rank.
-    free = [one for column, linked in zip(lengths, links, strict=True) if not linked for one in column]
+    free = [tokens for column, linked in zip(lengths, links, strict=True) if not linked for tokens in column]
     together = iter(cut(free, cp_size, sharding, table) if free else ())
     shards = iter(
         [
@@ -64,7 +64,7 @@ def cut_plans(
         ]
     )
     ranks = [[next(shards) for _ in plan.micro_batches[0]] for plan in plans]
-    return [[list(row) for row in zip(*one, strict=True)] for one in ranks]
+    return [[list(row) for row in zip(*shards_of_plan, strict=True)] for shards_of_plan in ranks]
 
 
 def orders_of(plans: Sequence[IterationPlan], *, in_step: bool = False) -> list[list[tuple[int, ...] | None]]:

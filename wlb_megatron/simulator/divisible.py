@@ -49,15 +49,19 @@ def check_vpp(pp: int, vpp: int) -> None:
 
 
 def _check_experts(shape: ModelShape, args: argparse.Namespace) -> None:
-    each, tensor = args.expert_model_parallel_size or 1, args.expert_tensor_parallel_size or args.tp
-    _check_multiple("--num-experts", args.num_experts, "--expert-model-parallel-size", each)
+    expert_ranks, tensor_ranks = (
+        args.expert_model_parallel_size or 1,
+        args.expert_tensor_parallel_size or args.tp,
+    )
+    _check_multiple("--num-experts", args.num_experts, "--expert-model-parallel-size", expert_ranks)
     _check_multiple(
-        "--moe-ffn-hidden-size", args.moe_ffn_hidden_size or shape.ffn, "expert tensor size", tensor
+        "--moe-ffn-hidden-size", args.moe_ffn_hidden_size or shape.ffn, "expert tensor size", tensor_ranks
     )
     stage = args.tp * args.cp * args.dp
-    if stage % (each * tensor):
+    if stage % (expert_ranks * tensor_ranks):
         raise WlbError(
-            f"a stage's {stage} ranks (--tp x --cp x --dp) are not a multiple of the {each * tensor} that share "
+            f"a stage's {stage} ranks (--tp x --cp x --dp) are not a multiple of the "
+            f"{expert_ranks * tensor_ranks} that share "
             "experts: change --expert-model-parallel-size or --expert-tensor-parallel-size"
         )
     if (args.moe_router_topk or 1) > args.num_experts:

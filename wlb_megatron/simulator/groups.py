@@ -24,7 +24,7 @@ def simulate_groups(
     """
     ranks = model.layout.dp * model.layout.cp
     apart = replace(model, layout=replace(model.layout, cp=1, dp=ranks))
-    loads = [group_loads(plan, one, cost) for plan, one in zip(plans, tokens, strict=True)]
+    loads = [group_loads(plan, plan_tokens, cost) for plan, plan_tokens in zip(plans, tokens, strict=True)]
 
     def several(chosen: list[int]) -> Simulated:
         held = np.stack([loads[at][0] for at in chosen])

@@ -151,7 +151,7 @@ def cut_of(plans: Sequence[ShardPlan]) -> BoolArray:
 def _device(tokens: npt.NDArray[np.int64], attention: Times, model: LayerModel) -> Times:
     """float[n, m, dp]: a layer's time on the slowest context rank of each micro-batch."""
     linear = model.linear(tokens / model.layout.cp)
-    return Times(*(a.max(axis=-1) + rest for a, rest in zip(attention, linear, strict=True)))
+    return Times(*(a.max(axis=-1) + other for a, other in zip(attention, linear, strict=True)))
 
 
 def _slowest(tokens: npt.NDArray[np.int64], attention: Times, cut: BoolArray, model: LayerModel) -> Times:
@@ -185,7 +185,7 @@ def _transfer(tokens: npt.NDArray[np.int64], model: LayerModel) -> FloatArray:
     links.
     """
     longest = tokens.max(axis=(1, 2)) / model.layout.cp
-    return np.array([model.transfer_ns(float(one)) for one in longest])
+    return np.array([model.transfer_ns(float(size)) for size in longest])
 
 
 def run_steps(
@@ -290,7 +290,7 @@ def _after(forward: FloatArray, backward: FloatArray, model: LayerModel, n: int)
     Overlapped, the reduction runs beside the backward of the last micro-batch, the gather beside the next
     iteration's first forward, for which this one's first stands; the longer of the two in each pair is what shows.
     """
-    layout, given = model.layout, model.assumptions
+    layout, assumed = model.layout, model.assumptions
     after = np.empty((n, layout.pp))
     for stage in range(layout.pp):
         reduce, gather = model.gradient_sync_ns(stage)
@@ -299,7 +299,7 @@ def _after(forward: FloatArray, backward: FloatArray, model: LayerModel, n: int)
             forward[:, stage, :, 0].sum(axis=1).reshape(n, -1).min(axis=1),
         )
         exposed = sum(
-            np.maximum(time - hidden, 0.0) + given.dp_exposed * np.minimum(time, hidden)
+            np.maximum(time - hidden, 0.0) + assumed.dp_exposed * np.minimum(time, hidden)
             for time, hidden in zip((reduce, gather), hides, strict=True)
         )
         after[:, stage] = exposed + model.optimizer_ns(stage)

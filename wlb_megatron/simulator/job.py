@@ -172,7 +172,12 @@ class Job:
         multiple = layout.pp if layout.chunks > 1 else 1
         steps, tokens = [], []
         for plan in plans:
-            held = [piece.tokens for row in plan.micro_batches for one in row for piece in one.pieces]
+            held = [
+                piece.tokens
+                for row in plan.micro_batches
+                for micro_batch in row
+                for piece in micro_batch.pieces
+            ]
             made = plan_step(
                 held,
                 stage,
@@ -224,5 +229,5 @@ def group_costs(
         kv_heads=max(1, shape.kv_heads // layout.tp),
         head_dim=shape.head_dim,
     )
-    each = token_ns(table, quadratic_at)
-    return group_cost(table, each, stage.sizes, tensor=layout.tp, assumptions=model.assumptions), stage
+    ns = token_ns(table, quadratic_at)
+    return group_cost(table, ns, stage.sizes, tensor=layout.tp, assumptions=model.assumptions), stage

@@ -283,11 +283,11 @@ def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> Mode
         "channels": args.kv_channels,
         "gated": args.swiglu or None,
     }
-    given = {name: value for name, value in flags.items() if value is not None}
+    flags_set = {name: value for name, value in flags.items() if value is not None}
     if profile is not None:
-        return replace(profiled_shape(profile, known.layers), **given)
+        return replace(profiled_shape(profile, known.layers), **flags_set)
     if args.model is not None or args.hidden_size is None:
-        return replace(known, **given)
+        return replace(known, **flags_set)
     hidden, heads = args.hidden_size, args.num_attention_heads
     if not heads:
         raise WlbError("--hidden-size needs --num-attention-heads; give both, or --model")
@@ -301,7 +301,7 @@ def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> Mode
         vocab=known.vocab,
         gated=False,
     )
-    return replace(plain, **given)
+    return replace(plain, **flags_set)
 
 
 def activated(shape: ModelShape, args: argparse.Namespace) -> ModelShape:

@@ -144,13 +144,13 @@ class LayerModel:
         Its exchange (K and V there and, if `ways` is 2, their gradients back) is slowed from NVLink's rate to that
         between the context-parallel ranks.
         """
-        shape, layout, given = self.shape, self.layout, self.assumptions
+        shape, layout, rates = self.shape, self.layout, self.assumptions
         scaled = table.scaled(
             heads=shape.heads // layout.tp,
             kv_heads=max(shape.kv_heads // layout.tp, 1),
             head_dim=shape.head_dim,
         )
-        late = given.latency(layout.cp, layout.tp) - given.nvlink_latency
+        late = rates.latency(layout.cp, layout.tp) - rates.nvlink_latency
         return replace(
             scaled,
             exchange=scaled.exchange + ways * 1e9 * late,
@@ -159,9 +159,9 @@ class LayerModel:
 
     def _slower_row(self, scaled: KernelTable, ways: int) -> float:
         """Nanoseconds by which a key's transfer between the context-parallel ranks is slower than over NVLink."""
-        layout, given = self.layout, self.assumptions
+        layout, rates = self.layout, self.assumptions
         row = 2 * 2 * ways * scaled.kv_heads * scaled.head_dim
-        return 1e9 * row * (1 / given.pair_rate(layout.cp, layout.tp) - 1 / given.nvlink_rate)
+        return 1e9 * row * (1 / rates.pair_rate(layout.cp, layout.tp) - 1 / rates.nvlink_rate)
 
     def attention(self, plans: Sequence[ShardPlan]) -> Times:
         """float64[plans, cp]: nanoseconds of a layer's attention and exposed exchange on each context-parallel rank."""
@@ -234,40 +234,40 @@ class LayerModel:
         return Times(forward, backward + forward if self.recompute == "full" else backward)
 
     def _linear(self, tokens: npt.ArrayLike) -> Times:
-        shape, tp, given = self.shape, self.layout.tp, self.assumptions
+        shape, tp, rates = self.shape, self.layout.tp, self.assumptions
         t = np.asarray(tokens, dtype=np.float64)
         # Sequence parallelism: two all-gathers and two reduce-scatters of the hidden rows each way.
         rows, wait = self._tp_row_ns(), self._tp_wait_ns()
-        exchange = given.tp_exposed * 4 * (t * rows + wait)
+        exchange = rates.tp_exposed * 4 * (t * rows + wait)
         if self.costs is not None:
             forward, backward = self.costs.layer.at(t)
             return Times(forward + exchange, backward + exchange)
-        products = t * (2 * shape.layer_parameters / tp / given.matmul_rate * 1e9)
-        widths = given.activation_passes * shape.hidden + given.ffn_passes * shape.ffn
-        elements = t * (2 * widths / tp / given.memory_rate * 1e9)
+        products = t * (2 * shape.layer_parameters / tp / rates.matmul_rate * 1e9)
+        widths = rates.activation_passes * shape.hidden + rates.ffn_passes * shape.ffn
+        elements = t * (2 * widths / tp / rates.memory_rate * 1e9)
         return Times(products + elements + exchange, 2 * products + 2 * elements + exchange)
 
     def embedding(self, tokens: npt.ArrayLike) -> Times:
         """Look-up on the first stage (ns): reads and writes rows; tensor ranks reduce-scatter them."""
         t = np.asarray(tokens, dtype=np.float64)
-        given = self.assumptions
+        rates = self.assumptions
         exchange = t * self._tp_row_ns() + self._tp_wait_ns()
         if self.costs is not None:
             forward, backward = self.costs.embedding.at(t)
             return Times(forward + exchange, backward + exchange)
-        rows = t * (2 * 2 * self.shape.hidden / given.memory_rate * 1e9)
+        rows = t * (2 * 2 * self.shape.hidden / rates.memory_rate * 1e9)
         return Times(rows + exchange, rows + exchange)
 
     def loss(self, tokens: npt.ArrayLike) -> Times:
         """Output layer and cross entropy on the last stage (ns): fp32 logits, read and written twice."""
-        shape, tp, given = self.shape, self.layout.tp, self.assumptions
+        shape, tp, rates = self.shape, self.layout.tp, self.assumptions
         t = np.asarray(tokens, dtype=np.float64)
         gather = t * self._tp_row_ns() + self._tp_wait_ns()
         if self.costs is not None:
             forward, backward = self.costs.loss.at(t)
             return Times(forward + gather, backward + gather)
-        product = t * (2 * shape.hidden * shape.vocab / tp / given.matmul_rate * 1e9)
-        logits = t * (4 * 4 * shape.vocab / tp / given.memory_rate * 1e9)
+        product = t * (2 * shape.hidden * shape.vocab / tp / rates.matmul_rate * 1e9)
+        logits = t * (4 * 4 * shape.vocab / tp / rates.memory_rate * 1e9)
         return Times(product + logits + gather, 2 * product + logits / 2 + gather)
 
     def layers_of(self, stage: int, chunk: int = 0) -> int:
@@ -278,25 +278,25 @@ class LayerModel:
 
     def transfer_ns(self, tokens: float) -> float:
         """Nanoseconds to send one micro-batch's hidden rows to the next stage, divided over tensor ranks."""
-        layout, given = self.layout, self.assumptions
+        layout, rates = self.layout, self.assumptions
         if layout.pp == 1:
             return 0.0
         stride = layout.tp * layout.cp * layout.dp
         sent = 2 * self.shape.hidden * tokens / layout.tp
         link = ((self.costs and self.costs.links) or {}).get("p2p")
-        if link is not None and 2 * stride <= given.node:
+        if link is not None and 2 * stride <= rates.node:
             return link.latency + sent * link.per_byte
-        return 1e9 * (sent / given.pair_rate(2, stride) + given.latency(2, stride))
+        return 1e9 * (sent / rates.pair_rate(2, stride) + rates.latency(2, stride))
 
     def gradient_sync_ns(self, stage: int) -> tuple[float, float]:
         """Nanoseconds of a stage's reduce-scatter of gradients and all-gather of parameters over data and context
         ranks.
         """
-        layout, given = self.layout, self.assumptions
+        layout, rates = self.layout, self.assumptions
         ranks, held = layout.dp * layout.cp, self._held(stage)
         return (
-            given.ring_ns(given.gradient_bytes * held, ranks, layout.tp),
-            given.ring_ns(given.parameter_bytes * held, ranks, layout.tp),
+            rates.ring_ns(rates.gradient_bytes * held, ranks, layout.tp),
+            rates.ring_ns(rates.parameter_bytes * held, ranks, layout.tp),
         )
 
     def optimizer_ns(self, stage: int) -> float:
@@ -318,7 +318,7 @@ class LayerModel:
         rows = self.table.query_row + self.table.key_row
         token = float((many.forward + many.backward) @ [-1, 1]) / 65536 + rows
         layout, shape = self.layout, self.shape
-        each = micro_batch_cost(
+        per_micro_batch = micro_batch_cost(
             self.costs,
             shape.layer_parameters / layout.tp,
             self._width,
@@ -326,13 +326,13 @@ class LayerModel:
             recompute=self.recompute == "full",
             layers=max(1, shape.layers // layout.pp) if layout.pp > 1 else None,
         )
-        forward, backward = (self.assumptions.host_launch * way for way in each.least)
+        forward, backward = (self.assumptions.host_launch * way for way in per_micro_batch.least)
         return CostModel(
             quadratic_at=token / pair,
             per_document=self.table.segment / token,
-            per_micro_batch=each.own,
+            per_micro_batch=per_micro_batch.own,
             least_micro_batch=(forward, backward),
-            per_chunk=each.chunk,
+            per_chunk=per_micro_batch.chunk,
             per_earlier_key=self._slower_row(self.table, 2) * (layout.cp - 1) / token,
             backward=backward_over_forward(self.recompute == "full"),
         )
@@ -345,8 +345,8 @@ class LayerModel:
         return held / self.layout.tp
 
     def _tp_row_ns(self) -> float:
-        tp, given = self.layout.tp, self.assumptions
-        return 1e9 * 2 * self.shape.hidden * (tp - 1) / tp / given.ring_rate(tp, 1)
+        tp, rates = self.layout.tp, self.assumptions
+        return 1e9 * 2 * self.shape.hidden * (tp - 1) / tp / rates.ring_rate(tp, 1)
 
     def _tp_wait_ns(self) -> float:
         return 1e9 * self.assumptions.latency(self.layout.tp, 1) if self.layout.tp > 1 else 0.0

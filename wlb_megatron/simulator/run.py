@@ -83,16 +83,16 @@ class SettingRuns:
 
     def planned(self, packing: str) -> list[IterationPlan]:
         if packing not in self.plans:
-            given = self.inputs
+            inputs = self.inputs
             self.plans[packing] = plan_run(
                 packing,
-                given.lengths_for(self.setting.window),
+                inputs.lengths_for(self.setting.window),
                 self.setting,
                 self.cost,
-                iterations=given.iterations,
-                warm_up=given.warm_up,
-                seed=given.seed,
-                per_window=given.per_window,
+                iterations=inputs.iterations,
+                warm_up=inputs.warm_up,
+                seed=inputs.seed,
+                per_window=inputs.per_window,
             )
         return self.plans[packing]
 
@@ -121,9 +121,11 @@ class SettingRuns:
         """Tokens of linear work per trained token. Less if documents are cut, because pieces do not attend to each
         other.
         """
-        grids = [one for plan in self.planned(packing) for row in plan.micro_batches for one in row]
-        work = sum(one.work for one in grids) / UNITS_PER_TOKEN
-        return work / sum(one.tokens for one in grids)
+        micro_batches = [
+            micro_batch for plan in self.planned(packing) for row in plan.micro_batches for micro_batch in row
+        ]
+        work = sum(micro_batch.work for micro_batch in micro_batches) / UNITS_PER_TOKEN
+        return work / sum(micro_batch.tokens for micro_batch in micro_batches)
 
     def bound(self) -> float:
         """Speed-up of the perfectly balanced plan of our documents."""

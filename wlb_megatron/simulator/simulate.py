@@ -120,6 +120,6 @@ def print_simulation(report: dict[str, Any]) -> None:
 
 def _write_trace(path: Path, plan: IterationPlan, shards: Shards, model: LayerModel, orders: Orders) -> None:
     columns = zip(*plan.micro_batches, strict=True)
-    documents = [documents_in_chunks([one.pieces for one in column]) for column in columns]
+    documents = [documents_in_chunks([micro_batch.pieces for micro_batch in column]) for column in columns]
     trace = chrome_trace(group_events(shards, model, orders=orders), documents=documents)
     write_whole(path, json.dumps(trace) + "\n", "--trace")

@@ -79,8 +79,8 @@ def fit_document(
     fitting = []
     for stage in ends(layout):
         free = room - _bytes(shape, layout, stage, longest, share, 0)
-        each = _bytes(shape, layout, stage, 0, 1, 1) - weight_bytes(shape, layout, stage)
-        fitting.append(free // each * layout.context)
+        bytes_per_token = _bytes(shape, layout, stage, 0, 1, 1) - weight_bytes(shape, layout, stage)
+        fitting.append(free // bytes_per_token * layout.context)
     return max(0, min(fitting))
 
 

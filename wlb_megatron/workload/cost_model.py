@@ -44,12 +44,12 @@ class CostModel:
                 f"{self.per_chunk}"
             )
 
-    def with_micro_batch_cost(self, given: float | None) -> CostModel:
+    def with_micro_batch_cost(self, cost: float | None) -> CostModel:
         """The same where a user says what a micro-batch costs by itself; what a chunk costs changes in proportion."""
-        if given is None or given == self.per_micro_batch:
+        if cost is None or cost == self.per_micro_batch:
             return self
-        chunk = self.per_chunk * given / self.per_micro_batch if self.per_micro_batch else self.per_chunk
-        return replace(self, per_micro_batch=given, per_chunk=chunk)
+        chunk = self.per_chunk * cost / self.per_micro_batch if self.per_micro_batch else self.per_chunk
+        return replace(self, per_micro_batch=cost, per_chunk=chunk)
 
     def work(self, lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Work of documents of these lengths (tokens), int64 in 1/1024 token. Empty documents cost nothing.

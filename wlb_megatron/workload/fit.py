@@ -21,7 +21,7 @@ def fit(model: ProfiledModel, samples: Sequence[Sample], device: Device) -> Cost
     tables = {way: fit_attention(model, samples, device, way, links.get("all_to_all")) for way in WAYS}
     layer, ends = _curve(samples, "layer"), [_curve(samples, part) for part in ("embedding", "loss")]
     (optimizer,) = samples_of(samples, "optimizer")[:1] or missing("the optimizer")
-    each = (optimizer["forward"][0] + optimizer["backward"][0]) / optimizer["sizes"]["parameters"]
+    per_parameter = (optimizer["forward"][0] + optimizer["backward"][0]) / optimizer["sizes"]["parameters"]
     balanced, document = _work([tables[way] for way in WAYS], layer)
     return Costs(
         forward=tables["forward"],
@@ -29,7 +29,7 @@ def fit(model: ProfiledModel, samples: Sequence[Sample], device: Device) -> Cost
         layer=layer,
         embedding=ends[0],
         loss=ends[1],
-        optimizer=each,
+        optimizer=per_parameter,
         quadratic_at=balanced,
         per_document=document,
         links=links,
@@ -66,12 +66,14 @@ def _hosts(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
         return np.median(launches, axis=0) if launches else np.zeros(2)
 
     shares = samples_of(samples, "share")
-    one, two = (usual([s for s in shares if bool(s["sizes"]["rectangles"]) == cut]) for cut in (False, True))
-    if not any(one):  # all of the profile's shares see earlier keys
-        one = two
+    one_call, two_calls = (
+        usual([s for s in shares if bool(s["sizes"]["rectangles"]) == cut]) for cut in (False, True)
+    )
+    if not any(one_call):  # all of the profile's shares see earlier keys
+        one_call = two_calls
     host_times = {
-        "host": usual(samples_of(samples, "layer")) + one,
-        "host_second": np.maximum(two - one, 0.0),
+        "host": usual(samples_of(samples, "layer")) + one_call,
+        "host_second": np.maximum(two_calls - one_call, 0.0),
         "host_embedding": usual(samples_of(samples, "embedding")),
         "host_loss": usual(samples_of(samples, "loss")),
     }

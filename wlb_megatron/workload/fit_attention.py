@@ -87,9 +87,9 @@ def fit_way(
     shares = [s for s in samples if s["part"] == "share"]
     if shares:
         measured = np.array([s[way][0] for s in shares], dtype=np.float64)
-        rest = 1 - np.array([predicted(s, table, Overheads(*inside)) for s in shares]) / measured
+        residual = 1 - np.array([predicted(s, table, Overheads(*inside)) for s in shares]) / measured
         columns = np.array([_counts(s)[_AROUND] for s in shares]) / measured[:, None]
-        inside[_AROUND] += least_squares(columns, rest)
+        inside[_AROUND] += least_squares(columns, residual)
     return table, Overheads(*inside.tolist())
 
 
@@ -152,9 +152,9 @@ def least_squares(columns: FloatArray, values: FloatArray) -> FloatArray:
             if not scale.all():
                 continue
             solved = np.linalg.lstsq(part / scale, values, rcond=None)[0] / scale
-            rest = values - part @ solved
-            if (solved >= 0).all() and rest @ rest < least:
+            residual = values - part @ solved
+            if (solved >= 0).all() and residual @ residual < least:
                 best = np.zeros(columns.shape[1])
                 best[list(chosen)] = solved
-                least = float(rest @ rest)
+                least = float(residual @ residual)
     return best

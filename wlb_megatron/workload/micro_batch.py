@@ -61,8 +61,8 @@ def stage_launch_ns(
 ) -> tuple[float, float]:
     """The same from `launch`, the launches of a layer's forward and backward (ns)."""
     forward, backward = launch
-    each = STAGE_NS / layers / 2 if layers else 0.0
-    return forward + each, backward + recompute * forward + each
+    per_layer = STAGE_NS / layers / 2 if layers else 0.0
+    return forward + per_layer, backward + recompute * forward + per_layer
 
 
 def token_ns(parameters: float, recompute: bool) -> float:

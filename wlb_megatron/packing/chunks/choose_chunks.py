@@ -89,10 +89,10 @@ def choose_chunks(
     lengths = sampled(sample)
     fill = MOST_AT_ONCE * int(lengths.sum()) // (len(lengths) * limits.window)  # so many windows
     windows = min(limits.bins // ranks.dp, MOST_BINS, max(1, fill))
-    few, one = replace(limits, bins=windows), ranks._replace(dp=1)
+    few, one_rank = replace(limits, bins=windows), ranks._replace(dp=1)
     cut, uncut = (
         step_over_ideal(lengths, windows * limits.window, packer, cost.per_earlier_key)
-        for packer in (ChunkPacker(cost, few, one, per_window=per_window), whole(few, one))
+        for packer in (ChunkPacker(cost, few, one_rank, per_window=per_window), whole(few, one_rank))
     )
     return ChunkChoice(
         cut <= PAYS * uncut, f"predicted step over ideal: {cut:.2f} in chunks, {uncut:.2f} whole"

@@ -112,7 +112,7 @@ class ChunkPacker:
         if best.price[:2] > (0, 0):
             best = self._better(best, ranks, self._count_of_one_document_each(ranks))
         self._waiting = sorted(best.left, key=lambda item: item.serial)
-        return Packed(tuple(tuple(one.micro_batch() for one in row) for row in best.grid))
+        return Packed(tuple(tuple(bin_.micro_batch() for bin_ in row) for row in best.grid))
 
     def _count_of_one_document_each(self, ranks: Sequence[Sequence[Item]]) -> int:
         """The number of micro-batches that gives every document (cut if it is too long) its own micro-batch. No
@@ -136,9 +136,9 @@ class ChunkPacker:
             columns.append(column)
             if len(column) == count:
                 _, empty, over, step = price
-                step = max(step, self.law.rank([one.work for one in column], groups))
-                most = most_held([one.tokens for one in column], groups, self.law)
-                empty += sum(not one.items for one in column)
+                step = max(step, self.law.rank([bin_.work for bin_ in column], groups))
+                most = most_held([bin_.tokens for bin_ in column], groups, self.law)
+                empty += sum(not bin_.items for bin_ in column)
                 price = len(left), empty, max(over, most - self.held_tokens), step
             else:
                 price = _WORST

@@ -56,7 +56,7 @@ class Unit(NamedTuple):
 
     @property
     def mean_work(self) -> int:
-        return sum(one.work for one in self.micro_batches) // len(self.micro_batches)
+        return sum(micro_batch.work for micro_batch in self.micro_batches) // len(self.micro_batches)
 
 
 def spread_over_ranks(items: Sequence[Item], dp: int) -> list[list[Item]]:
@@ -98,7 +98,7 @@ def fill(
     left = bins.add_all(compress(items, (chunks == 1).tolist()) if split else items)
     made = list(map(Filled, bins.contents(), bins.work, bins.tokens))
     units = [Unit(tuple(made[place] for place in group)) for group in groups]
-    return units + [Unit((one,)) for one in made[at:]], left
+    return units + [Unit((micro_batch,)) for micro_batch in made[at:]], left
 
 
 def chunk_counts(
@@ -168,4 +168,6 @@ def in_order(units: Sequence[Unit]) -> tuple[list[Filled], tuple[int, ...]]:
     """Micro-batches with the least work first and last and groups adjacent, and the sizes of the groups."""
     rising = sorted(range(len(units)), key=lambda i: (units[i].mean_work, i))
     order = [units[i] for i in rising[::2] + rising[1::2][::-1]]
-    return [one for unit in order for one in unit.micro_batches], tuple(unit.size for unit in order)
+    return [micro_batch for unit in order for micro_batch in unit.micro_batches], tuple(
+        unit.size for unit in order
+    )

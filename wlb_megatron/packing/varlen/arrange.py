@@ -66,7 +66,7 @@ def arrange(
     grid = assign_ranks(list(map(Filled, contents, bins.work, sizes)), ranks)
     if most_held(grid, law) > allowed and fitting != least:
         return arrange(fill, least, lot, limits, ranks, law)
-    return Arranged(tuple(tuple(one.micro_batch() for one in row) for row in grid), left)
+    return Arranged(tuple(tuple(bin_.micro_batch() for bin_ in row) for row in grid), left)
 
 
 def held_at_once(law: StepLaw) -> int:
@@ -89,4 +89,4 @@ def most_held(grid: Sequence[Sequence[Filled | MicroBatch]], law: StepLaw) -> in
 
 
 def _works(grid: Sequence[Sequence[Filled]]) -> list[list[int]]:
-    return [[one.work for one in column] for column in zip(*grid, strict=True)]
+    return [[bin_.work for bin_ in column] for column in zip(*grid, strict=True)]

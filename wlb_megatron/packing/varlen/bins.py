@@ -155,7 +155,7 @@ class Bins:
     def contents(self) -> list[list[Item]]:
         """The items of each bin, in the order of filling."""
         items: list[list[Item]] = [[] for _ in self.work]
-        add = [each.append for each in items]
+        add = [of_bin.append for of_bin in items]
         for at, item in zip(self.places, self.items, strict=True):
             add[at](item)
         return items

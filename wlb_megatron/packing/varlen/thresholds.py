@@ -140,12 +140,15 @@ def _with_keys(plan: IterationPlan, packer: Packer, per_earlier_key: float) -> i
     columns = list(zip(*plan.micro_batches, strict=True))
     works = [
         [
-            one.work + round(UNITS_PER_TOKEN * per_earlier_key * sum(piece.prefix for piece in one.pieces))
-            for one in column
+            micro_batch.work
+            + round(UNITS_PER_TOKEN * per_earlier_key * sum(piece.prefix for piece in micro_batch.pieces))
+            for micro_batch in column
         ]
         for column in columns
     ]
-    return packer.law.step(works, [groups([one.pieces for one in column]) for column in columns])
+    return packer.law.step(
+        works, [groups([micro_batch.pieces for micro_batch in column]) for column in columns]
+    )
 
 
 def _rank(trial: Trial) -> tuple[bool, int]:

@@ -17,7 +17,7 @@ class BatchSizes:
     """Sizes in windows, Megatron's samples.
 
     window: tokens, --seq-length. schedule: of a global batch over all ranks, by consumed samples. evaluated: of an
-    evaluation iteration over all ranks. each, evaluated_each: of a micro-batch in the mean, in training and in
+    evaluation iteration over all ranks. micro_batch_size, evaluated_micro_batch_size: the mean, in training and in
     evaluation. stepped: --step-batch-size-schedule gives the sizes. ramp_ignored: this Megatron parses
     --rampup-batch-size but does not train by it.
     """
@@ -25,26 +25,26 @@ class BatchSizes:
     window: int
     schedule: BatchSchedule
     evaluated: int
-    each: int = 1
-    evaluated_each: int = 1
+    micro_batch_size: int = 1
+    evaluated_micro_batch_size: int = 1
     stepped: bool = False
     ramp_ignored: bool = False
 
     @classmethod
     def of(cls, args: Any) -> BatchSizes:
         """args: Megatron's validated arguments. WlbError if the flags do not fit together."""
-        each = int(getattr(args, "micro_batch_size", None) or 1)
-        evaluated_each = int(getattr(args, "eval_micro_batch_size", None) or each)
+        micro_batch_size = int(getattr(args, "micro_batch_size", None) or 1)
+        evaluated_micro_batch_size = int(getattr(args, "eval_micro_batch_size", None) or micro_batch_size)
         # Before 0.18 Megatron evaluates in training's batches.
         evaluated = int(getattr(args, "eval_global_batch_size", None) or args.global_batch_size)
         if _decreased(args):
-            evaluated -= evaluated % (args.data_parallel_size * evaluated_each)
+            evaluated -= evaluated % (args.data_parallel_size * evaluated_micro_batch_size)
         return cls(
             window=args.seq_length,
-            schedule=_schedule(args, each),
+            schedule=_schedule(args, micro_batch_size),
             evaluated=evaluated,
-            each=each,
-            evaluated_each=evaluated_each,
+            micro_batch_size=micro_batch_size,
+            evaluated_micro_batch_size=evaluated_micro_batch_size,
             stepped=getattr(args, "step_batch_size_schedule", None) is not None,
             ramp_ignored=_ramp_ignored(args),
         )
@@ -52,12 +52,12 @@ class BatchSizes:
     @property
     def joined_window(self) -> int:
         """Tokens of a micro-batch in the mean."""
-        return self.window * self.each
+        return self.window * self.micro_batch_size
 
     @property
     def evaluated_window(self) -> int:
         """The same in evaluation."""
-        return self.window * self.evaluated_each
+        return self.window * self.evaluated_micro_batch_size
 
     def ramp_as_steps(self) -> str | None:
         """A ramp that Megatron ignores as --step-batch-size-schedule (in tokens, as Megatron reads it); else None."""
@@ -66,7 +66,7 @@ class BatchSizes:
         return " ".join(f"{at * self.window}:{size}" for at, size in self.schedule.steps)
 
 
-def _schedule(args: Any, each: int) -> BatchSchedule:
+def _schedule(args: Any, micro_batch_size: int) -> BatchSchedule:
     text, decreased = getattr(args, "step_batch_size_schedule", None), _decreased(args)
     if decreased and (text is not None or _ramp_ignored(args)):
         raise WlbError(
@@ -79,7 +79,7 @@ def _schedule(args: Any, each: int) -> BatchSchedule:
     if getattr(args, "rampup_batch_size", None) is not None:
         start, increment, samples = (int(value) for value in args.rampup_batch_size)
         schedule = linear_ramp(start, increment, samples, args.global_batch_size)
-    return schedule.rounded(args.data_parallel_size * each) if decreased else schedule
+    return schedule.rounded(args.data_parallel_size * micro_batch_size) if decreased else schedule
 
 
 def _ramp_ignored(args: Any) -> bool:
@@ -100,27 +100,30 @@ def plan_decides(config: WlbConfig, *, evaluation: bool = False) -> bool:
     return config.release == "balance" and (evaluation or trains)
 
 
-def misfit(size: int, sizes: RankCounts, each: int = 1, *, planned: bool = False) -> str | None:
+def misfit(size: int, sizes: RankCounts, micro_batch_size: int = 1, *, planned: bool = False) -> str | None:
     """Why Megatron cannot train a global batch of `size` windows in this layout; None where it can.
 
-    each: windows of a micro-batch. planned: see plan_decides.
+    micro_batch_size: windows. planned: see plan_decides.
     """
     ranks, stages = sizes.data, sizes.pipeline
-    if size % (ranks * each):
-        of = f"the data-parallel size {ranks}" + (f" x {each} windows of a micro-batch" if each > 1 else "")
+    if size % (ranks * micro_batch_size):
+        of = f"the data-parallel size {ranks}" + (
+            f" x {micro_batch_size} windows of a micro-batch" if micro_batch_size > 1 else ""
+        )
         return f"a global batch of {size} is not a multiple of {of}: change one of them"
     if sizes.virtual == 1:
         return None
     group = sizes.micro_step_multiple
     if group < stages:
         return f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below the {stages} pipeline stages"
-    count = size // (ranks * each)
+    count = size // (ranks * micro_batch_size)
     if planned or _interleaves(count, group, stages):
         return None
     next_one = next(more for more in itertools.count(count) if _interleaves(more, group, stages))
     return (
         f"a global batch of {size} gives each data-parallel rank {count} micro-batches. Virtual pipeline stages take "
-        f"them in groups of {group}, and the last group must have {stages} or more: {next_one * ranks * each} would do"
+        f"them in groups of {group}, and the last group must have {stages} or more: "
+        f"{next_one * ranks * micro_batch_size} would do"
     )
 
 

@@ -45,8 +45,10 @@ def document_memory(job: TrainingJob, config: WlbConfig) -> Bound | None:
         longest=chunk_capacity(window, config.max_tokens, job.alignment),
         share=layout.micro_batches * window,
     )
-    each = keys_bytes(shape, layout) / layout.context / 1024
-    return Bound(fitting, f"memory (keys and their gradients take {each:,.1f} KiB a token of each GPU)")
+    kib_per_token = keys_bytes(shape, layout) / layout.context / 1024
+    return Bound(
+        fitting, f"memory (keys and their gradients take {kib_per_token:,.1f} KiB a token of each GPU)"
+    )
 
 
 def _bytes(job: TrainingJob) -> int:
@@ -89,7 +91,7 @@ def model_and_layout(job: TrainingJob, memory: MemoryFlags) -> tuple[StageShape,
         dtype_bytes=4 if model.dtype == "float32" else 2,
         losses=1 + model.depths,
     )
-    count = batches.schedule.largest // (sizes.data * batches.each)
+    count = batches.schedule.largest // (sizes.data * batches.micro_batch_size)
     layout = ParallelLayout(
         tensor=sizes.tensor,
         context=sizes.context,

@@ -12,20 +12,20 @@ from wlb_megatron.plugin.trials.versions import megatron_version
 def trainer_of(args: Any) -> Trainer:
     """args: Megatron's validated arguments; what a release does not know is taken as not given."""
 
-    def given(name: str) -> Any:
+    def setting(name: str) -> Any:
         return getattr(args, name, None)
 
     return Trainer(
         stages=args.pipeline_model_parallel_size,
-        virtual=given("virtual_pipeline_model_parallel_size") or 1,
+        virtual=setting("virtual_pipeline_model_parallel_size") or 1,
         tensor=args.tensor_model_parallel_size,
-        experts=given("num_experts") or 0,
+        experts=setting("num_experts") or 0,
         expert=args.expert_model_parallel_size or 1,
         expert_tensor=args.expert_tensor_parallel_size,
         balancing=balancing_of(args),
-        shards_weights=bool(given("use_megatron_fsdp") or given("use_torch_fsdp2")),
-        mtp=given("mtp_num_layers") or 0,
-        offloads=bool(given("fine_grained_activation_offloading")),
-        offloads_layers=bool(given("cpu_offloading") or given("cpu_offloading_num_layers")),
+        shards_weights=bool(setting("use_megatron_fsdp") or setting("use_torch_fsdp2")),
+        mtp=setting("mtp_num_layers") or 0,
+        offloads=bool(setting("fine_grained_activation_offloading")),
+        offloads_layers=bool(setting("cpu_offloading") or setting("cpu_offloading_num_layers")),
         release=megatron_version(),
     )

@@ -33,7 +33,7 @@ def count_segments(bounds: Sequence[torch.Tensor]) -> None:
     """Add a trained step's documents; bounds: of each micro-batch, int64[n + 1] on the CPU, cumulative lengths, padding
     left out; a document in chunks is whole in that of its last. Once a step, however often Megatron runs it again, and
     not for evaluation."""
-    lengths = torch.cat([each.diff() for each in bounds])
+    lengths = torch.cat([of_micro_batch.diff() for of_micro_batch in bounds])
     if hasattr(training, "update_seqlen_stats_from_cu_seqlens"):
         whole = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         training.update_seqlen_stats_from_cu_seqlens(whole.cuda(non_blocking=True))
@@ -54,9 +54,9 @@ def wrap_num_floating_point_operations(original: Callable[..., Any]) -> Callable
             counted.step, counted.here = _over_all_ranks(counted.here), None
         if counted.step is None:
             return float(original(args, batch_size))
-        one, two = copy.copy(args), copy.copy(args)
-        two.seq_length = 2 * args.seq_length
-        per_window, per_double = float(original(one, 1)), float(original(two, 1))
+        single, double = copy.copy(args), copy.copy(args)
+        double.seq_length = 2 * args.seq_length
+        per_window, per_double = float(original(single, 1)), float(original(double, 1))
         attention = (per_double - 2 * per_window) / (2 * args.seq_length**2)
         linear = per_window / args.seq_length - attention * args.seq_length
         return linear * counted.step[0] + attention * counted.step[1]
@@ -75,22 +75,22 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
         counted = part(Counted)
-        given = signature.bind(*args, **kwargs).arguments
+        arguments = signature.bind(*args, **kwargs).arguments
         ours = set(_TOTALS) <= set(signature.parameters)
-        last = tuple(given.get(name) for name in _TOTALS) if ours else counted.step
+        last = tuple(arguments.get(name) for name in _TOTALS) if ours else counted.step
         if last is None or None in last:
             return original(*args, **kwargs)
         counted.passed.append(last)
         passed = counted.passed
-        mean = tuple(sum(each) / len(passed) for each in zip(*passed, strict=True))
+        mean = tuple(sum(column) / len(passed) for column in zip(*passed, strict=True))
         if ours:
-            given |= dict(zip(_TOTALS, mean, strict=True))
+            arguments |= dict(zip(_TOTALS, mean, strict=True))
         else:
             counted.step = mean[0], mean[1]
         # After the first iteration Megatron logs, but goes on summing times.
-        if given["iteration"] % get_args().log_interval == 0 and not given.get("is_first_iteration"):
+        if arguments["iteration"] % get_args().log_interval == 0 and not arguments.get("is_first_iteration"):
             passed.clear()
-        return original(**given)
+        return original(**arguments)
 
     return training_log
 

@@ -32,8 +32,8 @@ def wrap_report(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def report(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.arguments["loss_scale"] *= part(Correction).factor
-        return original(*given.args, **given.kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["loss_scale"] *= part(Correction).factor
+        return original(*bound.args, **bound.kwargs)
 
     return report

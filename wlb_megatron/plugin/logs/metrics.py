@@ -185,7 +185,9 @@ def _in_chunks(figures: Mapping[str, Any]) -> str:
 
 def plan_lengths(plan: IterationPlan) -> list[list[list[int]]]:
     """Tokens of each piece, [micro-batch][data-parallel rank][piece], without padding."""
-    return [[[piece.tokens for piece in one.pieces] for one in row] for row in plan.micro_batches]
+    return [
+        [[piece.tokens for piece in micro_batch.pieces] for micro_batch in row] for row in plan.micro_batches
+    ]
 
 
 def step_figures(batches: Sequence[LoadedMicroBatch], quadratic_at: float) -> dict[str, Any]:
@@ -215,7 +217,7 @@ def _chunks(planned: Sequence[PlannedMicroBatch]) -> dict[str, Any]:
         return {}
     return {
         "chunk_groups": list(sizes),
-        "chunks_of": documents_in_chunks([one.pieces for one in planned]),
+        "chunks_of": documents_in_chunks([micro_batch.pieces for micro_batch in planned]),
     }
 
 

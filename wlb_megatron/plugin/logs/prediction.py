@@ -64,12 +64,12 @@ def _predict(
 def group_predictor(job: TrainingJob, costs: Costs | None, cost: GroupCost) -> PredictGroups:
     """The same with dynamic groups, every rank of a stage with micro-batches of its own. cost: what they were planned
     by, which tells the attention of a group without sharding it."""
-    given = _model_or_none(job, costs)
-    if given is None:
+    model = _model_or_none(job, costs)
+    if model is None:
         return nothing_predicted
 
     def predict(plan: StepPlan, tokens: Sequence[int]) -> float:
-        return float(simulate_groups([plan], [tokens], given, cost).steps[0]) / 1e6
+        return float(simulate_groups([plan], [tokens], model, cost).steps[0]) / 1e6
 
     return UntilItFails(predict)
 
@@ -145,18 +145,20 @@ def _loads(
     would have another's long one take twice its time.
     """
     grid = plan.micro_batches
-    tokens = np.array([[one.tokens for one in row] for row in grid], dtype=np.int64)
+    tokens = np.array([[micro_batch.tokens for micro_batch in row] for row in grid], dtype=np.int64)
     tokens = -(-tokens // alignment) * alignment
-    pieces = [[one.pieces for one in row] for row in grid]
-    lengths = np.array([p.end - p.start for row in pieces for one in row for p in one], dtype=np.int64)
-    counts = np.array([len(one) for row in pieces for one in row])
+    pieces = [[micro_batch.pieces for micro_batch in row] for row in grid]
+    lengths = np.array(
+        [p.end - p.start for row in pieces for micro_batch in row for p in micro_batch], dtype=np.int64
+    )
+    counts = np.array([len(micro_batch) for row in pieces for micro_batch in row])
     begins = np.concatenate(([0], np.cumsum(counts)[:-1]))
     whole = np.append(model.table.diagonal_ns(lengths), 0)  # an empty micro-batch may come last
     prices = np.where(counts > 0, np.add.reduceat(whole, begins), 0).reshape(tokens.shape) + model.table.call
     ways = []
     for times in model.attention(shards):
         slowest = times.max(axis=1)
-        every = prices * (slowest.sum() / prices[:, dp_rank].sum())
-        every[:, dp_rank] = slowest
-        ways.append(every[None, :, :, None])
+        attention = prices * (slowest.sum() / prices[:, dp_rank].sum())
+        attention[:, dp_rank] = slowest
+        ways.append(attention[None, :, :, None])
     return tokens[None], Times(*ways)

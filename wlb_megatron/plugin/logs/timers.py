@@ -68,8 +68,8 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
 def _continued(method: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
     """Timers.log or .write: a list with training's first timer gets ours as well."""
 
-    def run(given: list[str], *args: Any, **kwargs: Any) -> Any:
-        return method([*given, *names] if "forward-backward" in given else given, *args, **kwargs)
+    def run(timers: list[str], *args: Any, **kwargs: Any) -> Any:
+        return method([*timers, *names] if "forward-backward" in timers else timers, *args, **kwargs)
 
     run.names = names  # type: ignore[attr-defined]
     return run

@@ -102,8 +102,10 @@ class Recorder:
             return []
         clock, zero = self._zero
         return [
-            one._replace(begin=clock + self._since(zero, one.begin), end=clock + self._since(zero, one.end))
-            for one in self._calls
+            call._replace(
+                begin=clock + self._since(zero, call.begin), end=clock + self._since(zero, call.end)
+            )
+            for call in self._calls
         ]
 
     def _begin(self) -> Mark:

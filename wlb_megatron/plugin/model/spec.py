@@ -60,10 +60,10 @@ def _token_by_token(layer: Any) -> bool:
 
 def install_spec(model_config: Any, settings: WlbConfig) -> None:
     """Make the model builder use the plugin's attention and check what it built."""
-    given = model_config.transformer_layer_spec
+    spec = model_config.transformer_layer_spec
 
     def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-        return with_wlb_attention(_resolve(given, config, vp_stage))
+        return with_wlb_attention(_resolve(spec, config, vp_stage))
 
     model_config.transformer_layer_spec = layer_spec
     model_config.pre_wrap_hooks.append(lambda chunks: prepare_model(chunks, settings))
@@ -99,31 +99,31 @@ def wrap_gpt_model(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
         if part(Building).now:
-            with_wlb_attention(given.arguments["transformer_layer_spec"])
-        further = given.arguments.get("mtp_block_spec")
-        if further is not None and _has_wlb_attention(given.arguments["transformer_layer_spec"]):
+            with_wlb_attention(bound.arguments["transformer_layer_spec"])
+        further = bound.arguments.get("mtp_block_spec")
+        if further is not None and _has_wlb_attention(bound.arguments["transformer_layer_spec"]):
             for layer in further.layer_specs:
                 if not hasattr(layer.submodules, "mtp_model_layer"):
                     raise Refused("wlb_megatron handles --mtp-num-layers from megatron-core 0.17 on")
                 with_wlb_attention(layer.submodules.mtp_model_layer)
-        original(*given.args, **given.kwargs)
+        original(*bound.args, **bound.kwargs)
 
     return __init__
 
 
-def _resolve(given: Any, config: Any, vp_stage: int | None) -> Any:
+def _resolve(spec: Any, config: Any, vp_stage: int | None) -> Any:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.training.models.gpt import default_layer_spec
 
-    if given is None:
+    if spec is None:
         return default_layer_spec(config, vp_stage)
-    if isinstance(given, ModuleSpec) or not callable(given):
-        return given
-    if "vp_stage" in inspect.signature(given).parameters:
-        return given(config, vp_stage=vp_stage)
-    return given(config)
+    if isinstance(spec, ModuleSpec) or not callable(spec):
+        return spec
+    if "vp_stage" in inspect.signature(spec).parameters:
+        return spec(config, vp_stage=vp_stage)
+    return spec(config)
 
 
 def prepare_model(chunks: list[Any], settings: WlbConfig) -> list[Any]:

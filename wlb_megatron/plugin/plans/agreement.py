@@ -76,7 +76,7 @@ class PlanAgreement:
             return
         # Dynamic groups change with each micro-batch: the first one's stands for all.
         shared = f"cuts of {dp_rank}" if group is None else f"cuts from rank {group.start}"
-        shards = [each.shard for each in micro_batches[: None if group is None else 1]]
+        shards = [micro_batch.shard for micro_batch in micro_batches[: None if group is None else 1]]
         self.compare(iteration, planned.digest, {shared: digest_of_cuts(shards)}, wait=first)
 
     def compare(

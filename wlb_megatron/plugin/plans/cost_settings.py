@@ -41,13 +41,13 @@ def complete(job: TrainingJob) -> WlbConfig:
 
 def cost_model(job: TrainingJob, config: WlbConfig) -> CostModel:
     """What packing balances by; config: completed."""
-    each = micro_batch_cost(job)
+    per_micro_batch = micro_batch_cost(job)
     cost = CostModel(
         _known(config.quadratic_at),
         _known(config.document_cost),
-        each.own,
-        each.least,
-        each.chunk,
+        per_micro_batch.own,
+        per_micro_batch.least,
+        per_micro_batch.chunk,
         _per_earlier_key(job),
         backward_over_forward(job.recompute == "full"),
     )

@@ -127,7 +127,7 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
         lengths = [np.array([p.end - p.start for p in pieces], dtype=np.int64) for pieces in padded]
         shards = cut(lengths, settings.cp_size, settings.sharding, settings.table, links_of(padded))
         counts = settings.predictions(
-            [piece for row in plan.micro_batches for one in row for piece in one.pieces]
+            [piece for row in plan.micro_batches for micro_batch in row for piece in micro_batch.pieces]
         )
         seconds = time.perf_counter() - start
         update_digest(digest, plan)

@@ -40,7 +40,7 @@ def make_provider(job: TrainingJob, sources: dict[str, Source]) -> Callable[...,
         lines: list[str] = []
         if "train" in sources:  # else --skip-train
             at = LoadedAt(args.iteration, args.consumed_train_samples)
-            lines = restore(sources["train"], at, known.sizes, known.batches.each)
+            lines = restore(sources["train"], at, known.sizes, known.batches.micro_batch_size)
         first = next(iter(sources.values()))
         lines += first_lines(known, first, shard_settings(first, known).table.backend)
         for line in lines:
@@ -63,7 +63,7 @@ def _agree(sources: dict[str, Source], job: TrainingJob) -> PlanAgreement:
     """Compare what decides all plans to come, of every part."""
     agreement, first = PlanAgreement(), next(iter(sources.values()))
     settings = shard_settings(first, job)
-    states = [json.dumps(each.planner.state(), sort_keys=True) for each in sources.values()]
+    states = [json.dumps(source.planner.state(), sort_keys=True) for source in sources.values()]
     decisive = settings.table.to_json(), settings.sharding, first.config.cp_mode, kernels_of(job)[0]
     agreement.begin(*decisive, *states)
     return agreement
@@ -75,10 +75,10 @@ def _evaluation(source: Source, job: TrainingJob) -> MicroBatchIterator:
     planned, evaluation = plan_iterations(source.planner, shard_settings(source, job)), job.evaluation
     chosen = planned if evaluation.full else itertools.islice(planned, evaluation.iterations)
     plans = [
-        replace(each, state=dict, plan=None) for each in chosen
+        replace(iteration, state=dict, plan=None) for iteration in chosen
     ]  # kept for the whole run, one rank's share
-    each = len(plans) if evaluation.full else evaluation.iterations
-    loader = rank_loader(source, MicroBatchSampler(Again(plans, each)), rank_layout(job), job)
+    iterations = len(plans) if evaluation.full else evaluation.iterations
+    loader = rank_loader(source, MicroBatchSampler(Again(plans, iterations)), rank_layout(job), job)
     return EvaluationIterator(loader, len(plans)) if evaluation.full else MicroBatchIterator(loader)
 
 

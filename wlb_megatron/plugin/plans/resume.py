@@ -34,15 +34,15 @@ class LoadedAt(NamedTuple):
     samples: int
 
 
-def restore(source: Source, at: LoadedAt, sizes: RankCounts, each: int = 1) -> list[str]:
+def restore(source: Source, at: LoadedAt, sizes: RankCounts, micro_batch_size: int = 1) -> list[str]:
     """Bring the planner to where the loaded checkpoint was saved; returns what there is to say of it. SystemExit with
     one line if it cannot continue.
 
-    each: windows of a micro-batch, in which the planner counts.
+    micro_batch_size: windows of a micro-batch, in which the planner counts.
     """
     lines: list[str] = []
     if at.iteration:
-        lines = _continue(source, at, each)
+        lines = _continue(source, at, micro_batch_size)
     elif source.config.fresh_order:  # a new run, or --finetune
         raise Refused(
             "wlb_megatron refuses --wlb-fresh-order: training begins at iteration 0, so there is no document order to "
@@ -50,14 +50,16 @@ def restore(source: Source, at: LoadedAt, sizes: RankCounts, each: int = 1) -> l
         )
     planner = source.planner
     for size in planner.schedule.from_now(planner.samples):
-        if wrong := misfit(size * each, sizes, each, planned=plan_decides(source.config)):
+        if wrong := misfit(
+            size * micro_batch_size, sizes, micro_batch_size, planned=plan_decides(source.config)
+        ):
             raise Refused(f"wlb_megatron: this run comes to global batches that cannot train: {wrong}")
     return lines
 
 
-def _continue(source: Source, at: LoadedAt, each: int) -> list[str]:
+def _continue(source: Source, at: LoadedAt, micro_batch_size: int) -> list[str]:
     state, planner, fresh = checkpoint.loaded_state(), source.planner, source.config.fresh_order
-    counted = at.samples // each
+    counted = at.samples // micro_batch_size
     if state is None:
         if not fresh:
             raise Refused(
@@ -67,11 +69,11 @@ def _continue(source: Source, at: LoadedAt, each: int) -> list[str]:
         planner.begin_at(counted)
         return [f"the document order begins at sample {at.samples:,}: the checkpoint has none"]
     unmoved = planner.stream.state()
-    changed = _load(source, state, at, each)
+    changed = _load(source, state, at, micro_batch_size)
     if changed and not fresh:
         raise Refused(f"wlb_megatron: {changed}; {CURE}")
     if not changed and planner.began and fresh:
-        began = planner.began * each
+        began = planner.began * micro_batch_size
         return [f"the document order taken up at sample {began:,} goes on: --wlb-fresh-order is done"]
     if not fresh:
         return _length_kept(source, unmoved)
@@ -89,7 +91,7 @@ def _continue(source: Source, at: LoadedAt, each: int) -> list[str]:
 def _length_kept(source: Source, before: dict[str, Any]) -> list[str]:
     """What there is to say where documents are split at a shorter length than this run allows, as before."""
     states = source.planner.stream.state(), before
-    now, allowed = (each.get("fingerprint", {}).get("window", 0) for each in states)
+    now, allowed = (state.get("fingerprint", {}).get("window", 0) for state in states)
     if now == allowed:
         return []
     return [
@@ -97,7 +99,7 @@ def _length_kept(source: Source, before: dict[str, Any]) -> list[str]:
     ]
 
 
-def _load(source: Source, state: dict[str, Any], at: LoadedAt, each: int) -> str:
+def _load(source: Source, state: dict[str, Any], at: LoadedAt, micro_batch_size: int) -> str:
     """Load the state; what of it does not fit this run, empty if all does."""
     settings = _settings_of(source)
     changed = changes(state["settings"], settings, lambda name: f"--wlb-{name.replace('_', '-')}")
@@ -109,8 +111,8 @@ def _load(source: Source, state: dict[str, Any], at: LoadedAt, each: int) -> str
         return str(error)
     except (KeyError, TypeError, AttributeError):
         return "the packing state is damaged: resume from another checkpoint"
-    trained = source.planner.samples * each
-    if source.planner.samples == at.samples // each:
+    trained = source.planner.samples * micro_batch_size
+    if source.planner.samples == at.samples // micro_batch_size:
         return ""
     return (
         f"the packing state has trained {trained} samples, the checkpoint of iteration {at.iteration} "

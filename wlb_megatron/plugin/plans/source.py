@@ -134,10 +134,14 @@ def _source(
     endless: bool,
 ) -> Source:
     sizes, of, alignment = job.sizes, job.batches, job.alignment
-    window, each = (of.joined_window, of.each) if endless else (of.evaluated_window, of.evaluated_each)
-    # Documents are cut at --seq-length; a micro-batch is packed as one window of each x --seq-length.
+    window, micro_batch_size = (
+        (of.joined_window, of.micro_batch_size)
+        if endless
+        else (of.evaluated_window, of.evaluated_micro_batch_size)
+    )
+    # Documents are cut at --seq-length; a micro-batch is packed as one window of micro_batch_size x --seq-length.
     smallest = min(size for _, size in batches.steps) // sizes.data
-    batches = batches.joined(each)
+    batches = batches.joined(micro_batch_size)
     windows = batches.largest // sizes.data
     if not endless:
         config = replace(without_chunks(config), micro_batches_per_window="1")

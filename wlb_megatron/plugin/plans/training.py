@@ -39,9 +39,9 @@ def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement
     settings, layout = reporting(shard_settings(source, job), job), rank_layout(job)
     make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
     if in_a_process(source.planner, source.config, source.mean_length):
-        each = source.planner.global_tokens / source.mean_length
+        documents_each = source.planner.global_tokens / source.mean_length
         print_rank_0(
-            f"> wlb_megatron: a process on each rank plans iterations, of about {each:,.0f} documents"
+            f"> wlb_megatron: a process on each rank plans iterations, of about {documents_each:,.0f} documents"
         )
         logs = source.config.log_plans and is_last_rank()
         make = partial(plan_in_a_process, source.planner, settings, keeps_plans=logs)
@@ -81,7 +81,7 @@ def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement
         metrics.stepped(
             *(number, batches, planned, source.config), began=began, waited=waited, corpora=source.names
         )
-        pieces = [one.pieces for one in planned.micro_batches]
+        pieces = [micro_batch.pieces for micro_batch in planned.micro_batches]
         trace.after_iteration(number, traced, spans, pieces)
 
     wanted = {"auto": job.device.on_gpu, "always": True, "never": False}[source.config.rehearsal]

@@ -136,7 +136,7 @@ def plan_groups(
         if plan is None:
             return
         summary = summariser.summarise(plan)
-        pieces = [piece for row in plan.micro_batches for one in row for piece in one.pieces]
+        pieces = [piece for row in plan.micro_batches for micro_batch in row for piece in micro_batch.pieces]
         tokens = [piece.tokens for piece in pieces]
         agreed = agree(number, tokens, fixed_groups(plan, shards.cp_size), dynamic)
         if agreed is None:

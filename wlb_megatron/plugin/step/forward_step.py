@@ -35,8 +35,8 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         tokens = labels = loss_mask = position_ids = None
         if held is not None:
             tokens, labels, loss_mask, position_ids = (
-                each.cuda(non_blocking=True)
-                for each in (held.tokens, held.labels, held.loss_mask, held.position_ids)
+                tensor.cuda(non_blocking=True)
+                for tensor in (held.tokens, held.labels, held.loss_mask, held.position_ids)
             )
         routed, spread = {}, batch.layout.activation_divisor > 1  # under sequence parallelism
         if batch.padding_mask is not None:

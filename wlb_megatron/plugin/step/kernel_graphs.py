@@ -138,7 +138,7 @@ def likeliest_first(chunks: list[Any], met: Met) -> list[tuple[Any, Warmable]]:
             )
             for kind in by_likelihood(graphs, met.usual_tokens, met.usual_segments):
                 turns += [(turn, module, graph) for turn, graph in enumerate(kind)]
-    return [(module, graph) for _, module, graph in sorted(turns, key=lambda one: one[0])]
+    return [(module, graph) for _, module, graph in sorted(turns, key=lambda entry: entry[0])]
 
 
 MANY = 256

@@ -216,10 +216,10 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         training = not kwargs.get("forward_only")
         longest = source.take_rehearsal() if training else None
         if longest is not None:
-            every = longest.batches
-            if len(every) == 1:
-                every *= _taken(num_microbatches, kwargs["model"])
-            rehearse(lambda: step(every), kwargs["model"], longest)
+            repeated = longest.batches
+            if len(repeated) == 1:
+                repeated *= _taken(num_microbatches, kwargs["model"])
+            rehearse(lambda: step(repeated), kwargs["model"], longest)
         began = time.perf_counter()
         batches = draw_step(first)
         if training:

@@ -96,7 +96,7 @@ def _step(rank: int, aux: float, z: float) -> tuple[float, dict[str, Any], float
     for name in sorted(named):
         draw = torch.randn(named[name].shape, generator=generator)
         named[name].data.copy_(1 + 0.1 * draw if "norm" in name else 0.2 * draw)
-    weights = {name: one.detach().double().requires_grad_() for name, one in named.items()}
+    weights = {name: parameter.detach().double().requires_grad_() for name, parameter in named.items()}
     right_loss, predictions = loss_of(weights, documents, shape, aux, z)
     right = torch.autograd.grad(right_loss, list(weights.values()))
     model.zero_grad_buffer()
@@ -112,7 +112,7 @@ def _step(rank: int, aux: float, z: float) -> tuple[float, dict[str, Any], float
     sums = sum(microbatch["lm loss"].double() for microbatch in losses)
     dist.all_reduce(sums)
     plain, _ = loss_of(weights, documents, shape, 0.0, 0.0)
-    gradients = {name: one.main_grad.clone() for name, one in named.items()}
+    gradients = {name: parameter.main_grad.clone() for name, parameter in named.items()}
     # As Megatron's log has it: a sum over a count, of all ranks. The routers' losses are not in it.
     return float(sums[0]) / predictions, gradients, float(plain), dict(zip(weights, right, strict=True))
 
@@ -175,13 +175,13 @@ def _batches(rank: int, documents: list[list[Any]]) -> Iterator[dict[str, Any]]:
     from wlb_megatron.attention.core_attention import packed_seq_params
     from wlb_megatron.sharding.select import shard
 
-    for one, lengths in zip(documents, LENGTHS, strict=True):
+    for pieces, lengths in zip(documents, LENGTHS, strict=True):
         plan = shard(lengths, RANKS, "per-document")
         held = torch.from_numpy(plan.packed_index(rank))
-        labels = torch.cat([ids.roll(-1) for ids in one])
+        labels = torch.cat([ids.roll(-1) for ids in pieces])
         mask = torch.cat([torch.arange(length) < length - 1 for length in lengths]).float()
         yield {
-            "tokens": torch.cat(one)[held][None],
+            "tokens": torch.cat(pieces)[held][None],
             "labels": labels[held][None],
             "loss_mask": mask[held][None],
             "position_ids": torch.from_numpy(plan.positions(rank))[None],

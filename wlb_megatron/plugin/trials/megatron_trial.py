@@ -114,15 +114,16 @@ def check() -> float:
 
 def judged(comparisons: list[Comparison]) -> float:
     """The largest error. WlbError with each finding that is out of bounds."""
-    wrong = {one.what: one for one in comparisons if not one.error <= TOLERATED}
+    wrong = {comparison.what: comparison for comparison in comparisons if not comparison.error <= TOLERATED}
     if wrong:
         raise WlbError(
             "; ".join(
-                f"{one.what}: {one.strength:.3g} times the right strength, off by {one.error:.1e} of it"
-                for one in wrong.values()
+                f"{comparison.what}: {comparison.strength:.3g} times the right strength, "
+                f"off by {comparison.error:.1e} of it"
+                for comparison in wrong.values()
             )
         )
-    return max(one.error for one in comparisons)
+    return max(comparison.error for comparison in comparisons)
 
 
 def _environment() -> dict[str, str]:

@@ -68,7 +68,7 @@ def _layer(weights: Mapping[str, Tensor], ids: Tensor, shape: Shape) -> tuple[Te
     normed = _norm(hidden, layer["input_layernorm.weight"])
     # Query, key and value of a head lie beside each other.
     packed = (normed @ layer["self_attention.linear_qkv.weight"].T).view(len(ids), shape.heads, 3, -1)
-    query, key, value = (each.transpose(0, 1) for each in packed.unbind(2))
+    query, key, value = (part.transpose(0, 1) for part in packed.unbind(2))
     query, key = _rotated(query, shape.base), _rotated(key, shape.base)
     out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     hidden = hidden + out.transpose(0, 1).flatten(1) @ layer["self_attention.linear_proj.weight"].T

@@ -31,8 +31,8 @@ def in_fewest_calls(plans: Sequence[ShardPlan], table: KernelTable) -> list[Shar
     fewest = list(plans)
     if small:
         chosen = [plans[at] for at in small]
-        two, one = (predict(chosen, table).max(axis=1) for predict in (in_two_calls, in_one_call))
-        for at in np.flatnonzero(one < two).tolist():
+        two_calls, one_call = (predict(chosen, table).max(axis=1) for predict in (in_two_calls, in_one_call))
+        for at in np.flatnonzero(one_call < two_calls).tolist():
             fewest[small[at]] = replace(chosen[at], one_call=True)
     return fewest
 

@@ -60,7 +60,7 @@ def mix(
     size, filler = lengths.tolist(), order[0]
     best: RankLoads | None = None
     candidates = sorted(
-        _candidates(lengths, before, whole_ns, filler, cp_size, table), key=lambda one: one.least
+        _candidates(lengths, before, whole_ns, filler, cp_size, table), key=lambda mixed: mixed.least
     )
     for candidate in candidates[:TRIES]:
         if best is not None and 1.01 * candidate.least >= best.worst():

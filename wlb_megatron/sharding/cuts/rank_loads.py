@@ -42,8 +42,8 @@ class RankLoads:
         """Nanoseconds per rank: the mean price of a token among the pieces after the nth and the filler."""
         ns, tokens = self._to_come[nth]
         filler = self.size[self.filler] / tokens
-        rest = ns / tokens
-        return [rest + price * filler for price in self.prices]
+        remaining = ns / tokens
+        return [remaining + price * filler for price in self.prices]
 
     def put_whole(self, nth: int, piece: int, ns: int) -> bool:
         """Places a piece on one rank; returns False if it fits on none.

@@ -36,14 +36,14 @@ class PieceList:
 
         Raises ValueError on a negative length.
         """
-        each = [np.asarray(lengths, dtype=np.int64) for lengths in micro_batches]
-        lengths = np.concatenate(each) if each else np.empty(0, dtype=np.int64)
+        arrays = [np.asarray(lengths, dtype=np.int64) for lengths in micro_batches]
+        lengths = np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)
         if len(lengths) and lengths.min() < 0:
             raise ValueError(f"a piece has {int(lengths.min())} tokens; lengths must not be negative")
-        counts = np.array([len(one) for one in each], dtype=np.int64)
+        counts = np.array([len(array) for array in arrays], dtype=np.int64)
         first = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
         before = np.concatenate(prefixes) if prefixes else np.zeros_like(lengths)
-        return PieceList(lengths, before, first, np.repeat(np.arange(len(each)), counts))
+        return PieceList(lengths, before, first, np.repeat(np.arange(len(arrays)), counts))
 
     def before(self, values: IntArray) -> IntArray:
         """int64[n]: sum of `values` over the earlier pieces of the same micro-batch."""

@@ -102,7 +102,8 @@ def compare_packings(run: SettingRuns) -> list[dict[str, Any]]:
     rows = []
     for name, packing in packings:
         works = [
-            np.array([[one.work for one in row] for row in p.micro_batches]) for p in run.planned(packing)
+            np.array([[micro_batch.work for micro_batch in row] for row in p.micro_batches])
+            for p in run.planned(packing)
         ]
         rows.append(
             {

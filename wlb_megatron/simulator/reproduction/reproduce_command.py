@@ -39,14 +39,14 @@ def add_assumptions(parser: argparse.ArgumentParser, defaults: Assumptions) -> N
         "assumptions",
         "figures of the cluster that are assumed, not measured; with --profile some are measured",
     )
-    for one in fields(Assumptions):
-        kind = whole(1) if one.name == "node" else real(0)
-        value = getattr(defaults, one.name)
+    for assumption in fields(Assumptions):
+        kind = whole(1) if assumption.name == "node" else real(0)
+        value = getattr(defaults, assumption.name)
         group.add_argument(
-            f"--{one.name.replace('_', '-')}",
+            f"--{assumption.name.replace('_', '-')}",
             type=kind,
             default=value,
-            help=f"{one.metadata['help']} (default: {value:g})",
+            help=f"{assumption.metadata['help']} (default: {value:g})",
         )
     parser.add_argument(
         "--kernel-table",
@@ -65,14 +65,14 @@ def add_assumptions(parser: argparse.ArgumentParser, defaults: Assumptions) -> N
 def read_assumptions(args: argparse.Namespace) -> tuple[Assumptions, KernelTable, Profile | None]:
     """Figures as the flags say, attention of a kernel table, and the profile that they are of, if one is given."""
     with explain_bad_values():
-        given = Assumptions(**{one.name: getattr(args, one.name) for one in fields(Assumptions)})
+        assumed = Assumptions(**{field.name: getattr(args, field.name) for field in fields(Assumptions)})
         if args.profile is not None:
             if args.kernel_table is not None:
                 raise WlbError("--profile brings its own kernel table: drop --kernel-table")
             profile = read_profile(args.profile)
-            return calibrated(given, profile), profile.costs.table, profile
+            return calibrated(assumed, profile), profile.costs.table, profile
         named = args.kernel_table or "h100"
-        return given, builtin(named) if named in builtin_names() else KernelTable.from_json(named), None
+        return assumed, builtin(named) if named in builtin_names() else KernelTable.from_json(named), None
 
 
 def add_reproduce(parser: argparse.ArgumentParser) -> None:
@@ -146,8 +146,8 @@ def _refuse_idle(args: argparse.Namespace) -> None:
     """WlbError for --lengths-of where it would have no effect."""
     plain = argparse.ArgumentParser()
     add_reproduce(plain)
-    given = args.lengths_of != plain.get_default("lengths_of")
-    if given and args.lengths is None and not args.no_stretch:
+    lengths_set = args.lengths_of != plain.get_default("lengths_of")
+    if lengths_set and args.lengths is None and not args.no_stretch:
         raise WlbError(
             "--lengths-of changes nothing with seeded lengths, which are made for each window; give --lengths, or "
             "--no-stretch; or leave it out"

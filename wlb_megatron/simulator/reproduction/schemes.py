@@ -122,7 +122,12 @@ def shard_run(plans: Sequence[IterationPlan], sharding: str, model: LayerModel) 
     aligned = multiple(layout.cp, layout.tp)
     if sharding != "paper-adaptive":
         return cut_plans(plans, layout.cp, aligned, sharding, model.table)
-    lengths = [padded_lengths(one, aligned) for plan in plans for row in plan.micro_batches for one in row]
+    lengths = [
+        padded_lengths(micro_batch, aligned)
+        for plan in plans
+        for row in plan.micro_batches
+        for micro_batch in row
+    ]
     first, second = (shard_all(lengths, layout.cp, kind) for kind in ("per-sequence", "per-document"))
     flat = iter(_faster(first, second, model))
     return [[[next(flat) for _ in row] for row in plan.micro_batches] for plan in plans]
