@@ -193,6 +193,40 @@ def test_a_peers_losses_are_compared_where_the_reference_of_its_layout_has_them(
     assert str(compare("sft-dp2", losses)["loss_off_most"]) == "nan"
 
 
+def test_peers_are_compared_with_a_reference_that_ran_later_and_keep_rows_that_were_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from scripts.bench.training import gpu_peers
+
+    class Ranks:
+        def __init__(self, *_: Any) -> None: ...
+        def start(self) -> None: ...
+        def close(self) -> None: ...
+        def run(self, kind: str, job: list[str], log: Path, limit: float) -> int:
+            loss = 2.0 if "--sft" in job else 2.5
+            log.write_text(
+                f"iteration 1/ 1 | elapsed time per iteration (ms): 10.0 | lm loss: {loss} | grad norm: 1.0\n"
+            )
+            return 0
+
+    monkeypatch.setattr(gpu_peers, "WarmRanks", Ranks)
+    monkeypatch.setattr(gpu_peers, "write_documents", lambda *_: 4)
+    peers = tmp_path / "peers.csv"
+
+    def rows(*options: str) -> dict[str, tuple[str, str]]:
+        folders = ["--megatron", str(tmp_path), "--main", str(tmp_path), "--out", str(tmp_path)]
+        given = [*folders, "--warm-up", "0", "--iterations", "1", "--runs", *options]
+        monkeypatch.setattr(sys, "argv", ["gpu_peers", *given])
+        gpu_peers.main()
+        return {row["run"]: (row["call"], row["loss_off_most"]) for row in gpu_peers.read_rows(peers)}
+
+    first = {"sft-cp2": ("1", "0.5"), "reference-cp2": ("1", "0.0")}
+    assert rows("sft-cp2", "reference-cp2") == first
+    again = ["ours-cp2", "sft-cp2", "--earlier", str(peers)]
+    assert rows(*again, "--seconds", "5") == first  # no time for any run
+    assert rows(*again) == {**first, "ours-cp2": ("2", "0.0"), "sft-cp2": ("2", "0.5")}
+
+
 def test_documents_for_peers_fill_each_steps_windows_in_the_order_that_the_plugin_takes_them() -> None:
     from scripts.bench.training.peer_documents import SEED, batches_of, in_order
     from wlb_megatron.documents.corpus import Rules

@@ -124,8 +124,8 @@ def main() -> None:
             documents = write_documents(prefix, lengths, options.seq_length, options.windows, count)
             failed = [team for team, imported in zip(teams, imports, strict=True) if imported.result()]
         print(f"documents written and all imported; failed: {failed or 'none'}", flush=True)
-        rows = [row for row in earlier if row["run"] not in options.runs]
-        losses = {row["run"]: [float(loss) for loss in row["losses"].split()] for row in rows}
+        rows = {row["run"]: row for row in earlier}
+        losses = {name: [float(loss) for loss in row["losses"].split()] for name, row in rows.items()}
         for name in options.runs:
             run, left = RUNS[name], until - time.monotonic()
             if left < 10.0:
@@ -135,15 +135,16 @@ def main() -> None:
             team = teams[run.code, run.gpus]
             steps, row = train(name, run, team, documents, min(left, options.limit), options)
             losses[name] = [step["loss"] for step in steps[: options.checked]]
-            row = {"call": call, **row, **compare(name, losses)}
-            rows.append(row)
-            write_csv(options.out / "peers.csv", rows)
-            cells = ", ".join(f"{key} {value}" for key, value in row.items())
+            rows[name] = {"call": call, **row}
+            # All of them anew: the reference may be the run that ended now.
+            rows = {each: {**row, **compare(each, losses)} for each, row in rows.items()}
+            write_csv(options.out / "peers.csv", list(rows.values()))
+            cells = ", ".join(f"{key} {value}" for key, value in rows[name].items())
             print(f"{cells}; {time.monotonic() - began:.0f} s", flush=True)
     finally:
         for team in teams.values():
             team.close()
-    table(rows)
+    table(list(rows.values()))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
