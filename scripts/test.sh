@@ -6,7 +6,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 "$root/scripts/setup.sh"
 cd "$root"
 export PATH="$root/.venv/bin:$PATH" OMP_NUM_THREADS=1
-unset PYTHONPATH
+unset PYTHONPATH PYTHONDONTWRITEBYTECODE # without cached bytecode, every child process compiles the package again
 if [ $# -gt 0 ]; then
     exec python -m pytest "$@"
 fi
