@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from forked_ranks import spawn
 from megatron_runs import free_port
 
 from wlb_megatron.config import WlbConfig
@@ -97,7 +97,7 @@ def rank_of_three(rank: int, port: int) -> None:
 
 
 def test_equal_digests_pass_and_one_different_rank_is_named_on_all() -> None:
-    multiprocessing.spawn(rank_of_three, (free_port(),), nprocs=3, join=True)
+    spawn(rank_of_three, (free_port(),), 3)
 
 
 def plans(dp_rank: int, differs_from: float) -> Iterator[PlannedIteration]:
@@ -149,7 +149,7 @@ def rank_of_four(rank: int, port: int) -> None:
 
 
 def test_a_rank_that_cuts_micro_batches_differently_is_named_before_the_first_of_them_is_given_out() -> None:
-    multiprocessing.spawn(rank_of_four, (free_port(),), nprocs=4, join=True)
+    spawn(rank_of_four, (free_port(),), 4)
 
 
 def test_digests_of_cuts_tell_segments_order_and_number_of_calls_apart() -> None:
@@ -184,7 +184,7 @@ def test_waiting_logs_nothing_however_long_and_ends_when_given_up_or_told(
     assert "".join(capfd.readouterr()) == ""
 
 
-def limits_of_many_ranks() -> None:
+def limits_of_many_ranks(rank: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 8192))
     allow_open_files(100, "plans")
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1124, 8192)
@@ -197,10 +197,7 @@ def limits_of_many_ranks() -> None:
 
 
 def test_a_process_is_let_open_a_connection_to_every_rank_or_the_limit_is_named() -> None:
-    process = multiprocessing.get_context("spawn").Process(target=limits_of_many_ranks)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    spawn(limits_of_many_ranks, (), 1)
 
 
 def test_plans_that_differ_in_a_prefix_alone_have_other_digests() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked_ranks import spawn
+from megatron_runs import free_port
 
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.cli import main
@@ -157,18 +160,20 @@ def test_wrong_flags_end_in_one_line(
     assert not list(tmp_path.iterdir())
 
 
+def one_of_two(rank: int, port: int, flags: list[str]) -> None:
+    """As torchrun starts it."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in places.items()}}
+    torch.set_num_threads(1)
+    sys.argv = ["profiler", *flags]
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("wlb_megatron.profiler", run_name="__main__", alter_sys=True)
+    assert end.value.code == 0
+
+
 def test_several_processes_measure_the_network(tmp_path: Path) -> None:
     out = tmp_path / "p.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = subprocess.run(
-        [*command, "-m", "wlb_megatron.profiler", "--out", str(out), *FLAGS],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**__import__("os").environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    spawn(one_of_two, (free_port(), ["--out", str(out), *FLAGS]), 2)
     links = read_profile(out).costs.links
     assert links is not None and set(links) == {"all_gather", "reduce_scatter", "all_to_all", "p2p"}
 

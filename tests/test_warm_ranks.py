@@ -51,7 +51,7 @@ def test_a_job_trains_as_in_fresh_processes_whatever_ran_in_them_before(
         assert ways == [ahead, ahead]
 
 
-def test_a_job_that_fails_is_told_and_the_next_gets_new_processes(ranks: WarmRanks, tmp_path: Path) -> None:
-    log = tmp_path / "log"
+def test_a_job_that_fails_is_told_and_the_next_gets_new_processes(tmp_path: Path) -> None:
+    log, ranks = tmp_path / "log", WarmRanks(1, cpu_environment())
     assert ranks.run("no such kind", [], log, 60) == 1
     assert not ranks.warm and "no such kind" in log.read_text()
