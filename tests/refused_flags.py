@@ -1,4 +1,4 @@
-"""What a user reads for each of the command lines on stdin (JSON: a list of lists of flags); JSON on stdout.
+"""What a user reads for each of the command lines in a file (JSON: a list of lists of flags); JSON on stdout.
 
 Megatron's own parser and validation with the plugin's hooks, in one process, without starting a run.
 """
@@ -6,13 +6,12 @@ Megatron's own parser and validation with the plugin's hooks, in one process, wi
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import io
 import json
 import os
 import sys
 import traceback
+from pathlib import Path
 
 from wlb_megatron.plugin import install
 
@@ -42,8 +41,8 @@ def last_line(arguments: list[str], world: int) -> str:
 
 if __name__ == "__main__":
     install.install()
-    # Megatron's argument groups read their sources for each parser made: most of a case's time.
-    inspect.getsource = functools.cache(inspect.getsource)
-    cases = json.load(sys.stdin)
+    file = Path(sys.argv[1])
+    os.chdir(file.parent)
+    cases = json.loads(file.read_text())
     lines = [last_line(case["flags"], case["world"]) for case in cases]
     json.dump(lines, sys.stdout)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from fnmatch import fnmatchcase
+from pathlib import Path
 
+import forked_ranks
+import pytest
 from megatron_runs import ROOT, cpu_environment
 
 from wlb_megatron.plugin.trials.versions import WHEELS
@@ -22,13 +23,14 @@ print(json.dumps([__shortversion__, groups]))
 """
 
 
-def test_every_flag_of_megatrons_parser_stands_in_the_table() -> None:
+@pytest.mark.megatron
+def test_every_flag_of_megatrons_parser_stands_in_the_table(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "megatron_flags.md").read_text(encoding="utf-8")
     patterns = set(re.findall(r"`(--[a-z0-9*-]+)", text))
     untouched = set(re.findall(r"\*([^*`\n]+)\*", text[text.index("## What has nothing to do") :]))
-    done = subprocess.run(
-        [sys.executable, "-c", LIST], env=cpu_environment(), capture_output=True, text=True, check=True
-    )
+    (tmp_path / "list.py").write_text(LIST)
+    done = forked_ranks.run([str(tmp_path / "list.py")], [], 1, cpu_environment(), timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
     version, groups = json.loads(done.stdout.splitlines()[-1])
     if version == WHEELS[-1]:
         assert untouched <= set(groups), untouched - set(groups)

@@ -74,6 +74,7 @@ def test_graphs_of_more_than_mlps_are_refused_with_any_packing(graphs: dict[str,
         refuse_unsupported(megatron(**graphs), GREEDY)
 
 
+@pytest.mark.megatron
 def test_padding_to_one_length_changes_neither_losses_nor_gradients(corpus: Path, tmp_path: Path) -> None:
     arguments = [
         *flags(context=2),

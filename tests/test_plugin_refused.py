@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
+import forked_ranks
 import numpy as np
 import pytest
 from megatron_runs import ROOT, cpu_environment, flags, rewrite_corpus
@@ -168,19 +167,14 @@ def lines(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
         before = [] if "--data-path" in given or "--mock-data" in given else ["--data-path", str(corpus)]
         cases.append({"flags": [*good, *before, *given], "world": 4 if "-size 4" in wrong else 1})
     cases.append({"flags": readme_command(corpus, folder), "world": 8})
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "refused_flags.py")],
-        input=json.dumps(cases),
-        env=cpu_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-    )
+    (folder / "cases.json").write_text(json.dumps(cases))
+    judge, given = [str(ROOT / "tests" / "refused_flags.py")], [str(folder / "cases.json")]
+    done = forked_ranks.run(judge, given, 1, cpu_environment(), timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip(["", *WRONG, "README"], json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
+@pytest.mark.megatron
 def test_right_command_lines_are_accepted_and_each_wrong_one_gets_its_line(lines: dict[str, str]) -> None:
     """One test, so that the process that judges all of them starts once, however tests are dealt out."""
     assert lines[""] == lines["README"] == "accepted"

@@ -105,7 +105,8 @@ def test_the_same_flags_train_with_the_plugin_off_though_nothing_is_evaluated(
         "--wlb-off",
     ]
     assert "--eval-iters" in given and "--eval-interval" not in given
-    done = run(["-m", "wlb_megatron.launch", str(tmp_path / "users_script.py"), *given])
+    given = [str(tmp_path / "users_script.py"), *given]
+    done = forked_ranks.run(["-m", "wlb_megatron.launch"], given, 1, cpu_environment(), timeout=60)
     assert "the plugin did not replace this" in done.stderr, done.stderr[
         -2000:
     ]  # the script's own data provider
