@@ -35,7 +35,7 @@ def assert_exact(iteration, layer, **shape):
 
 
 @pytest.mark.parametrize("kind", SHARDINGS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_chunks_equal_whole_documents_with_any_heads_windows_sinks_and_recomputation(kind, data):
     """Heads: as many keys' as queries', grouped, one. Values of 3 channels beside keys of 4, as in latent attention."""

@@ -41,10 +41,9 @@ def test_what_is_compared_with_is_each_document_alone():
         assert torch.allclose(together, torch.cat(parts), rtol=1e-14, atol=1e-15)
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("kind", SHARDINGS)
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), cp=st.sampled_from([4, 2, 1]))
 def test_every_sharding_equals_attention_one_document_at_a_time(kind, cp, data):
     lengths = data.draw(mixes(cp))
     assert_exact(shard(lengths, cp, kind), keep_keys=data.draw(st.booleans()))
