@@ -1,9 +1,9 @@
 """FlexSP's released solver on the documents of flexsp_plans.py. Needs no package of this project.
 
 git clone --branch flexsp https://github.com/PKU-DAIR/Hetu-Galvatron    # its solver runs unchanged
-python -m venv FLEXSP && FLEXSP/bin/pip install pyscipopt pybind11
-(cd Hetu-Galvatron/galvatron/flexsp_solver && PATH=FLEXSP/bin:$PATH make)
-FLEXSP/bin/python scripts/bench/dynamic/flexsp_solver.py Hetu-Galvatron problems.json plans.json
+python -m venv ~/flexsp && ~/flexsp/bin/pip install pyscipopt pybind11
+(cd Hetu-Galvatron/galvatron/flexsp_solver && PATH=~/flexsp/bin:$PATH make)
+~/flexsp/bin/python scripts/bench/dynamic/flexsp_solver.py Hetu-Galvatron problems.json plans.json
 
 As in its training, numbers of micro-batches from the least possible one are tried, and each micro-batch has 16 buckets
 and 10 seconds of SCIP. FlexSP solves all of them at once in a pool of processes. Here they run one after the other, and
