@@ -225,6 +225,8 @@ def test_peers_are_compared_with_a_reference_that_ran_later_and_keep_rows_that_w
     again = ["ours-cp2", "sft-cp2", "--earlier", str(peers)]
     assert rows(*again, "--seconds", "5") == first  # no time for any run
     assert rows(*again) == {**first, "ours-cp2": ("2", "0.0"), "sft-cp2": ("2", "0.5")}
+    with pytest.raises(SystemExit, match="measured with --layers 4: give that"):
+        rows(*again, "--layers", "2")
 
 
 def test_documents_for_peers_fill_each_steps_windows_in_the_order_that_the_plugin_takes_them() -> None:

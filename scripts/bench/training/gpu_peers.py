@@ -115,6 +115,11 @@ def main() -> None:
         else np.load(options.lengths, allow_pickle=False)
     )
     earlier = [] if options.earlier is None else read_rows(options.earlier)
+    for column, flag in (("window", "seq_length"), ("windows", "windows"), ("layers", "layers")):
+        if others := {row[column] for row in earlier} - {str(getattr(options, flag))}:
+            raise SystemExit(
+                f"{options.earlier} was measured with --{flag.replace('_', '-')} {min(others)}: give that"
+            )
     call = 1 + max((int(row["call"]) for row in earlier), default=0)
     prefix, count = options.out / "corpus" / "documents", options.iterations + 2
     teams = {(RUNS[name].code, RUNS[name].gpus): ranks(RUNS[name].gpus) for name in options.runs}
