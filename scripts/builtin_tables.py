@@ -29,8 +29,8 @@ def main() -> None:
     parser.add_argument("--links", type=Path)
     args = parser.parse_args()
     links = None if args.links is None else read_profile(args.links)
-    for given in args.profiles:
-        name, _, path = given.partition("=")
+    for argument in args.profiles:
+        name, _, path = argument.partition("=")
         profile = read_profile(path)
         table = {"version": VERSION, "measured": profile.describe(), **asdict(_table(profile, links))}
         lines = (f" {json.dumps(key)}: {_text(value, key)}" for key, value in table.items())
@@ -58,7 +58,7 @@ def _text(value: Any, key: str) -> str:
     if isinstance(value, tuple) and isinstance(value[0], tuple):
         return "[\n" + ",\n".join(f"  {_text(row, key)}" for row in value) + "\n ]"
     if isinstance(value, tuple):
-        return f"[{', '.join(_text(one, key) for one in value)}]"
+        return f"[{', '.join(_text(item, key) for item in value)}]"
     exact = not isinstance(value, float) or key in ("queries", "ratios")
     return json.dumps(value if exact else float(f"{value:.4g}"))
 

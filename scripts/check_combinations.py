@@ -158,10 +158,10 @@ class Failed(Exception):
 
 
 def done(run: Future[Run]) -> list[dict[str, Any]]:
-    found = run.result()
-    if isinstance(found, str):
-        raise Failed(last_line(found))
-    return found
+    outcome = run.result()
+    if isinstance(outcome, str):
+        raise Failed(last_line(outcome))
+    return outcome
 
 
 class Jobs:

@@ -104,7 +104,7 @@ class Job:
 
     def notes(self) -> dict[tuple[int, int], list[Any]]:
         """By rank and iteration, every note made of it. A line cut by the kill is left out."""
-        found: dict[tuple[int, int], list[Any]] = {}
+        by_step: dict[tuple[int, int], list[Any]] = {}
         for rank in range(self._processes):
             path = Path(f"{self.journal}.{rank}")
             if not path.exists():
@@ -114,8 +114,8 @@ class Job:
                     note = json.loads(line)
                 except ValueError:
                     continue
-                found.setdefault((rank, note.pop("iteration")), []).append(note)
-        return found
+                by_step.setdefault((rank, note.pop("iteration")), []).append(note)
+        return by_step
 
 
 class FreshRanks:
@@ -223,7 +223,7 @@ def restart(job: Job, restarts: int, moment: random.Random) -> Iterator[str]:
 
 def ranks_of(launcher: subprocess.Popen[bytes]) -> dict[int, int]:
     """Process of each rank that torchrun has started."""
-    found = {}
+    pids = {}
     for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
         variables = dict(
             pair.split(b"=", 1)
@@ -231,21 +231,21 @@ def ranks_of(launcher: subprocess.Popen[bytes]) -> dict[int, int]:
             if b"=" in pair
         )
         if b"RANK" in variables:
-            found[int(variables[b"RANK"])] = int(child)
-    return found
+            pids[int(variables[b"RANK"])] = int(child)
+    return pids
 
 
 def compare(job: Job, expected: dict[tuple[int, int], list[Any]]) -> str:
     """Compares every note with the uninterrupted run's. SystemExit if one differs."""
     notes, again = job.notes(), 0
-    for place, found in sorted(notes.items()):
-        again += len(found) - 1
-        for note in found:
+    for place, notes_of_step in sorted(notes.items()):
+        again += len(notes_of_step) - 1
+        for note in notes_of_step:
             if note != expected[place][0]:
                 raise SystemExit(
                     f"rank {place[0]}, iteration {place[1]} differs:\n{note}\n{expected[place][0]}"
                 )
-    total = sum(len(found) for found in notes.values())
+    total = sum(len(notes_of_step) for notes_of_step in notes.values())
     return f"{total} notes equal, {again} of them of iterations trained again"
 
 

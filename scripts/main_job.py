@@ -179,7 +179,10 @@ def simulate_on_gpus(options: argparse.Namespace) -> dict[str, tuple[float, floa
         name: job.run(lengths, config).timed
         for name, config in (("plain", arrival_order(WlbConfig())), ("wlb", WlbConfig()))
     }
-    return {name: (float(one.steps.mean()) / 1e6, 1e9 / one.ns_per_token) for name, one in timed.items()}
+    return {
+        name: (float(simulated.steps.mean()) / 1e6, 1e9 / simulated.ns_per_token)
+        for name, simulated in timed.items()
+    }
 
 
 if __name__ == "__main__":

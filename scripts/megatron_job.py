@@ -42,11 +42,11 @@ class Losses:
 
     def read(self, line: str) -> None:
         """Take up what a line of Megatron's log says."""
-        if found := _HELD_OUT.search(line):
-            held_out = self.test if found[2] == "test" else self.validation
-            held_out[int(found[1])] = float(found[3])
-        elif found := _LOSS.search(line):
-            self.training[int(found[1])] = float(found[2])
+        if match := _HELD_OUT.search(line):
+            held_out = self.test if match[2] == "test" else self.validation
+            held_out[int(match[1])] = float(match[3])
+        elif match := _LOSS.search(line):
+            self.training[int(match[1])] = float(match[2])
 
 
 def build_python_corpus(prefix: Path) -> None:

@@ -235,8 +235,8 @@ def _profile(job: dict[str, Any]) -> None:
 
     parser = argparse.ArgumentParser()
     add_profile(parser)
-    given = parser.parse_args(job["arguments"])
-    given.run(given)
+    arguments = parser.parse_args(job["arguments"])
+    arguments.run(arguments)
 
 
 def _module(job: dict[str, Any]) -> None:
@@ -256,7 +256,9 @@ def _forget() -> None:
     from wlb_megatron.plugin.job_state import begin_job
     from wlb_megatron.plugin.plans import iterators
 
-    for loader in [found for found in gc.get_objects() if type(found) is iterators.MicroBatchIterator]:
+    for loader in [
+        candidate for candidate in gc.get_objects() if type(candidate) is iterators.MicroBatchIterator
+    ]:
         loader.close()
     training.destroy_global_state()
     if torch.distributed.is_initialized():

@@ -75,11 +75,11 @@ def backends(mixes: Mixes, args: argparse.Namespace) -> None:
     broken: set[str] = set()
     # What may fail or hang comes after all else is measured and written, unless ways are named.
     groups = [tuple(args.ways)] if args.ways else [WAYS, TRIED_LAST]
-    for ways, (mix, given) in product(groups, mixes.items()):
+    for ways, (mix, documents) in product(groups, mixes.items()):
         if agree(int(time.perf_counter() < until)) == 0:
             say(f"{mix}: no more time")
             break
-        lengths, line = padded_to(given, 16), f"{mix:16}"
+        lengths, line = padded_to(documents, 16), f"{mix:16}"
         for way in ways:
             if way in broken:
                 continue
@@ -96,9 +96,9 @@ def backends(mixes: Mixes, args: argparse.Namespace) -> None:
                 continue
             times = measure(step, agree, most=11, seconds=0.12)
             peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-            found = torch.tensor([*times, peak], device="cuda")
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-            *slowest, peak = found.tolist()
+            slowest_of_ranks = torch.tensor([*times, peak], device="cuda")
+            dist.all_reduce(slowest_of_ranks, dist.ReduceOp.MAX)
+            *slowest, peak = slowest_of_ranks.tolist()
             calls = "" if plan is None else 1 if plan.one_call else 2
             rows.append(timing(mix, cp, way, -1, slowest, machine()) | {"calls": calls, "peak_mib": peak})
             line += f"  {way} {slowest[1]:.2f} ({slowest[3]:.2f})"
@@ -118,11 +118,11 @@ def _gains(rows: list[dict[str, Any]], say: Callable[..., Any]) -> None:
     for few, only in (("all", mixes), ("samples", samples)):
         for ours, theirs in (*((ours, TE) for ours in WAYS[:2]), (WAYS[1], TRIED_LAST)):
             best = {m: min((took[m, te] for te in theirs if (m, te) in took), default=None) for m in only}
-            each = {m: ms / took[m, ours] for m, ms in best.items() if ms is not None and (m, ours) in took}
-            if each:
-                mean = float(np.exp(np.mean(np.log(list(each.values())))))
-                least = min(each, key=lambda m: each[m])
+            gains = {m: ms / took[m, ours] for m, ms in best.items() if ms is not None and (m, ours) in took}
+            if gains:
+                mean = float(np.exp(np.mean(np.log(list(gains.values())))))
+                least = min(gains, key=lambda m: gains[m])
                 say(
-                    f"{few} ({len(each)}): {ours} {mean:.3f}x {' or '.join(theirs)}, the faster; least "
-                    f"{each[least]:.3f} ({least})"
+                    f"{few} ({len(gains)}): {ours} {mean:.3f}x {' or '.join(theirs)}, the faster; least "
+                    f"{gains[least]:.3f} ({least})"
                 )

@@ -81,7 +81,9 @@ def reference(lengths: np.ndarray, x: SimpleNamespace) -> list[Tensor]:
                 *(kernels.forward(c, q[rows], kv[keys], SCALE) for keys, c in parts), strict=True
             )
             lse = torch.logsumexp(torch.stack(lses), 0)
-            out[rows] = sum(o * torch.exp(one - lse)[..., None] for o, one in zip(outs, lses, strict=True))
+            out[rows] = sum(
+                o * torch.exp(partial - lse)[..., None] for o, partial in zip(outs, lses, strict=True)
+            )
             dq[rows] = 0
             for keys, call in parts:
                 args = (q[rows], kv[keys], out[rows], lse, dout[rows], SCALE)
@@ -96,8 +98,8 @@ def errors(got: list[Tensor], expected: list[Tensor]) -> list[float]:
     return [float((a.detach().float() - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True)]
 
 
-def leaves(*given: Tensor) -> list[Tensor]:
-    return [t.detach().clone().requires_grad_() for t in given]
+def leaves(*values: Tensor) -> list[Tensor]:
+    return [t.detach().clone().requires_grad_() for t in values]
 
 
 def layers_of(attend: Callable[[Tensor], Tensor], inputs: list[Tensor], dout: Tensor) -> Step:

@@ -61,8 +61,8 @@ def breadth(_: Mixes, args: argparse.Namespace) -> None:
     packed = [("per-document", 1), ("per-sequence", 4), ("per-document", 4), ("hybrid", 4)]
     packed.append(("per-document, one call", 4))
     alone = [("per-sequence", cp) for cp in (1, 2, 4)]
-    first, every = map(int, (args.cases or "0::1").split("::"))
-    cases = CASES[first::every]
+    first, stride = map(int, (args.cases or "0::1").split("::"))
+    cases = CASES[first::stride]
     ways = ((LENGTHS, packed), (CROWD, [("per-document", 1), ("hybrid", 2)]), (ALONE, alone))
     for case, documents, plans in [(case, *way) for case in cases for way in ways]:
         if documents is CROWD and case.name not in CROWDED:
@@ -94,10 +94,10 @@ def breadth(_: Mixes, args: argparse.Namespace) -> None:
             wrong += not good
             text = "".join(f"{e:10.2e}" for e in error) + " " * 10 * (5 - len(error))
             print(f"{case.name:36}{kind:24}{cp:3}{text}{worst:12.2f}{'' if good else '  FAIL'}", flush=True)
-            each = dict(zip(("out", "dq", "dk", "dv", "dsink"), [*error, ""][:5], strict=False))
+            by_tensor = dict(zip(("out", "dq", "dk", "dv", "dsink"), [*error, ""][:5], strict=False))
             rows.append(
                 {"case": case.name, "documents": len(documents), "sharding": kind, "cp": cp}
-                | each
+                | by_tensor
                 | {"worst_over_te": worst}
                 | machine()
             )
@@ -162,8 +162,8 @@ def windows(mixes: Mixes, args: argparse.Namespace) -> None:
     """Time of a windowed layer beside a full one: each rank's share in turn, and Transformer Engine's own unsharded."""
     rows = []
     print(f"{'mix':16}{'cp':>3}{'window':>8}{'TE / CP':>10}{'slowest rank, ms':>18}{'of full':>9}")
-    for name, given in mixes.items():
-        lengths = padded_to(given, 16)
+    for name, documents in mixes.items():
+        lengths = padded_to(documents, 16)
         x = tensors(int(lengths.sum()))
         kv = torch.stack((x.k, x.v), dim=1)
         for cp in args.cp:

@@ -60,11 +60,11 @@ def choice(mixes: Mixes, args: argparse.Namespace) -> None:
     errors: list[dict[str, Any]] = []
     whole_window = max(sum(lengths) for lengths in mixes.values())
     for window in args.windows:
-        for name, given in mixes.items():
+        for name, documents in mixes.items():
             if time.perf_counter() > until:
                 print(f"{window} {name}: no more time")
                 break
-            rows += one_mix(name, given, window, whole_window, args.cp, table, errors)
+            rows += one_mix(name, documents, window, whole_window, args.cp, table, errors)
             stem = f"choice_{KERNELS.name}" + (f"_{window}" if len(args.windows) == 1 else "")
             write_csv(args.out / f"{stem}.csv", rows)
             write_csv(args.out / f"{stem}_predicted.csv", errors)
@@ -189,15 +189,15 @@ def parts(plan: ShardPlan, lengths: np.ndarray, table: KernelTable) -> dict[str,
         "tile_key",
     )
     bare = replace(still, **dict.fromkeys(beside, 0.0))
-    every, alone, kernels = (predict(plan, t) / 1e6 for t in (table, still, bare))
+    predicted, alone, kernels = (predict(plan, t) / 1e6 for t in (table, still, bare))
     pairs = float((lengths.astype(np.float64) * (lengths + 1) / 2).sum())
     ideal = 3.5 * 4 * table.heads * table.head_dim * pairs / IDEAL_FLOPS * 1e3 / plan.cp_size
     return {
         "ideal_ms": ideal,
         "tile_ms": float(kernels.mean()) - ideal,
         "launch_ms": float((alone - kernels).mean()),
-        "exchange_ms": float((every - alone).mean()),
-        "imbalance_ms": float(every.max() - every.mean()),
+        "exchange_ms": float((predicted - alone).mean()),
+        "imbalance_ms": float(predicted.max() - predicted.mean()),
     }
 
 
@@ -220,7 +220,7 @@ def timed(step: Any, most: int = 4, seconds: float = 0.06) -> tuple[float, float
         rounds.append(_percentiles(intervals(step, count)))
         if rounds[-1][2] <= SPREAD * rounds[-1][0]:
             break
-    return min(rounds, key=lambda found: found[2] / found[0])
+    return min(rounds, key=lambda round_: round_[2] / round_[0])
 
 
 def intervals(step: Any, count: int) -> list[float]:

@@ -58,8 +58,8 @@ class Chunked:
         places = [start + plan.packed_index(rank) for (start, _), plan in zip(bounds, plans, strict=True)]
         self.rows = torch.from_numpy(np.concatenate(places)).to(device)
         rows = self.rows.split([len(place) for place in places])
-        self.inputs = [leaves(x.q[each], x.k[each], x.v[each]) for each in rows]
-        self.douts = [x.dout[each] for each in rows]
+        self.inputs = [leaves(x.q[own], x.k[own], x.v[own]) for own in rows]
+        self.douts = [x.dout[own] for own in rows]
 
     def __call__(self, layers: int = 1) -> list[torch.Tensor]:
         """Output, dq, dk, dv of the rank's rows."""
@@ -96,7 +96,7 @@ def chunks(mixes: Mixes, args: argparse.Namespace) -> None:
         for count in COUNTS:
             step = Chunked(x, count, cp, rank, group)
             got = step()
-            error = 0.0 if expected is None else max(errors(got, [each[step.rows] for each in expected]))
+            error = 0.0 if expected is None else max(errors(got, [tensor[step.rows] for tensor in expected]))
             del got
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()

@@ -137,8 +137,8 @@ def host(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
     say(f"{'window':>7} {'mix':16}{'sharding':20}" + "".join(f"{word:>12}" for word in what))
     chosen = mixes if args.only else {n: mixes[n] for n in DEFAULT if n in mixes} or mixes
     rows: list[dict[str, Any]] = []
-    for window, (name, given) in product(args.windows, chosen.items()):
-        lengths = padded_to([max(1, n * window // sum(given)) for n in given], 16)
+    for window, (name, documents) in product(args.windows, chosen.items()):
+        lengths = padded_to([max(1, n * window // sum(documents)) for n in documents], 16)
         x = tensors(int(lengths.sum()))
         for kind in args.kinds:
             plan = planned(lengths, cp, kind)
@@ -149,20 +149,22 @@ def host(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
             clock = Clock()
             with replaced(*((m, n, clock.wrap(part, getattr(m, n))) for m, n, part in timers)):
                 took = sum(sum(layers.times(LAYERS)[:2]) for _ in range(5))
-            each = [clock.spent[part] / 5 / LAYERS * 1e6 for part in parts]
-            rest = took / 5 / LAYERS * 1e6 - sum(each)
-            found = torch.tensor([forward, backward, forward + backward, wall, *each, rest], device="cuda")
+            spent = [clock.spent[part] / 5 / LAYERS * 1e6 for part in parts]
+            remaining = took / 5 / LAYERS * 1e6 - sum(spent)
+            times = torch.tensor(
+                [forward, backward, forward + backward, wall, *spent, remaining], device="cuda"
+            )
             if cp > 1:
-                dist.all_reduce(found, dist.ReduceOp.MAX)
+                dist.all_reduce(times, dist.ReduceOp.MAX)
             launches = layers.launches() if (name, window) == (list(chosen)[-1], args.windows[-1]) else {}
             say(
-                f"{window:7} {name:16}{kind:20}" + "".join(f"{us:12.0f}" for us in found.tolist()),
+                f"{window:7} {name:16}{kind:20}" + "".join(f"{us:12.0f}" for us in times.tolist()),
                 *(f" {n} {call}" for call, n in launches.items()),
                 flush=True,
             )
             rows.append(
                 {"window": window, "mix": name, "cp": cp, "sharding": kind}
-                | {f"{word.replace(' ', '_')}_us": us for word, us in zip(what, found.tolist(), strict=True)}
+                | {f"{word.replace(' ', '_')}_us": us for word, us in zip(what, times.tolist(), strict=True)}
                 | {"launches": sum(launches.values()) or ""}
                 | machine()
             )
@@ -201,8 +203,8 @@ class Layers:
     def per_layer(self, repeats: int = 9) -> list[float]:
         """Microseconds of one more layer of each of times(), medians: what a step costs once falls out."""
         self.times(LAYERS)
-        one, many = (np.median([self.times(n) for _ in range(repeats)], axis=0) for n in (1, LAYERS))
-        return ((many - one) / (LAYERS - 1) * 1e6).tolist()
+        single, many = (np.median([self.times(n) for _ in range(repeats)], axis=0) for n in (1, LAYERS))
+        return ((many - single) / (LAYERS - 1) * 1e6).tolist()
 
     def launches(self) -> dict[str, int]:
         """Calls of the CUDA driver and runtime that put work on the device, a layer."""
@@ -259,8 +261,8 @@ def counts(mixes: dict[str, list[int]], cp_size: int, kinds: list[str]) -> None:
         f"{'mix':16}{'sharding':14}{'rank':>5}{'kernel calls':>13}{'collectives':>12}{'row kernels':>12}"
         f"{'torch launches':>15}{'views, buffers':>15}{'Python us':>10}  launches by name"
     )
-    for name, given in mixes.items():
-        short = [max(1, n // 512) for n in given]
+    for name, documents in mixes.items():
+        short = [max(1, n // 512) for n in documents]
         short.append(padding(sum(short), 16))
         lengths = np.array([n for n in short if n], dtype=np.int64)
         for kind in kinds:
@@ -319,10 +321,10 @@ def _count(name: str, kind: str, rank: int, layout: DeviceLayout) -> None:
         layers.times(1)
         python = sum(layers.per_layer(31)[:2])
         calls.clear()
-        with Counted() as one:
+        with Counted() as counter:
             layers.times(1)
-        torch_ops = Counter({n: c for n, c in one.names.items() if not n.startswith(VIEWS)})
-    others = sum(one.names.values()) - sum(torch_ops.values())
+        torch_ops = Counter({n: c for n, c in counter.names.items() if not n.startswith(VIEWS)})
+    others = sum(counter.names.values()) - sum(torch_ops.values())
     print(
         f"{name:16}{kind:14}{rank:5}{calls['kernels']:13}{calls['collectives']:12}{calls['rows']:12}"
         f"{sum(torch_ops.values()):15}{others:15}{python:10.0f}  "

@@ -41,8 +41,8 @@ def profile(mixes: dict[str, list[int]], args: argparse.Namespace) -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     rank, cp = dist.get_rank(), dist.get_world_size()
     rows: list[dict[str, Any]] = []
-    for name, given in mixes.items():
-        lengths = padded_to(given, 16)
+    for name, documents in mixes.items():
+        lengths = padded_to(documents, 16)
         plan = shard(lengths, cp, args.kinds[-1])
         layout = device_layout(attention_layout(plan, rank), "cuda")
         step, _ = sharded_step(layout, plan.packed_index(rank), tensors(int(lengths.sum())), dist.group.WORLD)

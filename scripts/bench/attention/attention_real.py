@@ -90,8 +90,8 @@ def real(mixes: Mixes, args: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     stamp = machine()
     say(f"\n{'mix':16}wall ms a layer, slowest rank's p50 (host ms)", flush=True)
-    for name, given in mixes.items():
-        lengths = padded_to(given, 16)
+    for name, documents in mixes.items():
+        lengths = padded_to(documents, 16)
         x = tensors(int(lengths.sum()))
         steps: dict[str, Callable[[], Step]] = {
             "TE p2p": lambda n=lengths: te_context_parallel("p2p", n, group),
@@ -123,8 +123,10 @@ def gains(rows: list[dict[str, Any]], kinds: list[str], say: Callable[..., Any])
     took = {(row["mix"], row["attention"]): row["p50_ms"] for row in rows}
     mixes = list(dict.fromkeys(row["mix"] for row in rows))
     for kind in kinds:
-        each = [min(took[m, "TE p2p"], took[m, "TE all_gather"]) / took[m, kind] for m in mixes]
-        mean = float(np.exp(np.mean(np.log(each))))
-        say(f"{kind}: {mean:.3f}x the faster of TE's, geometric mean of {len(each)} (least {min(each):.3f}x)")
+        of_mixes = [min(took[m, "TE p2p"], took[m, "TE all_gather"]) / took[m, kind] for m in mixes]
+        mean = float(np.exp(np.mean(np.log(of_mixes))))
+        say(
+            f"{kind}: {mean:.3f}x the faster of TE's, geometric mean of {len(of_mixes)} (least {min(of_mixes):.3f}x)"
+        )
     seen = [1 - took[m, kinds[-1] + ", no transfer"] / took[m, kinds[-1]] for m in mixes]
     say(f"{kinds[-1]}: transfer seen, share of the layer: median {np.median(seen):.1%}, most {max(seen):.1%}")

@@ -60,12 +60,15 @@ def shapes(out: Path) -> None:
                     f"{what}_forward_ms": timing.forward[0] / 1e6,
                     f"{what}_backward_ms": timing.backward[0] / 1e6,
                 }
-            one, *two = [(t.forward[0] + t.backward[0]) / 1e6 for t in took.values()]
+            one_call, *two_calls = [(t.forward[0] + t.backward[0]) / 1e6 for t in took.values()]
             pairs = copies * queries * (keys - queries / 2)
-            rate = 3.5 * 4 * pairs * HEADS * DIM / one / 1e9
-            line += f"   {name}: {one:8.3f}, {sum(two):8.3f}, {rate:4.0f}"
+            rate = 3.5 * 4 * pairs * HEADS * DIM / one_call / 1e9
+            line += f"   {name}: {one_call:8.3f}, {sum(two_calls):8.3f}, {rate:4.0f}"
             rows.append(
-                row | {"one_ms": one, "two_ms": sum(two), "one_tflops": rate} | machine() | {"kernels": name}
+                row
+                | {"one_ms": one_call, "two_ms": sum(two_calls), "one_tflops": rate}
+                | machine()
+                | {"kernels": name}
             )
         print(line, flush=True)
         # A backend's rows differ in what they have: where there is no rectangle, its columns are empty.

@@ -41,8 +41,8 @@ def shares(mixes: Mixes, args: argparse.Namespace) -> None:
 
 def check(mixes: Mixes, args: argparse.Namespace) -> None:
     table = ErrorTable()
-    for name, given in mixes.items():
-        lengths = checked_lengths(given, 8)
+    for name, documents in mixes.items():
+        lengths = checked_lengths(documents, 8)
         x = tensors(int(lengths.sum()))
         expected = reference(lengths, x)
         base = errors(te_attention(lengths, x)(), expected)
@@ -60,8 +60,8 @@ def time_shares(mixes: Mixes, args: argparse.Namespace) -> None:
     stamp = machine()
     total: dict[tuple[int, str], float] = {}
     print(f"\n{'mix':16}{'cp':>3}{'TE / CP':>9}  slowest rank: GPU ms p50 (host ms)")
-    for name, given in mixes.items():
-        lengths = padded_to(given, 16)
+    for name, documents in mixes.items():
+        lengths = padded_to(documents, 16)
         x = tensors(int(lengths.sum()))
         kv = torch.stack((x.k, x.v), dim=1)
         whole = measure(te_attention(lengths, x))

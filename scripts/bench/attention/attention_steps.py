@@ -184,6 +184,6 @@ class ErrorTable:
         self.rows.append({"mix": mix, "attention": kind, "cp": cp} | named | {"worst_over_te": worst})
 
 
-def checked_lengths(given: list[int], cp: int) -> np.ndarray:
+def checked_lengths(documents: list[int], cp: int) -> np.ndarray:
     """A quarter of the lengths, odd, with some awkward ones: a reference in fp32 takes a second."""
-    return padded_to([max(1, n // 4) | 1 for n in given] + [1, 2, 15, 16], cp)
+    return padded_to([max(1, n // 4) | 1 for n in documents] + [1, 2, 15, 16], cp)

@@ -73,11 +73,11 @@ def micro_batches(mixes: Mixes, count: int) -> list[tuple[ShardPlan, int]]:
 def keys_of(plan: ShardPlan, rank: int) -> list[tuple[bool, Bucket]]:
     layout = attention_layout(plan, rank)
     t = layout.tokens
-    found = [(True, bucket(len(layout.diagonals.cu_seqlens_q) - 1, t, t))]
+    graph_keys = [(True, bucket(len(layout.diagonals.cu_seqlens_q) - 1, t, t))]
     if (call := layout.rectangles) is not None:
         rows, keys = padded_queries(int(call.cu_seqlens_q[-1])), padded_keys(int(call.cu_seqlens_kv[-1]))
-        found.append((False, bucket(len(call.cu_seqlens_q) - 1, rows, keys)))
-    return found
+        graph_keys.append((False, bucket(len(call.cu_seqlens_q) - 1, rows, keys)))
+    return graph_keys
 
 
 @dataclass(frozen=True)

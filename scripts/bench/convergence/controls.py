@@ -44,19 +44,25 @@ class CutPacker(OriginalPacker):
     rounding, so a difference between plain and whole documents that this arm does not show is not the packing's.
     """
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.max_tokens = 2 * self._window
 
     def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
         packed = super().pack(iteration, arrived, batch, draining)
-        pieces = [piece for row in packed.grid for one in row for piece in one.pieces]
+        pieces = [piece for row in packed.grid for micro_batch in row for piece in micro_batch.pieces]
         bins: list[list[Piece]] = [[] for _ in range(batch.bins)]
         for piece in sorted(pieces, key=lambda piece: -piece.tokens):
-            roomy = [one for one in bins if _tokens(one) + piece.tokens <= self.max_tokens]
-            min(roomy, key=lambda one: price(one, self._cost)).append(piece)
-        made = [MicroBatch(tuple(one), price(one, self._cost)) for one in bins]
-        return Packed(in_given_order(made, self._ranks.dp), packed.put_back)
+            roomy = [
+                pieces_of_bin
+                for pieces_of_bin in bins
+                if _tokens(pieces_of_bin) + piece.tokens <= self.max_tokens
+            ]
+            min(roomy, key=lambda pieces_of_bin: price(pieces_of_bin, self._cost)).append(piece)
+        micro_batches = [
+            MicroBatch(tuple(pieces_of_bin), price(pieces_of_bin, self._cost)) for pieces_of_bin in bins
+        ]
+        return Packed(in_given_order(micro_batches, self._ranks.dp), packed.put_back)
 
 
 def _tokens(pieces: Sequence[Piece]) -> int:

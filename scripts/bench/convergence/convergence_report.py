@@ -70,9 +70,9 @@ def losses_table(runs: list[Run], arms: list[str], others: list[str]) -> str:
     )
     rows = [heads]
     for arm in arms:
-        each = [run for run in runs if run["arm"] == arm]
+        runs_of_arm = [run for run in runs if run["arm"] == arm]
         loss, balance, delay, seconds = (
-            float(np.mean([run[key] for run in each]))
+            float(np.mean([run[key] for run in runs_of_arm]))
             for key in ("held_out_loss", "imbalance", "token_delay", "seconds")
         )
         against = ("", "", "", "")
@@ -87,14 +87,15 @@ def losses_table(runs: list[Run], arms: list[str], others: list[str]) -> str:
                 f"{error * len(difference) ** 0.5:.4f}",
             )
         after, seen = (
-            f"{np.mean([run[key] for run in each]):.3g}" if key in each[0] else ""
+            f"{np.mean([run[key] for run in runs_of_arm]):.3g}" if key in runs_of_arm[0] else ""
             for key in ("after_a_cut", "earlier_tokens_seen")
         )
         shown = f"{balance:.3f}", f"{delay:.3f}", after, seen, f"{seconds:.0f}"
-        rows.append((arm, str(len(each)), f"{loss:.4f}", *against, *shown))
+        rows.append((arm, str(len(runs_of_arm)), f"{loss:.4f}", *against, *shown))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(one, widths, strict=True)).rstrip() for one in rows
+        "  ".join(cell.rjust(width) for cell, width in zip(cells_of_row, widths, strict=True)).rstrip()
+        for cells_of_row in rows
     ]
     plain = np.array([run["held_out_loss"] for run in runs if run["arm"] == "plain"])
     lines.append(f"plain's standard deviation over {len(plain)} seeds: {plain.std(ddof=1):.4f}")
@@ -175,17 +176,17 @@ def draw(path: Path, runs: list[Run], others: list[str]) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     ends = runs[0]["length_up_to"]
     for at, arm in enumerate(others):
-        every, by_length = paired(runs, arm)
-        mean, error = mean_and_error(every)
+        differences, by_length = paired(runs, arm)
+        mean, error = mean_and_error(differences)
         colour = f"C{at}"
-        spread = at + 0.08 + 0.2 * np.linspace(0, 1, len(every))
-        left.plot(spread, every, ".", color=colour, alpha=0.5, markersize=4)
-        left.errorbar(at - 0.1, mean, interval(error, len(every)), fmt="o", color=colour, capsize=4)
+        spread = at + 0.08 + 0.2 * np.linspace(0, 1, len(differences))
+        left.plot(spread, differences, ".", color=colour, alpha=0.5, markersize=4)
+        left.errorbar(at - 0.1, mean, interval(error, len(differences)), fmt="o", color=colour, capsize=4)
         cells = [mean_and_error(column) for column in by_length.T]
         right.errorbar(
             np.arange(len(ends)) + 0.1 * (at - len(others) / 2),
             [mean for mean, _ in cells],
-            [interval(error, len(every)) for _, error in cells],
+            [interval(error, len(differences)) for _, error in cells],
             fmt="o-",
             color=colour,
             capsize=3,

@@ -52,11 +52,11 @@ def paired(runs: list[Run], arm: str, other: str = "plain") -> tuple[Floats, Flo
     """An arm's loss minus the other's of the same seeds: of all held-out tokens [seeds], by length [seeds, classes]."""
     of = {(run["arm"], run["seed"]): run for run in runs}
     seeds = sorted(seed for name, seed in of if name == arm and (other, seed) in of)
-    every, by_length = (
+    differences, by_length = (
         np.array([np.subtract(of[arm, seed][key], of[other, seed][key]) for seed in seeds])
         for key in ("held_out_loss", "loss_by_length")
     )
-    return every, by_length
+    return differences, by_length
 
 
 def by_fullness(run: Run) -> list[tuple[float, float, float]]:

@@ -32,10 +32,10 @@ SHORTEST = 32
 def definitions(source: bytes) -> Iterator[bytes]:
     """A source file cut where a class, a function or a method begins, with its decorators; all bytes, in order."""
     starts, decorated = [0], False
-    for found in _BEGINS.finditer(source):
-        if not decorated and found.start():
-            starts.append(found.start())
-        decorated = found[0].endswith(b"@")
+    for match in _BEGINS.finditer(source):
+        if not decorated and match.start():
+            starts.append(match.start())
+        decorated = match[0].endswith(b"@")
     for start, end in zip(starts, [*starts[1:], len(source)], strict=True):
         yield source[start:end]
 
@@ -51,10 +51,10 @@ def documents(files: Iterable[Path], window: int, seen: set[bytes]) -> Iterator[
                 yield np.append(tokens, np.uint16(END_OF_DOCUMENT))
 
 
-def up_to(found: Iterator[np.ndarray], tokens: int, digest: Any) -> Iterator[np.ndarray]:
+def up_to(stream: Iterator[np.ndarray], tokens: int, digest: Any) -> Iterator[np.ndarray]:
     """Documents until they have so many tokens, which are added to the digest."""
     taken = 0
-    while taken < tokens and (document := next(found, None)) is not None:
+    while taken < tokens and (document := next(stream, None)) is not None:
         taken += len(document)
         digest.update(document.tobytes())
         yield document

@@ -67,14 +67,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "dynamic", help="folder of the CSVs")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    found = corpora(options.wikipedia)
+    lengths_by_corpus = corpora(options.wikipedia)
     sections: dict[str, Callable[..., list[dict[str, Any]]]] = {
         "buckets": buckets,
         "plans": plans,
         "gains": gains,
     }
     for name in options.sections.split(","):
-        rows = sections[name](found, options)
+        rows = sections[name](lengths_by_corpus, options)
         write_csv(options.out / f"{name}.csv", rows)
 
 
@@ -117,7 +117,10 @@ def batches(
     )
     rules, batch = Rules(window, "split", 1, endless=True), per_rank * data * window
     for plan in run_packer(packer, lengths, rules, batch, iterations=iterations, warm_up=16):
-        yield plan, [p.tokens for row in plan.micro_batches for one in row for p in one.pieces]
+        yield (
+            plan,
+            [p.tokens for row in plan.micro_batches for micro_batch in row for p in micro_batch.pieces],
+        )
 
 
 def costs(stage: Stage) -> GroupCost:
@@ -129,7 +132,7 @@ def costs(stage: Stage) -> GroupCost:
 
 def buckets(corpora: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
     """The error of 16 buckets over the corpora, cut to each window."""
-    cut = {f"{n}, {w // K}K": cut_overlong(found, w) for w in WINDOWS for n, found in corpora.items()}
+    cut = {f"{n}, {w // K}K": cut_overlong(lengths, w) for w in WINDOWS for n, lengths in corpora.items()}
     return bucket_errors(cut)
 
 
@@ -143,11 +146,11 @@ def plans(corpora: dict[str, Any], options: argparse.Namespace) -> list[dict[str
         stage = Stage.of(32, ranks // 32, RANK_TOKENS * 32)
         cost = costs(stage)
         for name, lengths in corpora.items():
-            found = [
+            results = [
                 plan_once(cut_overlong(lengths, 192 * K), documents, seed, stage, cost, options.seconds)
                 for seed in range(options.seeds)
             ]
-            greedy, solver, over, steps, sources = zip(*found, strict=True)
+            greedy, solver, over, steps, sources = zip(*results, strict=True)
             row = {
                 "gpus": ranks,
                 "documents": documents,
@@ -198,8 +201,10 @@ def gains(corpora: dict[str, Any], options: argparse.Namespace) -> list[dict[str
     schemes = list(dict.fromkeys(row["scheme"] for row in rows))
     print("\nspeed-up over the best static degree (simulated, 64 GPUs), mean and range over the cases")
     for scheme in schemes:
-        found = [row["speedup"] for row in rows if row["scheme"] == scheme]
-        print(f"{scheme:36} {np.exp(np.mean(np.log(found))):6.3f}   {min(found):.3f} to {max(found):.3f}")
+        speedups = [row["speedup"] for row in rows if row["scheme"] == scheme]
+        print(
+            f"{scheme:36} {np.exp(np.mean(np.log(speedups))):6.3f}   {min(speedups):.3f} to {max(speedups):.3f}"
+        )
     return rows
 
 

@@ -165,12 +165,12 @@ def price(plans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def static_ns(tokens: Sequence[int], stage: Stage, cost: GroupCost, window: int) -> dict[int, int]:
     """Nanoseconds of a layer by each degree that holds a window."""
-    found = {}
+    ns_by_size = {}
     for level, size in enumerate(stage.sizes):
         plan = static_plan(tokens, stage, cost, level) if stage.tokens[level] >= window else None
         if plan is not None:
-            found[size] = planned_ns(plan, tokens, cost, WITHOUT_HYBRID)
-    return found
+            ns_by_size[size] = planned_ns(plan, tokens, cost, WITHOUT_HYBRID)
+    return ns_by_size
 
 
 if __name__ == "__main__":

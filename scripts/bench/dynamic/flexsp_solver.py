@@ -43,12 +43,12 @@ def main() -> None:
             key = (case["corpus"], case["window"], batch)
             if key in solved:
                 continue
-            found = solve(problems["gpus"], problems["rank_tokens"], case, case["batches"][batch], options)
-            plans.append({"corpus": key[0], "window": key[1], "batch": batch} | found)
+            solution = solve(problems["gpus"], problems["rank_tokens"], case, case["batches"][batch], options)
+            plans.append({"corpus": key[0], "window": key[1], "batch": batch} | solution)
             part = options.plans.with_suffix(".part")
             part.write_text(json.dumps(plans))
             os.replace(part, options.plans)
-            print(*key, found["tried"], f"{found['seconds']:.0f} s", flush=True)
+            print(*key, solution["tried"], f"{solution['seconds']:.0f} s", flush=True)
 
 
 def solve(
@@ -103,7 +103,7 @@ def solve(
             if result is None:
                 break
             groups.append(
-                [(degree, [one.id for one in held]) for degree, held in solver.show_results(result)]
+                [(degree, [sequence.id for sequence in held]) for degree, held in solver.show_results(result)]
             )
             predicted += result["M"]
         complete = len(groups) == count

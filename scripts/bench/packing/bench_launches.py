@@ -65,15 +65,15 @@ def main() -> None:
         f"{windows} windows of {WINDOW} tokens on each of {args.dp} ranks; torch {torch.__version__}, "
         f"Python {platform.python_version()}, {os.cpu_count()} cores"
     )
-    found: dict[str, list[Row]] = {name: [] for name in rows}
+    measurements: dict[str, list[Row]] = {name: [] for name in rows}
     for _ in range(args.rounds):
         for name, plans in rows.items():
-            found[name].append(measure(plans, args.seconds))
+            measurements[name].append(measure(plans, args.seconds))
     print(
         f"{'':30}{'launches/s':>12}{'p99 ms':>10}{'most ms':>10}{'interpreter':>13}{'core':>8}{'iterations':>12}"
         f"{'first s':>10}"
     )
-    for name, measured in found.items():
+    for name, measured in measurements.items():
         best = max(measured, key=lambda row: row.rate)
         first = f"{min(row.first for row in measured):10.2f}" if best.iterations else ""
         print(

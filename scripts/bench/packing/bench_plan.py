@@ -85,8 +85,8 @@ def main() -> None:
             steps = measure(args, packing, kind, lengths)
             for step, seconds in (*steps.items(), ("total", np.sum(list(steps.values()), axis=0))):
                 ms = np.percentile(np.array(seconds) * 1e3, [20, 50, 80, 100])
-                each = f"{1e3 * ms[1] / args.documents:14.2f}"
-                print(f"{packing:14}{kind:14}{step:10}" + "".join(f"{v:9.2f}" for v in ms) + each)
+                per_document = f"{1e3 * ms[1] / args.documents:14.2f}"
+                print(f"{packing:14}{kind:14}{step:10}" + "".join(f"{v:9.2f}" for v in ms) + per_document)
 
 
 def measure(args: argparse.Namespace, packing: str, kind: str, lengths: np.ndarray) -> dict[str, list[float]]:

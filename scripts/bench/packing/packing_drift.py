@@ -37,7 +37,7 @@ def drift_rows(paper_like: np.ndarray, wikipedia_like: np.ndarray) -> Iterator[d
         for before, after in (("wikipedia", "paper"), ("lognormal", "paper"), ("code", "wikipedia")):
             for learnt in ("first half", "second half", "anew"):
                 seen = [_second_half(kinds[before], kinds[after], window, learnt, seed) for seed in (1, 2, 3)]
-                rows = [one.row([0.0, 0.0]) for one in seen]
+                rows = [interval.row([0.0, 0.0]) for interval in seen]
                 yield {
                     "section": "drift",
                     "lengths": f"{before}, then {after}",

@@ -160,14 +160,14 @@ def _time(
         assert plan is not None
         arrived.append(len(plan.arrived))
         micro_batches.append(sum(map(len, plan.micro_batches)))
-    seconds, each = timed.seconds[1:], float(np.mean(arrived))
+    seconds, documents = timed.seconds[1:], float(np.mean(arrived))
     return {
         "section": "time",
         "packing": packing,
         "lengths": kind,
         "micro-batches": round(float(np.mean(micro_batches))),
-        "documents": round(each),
+        "documents": round(documents),
         "p50 ms": f"{1e3 * float(np.median(seconds)):.2f}",
         "largest ms": f"{1e3 * max(seconds):.2f}",
-        "ns / (n log2 n)": f"{1e9 * float(np.median(seconds)) / (each * np.log2(each)):.0f}",
+        "ns / (n log2 n)": f"{1e9 * float(np.median(seconds)) / (documents * np.log2(documents)):.0f}",
     }

@@ -39,7 +39,7 @@ def main() -> None:
     print(f"{'':24}{'sizes an octave':>16}{'met':>5}{'rows':>7}{'step, MLPs padded':>19}{'all padded':>12}")
     for name, (options.pp, flags) in PLANS.items():
         grids = planned(options, flags)
-        tokens = [tokens_of(one) for grid in grids for one in grid]
+        tokens = [tokens_of(micro_batch) for grid in grids for micro_batch in grid]
         usual = steps(grids, options, 0.0, lambda rows: rows)
         for octave in options.octave:
 
@@ -67,10 +67,12 @@ def steps(
     """Work units of all steps. share: of a token's linear work that a row of padding costs."""
     time = 0
     for grid in grids:
-        extra = [share * (size(tokens_of(one)) - tokens_of(one)) for one in grid]
+        extra = [share * (size(tokens_of(micro_batch)) - tokens_of(micro_batch)) for micro_batch in grid]
         pairs = zip(grid, extra, strict=True)
-        works = [round(1024 * (work(one, options.quadratic_at) + more)) for one, more in pairs]
-        time += step_time(works, [2 * each for each in works], options.pp, groups(grid))
+        works = [
+            round(1024 * (work(micro_batch, options.quadratic_at) + more)) for micro_batch, more in pairs
+        ]
+        time += step_time(works, [2 * forward for forward in works], options.pp, groups(grid))
     return time
 
 

@@ -60,9 +60,9 @@ def measured(options: argparse.Namespace, flags: list[str]) -> tuple[float, floa
     """Work units a trained token, and the most tokens of a micro-batch in windows."""
     time = trained = largest = 0
     for grid in planned(options, flags):
-        tokens = [tokens_of(one) for one in grid]
-        works = [round(1024 * work(one, options.quadratic_at)) for one in grid]
-        time += step_time(works, [2 * each for each in works], options.pp, groups(grid))
+        tokens = [tokens_of(micro_batch) for micro_batch in grid]
+        works = [round(1024 * work(micro_batch, options.quadratic_at)) for micro_batch in grid]
+        time += step_time(works, [2 * forward for forward in works], options.pp, groups(grid))
         trained, largest = trained + sum(tokens), max(largest, *tokens)
     return time / trained, largest / options.window
 
@@ -89,8 +89,8 @@ def prefixes(micro_batch: dict[str, Any]) -> list[int]:
 def groups(grid: list[dict[str, Any]]) -> tuple[int, ...]:
     """Sizes of the groups: a micro-batch that goes on with a document is of the group before it."""
     sizes: list[int] = []
-    for one in grid:
-        if any(prefixes(one)):
+    for micro_batch in grid:
+        if any(prefixes(micro_batch)):
             sizes[-1] += 1
         else:
             sizes.append(1)

@@ -25,8 +25,8 @@ from wlb_megatron.workload.kernel_table import h100
 
 
 def scaled(lengths: list[int], window: int, multiple: int) -> IntArray:
-    found = [max(1, n * window // sum(lengths)) for n in lengths]
-    return padded(found, multiple)
+    tokens = [max(1, n * window // sum(lengths)) for n in lengths]
+    return padded(tokens, multiple)
 
 
 def main() -> None:

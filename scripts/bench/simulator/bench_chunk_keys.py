@@ -41,7 +41,7 @@ def chunks_of(count: int, cp: int) -> list[tuple[Piece]]:
 def fetched(plan: ShardPlan) -> int:
     """Rows that the neediest rank fetches from others."""
     plans = (attention_layout(plan, rank).exchange for rank in range(plan.cp_size))
-    return max(sum(one.recv_counts) for one in plans)
+    return max(sum(rows.recv_counts) for rows in plans)
 
 
 def kernels_ms(plans: list[ShardPlan], table: KernelTable) -> float:
@@ -79,7 +79,7 @@ def main() -> None:
                 cells = f"{cp:3}{count:7}{kernels:11.1f}  {where:9}{mib:12.0f}"
                 print(f"{cells}{ms['NVLink']:11.2f}{ms['network']:11.2f}")
                 row = {"tokens": TOKENS, "cp": cp, "chunks": count, "kernels_ms": kernels, "keys": where}
-                row |= {"mib_a_layer": mib} | {f"{link.lower()}_ms": each for link, each in ms.items()}
+                row |= {"mib_a_layer": mib} | {f"{link.lower()}_ms": value for link, value in ms.items()}
                 rows.append(row)
     write_csv(args.out / "chunk_keys.csv", rows)
 

@@ -86,8 +86,8 @@ def show(name: str, batches: list[IntArray], cp: int, table: KernelTable, repeat
     ideal = 0.0
     ms = np.zeros((len(batches), len(SHARDINGS) + 1))
     plan_ms = np.zeros_like(ms)
-    for at, given in enumerate(batches):
-        lengths = padded(given, cp)
+    for at, documents in enumerate(batches):
+        lengths = padded(documents, cp)
         ideal += (float(table.diagonal_ns(lengths).sum()) / cp + table.call) / 1e6
         makers = [lambda lengths=lengths, kind=kind: shard(lengths, cp, kind, table) for kind in SHARDINGS]
         makers.append(lambda lengths=lengths: mix(lengths, cp, table))

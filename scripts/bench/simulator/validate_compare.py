@@ -42,10 +42,10 @@ def compare(
     """Simulate every run that left lines in `runs`; print, and write to `out`, what was measured and predicted."""
     overhead = step_overhead(runs, jobs, profile, layers)
     models = {layout: model_of(layout, profile, layers, overhead) for layout in LAYOUTS}
-    every = [run_rows(runs, *job, models, profile, warm_up) for job in jobs]
-    for found in every:
-        mark_hitches(found)
-    rows = [row for found in every for row in found]
+    rows_of_runs = [run_rows(runs, *job, models, profile, warm_up) for job in jobs]
+    for rows_of_run in rows_of_runs:
+        mark_hitches(rows_of_run)
+    rows = [row for rows_of_run in rows_of_runs for row in rows_of_run]
     if not rows:
         raise SystemExit("no run has left iterations: see the logs")
     print_comparison(rows, profile, layers, out)
@@ -99,12 +99,12 @@ def measured_steps(log: Path) -> dict[int, float]:
 
 def spans(runs: Path, name: str) -> dict[int, list[list[list[int]]]]:
     """[backward, begin, end] (nanoseconds) of a run's forwards and backwards, {iteration: [rank][call]}."""
-    found: dict[int, list[list[list[int]]]] = {}
+    calls: dict[int, list[list[list[int]]]] = {}
     for path in sorted(runs.glob(f"{name}.spans.*")):
         for text in path.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
-            found.setdefault(line["iteration"], []).append(line["calls"])
-    return found
+            calls.setdefault(line["iteration"], []).append(line["calls"])
+    return calls
 
 
 def step_overhead(
@@ -116,7 +116,7 @@ def step_overhead(
     backwards, less the predicted gradient reduction and optimizer. The host's work between steps is in it, which no
     profile sees.
     """
-    found = []
+    overheads = []
     for name, layout, _, _ in jobs:
         steps = measured_steps(runs / f"{name}.log")
         model = model_of(layout, profile, layers, 0.0)
@@ -131,12 +131,12 @@ def step_overhead(
             if iteration in steps
         ]
         if outside:
-            found += [ms - follows / 1e6 for ms in outside]
+            overheads += [ms - follows / 1e6 for ms in outside]
             print(
                 f"{name}: {np.median(outside):.1f} ms outside forward and backward, {follows / 1e6:.1f} of them "
                 "predicted"
             )
-    overhead = float(np.median(found)) if found else 0.0
+    overhead = float(np.median(overheads)) if overheads else 0.0
     print(f"taken for all runs: {overhead:.1f} ms an iteration beside what is predicted")
     return max(overhead, 0.0) / 1e3
 

@@ -82,8 +82,8 @@ def main() -> None:
             raise SystemExit(
                 f"no profile {profile}: make it, then --simulate-only compares the runs that are there"
             )
-        every = jobs(options.layouts.split(","), len(ROUNDS))
-        compare(Path(scratch), every, read_profile(profile), options.layers, options.warm_up, options.out)
+        all_jobs = jobs(options.layouts.split(","), len(ROUNDS))
+        compare(Path(scratch), all_jobs, read_profile(profile), options.layers, options.warm_up, options.out)
 
 
 def jobs(layouts: list[str], rounds: int) -> list[Job]:
@@ -151,9 +151,9 @@ def arguments(options: argparse.Namespace, profile: Path, lines: Path, prefix: P
 
 
 def make_profile(options: argparse.Namespace, profile: Path, ranks: WarmRanks, scratch: Path) -> None:
-    given = ["--out", str(profile), "--grid", options.grid, "--budget", str(options.budget)]
+    flags = ["--out", str(profile), "--grid", options.grid, "--budget", str(options.budget)]
     log = scratch / "profile.log"
-    status = ranks.run("profile", given + PROFILED.split(), log, options.budget + 80)
+    status = ranks.run("profile", flags + PROFILED.split(), log, options.budget + 80)
     print(log.read_text(encoding="utf-8")[-5000:] if log.exists() else "")
     if status:
         print(f"the profile failed: {tail(log)}; the runs go on without", flush=True)

@@ -74,21 +74,23 @@ def losses(options: argparse.Namespace) -> None:
     first = job(options, iterations=2, extra=f"{quiet} --save {saved} --save-interval 2 --lr-warmup-iters 0")
     if not run("start-module", 2, [*STAGES, "--wlb-chunks", "on"], prefix, first):
         return
-    rest = job(options, extra=f"{quiet} --load {saved} --finetune")
-    rows = {name: run(f"{name}-module", gpus, flags, prefix, rest) for name, (gpus, flags) in LAYOUTS.items()}
-    write_csv(options.out / "losses.csv", [row for found in rows.values() for row in found])
+    later = job(options, extra=f"{quiet} --load {saved} --finetune")
+    rows = {
+        name: run(f"{name}-module", gpus, flags, prefix, later) for name, (gpus, flags) in LAYOUTS.items()
+    }
+    write_csv(options.out / "losses.csv", [row for run_rows in rows.values() for row in run_rows])
     base = {row["iteration"]: row for row in rows["pp1-one"]}
-    for name, found in rows.items():
-        same = [(row, base[row["iteration"]]) for row in found if row["iteration"] in base]
+    for name, run_rows in rows.items():
+        same = [(row, base[row["iteration"]]) for row in run_rows if row["iteration"] in base]
         if not same:
             continue
-        gaps = [abs(one["loss"] - other["loss"]) for one, other in same]
-        norms = [abs(one["grad_norm"] / other["grad_norm"] - 1) for one, other in same]
+        gaps = [abs(own["loss"] - other["loss"]) for own, other in same]
+        norms = [abs(own["grad_norm"] / other["grad_norm"] - 1) for own, other in same]
         print(
             f"{name:12} against pp1-one over {len(same)} iterations: tokens "
             f"{'alike' if all(a['tokens'] == b['tokens'] for a, b in same) else 'DIFFER'}, "
             f"loss max {max(gaps):.5f} mean {sum(gaps) / len(gaps):.5f}, gradient norm max {max(norms):.2%}, "
-            f"last loss {same[-1][0]['loss']:.5f}, peak {found[-1]['peak_mb']:,.0f} MB",
+            f"last loss {same[-1][0]['loss']:.5f}, peak {run_rows[-1]['peak_mb']:,.0f} MB",
             flush=True,
         )
 
@@ -125,8 +127,10 @@ def long_and_whole(options: argparse.Namespace) -> None:
     """Try the same with a window as long as the document, which must not fit."""
     whole = 4 * options.window
     extra = f"{words(options)} --lr-warmup-iters 0"
-    one = job(options, extra=extra, seq_length=whole, global_batch_size=2, iterations=2)
-    rows = run("long-whole-module", 2, [*STAGES, "--wlb-packing", "original"], long_corpus(options), one)
+    options_whole = job(options, extra=extra, seq_length=whole, global_batch_size=2, iterations=2)
+    rows = run(
+        "long-whole-module", 2, [*STAGES, "--wlb-packing", "original"], long_corpus(options), options_whole
+    )
     print(f"the same whole, a window of {whole:,}: {'it fits' if rows else 'it does not fit'}", flush=True)
 
 

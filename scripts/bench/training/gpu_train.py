@@ -168,7 +168,7 @@ def run(
     window = options.seq_length * options.global_batch_size
     first = FIRST.search(text)
     start = (datetime.fromisoformat(first[1]) - began).total_seconds() if first else float("nan")
-    memory = max((float(found) for found in MEMORY.findall(text)), default=0.0)
+    memory = max((float(megabytes) for megabytes in MEMORY.findall(text)), default=0.0)
 
     def figures_of(step: re.Match[str]) -> dict[str, Any]:
         """What the plugin's own figures tell of an iteration; of stock's there are none."""

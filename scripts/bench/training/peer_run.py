@@ -59,9 +59,9 @@ def import_checkout(checkout: Path) -> None:
     if str(checkout) not in sys.path:
         sys.path.insert(0, str(checkout))
     for name in ("megatron.training", "gpt_builders", "model_provider"):
-        found = importlib.import_module(name).__file__
-        if found is None or checkout not in Path(found).parents:
-            raise SystemExit(f"{name} is imported from {found}, not from {checkout}")
+        path = importlib.import_module(name).__file__
+        if path is None or checkout not in Path(path).parents:
+            raise SystemExit(f"{name} is imported from {path}, not from {checkout}")
 
 
 def run_checkout(checkout: Path) -> None:

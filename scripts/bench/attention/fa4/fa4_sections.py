@@ -73,8 +73,8 @@ class Sections:
 
     def _nvlink(self, limit: float) -> None:
         mixes = ["--mixes", str(self.args.mixes), "--out", str(self.work / "nvlink")]
-        given = ["backends", *mixes, "--seconds", str(limit * 0.8)]
-        self._start("nvlink", self._torchrun("scripts.bench.attention.gpu_attention", *given), CACHED)
+        arguments = ["backends", *mixes, "--seconds", str(limit * 0.8)]
+        self._start("nvlink", self._torchrun("scripts.bench.attention.gpu_attention", *arguments), CACHED)
         self._wait(limit)
 
     def _host(self, limit: float) -> None:
@@ -87,7 +87,7 @@ class Sections:
 
     def _shares(self, limit: float) -> None:
         for gpu in range(self.args.gpus):
-            given = [
+            arguments = [
                 "--parts",
                 "choice",
                 "--mixes",
@@ -95,9 +95,9 @@ class Sections:
                 "--every",
                 f"{gpu}::{self.args.gpus}",
             ]
-            given += ["--seconds", str(limit - 8), "--out", str(self.work / f"shares{gpu}")]
-            given += ["--cp", *map(str, self.args.cp), "--windows", *map(str, self.args.windows)]
-            command = self._python("scripts.bench.attention.fa4.gpu_fa4", *given)
+            arguments += ["--seconds", str(limit - 8), "--out", str(self.work / f"shares{gpu}")]
+            arguments += ["--cp", *map(str, self.args.cp), "--windows", *map(str, self.args.windows)]
+            command = self._python("scripts.bench.attention.fa4.gpu_fa4", *arguments)
             self._start(f"shares{gpu}", command, CACHED | {"CUDA_VISIBLE_DEVICES": str(gpu)})
         self._wait(limit)
         self.keep()
@@ -132,11 +132,21 @@ class Sections:
     def _equal(self, limit: float) -> None:
         until = time.monotonic() + limit
         for place, kernels in enumerate(("fa4", "cudnn")):
-            given = ["--script", str(self.args.script), "--kernels", kernels, "--warm-ranks", "--layers", "4"]
-            given += ["--iterations", "9", "--warm-up", "4", "--pairs", str(self.args.pairs)]
-            given += ["--out", str(self.work / f"equal-{kernels}")]
+            arguments = [
+                "--script",
+                str(self.args.script),
+                "--kernels",
+                kernels,
+                "--warm-ranks",
+                "--layers",
+                "4",
+            ]
+            arguments += ["--iterations", "9", "--warm-up", "4", "--pairs", str(self.args.pairs)]
+            arguments += ["--out", str(self.work / f"equal-{kernels}")]
             self._start(
-                f"equal-{kernels}", self._python("scripts.bench.training.gpu_equal_lengths", *given), CACHED
+                f"equal-{kernels}",
+                self._python("scripts.bench.training.gpu_equal_lengths", *arguments),
+                CACHED,
             )
             left = until - time.monotonic()
             self._wait(left * (0.55 if place == 0 else 1.0))
@@ -145,8 +155,11 @@ class Sections:
         """Prefix of the documents that `steps` trains on."""
         if self.corpus is None:
             self.corpus = self.work / "corpus" / "python_sources"
-            given = [str(self.corpus), *(["--lengths", str(self.args.lengths)] if self.args.lengths else [])]
-            self._start("corpus", self._python("scripts.build_corpus", *given), {})
+            arguments = [
+                str(self.corpus),
+                *(["--lengths", str(self.args.lengths)] if self.args.lengths else []),
+            ]
+            self._start("corpus", self._python("scripts.build_corpus", *arguments), {})
             self._wait(60)
         return self.corpus
 
@@ -162,13 +175,13 @@ class Sections:
             for path in sorted(p for kind in ("*.log", "*.jsonl") for p in self.work.rglob(kind)):
                 kept.add(path, path.relative_to(self.work))
 
-    def _python(self, module: str, *given: str) -> list[str]:
-        return [sys.executable, "-W", "ignore", "-m", module, *given]
+    def _python(self, module: str, *arguments: str) -> list[str]:
+        return [sys.executable, "-W", "ignore", "-m", module, *arguments]
 
-    def _torchrun(self, module: str, *given: str) -> list[str]:
+    def _torchrun(self, module: str, *arguments: str) -> list[str]:
         count = ["--nproc-per-node", str(self.args.gpus), "--master-addr", "127.0.0.1"]
         count += ["--master-port", str(free_port())]
-        return [sys.executable, "-m", "torch.distributed.run", *count, "-m", module, *given]
+        return [sys.executable, "-m", "torch.distributed.run", *count, "-m", module, *arguments]
 
     def _start(self, name: str, command: Sequence[str], environment: dict[str, str]) -> None:
         quiet = {"OMP_NUM_THREADS": "4", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
@@ -206,10 +219,10 @@ def descendants(pid: int) -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for parent in found:
-        found += [child for child, its in parents.items() if its == parent]
-    return found[1:]
+    pids = [pid]
+    for parent in pids:
+        pids += [child for child, its in parents.items() if its == parent]
+    return pids[1:]
 
 
 def read(path: Path) -> list[dict[str, Any]]:

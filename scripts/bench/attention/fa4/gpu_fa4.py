@@ -150,33 +150,33 @@ def _choice(args: argparse.Namespace, profile: Path | None, clock: _Clock) -> No
 
     mixes = json.loads(args.mixes.read_text())
     whole_window = max(sum(lengths) for lengths in mixes.values())
-    first, every = map(int, args.every.split("::"))
-    mixes = dict(list(mixes.items())[first::every])
-    found: dict[str, list[dict[str, Any]]] = {"fa4": [], "cudnn": []}
+    first, stride = map(int, args.every.split("::"))
+    mixes = dict(list(mixes.items())[first::stride])
+    by_kernels: dict[str, list[dict[str, Any]]] = {"fa4": [], "cudnn": []}
     wrong: dict[str, list[dict[str, Any]]] = {"fa4": [], "cudnn": []}
     tables = {}
-    for name in found:
+    for name in by_kernels:
         KERNELS.use(name)
         tables[name] = kernel_table(profile if name == "fa4" else None)
     for window in args.windows:
         left = clock.left() * (1.0 if window == args.windows[-1] else SHARES.get(window, 0.5))
         until = time.perf_counter() + left
-        for mix, given in mixes.items():
+        for mix, documents in mixes.items():
             if time.perf_counter() > until:
                 print(f"{window} {mix}: no more time", flush=True)
                 break
-            for name in found:
+            for name in by_kernels:
                 KERNELS.use(name)
-                shape = (mix, given, window, whole_window, args.cp)
-                found[name] += one_mix(*shape, tables[name], wrong[name])
-            for name in found:
-                for kind, rows in (("", found[name]), ("_predicted", wrong[name])):
+                shape = (mix, documents, window, whole_window, args.cp)
+                by_kernels[name] += one_mix(*shape, tables[name], wrong[name])
+            for name in by_kernels:
+                for kind, rows in (("", by_kernels[name]), ("_predicted", wrong[name])):
                     mine = [row for row in rows if row["window"] == window]
                     write_csv(args.out / f"choice_{name}_{window}{kind}.csv", mine)
         clock.say(f"choice {window}")
-    for name, rows in found.items():
+    for name, rows in by_kernels.items():
         report(rows, wrong[name], args.windows, args.cp, name)
-    against(found["fa4"], "FlashAttention-4", found["cudnn"], "cuDNN")
+    against(by_kernels["fa4"], "FlashAttention-4", by_kernels["cudnn"], "cuDNN")
 
 
 if __name__ == "__main__":
