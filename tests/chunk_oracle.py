@@ -25,17 +25,17 @@ from wlb_megatron.workload.kernel_table import h100
 def iterations(draw, most=60, documents=5, micro_batches=5):
     """Pieces of each micro-batch: documents in 1 to 5 chunks, in any micro-batches as long as they are in order."""
     count = draw(st.integers(2, micro_batches))
-    found = [[] for _ in range(count)]
+    pieces_of_micro_batches = [[] for _ in range(count)]
     for document in range(draw(st.integers(1, documents))):
         chunks = draw(st.integers(1, min(5, count)))
         where = sorted(draw(st.permutations(range(count)))[:chunks])
         begin = start = draw(st.sampled_from([0, 0, 7]))  # a document split before it came in chunks
         for index in where:
             size = draw(st.one_of(st.integers(1, 4), st.integers(1, most)))
-            found[index].append(Piece(0, document, start, start + size, start - begin))
+            pieces_of_micro_batches[index].append(Piece(0, document, start, start + size, start - begin))
             start += size
-    found = [draw(st.permutations(pieces)) for pieces in found]
-    return [pieces or [Piece(0, 100 + index, 0, 3)] for index, pieces in enumerate(found)]
+    pieces_of_micro_batches = [draw(st.permutations(pieces)) for pieces in pieces_of_micro_batches]
+    return [pieces or [Piece(0, 100 + index, 0, 3)] for index, pieces in enumerate(pieces_of_micro_batches)]
 
 
 def shard_plans(micro_batches, cp, kind, table=None):
@@ -125,8 +125,8 @@ class Iteration:
                 done[index] = self._forward(index, rank, group, x, layer, cache, sink)
             held.append(cache.bytes)
         assert cache.bytes == 0 and not cache._entries and not cache._recorded
-        found = [(rows, out.detach(), *(t.grad for t in inputs)) for rows, out, inputs in done.values()]
-        return found, None if sink is None else sink.grad, held
+        results = [(rows, out.detach(), *(t.grad for t in inputs)) for rows, out, inputs in done.values()]
+        return results, None if sink is None else sink.grad, held
 
     def _forward(self, index, rank, group, x, layer, cache, sink):
         plan = self.plans[index]
@@ -157,8 +157,8 @@ class Iteration:
         with ThreadPoolExecutor(group.size) as pool:
             shares = list(pool.map(one, range(group.size)))
         results = [torch.full_like(t, float("nan")) for t in (x.dout, x.q, x.k, x.v)]
-        for found, *_ in shares:
-            for rows, *tensors in found:
+        for micro_batches, *_ in shares:
+            for rows, *tensors in micro_batches:
                 for result, tensor in zip(results, tensors, strict=True):
                     result[rows] = tensor
         return results if layer.sink is None else [*results, sum(sink for _, sink, _ in shares)]

@@ -215,24 +215,24 @@ def differences(
     KeyError where a parameter of the single process is on no rank.
     """
     losses = zip(mean_losses(single, iterations), mean_losses(ranks, iterations, numbers), strict=True)
-    loss = max(abs(found - expected) / abs(expected) for expected, found in losses)
-    wanted, found = whole_gradients(single), whole_gradients(ranks)
+    loss = max(abs(actual - expected) / abs(expected) for expected, actual in losses)
+    expected_gradients, gradients = whole_gradients(single), whole_gradients(ranks)
     errors = {
-        name: float(torch.linalg.norm(found[name] - gradient) / torch.linalg.norm(gradient))
-        for name, gradient in wanted.items()
+        name: float(torch.linalg.norm(gradients[name] - gradient) / torch.linalg.norm(gradient))
+        for name, gradient in expected_gradients.items()
     }
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
     return loss, errors[worst], worst
 
 
-def errors_by_kind(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> dict[str, float]:
+def errors_by_kind(expected: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> dict[str, float]:
     """Relative distance of gradients (norms), those of one parameter in all layers and experts taken together."""
-    wanted, given = whole_gradients(expected), whole_gradients(found)
+    expected_gradients, gradients = whole_gradients(expected), whole_gradients(ranks)
     squares: dict[str, tuple[float, float]] = {}
-    for name, gradient in wanted.items():
+    for name, gradient in expected_gradients.items():
         kind = re.sub(r"\d+", "*", name)
         apart, size = squares.get(kind, (0.0, 0.0))
-        apart += float(torch.linalg.norm(given[name] - gradient)) ** 2
+        apart += float(torch.linalg.norm(gradients[name] - gradient)) ** 2
         squares[kind] = apart, size + float(torch.linalg.norm(gradient)) ** 2
     return {kind: (apart / size) ** 0.5 for kind, (apart, size) in squares.items()}
 

@@ -67,7 +67,7 @@ def _global_expert(name: str) -> str:
     )
     first = rank * get_args().num_experts // ranks
     return re.sub(
-        r"(local_experts\.|weight|bias)(\d+)", lambda found: f"{found[1]}{first + int(found[2])}", name
+        r"(local_experts\.|weight|bias)(\d+)", lambda match: f"{match[1]}{first + int(match[2])}", name
     )
 
 
@@ -148,7 +148,7 @@ def reduced_gradients(chunk: Any) -> dict[str, tuple[torch.Tensor, int | None]]:
 def fsdp_gradients(buffer: Any) -> dict[str, tuple[torch.Tensor, int | None]]:
     """The same of Megatron-FSDP's buffer, where each rank holds a run of a parameter's elements."""
     ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    found = {}
+    gradients = {}
     for name, sharded in buffer.optimizer_named_parameters:
         parameter = sharded.orig_param
         held = buffer.parameter_groups[buffer.param_to_param_group[parameter]].main_grad_buffer
@@ -156,8 +156,8 @@ def fsdp_gradients(buffer: Any) -> dict[str, tuple[torch.Tensor, int | None]]:
         part = held.get_item(held.param_idx[parameter], only_shard=True).cpu()
         torch.distributed.all_gather_object(parts, part, group=ranks)
         whole = torch.cat(parts).view(parameter.shape)
-        found[re.sub(r"^(module\.)+", "", name)] = whole, tensor_parallel_dim(parameter)
-    return found
+        gradients[re.sub(r"^(module\.)+", "", name)] = whole, tensor_parallel_dim(parameter)
+    return gradients
 
 
 def watch() -> None:
@@ -294,10 +294,10 @@ def group_micro_batches(sizes: str) -> None:
     rank, "1,2;2,1". Each iteration begins with the next of them."""
     from wlb_megatron.plugin.plans import planning
 
-    given = [tuple(map(int, each.split(","))) for each in sizes.split(";")]
+    groups_of_ranks = [tuple(map(int, counts.split(","))) for counts in sizes.split(";")]
 
     def chunk_groups(plan: Any, settings: Any) -> tuple[int, ...]:
-        mine = given[settings.dp_rank % len(given)]
+        mine = groups_of_ranks[settings.dp_rank % len(groups_of_ranks)]
         first = plan.iteration % len(mine)
         return mine[first:] + mine[:first]
 

@@ -177,12 +177,17 @@ def test_a_document_of_a_window_makes_calls_of_equal_sequences(cp, calls):
     """Two ranks of 64 tokens hold 0-16 with 48-64, and 16-48: diagonals of 2 x 16 or 1 x 32, rectangles of 16 x 48 or
     32 x 16. Of more ranks all but the first have two rectangles, of different sizes."""
     plan = shard(np.array([32 * cp]), cp, "per-sequence")
-    found = [repeated(attention_layout(plan, rank), windowed=False) for rank in range(cp)]
-    assert found[0][0] == ((True, None, Equal(2, 16, 16)) if cp > 1 else (True, None, Equal(1, 32, 32)))
-    assert found[-1][0] == (True, None, Equal(1, 32, 32)), "the last rank's two chunks touch"
-    assert len(found[0]) == calls
+    calls_of_ranks = [repeated(attention_layout(plan, rank), windowed=False) for rank in range(cp)]
+    assert calls_of_ranks[0][0] == (
+        (True, None, Equal(2, 16, 16)) if cp > 1 else (True, None, Equal(1, 32, 32))
+    )
+    assert calls_of_ranks[-1][0] == (True, None, Equal(1, 32, 32)), "the last rank's two chunks touch"
+    assert len(calls_of_ranks[0]) == calls
     if cp == 2:
-        assert [size for rank in found for _, _, size in rank[1:]] == [Equal(1, 16, 48), Equal(1, 32, 16)]
+        assert [size for rank in calls_of_ranks for _, _, size in rank[1:]] == [
+            Equal(1, 16, 48),
+            Equal(1, 32, 16),
+        ]
     assert repeated(attention_layout(plan, 0), windowed=True) == []
     (near,) = repeated(attention_layout(plan, cp - 1, 8), windowed=True)
     assert near == (True, 8, Equal(1, 32, 32 + 8 * (cp > 1)))
@@ -245,8 +250,8 @@ class Clock:
         monkeypatch.setattr("megatron.training.print_rank_0", self.lines.append)
 
     def listed(self, chunks, met):
-        found = [(True, None, Bucket(32, n, n)) for n in range(1, 11)]
-        return [(self, graph) for graph in found]
+        graphs = [(True, None, Bucket(32, n, n)) for n in range(1, 11)]
+        return [(self, graph) for graph in graphs]
 
     def warm_up(self, graphs):
         self.built += graphs
@@ -274,9 +279,9 @@ def test_which_equal_sequences_get_kernels_of_their_own_is_no_matter_of_time(mon
 def test_graphs_of_usual_sizes_come_first():
     usual = a_rank()
     for window, full in ((None, True), (4096, False)):
-        found = foreseen(usual.tokens, usual.cp_size, usual.segments, usual.cut, window, full=full)
-        causal, rectangles = by_likelihood(found, usual.usual_tokens, usual.usual_segments)
-        assert sorted(causal + rectangles) == sorted(found)
+        graphs = foreseen(usual.tokens, usual.cp_size, usual.segments, usual.cut, window, full=full)
+        causal, rectangles = by_likelihood(graphs, usual.usual_tokens, usual.usual_segments)
+        assert sorted(causal + rectangles) == sorted(graphs)
         assert causal[0] == (True, window, Bucket(128, 65536, 65536))
         at = {size: place for place, (_, _, size) in enumerate(causal)}
         for size in (Bucket(64, 65536, 65536), Bucket(256, 65536, 65536), Bucket(128, 32768, 32768)):

@@ -154,11 +154,11 @@ def test_a_failed_step_leaves_nothing_behind_once_caches_are_cleared():
     clear_caches()
     assert cached_bytes() == cache.bytes == 0
     # And the next step is as if nothing had been.
-    found, *_ = iteration.on_rank(0, member, x, Layer(), cache)
+    results, *_ = iteration.on_rank(0, member, x, Layer(), cache)
     expected, *_ = iteration.on_rank(0, member, x, Layer(), KeyCache())
     assert all(
         torch.equal(a, b)
-        for one, other in zip(found, expected, strict=True)
+        for one, other in zip(results, expected, strict=True)
         for a, b in zip(one, other, strict=True)
     )
 
@@ -226,8 +226,8 @@ def compare_in_processes(rank, port):
         x = iteration.tensors()
         expected = one_document_at_a_time(iteration.lengths, x)
         for recompute in (None, "reentrant", "recorded"):
-            found, *_ = iteration.on_rank(rank, dist.group.WORLD, x, Layer(recompute=recompute), KeyCache())
-            for rows, *tensors in found:
+            results, *_ = iteration.on_rank(rank, dist.group.WORLD, x, Layer(recompute=recompute), KeyCache())
+            for rows, *tensors in results:
                 wanted = [tensor[rows] for tensor in expected]
                 assert largest_error(tensors, wanted) < EXACT, (kind, recompute)
     dist.destroy_process_group()

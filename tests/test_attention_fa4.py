@@ -191,11 +191,11 @@ def test_keys_values_and_their_gradients_are_halves_of_one_buffer(asked):
         assert first.stride(0) == 2 * first[0].numel()
 
 
-@pytest.mark.parametrize(("dim", "v_dim", "given"), [(192, 128, 128), (24, 16, 24), (16, 16, 16)])
-def test_narrow_values_are_given_as_they_are_where_tried_and_else_padded(asked, dim, v_dim, given):
+@pytest.mark.parametrize(("dim", "v_dim", "channels"), [(192, 128, 128), (24, 16, 24), (16, 16, 16)])
+def test_narrow_values_are_given_as_they_are_where_tried_and_else_padded(asked, dim, v_dim, channels):
     plan = shard(padded([9, 30], 2), 2, "per-document")
     x = random_tensors(plan.tokens, heads=2, kv_heads=2, dim=dim, v_dim=v_dim)
-    assert {call["v"].shape[-1] for call in attend(asked, plan, x) if "v" in call} == {given}
+    assert {call["v"].shape[-1] for call in attend(asked, plan, x) if "v" in call} == {channels}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -215,9 +215,9 @@ def test_rows_are_merged_from_contiguous_ones_as_the_gpu_wants_them(asked, monke
     """FlashAttention-4 gives the log-sum-exp by heads."""
     merge, spread = sharded_attention.merge_rows, sharded_attention.spread_four
 
-    def merge_rows(*given):
-        assert all(x.is_contiguous() for x in given[:4])
-        merge(*given)
+    def merge_rows(*tensors):
+        assert all(x.is_contiguous() for x in tensors[:4])
+        merge(*tensors)
 
     def spread_four(sources, *rest):
         assert all(x.is_contiguous() for x in sources)

@@ -44,7 +44,7 @@ def config(**options):
     )
 
 
-def build(cls=DotProductAttention, cp=None, mask=AttnMaskType.causal, given=None, **options):
+def build(cls=DotProductAttention, cp=None, mask=AttnMaskType.causal, config_fields=None, **options):
     groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=cp or Member(ThreadGroup(1), 0))
     return wlb_core_attention(cls)(
         **{
@@ -55,7 +55,7 @@ def build(cls=DotProductAttention, cp=None, mask=AttnMaskType.causal, given=None
             "cp_comm_type": None,
             "softmax_scale": None,
             "pg_collection": groups,
-            **(given or {}),
+            **(config_fields or {}),
         }
     )
 
@@ -190,10 +190,10 @@ def test_each_layer_keeps_the_keys_of_a_document_in_chunks_for_itself():
     for plan, rows in zip(plans, (slice(0, 9), slice(9, 16)), strict=True):
         params = packed_seq_params(plan, 0, "cpu")
         # Two layers whose keys differ, each with its own of the first chunk.
-        given = [t[rows].unsqueeze(1) for t in qkv]
+        inputs = [t[rows].unsqueeze(1) for t in qkv]
         outs.append(
             [
-                layer(given[0], n * given[1], given[2], packed_seq_params=params)
+                layer(inputs[0], n * inputs[1], inputs[2], packed_seq_params=params)
                 for n, layer in enumerate(layers, 1)
             ]
         )

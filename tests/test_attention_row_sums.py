@@ -147,10 +147,10 @@ def test_a_compiled_kernel_is_launched_again_only_for_what_it_was_compiled_for(m
             self.compiled, self.launched = [], []
 
         def __getitem__(self, grid):
-            return lambda *given, num_warps: self.compiled.append((grid, given)) or self
+            return lambda *arguments, num_warps: self.compiled.append((grid, arguments)) or self
 
-        def run(self, *given):
-            self.launched.append(given)
+        def run(self, *arguments):
+            self.launched.append(arguments)
 
     kernel, rows = Kernel(), torch.zeros(8, dtype=torch.int32)
     monkeypatch.setattr(row_sums_triton, "_compiled", {})
@@ -168,7 +168,7 @@ def test_a_compiled_kernel_is_launched_again_only_for_what_it_was_compiled_for(m
     ):
         row_sums_triton._launch(kernel, grid, (tensor,), (number,))
     assert len(kernel.compiled) == 5
-    assert [given[:6] for given in kernel.launched] == [
+    assert [arguments[:6] for arguments in kernel.launched] == [
         (3, 1, 1, "stream", "function", "metadata"),
         (2, 1, 1, "stream", "function", "metadata"),
     ]

@@ -47,7 +47,7 @@ def test_regret_is_what_was_chosen_over_the_fastest_way_of_the_same_cell() -> No
         row("b", "per-document", 0, 5.0),
         row("a", "hybrid", 1, 1.0, window=512),
     ]
-    as_read = [{name: str(value) for name, value in given.items()} for given in rows]
+    as_read = [{name: str(value) for name, value in figures.items()} for figures in rows]
     expected = {(1024, "a", 2): 0.5, (1024, "b", 2): 0.0, (512, "a", 2): 0.0}
     assert regrets(rows) == regrets(as_read) == expected
 
@@ -122,7 +122,7 @@ def test_each_mode_of_the_gpu_benchmark_is_a_function_of_its_module() -> None:
 
 
 def test_the_benchmarks_table_names_modules_that_are_there() -> None:
-    folder, found = "", 0
+    folder, count = "", 0
     for line in (ROOT / "scripts" / "bench" / "README.md").read_text(encoding="utf-8").splitlines():
         first = line.split("|")[1] if line.startswith("| ") else ""
         if heads := re.findall(r"`python -m (scripts\.bench\.\w+)\.`", first):
@@ -132,8 +132,8 @@ def test_the_benchmarks_table_names_modules_that_are_there() -> None:
                 stem, script, _ = name.partition(".sh")
                 path = f"{folder}.{stem}".replace(".", "/") + (script or ".py")
                 assert (ROOT / path).is_file(), line
-                found += 1
-    assert found > 20
+                count += 1
+    assert count > 20
 
 
 def test_ranks_that_hold_the_same_documents_are_a_group_of_megatrons_plan() -> None:

@@ -217,10 +217,10 @@ def bad_files(tmp_path: Path) -> Path:
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
     change: dict[str, str], message: str, bad_files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = {"--lengths": "4,12", "--window": "16", **change}
+    flags = {"--lengths": "4,12", "--window": "16", **change}
     before = sorted(bad_files.iterdir())
     code, out, err = call(
-        capsys, "inspect", *(part.format(bad_files) for pair in given.items() for part in pair)
+        capsys, "inspect", *(part.format(bad_files) for pair in flags.items() for part in pair)
     )
     assert code == 2
     assert out == ""
@@ -317,8 +317,8 @@ def test_a_command_of_the_documents_is_one_that_the_parser_takes(
 ) -> None:
     parse = cli._Parser.parse_args
 
-    def without_running(self: cli._Parser, given: list[str], args: argparse.Namespace) -> None:
-        parse(self, given, args)
+    def without_running(self: cli._Parser, arguments: list[str], args: argparse.Namespace) -> None:
+        parse(self, arguments, args)
         args.run = lambda args: None
 
     monkeypatch.setattr(cli._Parser, "parse_args", without_running)

@@ -205,30 +205,30 @@ def test_balancing_is_predicted_to_help_long_tails_and_not_to_hurt_equal_lengths
 
 
 @pytest.mark.parametrize(
-    ("given", "packing"),
+    ("flags", "packing"),
     [("", "varlen"), ("", "original"),
      ("--max-tokens 100000 --thresholds 24000,40000 --max-delay 3 --cp 2 --sharding hybrid", "varlen"),
      ("--balance-batches 2 --quadratic-at 99", "fixed-greedy")],
 )  # fmt: skip
 def test_the_flags_to_copy_set_the_same_packing_in_training(
-    given: str, packing: str, capsys: pytest.CaptureFixture[str]
+    flags: str, packing: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = (
         "analyze --lengths 9000,30000,4000,64000,0,7000,64000,2000,2000,40000,12000 --window 64000 "
-        f"--micro-batches 4 --pp 4 --host-launch 0 --packing {packing} --iterations 9 --no-split {given}"
+        f"--micro-batches 4 --pp 4 --host-launch 0 --packing {packing} --iterations 9 --no-split {flags}"
     )
     code, out, _ = call(capsys, *command.split(), "--json", "-")
     assert code == 0
     report = json.loads(out)
     config = config_from_args(add_arguments(argparse.ArgumentParser()).parse_args(report["flags"].split()))
-    is_set = "--quadratic-at" in given  # else a run's is its model's, which analyze did not get
+    is_set = "--quadratic-at" in flags  # else a run's is its model's, which analyze did not get
     assert (config.packing, config.quadratic_at) == (packing, report["quadratic_at"] if is_set else None)
     if packing == "varlen":
-        assert config.max_tokens == (100000 if "--max-tokens" in given else None)
-        assert config.thresholds == ("24000,40000" if "--thresholds" in given else "auto")
-    if "--max-delay" in given:
+        assert config.max_tokens == (100000 if "--max-tokens" in flags else None)
+        assert config.thresholds == ("24000,40000" if "--thresholds" in flags else "auto")
+    if "--max-delay" in flags:
         assert (config.max_tokens, config.thresholds, config.max_delay) == (100000, "24000,40000", 3)
-    if "--balance" in given:
+    if "--balance" in flags:
         assert config.balance_batches == 2
 
 

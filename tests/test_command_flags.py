@@ -236,8 +236,8 @@ def test_every_flag_of_reproduce_reaches_what_is_reproduced(
     assert main(base) == 2
     for flag, value in REPRODUCE.items():
         more = ["--no-stretch"] if flag == "lengths-of" else []
-        given = [value.format(tmp_path / "lengths.npy")] if value else []
-        assert main([*base, f"--{flag}", *given, *more]) == 2
+        arguments = [value.format(tmp_path / "lengths.npy")] if value else []
+        assert main([*base, f"--{flag}", *arguments, *more]) == 2
     assert len(set(asked)) == len(REPRODUCE) + 1
 
 

@@ -41,8 +41,8 @@ def test_documents_fit_the_window_come_once_and_stop_at_the_tokens_asked_for(tmp
     (tmp_path / "a.py").write_text(function + "def long():\n    '" + "y" * 200 + "'\n" + function)
     (tmp_path / "b.py").write_text(function + function.replace("f(", "g(") + function.replace("f(", "h("))
     files, seen = [tmp_path / "a.py", tmp_path / "b.py"], set[bytes]()
-    found = [bytes(one[:-1].astype(np.uint8)).decode() for one in text.documents(files, 128, seen)]
-    assert [document.split("(")[0] for document in found] == ["def f", "def g", "def h"]
+    documents = [bytes(one[:-1].astype(np.uint8)).decode() for one in text.documents(files, 128, seen)]
+    assert [document.split("(")[0] for document in documents] == ["def f", "def g", "def h"]
 
     few = list(text.up_to(text.documents(files, 128, set()), len(function) + 2, hashlib.blake2b()))
     assert len(few) == 2 and all(document[-1] == 256 for document in few)
@@ -150,8 +150,8 @@ def test_losses_are_compared_with_plain_of_the_same_seed_and_half_written_lines_
     path = tmp_path / "runs.jsonl"
     path.write_text("".join(json.dumps(run) + "\n" for run in runs) + '{"arm": "wl')
     read = statistics.read_runs([path, tmp_path / "none.jsonl"])
-    every, by_length = statistics.paired(read, "wlb")
-    assert every == pytest.approx([0.1, 0.2]) and by_length == pytest.approx(
+    differences, by_length = statistics.paired(read, "wlb")
+    assert differences == pytest.approx([0.1, 0.2]) and by_length == pytest.approx(
         np.array([[0.1, 0.1], [0.2, 0.2]])
     )
     empty, _, full = statistics.by_fullness(read[0])
@@ -191,8 +191,8 @@ def test_no_run_goes_on_from_a_start_that_failed_and_a_later_call_trains_that_st
 
     def call(*options: str) -> str:
         jobs.clear()
-        given = ["--out", str(tmp_path), "--starts", "3", "--seeds", "1", "--arms", "cut", *options]
-        monkeypatch.setattr(sys, "argv", ["convergence", *given])
+        arguments = ["--out", str(tmp_path), "--starts", "3", "--seeds", "1", "--arms", "cut", *options]
+        monkeypatch.setattr(sys, "argv", ["convergence", *arguments])
         with pytest.raises(SystemExit) as end:
             convergence.main()
         return str(end.value)

@@ -215,6 +215,6 @@ def test_json_holds_what_the_lines_say_and_nothing_else_is_printed(
     wrong = findings.Finding("Megatron", "none", findings.FIX, "install it")
     monkeypatch.setattr(doctor_command, "megatron", lambda: iter([wrong]))
     assert main(["doctor", "--json", "--no-self-test"]) == 2
-    found = json.loads(capsys.readouterr().out)
-    assert found[0]["what"] == "Python" and found[0]["verdict"] == "ok"
-    assert found[-1] == {"what": "Megatron", "found": "none", "verdict": "FIX", "cure": "install it"}
+    results = json.loads(capsys.readouterr().out)
+    assert results[0]["what"] == "Python" and results[0]["verdict"] == "ok"
+    assert results[-1] == {"what": "Megatron", "found": "none", "verdict": "FIX", "cure": "install it"}

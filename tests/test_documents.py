@@ -113,7 +113,7 @@ def reference(corpora: list[Corpus], rule: Rules) -> Iterator[Piece]:
                 draws = np.random.PCG64(np.random.SeedSequence([rule.seed, position, epoch]))
                 keys = [int(draws.random_raw()) for _ in order]
                 order.sort(key=keys.__getitem__)
-            found = []
+            placed = []
             for place, document in enumerate(order):
                 length = int(corpus.lengths[document])
                 if rule.overlong == "truncate":
@@ -125,8 +125,8 @@ def reference(corpora: list[Corpus], rule: Rules) -> Iterator[Piece]:
                     if rule.seed is None:
                         at = Fraction(place)
                     piece = Piece(epoch, corpus.first_id + document, start, min(start + rule.window, length))
-                    found.append((at, len(starts) > 1, document, piece))
-            yield from (piece for *_, piece in sorted(found))
+                    placed.append((at, len(starts) > 1, document, piece))
+            yield from (piece for *_, piece in sorted(placed))
             if not rule.endless:
                 return
             epoch += 1

@@ -34,9 +34,9 @@ def test_computed_places_are_distinct_and_within_any_count(
 ) -> None:
     begin = data.draw(st.integers(0, count - 1))
     places = np.arange(begin, min(begin + 1000, count))
-    found = permuted(places, count, keys(seed))
-    assert len(np.unique(found)) == len(places)
-    assert found.min() >= 0 and found.max() < count
+    images = permuted(places, count, keys(seed))
+    assert len(np.unique(images)) == len(places)
+    assert images.min() >= 0 and images.max() < count
 
 
 def test_a_stretch_is_the_same_wherever_it_begins() -> None:

@@ -90,9 +90,9 @@ def test_a_books_pieces_are_evenly_spaced_over_each_epoch_in_their_order() -> No
             places = [
                 at for at, piece in enumerate(pieces) if piece is not None and piece.document == document
             ]
-            found = [piece for piece in pieces if piece is not None and piece.document == document]
+            of_book = [piece for piece in pieces if piece is not None and piece.document == document]
             end = lengths[document]
-            assert found == [
+            assert of_book == [
                 Piece(epoch, document, at, min(at + WINDOW, end)) for at in range(0, end, WINDOW)
             ]
             gaps = np.diff(places)

@@ -75,9 +75,9 @@ def test_fixed_groups_are_kept_unless_others_are_predicted_faster(
     assert plan_step(tokens, stage, cost_of(stage), fixed=every) == made
 
 
-def best_by_brute_force(given: Problem) -> int:
+def best_by_brute_force(placed: Problem) -> int:
     """The least time over all ways to give each document a block and a micro-step of it."""
-    stage, tokens = given.stage, given.tokens
+    stage, tokens = placed.stage, placed.tokens
     blocks = [(start, size) for size in stage.sizes for start in range(0, stage.ranks, size)]
     best = None
     for chosen in product(blocks, repeat=len(tokens)):
@@ -89,10 +89,10 @@ def best_by_brute_force(given: Problem) -> int:
             if bins is None:
                 break
             for rank in range(start, start + size):
-                load[rank] += sum(given.prices[level][d] for d in own) + bins * given.opening[level]
+                load[rank] += sum(placed.prices[level][d] for d in own) + bins * placed.opening[level]
                 steps[rank] += bins
         else:
-            time = max(load) + given.step_ns * max(steps)
+            time = max(load) + placed.step_ns * max(steps)
             best = time if best is None else min(best, time)
     assert best is not None
     return best

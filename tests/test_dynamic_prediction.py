@@ -32,9 +32,9 @@ def test_groups_of_megatrons_size_are_predicted_as_fixed_ones_are(pipeline: int)
             )
         )
         at += 2 * len(row)
-    found = group_predictor(job, None, cost_of(2, 2, 4))(StepPlan(4, tuple(steps)), tokens)
+    predicted = group_predictor(job, None, cost_of(2, 2, 4))(StepPlan(4, tuple(steps)), tokens)
     shards = [[[shard(row, 2, "per-document")] * 2 for row in lengths]]
-    assert found == pytest.approx(simulate(shards, layer_model(job, None)).steps[0] / 1e6, rel=0.05)
+    assert predicted == pytest.approx(simulate(shards, layer_model(job, None)).steps[0] / 1e6, rel=0.05)
 
 
 def test_an_iteration_takes_as_long_as_its_busiest_rank_and_padding_costs_little() -> None:

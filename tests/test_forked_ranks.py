@@ -28,8 +28,8 @@ def test_a_job_trains_bit_for_bit_as_in_fresh_processes_whatever_ran_before(
     expected = job("fresh", fresh=True, context=2)
     first = job("first", context=2)
     assert job("between", pipeline=2)[0]["losses"] != expected[0]["losses"]
-    for found in (first, job("again", context=2)):
-        for rank, one in zip(expected, found, strict=True):
+    for ranks in (first, job("again", context=2)):
+        for rank, one in zip(expected, ranks, strict=True):
             assert len(rank["losses"]) == 12 and one["losses"] == rank["losses"]
             assert one["documents"] == rank["documents"] and one["place"] == rank["place"]
             assert one["gradients"].keys() == rank["gradients"].keys()

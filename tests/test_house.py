@@ -80,19 +80,19 @@ def name_of(path: Path) -> str:
 def arrows() -> dict[str, set[str]]:
     """The package's own files that each of them imports anywhere in it, as `name_of` has them."""
     names = {name_of(path) for path in MODULES}
-    found: dict[str, set[str]] = {}
+    imports: dict[str, set[str]] = {}
     for path in MODULES:
-        found[name_of(path)] = mine = set()
+        imports[name_of(path)] = own = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "wlb_megatron":
                 part = node.module.removeprefix("wlb_megatron").removeprefix(".")
                 for alias in node.names:
                     whole = f"{part}.{alias.name}".removeprefix(".")
-                    mine.add(whole if whole in names else part)
+                    own.add(whole if whole in names else part)
             elif isinstance(node, ast.Import):
-                mine |= {alias.name.removeprefix("wlb_megatron.") for alias in node.names} & names
+                own |= {alias.name.removeprefix("wlb_megatron.") for alias in node.names} & names
     return {
-        name: others - {name} for name, others in found.items()
+        name: others - {name} for name, others in imports.items()
     }  # a child process begins in its own module
 
 
@@ -211,13 +211,15 @@ AS_MEGATRON_CALLS = ("plugin/plans/checkpoint.py", "plugin/logs/flops.py")
 
 
 def test_megatrons_arguments_go_no_further_than_the_door() -> None:
-    found = set()
+    modules = set()
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and node.name != "__torch_function__":
-                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                annotations = [each.annotation for each in given if each.arg == "args"]
-                if any(isinstance(each, ast.Name) and each.id == "Any" for each in annotations):
-                    found.add(within(path))
-    beyond = {where for where in found if not where.startswith("plugin/flags/")}
+                parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                annotations = [parameter.annotation for parameter in parameters if parameter.arg == "args"]
+                if any(
+                    isinstance(parameter, ast.Name) and parameter.id == "Any" for parameter in annotations
+                ):
+                    modules.add(within(path))
+    beyond = {where for where in modules if not where.startswith("plugin/flags/")}
     assert beyond == {*TAKES_FLAGS, *AS_MEGATRON_CALLS}

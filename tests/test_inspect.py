@@ -20,8 +20,8 @@ def inspect(lengths: list[int], window: int, **options: Any) -> list[dict[str, A
     layout = {name: options.pop(name) for name in ("dp", "cp", "tp", "iterations") if name in options}
     micro_batches = options.pop("micro_batches", 1)
     config = WlbConfig(**{"packing": "original", "sharding": "per-document"} | options)
-    given = np.array(lengths, dtype=np.int64)
-    return inspect_plans(given, config, window=window, micro_batches=micro_batches, **layout)["iterations"]
+    tokens = np.array(lengths, dtype=np.int64)
+    return inspect_plans(tokens, config, window=window, micro_batches=micro_batches, **layout)["iterations"]
 
 
 # --- worked examples ---

@@ -28,12 +28,12 @@ HOPPER = Layer(dim=128, v_dim=128, grouped=True, capability=(9, 0))
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def install(**versions: str | None) -> None:
-        found = TRIED | {name.replace("_", "-"): version for name, version in versions.items()}
+        installed_versions = TRIED | {name.replace("_", "-"): version for name, version in versions.items()}
 
         def version(package: str) -> str:
-            if found[package] is None:
+            if installed_versions[package] is None:
                 raise PackageNotFoundError(package)
-            return str(found[package])
+            return str(installed_versions[package])
 
         monkeypatch.setattr(kernel_choice, "version", version)
 
@@ -62,11 +62,11 @@ def test_auto_takes_flash_attention_where_it_fits_and_says_why_not_elsewhere(
 ) -> None:
     installed()
     layer = replace(HOPPER, **change)
-    name, found = chosen("auto", layer)
+    name, reason = chosen("auto", layer)
     if why is None:
-        assert (name, found) == chosen("fa4", layer) == ("fa4", "")
+        assert (name, reason) == chosen("fa4", layer) == ("fa4", "")
     else:
-        assert name == "cudnn" and why in found
+        assert name == "cudnn" and why in reason
         with pytest.raises(WlbError, match="--wlb-kernels fa4 cannot be used"):
             chosen("fa4", layer)
     assert chosen("cudnn", layer) == ("cudnn", "")
@@ -85,9 +85,9 @@ def test_only_the_versions_that_were_tried_are_taken(
     installed: Callable[..., None], versions: dict[str, str | None], why: str
 ) -> None:
     installed(**versions)
-    name, found = chosen("auto", HOPPER)
-    assert name == "cudnn" and why in found
-    assert describe(name, found) == f"cuDNN's kernels, not FlashAttention-4's: {found}"
+    name, reason = chosen("auto", HOPPER)
+    assert name == "cudnn" and why in reason
+    assert describe(name, reason) == f"cuDNN's kernels, not FlashAttention-4's: {reason}"
     with pytest.raises(WlbError, match=why):
         chosen("fa4", HOPPER)
 
@@ -148,7 +148,7 @@ def test_a_layer_gets_the_kernels_that_are_asked_for(on_hopper: None, installed:
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpu", "lacks", "found"),
+    ("asked", "gpu", "lacks", "expected"),
     [
         ("auto", False, None, "torch"),
         ("auto", True, None, "fa4"),
@@ -160,7 +160,7 @@ def test_a_layer_gets_the_kernels_that_are_asked_for(on_hopper: None, installed:
     ],
 )
 def test_a_profile_is_made_with_the_kernels_that_training_takes(
-    monkeypatch: pytest.MonkeyPatch, asked: str, gpu: bool, lacks: str | None, found: str
+    monkeypatch: pytest.MonkeyPatch, asked: str, gpu: bool, lacks: str | None, expected: str
 ) -> None:
     monkeypatch.setattr(kernel_choice, "not_installed", lambda: lacks)
     for name in ("transformer_engine", "transformer_engine.pytorch"):
@@ -168,9 +168,9 @@ def test_a_profile_is_made_with_the_kernels_that_training_takes(
     cuda = SimpleNamespace(is_available=lambda: gpu, get_device_capability=lambda: (9, 0))
     model = ProfiledModel(hidden=1024, ffn=4096, heads=8, kv_heads=2, head_dim=128, vocab=256)
     try:
-        assert _backend(asked, model, SimpleNamespace(cuda=cuda)) == found
+        assert _backend(asked, model, SimpleNamespace(cuda=cuda)) == expected
     except WlbError as refused:
-        assert found == "WlbError" and f"--backend {asked}" in str(refused)
+        assert expected == "WlbError" and f"--backend {asked}" in str(refused)
 
 
 def test_the_flags_say_beforehand_which_kernels_the_model_gets(

@@ -138,12 +138,12 @@ def plan_of(grid: list[list[list[int]]]) -> IterationPlan:
 
 
 def job_of(**changes: Any) -> TrainingJob:
-    given = {
+    settings = {
         **{"num_layers": 4, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32},
         **{"num_query_groups": 8, "padded_vocab_size": 128256, "tensor_model_parallel_size": 4},
         **{"context_parallel_size": 2, "pipeline_model_parallel_size": 2, "data_parallel_size": 2},
     }
-    return training_job(**given | changes)
+    return training_job(**settings | changes)
 
 
 def test_the_live_prediction_is_the_simulators_where_all_ranks_have_like_documents() -> None:

@@ -20,8 +20,8 @@ def test_windows_sinks_and_recomputation_over_two_ranks_equal_one(corpus: Path, 
     single = train([*flags(), *arguments], 1, tmp_path / "single")
     ranks = train([*flags(context=2), *arguments, "--wlb-sharding", "per-document"], 2, tmp_path / "two")
     assert mean_losses(ranks, 2) == pytest.approx(mean_losses(single, 2), rel=1e-6)
-    expected, found = whole_gradients(single), whole_gradients(ranks)
+    expected, gradients = whole_gradients(single), whole_gradients(ranks)
     assert any(name.endswith("softmax_offset") for name in expected)
     for name, gradient in expected.items():
-        error = torch.linalg.norm(found[name] - gradient) / torch.linalg.norm(gradient)
+        error = torch.linalg.norm(gradients[name] - gradient) / torch.linalg.norm(gradient)
         assert error <= 1e-5, f"{name}: {error:.2e}"

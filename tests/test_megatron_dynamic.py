@@ -93,10 +93,10 @@ def test_several_tokens_predicted_in_groups_train_as_the_single_process_does(
 
 def trained_alike(ranks: list[dict[str, Any]], single: list[dict[str, Any]]) -> None:
     """Losses and gradients of the single process, by plans that were mixed."""
-    expected, found = losses(single), losses(ranks)
-    assert expected.keys() == found.keys()
+    expected, actual = losses(single), losses(ranks)
+    assert expected.keys() == actual.keys()
     for iteration, (loss, count) in expected.items():
-        assert found[iteration] == (pytest.approx(loss, rel=1e-6), count), iteration
+        assert actual[iteration] == (pytest.approx(loss, rel=1e-6), count), iteration
     gradients = whole_gradients(ranks)
     for name, gradient in whole_gradients(single).items():
         error = torch.linalg.norm(gradients[name] - gradient) / torch.linalg.norm(gradient)

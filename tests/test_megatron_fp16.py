@@ -22,9 +22,9 @@ def test_gradients_are_the_scale_times_those_of_fp32_on_two_data_parallel_ranks(
     arguments = [*flags(), *RUN, "--train-iters", "1", "--mtp-num-layers", "1", "--data-path", str(corpus)]
     exact = whole_gradients(train(arguments, 1, tmp_path / "fp32"))
     ranks = train([*arguments, "--fp16", "--loss-scale", "1024"], 2, tmp_path / "fp16")
-    found = whole_gradients(ranks)
+    gradients = whole_gradients(ranks)
     for name, gradient in exact.items():
-        error = torch.linalg.norm(found[name].float() / 1024 - gradient) / torch.linalg.norm(gradient)
+        error = torch.linalg.norm(gradients[name].float() / 1024 - gradient) / torch.linalg.norm(gradient)
         assert error < 0.02, f"{name}: {error:.3f}"
 
 

@@ -45,10 +45,10 @@ def test_a_step_in_groups_equals_the_single_process_and_is_traced_as_it_ran(
     extra += f" --wlb-trace {traced} --wlb-trace-iteration 2"
     ranks = run(tmp_path / "out", corpus, processes, extra, WORKER_GROUPS=sizes)
     assert mean_losses(ranks, ITERATIONS) == pytest.approx(mean_losses(single, ITERATIONS), rel=1e-6)
-    expected, found = whole_gradients(single), whole_gradients(ranks)
-    assert expected.keys() == found.keys()
+    expected, gradients = whole_gradients(single), whole_gradients(ranks)
+    assert expected.keys() == gradients.keys()
     for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+        assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
     events = [event for event in json.loads(traced.read_text())["traceEvents"] if event["ph"] == "X"]
     for data, text in enumerate(sizes.split(";")):
         first, *others = map(int, text.split(","))  # of the first iteration

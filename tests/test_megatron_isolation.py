@@ -17,15 +17,15 @@ RUN = ["--global-batch-size", "2", "--train-iters", "1"]
 
 def logits_by_document(ranks: list[dict[str, Any]]) -> dict[tuple[int, ...], dict[int, torch.Tensor]]:
     """{piece: {position: logits}} of all that was trained."""
-    found: dict[tuple[int, ...], dict[int, torch.Tensor]] = {}
+    by_document: dict[tuple[int, ...], dict[int, torch.Tensor]] = {}
     for rank in ranks:
         for (_, _, pieces, rows), logits in zip(rank["documents"], rank["logits"], strict=True):
             at = 0
             for index, start, end in rows:
                 for position in range(start, end):
-                    found.setdefault(pieces[index], {})[position] = logits[at + position - start, 0]
+                    by_document.setdefault(pieces[index], {})[position] = logits[at + position - start, 0]
                 at += end - start
-    return found
+    return by_document
 
 
 @pytest.mark.parametrize("sharding", ["per-document", "per-sequence"])

@@ -46,10 +46,10 @@ def test_losses_and_gradients_equal_the_single_process(
     arguments += ["--wlb-regather-keys"] * (layout == "DP2xCP2")
     ranks = train(arguments, processes, tmp_path)
     assert mean_losses(ranks, 2) == pytest.approx(mean_losses(single, 2), rel=1e-6)
-    expected, found = whole_gradients(single), whole_gradients(ranks)
-    assert expected.keys() == found.keys()
+    expected, gradients = whole_gradients(single), whole_gradients(ranks)
+    assert expected.keys() == gradients.keys()
     for name, gradient in expected.items():
-        error = torch.linalg.norm(found[name] - gradient) / torch.linalg.norm(gradient)
+        error = torch.linalg.norm(gradients[name] - gradient) / torch.linalg.norm(gradient)
         assert error <= 1e-5, f"{name}: {error:.2e}"
         assert torch.linalg.norm(gradient) > 0, name
 

@@ -103,6 +103,8 @@ def test_padding_to_one_length_changes_neither_losses_nor_gradients(corpus: Path
     assert min(tokens.numel() for rank in short for tokens in rank["tokens"]) < 32
     assert min(rows for rank in short for rows in rank["rows"]) < 32
     assert mean_losses(full, 2) == pytest.approx(mean_losses(short, 2), rel=1e-6)
-    expected, found = whole_gradients(short), whole_gradients(full)
+    expected, gradients = whole_gradients(short), whole_gradients(full)
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max()))
+        torch.testing.assert_close(
+            gradients[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max())
+        )

@@ -81,8 +81,8 @@ def test_one_rank_rolls_as_megatron_does_for_packed_sequences(dtype: torch.dtype
     values = torch.arange(1, 18).to(dtype)[None]
     expected = roll_tensor(values, packed_seq_params=PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds))
     after = torch.from_numpy(following(shard(np.array(lengths), 1, "per-document")).astype(np.int32))
-    found = next_in_document(values, after, None)
-    assert torch.equal(found[0], expected[0]) and found[1] == expected[1]
+    rolled = next_in_document(values, after, None)
+    assert torch.equal(rolled[0], expected[0]) and rolled[1] == expected[1]
 
 
 def test_a_linear_layer_is_none_of_inference_where_transformer_engine_is_missing() -> None:

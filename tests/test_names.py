@@ -28,22 +28,22 @@ def tree(path: Path) -> ast.Module:
 @cache
 def defined(path: Path) -> set[str]:
     """Names that a module has once it is imported: all that is bound outside functions, and what `global` makes."""
-    found, blocks = set(), [tree(path).body]
+    names, blocks = set(), [tree(path).body]
     while blocks:
         for node in blocks.pop():
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-                found.add(node.name)
+                names.add(node.name)
                 continue
             if isinstance(node, ast.Import | ast.ImportFrom):
-                found |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
-            found |= {
+                names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+            names |= {
                 name.id
                 for name in ast.walk(node)
                 if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
             }
             blocks += [getattr(node, part) for part in ("body", "orelse", "finalbody") if hasattr(node, part)]
             blocks += [handler.body for handler in getattr(node, "handlers", [])]
-    return found
+    return names
 
 
 def has(module: str, name: str) -> bool:
@@ -81,11 +81,11 @@ def test_docstrings_and_strings_name_modules_where_they_are() -> None:
         for node in ast.walk(tree(path)):
             if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
                 continue
-            for found in MODULE_NAME.findall(node.value):
-                module = found if found.startswith("wlb_megatron.") else f"wlb_megatron.{found}"
+            for mentioned in MODULE_NAME.findall(node.value):
+                module = mentioned if mentioned.startswith("wlb_megatron.") else f"wlb_megatron.{mentioned}"
                 seen += 1
                 while module.count(".") > 1 and source(module) is None:
                     module, name = module.rsplit(".", 1)
                     if source(module) and not has(module, name) and name not in ("py", "md", "png"):
-                        missing.append(f"{path}:{node.lineno}: {found}")
+                        missing.append(f"{path}:{node.lineno}: {mentioned}")
     assert seen > 20 and not missing, "\n".join(missing)

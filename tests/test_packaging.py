@@ -30,8 +30,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (sdist,) = built.glob("*.tar.gz")
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
     _run([*pip, "-w", str(built), str(sdist)], built)
-    (found,) = built.glob("*.whl")
-    return found
+    (path,) = built.glob("*.whl")
+    return path
 
 
 def _run(command: list[str], folder: Path) -> str:
@@ -98,5 +98,5 @@ def test_the_setup_does_not_take_the_python_of_the_environment_that_it_removes(t
     script = (ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8")
     function = script[script.index("find_python()") : script.index("\nstamp=")]
     active = f"{tmp_path}/.venv/bin"
-    found = _run(["bash", "-c", f"PATH={active}:$PATH\n{function}\nfind_python"], tmp_path).strip()
-    assert Path(found).is_file() and str(tmp_path) not in found
+    python = _run(["bash", "-c", f"PATH={active}:$PATH\n{function}\nfind_python"], tmp_path).strip()
+    assert Path(python).is_file() and str(tmp_path) not in python

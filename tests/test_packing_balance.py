@@ -83,11 +83,11 @@ def test_filling_and_improving_is_within_2_percent_of_the_optimum(seed: int) -> 
     lengths = np.maximum(rng.lognormal(8.0, 1.0, 16), 64).astype(int).clip(max=12_000).tolist()
     work = COST.work(lengths).tolist()
     capacity = 2 * sum(lengths) // 3
-    found, left = pack_once(lengths, 3, capacity)
+    works, left = pack_once(lengths, 3, capacity)
     best = solve([w // 1024 for w in work], lengths, bins=3, capacity=capacity, per_iteration=3, seconds=1.0)
     assert not left
     assert best is not None
-    assert max(found) / 1024 <= 1.02 * best.objective
+    assert max(works) / 1024 <= 1.02 * best.objective
 
 
 @settings(max_examples=100, deadline=None)
@@ -142,9 +142,9 @@ def test_long_tailed_lengths_are_balanced_as_far_as_promised(
     capacity: float, latest: int, mean: float, p95: float | None
 ) -> None:
     plans = plans_of(paper_like(60_000), 300, max_tokens=int(capacity * WINDOW), max_delay=latest)
-    found = [imbalance(plan) for plan in plans]
-    assert np.mean(found) <= mean
-    assert p95 is None or np.percentile(found, 95) <= p95
+    imbalances = [imbalance(plan) for plan in plans]
+    assert np.mean(imbalances) <= mean
+    assert p95 is None or np.percentile(imbalances, 95) <= p95
     assert max(delays(plans).values()) <= latest
     assert mean_delay(plans) <= DELAY_BOUND
 
@@ -152,12 +152,12 @@ def test_long_tailed_lengths_are_balanced_as_far_as_promised(
 def test_fixed_windows_come_near_the_papers_figures() -> None:
     # WLB-LLM, table 2: 1.44 in arrival order; 1.41, 1.22, 1.11, 1.08 balanced over 1, 2, 4, 8 global batches.
     lengths = paper_like(60_000)
-    found = [np.mean([imbalance(plan) for plan in plans_of(lengths, 160, packing="original")])]
+    imbalances = [np.mean([imbalance(plan) for plan in plans_of(lengths, 160, packing="original")])]
     for batches in (1, 2, 4, 8):
         plans = plans_of(lengths, 160, packing="fixed-greedy", balance_batches=batches)
-        found.append(np.mean([imbalance(plan) for plan in plans]))
-    assert found == sorted(found, reverse=True)
-    assert found == pytest.approx([1.44, 1.41, 1.22, 1.11, 1.08], abs=0.06)
+        imbalances.append(np.mean([imbalance(plan) for plan in plans]))
+    assert imbalances == sorted(imbalances, reverse=True)
+    assert imbalances == pytest.approx([1.44, 1.41, 1.22, 1.11, 1.08], abs=0.06)
 
 
 def test_a_level_releases_when_it_holds_as_many_as_there_are_micro_batches() -> None:
@@ -188,9 +188,9 @@ def test_documents_of_a_level_train_in_the_order_in_which_they_came() -> None:
 def test_thresholds_are_found_that_keep_the_bound_on_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds, "ITERATIONS", 48)
     limits = Limits(bins=4, window=WINDOW, capacity=WINDOW * 3 // 2, max_documents=4096, max_delay=16)
-    found = find_thresholds(paper_like(30_000, seed=5).tolist(), COST, limits)
-    assert found.delay <= DELAY_BOUND
-    assert found.thresholds and found.slowdown < 1.08
+    chosen = find_thresholds(paper_like(30_000, seed=5).tolist(), COST, limits)
+    assert chosen.delay <= DELAY_BOUND
+    assert chosen.thresholds and chosen.slowdown < 1.08
     assert not find_thresholds([100] * 500, CostModel(1e9), limits).delay
 
 

@@ -28,9 +28,9 @@ from wlb_megatron.workload.cost_model import CostModel
 LENGTHS = [3, 9, 1, 14, 2, 2, 16, 5, 7, 1, 12, 4, 4, 8, 16, 3]
 
 
-def flags_give(**given: Any) -> BatchSizes:
+def flags_give(**sizes: Any) -> BatchSizes:
     """Sizes of Megatron's arguments `given`, of which it has set these itself."""
-    return BatchSizes.of(argparse.Namespace(**{"global_batch_size": 4, "seq_length": 64} | given))
+    return BatchSizes.of(argparse.Namespace(**{"global_batch_size": 4, "seq_length": 64} | sizes))
 
 
 def old_ramp(consumed: int, start: int, increment: int, samples: int, size: int) -> int:
@@ -115,28 +115,28 @@ def test_batches_are_decreased_as_megatrons_calculator_decreases_them() -> None:
 
     for size, ranks in ((4, 3), (6, 3), (7, 4), (3, 3)):
         theirs = ConstantNumMicroBatchesCalculator(size, 1, ranks, True, 1)
-        given = {"data_parallel_size": ranks, "decrease_batch_size_if_needed": True}
-        sizes = flags_give(global_batch_size=size, **given)
+        arguments = {"data_parallel_size": ranks, "decrease_batch_size_if_needed": True}
+        sizes = flags_give(global_batch_size=size, **arguments)
         assert sizes.schedule.steps == ((0, theirs.get_current_running_global_batch_size()),)
         assert sizes.evaluated == ranks * theirs.get()
     assert linear_ramp(4, 1, 30, 7).rounded(2).steps == ((0, 4), (20, 6))
     with pytest.raises(ValueError, match="a global batch of 2 cannot be decreased to a multiple of 3"):
-        flags_give(global_batch_size=2, **given)
+        flags_give(global_batch_size=2, **arguments)
     with pytest.raises(ValueError, match="give sizes that the data-parallel size divides"):
-        flags_give(global_batch_size=3, **given, step_batch_size_schedule="0:4")
+        flags_give(global_batch_size=3, **arguments, step_batch_size_schedule="0:4")
     with pytest.raises(ValueError, match="give sizes that the data-parallel size divides"):
         flags_give(
-            global_batch_size=3, **given, step_batch_size_schedule=None, rampup_batch_size=["3", "3", "9"]
+            global_batch_size=3, **arguments, step_batch_size_schedule=None, rampup_batch_size=["3", "3", "9"]
         )
 
 
 def test_a_ramp_that_megatron_would_ignore_becomes_its_step_schedule() -> None:
-    given = {"rampup_batch_size": ["2", "2", "100"], "global_batch_size": 6, "seq_length": 64}
-    text = flags_give(step_batch_size_schedule=None, **given).ramp_as_steps()
+    arguments = {"rampup_batch_size": ["2", "2", "100"], "global_batch_size": 6, "seq_length": 64}
+    text = flags_give(step_batch_size_schedule=None, **arguments).ramp_as_steps()
     assert text == "0:2 3200:4 6400:6"
-    sizes = flags_give(step_batch_size_schedule=text, **given)
+    sizes = flags_give(step_batch_size_schedule=text, **arguments)
     assert sizes.schedule.steps == ((0, 2), (50, 4), (100, 6)) and sizes.ramp_as_steps() is None
-    assert flags_give(**given).ramp_as_steps() is None, "a Megatron that trains by it"
+    assert flags_give(**arguments).ramp_as_steps() is None, "a Megatron that trains by it"
 
 
 @pytest.mark.parametrize(

@@ -62,24 +62,24 @@ def planner(
 
 def pieces_of(one: Planner, iterations: int | None = None) -> list[Piece]:
     """Everything trained in so many iterations, or until the stream ends."""
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     while iterations is None or iterations:
         plan = one.next_iteration()
         if plan is None:
             break
-        found += [p for row in plan.micro_batches for m in row for p in m.pieces]
+        pieces += [p for row in plan.micro_batches for m in row for p in m.pieces]
         iterations = None if iterations is None else iterations - 1
-    return found
+    return pieces
 
 
 def tokens_of(pieces: list[Piece], parts: list[Corpus]) -> Counter[tuple[str, int, int, int]]:
     """(corpus, epoch, document, token) of all pieces: by name, not by id."""
-    found: Counter[tuple[str, int, int, int]] = Counter()
+    tokens: Counter[tuple[str, int, int, int]] = Counter()
     for piece in pieces:
         corpus = next(c for c in parts if c.first_id <= piece.document < c.first_id + len(c.lengths))
         local = piece.document - corpus.first_id
-        found.update((corpus.name, piece.epoch, local, at) for at in range(piece.start, piece.end))
-    return found
+        tokens.update((corpus.name, piece.epoch, local, at) for at in range(piece.start, piece.end))
+    return tokens
 
 
 def taken_up(before: Planner, after: Planner, **how: Any) -> Carried:
@@ -89,18 +89,18 @@ def taken_up(before: Planner, after: Planner, **how: Any) -> Carried:
 
 def arriving(one: Planner, iterations: int, parts: list[Corpus], skip: int = 0) -> dict[str, list[Piece]]:
     """By corpus, the pieces that arrive, ids counted from its first one, after the first `skip`; all that "trained"."""
-    found: dict[str, list[Piece]] = {"trained": []}
+    by_corpus: dict[str, list[Piece]] = {"trained": []}
     arrived: list[Piece] = []
     for _ in range(iterations):
         plan = one.next_iteration()
         assert plan is not None
         arrived += plan.arrived
-        found["trained"] += [p for row in plan.micro_batches for m in row for p in m.pieces]
+        by_corpus["trained"] += [p for row in plan.micro_batches for m in row for p in m.pieces]
     for corpus in parts:
         ids = range(corpus.first_id, corpus.first_id + len(corpus.lengths))
         mine = [piece for piece in arrived[skip:] if piece.document in ids]
-        found[corpus.name] = [piece._replace(document=piece.document - ids.start) for piece in mine]
-    return found
+        by_corpus[corpus.name] = [piece._replace(document=piece.document - ids.start) for piece in mine]
+    return by_corpus
 
 
 @pytest.mark.parametrize("old", range(len(PACKINGS)))
@@ -144,10 +144,10 @@ def test_weights_count_from_the_change_on_and_make_up_for_nothing() -> None:
     after = planner(corpora(("a", 1.0), ("b", 9.0)), PACKINGS[2])
     pieces_of(before, 200)
     taken_up(before, after)
-    found = tokens_of(pieces_of(after, 100), corpora(("a", 1.0), ("b", 9.0)))
-    share = sum(count for key, count in found.items() if key[0] == "b") / found.total()
+    tokens = tokens_of(pieces_of(after, 100), corpora(("a", 1.0), ("b", 9.0)))
+    share = sum(count for key, count in tokens.items() if key[0] == "b") / tokens.total()
     assert share == pytest.approx(0.9, abs=0.02)
-    assert set(found.values()) == {1}
+    assert set(tokens.values()) == {1}
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_corpora_go_on_wherever_they_stand_in_the_blend_and_those_that_are_gone_
         assert sum(1 for key in mine if key[1] == 0) == sum(LENGTHS[corpus.name])
         # Their order is that of a run without the change.
         pairs = list(zip(*(order[corpus.name] for order in orders), strict=False))
-        assert len(pairs) > 10 and all(expected == found for expected, found in pairs)
+        assert len(pairs) > 10 and all(expected == actual for expected, actual in pairs)
 
 
 @settings(deadline=None, max_examples=40)

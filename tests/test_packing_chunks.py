@@ -187,9 +187,14 @@ def test_a_summary_counts_documents_once_and_their_chunks() -> None:
     arrived = tuple(
         piece(d, start, end) for d, start, end in ((7, 0, 7), (1, 0, 2), (2, 0, 3), (8, 16, 22), (3, 0, 9))
     )
-    found = Summariser().summarise(IterationPlan(4, arrived, grid, ()))
-    assert (found.documents, found.documents_in_chunks, found.chunks, found.longest_group) == (5, 2, 5, 3)
-    assert (found.tokens, found.delayed) == (27, 0)
+    summary = Summariser().summarise(IterationPlan(4, arrived, grid, ()))
+    assert (summary.documents, summary.documents_in_chunks, summary.chunks, summary.longest_group) == (
+        5,
+        2,
+        5,
+        3,
+    )
+    assert (summary.tokens, summary.delayed) == (27, 0)
     assert documents_in_chunks(rows) == [7, 7, 7] and documents_in_chunks(other) == [8, 8, -1]
 
 

@@ -43,10 +43,10 @@ def test_all_is_looked_at_before_nothing_is_found(at: int) -> None:
 def test_pieces_are_those_that_a_walk_gives(overlong: str) -> None:
     rng = np.random.default_rng(3)
     lengths = rng.integers(0, 60, 500) * (rng.random(500) < 0.7)
-    walk, given = CorpusWalk(Corpus("one", lengths), Rules(16, overlong), 0), []
+    walk, walked = CorpusWalk(Corpus("one", lengths), Rules(16, overlong), 0), []
     while len(rows := walk.advance()):
-        given += (rows[:, END] - rows[:, START]).tolist()
-    assert sorted(pieces_of(lengths, 16, overlong).tolist()) == sorted(given)
+        walked += (rows[:, END] - rows[:, START]).tolist()
+    assert sorted(pieces_of(lengths, 16, overlong).tolist()) == sorted(walked)
 
 
 def test_a_stream_s_next_lengths_are_told_in_its_mixture_without_being_taken() -> None:

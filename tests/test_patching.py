@@ -176,9 +176,9 @@ def test_a_newer_version_takes_the_patches_and_is_told_which_ones_were_tried(
 
 
 def test_the_patches_name_the_versions_that_the_tests_apply_them_to() -> None:
-    found = sorted((ROOT / "patches").rglob("*.patch"))
-    assert len(found) == 2
-    assert [tried_on(patch) for patch in found] == [list(PLACES)] * 2
+    paths = sorted((ROOT / "patches").rglob("*.patch"))
+    assert len(paths) == 2
+    assert [tried_on(patch) for patch in paths] == [list(PLACES)] * 2
 
 
 def test_a_patch_holds_a_call_and_no_logic() -> None:

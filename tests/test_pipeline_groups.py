@@ -24,10 +24,10 @@ def _spelled(order: list[Step]) -> str:
 
 def _bounds(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     """First and end of each micro-batch's group."""
-    found = []
+    bounds = []
     for size in sizes:
-        found += [(len(found), len(found) + size)] * size
-    return found
+        bounds += [(len(bounds), len(bounds) + size)] * size
+    return bounds
 
 
 def test_two_stages_with_groups_of_two_and_one_by_hand():

@@ -102,15 +102,15 @@ def test_equal_digests_pass_and_one_different_rank_is_named_on_all() -> None:
 
 def plans(dp_rank: int, differs_from: float) -> Iterator[PlannedIteration]:
     """The documents are the same; from this iteration on they are cut in another way."""
-    found = []
+    plans_of_ranks = []
     for sharding in ("per-document", "per-sequence"):
         stream = DocumentStream.of_lengths(
             [60, 7, 200, 31, 90], Rules(256, "split", 1, endless=True), name="lengths"
         )
         packer = make_packer(WlbConfig(), CostModel(100.0), window=256, micro_batches=2, dp=2)
         planner = Planner(stream, packer, global_tokens=4 * 256)
-        found.append(plan_iterations(planner, ShardSettings(dp_rank, 2, 2, sharding, h100())))
-    for ours, others in zip(*found, strict=True):
+        plans_of_ranks.append(plan_iterations(planner, ShardSettings(dp_rank, 2, 2, sharding, h100())))
+    for ours, others in zip(*plans_of_ranks, strict=True):
         assert ours.digest == others.digest
         yield others if ours.micro_batches[0].iteration >= differs_from else ours
 

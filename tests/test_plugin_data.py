@@ -153,18 +153,18 @@ def test_chunks_over_ranks_hold_together_what_the_whole_document_does(
         [Piece(0, 1, 9, 10, 9), Piece(0, 0, 17, 19, 14)],
         [Piece(0, 2, 0, 7), Piece(0, 0, 19, 41, 16), Piece(0, 1, 10, 30, 10)],
     ]
-    found = []
+    held = []
     for micro_batch in chunked(iteration, cp, sharding):
         for rank in range(cp):
             rows = read(corpus, micro_batch, rank)
-            found += [row for row in zip(*rows.values(), strict=True) if row[0] >= 100]
+            held += [row for row in zip(*rows.values(), strict=True) if row[0] >= 100]
     expected = []
     for d, first in ((0, 3), (1, 0), (2, 0)):
         tokens = documents[d]
         for at in range(first, len(tokens)):
             label = tokens[at + 1] if at + 1 < len(tokens) else 0
             expected.append((tokens[at], label, float(label > 0), at - first))
-    assert sorted(found) == sorted(expected)
+    assert sorted(held) == sorted(expected)
 
 
 def test_a_step_counts_a_document_in_chunks_as_the_whole_one(tmp_path: Path) -> None:
@@ -387,18 +387,20 @@ def test_the_loader_pins_every_tensor_of_a_micro_batch(
     )
     layout = Layout(0, 1, 8, True, routes=True, follows=1, by_document=True)
     loaded = PackedDocuments(corpus, layout)[micro_batch]
-    given: list[torch.Tensor] = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: given.append(self.clone()) or given[-1])
+    pinned_tensors: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda self: pinned_tensors.append(self.clone()) or pinned_tensors[-1]
+    )
     pinned = pin_memory(loaded)
 
     def tensors(parts: Any) -> dict[str, torch.Tensor]:
-        found = {each.name: getattr(parts, each.name) for each in fields(parts)}
-        return {name: value for name, value in found.items() if torch.is_tensor(value)}
+        values = {field.name: getattr(parts, field.name) for field in fields(parts)}
+        return {name: value for name, value in values.items() if torch.is_tensor(value)}
 
-    found, expected = tensors(pinned) | tensors(pinned.held), tensors(loaded) | tensors(loaded.held)
-    assert len(found) == 8 and list(found) == list(expected)
-    assert all(any(value is one for one in given) for value in found.values())
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    actual, expected = tensors(pinned) | tensors(pinned.held), tensors(loaded) | tensors(loaded.held)
+    assert len(actual) == 8 and list(actual) == list(expected)
+    assert all(any(value is tensor for tensor in pinned_tensors) for value in actual.values())
+    assert all(torch.equal(value, expected[name]) for name, value in actual.items())
     assert pinned.planned is loaded.planned and pinned.factors == (2.0,) and pinned.held.predicted == 2.0
 
 

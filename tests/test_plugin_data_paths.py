@@ -25,11 +25,11 @@ def prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(folder / name) for name in "abc"]
 
 
-def arguments(**given: Any) -> argparse.Namespace:
+def arguments(**settings: Any) -> argparse.Namespace:
     """Megatron's data flags as it leaves them when they are not given."""
     flags = ("data_path", "data_args_path", "per_split_data_args_path", "split")
     none: dict[str, Any] = dict.fromkeys((*flags, *(f"{part}_data_path" for part in PARTS)))
-    return argparse.Namespace(**none | given)
+    return argparse.Namespace(**none | settings)
 
 
 def megatrons(args: argparse.Namespace, part: str) -> tuple[list[str], list[float] | None]:
@@ -41,10 +41,10 @@ def megatrons(args: argparse.Namespace, part: str) -> tuple[list[str], list[floa
 
 
 def check(args: argparse.Namespace, part: str) -> None:
-    found = documents(DataPaths.of(args), part)
-    assert found is not None
+    blend_and_corpora = documents(DataPaths.of(args), part)
+    assert blend_and_corpora is not None
     paths, weights = megatrons(args, part)
-    assert (found[0].paths, found[0].weights) == (paths, weights)
+    assert (blend_and_corpora[0].paths, blend_and_corpora[0].weights) == (paths, weights)
 
 
 def test_data_path_and_the_same_text_in_a_file_are_one_blend_cut_by_split(
@@ -58,15 +58,18 @@ def test_data_path_and_the_same_text_in_a_file_are_one_blend_cut_by_split(
     ):
         for part, counts in zip(PARTS, ([8, 16], [1, 2], [1, 2]), strict=True):
             check(args, part)
-            found = documents(DataPaths.of(args), part)
-            assert found is not None and [len(corpus.lengths) for corpus in found[1]] == counts
+            blend_and_corpora = documents(DataPaths.of(args), part)
+            assert (
+                blend_and_corpora is not None
+                and [len(corpus.lengths) for corpus in blend_and_corpora[1]] == counts
+            )
 
 
 def test_parts_of_the_same_files_share_what_was_read_of_them(prefixes: list[str]) -> None:
     opened: dict[Any, Any] = {}
     args = arguments(data_path=prefixes, split="80,10,10")
-    found = [documents(DataPaths.of(args), part, opened) for part in PARTS]
-    assert all(one is not None and one[0] is opened[tuple(prefixes)] for one in found)
+    parts = [documents(DataPaths.of(args), part, opened) for part in PARTS]
+    assert all(opened_part is not None and opened_part[0] is opened[tuple(prefixes)] for opened_part in parts)
     apart = arguments(train_data_path=prefixes[:1], valid_data_path=prefixes[1:])
     assert [documents(DataPaths.of(apart), part, opened)[0].paths for part in PARTS[:2]] == [
         prefixes[:1],
@@ -86,8 +89,11 @@ def test_parts_with_paths_of_their_own_are_taken_whole(prefixes: list[str], tmp_
     ):
         for part, counts in zip(PARTS, ([10, 20], [30], [20]), strict=True):
             check(args, part)
-            found = documents(DataPaths.of(args), part)
-            assert found is not None and [len(corpus.lengths) for corpus in found[1]] == counts
+            blend_and_corpora = documents(DataPaths.of(args), part)
+            assert (
+                blend_and_corpora is not None
+                and [len(corpus.lengths) for corpus in blend_and_corpora[1]] == counts
+            )
 
 
 def test_a_part_without_documents_is_none(prefixes: list[str], tmp_path: Path) -> None:

@@ -26,8 +26,10 @@ RUN = ["--global-batch-size", "2", "--train-iters", "2"]
 
 def test_the_list_of_flags_is_frozen() -> None:
     parser = add_arguments(argparse.ArgumentParser())
-    found = sorted(flag for action in parser._actions for flag in action.option_strings if "wlb" in flag)
-    assert found == [
+    option_strings = sorted(
+        flag for action in parser._actions for flag in action.option_strings if "wlb" in flag
+    )
+    assert option_strings == [
         "--wlb-balance-batches",
         "--wlb-chunks",
         "--wlb-cp-mode",
@@ -266,8 +268,8 @@ def test_settings_that_do_not_fit_are_refused_with_a_cure(
     arguments: dict[str, object], settings: dict[str, object]
 ) -> None:
     without = refusals_of(Megatron(**arguments), WlbConfig())
-    found = refusals_of(Megatron(**arguments), WlbConfig(**settings))  # type: ignore[arg-type]
-    (line,) = [line for line in found if line not in without]
+    refusals = refusals_of(Megatron(**arguments), WlbConfig(**settings))  # type: ignore[arg-type]
+    (line,) = [line for line in refusals if line not in without]
     assert line.startswith("wlb_megatron refuses --wlb-") and ": " in line
 
 

@@ -108,9 +108,9 @@ def test_a_run_logs_the_flops_of_the_mean_iteration(corpus: Path, tmp_path: Path
     arguments += ["--train-iters", "6", "--log-interval", "3"]
     done = forked_ranks.run([str(tmp_path / "script.py")], arguments, 1, cpu_environment(), timeout=200)
     assert done.returncode == 0, failure(done)
-    found = [float(value) for value in re.findall(r"FLOPS (\S+)", done.stdout)]
+    values = [float(value) for value in re.findall(r"FLOPS (\S+)", done.stdout)]
     # The loop counts each iteration; the log counts after iterations 1, 3 and 6.
-    first, logged, second, third, mean, *rest = found
+    first, logged, second, third, mean, *rest = values
     assert first == logged and mean == pytest.approx((first + second + third) / 3, rel=1e-9)
     assert "[wlb]" in done.stdout  # the other wrappers still find training_log's parameters by name
     assert rest[3] == pytest.approx(sum(rest[:3]) / 3, rel=1e-9) and len(set(rest[:3])) > 1

@@ -25,9 +25,9 @@ def test_a_new_job_begins_with_new_parts() -> None:
 
 
 def test_no_other_module_of_the_plugin_rebinds_its_own_names() -> None:
-    found = {
+    modules = {
         path.relative_to(PLUGIN).as_posix()
         for path in PLUGIN.rglob("*.py")
         if any(isinstance(node, ast.Global) for node in ast.walk(ast.parse(path.read_text("utf-8"))))
     }
-    assert found == {"job_state.py"}
+    assert modules == {"job_state.py"}

@@ -94,5 +94,5 @@ def test_the_versions_tried_are_those_that_the_packages_asks_for() -> None:
 def test_doctor_tells_of_a_version_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.30")
     monkeypatch.setattr(findings, "gpus", lambda: 0)
-    found = next(software.transformer_engine())
-    assert (found.verdict, found.found) == (findings.NOTE, "2.30") and "not tried" in found.cure
+    finding = next(software.transformer_engine())
+    assert (finding.verdict, finding.found) == (findings.NOTE, "2.30") and "not tried" in finding.cure

@@ -189,15 +189,15 @@ def test_each_field_of_the_layout_arrives(name: str) -> None:
 def test_lmax_fits_with_virtual_stages_which_hold_more_micro_batches(memory: Any) -> None:
     """70B on TP8 x CP4 x PP8: eight micro-batches' worth in flight without virtual stages, 10.2 with five."""
     memory(79)
-    given = training_job(
+    job = training_job(
         **{"seq_length": 61440, "hidden_size": 8192, "ffn_hidden_size": 28672, "num_layers": 80, "vocab_size": 128256},
         **{"num_attention_heads": 64, "num_query_groups": 8, "tensor_model_parallel_size": 8, "global_batch_size": 64},
         **{"context_parallel_size": 4, "pipeline_model_parallel_size": 8, "sequence_parallel": True},
         virtual_pipeline_model_parallel_size=5, wlb_regather_keys=True,
     )  # fmt: skip
-    shape, layout = shapes(given)
+    shape, layout = shapes(job)
     assert (chunks_in_flight(layout, 0), chunks_in_flight(replace(layout, virtual=1), 0)) == (47, 8)
-    lmax = fit_to_memory(given, WlbConfig()).max_tokens
+    lmax = fit_to_memory(job, WlbConfig()).max_tokens
     assert lmax is not None and lmax < 92160  # 1.5 windows, which would fit without virtual stages
     assert (
         memory_needed(shape, layout, 92160)

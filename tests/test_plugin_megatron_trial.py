@@ -166,15 +166,15 @@ def check_of_changed_megatrons(rank: int, folder: Path) -> None:
     from megatron.core.transformer.moe import moe_utils
 
     finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-    found = {"none": megatron_check.rank_comparisons(str(folder / "none"), rank)}
+    comparisons = {"none": megatron_check.rank_comparisons(str(folder / "none"), rank)}
     scaler, whole = moe_utils.MoEAuxLossAutoScaler, finalize.finalize_model_grads
     weak = staticmethod(lambda scale, set_scale=scaler.set_loss_scale: set_scale(scale / 2))
     with changed(scaler, "set_loss_scale", weak):
-        found["weak"] = megatron_check.rank_comparisons(str(folder / "weak"), rank)
+        comparisons["weak"] = megatron_check.rank_comparisons(str(folder / "weak"), rank)
     undivided = lambda model, tokens=None, **more: whole(model, None, **more)  # noqa: E731
     with changed(finalize, "finalize_model_grads", undivided):
-        found["undivided"] = megatron_check.rank_comparisons(str(folder / "undivided"), rank)
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+        comparisons["undivided"] = megatron_check.rank_comparisons(str(folder / "undivided"), rank)
+    (folder / f"rank{rank}.json").write_text(json.dumps(comparisons))
 
 
 @pytest.mark.megatron
@@ -217,8 +217,8 @@ def test_a_check_that_cannot_run_says_its_last_line(monkeypatch: pytest.MonkeyPa
 def test_doctor_checks_a_version_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "megatron_version", lambda: "0.19.3")
     monkeypatch.setattr(megatron_trial, "check", lambda: 3e-6)
-    found = {one.what: one for one in megatron_checks.megatron()}
-    assert found["megatron-core"].verdict == findings.NOTE and "not tried" in found["megatron-core"].cure
+    by_name = {result.what: result for result in megatron_checks.megatron()}
+    assert by_name["megatron-core"].verdict == findings.NOTE and "not tried" in by_name["megatron-core"].cure
     (finding,) = megatron_checks.untried_step()
     assert finding.found.endswith("come out right within 3e-06")
     monkeypatch.setattr(versions, "megatron_version", lambda: "0.19.2")

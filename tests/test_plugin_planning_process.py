@@ -107,12 +107,12 @@ def test_a_process_goes_on_where_a_state_was_taken(tmp_path: Path) -> None:
     (*_, passed) = islice(plan_in_a_process(planner_of(blend), settings_of(blend)), 3)
     resumed = planner_of(blend)
     resumed.load_state(passed.state())
-    found = list(islice(plan_in_a_process(resumed, settings_of(blend)), 3))
-    assert [one.micro_batches[0].pieces for one in found] == [
-        one.micro_batches[0].pieces for one in expected[3:]
+    planned = list(islice(plan_in_a_process(resumed, settings_of(blend)), 3))
+    assert [iteration.micro_batches[0].pieces for iteration in planned] == [
+        iteration.micro_batches[0].pieces for iteration in expected[3:]
     ]
-    assert [one.state() for one in found] == [one.state() for one in expected[3:]]
-    assert all(one.plan is None for one in found)
+    assert [iteration.state() for iteration in planned] == [iteration.state() for iteration in expected[3:]]
+    assert all(iteration.plan is None for iteration in planned)
 
 
 def test_the_process_imports_neither_torch_nor_megatron_and_maps_the_index(
@@ -122,8 +122,8 @@ def test_the_process_imports_neither_torch_nor_megatron_and_maps_the_index(
     lengths = blend.corpora()[1].lengths
     message = planning_process._dumps(lengths)
     assert len(message) < lengths.nbytes and str(tmp_path).encode() in message
-    found = planning_process.pickle.loads(message)
-    assert found.dtype == lengths.dtype and (found == lengths).all() and not found.flags.owndata
+    unpickled = planning_process.pickle.loads(message)
+    assert unpickled.dtype == lengths.dtype and (unpickled == lengths).all() and not unpickled.flags.owndata
     part = planning_process.pickle.loads(planning_process._dumps(lengths[7:90]))
     assert (part == lengths[7:90]).all()
     (tmp_path / "asks.py").write_text(

@@ -137,11 +137,11 @@ def readme_command(corpus: Path, folder: Path) -> list[str]:
     (line,) = re.findall(
         r"^torchrun --nproc-per-node 8 -m wlb_megatron.launch (.*--wlb-log.*)$", text, re.MULTILINE
     )
-    given = [word.replace("~/data/corpus_text_document", str(corpus)) for word in shlex.split(line)[1:]]
-    given = [word.replace("~/checkpoints", str(folder)) for word in given]
+    words = [word.replace("~/data/corpus_text_document", str(corpus)) for word in shlex.split(line)[1:]]
+    words = [word.replace("~/checkpoints", str(folder)) for word in words]
     cpu = "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-rope-fusion"
     small = "--no-gradient-accumulation-fusion --split 90,10,0 --seq-length 64 --max-position-embeddings 128"
-    return [*given, *cpu.split(), *small.split()]
+    return [*words, *cpu.split(), *small.split()]
 
 
 @pytest.fixture(scope="module")
@@ -163,9 +163,9 @@ def lines(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     good = [*flags(), "--global-batch-size", "4", "--train-iters", "2", "--split", "90,10,0"]
     cases = [{"flags": [*good, "--data-path", str(corpus)], "world": 1}]
     for wrong in WRONG:
-        given = wrong.replace("CORPUS", str(corpus)).replace("FOLDER", str(folder)).split()
-        before = [] if "--data-path" in given or "--mock-data" in given else ["--data-path", str(corpus)]
-        cases.append({"flags": [*good, *before, *given], "world": 4 if "-size 4" in wrong else 1})
+        words = wrong.replace("CORPUS", str(corpus)).replace("FOLDER", str(folder)).split()
+        before = [] if "--data-path" in words or "--mock-data" in words else ["--data-path", str(corpus)]
+        cases.append({"flags": [*good, *before, *words], "world": 4 if "-size 4" in wrong else 1})
     cases.append({"flags": readme_command(corpus, folder), "world": 8})
     (folder / "cases.json").write_text(json.dumps(cases))
     judge, given = [str(ROOT / "tests" / "refused_flags.py")], [str(folder / "cases.json")]

@@ -33,11 +33,15 @@ def test_the_tokens_are_of_whole_documents_and_begin_again_where_these_are_few(
     documents: tuple[Blend, list[list[int]]],
 ) -> None:
     corpus, tokens = documents
-    found = text(corpus, 500, 0, None).tolist()
-    assert len(found) == 500
-    while found:
-        (document,) = [one for one in tokens if one and found[: len(one)] == one[: len(found)]]
-        del found[: len(document)]
+    drawn = text(corpus, 500, 0, None).tolist()
+    assert len(drawn) == 500
+    while drawn:
+        (document,) = [
+            candidate
+            for candidate in tokens
+            if candidate and drawn[: len(candidate)] == candidate[: len(drawn)]
+        ]
+        del drawn[: len(document)]
 
 
 def test_data_parallel_ranks_rehearse_other_tokens_and_ids_without_a_row_are_replaced(

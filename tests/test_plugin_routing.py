@@ -61,15 +61,15 @@ def test_ranks_weigh_alike_where_one_holds_the_padding() -> None:
 
 def test_biases_count_no_padding_and_megatron_gets_no_mask_to_fail_on() -> None:
     seen: list[Any] = []
-    apply = wrap_apply_expert_bias(lambda *given: seen.append(given))
+    apply = wrap_apply_expert_bias(lambda *arguments: seen.append(arguments))
     routes = torch.tensor([[True, False, True], [True, True, False]])
     apply("router", routes, torch.tensor([False, True]))
     apply("router", routes)
-    assert [given[1].tolist() for given in seen] == [
+    assert [arguments[1].tolist() for arguments in seen] == [
         [[True, False, True], [False, False, False]],
         routes.tolist(),
     ]
-    assert all(len(given) == 2 for given in seen)
+    assert all(len(arguments) == 2 for arguments in seen)
 
 
 def test_routers_losses_weigh_by_the_whole_micro_batch_before_0_19(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +152,8 @@ def test_a_documents_balance_is_megatrons_of_it_alone_and_weighs_by_its_tokens(
         )
         part, tokens = balance(scores[mine], routes[mine], Documents(index[mine], 4), 2, pair)
         assert tokens == 15
-        (found,) = torch.autograd.grad(part, scores)
-        assert torch.allclose(found[mine], wanted[mine], rtol=1e-5) and not found[~mine].any()
+        (gradient,) = torch.autograd.grad(part, scores)
+        assert torch.allclose(gradient[mine], wanted[mine], rtol=1e-5) and not gradient[~mine].any()
 
 
 def test_routers_of_a_layer_that_is_recomputed_get_its_own_micro_batchs_documents() -> None:
@@ -183,7 +183,7 @@ def test_routers_of_a_layer_that_is_recomputed_get_its_own_micro_batchs_document
 
 
 def test_without_a_plan_megatrons_own_loss_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    apply = wrap_apply_seq_aux_loss(lambda *given, **named: (given, named))
+    apply = wrap_apply_seq_aux_loss(lambda *args, **kwargs: (args, kwargs))
     router = SimpleNamespace(get_aux_loss_coeff=lambda kind: 0.1)
     assert apply(router, "probs", "scores", "routes", 8, 1, with_padding_mask=True) == (
         (router, "probs", "scores", "routes", 8, 1),

@@ -94,7 +94,7 @@ def test_the_same_flags_train_with_the_plugin_off_though_nothing_is_evaluated(
 ) -> None:
     """Megatron counts samples by --eval-interval, which has no default: an A/B ended in its TypeError."""
     (tmp_path / "users_script.py").write_text(USERS_SCRIPT)
-    given = [
+    arguments = [
         *flags(),
         "--global-batch-size",
         "2",
@@ -104,9 +104,9 @@ def test_the_same_flags_train_with_the_plugin_off_though_nothing_is_evaluated(
         str(corpus),
         "--wlb-off",
     ]
-    assert "--eval-iters" in given and "--eval-interval" not in given
-    given = [str(tmp_path / "users_script.py"), *given]
-    done = forked_ranks.run(["-m", "wlb_megatron.launch"], given, 1, cpu_environment(), timeout=60)
+    assert "--eval-iters" in arguments and "--eval-interval" not in arguments
+    arguments = [str(tmp_path / "users_script.py"), *arguments]
+    done = forked_ranks.run(["-m", "wlb_megatron.launch"], arguments, 1, cpu_environment(), timeout=60)
     assert "the plugin did not replace this" in done.stderr, done.stderr[
         -2000:
     ]  # the script's own data provider
@@ -185,9 +185,9 @@ def test_with_the_plugin_off_pretrain_gets_what_the_script_gave(monkeypatch: pyt
         got.extend([train_valid_test_dataset_provider, model_provider, forward_step_func])
 
     part(take_over.Start).validated = True
-    given = [object(), object(), object()]
-    hand_over.wrap_pretrain(original)(*given)
-    assert all(one is other for one, other in zip(got, given, strict=True))
+    arguments = [object(), object(), object()]
+    hand_over.wrap_pretrain(original)(*arguments)
+    assert all(result is other for result, other in zip(got, arguments, strict=True))
 
 
 def test_before_the_flags_are_read_pretrain_gets_what_decides_later(monkeypatch: pytest.MonkeyPatch) -> None:

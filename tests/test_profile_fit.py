@@ -205,16 +205,16 @@ def test_a_curve_goes_on_as_its_last_line_does() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "fields",
     [
         {"tokens": (1.0,), "forward": (1.0,), "backward": (1.0,)},
         {"tokens": (2.0, 1.0), "forward": (1.0, 2.0), "backward": (1.0, 2.0)},
         {"tokens": (1.0, 2.0), "forward": (1.0,), "backward": (1.0, 2.0)},
     ],
 )
-def test_a_curve_refuses_what_is_none(given: dict[str, Any]) -> None:
+def test_a_curve_refuses_what_is_none(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="token count"):
-        Curve(**given)
+        Curve(**fields)
 
 
 @pytest.mark.parametrize("part", ["call", "layer", "optimizer", "rectangle", "diagonal", "loss"])

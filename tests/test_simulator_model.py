@@ -56,13 +56,13 @@ def test_tensor_parallelism_adds_four_collectives_each_way_as_far_as_they_show()
 
 
 def test_ranks_of_a_node_share_its_way_out():
-    given = Assumptions(nvlink_rate=400e9, network_rate=40e9, node=8)
-    assert given.ring_rate(8, 1) == 400e9  # one node
-    assert given.ring_rate(16, 1) == 320e9  # two nodes, 8 cards each
-    assert given.ring_rate(4, 8) == 40e9  # one rank a node
-    assert given.ring_rate(4, 4) == 80e9  # two ranks a node
-    assert given.pair_rate(4, 4) == 40e9 * 3 / 2  # two of three peers are elsewhere
-    assert given.ring_ns(8e9, 1, 1) == 0
+    assumptions = Assumptions(nvlink_rate=400e9, network_rate=40e9, node=8)
+    assert assumptions.ring_rate(8, 1) == 400e9  # one node
+    assert assumptions.ring_rate(16, 1) == 320e9  # two nodes, 8 cards each
+    assert assumptions.ring_rate(4, 8) == 40e9  # one rank a node
+    assert assumptions.ring_rate(4, 4) == 80e9  # two ranks a node
+    assert assumptions.pair_rate(4, 4) == 40e9 * 3 / 2  # two of three peers are elsewhere
+    assert assumptions.ring_ns(8e9, 1, 1) == 0
 
 
 def test_heads_are_divided_over_tensor_ranks_and_key_heads_at_least_one():

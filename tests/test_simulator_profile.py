@@ -121,11 +121,13 @@ def test_pipeline_transfers_take_the_measured_link(profile: Profile) -> None:
 
 
 def test_assumptions_calibrated_by_a_profile_give_its_layers_time(profile: Profile) -> None:
-    given = calibrated(Assumptions(tp_exposed=0.0), profile)
-    assumed = LayerModel(shape=profiled_shape(profile, 4), layout=ParallelSizes(tp=4), assumptions=given)
+    assumptions = calibrated(Assumptions(tp_exposed=0.0), profile)
+    assumed = LayerModel(
+        shape=profiled_shape(profile, 4), layout=ParallelSizes(tp=4), assumptions=assumptions
+    )
     both = sum(float(t) for t in assumed.linear(10000))
     assert both == pytest.approx(sum(LAYER) * 10000, rel=0.01)
-    assert given.nvlink_rate == pytest.approx(200e9, rel=0.01)
+    assert assumptions.nvlink_rate == pytest.approx(200e9, rel=0.01)
     assert calibrated(Assumptions(matmul_rate=1e14), profile).matmul_rate == 1e14  # as the user gave it
 
 

@@ -155,11 +155,11 @@ def test_the_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for
         assert "PYTORCH_CUDA_ALLOC_CONF" in container["container-env"]
     allocator = (tmp_path / "allocator").read_text().strip()
     assert allocator == ("max_split_size_mb:512" if image else "expandable_segments:True")
-    given = (tmp_path / "trainer").read_text().splitlines()
-    assert given[:3] == ["-m", "wlb_megatron.launch", "/home/user/Megatron-LM/pretrain_gpt.py"]
-    assert given[-2:] == ["--lr", "1e-4"], "what follows the script's name comes last"
-    assert "--exit-signal-handler" in given and "#" not in "".join(given)
-    assert given[given.index("--wlb-log") + 1] == f"{tmp_path}/logs/night-40123/steps.jsonl"
+    arguments = (tmp_path / "trainer").read_text().splitlines()
+    assert arguments[:3] == ["-m", "wlb_megatron.launch", "/home/user/Megatron-LM/pretrain_gpt.py"]
+    assert arguments[-2:] == ["--lr", "1e-4"], "what follows the script's name comes last"
+    assert "--exit-signal-handler" in arguments and "#" not in "".join(arguments)
+    assert arguments[arguments.index("--wlb-log") + 1] == f"{tmp_path}/logs/night-40123/steps.jsonl"
 
 
 @pytest.mark.parametrize(

@@ -274,9 +274,9 @@ def test_the_directions_show_in_a_case_that_memory_decides() -> None:
 
 def megatron_activation_bytes(args: Any, micro_batches: int) -> float:
     """Megatron's own function, cut from its file: its package wants a GPU when imported."""
-    found = importlib.util.find_spec("megatron.core")
-    assert found is not None and found.origin is not None
-    path = Path(found.origin).parents[1] / "training" / "theoretical_memory_usage.py"
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None and spec.origin is not None
+    path = Path(spec.origin).parents[1] / "training" / "theoretical_memory_usage.py"
     if not path.exists():
         pytest.skip("this megatron-core has no megatron/training/theoretical_memory_usage.py")
     tree = ast.parse(path.read_text(encoding="utf-8"))
