@@ -19,6 +19,14 @@ def no_job_before() -> None:
     begin_job()
 
 
+@pytest.fixture
+def quick_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that let thresholds be found, which takes longest, and test something else."""
+    from wlb_megatron.packing.varlen import thresholds
+
+    monkeypatch.setattr(thresholds, "ITERATIONS", 16)
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of a small .bin/.idx pair with documents of megatron_runs.LENGTHS."""

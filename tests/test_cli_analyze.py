@@ -19,7 +19,6 @@ from wlb_megatron.analyze.output import figures
 from wlb_megatron.arguments import add_arguments, config_from_args
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.inspect_plans import inspect_plans
-from wlb_megatron.packing.varlen import thresholds
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.iteration import Simulated
@@ -30,13 +29,9 @@ from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.memory import ParallelLayout, StageShape, memory_needed
 
+pytestmark = pytest.mark.usefixtures("quick_thresholds")
+
 QUADRATIC_AT = 40.0
-
-
-@pytest.fixture(autouse=True)
-def quick_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding them takes longest, and they are not what is tested here."""
-    monkeypatch.setattr(thresholds, "ITERATIONS", 16)
 
 
 def some_lengths(count: int = 3000, largest: int = 64) -> np.ndarray:

@@ -13,10 +13,11 @@ from test_cli import call
 from wlb_megatron.analyze.analyze_command import add_analyze
 from wlb_megatron.cli import main
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.varlen import thresholds
 from wlb_megatron.settings_flags import NOT_HERE, add_layout, add_settings
 from wlb_megatron.simulator.reproduction import reproduce_command as reproduction
 from wlb_megatron.simulator.simulate import add_simulate
+
+pytestmark = pytest.mark.usefixtures("quick_thresholds")
 
 LENGTHS = "--lengths 300,40,9,64,17,128,33,50,20,8 --window 128"
 LAYOUT = "--micro-batches 4 --dp 2 --cp 2 --tp 2 --pp 2 --iterations 3 --warm-up 1 --thresholds 64"
@@ -27,12 +28,6 @@ CHUNKS = f"{NO_HOST} --chunks auto --micro-batch-cost 0 --quadratic-at 8 --pp 4 
 WAITING = f"{WHOLE} --pp 1 --dp 1 --iterations 8 --lengths 128,20,30,40,9,8,120,17,20,6,30,12,5,22,31"
 SHAPE = "--hidden-size 256 --num-attention-heads 4"
 EXPERTS = f"{NO_HOST} --num-experts 4 --chunks on"
-
-
-@pytest.fixture(autouse=True)
-def quick_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding them takes longest, and they are not what is tested here."""
-    monkeypatch.setattr(thresholds, "ITERATIONS", 16)
 
 
 SIMULATE = {

@@ -290,6 +290,7 @@ def test_a_step_of_many_windows_has_no_more_micro_batches_than_are_tried_for_eac
     assert max(counts) <= 8 * 16
 
 
+@pytest.mark.usefixtures("quick_thresholds")
 def test_auto_takes_chunks_where_they_are_predicted_to_pay_and_says_why() -> None:
     kind, lines = chosen()
     assert kind is ChunkPacker and "yes (predicted step over ideal" in lines[0]
