@@ -147,7 +147,7 @@ class Iteration:
         """Output, dq, dk, dv (and dsink) of the whole documents; ranks are threads."""
         group = ThreadGroup(self.plans[0].cp_size)
 
-        def one(rank):
+        def share_of(rank):
             try:
                 return self.on_rank(rank, Member(group, rank), x, layer, KeyCache())
             except BaseException:
@@ -155,7 +155,7 @@ class Iteration:
                 raise
 
         with ThreadPoolExecutor(group.size) as pool:
-            shares = list(pool.map(one, range(group.size)))
+            shares = list(pool.map(share_of, range(group.size)))
         results = [torch.full_like(t, float("nan")) for t in (x.dout, x.q, x.k, x.v)]
         for micro_batches, *_ in shares:
             for rows, *tensors in micro_batches:

@@ -158,8 +158,8 @@ def test_a_failed_step_leaves_nothing_behind_once_caches_are_cleared():
     expected, *_ = iteration.on_rank(0, member, x, Layer(), KeyCache())
     assert all(
         torch.equal(a, b)
-        for one, other in zip(results, expected, strict=True)
-        for a, b in zip(one, other, strict=True)
+        for tensors, expected_tensors in zip(results, expected, strict=True)
+        for a, b in zip(tensors, expected_tensors, strict=True)
     )
 
 

@@ -87,13 +87,13 @@ class Asked:
         self.calls.append({"dk": dk, "dv": dv, "deterministic": deterministic})
         dq = torch.full_like(q, float("nan"))
         delta = (out * dout).sum(-1)
-        for rows, keys, one, values, scores, repeat in self._each(
+        for rows, keys, key, values, scores, repeat in self._each(
             q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size_left
         ):
             probs = torch.exp(scores - lse[:, rows, None])
             dscores = torch.einsum("qhd,khd->hqk", dout[rows], values) - delta[rows].T[..., None]
             dscores = dscores * probs * softmax_scale
-            dq[rows] = torch.einsum("hqk,khd->qhd", dscores, one)
+            dq[rows] = torch.einsum("hqk,khd->qhd", dscores, key)
             for whole, grad in (
                 (dk, torch.einsum("hqk,qhd->khd", dscores, q[rows])),
                 (dv, torch.einsum("hqk,qhd->khd", probs, dout[rows])),
@@ -124,9 +124,9 @@ class Asked:
             shown = (far >= 0) if causal else torch.ones_like(far, dtype=torch.bool)
             if left is not None:
                 shown &= far <= left
-            one, values = (x[keys].repeat_interleave(repeat, dim=1) for x in (k, v))
-            scores = torch.einsum("qhd,khd->hqk", q[rows], one) * scale
-            yield rows, keys, one, values, scores.masked_fill(~shown, float("-inf")), repeat
+            key, values = (x[keys].repeat_interleave(repeat, dim=1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q[rows], key) * scale
+            yield rows, keys, key, values, scores.masked_fill(~shown, float("-inf")), repeat
 
 
 @pytest.fixture(scope="module")
@@ -249,5 +249,5 @@ def test_lengths_are_told_long_enough_for_one_kernel_to_serve_all(asked, monkeyp
 def test_the_installed_package_takes_what_the_stand_in_takes():
     real = pytest.importorskip(NAME)
     for name, stand_in in (("_flash_attn_fwd", Asked.forward), ("_flash_attn_bwd", Asked.backward)):
-        ours = [one for one in inspect.signature(stand_in).parameters if one != "self"]
+        ours = [parameter for parameter in inspect.signature(stand_in).parameters if parameter != "self"]
         assert set(ours) <= set(inspect.signature(getattr(real, name)).parameters), name

@@ -345,7 +345,7 @@ def test_what_a_warm_up_ran_as_a_batch_comes_as_one_in_training(asked, window):
     shape = {"heads": 4, "kv_heads": 2, "dim": 4, "v_dim": 4, "scale": SCALE}
     warm_up(kernels, graphs, **shape, dtype=torch.float64, device="cpu")
     sizes = {tuple(size) for *_, size in graphs}
-    for layout in (device_layout(each, "cpu") for each in made):
+    for layout in (device_layout(attention, "cpu") for attention in made):
         calls = [layout.diagonals, layout.rectangles] if window is None else [layout.window.call]
         for call in calls:
             if call.equal in sizes:

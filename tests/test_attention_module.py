@@ -203,9 +203,11 @@ def test_each_layer_keeps_the_keys_of_a_document_in_chunks_for_itself():
     assert cached_bytes() == 0
     grads = []
     for n in (1, 2):
-        one = Tensors(x.q, n * x.k, x.v, x.dout)
-        out, dq, dk, dv = one_document_at_a_time([16], one, scale=DIM**-0.5)
-        assert (torch.cat([each[n - 1] for each in outs]).squeeze(1) - out.flatten(1)).abs().max() < 1e-12
+        tensors = Tensors(x.q, n * x.k, x.v, x.dout)
+        out, dq, dk, dv = one_document_at_a_time([16], tensors, scale=DIM**-0.5)
+        assert (
+            torch.cat([of_layers[n - 1] for of_layers in outs]).squeeze(1) - out.flatten(1)
+        ).abs().max() < 1e-12
         grads.append((dq, n * dk, dv))
     for tensor, first, second in zip(qkv, *grads, strict=True):
         assert (tensor.grad - first - second).abs().max() < 1e-12

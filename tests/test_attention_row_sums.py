@@ -55,8 +55,8 @@ def test_parts_merge_to_attention_over_all_keys():
     out, lse = part(slice(0, 6))
     untouched = out[4].clone()
     # Rows 0..3 see keys 6..8 too, rows 1 and 3 also keys 9..11.
-    one, two = part(slice(6, 9), [0, 1, 2, 3]), part(slice(9, 12), [3, 1])
-    parts = [torch.cat(pair) for pair in zip(one, two, strict=True)]
+    first, second = part(slice(6, 9), [0, 1, 2, 3]), part(slice(9, 12), [3, 1])
+    parts = [torch.cat(pair) for pair in zip(first, second, strict=True)]
     merge_rows(out, lse, *parts, groups([0, 1, 2, 3, 3, 1], 5))
     for rows, keys in (([4], 6), ([0, 2], 9), ([1, 3], 12)):
         expected, expected_lse = part(slice(0, keys), rows)

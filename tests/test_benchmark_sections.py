@@ -157,11 +157,11 @@ def test_flexsps_prices_of_a_batch_are_ours_at_every_degree() -> None:
     cost, lengths = costs(stage_of(192 * 1024)), [300, 2000, 2000, 9000, 70000]
     prices = fitted(cost, lengths)
     ours = cost.prices(lengths).sum(axis=1) * 32 / 1e6
-    for size, told in zip(cost.sizes, ours, strict=True):
+    for size, own_ms in zip(cost.sizes, ours, strict=True):
         # As FlexSP's cost model adds up: 4 x 2 tensors of 32 layers, 2 bytes an element, in MB over GB/s.
         computed = sum(prices["alpha1"] * s * s + prices["alpha2"] * s for s in lengths) / size
         moved = 4 * 2 * 32 * 4096 * sum(lengths) * 2 / 1024 / 1024 / size / prices["bandwidth"][size]
-        assert computed + moved == pytest.approx(told, rel=0.1 if size == 1 else 1e-6)
+        assert computed + moved == pytest.approx(own_ms, rel=0.1 if size == 1 else 1e-6)
 
 
 def test_flexsps_groups_lie_on_aligned_ranks_and_hold_each_document_once() -> None:

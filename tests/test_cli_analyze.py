@@ -114,7 +114,9 @@ def from_json(
             cp_imbalance.append(max(shares) * len(shares) / sum(shares))
         imbalance.append(max(work) * len(work) / sum(work))
         # Each token's share of its step's gradient, by the place where it stands.
-        shown_pieces = [one for m in iteration["micro_batches"] for one in m["documents"] if one[0] >= 0]
+        shown_pieces = [
+            piece for m in iteration["micro_batches"] for piece in m["documents"] if piece[0] >= 0
+        ]
         for _, start, end in shown_pieces:
             for _ in range(start, end):
                 weights[len(weights)] = 1 / sum(e - s for _, s, e in shown_pieces)

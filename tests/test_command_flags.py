@@ -112,8 +112,8 @@ ELSEWHERE = {
 
 def flags_of(add: Any) -> set[str]:
     parser = argparse.ArgumentParser()
-    for one in add:
-        one(parser)
+    for add_flags in add:
+        add_flags(parser)
     return names(parser)
 
 
@@ -331,7 +331,9 @@ def test_the_help_of_every_flag_says_what_it_is_and_its_default(monkeypatch: pyt
     parsers: dict[str, argparse.ArgumentParser] = {}
 
     def stop(self: argparse.ArgumentParser, *_: Any) -> None:
-        (commands,) = (one for one in self._actions if isinstance(one, argparse._SubParsersAction))
+        (commands,) = (
+            candidate for candidate in self._actions if isinstance(candidate, argparse._SubParsersAction)
+        )
         parsers.update(commands.choices)
         raise WlbError("seen")
 

@@ -41,7 +41,7 @@ def test_documents_fit_the_window_come_once_and_stop_at_the_tokens_asked_for(tmp
     (tmp_path / "a.py").write_text(function + "def long():\n    '" + "y" * 200 + "'\n" + function)
     (tmp_path / "b.py").write_text(function + function.replace("f(", "g(") + function.replace("f(", "h("))
     files, seen = [tmp_path / "a.py", tmp_path / "b.py"], set[bytes]()
-    documents = [bytes(one[:-1].astype(np.uint8)).decode() for one in text.documents(files, 128, seen)]
+    documents = [bytes(tokens[:-1].astype(np.uint8)).decode() for tokens in text.documents(files, 128, seen)]
     assert [document.split("(")[0] for document in documents] == ["def f", "def g", "def h"]
 
     few = list(text.up_to(text.documents(files, 128, set()), len(function) + 2, hashlib.blake2b()))
@@ -60,7 +60,7 @@ def test_the_sorted_control_trains_every_token_of_64_batches_once_shortest_first
             iteration, [] if iteration else arrived, Batch(2, 0 if iteration else 64)
         )
         assert not put_back
-        trained += [piece for row in grid for one in row for piece in one.pieces]
+        trained += [piece for row in grid for micro_batch in row for piece in micro_batch.pieces]
     covered = np.zeros(len(lengths), dtype=int)
     np.add.at(covered, [piece.document for piece in trained], [piece.tokens for piece in trained])
     assert covered.tolist() == lengths.tolist() and not packer.waiting
@@ -80,11 +80,13 @@ def test_the_cut_control_trains_plains_pieces_in_other_micro_batches() -> None:
         lengths = [52, 52, 52, 52, 52] if iteration == 10 else generator.integers(1, 65, 9).tolist()
         arrived = [Piece(0, 100 * iteration + at, 0, length) for at, length in enumerate(lengths)]
         plain, cut = (packer.pack(iteration, arrived, Batch(4)).grid for packer in packers)
-        assert sorted(piece for (one,) in plain for piece in one.pieces) == sorted(
-            piece for (one,) in cut for piece in one.pieces
+        assert sorted(piece for (micro_batch,) in plain for piece in micro_batch.pieces) == sorted(
+            piece for (micro_batch,) in cut for piece in micro_batch.pieces
         )
-        assert max(one.work for (one,) in cut) <= max(one.work for (one,) in plain)
-        assert all(one.pieces and one.tokens <= 128 for (one,) in cut)
+        assert max(micro_batch.work for (micro_batch,) in cut) <= max(
+            micro_batch.work for (micro_batch,) in plain
+        )
+        assert all(micro_batch.pieces and micro_batch.tokens <= 128 for (micro_batch,) in cut)
 
 
 def test_without_masks_a_micro_batch_is_one_document() -> None:
@@ -99,9 +101,9 @@ def test_without_masks_a_micro_batch_is_one_document() -> None:
     layout: Any = None
     batch = LoadedMicroBatch(planned, layout, attention_layout(shard, 0), torch.tensor([0, 5, 8, 16]))
     changed = unmasked(batch)
-    (one,) = cut([np.array([16])], 1, "adaptive", h100())
+    (whole,) = cut([np.array([16])], 1, "adaptive", h100())
     assert changed.bounds is batch.bounds and changed.attention.positions.tolist() == list(range(16))
-    assert str(changed.attention.diagonals) == str(attention_layout(one, 0).diagonals)
+    assert str(changed.attention.diagonals) == str(attention_layout(whole, 0).diagonals)
 
 
 def test_what_training_tokens_see_counts_chunks_prefixes_and_marks_what_a_cut_hides() -> None:
@@ -146,7 +148,7 @@ def test_losses_are_compared_with_plain_of_the_same_seed_and_half_written_lines_
     from scripts.bench.convergence.convergence_report import report
 
     losses = {"plain": {1: 1.0, 2: 2.0, 3: 3.0}, "wlb": {1: 1.1, 2: 2.2, 4: 9.0}}
-    runs = [made_run(arm, seed, loss) for arm, each in losses.items() for seed, loss in each.items()]
+    runs = [made_run(arm, seed, loss) for arm, by_seed in losses.items() for seed, loss in by_seed.items()]
     path = tmp_path / "runs.jsonl"
     path.write_text("".join(json.dumps(run) + "\n" for run in runs) + '{"arm": "wl')
     read = statistics.read_runs([path, tmp_path / "none.jsonl"])

@@ -90,10 +90,10 @@ def test_the_cpu_that_answers_for_a_gpu_is_not_taken_for_one(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "cpu_cuda", sys)
     monkeypatch.setattr(torch.version, "cuda", None)
-    (gpus,) = [one for one in software.torch_and_gpus() if one.what.startswith("GPU")]
+    (gpus,) = [finding for finding in software.torch_and_gpus() if finding.what.startswith("GPU")]
     assert gpus.found == "none"
     assert (Path(gpus.cure.split("put ")[1].split(" on PYTHONPATH")[0]) / "sitecustomize.py").exists()
-    assert all(one.verdict != findings.FIX for one in software.transformer_engine())
+    assert all(finding.verdict != findings.FIX for finding in software.transformer_engine())
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_flash_attention_of_another_version_and_what_stock_makes_of_it_are_told(
     assert stock.verdict == findings.NOTE and "NVTE_FLASH_ATTN=0" in stock.cure
     del changed["transformer-engine"]
     changed["flash-attn-4"] = "4.0.0b11"
-    (one,) = software.flash_attention()
-    assert (one.found, one.verdict) == ("4.0.0b11", findings.NOTE)
-    assert one.cure == "flash-attn-4 is 4.0.0b11, tried is 4.0.0b36"
+    (finding,) = software.flash_attention()
+    assert (finding.found, finding.verdict) == ("4.0.0b11", findings.NOTE)
+    assert finding.cure == "flash-attn-4 is 4.0.0b11, tried is 4.0.0b36"
 
 
 def test_a_check_that_breaks_is_a_finding_and_not_the_end() -> None:

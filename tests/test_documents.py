@@ -36,17 +36,18 @@ def drain(stream: DocumentStream) -> list[Piece]:
     return pieces
 
 
-def blend(each: list[list[int]], weights: list[float]) -> list[Corpus]:
-    first_ids = np.cumsum([0, *map(len, each)]).tolist()
+def blend(lengths_of_corpora: list[list[int]], weights: list[float]) -> list[Corpus]:
+    first_ids = np.cumsum([0, *map(len, lengths_of_corpora)]).tolist()
     return [
-        Corpus(f"corpus {i}", np.array(lengths), first_ids[i], weights[i]) for i, lengths in enumerate(each)
+        Corpus(f"corpus {i}", np.array(lengths), first_ids[i], weights[i])
+        for i, lengths in enumerate(lengths_of_corpora)
     ]
 
 
 @st.composite
 def blends(draw: st.DrawFn) -> list[Corpus]:
-    each = draw(st.lists(LENGTHS, min_size=1, max_size=4))
-    return blend(each, [draw(WEIGHTS) for _ in each])
+    lengths_of_corpora = draw(st.lists(LENGTHS, min_size=1, max_size=4))
+    return blend(lengths_of_corpora, [draw(WEIGHTS) for _ in lengths_of_corpora])
 
 
 @st.composite
@@ -263,9 +264,9 @@ def test_a_corpus_given_twice_comes_in_two_orders() -> None:
 
 def test_a_blend_gives_tokens_by_weight_within_one_document() -> None:
     rng = np.random.default_rng(0)
-    each = [rng.integers(1, 100, 50).tolist() for _ in range(3)]
+    lengths_of_corpora = [rng.integers(1, 100, 50).tolist() for _ in range(3)]
     weights = [0.5, 0.3, 0.2]
-    stream = DocumentStream(blend(each, weights), Rules(100, seed=1, endless=True))
+    stream = DocumentStream(blend(lengths_of_corpora, weights), Rules(100, seed=1, endless=True))
     tokens = np.zeros(3)
     for step in range(2000):
         (piece,) = take(stream, 1)
@@ -309,10 +310,10 @@ def test_a_state_taken_anywhere_resumes_with_the_same_pieces_and_counts(
 
 
 def test_asking_for_the_state_changes_nothing() -> None:
-    one, other = (DocumentStream.of_lengths([1, 5, 0, 2], Rules(2, seed=3, endless=True)) for _ in range(2))
+    asked, other = (DocumentStream.of_lengths([1, 5, 0, 2], Rules(2, seed=3, endless=True)) for _ in range(2))
     for _ in range(20):
-        one.state()
-        assert one.next() == other.next()
+        asked.state()
+        assert asked.next() == other.next()
 
 
 def test_what_is_cut_ahead_does_not_count_as_taken() -> None:
@@ -356,7 +357,7 @@ def test_a_state_of_other_rules_is_refused_by_name(change: dict[str, Any], messa
 
 
 @pytest.mark.parametrize(
-    ("each", "weights", "message"),
+    ("lengths_of_corpora", "weights", "message"),
     [
         ([[3, 4], [6]], [1.0, 2.0], r"corpus 1: sha256 of lengths was"),
         ([[4, 3], [5]], [1.0, 2.0], r"corpus 0: sha256 of lengths was"),
@@ -366,11 +367,11 @@ def test_a_state_of_other_rules_is_refused_by_name(change: dict[str, Any], messa
     ],
 )
 def test_a_state_of_another_corpus_is_refused_and_nothing_moves(
-    each: list[list[int]], weights: list[float], message: str
+    lengths_of_corpora: list[list[int]], weights: list[float], message: str
 ) -> None:
     saved = DocumentStream(blend([[3, 4], [5]], [1.0, 2.0]), Rules(8, endless=True))
     take(saved, 3)
-    now = DocumentStream(blend(each, weights), Rules(8, endless=True))
+    now = DocumentStream(blend(lengths_of_corpora, weights), Rules(8, endless=True))
     before = now.state()
     with pytest.raises(WlbError, match=message):
         now.load_state(saved.state())
@@ -414,8 +415,8 @@ def test_bad_input_is_named_in_one_line(lengths: list[Any], rule: dict[str, Any]
 
 
 def test_a_blend_with_overlapping_ids_without_corpora_or_with_a_weight_of_nothing_is_refused() -> None:
-    one = Corpus("one", np.array([1, 2]))
-    for corpora in ([], [one, one]):
+    corpus = Corpus("one", np.array([1, 2]))
+    for corpora in ([], [corpus, corpus]):
         with pytest.raises(WlbError):
             DocumentStream(corpora, Rules(8))
     for weight in (0.0, -1.0, float("nan"), float("inf")):

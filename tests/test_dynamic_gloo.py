@@ -55,7 +55,7 @@ def attend_in_groups(rank: int, world: int) -> None:
     from wlb_megatron.plugin.ranks import groups
     from wlb_megatron.plugin.ranks.groups import make_groups, process_group
 
-    alone = [dist.new_group([one]) for one in range(world)][rank]
+    alone = [dist.new_group([member]) for member in range(world)][rank]
     # As with data parallelism 6: all blocks but that of all ranks are made.
     parallel_state.get_data_parallel_group = lambda with_context_parallel: dist.group.WORLD
     parallel_state.get_context_parallel_group = lambda: alone
@@ -125,26 +125,34 @@ def agree_on_plans(rank: int, world: int) -> None:
     )
     planned = list(plan_groups(small_planner(), shards, dynamic))
     assert len(planned) == 4  # on every rank, though only the sender was told to close
-    fixed = [one for one, _ in zip(plan_iterations(small_planner(), shards), range(4), strict=False)]
+    fixed = [
+        iteration for iteration, _ in zip(plan_iterations(small_planner(), shards), range(4), strict=False)
+    ]
     for mine, theirs in zip(planned, fixed, strict=True):
         assert mine.state() == theirs.state() and mine.plan == theirs.plan
         group = mine.micro_batches[0].group
         assert group is not None and group.steps == len(mine.micro_batches)
-        assert all(one.shard.cp_size == one.group.size for one in mine.micro_batches if one.group)
+        assert all(
+            micro_batch.shard.cp_size == micro_batch.group.size
+            for micro_batch in mine.micro_batches
+            if micro_batch.group
+        )
         digests: list[bytes | None] = [None] * world
         dist.all_gather_object(digests, mine.digest)
         assert len(set(digests)) == 1
         held: list[list[tuple[int, ...]] | None] = [None] * world
         pieces = [
             tuple(piece)
-            for one in mine.micro_batches
-            for piece in one.pieces
-            if one.group and one.group.start == rank and piece.document >= 0
+            for micro_batch in mine.micro_batches
+            for piece in micro_batch.pieces
+            if micro_batch.group and micro_batch.group.start == rank and piece.document >= 0
         ]
         dist.all_gather_object(held, pieces)
         trained = sorted(piece for part in held for piece in part or [])
         grid = theirs.plan.micro_batches if theirs.plan else ()
-        assert trained == sorted(tuple(piece) for row in grid for one in row for piece in one.pieces)
+        assert trained == sorted(
+            tuple(piece) for row in grid for micro_batch in row for piece in micro_batch.pieces
+        )
 
 
 def test_six_processes_attend_in_mixed_groups_as_one_document_at_a_time_and_train_by_one_s_plans() -> None:

@@ -194,7 +194,7 @@ def test_groups_over_nodes_pay_for_the_network_and_those_within_one_do_not(tenso
     near = group_cost(h100(), 300.0, sizes, tensor=tensor, assumptions=Assumptions(node=1024))
     real = group_cost(h100(), 300.0, sizes, tensor=tensor, assumptions=Assumptions(node=8))
     for level, size in enumerate(sizes):
-        rows = [one.tables[level].exchange_row for one in (near, real)]
+        rows = [cost.tables[level].exchange_row for cost in (near, real)]
         assert (rows[1] > rows[0]) == (size > inside) and rows[1] >= rows[0]
         assert (real.opening()[level] > near.opening()[level]) == (size > inside)
     assert (real.prices([2000, 60_000]) >= near.prices([2000, 60_000])).all()
@@ -310,8 +310,8 @@ def test_micro_steps_come_in_multiples_with_every_document_on_the_ranks_that_it_
     validate(made, tokens, stage)
     assert len(made.micro_steps) % multiple == 0 and len(made.micro_steps) < len(plan.micro_steps) + multiple
     places = [
-        {d: (g.start, g.size) for step in one.micro_steps for g in step for d in g.documents}
-        for one in (plan, made)
+        {d: (g.start, g.size) for step in step_plan.micro_steps for g in step for d in g.documents}
+        for step_plan in (plan, made)
     ]
     assert places[0] == places[1]
     assert sum(not step for step in made.micro_steps) == 0 or all(

@@ -29,12 +29,12 @@ def test_a_job_trains_bit_for_bit_as_in_fresh_processes_whatever_ran_before(
     first = job("first", context=2)
     assert job("between", pipeline=2)[0]["losses"] != expected[0]["losses"]
     for ranks in (first, job("again", context=2)):
-        for rank, one in zip(expected, ranks, strict=True):
-            assert len(rank["losses"]) == 12 and one["losses"] == rank["losses"]
-            assert one["documents"] == rank["documents"] and one["place"] == rank["place"]
-            assert one["gradients"].keys() == rank["gradients"].keys()
+        for rank, forked in zip(expected, ranks, strict=True):
+            assert len(rank["losses"]) == 12 and forked["losses"] == rank["losses"]
+            assert forked["documents"] == rank["documents"] and forked["place"] == rank["place"]
+            assert forked["gradients"].keys() == rank["gradients"].keys()
             for name, (gradient, _) in rank["gradients"].items():
-                assert torch.equal(one["gradients"][name][0], gradient), name
+                assert torch.equal(forked["gradients"][name][0], gradient), name
 
 
 def script(folder: Path, text: str, processes: int, timeout: float = 60) -> subprocess.CompletedProcess[str]:

@@ -172,7 +172,7 @@ def test_ranks_that_share_experts_are_timed_in_one_order() -> None:
 
     alone = orders("--chunks on")
     joined = orders("--chunks on --num-experts 8 --expert-model-parallel-size 2")
-    assert any(one != other for one, other in alone) and all(one == other for one, other in joined)
+    assert any(order != other for order, other in alone) and all(order == other for order, other in joined)
 
 
 def test_dynamic_groups_are_planned_and_timed_alike_by_both_commands(
@@ -198,7 +198,9 @@ def test_every_document_of_an_iteration_is_in_one_of_its_groups() -> None:
     run = chosen.run(LENGTHS, settings(parsed("--cp-mode dynamic")))
     assert run.steps is not None and run.shards is None
     for plan, steps in zip(run.plans[1:], run.steps, strict=True):
-        held = [piece.tokens for row in plan.micro_batches for one in row for piece in one.pieces]
+        held = [
+            piece.tokens for row in plan.micro_batches for micro_batch in row for piece in micro_batch.pieces
+        ]
         validate(steps, held, Stage.of(2, 2, run.planner.packer.max_tokens // 2 * 2))
 
 

@@ -131,7 +131,10 @@ def test_a_chosen_sharding_is_named_in_its_plan() -> None:
 
 def plan_of(grid: list[list[list[int]]]) -> IterationPlan:
     rows = tuple(
-        tuple(MicroBatch(tuple(Piece(0, at, 0, n) for at, n in enumerate(one)), sum(one)) for one in row)
+        tuple(
+            MicroBatch(tuple(Piece(0, at, 0, n) for at, n in enumerate(tokens)), sum(tokens))
+            for tokens in row
+        )
         for row in grid
     )
     return IterationPlan(0, (), rows, ())
@@ -151,8 +154,8 @@ def test_the_live_prediction_is_the_simulators_where_all_ranks_have_like_documen
     costs = fit(ProfiledModel(**MODEL), made_samples(), GPU)
     job = job_of()
     lengths = [[4096, 8192], [10000, 2000, 288]]
-    plan = plan_of([[one, one] for one in lengths])
-    shards = [shard(one, 2, "adaptive", costs.table) for one in lengths]
+    plan = plan_of([[document, document] for document in lengths])
+    shards = [shard(document, 2, "adaptive", costs.table) for document in lengths]
     # As the process that plans has it.
     live = pickle.loads(pickle.dumps(predictor(job, costs, 0, 8)))(plan, shards)
     whole = simulate([[[s, s] for s in shards]], layer_model(job, costs)).steps[0] / 1e6
@@ -169,7 +172,10 @@ def test_a_document_in_chunks_is_predicted_live_as_by_the_simulator() -> None:
     shards = shard_all(lengths, 1, "per-document", links=links_of(grid))
     orders = orders_of([plan])
     assert orders == [[(1, 2)]]
-    whole = simulate([[[one] for one in shards]], layer_model(job, costs), orders=orders).steps[0] / 1e6
+    whole = (
+        simulate([[[shard_plan] for shard_plan in shards]], layer_model(job, costs), orders=orders).steps[0]
+        / 1e6
+    )
     assert predictor(job, costs, 0, 1)(plan, shards) == pytest.approx(float(whole))
 
 
@@ -188,13 +194,13 @@ def test_every_rank_predicts_the_same_step_though_one_has_short_documents_and_an
     short, long = [1024] * 64, [65536]
     plan = plan_of([[short, long], [long, short]])
     seen = [
-        predictor(job, costs, rank, 8)(plan, [shard(one, 1, "adaptive", costs.table) for one in own])
+        predictor(job, costs, rank, 8)(plan, [shard(tokens, 1, "adaptive", costs.table) for tokens in own])
         for rank, own in enumerate(((short, long), (long, short)))
     ]
     plan = plan_of([[short, long]])
     seen += [
-        predictor(job, costs, rank, 8)(plan, [shard(one, 1, "adaptive", costs.table)])
-        for rank, one in enumerate((short, long))
+        predictor(job, costs, rank, 8)(plan, [shard(tokens, 1, "adaptive", costs.table)])
+        for rank, tokens in enumerate((short, long))
     ]
     assert seen[0] == pytest.approx(seen[1], rel=1e-6)
     assert seen[2] == pytest.approx(seen[3], rel=0.03)
@@ -224,12 +230,12 @@ def test_a_recorder_tells_micro_batch_and_chunk_in_whatever_order_they_run() -> 
         assert recorder.backward(outputs[which], lambda: "gradient") == "gradient"
     recorder.backward(object(), lambda: None)
     calls = recorder.calls()
-    assert [(one.backward, one.micro_batch, one.chunk) for one in calls] == [
+    assert [(call.backward, call.micro_batch, call.chunk) for call in calls] == [
         *((False, *which) for which in ((0, 0), (1, 0), (0, 1), (1, 1))),
         *((True, *which) for which in ((1, 1), (0, 1), (1, 0), (0, 0))),
         (True, trace.UNKNOWN, 0),
     ]
-    times = [at for one in calls for at in (one.begin, one.end)]
+    times = [at for call in calls for at in (call.begin, call.end)]
     assert times == sorted(times)
     assert trace.Recorder(on_gpu=False).calls() == []
 

@@ -35,7 +35,7 @@ class Run:
 
     def last(self, iteration: int) -> list[tuple[Any, float, int]]:
         """Micro-batches of all ranks in the run of the iteration that was kept."""
-        return [each for rank in self.ranks for each in rank[iteration][-1]]
+        return [micro_batch for rank in self.ranks for micro_batch in rank[iteration][-1]]
 
     def tokens(self, iteration: int) -> list[int]:
         """Lengths of the documents that the iteration trained."""

@@ -87,7 +87,7 @@ def test_a_micro_batch_of_two_windows_trains_exactly_at_resume_and_evaluates_in_
     assert plans == [
         json.loads(line)["lengths"] for line in (tmp_path / "whole.jsonl").read_text().splitlines()
     ]
-    micro_batches = [one for plan in plans for row in plan for one in row]
+    micro_batches = [micro_batch for plan in plans for row in plan for micro_batch in row]
     assert [len(plan) for plan in plans] == [2] * 4
     assert 128 < max(map(sum, micro_batches)) <= 192 and max(map(max, micro_batches)) == 64
     assert abs(rows[-1]["consumed_tokens"] + rows[-1]["waiting_tokens"] - 4 * 8 * 64) < 64

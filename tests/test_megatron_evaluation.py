@@ -50,10 +50,14 @@ def test_several_sets_are_each_evaluated_whole_over_two_data_parallel_ranks(
     ranks = evaluated(tmp_path / "out", 2)
     assert len(ranks[0]) == len(ranks[1])
     half = len(ranks[0]) // 2  # after iteration 1, and after training
-    assert [each[:half] for each in ranks] == [each[half:] for each in ranks]
+    assert [of_rank[:half] for of_rank in ranks] == [of_rank[half:] for of_rank in ranks]
     for name, ids in (("short", range(10)), ("few", range(10, 15))):  # ids run on over the sets
         mine = [
-            [each for each in rank[:half] if all(piece[1] in ids for piece in each[0] if piece[1] >= 0)]
+            [
+                micro_batch
+                for micro_batch in rank[:half]
+                if all(piece[1] in ids for piece in micro_batch[0] if piece[1] >= 0)
+            ]
             for rank in ranks
         ]
         whole = [
@@ -63,7 +67,7 @@ def test_several_sets_are_each_evaluated_whole_over_two_data_parallel_ranks(
         ]
         assert documents([*mine[0], *mine[1]]) == whole, name
         losses = printed(done.stdout, f"validation-{name} loss at iteration 1")
-        with_documents = [each for rank in mine for each in rank if documents([each])]
+        with_documents = [micro_batch for rank in mine for micro_batch in rank if documents([micro_batch])]
         assert losses == pytest.approx([mean(with_documents)], rel=1e-6), name
         assert sum(count for _, _, count in with_documents) == sum(SETS[name]) - len(SETS[name])
 
@@ -79,7 +83,7 @@ def test_all_validation_and_test_documents_without_training(corpus: Path, tmp_pa
     assert [document for document, _, _ in documents(rank)] == sorted([*parts[0], *parts[1]])
     assert len(rank) % 4 == 0
     for ids, where in zip(parts, ("validation", "test"), strict=True):
-        of_part = [each for each in rank if any(piece[1] in ids for piece in each[0])]
+        of_part = [micro_batch for micro_batch in rank if any(piece[1] in ids for piece in micro_batch[0])]
         assert printed(done.stdout, f"{where} set") == pytest.approx([mean(of_part)], rel=1e-6)
 
 
@@ -113,6 +117,6 @@ def test_a_checkpoint_is_evaluated_on_other_data_at_another_window_and_batch(
         for start in range(0, length, 32)
     ]
     assert documents([*ranks[0], *ranks[1]]) == whole
-    seen = [each for rank in ranks for each in rank if documents([each])]
+    seen = [micro_batch for rank in ranks for micro_batch in rank if documents([micro_batch])]
     assert printed(done.stdout, "validation set") == pytest.approx([mean(seen)], rel=1e-6)
     assert "10 documents, packing varlen" in done.stdout

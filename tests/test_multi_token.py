@@ -198,12 +198,12 @@ def test_documents_in_one_micro_batch_or_in_two_have_the_same_gradient(tmp_path:
         for number, more in batches.items()
     }
     documents = [[entry[2] for entry in run[0]["documents"]] for run in runs.values()]
-    assert [len(each) for each in documents] == [1, 2]
+    assert [len(of_micro_batch) for of_micro_batch in documents] == [1, 2]
     assert sorted(documents[0][0]) == sorted([*documents[1][0], *documents[1][1]])
     assert max(piece[3] - piece[2] for piece in documents[0][0]) == 62
-    one, two = (whole_gradients(run) for run in runs.values())
-    for name, gradient in one.items():
-        assert torch.linalg.norm(two[name] - gradient) <= 1e-5 * torch.linalg.norm(gradient), name
+    joined, apart = (whole_gradients(run) for run in runs.values())
+    for name, gradient in joined.items():
+        assert torch.linalg.norm(apart[name] - gradient) <= 1e-5 * torch.linalg.norm(gradient), name
 
 
 def test_a_model_of_several_depths_on_an_earlier_stage_is_refused() -> None:

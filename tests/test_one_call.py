@@ -147,7 +147,7 @@ def test_training_takes_one_call_where_the_sharding_is_chosen_by_the_table(shard
     packer = make_packer(WlbConfig(packing="original"), CostModel(20.0), window=1024, micro_batches=1, dp=1)
     planner = Planner(stream, packer, global_tokens=1024)
     settings = ShardSettings(dp_rank=0, cp_size=2, alignment=2, sharding=sharding, table=h100())
-    planned = [one for one, _ in zip(plan_iterations(planner, settings), range(4), strict=False)]
-    plans = [micro_batch.shard for one in planned for micro_batch in one.micro_batches]
+    planned = [iteration for iteration, _ in zip(plan_iterations(planner, settings), range(4), strict=False)]
+    plans = [micro_batch.shard for iteration in planned for micro_batch in iteration.micro_batches]
     cut = [plan for plan in plans if any((rows[:, 1] > 0).any() for rows in plan.ranks)]
     assert cut and {plan.one_call for plan in cut} == {sharding in ("hybrid", "adaptive")}

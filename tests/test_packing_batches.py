@@ -213,7 +213,9 @@ def test_a_state_of_a_later_version_is_refused() -> None:
 
 
 def tokens_of(plan: IterationPlan) -> int:
-    return sum(piece.tokens for row in plan.micro_batches for one in row for piece in one.pieces)
+    return sum(
+        piece.tokens for row in plan.micro_batches for micro_batch in row for piece in micro_batch.pieces
+    )
 
 
 def seen_by(folder: Path, ranks: int) -> list[dict[str, Any]]:

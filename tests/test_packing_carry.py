@@ -60,11 +60,11 @@ def planner(
     return Planner(DocumentStream(parts, rules), packer, global_tokens=bins * window)
 
 
-def pieces_of(one: Planner, iterations: int | None = None) -> list[Piece]:
+def pieces_of(planned: Planner, iterations: int | None = None) -> list[Piece]:
     """Everything trained in so many iterations, or until the stream ends."""
     pieces: list[Piece] = []
     while iterations is None or iterations:
-        plan = one.next_iteration()
+        plan = planned.next_iteration()
         if plan is None:
             break
         pieces += [p for row in plan.micro_batches for m in row for p in m.pieces]
@@ -87,12 +87,12 @@ def taken_up(before: Planner, after: Planner, **how: Any) -> Carried:
     return take_up(after, before.samples, state, **how)
 
 
-def arriving(one: Planner, iterations: int, parts: list[Corpus], skip: int = 0) -> dict[str, list[Piece]]:
+def arriving(planned: Planner, iterations: int, parts: list[Corpus], skip: int = 0) -> dict[str, list[Piece]]:
     """By corpus, the pieces that arrive, ids counted from its first one, after the first `skip`; all that "trained"."""
     by_corpus: dict[str, list[Piece]] = {"trained": []}
     arrived: list[Piece] = []
     for _ in range(iterations):
-        plan = one.next_iteration()
+        plan = planned.next_iteration()
         assert plan is not None
         arrived += plan.arrived
         by_corpus["trained"] += [p for row in plan.micro_batches for m in row for p in m.pieces]

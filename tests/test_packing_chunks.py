@@ -111,7 +111,7 @@ def check_chunks(
                     held[piece.epoch, piece.document] += piece.tokens
             for (_, document), tokens in held.items():
                 assert tokens == lengths[document]
-            done += [piece for one in column for piece in one.pieces]
+            done += [piece for member in column for piece in member.pieces]
     waiting = list(plans[-1].waiting) if plans else []
     assert token_counts(arrived) == token_counts(done + waiting)
     assert endless or not waiting
@@ -125,8 +125,8 @@ def test_a_group_has_one_document_in_chunks_so_groups_are_not_chained(
     for plan in run(make_planner(lengths, **size, endless=True), most=8):
         for column in columns(plan):
             at = 0
-            for count in groups([one.pieces for one in column]):
-                pieces = [piece for one in column[at : at + count] for piece in one.pieces]
+            for count in groups([micro_batch.pieces for micro_batch in column]):
+                pieces = [piece for micro_batch in column[at : at + count] for piece in micro_batch.pieces]
                 documents = [(piece.epoch, piece.document) for piece in pieces]
                 assert len({name for name in documents if documents.count(name) > 1}) <= 1
                 at += count
@@ -153,7 +153,9 @@ def test_a_run_may_be_resumed_with_chunks_or_without(before: str) -> None:
     second = make_planner(lengths, **sizes, chunks={"on": "off", "off": "on"}[before])
     second.load_state(json.loads(json.dumps(first.state())))
     done += run(second, most=5)
-    pieces = [p for plan in done for column in columns(plan) for one in column for p in one.pieces]
+    pieces = [
+        p for plan in done for column in columns(plan) for micro_batch in column for p in micro_batch.pieces
+    ]
     assert token_counts(pieces + list(done[-1].waiting)) == token_counts(
         [p for plan in done for p in plan.arrived]
     )
@@ -228,12 +230,15 @@ def test_a_long_tailed_corpus_gains_half_over_arrival_order_on_four_stages_with_
 
     def per_token(plans: list[IterationPlan]) -> float:
         """Whole documents alone: brute force knows no groups, whose step is never shorter."""
-        grids = [[one for column in columns(plan) for one in column] for plan in plans]
+        grids = [[micro_batch for column in columns(plan) for micro_batch in column] for plan in plans]
         time = sum(one_f_one_b_time([m.work / UNITS_PER_TOKEN + 1000 for m in grid], 4) / 3 for grid in grids)
-        return time / sum(one.tokens for grid in grids for one in grid)
+        return time / sum(micro_batch.tokens for grid in grids for micro_batch in grid)
 
     assert per_token(plain) / per_token(cut) >= 1.4
-    assert max(one.tokens for plan in cut for column in columns(plan) for one in column) <= 0.8 * 131072
+    assert (
+        max(micro_batch.tokens for plan in cut for column in columns(plan) for micro_batch in column)
+        <= 0.8 * 131072
+    )
     assert all(not plan.waiting for plan in cut)
     assert sum(plan.predicted for plan in cut) <= 1.2 * sum(plan.ideal for plan in cut)
 

@@ -247,8 +247,8 @@ def test_both_caps_hold_tokens_and_documents_whatever_balance_wants() -> None:
 def test_work_is_not_tokens() -> None:
     # Causal pairs: 1024 x 1025 / 2 = 524800 of one document, 2 x 512 x 513 / 2 = 262656 of two; ratio 1.998.
     attention = CostModel(quadratic_at=1e-6)
-    one, two = int(attention.work([1024]).sum()), int(attention.work([512, 512]).sum())
-    assert one / two == pytest.approx(1.998, abs=0.003)
+    whole, halves = int(attention.work([1024]).sum()), int(attention.work([512, 512]).sum())
+    assert whole / halves == pytest.approx(1.998, abs=0.003)
     (plan,) = run(
         make_planner(
             [1024, 512, 512, 512, 512], window=1536, micro_batches=2, cost=CostModel(512), thresholds="none"

@@ -119,10 +119,13 @@ def over_ideal(plans: list[IterationPlan]) -> float:
 def time_per_token(plans: list[IterationPlan], stages: int, own: int) -> float:
     """By brute-force 1F1B events; own: what a micro-batch costs by itself (tokens)."""
     time = sum(
-        one_f_one_b_time([one.work / UNITS_PER_TOKEN + own for one in micro_batches(plan)], stages) / 3
+        one_f_one_b_time(
+            [micro_batch.work / UNITS_PER_TOKEN + own for micro_batch in micro_batches(plan)], stages
+        )
+        / 3
         for plan in plans
     )
-    return time / sum(one.tokens for plan in plans for one in micro_batches(plan))
+    return time / sum(micro_batch.tokens for plan in plans for micro_batch in micro_batches(plan))
 
 
 def test_a_long_tailed_corpus_gains_a_third_over_arrival_order_on_four_stages() -> None:
@@ -136,12 +139,12 @@ def test_a_long_tailed_corpus_gains_a_third_over_arrival_order_on_four_stages() 
         "cost": CostModel(24576.0, 0.0, 1000.0),
     }
     plain = time_per_token(run(make_planner(lengths, **job, packing="original"), most=60), 4, 1000)
-    one, auto = (
+    single, auto = (
         run(make_planner(lengths, **job, micro_batches_per_window=number), most=60)
         for number in ("1", "auto")
     )
     assert plain / time_per_token(auto, 4, 1000) >= 1.25
-    assert time_per_token(one, 4, 1000) / time_per_token(auto, 4, 1000) >= 1.2
+    assert time_per_token(single, 4, 1000) / time_per_token(auto, 4, 1000) >= 1.2
     assert max(delays(auto).values()) <= 16
 
 
@@ -154,11 +157,11 @@ def test_many_windows_a_step_are_not_slower_than_one_micro_batch_each() -> None:
         "endless": True,
         "cost": CostModel(24576.0, 0.0, 1000.0),
     }
-    one, auto = (
+    single, auto = (
         run(make_planner(lengths, **job, micro_batches_per_window=number), most=20)
         for number in ("1", "auto")
     )
-    assert over_ideal(auto) <= 1.01 * over_ideal(one)
+    assert over_ideal(auto) <= 1.01 * over_ideal(single)
 
 
 def test_without_a_pipeline_there_is_one_micro_batch_a_window() -> None:

@@ -176,7 +176,10 @@ def test_a_step_counts_a_document_in_chunks_as_the_whole_one(tmp_path: Path) -> 
         [Piece(0, 0, 33, 50, 33)],
     ]
     for layout in (Layout(0, 1, 8, True), Layout(1, 1, 8, False)):
-        batches = [PackedDocuments(corpus, layout)[each] for each in chunked(iteration, 4, "per-document")]
+        batches = [
+            PackedDocuments(corpus, layout)[micro_batch]
+            for micro_batch in chunked(iteration, 4, "per-document")
+        ]
         lengths = [batch.bounds.diff().tolist() for batch in batches]
         assert lengths == [[], [8], [50]]
 
@@ -371,7 +374,7 @@ def test_an_error_while_planning_is_raised_where_the_plan_is_asked_for() -> None
 def test_a_stage_that_needs_no_tokens_reads_none(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, [[1, 2]])
     batch = PackedDocuments(corpus, Layout(0, 1, 8, False))[planned([Piece(0, 0, 0, 2)], 1, "per-document")]
-    tensors = [each.name for each in fields(batch) if torch.is_tensor(getattr(batch, each.name))]
+    tensors = [field.name for field in fields(batch) if torch.is_tensor(getattr(batch, field.name))]
     assert batch.held is None and tensors == ["bounds"] and batch.bounds.tolist() == [0, 2]
 
 
@@ -427,8 +430,8 @@ def test_workers_outlive_the_signal_that_tells_the_trainer_to_save_and_exit(tmp_
 def test_files_of_two_iterations_of_many_micro_batches_a_window_are_counted(tmp_path: Path) -> None:
     """A window in eight micro-batches: those that train and those drawn ahead are held, others are read meanwhile."""
     corpus = corpus_of(tmp_path, [[d] * 4 for d in range(40)])
-    each = [planned([Piece(0, d, 0, 4)], 1, "per-document") for d in range(40)]
-    items = [[replace(one, predictions=(3, 2))] for one in each]
+    micro_batches = [planned([Piece(0, d, 0, 4)], 1, "per-document") for d in range(40)]
+    items = [[replace(micro_batch, predictions=(3, 2))] for micro_batch in micro_batches]
     loader = make_loader(
         corpus,
         items,  # type: ignore[arg-type]
@@ -498,8 +501,8 @@ def test_flops_are_told_by_document_and_without_padding(tmp_path: Path) -> None:
         bounds = PackedDocuments(corpus, layout)[planned(pieces, 4, "per-document")].bounds
         return int((bounds.diff() ** 2).sum())
 
-    one = squares([Piece(0, 0, 0, 4096)])
-    assert one == 8 * squares([Piece(0, d, 0, 512) for d in range(1, 9)]) == 4096**2
+    whole = squares([Piece(0, 0, 0, 4096)])
+    assert whole == 8 * squares([Piece(0, d, 0, 512) for d in range(1, 9)]) == 4096**2
     assert squares([Piece(0, 9, 0, 5)]) == 25
 
 
@@ -511,7 +514,7 @@ def test_documents_without_a_token_in_the_files_are_passed_over_and_counted(tmp_
     )
     plan = planner.next_iteration()
     assert plan is not None and planner.next_iteration() is None
-    (micro_batch,) = (one for row in plan.micro_batches for one in row)
+    (micro_batch,) = (candidate for row in plan.micro_batches for candidate in row)
     batch = read(corpus, planned(list(micro_batch.pieces), 1, "hybrid"), 0)
     assert sorted(batch["tokens"]) == [1, 2, 3, 4]
     assert stream.counts().empty == 3

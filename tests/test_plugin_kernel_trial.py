@@ -30,7 +30,7 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Any:
     known = importlib.metadata.version
 
     def run(version: str | None, error: float | Exception, **changed: Any) -> None:
-        def found(name: str) -> str:
+        def version_of(name: str) -> str:
             if name != "transformer_engine":
                 return known(name)
             if version is None:
@@ -42,7 +42,7 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise error
             return error
 
-        monkeypatch.setattr(importlib.metadata, "version", found)
+        monkeypatch.setattr(importlib.metadata, "version", version_of)
         monkeypatch.setattr(kernel_check, "worst_error", worst_error)
         try_transformer_engine(training_job(**changed))
 

@@ -142,11 +142,11 @@ def test_a_document_that_trains_whole_is_as_long_as_memory_allows_and_keys_are_t
 
 def test_cards_of_which_drivers_keep_different_shares_give_one_lmax(memory: Any) -> None:
     memory(32.9)
-    one = fit_to_memory(training_job(), WlbConfig())
+    config = fit_to_memory(training_job(), WlbConfig())
     memory(32.1)
-    assert fit_to_memory(training_job(), WlbConfig()) == one
+    assert fit_to_memory(training_job(), WlbConfig()) == config
     memory(31.9)
-    assert fit_to_memory(training_job(), WlbConfig()) != one
+    assert fit_to_memory(training_job(), WlbConfig()) != config
 
 
 @pytest.mark.parametrize(("context", "measured_mb"), [(1, 30084), (2, 17570)])

@@ -112,10 +112,10 @@ def test_another_commit_of_an_unreleased_version_is_untried(
 def test_the_digest_is_of_the_files_that_are_imported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def found(name: str) -> Any:
+    def find_spec(name: str) -> Any:
         return SimpleNamespace(submodule_search_locations=[str(tmp_path / name.split(".")[1])])
 
-    monkeypatch.setattr(versions.importlib.util, "find_spec", found)
+    monkeypatch.setattr(versions.importlib.util, "find_spec", find_spec)
     seen = {versions.sources_digest()}
     for name in versions._MEANINGS:
         file = tmp_path / name

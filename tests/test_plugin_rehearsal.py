@@ -75,11 +75,13 @@ def test_a_document_in_chunks_is_rehearsed_whole_with_every_micro_batch_full(
     settings = ShardSettings(0, 2, 2, "hybrid", h100())
     rehearsal = longest_micro_batches(24, 64, settings, Layout(1, 1, 8, True), corpus, held=4, longest=60)
     planned = [batch.planned for batch in rehearsal.batches]
-    chunks = [one.pieces[0] for one in planned]
+    chunks = [micro_batch.pieces[0] for micro_batch in planned]
     assert [(chunk.prefix, chunk.tokens) for chunk in chunks] == [(0, 24), (24, 24), (48, 12), (0, 24)]
-    assert {one.shard.tokens for one in planned} == {24} and {one.steps for one in planned} == {4}
-    assert {one.chunk_groups for one in planned} == {(4,)}
-    assert [one.shard.prefixes.max() for one in planned] == [0, 24, 48, 0]
+    assert {micro_batch.shard.tokens for micro_batch in planned} == {24} and {
+        micro_batch.steps for micro_batch in planned
+    } == {4}
+    assert {micro_batch.chunk_groups for micro_batch in planned} == {(4,)}
+    assert [micro_batch.shard.prefixes.max() for micro_batch in planned] == [0, 24, 48, 0]
     assert rehearsal.met.prefix == 60
 
 

@@ -38,14 +38,14 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def profile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("profile") / "profile.json"
     assert main(["profile", "--out", str(out), *FLAGS]) == 0
     return out
 
 
-def test_a_profile_says_what_it_is_of_and_how_sure_it_is(made: Path) -> None:
-    profiled = json.loads(made.read_text())
+def test_a_profile_says_what_it_is_of_and_how_sure_it_is(profile_path: Path) -> None:
+    profiled = json.loads(profile_path.read_text())
     assert (
         profiled["settings"]["model"]["hidden"] == 32
         and profiled["settings"]["versions"]["torch"] == torch.__version__
@@ -69,22 +69,22 @@ def test_a_profile_says_what_it_is_of_and_how_sure_it_is(made: Path) -> None:
             assert 0 < low <= middle <= high, sample
         assert sample["repeats"] >= 3
     assert set(profiled["leave_out"]) >= {"documents", "share"}
-    assert read_profile(made).costs.quadratic_at > 0
-    assert [path.name for path in made.parent.iterdir()] == ["profile.json"]
+    assert read_profile(profile_path).costs.quadratic_at > 0
+    assert [path.name for path in profile_path.parent.iterdir()] == ["profile.json"]
 
 
-def test_timings_are_real_a_longer_layer_takes_longer(made: Path) -> None:
-    layer = [s for s in json.loads(made.read_text())["samples"] if s["part"] == "layer"]
+def test_timings_are_real_a_longer_layer_takes_longer(profile_path: Path) -> None:
+    layer = [s for s in json.loads(profile_path.read_text())["samples"] if s["part"] == "layer"]
     # The quickest of each: a busy machine makes others longer.
     times = {s["sizes"]["tokens"]: min(s["forward"]) for s in layer}
     assert times[512] > times[16]
 
 
 def test_an_interrupted_profile_goes_on_where_it_was(
-    tmp_path: Path, made: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, profile_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, partial = tmp_path / "p.json", tmp_path / "p.json.partial"
-    profiled = json.loads(made.read_text())
+    profiled = json.loads(profile_path.read_text())
     profiled["samples"][0]["forward"] = [123456789, 123456789, 123456789]
     kept = {"settings": profiled["settings"], "samples": profiled["samples"][:3]}
     partial.write_text(json.dumps(kept))
@@ -97,9 +97,9 @@ def test_an_interrupted_profile_goes_on_where_it_was(
 
 @pytest.mark.parametrize("other", ["another model", "{"])
 def test_what_another_model_left_is_not_taken(
-    tmp_path: Path, made: Path, capsys: pytest.CaptureFixture[str], other: str
+    tmp_path: Path, profile_path: Path, capsys: pytest.CaptureFixture[str], other: str
 ) -> None:
-    profiled = json.loads(made.read_text())
+    profiled = json.loads(profile_path.read_text())
     profiled["settings"]["model"]["hidden"] = 64
     text = (
         other
@@ -291,8 +291,8 @@ def test_a_gpus_clock_heats_the_device_and_tells_launches_apart(monkeypatch: pyt
         _Time.work(2_000_000)
         return "made"
 
-    def backward(made: str) -> None:
-        ran.append(made)
+    def backward(profile_path: str) -> None:
+        ran.append(profile_path)
         _Time.work(4_000_000)
 
     timing = Clock(torch.device("cuda"), seconds=0.05).measure(forward, backward)

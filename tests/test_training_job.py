@@ -82,12 +82,12 @@ ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
 
 @pytest.mark.parametrize(("flags", "field", "value"), ARRIVES)
 def test_a_flag_arrives_in_its_field(flags: dict[str, Any], field: str, value: Any) -> None:
-    def found(job: TrainingJob) -> Any:
+    def value_of(job: TrainingJob) -> Any:
         return reduce(lambda of, name: getattr(of, name, None), field.split("."), job)
 
-    assert found(training_job(**flags)) == value
+    assert value_of(training_job(**flags)) == value
     if flags is not MLA and field != "sizes.micro_step_multiple":
-        assert found(training_job()) != value, "the flag is what sets it"
+        assert value_of(training_job()) != value, "the flag is what sets it"
 
 
 def test_latent_attention_has_the_weights_of_its_compressions() -> None:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from wlb_megatron.plugin.flags.telling import checked
+from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.take_over import Start
 

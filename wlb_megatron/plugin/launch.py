@@ -52,7 +52,7 @@ def enable() -> None:
     Before or after the script's Megatron imports, and before its arguments are parsed. SystemExit with one line where
     this Megatron is too old, or lacks what the plugin replaces.
     """
-    from wlb_megatron.plugin.flags.telling import checked
+    from wlb_megatron.plugin.flags.refusal_printing import checked
     from wlb_megatron.plugin.trials.versions import check_megatron
 
     checked(check_megatron)

@@ -20,7 +20,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
 from wlb_megatron.plugin.flags.least_numbers import too_small
 from wlb_megatron.plugin.flags.limits import fit_to_memory
-from wlb_megatron.plugin.flags.telling import checked
+from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.flags.training_job import TrainingJob, window_misfit
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.reporting import check_outputs

@@ -43,8 +43,8 @@ def cost_model(job: TrainingJob, config: WlbConfig) -> CostModel:
     """What packing balances by; config: completed."""
     per_micro_batch = micro_batch_cost(job)
     cost = CostModel(
-        _known(config.quadratic_at),
-        _known(config.document_cost),
+        _not_none(config.quadratic_at),
+        _not_none(config.document_cost),
         per_micro_batch.own,
         per_micro_batch.least,
         per_micro_batch.chunk,
@@ -79,6 +79,6 @@ def micro_batch_cost(job: TrainingJob) -> MicroBatchCost:
     )
 
 
-def _known(value: float | None) -> float:
+def _not_none(value: float | None) -> float:
     assert value is not None
     return value

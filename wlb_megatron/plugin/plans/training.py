@@ -71,7 +71,7 @@ def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement
         remember(source, planned.state, applied=skipped)
         waited, began = ahead.take_waited(), iterator.take_began()
         if skipped:
-            _tell_skipped(planned)
+            _print_skipped(planned)
             return
         count_segments([batch.bounds for batch in batches])
         timers.add("wlb-plan-wait", waited)
@@ -108,7 +108,7 @@ def _traced(config: WlbConfig, job: TrainingJob) -> trace.Traced | None:
     return trace.Traced(Path(config.trace), config.trace_iteration, job.device.on_gpu, *sizes)
 
 
-def _tell_skipped(planned: PlannedIteration) -> None:
+def _print_skipped(planned: PlannedIteration) -> None:
     from megatron.training import print_rank_0
 
     summary = planned.micro_batches[0].summary

@@ -26,7 +26,7 @@ from wlb_megatron.sharding.cut import CHOOSING
 MOST_CUT = 64
 """Segments with earlier keys that a rank is taken to have at most, where sharding cuts only what pays."""
 
-_TELL_EVERY = 15.0
+_PRINT_EVERY = 15.0
 """Seconds between lines of progress."""
 
 
@@ -91,7 +91,7 @@ def build_graphs(chunks: list[Any], met: Met, seconds: float) -> int:
         now = time.perf_counter()
         if now - began >= seconds and not (seconds and isinstance(graph[2], Equal)):
             break
-        if now - printed >= _TELL_EVERY:
+        if now - printed >= _PRINT_EVERY:
             print_rank_0(
                 f"> wlb_megatron: {built} of {len(graphs)} attention kernels, {now - began:.0f} s .."
             )

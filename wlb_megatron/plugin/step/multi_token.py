@@ -58,7 +58,7 @@ def wrap_roll_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CountedMask(torch.Tensor):
-    """A loss mask whose sum is the number that Megatron is to be told; a plain tensor to all other operations."""
+    """A loss mask whose sum is the number that Megatron is to get; a plain tensor to all other operations."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     total: torch.Tensor
@@ -85,7 +85,7 @@ def _planned(params: Any, shifts: int) -> bool:
 
 
 def _rolled(tensor: torch.Tensor, params: Any, cp_group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor one place later, and the sum that Megatron is told of it."""
+    """The tensor one place later, and its sum as Megatron gets it."""
     if tensor.dtype is torch.bool:
         return tensor, tensor.sum()  # routers' padding mask: padding stays where it is
     group = params.group or cp_group
@@ -134,12 +134,12 @@ def refuse_other_form(depths: int) -> None:
 
 
 def next_mask(mask: torch.Tensor, params: Any, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss mask one place later times the depth's factor, and the sum that Megatron is told of it.
+    """The loss mask one place later times the depth's factor, and its sum as Megatron gets it.
 
     Each depth's losses count in the gradient as if they were as many as the first predictions: times (predictions of
     the iteration / those left at this depth). Megatron takes both counts of its own micro-batch, which would make a
     document's weight depend on which others share it. It multiplies the masked losses by (what the rank predicts
-    without a roll / the sum told, at least 1), so it is told just that and the mask has the factor.
+    without a roll / the sum it gets, at least 1), so it gets just that and the mask has the factor.
     """
     later, _ = next_in_document((mask != 0).to(mask.dtype), params.following, group)
     return later * next(params.factors), mask.new_full((), params.predicted)

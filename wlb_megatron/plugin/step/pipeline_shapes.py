@@ -151,8 +151,8 @@ def _orders(micro_batches: int, model: Any, chunks: int, groups: Sequence[int]) 
     return transfer_orders(micro_batches, stage, stages, chunks, group)
 
 
-def _taken(windows: int, model: Any) -> int:
-    """As many micro-batches as the schedule takes and windows are, or more: interleaved, a multiple of its group."""
+def _micro_batch_count(windows: int, model: Any) -> int:
+    """Micro-batches that the schedule takes, at least `windows`; interleaved, a multiple of its group."""
     from megatron.core.utils import get_model_config
 
     if not isinstance(model, list) or len(model) == 1:
@@ -218,7 +218,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         if longest is not None:
             repeated = longest.batches
             if len(repeated) == 1:
-                repeated *= _taken(num_microbatches, kwargs["model"])
+                repeated *= _micro_batch_count(num_microbatches, kwargs["model"])
             rehearse(lambda: step(repeated), kwargs["model"], longest)
         began = time.perf_counter()
         batches = draw_step(first)

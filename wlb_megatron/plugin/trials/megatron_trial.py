@@ -62,12 +62,12 @@ def try_megatron() -> None:
 
 def _refusal(version: str) -> str | None:
     """Why it is not to be trained with; None, with a warning, where it may be."""
-    key, file = _key(), _remembered()
-    worst = _known(file).get(key)
+    key, file = _key(), _cache_path()
+    worst = _cached_errors(file).get(key)
     try:
         if worst is None:
             worst = check()
-            _remember(file, key, worst)
+            _cache_error(file, key, worst)
     except (WlbError, OSError, ValueError, subprocess.SubprocessError) as wrong:
         return (
             f"wlb_megatron was not tried with megatron-core {version}, and its check of it fails: {wrong}. Install a "
@@ -145,12 +145,12 @@ def _key() -> str:
     )
 
 
-def _remembered() -> Path:
+def _cache_path() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "wlb_megatron" / "megatron_checks.json"
 
 
-def _known(file: Path) -> dict[str, float]:
+def _cached_errors(file: Path) -> dict[str, float]:
     """Errors of checks that have passed; none where the file cannot be read."""
     try:
         known = json.loads(file.read_text(encoding="utf-8"))
@@ -159,9 +159,9 @@ def _known(file: Path) -> dict[str, float]:
         return {}
 
 
-def _remember(file: Path, key: str, worst: float) -> None:
-    """Without a place to write it, the next start checks again."""
+def _cache_error(file: Path, key: str, worst: float) -> None:
+    """Write it for later starts; if it cannot be written, the next start checks again."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with renamed_at_end(file) as scratch:
-            scratch.write_text(json.dumps({**_known(file), key: worst}, indent=1), encoding="utf-8")
+            scratch.write_text(json.dumps({**_cached_errors(file), key: worst}, indent=1), encoding="utf-8")

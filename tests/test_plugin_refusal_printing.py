@@ -9,7 +9,7 @@ import forked_ranks
 import pytest
 from megatron_runs import cpu_environment, flags
 
-from wlb_megatron.plugin.flags.telling import checked
+from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.refusals import Refused, RefusedHere
 
 HOST = socket.gethostname()
