@@ -35,8 +35,6 @@ from typing import Any, BinaryIO
 from scripts.environment import cpu_environment, free_port
 
 PRELOADED = (
-    "megatron.core.models.mimo",  # the training loop imports these two when it runs
-    "megatron.core.tokenizers.text",
     "megatron.training.training",
     "megatron.training.checkpointing",
     "wlb_megatron.plugin.install",
@@ -50,6 +48,9 @@ PRELOADED = (
     "wlb_megatron.plugin.step.loss_scale",
     "wlb_megatron.plugin.step.rehearsal",
 )
+PRELOADED_IF_THERE = ("megatron.core.models.mimo", "megatron.core.tokenizers.text")
+"""What the training loop of some releases imports when it runs."""
+
 LARGEST = 1 << 20
 """Bytes of a job's description."""
 
@@ -169,6 +170,9 @@ def _serve(jobs: socket.socket) -> tuple[dict[str, Any], int]:
 
     for module in PRELOADED:
         importlib.import_module(module)
+    for module in PRELOADED_IF_THERE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     _read_once()
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:  # none of them would be in the ranks, and what they lock would stay locked
@@ -208,8 +212,9 @@ def _read_once() -> None:
         setattr(owner, name, functools.cache(getattr(owner, name)))
     arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     importlib.metadata.entry_points(group="torch.distributed.backends")
-    queue = filesystem_async.get_write_results_queue
-    filesystem_async.get_write_results_queue = functools.partial(queue, mp_mode="fork")
+    if hasattr(filesystem_async, "get_write_results_queue"):  # not before 0.17
+        queue = filesystem_async.get_write_results_queue
+        filesystem_async.get_write_results_queue = functools.partial(queue, mp_mode="fork")
 
 
 def _lead(job: dict[str, Any], output: int, errors: int, status: int) -> int:
