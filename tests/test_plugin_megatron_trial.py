@@ -88,7 +88,7 @@ def test_a_cache_that_cannot_be_read_or_written_only_costs_the_check(
     if spoil is None:
         (tmp_path / "cache").write_text("a file where the folder should be")
     else:
-        file = megatron_trial._remembered()
+        file = megatron_trial._cache_path()
         file.parent.mkdir(parents=True)
         file.write_text(spoil)
     assert start("0.19.3", RIGHT) == 1
