@@ -44,7 +44,7 @@ def config(**options):
     )
 
 
-def build(cls=DotProductAttention, cp=None, mask=AttnMaskType.causal, config_fields=None, **options):
+def build(cls=DotProductAttention, cp=None, mask=AttnMaskType.causal, module_options=None, **options):
     groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=cp or Member(ThreadGroup(1), 0))
     return wlb_core_attention(cls)(
         **{
@@ -55,7 +55,7 @@ def build(cls=DotProductAttention, cp=None, mask=AttnMaskType.causal, config_fie
             "cp_comm_type": None,
             "softmax_scale": None,
             "pg_collection": groups,
-            **(config_fields or {}),
+            **(module_options or {}),
         }
     )
 
@@ -133,8 +133,8 @@ def test_a_batch_dimension_and_a_bias_are_refused():
         ({"attention_dropout": 0.1}, "--attention-dropout 0"),
         ({"qk_clip": True}, "drop --qk-clip"),
         ({"mask": AttnMaskType.no_mask}, "use a causal language model"),
-        ({"given": {"k_channels": 128, "v_channels": 192}}, "wider than keys"),
-        ({"given": {"attention_type": "cross"}}, "decoder-only"),
+        ({"module_options": {"k_channels": 128, "v_channels": 192}}, "wider than keys"),
+        ({"module_options": {"attention_type": "cross"}}, "decoder-only"),
     ],
 )
 def test_what_it_cannot_do_is_refused_when_built(options, says):
@@ -177,7 +177,9 @@ def test_windows_as_megatron_gives_them():
     assert window_of(SimpleNamespace(window_size=None)) is None
     assert window_of(SimpleNamespace(window_size=(-1, 0))) is None
     assert window_of(SimpleNamespace(window_size=(128, 0))) == 128
-    built = [build(window_size=(8, 0), window_attn_skip_freq=2, given={"layer_number": n}) for n in (1, 2)]
+    built = [
+        build(window_size=(8, 0), window_attn_skip_freq=2, module_options={"layer_number": n}) for n in (1, 2)
+    ]
     assert [module._windowed for module in built] == [True, False]
 
 
