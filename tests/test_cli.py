@@ -276,6 +276,15 @@ def test_the_exit_code_reaches_the_shell() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    import wlb_megatron
+
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"wlb_megatron {wlb_megatron.__version__}\n"
+
+
 @pytest.mark.parametrize("arguments", [[], ["inspect"], ["plan"]])
 def test_a_missing_or_unknown_command_is_one_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str]

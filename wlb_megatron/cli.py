@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from wlb_megatron import __version__
 from wlb_megatron.analyze.analyze_command import add_analyze, run_analyze
 from wlb_megatron.analyze.output import as_json, print_analysis
 from wlb_megatron.arguments import name_flag
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="wlb-megatron",
         description="Plan, predict and check workload-balanced packing for Megatron-LM. Only `profile` needs a GPU.",
     )
+    parser.add_argument("--version", action="version", version=f"wlb_megatron {__version__}")
     commands = parser.add_subparsers(
         dest="command",
         required=True,

@@ -39,8 +39,8 @@ class WlbConfig:
     )
     max_tokens: int | None = _setting(
         None,
-        "longest micro-batch, Lmax (tokens; default: 1.5 x --seq-length, or less if the GPU's memory, with a tenth to "
-        "spare, holds less)",
+        "longest micro-batch, Lmax (tokens; default: 1.5 x --seq-length, 0.75 x with chunks, or less if the GPU's "
+        "memory, with a tenth to spare, holds less)",
         type=int,
         within=(1, TOKENS),
     )

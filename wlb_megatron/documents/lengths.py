@@ -28,7 +28,7 @@ def read_lengths(text: str) -> Lengths:
         try:
             return read_index(text).lengths
         except WlbError as error:
-            raise WlbError(f"{error}, a .npy of integers, or lengths as 4,12") from None
+            raise WlbError(f"{error}; or give a .npy of integers, or lengths as 4,12") from None
     name = f"--lengths {text}" if len(text) < 60 else "--lengths"
     checked = Corpus(name, lengths).lengths
     if len(checked) and checked.max() > LONGEST:
