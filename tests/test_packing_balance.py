@@ -194,6 +194,19 @@ def test_thresholds_are_found_that_keep_the_bound_on_delay(monkeypatch: pytest.M
     assert not find_thresholds([100] * 500, CostModel(1e9), limits).delay
 
 
+def test_thresholds_of_thousands_of_ranks_are_those_of_two_with_the_same_windows_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(thresholds, "ITERATIONS", 16)
+    sample = paper_like(3_000, seed=5).tolist()
+
+    def found(dp: int) -> thresholds.Trial:
+        limits = Limits(4 * dp, WINDOW, capacity=WINDOW * 3 // 2, max_documents=4096, max_delay=16)
+        return find_thresholds(sample, COST, limits, Ranks(dp, pp=8), per_window=None)
+
+    assert found(4096) == found(256) == found(2)
+
+
 def test_the_price_of_waiting_follows_lengths_that_drift() -> None:
     # First short documents, then a mixture in which outliers hold most tokens.
     calm, wild = lognormal(30_000), np.concatenate([paper_like(6_000, 1), paper_like(60_000, 2)[-60_000:]])

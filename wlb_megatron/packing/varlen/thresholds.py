@@ -92,7 +92,9 @@ def find_thresholds(
     (docs/results/packing_drift.csv).
     """
     lengths = sampled(sample)
-    share = limits.bins * limits.window * cost.work(lengths).sum() / max(lengths.sum(), 1) / ranks.dp
+    # Python's integers: from some 100 million tokens in a global batch on, the product exceeds 64 bits.
+    tokens, work = int(lengths.sum()), int(cost.work(lengths).sum())
+    share = float(limits.bins * limits.window * work) / max(tokens, 1) / ranks.dp
     law = ranks.law(cost)
     numbers = law.worthwhile(law.counts(limits.bins // ranks.dp, per_window), int(share))
     free = numbers != law.counts(limits.bins // ranks.dp, 1)
