@@ -26,7 +26,7 @@ from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.sharding.select import shard, shard_all
 from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.workload.fit import fit
-from wlb_megatron.workload.profile import FORMAT, ProfiledModel, write_profile
+from wlb_megatron.workload.profile import FORMAT, ProfiledModel, host_name, write_profile
 
 SETTLED = CALIBRATION[0] + CALIBRATION[1]
 
@@ -250,6 +250,7 @@ def write_small_profile(path: Path) -> None:
     model = ProfiledModel(hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, vocab=100)
     samples = made_samples()
     settings = {"model": asdict(model), "gpu": "a GPU", "processors": 1, "versions": {"torch": "2"}}
+    settings["host"] = "a processor"
     write_profile(
         path,
         {
@@ -288,6 +289,7 @@ def test_a_run_reports_predicted_and_measured_times_and_traces_an_iteration(
     assert done.returncode == 0, failure(done)
     assert "planning and predicting with a GPU, torch 2" in done.stdout
     assert "its vocabulary is 100, not 128" in done.stdout
+    assert f"its host is another (a processor, here {host_name()})" in done.stdout
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
     documented = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "log.md").read_text(encoding="utf-8")))

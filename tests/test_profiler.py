@@ -24,7 +24,7 @@ from wlb_megatron.profiler.clock import Clock
 from wlb_megatron.profiler.layer import layer_step, torch_layer
 from wlb_megatron.profiler.points import GRIDS, MOST_ROWS, attention_points
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
-from wlb_megatron.workload.profile import ProfiledModel, read_profile
+from wlb_megatron.workload.profile import ProfiledModel, host_name, read_profile
 
 _ARGUMENTS = """--grid tiny --backend torch --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4
 --num-query-groups 2 --vocab-size 128 --swiglu"""
@@ -50,6 +50,7 @@ def test_a_profile_says_what_it_is_of_and_how_sure_it_is(profile_path: Path) -> 
         profiled["settings"]["model"]["hidden"] == 32
         and profiled["settings"]["versions"]["torch"] == torch.__version__
     )
+    assert profiled["settings"]["host"] == host_name()
     assert "CPU" in profiled["settings"]["gpu"] and len(profiled["fingerprint"]) == 16
     parts = {sample["part"] for sample in profiled["samples"]}
     assert parts >= {

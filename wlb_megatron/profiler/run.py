@@ -30,7 +30,7 @@ from wlb_megatron.profiler.layer import (
 )
 from wlb_megatron.profiler.points import GRIDS, Grid, Point, attention_points
 from wlb_megatron.whole_files import write_whole
-from wlb_megatron.workload.profile import FORMAT, ProfiledModel
+from wlb_megatron.workload.profile import FORMAT, ProfiledModel, host_name
 
 BACKENDS = ("te", "fa4", "torch")
 """cuDNN's kernels through Transformer Engine, FlashAttention-4's, plain torch."""
@@ -170,6 +170,7 @@ def _settings(model: ProfiledModel, grid: str, backend: str, device: torch.devic
         "processors": torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
         else 1,
+        "host": host_name(),
         "versions": _versions(backend),
     }
 
@@ -194,7 +195,7 @@ def _read_partial(path: Path, settings: dict[str, Any], say: Say) -> dict[str, d
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         if saved["settings"] != settings:
-            say(f"{path} is of another model, GPU, version or grid: starting over")
+            say(f"{path} is of another model, GPU, host, version or grid: starting over")
             return {}
         samples = {f"{s['part']} {sorted(s['sizes'].items())}": s for s in saved["samples"]}
     except FileNotFoundError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,10 @@ class ProfiledModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A profile as it is used. device: the GPU's name. fingerprint: of what was measured."""
+    """A profile as it is used.
+
+    device: the GPU's name. host: the processor's name, empty in older profiles. fingerprint: of what was measured.
+    """
 
     path: str
     model: ProfiledModel
@@ -70,6 +74,7 @@ class Profile:
     versions: dict[str, str]
     fingerprint: str
     costs: Costs
+    host: str = ""
 
     def describe(self) -> str:
         """What it is of, for reports."""
@@ -119,6 +124,7 @@ def read_profile(path: str | Path) -> Profile:
             versions={str(name): str(value) for name, value in settings["versions"].items()},
             fingerprint=str(contents["fingerprint"]),
             costs=Costs.from_dict(contents["fit"]),
+            host=str(settings.get("host", "")),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise WlbError(f"profile {path} is damaged ({error}); {again}") from None
@@ -139,6 +145,16 @@ def read_samples(path: str | Path) -> dict[str, Any]:
         raise WlbError(f"profile {path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise WlbError(f"{path} is not a profile of format {FORMAT}, or is damaged: profile again") from None
+
+
+def host_name() -> str:
+    """The name of this machine's processor, or its architecture if Linux gives no name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def fingerprint(contents: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans.source import Source
-from wlb_megatron.workload.profile import Profile
+from wlb_megatron.workload.profile import Profile, host_name
 
 
 def first_lines(job: TrainingJob, source: Source, backend: str) -> Iterator[str]:
@@ -56,6 +56,12 @@ def _of_profile(profile: Profile, job: TrainingJob) -> str:
         here = torch.cuda.get_device_name(job.device.index)
         if here != profile.device:
             line += f"; this GPU is another ({here}): its times are taken to be in proportion"
+    here = host_name()
+    if profile.host and profile.host != here:
+        line += (
+            f"; its host is another ({profile.host}, here {here}): if this one launches more slowly, steps take longer "
+            f"than predicted. To replace {profile.path}, run wlb-megatron profile on a machine of this cluster"
+        )
     kernels, _ = kernels_of(job)
     if kernels in ("cudnn", "fa4") and profile.costs.table.backend != kernels:
         theirs = NAMES[profile.costs.table.backend]
