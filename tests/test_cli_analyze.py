@@ -369,7 +369,34 @@ def test_weights_that_fit_are_not_blamed_for_a_window_that_does_not(
     job = "--lengths 9000,131072,40000,70000,2000 --window 131072 --micro-batches 4 --tp 4 --cp 2 --pp 4 --model 7B"
     code, out, err = call(capsys, *f"analyze {job} --iterations 1 --warm-up 0 --no-split".split())
     assert (code, err) == (0, "")
-    assert "weights alone" not in out and "does not fit 80 GiB a GPU, which holds windows up to " in out
+    assert "weights, gradients" not in out and "flags, once it fits: " in out
+    assert "does not fit 80 GiB a GPU, which holds windows up to " in out
+
+
+@pytest.mark.parametrize(
+    ("model", "cure"),
+    [
+        ("--model 70B --tp 2 --pp 2", "raise --tp or --pp, "),
+        ("--model 7B --tp 2 --pp 2 --num-experts 64", "raise --expert-model-parallel-size, --tp or --pp, "),
+    ],
+)
+def test_nothing_is_recommended_where_weights_alone_do_not_fit(
+    model: str, cure: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = f"--lengths 900,4096,300,2000 --window 4096 --micro-batches 4 {model} --iterations 1 --warm-up 0"
+    code, out, err = call(capsys, *f"analyze {job} --no-split".split())
+    assert (code, err) == (0, "")
+    assert "will not run: weights, gradients and optimizer state alone need " in out
+    assert cure in out.replace("\n", " ") and "80 GiB a GPU is" in out
+    assert out.splitlines()[-1] == "flags: none recommended, because the weights do not fit (see above)"
+    code, out, _ = call(capsys, *f"analyze {job} --no-split --json -".split())
+    report = json.loads(out)
+    assert report["flags"] is report["recommended"] is None and cure in report["weights_problem"]
+    assert "will not run: weights" in call(capsys, *f"simulate {job}".split())[1]
+    for command in ("analyze", "simulate"):
+        code, out, err = call(capsys, *f"{command} {job} --gpu-memory 80".split())
+        assert (code, out, err.count("\n")) == (2, "", 1) and "will not run: weights" in err
+    assert call(capsys, *f"analyze {job} --no-split --gpu-memory 4000".split())[0] == 0
 
 
 def test_parts_that_do_not_fit_the_memory_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -429,7 +456,7 @@ def test_a_table_tells_both_packings_and_the_flags(capsys: pytest.CaptureFixture
         "as set: varlen, adaptive",
         "imbalance of micro-batches' work, max/mean",
         "token delay, iterations",
-        "weights alone do not fit 80 GiB a GPU",
+        "will not run: weights, gradients and optimizer state alone need ",
         "delay of long documents",
         "predicted speed-up over arrival order with the same mask: ",
         "over Megatron without a document mask",

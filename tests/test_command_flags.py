@@ -322,7 +322,9 @@ def test_a_gpus_memory_that_sets_nothing_is_warned_of(
     def warned(flags: str) -> list[str]:
         return [line for line in lines_of(capsys, f"{job} {flags}") if "--gpu-memory" in line]
 
-    assert "is ignored, because the number of tokens per expert" in warned("--num-experts 8")[0]
+    assert (
+        "sets no Lmax, because the number of tokens per expert" in warned("--num-experts 8 --model 550M")[0]
+    )
     assert "sets no Lmax" in warned("--packing original")[0]
     assert not warned("")
 

@@ -97,9 +97,22 @@ def test_where_whole_documents_do_not_fit_micro_batches_are_shorter_and_document
     for refused in ({"virtual_pipeline_model_parallel_size": 2}, {"mtp_num_layers": 1}):
         with pytest.raises(WlbError, match=r"1\.25 windows"):
             fit_to_memory(training_job(**staged | refused), WlbConfig())
-    memory(8)
-    with pytest.raises(WlbError, match=r"1\.25 windows"):
+    memory(6)
+    with pytest.raises(WlbError, match="weights, gradients and optimizer state alone need"):
         fit_to_memory(training_job(**staged), WlbConfig())
+
+
+@pytest.mark.parametrize(
+    ("flags", "sharded"),
+    [
+        ({"use_torch_fsdp2": True}, True),
+        ({"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}, True),
+        ({"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim"}, False),
+        ({"data_parallel_sharding_strategy": "optim_grads_params"}, False),
+    ],
+)
+def test_weights_that_fsdp_spreads_are_counted_as_spread(flags: dict[str, Any], sharded: bool) -> None:
+    assert shapes(training_job(**flags))[1].fully_sharded == sharded
 
 
 def test_a_run_with_chunks_says_what_they_free_and_auto_leaves_them_where_keys_do_not_fit(
@@ -167,6 +180,7 @@ ARRIVES = {
     "micro_batches": ({"data_parallel_size": 2, "global_batch_size": 24}, 12),
     "sequence": ({"sequence_parallel": True}, True),
     "distributed_optimizer": ({"use_distributed_optimizer": False}, False),
+    "fully_sharded": ({"use_torch_fsdp2": True}, True),
     "recompute": ({"recompute_granularity": "full"}, "full"),
     "recompute_layers": ({"recompute_num_layers": 3}, 3),
     "recompute_block": ({"recompute_method": "block"}, True),

@@ -24,6 +24,7 @@ from wlb_megatron.workload.chunk_memory import (
 )
 from wlb_megatron.workload.memory import (
     GIB,
+    Experts,
     ParallelLayout,
     StageShape,
     chunks_in_flight,
@@ -33,6 +34,7 @@ from wlb_megatron.workload.memory import (
     memory_needed,
     token_bytes,
     weight_bytes,
+    weights_problem,
 )
 
 SMALL = StageShape(hidden=8, ffn=16, layers=2, heads=2, kv_heads=1, head_dim=4, vocab=32)
@@ -82,6 +84,38 @@ def test_the_distributed_optimizer_spreads_twelve_bytes_a_parameter_over_data_an
     spread = ParallelLayout(data=2, context=2, distributed_optimizer=True)
     assert weight_bytes(SMALL, spread, 0) == 1704 * (6 + 3)
     assert weight_bytes(dataclasses.replace(SMALL, dtype_bytes=4), spread, 0) == 1704 * (8 + 2)
+
+
+def test_fsdp_spreads_all_eighteen_and_holds_two_gathered_layers() -> None:
+    spread = ParallelLayout(data=2, context=2, fully_sharded=True)
+    assert weight_bytes(SMALL, spread, 0) == 1704 * 18 // 4 + 2 * 1704 // 2 * 2
+
+
+def test_experts_replace_the_ffn_and_are_spread_over_ranks_of_their_own() -> None:
+    experts = Experts(count=8, ffn=4, parallel=2, tensor=2)
+    layout = ParallelLayout(tensor=2, data=4, distributed_optimizer=True)
+    # A rank has half of attention and embeddings, whole norms and routers of 8 x 8, and half of 4 experts of 3 x 8 x 4.
+    dense = (2 * 192 + 512) // 2 + 40 + 2 * 8 * 8
+    routed = 2 * 4 * (3 * 8 * 4 // 2)
+    # 4 x 2 ranks a stage: 4 hold the same dense part, 2 the same experts.
+    assert weight_bytes(SMALL, layout, 0, experts) == dense * (6 + 3) + routed * (6 + 6)
+
+
+def test_weights_that_do_not_fit_alone_are_told_with_the_figure_and_a_cure_that_can_help() -> None:
+    alone, spread = ParallelLayout(data=8), ParallelLayout(data=8, distributed_optimizer=True)
+    needed = weight_bytes(SEVEN_B, alone, 0)
+    assert weights_problem(SEVEN_B, alone, needed, margin=0) is None
+    problem = weights_problem(SEVEN_B, alone, needed - 1, margin=0) or ""
+    assert (
+        f"alone need {needed / GIB:.1f} GiB a GPU" in problem and "use --use-distributed-optimizer" in problem
+    )
+    problem = weights_problem(SEVEN_B, spread, weight_bytes(SEVEN_B, spread, 0) - 1, margin=0) or ""
+    assert "use --use-distributed" not in problem and "add data-parallel ranks" in problem
+    # Weights and gradients, 6 bytes a parameter of these 18, stay on every rank.
+    problem = weights_problem(SEVEN_B, spread, needed // 3 - GIB, margin=0) or ""
+    assert "raise --tensor-model" in problem and "add data-parallel ranks" not in problem
+    with pytest.raises(WlbError, match="weights, gradients and optimizer state alone need"):
+        fit_max_tokens(SEVEN_B, spread, needed // 4, window=64, alignment=8)
 
 
 def test_tied_embeddings_are_held_once_on_one_stage_and_on_both_ends_of_a_pipeline() -> None:
@@ -164,7 +198,7 @@ def test_lmax_below_a_window_and_a_quarter_is_refused_with_what_it_would_need() 
         fit_max_tokens(SMALL, ParallelLayout(), room - 1, margin=0, window=64, alignment=8)
     assert "\n" not in str(error.value)
     with pytest.raises(WlbError, match=r"163840 tokens\) needs \d+\.\d GiB.*but 72\.0 GiB.*margin of 10%"):
-        fit_max_tokens(SEVEN_B, ParallelLayout(), H100, window=131072, alignment=1)
+        fit_max_tokens(SEVEN_B, ParallelLayout(tensor=2), H100, window=131072, alignment=1)
 
 
 layouts = st.builds(

@@ -30,9 +30,21 @@ NOT_HERE = (
 
 def renamed(text: str) -> str:
     """Flags as they are called here, where a message names them as in training."""
-    for name, here in (("--wlb-", "--"), ("--seq-length", "--window"), ("--context-parallel-size", "--cp")):
+    for name, here in _HERE:
         text = text.replace(name, here)
     return text
+
+
+_HERE = (
+    ("--wlb-", "--"),
+    ("--seq-length", "--window"),
+    ("--context-parallel-size", "--cp"),
+    (" (with --sequence-parallel)", ""),  # the commands assume it, and the distributed optimizer
+    (" or --use-distributed-optimizer", ""),
+    ("--tensor-model-parallel-size", "--tp"),
+    ("--pipeline-model-parallel-size", "--pp"),
+    ("--recompute-granularity", "--recompute"),
+)
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:

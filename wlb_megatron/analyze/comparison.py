@@ -48,6 +48,7 @@ class Analysis:
     * unmasked: nanoseconds per token of windows whose documents attend to each other, as Megatron trains without
       document masks.
     * assumed: no model was given, so the figures are a known one's.
+    * weights_problem: a line if the weights alone do not fit a GPU. Nothing is then recommended.
     * runs: of before and after.
     """
 
@@ -63,6 +64,7 @@ class Analysis:
     gains: tuple[Gain, ...]
     unmasked: float
     memory: Fits | None
+    weights_problem: str | None
     runs: tuple[Run, Run]
     assumed: bool = False
 
@@ -162,6 +164,7 @@ def analyze(
         gains=_gains(config, job, runs, before) if split else (),
         unmasked=_unmasked(job),
         memory=None if memory is None else fits(memory, in_chunks=chunked),
+        weights_problem=job.weights_problem(),
         runs=(before, after),
     )
 

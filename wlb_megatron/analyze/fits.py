@@ -17,27 +17,24 @@ MOST = 1 << 26
 class Fits(NamedTuple):
     """What fits the GPU: tokens of the longest micro-batch and of the longest window; 0: not even the smallest.
 
-    in_chunks: with documents in chunks, else with whole ones, which need 1.25 windows. weights: whether weights and
-    optimizer state fit.
+    in_chunks: with documents in chunks, else with whole ones, which need 1.25 windows.
     """
 
     micro_batch: int
     window: int
     gib: float
     in_chunks: bool
-    weights: bool
 
 
 def fits(memory: GpuMemory, *, in_chunks: bool) -> Fits:
     room = int(memory.size * (1 - MARGIN))
     gib = memory.size / GIB
-    held = memory_needed(memory.shape, memory.layout, 0) <= room
     if in_chunks:
         plain = WlbConfig()
         window = _most(1024, lambda w: replace(memory, window=w).needed(plain, w)[0] <= room)
-        return Fits(memory.in_chunks(), window, gib, True, held)
+        return Fits(memory.in_chunks(), window, gib, True)
     most = _most(memory.alignment, lambda tokens: memory_needed(memory.shape, memory.layout, tokens) <= room)
-    return Fits(most, most * LEAST[1] // LEAST[0] // 1024 * 1024, gib, False, held)
+    return Fits(most, most * LEAST[1] // LEAST[0] // 1024 * 1024, gib, False)
 
 
 def _most(step: int, fit: Callable[[int], bool]) -> int:

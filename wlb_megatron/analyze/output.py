@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from textwrap import wrap
 from typing import Any
 
 from wlb_megatron.analyze.comparison import Analysis, Gain
@@ -33,8 +34,9 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "speedup_over_unmasked": analysis.over_unmasked,
         "gains": [_gain(gain) for gain in analysis.gains],
         "fits": None if analysis.memory is None else analysis.memory._asdict(),
-        "recommended": _gain(best),
-        "flags": analysis.flags,
+        "weights_problem": analysis.weights_problem and renamed(analysis.weights_problem),
+        "recommended": _gain(best) if analysis.weights_problem is None else None,
+        "flags": analysis.flags if analysis.weights_problem is None else None,
     }
 
 
@@ -138,13 +140,18 @@ def _job_lines(analysis: Analysis, report: dict[str, Any]) -> list[str]:
 
 def _verdict(analysis: Analysis) -> list[str]:
     over = analysis.over_unmasked
-    lines = [
+    lines = (
+        []
+        if analysis.weights_problem is None
+        else wrap(renamed(analysis.weights_problem), 100, break_on_hyphens=False)
+    )
+    lines += [
         f"predicted speed-up over arrival order with the same mask: {analysis.speedup:.3f} by token, "
         f"{analysis.equal_work_speedup:.3f} at equal work",
         f"over Megatron without a document mask, which attends over whole windows: {over:.3f} by token",
     ]
     best = analysis.best
-    if best.config is analysis.config:
+    if best.config is analysis.config or analysis.weights_problem is not None:
         return lines
     if best.name == "arrival order":
         return [*lines, "not worth it: nothing tried is predicted to be faster than arrival order"]
@@ -153,15 +160,16 @@ def _verdict(analysis: Analysis) -> list[str]:
 
 
 def _ending(analysis: Analysis) -> list[str]:
-    lines = []
+    lines, ready = [], "flags"
+    if analysis.weights_problem is not None:
+        return ["flags: none recommended, because the weights do not fit (see above)"]
     memory, window = analysis.memory, analysis.layout.window
     if memory is not None:
         how = "documents in chunks" if memory.in_chunks else "whole documents"
         most = f"micro-batches up to {memory.micro_batch:,} tokens, windows up to {memory.window:,} ({how})"
-        if not memory.weights:
-            lines.append(f"weights alone do not fit {memory.gib:g} GiB a GPU: raise --tp or --pp")
-        elif memory.window < window or not memory.micro_batch:
+        if memory.window < window or not memory.micro_batch:
             takes = most if memory.micro_batch else f"windows up to {memory.window:,} ({how})"
+            ready = "flags, once it fits"
             lines.append(f"does not fit {memory.gib:g} GiB a GPU, which holds {takes}:")
             lines.append(
                 "raise --tp, --cp or --pp, use --recompute full, or give --gpu-memory to plan as training would there"
@@ -170,7 +178,7 @@ def _ending(analysis: Analysis) -> list[str]:
             lines.append(f"fits {memory.gib:g} GiB a GPU: {most}")
             if memory.micro_batch < analysis.capacity:
                 lines.append("training would lower Lmax to that; --gpu-memory does so here")
-    return [*lines, f"flags: {analysis.flags or 'none, the defaults do this'}"]
+    return [*lines, f"{ready}: {analysis.flags or 'none, the defaults do this'}"]
 
 
 def _pair(statistics: dict[str, float], form: str) -> str:

@@ -19,7 +19,7 @@ from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.packing.foresee import nothing_predicted, too_small
 from wlb_megatron.packing.job import plan_job, sample_lengths_of
-from wlb_megatron.packing.memory_limits import GpuMemory, no_memory_for_chunks, with_lmax
+from wlb_megatron.packing.memory_limits import MARGIN, GpuMemory, no_memory_for_chunks, with_lmax
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.alignment import multiple
@@ -30,6 +30,7 @@ from wlb_megatron.simulator.memory import gpu_memory
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.workload.cost_model import CostModel, document_cost, quadratic_at
 from wlb_megatron.workload.kernel_table import h100
+from wlb_megatron.workload.memory import Experts, weights_problem
 from wlb_megatron.workload.profile import Profile
 
 DEFAULT_GIB = 80.0
@@ -44,6 +45,7 @@ class Job:
     * iterations: simulated, after `warm_up` planned ones in which queues fill.
     * seed: of the shuffle, None for the given order.
     * trainer: settings that decide about documents in chunks.
+    * experts: of every layer; None: a dense model.
     * gib: memory of a GPU, by which Lmax is set; None: Lmax ignores memory.
     * messages: lines to show the user.
     """
@@ -56,6 +58,7 @@ class Job:
     seed: int | None
     profile: Profile | None = None
     trainer: Trainer = field(default_factory=Trainer)
+    experts: Experts | None = None
     gib: float | None = None
     messages: tuple[str, ...] = ()
 
@@ -100,7 +103,8 @@ class Job:
                 raise WlbError(problem)
             if self.gib is not None and self.trainer.experts:
                 say(
-                    "WARNING: --gpu-memory is ignored, because the number of tokens per expert is unknown: leave it out"
+                    "WARNING: --gpu-memory sets no Lmax, because the number of tokens per expert is unknown: it only "
+                    "checks that the weights fit"
                 )
             elif self.gib is not None and config.packing != "varlen":
                 say(
@@ -125,6 +129,8 @@ class Job:
 
     def with_lmax(self, config: WlbConfig) -> WlbConfig:
         """The settings with the Lmax that memory allows, if memory is given. WlbError if nothing fits."""
+        if self.gib is not None and (problem := self.weights_problem()):
+            raise WlbError(problem)
         memory = None if self.gib is None else self.memory(self.gib)
         if memory is None or config.packing != "varlen":
             return config
@@ -136,7 +142,19 @@ class Job:
         return [*self.trainer.chunks_refused(), *no_memory_for_chunks(self.with_lmax(config), memory)]
 
     def memory(self, gib: float) -> GpuMemory | None:
-        """None with experts, whose memory is not known ahead."""
+        """None with experts: the tokens per expert, which decide what activations take, are not known ahead."""
+        return None if self.trainer.experts else self._gpu(gib)
+
+    def weights_problem(self) -> str | None:
+        """A line with the figure and the cure, if weights, gradients and optimizer state alone do not fit a GPU."""
+        gpu = self._gpu(self.gib or DEFAULT_GIB)
+        problem = weights_problem(gpu.shape, gpu.layout, gpu.size, margin=MARGIN, experts=self.experts)
+        assumed = (
+            f" ({DEFAULT_GIB:g} GiB a GPU is assumed; --gpu-memory changes it)" if self.gib is None else ""
+        )
+        return problem and f"will not run: {problem}{assumed}"
+
+    def _gpu(self, gib: float) -> GpuMemory:
         sizes = {"window": self.window, "micro_batches": self.micro_batches, "alignment": self.alignment}
         return gpu_memory(self.model, self.trainer, gib, **sizes)
 

@@ -16,7 +16,7 @@ from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes
 from wlb_megatron.simulator.reproduction.paper import SHAPES
 from wlb_megatron.simulator.reproduction.reproduce_command import add_assumptions, read_assumptions
 from wlb_megatron.workload.assumptions import Assumptions
-from wlb_megatron.workload.memory import RECOMPUTE
+from wlb_megatron.workload.memory import RECOMPUTE, Experts
 from wlb_megatron.workload.profile import Profile
 
 ITERATIONS, FEWEST, WARM_UP = 100, 4, 16
@@ -62,7 +62,8 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory",
         type=real(1),
         metavar="GIB",
-        help="memory of a GPU, from which Lmax is set as in training (GiB; default: Lmax is 1.5 windows)",
+        help="memory of a GPU, from which Lmax is set as in training (GiB; default: Lmax is 1.5 windows, and 80 GiB "
+        "decide what fits)",
     )
     add(
         "--json",
@@ -247,6 +248,7 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
         seed=None if args.seed < 0 else args.seed,
         profile=profile,
         trainer=read_trainer(args),
+        experts=_experts(dense, args),
         gib=args.gpu_memory,
         messages=messages,
     )
@@ -302,6 +304,14 @@ def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> Mode
         gated=False,
     )
     return replace(plain, **flags_set)
+
+
+def _experts(dense: ModelShape, args: argparse.Namespace) -> Experts | None:
+    if args.num_experts is None:
+        return None
+    ffn = args.moe_ffn_hidden_size or dense.ffn
+    parallel, tensor = args.expert_model_parallel_size or 1, args.expert_tensor_parallel_size or args.tp
+    return Experts(args.num_experts, ffn, parallel, tensor)
 
 
 def activated(shape: ModelShape, args: argparse.Namespace) -> ModelShape:

@@ -10,14 +10,12 @@ from wlb_megatron.workload.memory import GIB, ParallelLayout, StageShape
 
 def gpu_memory(
     model: LayerModel, trainer: Trainer, gib: float, *, window: int, micro_batches: int, alignment: int
-) -> GpuMemory | None:
-    """The GPU's memory as the planner counts it; None with experts, because the tokens per expert are unknown.
+) -> GpuMemory:
+    """The GPU's memory as the planner counts it.
 
     Assumes sequence parallelism with tensor parallelism, and the distributed optimizer. gib: of a GPU. micro_batches:
     windows of a data-parallel rank and step.
     """
-    if trainer.experts:
-        return None
     shape, sizes = model.shape, model.layout
     described = StageShape(
         hidden=shape.hidden,
@@ -40,6 +38,7 @@ def gpu_memory(
         micro_batches=micro_batches,
         sequence=sizes.tp > 1,
         distributed_optimizer=True,
+        fully_sharded=trainer.shards_weights,
         recompute=model.recompute,
         keep_keys=not model.regather,
     )

@@ -67,6 +67,7 @@ def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) 
         assert run.shards is not None
         plan = plans[slowest]
         _write_trace(Path(args.trace), plan, [run.shards[slowest]], model, job.orders([plan]))
+    problem = job.weights_problem()
     before, after = (row["tokens_per_second"] for row in rows)
     return {
         "simulated": True,
@@ -78,7 +79,7 @@ def run_simulate(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) 
         "profile": None if job.profile is None else job.profile.describe(),
         "assumptions": asdict(model.assumptions),
         "iterations": job.iterations,
-        "said": list(run.messages),
+        "said": [*run.messages, *([] if problem is None else [problem])],
         "schemes": rows,
         "speedup": after / before,
         "bound": 1e9 / bound / before,

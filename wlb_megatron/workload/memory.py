@@ -10,7 +10,7 @@ The margin covers what is not counted: the CUDA context, NCCL's buffers, fragmen
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from wlb_megatron.errors import WlbError
 
@@ -59,6 +59,7 @@ class ParallelLayout:
     stage before the next (microbatch_group_size_per_vp_stage), at least `pipeline`. micro_batches: global_batch_size /
     data.
     distributed_optimizer: use_distributed_optimizer (its states are spread over data x context ranks).
+    fully_sharded: FSDP spreads weights and gradients over them too.
     recompute: recompute_granularity or "none"; "selective" counts core attention only. recompute_layers:
     recompute_num_layers or 1. recompute_block: recompute_method is "block". keep_keys: exchanged keys are saved for
     backward (attention's option), or exchanged again.
@@ -73,6 +74,7 @@ class ParallelLayout:
     micro_batches: int = 1
     sequence: bool = False
     distributed_optimizer: bool = False
+    fully_sharded: bool = False
     recompute: str = "none"
     recompute_layers: int = 1
     recompute_block: bool = False
@@ -82,6 +84,17 @@ class ParallelLayout:
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"unknown recompute {self.recompute!r}; choose {', '.join(RECOMPUTE)}")
         _check_positive(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Experts of every layer. ffn: width of one, which replaces StageShape.ffn. parallel, tensor:
+    expert_model_parallel_size, expert_tensor_parallel_size."""
+
+    count: int
+    ffn: int
+    parallel: int = 1
+    tensor: int = 1
 
 
 def fit_max_tokens(
@@ -106,6 +119,8 @@ def fit_max_tokens(
             f"memory, window and alignment must be positive, got {memory_bytes}, {window} and {alignment}"
         )
     room = int(memory_bytes * (1 - margin))
+    if problem := weights_problem(shape, layout, memory_bytes, margin=margin):
+        raise WlbError(problem)
     fitting = min(
         (room - weight_bytes(shape, layout, stage)) // token_bytes(shape, layout, stage)
         for stage in ends(layout)
@@ -134,22 +149,78 @@ def memory_needed(shape: StageShape, layout: ParallelLayout, tokens: int) -> int
     )
 
 
-def weight_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
+def weights_problem(
+    shape: StageShape,
+    layout: ParallelLayout,
+    memory_bytes: int,
+    *,
+    margin: float = 0.10,
+    experts: Experts | None = None,
+) -> str | None:
+    """A line with the figure and the cure, if weights, gradients and optimizer state alone do not fit; else None."""
+    room = int(memory_bytes * (1 - margin))
+
+    def needed(layout: ParallelLayout) -> int:
+        return max(weight_bytes(shape, layout, stage, experts) for stage in ends(layout))
+
+    if needed(layout) <= room:
+        return None
+    expert = "" if experts is None else "--expert-model-parallel-size, "
+    cures = [f"raise {expert}--tensor-model-parallel-size or --pipeline-model-parallel-size"]
+    if not layout.fully_sharded and not layout.distributed_optimizer:
+        cures.insert(0, "use --use-distributed-optimizer")
+    elif needed(replace(layout, data=1 << 20)) <= room:
+        shared = "all of it" if layout.fully_sharded else "the optimizer's state"
+        cures.append(f"add data-parallel ranks, which share {shared}")
+    return (
+        f"weights, gradients and optimizer state alone need {needed(layout) / GIB:.1f} GiB a GPU, but "
+        f"{room / GIB:.1f} GiB are there ({memory_bytes / GIB:.1f} less a margin of {margin:.0%}): "
+        f"{', '.join(cures)}, or train a smaller model"
+    )
+
+
+def weight_bytes(
+    shape: StageShape, layout: ParallelLayout, stage: int, experts: Experts | None = None
+) -> int:
     """Weights, their gradients in fp32, Adam's two states, and an fp32 copy of weights that are not.
 
-    bf16: 2 + 4 + 12 bytes a parameter, the 12 spread over data x context ranks by the distributed optimizer.
+    bf16: 2 + 4 + 12 bytes a parameter, the 12 spread over data x context ranks by the distributed optimizer, all 18
+    by FSDP. An expert's are spread over the ranks that hold a copy of it.
     """
     matrices = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
-    matrices += (3 if shape.gated else 2) * shape.hidden * shape.ffn
+    whole = 2 * shape.layers * shape.hidden  # norms
+    if experts is None:
+        matrices += _ffn_parameters(shape, shape.ffn)
+    else:
+        whole += shape.layers * shape.hidden * experts.count  # routers
     embeddings = _is_first(stage) + _is_last(layout, stage)
     if shape.tied and layout.pipeline == 1:
         embeddings = 1
     split = shape.layers * matrices + embeddings * shape.vocab * shape.hidden
-    whole = (2 * shape.layers + _is_last(layout, stage)) * shape.hidden  # norms
-    parameters = -(-split // layout.tensor) + whole
+    whole += _is_last(layout, stage) * shape.hidden
+    copies = layout.data * layout.context
+    needed = _state_bytes(-(-split // layout.tensor) + whole, copies, shape, layout)
+    if experts is not None:
+        held = shape.layers * -(-experts.count // experts.parallel)
+        parameters = held * -(-_ffn_parameters(shape, experts.ffn) // experts.tensor)
+        copies = max(1, copies * layout.tensor // (experts.parallel * experts.tensor))
+        needed += _state_bytes(parameters, copies, shape, layout)
+    return needed
+
+
+def _ffn_parameters(shape: StageShape, ffn: int) -> int:
+    return (3 if shape.gated else 2) * shape.hidden * ffn
+
+
+def _state_bytes(parameters: int, copies: int, shape: StageShape, layout: ParallelLayout) -> int:
+    """parameters: of one rank. copies: ranks that hold the same ones."""
+    held = shape.dtype_bytes + 4
     states = 8 + (4 if shape.dtype_bytes < 4 else 0)
-    shards = layout.data * layout.context if layout.distributed_optimizer else 1
-    return parameters * (shape.dtype_bytes + 4) + -(-parameters * states // shards)
+    if layout.fully_sharded:
+        # FSDP gathers a layer at work and the next one.
+        return -(-parameters * (held + states) // copies) + 2 * parameters // shape.layers * shape.dtype_bytes
+    spread = copies if layout.distributed_optimizer else 1
+    return parameters * held + -(-parameters * states // spread)
 
 
 def token_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:

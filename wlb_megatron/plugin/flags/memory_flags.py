@@ -9,19 +9,25 @@ from typing import Any
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFlags:
     """stage_layers: of the fullest pipeline stage, its virtual stages together, without multi-token prediction's.
-    recompute_layers, recompute_block: how many layers at once, and by blocks, where they are recomputed in full."""
+    fully_sharded: FSDP spreads weights and gradients over data-parallel ranks. recompute_layers, recompute_block: how
+    many layers at once, and by blocks, where they are recomputed in full."""
 
     stage_layers: int
     distributed_optimizer: bool
+    fully_sharded: bool = False
     recompute_layers: int = 1
     recompute_block: bool = False
 
     @classmethod
     def of(cls, args: Any) -> MemoryFlags:
         """args: Megatron's validated arguments."""
+        megatron_fsdp = getattr(args, "use_megatron_fsdp", False)
+        strategy = getattr(args, "data_parallel_sharding_strategy", None)
         return cls(
             stage_layers=_fullest_stage(args),
             distributed_optimizer=args.use_distributed_optimizer,
+            fully_sharded=bool(getattr(args, "use_torch_fsdp2", False))
+            or (megatron_fsdp and strategy == "optim_grads_params"),
             recompute_layers=args.recompute_num_layers or 1,
             recompute_block=args.recompute_method == "block",
         )
