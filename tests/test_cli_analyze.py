@@ -170,6 +170,37 @@ def test_every_figure_equals_what_the_printed_plans_give(
     assert analysis.thresholds == ([24, 40] if packing == "varlen" else [])
 
 
+def test_equal_token_weights_are_reported_and_reach_the_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "lengths.npy", 256 * some_lengths())
+    job = f"analyze --lengths {tmp_path / 'lengths.npy'} --window 16384 --micro-batches 4 --tp 8 --chunks off --cp 2"
+    job += " --iterations 8 --no-split --max-tokens 24576"
+
+    def printed(flags: str) -> tuple[dict[str, str], str]:
+        code, out, err = call(capsys, *f"{job} {flags}".split())
+        assert (code, err) == (0, "")
+        ending = dict(
+            line.split(": ", 1) for line in out.splitlines() if line.startswith(("token w", "flags"))
+        )
+        (row,) = (line for line in out.splitlines() if line.startswith("weight of a long document's tokens"))
+        return ending, row
+
+    def weight(flags: str) -> float:
+        code, out, err = call(capsys, *f"{job} {flags} --json -".split())
+        assert code == 0, err
+        return float(json.loads(out)["results"]["after"]["long_documents_weight"])
+
+    by_step, (ending, row) = weight(""), printed("")
+    assert by_step < 0.9 and row.endswith(f"{by_step:.2f}")
+    assert "--token-weights equal would make a long document's 1.00" in ending["token weights"]
+    assert "--wlb-token-weights" not in ending["flags"]
+    ending, row = printed("--token-weights equal")
+    assert weight("--token-weights equal") == 1.0 and row.split()[-2:] == ["1.00", "1.00"]
+    assert ending["token weights"].endswith(f"{by_step:.2f}")
+    assert "--wlb-token-weights equal" in ending["flags"]
+
+
 def test_before_is_arrival_order_by_sequence_whatever_the_settings() -> None:
     layout = JobLayout(64, cp=2)
     lengths = some_lengths()

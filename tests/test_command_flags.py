@@ -134,6 +134,7 @@ def test_the_table_holds_every_flag_of_simulate_and_analyze_takes_the_same() -> 
         "gpu-memory",
         "no-split",
         "pictures",
+        "token-weights",
     }
 
 

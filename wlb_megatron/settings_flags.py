@@ -75,20 +75,25 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """One flag for each field of WlbConfig, named as in training but without --wlb."""
     for setting in fields(WlbConfig):
-        if setting.name in NOT_HERE:
-            continue
-        flag, help_text = "--" + setting.name.replace("_", "-"), renamed(setting.metadata["help"])
-        if setting.default is False:
-            parser.add_argument(flag, action="store_true", help=help_text)
-            continue
-        default = f" (default: {setting.default})" if setting.default is not None else ""
-        parser.add_argument(
-            flag,
-            default=setting.default,
-            type=setting.metadata.get("type", str),
-            choices=setting.metadata.get("choices"),
-            help=help_text + default,
-        )
+        if setting.name not in NOT_HERE:
+            add_setting(parser, setting.name)
+
+
+def add_setting(parser: argparse.ArgumentParser, name: str) -> None:
+    """The flag of one field of WlbConfig."""
+    setting = next(setting for setting in fields(WlbConfig) if setting.name == name)
+    flag, help_text = "--" + name.replace("_", "-"), renamed(setting.metadata["help"])
+    if setting.default is False:
+        parser.add_argument(flag, action="store_true", help=help_text)
+        return
+    default = f" (default: {setting.default})" if setting.default is not None else ""
+    parser.add_argument(
+        flag,
+        default=setting.default,
+        type=setting.metadata.get("type", str),
+        choices=setting.metadata.get("choices"),
+        help=help_text + default,
+    )
 
 
 def settings(args: argparse.Namespace) -> WlbConfig:

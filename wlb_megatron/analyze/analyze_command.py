@@ -12,12 +12,14 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
 from wlb_megatron.report.progress import progress
+from wlb_megatron.settings_flags import add_setting
 from wlb_megatron.simulator.job_flags import add_job, read_job
 
 
 def add_analyze(parser: argparse.ArgumentParser) -> None:
     """The flags beyond layout and settings: simulate's, and pictures."""
     add_job(parser)
+    add_setting(parser, "token_weights")  # plans do not depend on it, a token's weight in the gradient does
     parser.add_argument(
         "--no-split",
         action="store_true",
@@ -34,6 +36,7 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
     """Analyze as the flags say, with progress on stderr, and draw the pictures if asked for."""
     if args.pictures is not None:
         need_matplotlib()
+    config = replace(config, token_weights=args.token_weights)
     job = read_job(args, lengths)
     model_known = args.model is not None or args.hidden_size is not None or job.profile is not None
     settings = 2 if args.no_split else planned(config, job)

@@ -26,7 +26,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "thresholds": analysis.thresholds,
         "said": list(analysis.messages),
         "results": {
-            key: {"packing": name, **figures(measured)}
+            key: {"packing": name, **figures(measured, analysis.config.token_weights)}
             for key, (name, measured) in zip(("before", "after"), analysis.measured, strict=True)
         },
         "predicted_speedup": analysis.speedup,
@@ -50,8 +50,8 @@ def _gain(gain: Gain) -> dict[str, Any]:
     }
 
 
-def figures(measured: Measured) -> dict[str, Any]:
-    """All reported figures of one packing."""
+def figures(measured: Measured, token_weights: str = "step") -> dict[str, Any]:
+    """All reported figures of one packing. token_weights: as --token-weights."""
     tokens = measured.tokens
     return {
         "iterations": len(measured.work),
@@ -59,7 +59,7 @@ def figures(measured: Measured) -> dict[str, Any]:
         "imbalance": asdict(measured.imbalance),
         "cp_imbalance": asdict(spread(measured.cp_imbalance)),
         "token_delay": asdict(measured.token_delay),
-        "long_documents_weight": measured.long_weight,
+        "long_documents_weight": measured.long_weight if token_weights == "step" else 1.0,
         "step_ms": asdict(spread(measured.steps)),
         "tokens_per_second": 1e9 / measured.simulated.ns_per_token,
         "step_over_ideal": measured.simulated.step_over_ideal,
@@ -106,9 +106,9 @@ def print_analysis(analysis: Analysis) -> None:
     rows = [
         row for row in rows if any(set(cell) & set("123456789") for cell in row[1:])
     ]  # else it tells nothing
-    weights = [result["long_documents_weight"] for result in results]
-    if any(abs(weight - 1) >= 0.005 for weight in weights):
-        rows.append(["weight of a long document's tokens", *(f"{weight:.2f}" for weight in weights)])
+    if _uneven(analysis):
+        weights = [f"{result['long_documents_weight']:.2f}" for result in results]
+        rows.append(["weight of a long document's tokens", *weights])
     print_table(
         f"{results[0]['iterations']} iterations, mean / most",
         ["", "arrival order", f"as set: {results[1]['packing']}"],
@@ -120,7 +120,7 @@ def print_analysis(analysis: Analysis) -> None:
             ["", "alone", "with those above", "at equal work", "slowest step"],
             [_gain_row(gain) for gain in analysis.gains],
         )
-    for line in _ending(analysis):
+    for line in (*_weights(analysis), *_ending(analysis)):
         print(line)
 
 
@@ -179,6 +179,26 @@ def _ending(analysis: Analysis) -> list[str]:
             if memory.micro_batch < analysis.capacity:
                 lines.append("training would lower Lmax to that; --gpu-memory does so here")
     return [*lines, f"{ready}: {analysis.flags or 'none, the defaults do this'}"]
+
+
+def _uneven(analysis: Analysis, least: float = 0.005) -> bool:
+    """Whether tokens of long documents weigh unlike others, if steps decide."""
+    return any(abs(measured.long_weight - 1) >= least for _, measured in analysis.measured)
+
+
+def _weights(analysis: Analysis) -> list[str]:
+    """What the other --token-weights would change."""
+    if not _uneven(analysis, 0.05):
+        return []
+    before, after = (f"{measured.long_weight:.2f}" for _, measured in analysis.measured)
+    if analysis.config.token_weights == "equal":
+        return [
+            f"token weights: equal; --token-weights step would make a long document's {before} and {after}"
+        ]
+    return [
+        "token weights: step; --token-weights equal would make a long document's 1.00 in both",
+        "(a step's gradient then grows with its tokens; the predicted times stay)",
+    ]
 
 
 def _pair(statistics: dict[str, float], form: str) -> str:
