@@ -446,10 +446,24 @@ def test_what_is_predicted_slower_is_not_recommended(capsys: pytest.CaptureFixtu
     config = WlbConfig(quadratic_at=QUADRATIC_AT, packing="fixed-greedy", sharding="per-sequence")
     analysis = analyze(lengths, config, JobLayout(64), micro_batches=2, iterations=3, seed=1)
     assert analysis.speedup == 1.0
-    assert analysis.flags == "--wlb-packing fixed-greedy --wlb-sharding per-sequence --wlb-quadratic-at 40.0"
-    slower = replace(analysis, before=analysis.after, after=analysis.before)
-    slower.before.simulated = replace(analysis.after.simulated, steps=analysis.after.simulated.steps / 2)
-    assert slower.flags.startswith("--wlb-packing original --wlb-sharding per-sequence")
+    for speedup, packing in (
+        (0.5, "original"),
+        (1.0, "original"),
+        (1.009, "original"),
+        (1.011, "fixed-greedy"),
+    ):
+        simulated = _faster(analysis.before.simulated, speedup)
+        flags = replace(analysis, after=replace(analysis.after, simulated=simulated)).flags
+        assert flags == f"--wlb-packing {packing} --wlb-sharding per-sequence --wlb-quadratic-at 40.0"
+
+
+def test_a_gain_of_nothing_is_said_not_to_be_worth_it(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "analyze --lengths 64,64,64,64 --window 64 --micro-batches 2 --iterations 2 --warm-up 0 --tp 8"
+    code, out, err = call(capsys, *job.split())
+    assert (code, err) == (0, "")
+    assert "same mask: 1.000 by token" in out
+    assert "not worth it: nothing tried is predicted to gain 1 % over arrival order by token" in out
+    assert out.splitlines()[-1] == "flags: --wlb-packing original --wlb-sharding per-sequence"
 
 
 def test_others_are_recommended_for_more_than_noise_and_never_with_a_slower_slowest_step() -> None:

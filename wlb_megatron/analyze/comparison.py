@@ -22,7 +22,8 @@ from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.simulator.job import DEFAULT_GIB, Job, Run
 
 NOISE = 0.01
-"""Another setting is recommended only if it is faster than the user's by more than this share; less is noise."""
+"""Settings are recommended over arrival order, and other settings over the user's, only if they gain more than this
+share in tokens/s; less is noise."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +94,16 @@ class Analysis:
         """The settings to use: those given, unless others are faster by more than noise and their slowest step is no
         slower.
 
-        Never slower than arrival order.
+        Arrival order, if nothing tried is faster than it by more than noise.
         """
         slowest = float(self.after.simulated.steps.max() / self.before.simulated.steps.max())
         as_set = Gain("as set", self.config, None, self.speedup, self.equal_work_speedup, slowest)
         plain = Gain("arrival order", arrival_order(self.config), None, 1.0, 1.0, 1.0)
         # Documents above the window that are to train whole are not split for speed.
         alike = [gain for gain in self.gains if gain.config.overlong == self.config.overlong]
-        if self.speedup < 1.0:
-            return max((plain, *alike), key=lambda gain: gain.by_token)
+        if self.speedup < 1 + NOISE:
+            worth = [gain for gain in alike if gain.by_token >= 1 + NOISE]
+            return max(worth, key=lambda gain: gain.by_token, default=plain)
         enough = self.speedup * (1 + NOISE)
         better = [gain for gain in alike if gain.by_token > enough and gain.slowest <= slowest]
         return max(better, key=lambda gain: gain.by_token, default=as_set)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
-from wlb_megatron.analyze.comparison import Analysis, Gain
+from wlb_megatron.analyze.comparison import NOISE, Analysis, Gain
 from wlb_megatron.analyze.measure import Measured, spread
 from wlb_megatron.documents.blocks import blocks
 from wlb_megatron.report.table import print_table
@@ -154,7 +154,11 @@ def _verdict(analysis: Analysis) -> list[str]:
     if best.config is analysis.config or analysis.weights_problem is not None:
         return lines
     if best.name == "arrival order":
-        return [*lines, "not worth it: nothing tried is predicted to be faster than arrival order"]
+        least = f"{NOISE:.0%}".replace("%", " %")
+        return [
+            *lines,
+            f"not worth it: nothing tried is predicted to gain {least} over arrival order by token",
+        ]
     gains = f"{best.by_token:.3f} by token, {best.equal_work:.3f} at equal work"
     return [*lines, f"better: {best.name}, with all parts above it in the last table: {gains}"]
 
