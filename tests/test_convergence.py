@@ -48,6 +48,37 @@ def test_documents_fit_the_window_come_once_and_stop_at_the_tokens_asked_for(tmp
     assert len(few) == 2 and all(document[-1] == 256 for document in few)
 
 
+def test_a_text_with_too_few_tokens_is_refused_in_one_line_that_names_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from scripts.bench.convergence import convergence
+
+    function = "def f():\n    return '" + "x" * 62 + "'\n"
+    for name in "fghi":
+        (tmp_path / f"{name}.py").write_text(function.replace("f()", f"{name}()"))
+    tokens = len(function) + 1  # end-of-document included
+
+    def make(asked: int) -> None:
+        sizes = ["--window", "1000", "--held-out", str(tokens), "--train", str(asked)]
+        arguments = ["text", str(tmp_path / "corpus"), "--text", str(tmp_path), *sizes]
+        monkeypatch.setattr(sys, "argv", arguments)
+        text.main()
+
+    with pytest.raises(SystemExit) as end:
+        make(1050)
+    assert str(end.value) == (
+        f"--text {tmp_path} has too few tokens in documents below the window: {3 * tokens} of the 1,050 asked for train"
+    )
+    make(3 * tokens)
+    assert json.loads((tmp_path / "corpus" / "facts.json").read_text())["train"]["documents"] == 3
+
+    failed = argparse.Namespace(returncode=1)
+    monkeypatch.setattr(convergence.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(sys, "argv", ["convergence", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=r"^1$"):
+        convergence.main()
+
+
 def test_the_sorted_control_trains_every_token_of_64_batches_once_shortest_first() -> None:
     from scripts.bench.convergence.controls import SortedPacker
 
@@ -175,10 +206,14 @@ def test_no_run_goes_on_from_a_start_that_failed_and_a_later_call_trains_that_st
     from scripts.bench.convergence import convergence
 
     jobs: list[str] = []
+    started: list[int] = []
     failing = ["start-1"]
 
     class Ranks:
         def __init__(self, *_: Any) -> None: ...
+        def start(self) -> None:
+            started.append(len(jobs))
+
         def close(self) -> None: ...
         def run(self, kind: str, job: list[str], log: Path, limit: float) -> int:
             name, flags = job[1], job[3:]
@@ -202,7 +237,8 @@ def test_no_run_goes_on_from_a_start_that_failed_and_a_later_call_trains_that_st
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "facts.json").write_text('{"digest": "x"}')
     monkeypatch.setattr(convergence, "WarmRanks", Ranks)
-    assert "over" in call("--seconds", "-1") and not jobs
+    assert "over" in call("--seconds", "-1", "--workers", "5") and not jobs
+    assert started == [0, 0, 0]  # all that have a job, before the first one
     assert call().startswith("failed: start-1-1002;")
     assert jobs == ["start-0-1001", "start-1-1002", "start-2-1003"]
     failing.clear()

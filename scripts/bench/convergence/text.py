@@ -86,11 +86,12 @@ def main() -> None:
         if not tokens:
             continue
         lengths = build(options.out / name, up_to(documents(remaining, options.window, seen), tokens, digest))
-        if lengths.sum() < tokens and name == "held-out":
-            raise SystemExit(f"{options.text} has only {lengths.sum():,} tokens in short enough documents")
-        facts[name] = {"documents": len(lengths), "tokens": int(lengths.sum())}
-    if not all(fact["tokens"] for fact in facts.values()):
-        raise SystemExit(f"no file of {options.text} is left to train on: lower --held-out or --start")
+        if (found := int(lengths.sum())) < tokens:
+            raise SystemExit(
+                f"--text {options.text} has too few tokens in documents below the window: {found:,} of the {tokens:,} "
+                f"asked for {name}"
+            )
+        facts[name] = {"documents": len(lengths), "tokens": found}
     with renamed_at_end(options.out / "facts.json") as scratch:
         scratch.write_text(json.dumps({**facts, "digest": digest.hexdigest()}), encoding="utf-8")
 
