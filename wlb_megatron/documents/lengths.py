@@ -20,7 +20,7 @@ def read_lengths(text: str) -> Lengths:
 
     WlbError if there is no such file, it is damaged, or a length is negative or no integer.
     """
-    if re.fullmatch(r"[\s\d,.+-]+", text):
+    if _is_list(text):
         lengths = _parse(text)
     elif text.endswith(".npy"):
         lengths = _load(Path(text))
@@ -68,14 +68,26 @@ def pieces_of(lengths: Lengths, window: int, overlong: str) -> npt.NDArray[np.in
     return pieces
 
 
+def _is_list(text: str) -> bool:
+    """Whether lengths themselves are meant: nothing but numbers, or commas in what is no file's name."""
+    if re.fullmatch(r"[\s\d,.+-]*", text):
+        return True
+    named = "/" in text or text.endswith((".npy", ".idx", ".bin")) or Path(f"{text}.idx").exists()
+    return not named and re.search("[,;]", text) is not None
+
+
 def _parse(text: str) -> npt.NDArray[np.int64]:
-    try:
-        values = [int(part) for part in text.split(",")]
-        return np.array(values, dtype=np.int64)
-    except (ValueError, OverflowError):
-        raise WlbError(
-            f"cannot read lengths {text!r}; give integers below 2**63 with commas between, e.g. 4,12"
-        ) from None
+    for part in text.split(","):
+        if not re.fullmatch(r"\s*[+-]?\d{1,19}\s*", part, re.ASCII) or abs(int(part)) >= 1 << 63:
+            raise WlbError(
+                f"cannot read lengths {_shorten(text)}: {_shorten(part)} is not an integer below 2**63; give integers "
+                "with commas between, e.g. 4,12, or a .npy or .idx file"
+            )
+    return np.array([int(part) for part in text.split(",")], dtype=np.int64)
+
+
+def _shorten(text: str, most: int = 40) -> str:
+    return repr(text if len(text) <= most else f"{text[:most]}...")
 
 
 def _load(path: Path) -> npt.NDArray[np.int64]:
