@@ -49,7 +49,9 @@ def save(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def saved(args: argparse.Namespace) -> dict[str, Any]:
-    return json.loads(save(args).wlb_state)
+    state = json.loads(save(args).wlb_state)
+    del state["digest"]
+    return state  # type: ignore[no-any-return]
 
 
 def test_the_state_is_saved_when_megatron_has_applied_the_gradients() -> None:
@@ -257,13 +259,49 @@ def test_the_flag_alone_begins_an_epoch_of_every_corpus() -> None:
     assert {piece.epoch for piece in arrived if piece not in waiting} <= {1}
 
 
-@pytest.mark.parametrize("damage", [{"packer": {}}, {"packer": 3, "version": 9}, {"stream": {}}])
-def test_a_state_that_cannot_be_read_is_said_to_be_and_all_begins(damage: dict[str, Any]) -> None:
+WITH_WAITING = documents()
+for _ in range(4):
+    WITH_WAITING.planner.next_iteration()
+WHOLE = {"settings": resume._settings_of(WITH_WAITING), "planner": WITH_WAITING.planner.state()}
+
+
+def with_planner(**damage: Any) -> str:
+    """A state of a release without digests, in which this of the planner is another."""
+    return json.dumps({**WHOLE, "planner": WHOLE["planner"] | damage})
+
+
+DAMAGED = {
+    "no packer": with_planner(packer={}),
+    "another kind of packer": with_planner(packer=3, version=9),
+    "no stream": with_planner(stream={}),
+    "no settings": "{}",
+    "no state": "3",
+    "no text": 3,
+    "half": json.dumps(WHOLE)[:99],
+    "one number that changed": checkpoint._sealed(WHOLE).replace('"cursor": 23', '"cursor": 22'),
+    "a piece that is missing": checkpoint._sealed(WHOLE).replace('"sizes": [3, 1', '"sizes": [3, 2'),
+}
+
+
+def test_a_digest_takes_what_was_saved_and_what_has_none() -> None:
+    assert checkpoint._opened(checkpoint._sealed(WHOLE)) == checkpoint._opened(json.dumps(WHOLE))
+    assert checkpoint._sealed(WHOLE) not in DAMAGED.values()  # each damage has changed something
+
+
+@pytest.mark.parametrize(
+    "saved", [with_planner(iteration=float("inf")), json.dumps({**WHOLE, "settings": None})]
+)
+def test_a_state_of_wrong_kinds_of_values_is_refused_with_a_line(saved: str) -> None:
+    load(argparse.Namespace(wlb_state=saved))
+    with pytest.raises(Refused, match="the packing state is damaged: resume from another checkpoint; or add"):
+        restored(documents(), megatron(4))
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_state_that_cannot_be_read_is_said_to_be_and_all_begins(damage: str) -> None:
     args = megatron(4)
     args.consumed_train_samples = 8
-    before = documents()
-    state = {"settings": resume._settings_of(before), "planner": before.planner.state() | damage}
-    load(argparse.Namespace(wlb_state=json.dumps(state)))
+    load(argparse.Namespace(wlb_state=DAMAGED[damage]))
     with pytest.raises(Refused, match="--wlb-fresh-order"):
         restored(documents(), args)
     now = documents(fresh=True)

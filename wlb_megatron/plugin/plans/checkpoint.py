@@ -9,6 +9,7 @@ context or pipeline parallel size.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,14 +18,15 @@ from typing import Any
 from wlb_megatron.plugin.job_state import part
 
 ATTRIBUTE = "wlb_state"
+_DIGEST = "digest"
 MakeState = Callable[[], dict[str, Any]]
 
 
 @dataclass(slots=True)
 class PackingStates:
-    """loaded: the checkpoint's that Megatron has loaded, None if it has none. kept: makes the next checkpoint's. Called
-    where one is saved: with fixed windows over several global batches it is megabytes. computed: makes that of the
-    iteration whose gradients are there but not yet applied."""
+    """loaded: the checkpoint's that Megatron has loaded; None if it has none, empty if it is damaged. kept: makes the
+    next checkpoint's. Called where one is saved: with fixed windows over several global batches it is megabytes.
+    computed: makes that of the iteration whose gradients are there but not yet applied."""
 
     loaded: dict[str, Any] | None = None
     kept: MakeState | None = None
@@ -41,13 +43,32 @@ def remember_if_applied(state: MakeState) -> None:
     part(PackingStates).computed = state
 
 
+def _sealed(state: dict[str, Any]) -> str:
+    """The state as text, with a digest of the rest in it."""
+    return json.dumps({**state, _DIGEST: _digest(json.dumps(state))})
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _opened(saved: Any) -> dict[str, Any]:
+    """The state of such a text; empty where it is damaged. States of releases before have no digest."""
+    try:
+        state = json.loads(saved)
+        digest = state.pop(_DIGEST, None)
+    except (TypeError, ValueError, AttributeError):
+        return {}
+    return state if digest is None or digest == _digest(json.dumps(state)) else {}
+
+
 def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     """generate_state_dict(args, ..) of arguments that hold the packing state: all that is saved goes through it."""
 
     def generate_state_dict(args: Any, *rest: Any, **kwargs: Any) -> Any:
         kept = part(PackingStates).kept
         if kept is not None and not getattr(args, "wlb_off", True):
-            setattr(args, ATTRIBUTE, json.dumps(kept()))
+            setattr(args, ATTRIBUTE, _sealed(kept()))
         return original(args, *rest, **kwargs)
 
     return generate_state_dict
@@ -80,7 +101,7 @@ def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
         contents = result[0] if isinstance(result, tuple) else None
         if isinstance(contents, dict) and "args" in contents:
             saved = getattr(contents["args"], ATTRIBUTE, None)
-            part(PackingStates).loaded = None if saved is None else json.loads(saved)
+            part(PackingStates).loaded = None if saved is None else _opened(saved)
             if saved is not None and not getattr(args, "wlb_off", True):
                 setattr(args, ATTRIBUTE, saved)
         return result

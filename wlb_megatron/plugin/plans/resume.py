@@ -27,6 +27,10 @@ CURE = (
 )
 
 
+DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError, StopIteration)
+"""What reading a damaged state raises, beside ValueError."""
+
+
 class LoadedAt(NamedTuple):
     """Where Megatron goes on: at 0, unless it has loaded a checkpoint. samples: consumed in training (windows)."""
 
@@ -82,7 +86,7 @@ def _continue(source: Source, at: LoadedAt, micro_batch_size: int) -> list[str]:
     ]
     try:
         return [*began_at, *_lines_of(take_up(planner, counted, state["planner"], next_epoch=not changed))]
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (ValueError, *DAMAGE):
         planner.stream.load_state(unmoved)
         planner.begin_at(counted)
         return [*began_at, "its state cannot be read: all corpora begin, and what waited is not known"]
@@ -102,14 +106,14 @@ def _length_kept(source: Source, before: dict[str, Any]) -> list[str]:
 def _load(source: Source, state: dict[str, Any], at: LoadedAt, micro_batch_size: int) -> str:
     """Load the state; what of it does not fit this run, empty if all does."""
     settings = _settings_of(source)
-    changed = changes(state["settings"], settings, lambda name: f"--wlb-{name.replace('_', '-')}")
-    if changed:
-        return f"cannot resume with another cost model: {'; '.join(changed)}; set them as before"
     try:
+        changed = changes(state["settings"], settings, lambda name: f"--wlb-{name.replace('_', '-')}")
+        if changed:
+            return f"cannot resume with another cost model: {'; '.join(changed)}; set them as before"
         source.planner.load_state(state["planner"])
     except ValueError as error:
         return str(error)
-    except (KeyError, TypeError, AttributeError):
+    except DAMAGE:
         return "the packing state is damaged: resume from another checkpoint"
     trained = source.planner.samples * micro_batch_size
     if source.planner.samples == at.samples // micro_batch_size:
