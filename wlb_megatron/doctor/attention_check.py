@@ -7,13 +7,13 @@ and gives the largest error. A few seconds, most of them torch's import.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from wlb_megatron.errors import WlbError
+from wlb_megatron.rank_processes import run_ranks
 
 LENGTHS = [9, 1, 190, 24, 3, 77, 16, 64]
 """Documents (tokens) of the micro-batch: short ones, one of one token, and one that is cut over all ranks."""
@@ -30,33 +30,18 @@ def run(size: int, *, gpu: bool) -> float:
         meeting = str(Path(folder) / "meeting")
         command = [sys.executable, "-m", "wlb_megatron.doctor.attention_check", device, str(size), meeting]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(size)
-        ]
         try:
-            outputs = [rank.communicate(timeout=SECONDS) for rank in ranks]
-        except subprocess.TimeoutExpired:
+            outputs = run_ranks([[*command, str(rank)] for rank in range(size)], environment, SECONDS)
+        except TimeoutError:
             raise WlbError(
                 f"the self-test's ranks did not finish within {SECONDS} s: processes on this machine cannot reach each "
                 "other (NCCL_DEBUG=INFO says more)"
                 if gpu
                 else "the self-test did not finish; is the machine busy?"
             ) from None
-        finally:
-            for rank in ranks:
-                rank.kill()
-    for rank, (_, errors) in zip(ranks, outputs, strict=True):
-        if rank.returncode:
-            lines = errors.strip().splitlines() or ["no output"]
-            raise WlbError(f"the self-test failed on {device}: {lines[-1]}")
-    worst = max(float(out.split()[-1]) for out, _ in outputs)
+        except WlbError as failure:
+            raise WlbError(f"the self-test failed on {device}: {failure}") from None
+    worst = max(float(out.split()[-1]) for out in outputs)
     if not worst <= TOLERATED[device]:
         raise WlbError(
             f"the self-test's attention on {device} is off by {worst:.1e}, tolerated {TOLERATED[device]:.0e}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from contextlib import suppress
@@ -22,6 +21,7 @@ from wlb_megatron.plugin.trials.versions import (
     tried_versions,
     untried_megatron,
 )
+from wlb_megatron.rank_processes import run_ranks
 from wlb_megatron.refusals import Refused
 from wlb_megatron.whole_files import renamed_at_end
 
@@ -68,7 +68,7 @@ def _refusal(version: str) -> str | None:
         if worst is None:
             worst = check()
             _cache_error(file, key, worst)
-    except (WlbError, OSError, ValueError, subprocess.SubprocessError) as wrong:
+    except (WlbError, OSError, ValueError) as wrong:
         return (
             f"wlb_megatron was not tried with megatron-core {version}, and its check of it fails: {wrong}. Install a "
             f"version that was tried ({tried_versions()})"
@@ -85,31 +85,14 @@ def check() -> float:
     """Run the check's ranks on this machine's CPU; the largest error. WlbError with what differs, or why it failed."""
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-P", "-m", "wlb_megatron.plugin.trials.megatron_check", str(rank), meeting],
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(RANKS)
-        ]
+        command = [sys.executable, "-P", "-m", "wlb_megatron.plugin.trials.megatron_check"]
         try:
-            outputs = [rank.communicate(timeout=SECONDS) for rank in ranks]
-        except subprocess.TimeoutExpired:
+            outputs = run_ranks(
+                [[*command, str(rank), meeting] for rank in range(RANKS)], _environment(), SECONDS
+            )
+        except TimeoutError:
             raise WlbError(f"it did not finish within {SECONDS} s") from None
-        finally:
-            for rank in ranks:
-                rank.kill()
-    for rank, (_, errors) in zip(ranks, outputs, strict=True):
-        if rank.returncode:
-            lines = errors.strip().splitlines() or [f"a rank ended with status {rank.returncode}"]
-            raise WlbError(lines[-1].removeprefix("[rank0]: ").removeprefix("[rank1]: "))
-    return judged(
-        [Comparison(*figures) for out, _ in outputs for figures in json.loads(out.splitlines()[-1])]
-    )
+    return judged([Comparison(*figures) for out in outputs for figures in json.loads(out.splitlines()[-1])])
 
 
 def judged(comparisons: list[Comparison]) -> float:
