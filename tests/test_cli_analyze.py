@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from test_cli import NUMPY_ALONE, call, run
 
-from wlb_megatron.analyze.comparison import Analysis, Gain
+from wlb_megatron.analyze.comparison import Analysis, Gain, flags_of
 from wlb_megatron.analyze.comparison import analyze as analyze_job
 from wlb_megatron.analyze.measure import JobLayout, rank_work, spread
-from wlb_megatron.analyze.output import figures
+from wlb_megatron.analyze.output import figures, print_analysis
 from wlb_megatron.arguments import add_arguments, config_from_args
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.inspect_plans import inspect_plans
@@ -453,7 +453,7 @@ def test_what_is_predicted_slower_is_not_recommended(capsys: pytest.CaptureFixtu
         (1.011, "fixed-greedy"),
     ):
         simulated = _faster(analysis.before.simulated, speedup)
-        flags = replace(analysis, after=replace(analysis.after, simulated=simulated)).flags
+        flags = flags_of(replace(analysis, after=replace(analysis.after, simulated=simulated)).best.config)
         assert flags == f"--wlb-packing {packing} --wlb-sharding per-sequence --wlb-quadratic-at 40.0"
 
 
@@ -484,6 +484,37 @@ def test_others_are_recommended_for_more_than_noise_and_never_with_a_slower_slow
     assert recommended(1.1 * 1.005, slowest) == "as set"
     assert recommended(1.1 * 1.02, slowest) == "other"
     assert recommended(1.1 * 1.02, slowest * 1.01) == "as set"
+
+
+def test_steadier_settings_are_named_beside_faster_ones_whose_slowest_step_is_long(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = WlbConfig(quadratic_at=QUADRATIC_AT)
+    analysis = analyze(some_lengths(), config, JobLayout(64, tp=8), micro_batches=2, iterations=6, seed=1)
+    steps = analysis.before.simulated.steps
+    long = np.full(len(steps), steps.mean() / 1.2)
+    long[0] = 1.6 * steps.max()
+    long[1:] -= (long.sum() - steps.sum() / 1.2) / (len(long) - 1)
+    after = replace(analysis.after, simulated=replace(analysis.before.simulated, steps=long))
+    chunks, windows = replace(config, chunks="on"), replace(config, packing="fixed-greedy")
+
+    def steadier(*gains: Gain) -> str | None:
+        found = replace(analysis, after=after, gains=gains).steadier
+        return None if found is None else found.name
+
+    steady = Gain("chunks", chunks, 1.1, 1.1, 1.15, 1.04)
+    assert steadier(steady) == "chunks"
+    assert steadier(steady, Gain("windows", windows, None, 1.12, 1.12, 0.8)) == "chunks", "which cuts none"
+    assert steadier(replace(steady, slowest=1.06)) is None
+    assert steadier(replace(steady, by_token=1.005)) is None
+    assert steadier(replace(steady, config=replace(chunks, overlong="chunk"))) is None
+    assert replace(analysis, after=analysis.before, gains=(steady,)).steadier is None
+    print_analysis(replace(analysis, after=after, gains=(steady,)))
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "flags: --wlb-quadratic-at 40.0",
+        "steadier: chunks: 1.100 by token, 1.150 at equal work, slowest step 1.04 x, not 1.60 x",
+        "flags, steadier: --wlb-chunks on --wlb-quadratic-at 40.0",
+    ]
 
 
 def _faster(simulated: Simulated, scale: float) -> Simulated:

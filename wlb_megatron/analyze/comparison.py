@@ -25,11 +25,14 @@ NOISE = 0.01
 """Settings are recommended over arrival order, and other settings over the user's, only if they gain more than this
 share in tokens/s; less is noise."""
 
+STEADY = 1.05
+"""Steps are steady if the slowest takes at most this many times as long as arrival order's slowest."""
+
 
 @dataclass(frozen=True)
 class Gain:
     """The gain of a part, or of other settings, over arrival order. slowest: slowest step over arrival order's
-    slowest step.
+    slowest step. alone: of a part by itself; None: no part.
     """
 
     name: str
@@ -90,6 +93,11 @@ class Analysis:
         return self.unmasked / self.after.simulated.ns_per_token
 
     @property
+    def _alike(self) -> list[Gain]:
+        """Documents above the window that are to train whole are not split for speed."""
+        return [gain for gain in self.gains if gain.config.overlong == self.config.overlong]
+
+    @property
     def best(self) -> Gain:
         """The settings to use: those given, unless others are faster by more than noise and their slowest step is no
         slower.
@@ -99,26 +107,34 @@ class Analysis:
         slowest = float(self.after.simulated.steps.max() / self.before.simulated.steps.max())
         as_set = Gain("as set", self.config, None, self.speedup, self.equal_work_speedup, slowest)
         plain = Gain("arrival order", arrival_order(self.config), None, 1.0, 1.0, 1.0)
-        # Documents above the window that are to train whole are not split for speed.
-        alike = [gain for gain in self.gains if gain.config.overlong == self.config.overlong]
         if self.speedup < 1 + NOISE:
-            worth = [gain for gain in alike if gain.by_token >= 1 + NOISE]
+            worth = [gain for gain in self._alike if gain.by_token >= 1 + NOISE]
             return max(worth, key=lambda gain: gain.by_token, default=plain)
         enough = self.speedup * (1 + NOISE)
-        better = [gain for gain in alike if gain.by_token > enough and gain.slowest <= slowest]
+        better = [gain for gain in self._alike if gain.by_token > enough and gain.slowest <= slowest]
         return max(better, key=lambda gain: gain.by_token, default=as_set)
 
     @property
-    def flags(self) -> str:
-        """The flags to copy to the training command: the settings to use, without those that are defaults."""
-        chosen, plain = self.best.config, WlbConfig()
-        flags = []
-        for field in fields(WlbConfig):
-            value = getattr(chosen, field.name)
-            if value != getattr(plain, field.name) and _matters(field.name, chosen):
-                flag = f"--wlb-{field.name.replace('_', '-')}"
-                flags.append(flag if value is True else f"{flag} {value}")
-        return " ".join(flags)
+    def steadier(self) -> Gain | None:
+        """Settings with steady steps that also beat arrival order, if those of `best` are not steady.
+
+        Of several, the most gain at equal work, because some cut documents.
+        """
+        if self.best.slowest <= STEADY:
+            return None
+        steady = [gain for gain in self._alike if gain.slowest <= STEADY and gain.by_token >= 1 + NOISE]
+        return max(steady, key=lambda gain: gain.equal_work, default=None)
+
+
+def flags_of(config: WlbConfig) -> str:
+    """The flags to copy to the training command, without those that are defaults."""
+    plain, flags = WlbConfig(), []
+    for field in fields(WlbConfig):
+        value = getattr(config, field.name)
+        if value != getattr(plain, field.name) and _matters(field.name, config):
+            flag = f"--wlb-{field.name.replace('_', '-')}"
+            flags.append(flag if value is True else f"{flag} {value}")
+    return " ".join(flags)
 
 
 def _matters(name: str, config: WlbConfig) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
-from wlb_megatron.analyze.comparison import NOISE, Analysis, Gain
+from wlb_megatron.analyze.comparison import NOISE, Analysis, Gain, flags_of
 from wlb_megatron.analyze.measure import Measured, spread
 from wlb_megatron.documents.blocks import blocks
 from wlb_megatron.report.table import print_table
@@ -14,7 +14,9 @@ from wlb_megatron.settings_flags import renamed
 
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
-    lengths, layout, best = analysis.lengths, analysis.layout, analysis.best
+    lengths, layout = analysis.lengths, analysis.layout
+    runs = analysis.weights_problem is None
+    best, steadier = (analysis.best, analysis.steadier) if runs else (None, None)
     return {
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
@@ -35,8 +37,10 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "gains": [_gain(gain) for gain in analysis.gains],
         "fits": None if analysis.memory is None else analysis.memory._asdict(),
         "weights_problem": analysis.weights_problem and renamed(analysis.weights_problem),
-        "recommended": _gain(best) if analysis.weights_problem is None else None,
-        "flags": analysis.flags if analysis.weights_problem is None else None,
+        "recommended": best and _gain(best),
+        "flags": best and flags_of(best.config),
+        "steadier": steadier and _gain(steadier),
+        "steadier_flags": steadier and flags_of(steadier.config),
     }
 
 
@@ -159,8 +163,24 @@ def _verdict(analysis: Analysis) -> list[str]:
             *lines,
             f"not worth it: nothing tried is predicted to gain {least} over arrival order by token",
         ]
-    gains = f"{best.by_token:.3f} by token, {best.equal_work:.3f} at equal work"
-    return [*lines, f"better: {best.name}, with all parts above it in the last table: {gains}"]
+    above = "" if best.alone is None else ", with all parts above it in the last table"
+    return [*lines, f"better: {best.name}{above}: {_gains_of(best)}"]
+
+
+def _gains_of(gain: Gain) -> str:
+    return f"{gain.by_token:.3f} by token, {gain.equal_work:.3f} at equal work"
+
+
+def _steadier(analysis: Analysis) -> list[str]:
+    """What to choose where steps must be alike."""
+    best, steadier = analysis.best, analysis.steadier
+    if steadier is None:
+        return []
+    slowest = f"slowest step {steadier.slowest:.2f} x, not {best.slowest:.2f} x"
+    return [
+        f"steadier: {steadier.name}: {_gains_of(steadier)}, {slowest}",
+        f"flags, steadier: {flags_of(steadier.config) or 'none, the defaults do this'}",
+    ]
 
 
 def _ending(analysis: Analysis) -> list[str]:
@@ -182,7 +202,8 @@ def _ending(analysis: Analysis) -> list[str]:
             lines.append(f"fits {memory.gib:g} GiB a GPU: {most}")
             if memory.micro_batch < analysis.capacity:
                 lines.append("training would lower Lmax to that; --gpu-memory does so here")
-    return [*lines, f"{ready}: {analysis.flags or 'none, the defaults do this'}"]
+    flags = flags_of(analysis.best.config) or "none, the defaults do this"
+    return [*lines, f"{ready}: {flags}", *_steadier(analysis)]
 
 
 def _uneven(analysis: Analysis, least: float = 0.005) -> bool:
