@@ -19,6 +19,7 @@ from wlb_megatron.plugin.plans.loaded import Layout
 from wlb_megatron.plugin.plans.planning import ShardSettings
 from wlb_megatron.plugin.step.kept_state import KeptState
 from wlb_megatron.plugin.step.rehearsal import longest_micro_batches, rehearse, text
+from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.workload.kernel_table import h100
 
 
@@ -203,3 +204,20 @@ def test_a_model_without_fp8_needs_no_transformer_engine(
     monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", SimpleNamespace(fp8=None))
     monkeypatch.setitem(sys.modules, "wlb_megatron.attention.kernels.te_backend", None)
     KeptState([Chunk({"linear": torch.nn.Linear(2, 2)})]).restore()
+
+
+def test_a_rehearsal_that_runs_out_of_memory_ends_with_a_line_that_names_sizes_and_cures(
+    monkeypatch: pytest.MonkeyPatch, engine: Any, documents: tuple[Blend, list[list[int]]]
+) -> None:
+    settings = ShardSettings(dp_rank=0, cp_size=2, alignment=4, sharding="adaptive", table=h100())
+    layout = Layout(cp_rank=1, activation_divisor=1, hidden_size=8, reads_tokens=True)
+    longest = longest_micro_batches(96, 64, settings, layout, documents[0])
+
+    def step() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore of it")
+
+    with pytest.raises(RefusedHere) as refused:
+        rehearse(step, Chunk({"linear": torch.nn.Linear(2, 2)}), longest)
+    (line,) = str(refused.value).splitlines()
+    assert "micro-batches of 96 tokens, of which this rank holds 48, do not fit" in line
+    assert "--wlb-max-tokens" in line and "Tried to allocate 2 GiB." in line

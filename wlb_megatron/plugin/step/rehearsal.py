@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ import torch
 from wlb_megatron.documents.blend import Blend
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
+from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.plans.loaded import HeldTokens, Layout, LoadedMicroBatch, from_plan
 from wlb_megatron.plugin.plans.planning import PlannedMicroBatch, ShardSettings
 from wlb_megatron.plugin.step.kept_state import KeptState
 from wlb_megatron.plugin.step.kernel_graphs import Met, build_graphs
+from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import cut
@@ -150,13 +153,34 @@ def text(corpus: Blend, tokens: int, seed: int, vocabulary: int | None) -> np.nd
 
 
 def rehearse(step: Callable[[], Any], model: Any, rehearsal: Rehearsal) -> None:
-    """Build kernels, run `step` (a forward and backward of all micro-batches) and undo what it left behind."""
+    """Build kernels, run `step` (a forward and backward of all micro-batches) and undo what it left behind.
+
+    RefusedHere with one line where the GPU's memory does not suffice.
+    """
     chunks = model if isinstance(model, list) else [model]
     kept = KeptState(chunks)
     build_graphs(chunks, rehearsal.met, rehearsal.graph_seconds)
-    step()
+    checked(partial(_fitting, step, rehearsal))
     for chunk in chunks:
         chunk.zero_grad_buffer()
         for parameter in chunk.parameters():
             parameter.grad = None  # where FSDP2 keeps it
     kept.restore()
+
+
+def _fitting(step: Callable[[], Any], rehearsal: Rehearsal) -> None:
+    try:
+        step()
+    except torch.OutOfMemoryError as error:
+        tokens, size = (max(values) for values in zip(*map(_sizes, rehearsal.batches), strict=True))
+        raise RefusedHere(
+            f"wlb_megatron: micro-batches of {tokens:,} tokens, of which this rank holds {size:,}, do not fit the GPU, "
+            "and training would come to them: lower --wlb-max-tokens, add --wlb-regather-keys, or recompute "
+            f"activations ({str(error).splitlines()[0]})"
+        ) from None
+
+
+def _sizes(batch: LoadedMicroBatch) -> tuple[int, int]:
+    """Tokens of the micro-batch, and of this rank's part."""
+    plan = batch.planned.shard
+    return plan.tokens, plan.tokens_per_rank[batch.layout.cp_rank]
