@@ -22,7 +22,14 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.patching import add_patch
 from wlb_megatron.profiler.profile_command import add_profile
-from wlb_megatron.settings_flags import NOT_HERE, add_layout, add_settings, renamed, settings
+from wlb_megatron.settings_flags import (
+    UsageError,
+    add_layout,
+    add_settings,
+    explain_unknown,
+    renamed,
+    settings,
+)
 from wlb_megatron.simulator.divisible import check_vpp
 from wlb_megatron.simulator.reproduction.reproduce_command import add_reproduce
 from wlb_megatron.simulator.simulate import add_simulate, print_simulation, run_simulate
@@ -31,13 +38,7 @@ from wlb_megatron.whole_files import write_whole
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        for part in message.split() if "unrecognized arguments" in message else ():
-            name = part.split("=")[0].removeprefix("--").removeprefix("wlb-")
-            if part.startswith("--") and name.replace("-", "_") in NOT_HERE:
-                raise WlbError(f"--{name} only affects training: leave it out here")
-            if part.startswith("--wlb-"):
-                raise WlbError(f"{part} is spelled --{name} here, if the command takes it")
-        raise WlbError(f"{message} (see {self.prog} --help)")
+        raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,13 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = argparse.Namespace()
     try:
-        parser.parse_args(arguments, args)
+        _, unknown = parser.parse_known_args(arguments, args)
+        if unknown:
+            takes = commands.choices[args.command]._option_string_actions
+            raise UsageError(explain_unknown(unknown, takes, args.command))
         args.run(args)
         if sys.stdout is not None:
             sys.stdout.flush()  # else what cannot be written is met at exit, where nobody handles it
     except WlbError as error:
         message = name_flag(str(error), args)
-        message = message if arguments[:1] in (["patch"], ["doctor"]) else renamed(message)
+        asis = isinstance(error, UsageError) or arguments[:1] in (["patch"], ["doctor"])
+        message = message if asis else renamed(message)
         print(f"wlb-megatron: {message}", file=sys.stderr)
         return 2
     except MemoryError:

@@ -1,8 +1,9 @@
-"""The plugin's settings as flags of the commands, and the settings that have no effect in a command."""
+"""The plugin's settings as flags of the commands, and what a command says to flags that only training has."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Container, Sequence
 from dataclasses import fields
 
 from wlb_megatron.arguments import check_numbers
@@ -125,3 +126,45 @@ def refuse_idle(config: WlbConfig) -> None:
                 raise WlbError(
                     f"--{flag} {value} changes nothing without {needed}: add that, or leave it out"
                 )
+
+
+SPELLED = {
+    "--seq-length": "--window",
+    "--context-parallel-size": "--cp",
+    "--tensor-model-parallel-size": "--tp",
+    "--pipeline-model-parallel-size": "--pp",
+    "--num-virtual-stages-per-pipeline-rank": "--vpp",
+    "--recompute-granularity": "--recompute",
+    "--data-path": "--lengths",
+}
+"""Megatron's flags that the commands shorten."""
+
+_LATENT = (
+    *("--multi-latent-attention", "--q-lora-rank", "--kv-lora-rank"),
+    *("--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"),
+)
+
+
+class UsageError(WlbError):
+    """About the command line itself. It names flags as the user wrote them."""
+
+
+def explain_unknown(given: Sequence[str], takes: Container[str], command: str) -> str:
+    """A line for the first flag with a known cure, else for all. given: what the command did not understand. takes:
+    the command's flags."""
+    for part in given:
+        flag = part.split("=")[0]
+        plain = flag.replace("--wlb-", "--", 1)
+        here = SPELLED.get(flag, plain)
+        if here != flag and here in takes:
+            return f"{flag} is spelled {here} here"
+        if plain.removeprefix("--").replace("-", "_") in NOT_HERE:
+            return f"{flag} only affects training: leave it out here"
+        if flag == "--global-batch-size" and "--micro-batches" in takes:
+            return f"{flag} is given by --micro-batches here: divide it by --dp"
+        if flag in _LATENT and "--kv-channels" in takes:
+            return (
+                f"{flag} is not taken here: approximate multi-latent attention by --kv-channels, the mean channels of "
+                "a query and a value, with as many --num-query-groups as heads"
+            )
+    return f"unrecognized arguments: {' '.join(given)} (see wlb-megatron {command} --help)"
