@@ -117,6 +117,7 @@ def test_a_changed_blend_window_and_packing_are_taken_up_and_go_on_when_queued_a
     write_corpus(tmp_path / "other", [7, 90, 33, 120, 5, 64, 50] * 4, seed=1)
     blend = ["--data-path", "0.6", str(corpus), "0.4", str(tmp_path / "other"), "--seq-length", "128"]
     packing = ["--wlb-packing", "fixed-greedy", "--wlb-balance-batches", "2", "--wlb-fresh-order"]
+    packing += ["--wlb-plan-process", "always"]
     saving = ["--save", str(tmp_path / "saved"), "--save-interval", "3"]
     arguments = [*flags(context=2), *RUN, *blend, *packing, *saving, "--train-iters", "4"]
     out = tmp_path / "changed"

@@ -245,7 +245,7 @@ def test_batches_that_grow_are_refused_where_the_learning_rate_counts_iterations
 SETTINGS_REFUSED = [
     ({}, {"trace": "trace.json", "trace_iteration": 1}),
     ({}, {"log_plans": True}),
-    ({}, {"plan_process": "always", "packing": "fixed-greedy", "balance_batches": 4}),
+    ({}, {"plan_process": "always", "cp_mode": "dynamic"}),
     ({"transformer_impl": "local"}, {"kernels": "fa4"}),
     (
         {

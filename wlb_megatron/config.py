@@ -153,8 +153,7 @@ class WlbConfig:
     plan_process: str = _setting(
         "auto",
         "plan in a separate process of each rank, so that planning does not delay kernel launches: auto (from about "
-        "1,000 documents an iteration on, if --wlb-cp-mode and --wlb-balance-batches allow it), always, never (a "
-        "thread plans)",
+        "1,000 documents an iteration on, unless --wlb-cp-mode is dynamic), always, never (a thread plans)",
         choices=("auto", "always", "never"),
     )
     graph_seconds: float = _setting(

@@ -239,9 +239,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "--ddp-average-in-collective",
     ),
     Refusal(
-        lambda a, c: c.plan_process == "always" and (c.cp_mode == "dynamic" or c.balance_batches > 1),
+        lambda a, c: c.plan_process == "always" and c.cp_mode == "dynamic",
         "--wlb-plan-process always",
-        "--wlb-cp-mode dynamic and --wlb-balance-batches above 1 plan in a thread; use auto",
+        "--wlb-cp-mode dynamic plans in a thread; use auto",
     ),
     Refusal(lambda a, c: _get(a, "sft"), "--sft", "only pre-training documents can be packed; drop it"),
     Refusal(lambda a, c: _get(a, "fim_data"), "--fim-data", "fill-in-the-middle rewrites documents; drop it"),

@@ -47,11 +47,9 @@ class _Failed:
 def in_a_process(planner: Planner, config: WlbConfig, mean_length: float) -> bool:
     """Whether a process plans. mean_length: tokens of a piece.
 
-    Not with dynamic groups, whose ranks talk to each other as they plan, nor over several global batches: the state
-    of these is megabytes, and it is written in each iteration here.
+    Not with dynamic groups, whose ranks talk to each other as they plan.
     """
-    alone = config.cp_mode == "fixed" and config.balance_batches == 1
-    if not alone or config.plan_process == "never":
+    if config.cp_mode == "dynamic" or config.plan_process == "never":
         return False
     return config.plan_process == "always" or planner.global_tokens / mean_length >= LEAST_DOCUMENTS
 
