@@ -219,7 +219,7 @@ def test_every_flag_of_reproduce_reaches_what_is_reproduced(
     parser = argparse.ArgumentParser()
     reproduction.add_reproduce(parser)
     assert names(parser) - set(REPRODUCE) == {"out", "profile"}
-    np.save(tmp_path / "lengths.npy", np.array([3, 4]))
+    np.save(tmp_path / "lengths.npy", np.array([300_000, 400_000]))
     asked: list[Any] = []
 
     def stop(inputs: Any, tick: Any, *, large: bool) -> Any:
@@ -338,6 +338,14 @@ def test_a_gpus_memory_that_sets_nothing_is_warned_of(
     )
     assert "sets no Lmax" in warned("--packing original")[0]
     assert not warned("")
+
+
+def test_messages_name_the_commands_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "--lengths 900,4096,300,2000 --window 4096 --pp 2"
+    shown = lines_of(capsys, f"simulate {job} --vpp 2 --micro-batches 2 --iterations 1")
+    assert "documents in chunks: no (not with --vpp)" in shown
+    _, _, err = call(capsys, *f"simulate {job} --gpu-memory 64 --chunks off --micro-batches 8".split())
+    assert "raise --cp or --tp, use --recompute full, or lower --window" in err
 
 
 def test_the_help_of_every_flag_says_what_it_is_and_its_default(monkeypatch: pytest.MonkeyPatch) -> None:

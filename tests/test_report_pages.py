@@ -123,6 +123,7 @@ def test_figures_agree_between_json_csv_and_markdown(out):
         ([], "give --out DIR"),
         (["--out", "{}/x", "--iterations", "0"], "is not a whole number from 1"),
         (["--out", "{}/x", "--lengths", "{}/none.npy"], "cannot read lengths"),
+        (["--out", "{}/x", "--lengths", "4,12"], "times all documents"),
         (["--out", "{}/x", "--matmul-rate", "0"], "--matmul-rate must be positive"),
         (["--out", "{}/file/x", "--iterations", "1"], "give another --out"),
     ],

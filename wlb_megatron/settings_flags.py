@@ -44,6 +44,7 @@ _HERE = (
     (" or --use-distributed-optimizer", ""),
     ("--tensor-model-parallel-size", "--tp"),
     ("--pipeline-model-parallel-size", "--pp"),
+    ("--num-virtual-stages-per-pipeline-rank / --num-layers-per-virtual-pipeline-stage", "--vpp"),
     ("--recompute-granularity", "--recompute"),
 )
 

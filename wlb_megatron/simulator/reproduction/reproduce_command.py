@@ -15,12 +15,13 @@ from wlb_megatron import __version__
 from wlb_megatron.bounds import SEED, TOKENS, real, whole
 from wlb_megatron.documents.lengths import read_lengths
 from wlb_megatron.errors import WlbError, explain_bad_values
+from wlb_megatron.packing.foresee import too_small
 from wlb_megatron.packing.packer import read_per_window
 from wlb_megatron.report.files import as_csv
 from wlb_megatron.report.progress import progress
 from wlb_megatron.report.table import print_table
 from wlb_megatron.simulator.calibration import calibrated
-from wlb_megatron.simulator.reproduction.paper import K
+from wlb_megatron.simulator.reproduction.paper import CONFIGURATIONS, LARGE_JOB, K
 from wlb_megatron.simulator.reproduction.reproduce import parts, reproduce
 from wlb_megatron.simulator.run import Inputs
 from wlb_megatron.whole_files import whole_folder
@@ -128,6 +129,7 @@ def run_reproduce(args: argparse.Namespace) -> None:
         measured=measured,
     )
     large = not args.no_large_job
+    _refuse_few(inputs, large)
     with whole_folder(Path(args.out)) as folder:
         with progress(parts(large), lines=True) as tick, explain_bad_values():
             report = reproduce(inputs, tick, large=large)
@@ -140,6 +142,15 @@ def run_reproduce(args: argparse.Namespace) -> None:
         _write(report, folder)
     _show(report)
     print(f"written to {args.out}: reproduction.html, .json, .csv, .md and pictures")
+
+
+def _refuse_few(inputs: Inputs, large: bool) -> None:
+    """WlbError for documents that the largest step would take hundreds of times."""
+    settings = (*CONFIGURATIONS, *((LARGE_JOB,) if large else ()))
+    for setting in settings if inputs.lengths is not None else ():
+        step = setting.window * setting.micro_batches * setting.layout.dp
+        if problem := too_small(inputs.lengths_for(setting.window), step):
+            raise WlbError(problem.removesuffix(", or a shorter --window"))
 
 
 def _refuse_idle(args: argparse.Namespace) -> None:
