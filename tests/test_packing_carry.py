@@ -187,28 +187,50 @@ def test_corpora_go_on_wherever_they_stand_in_the_blend_and_those_that_are_gone_
         assert len(pairs) > 10 and all(expected == actual for expected, actual in pairs)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
 @given(
-    lengths=st.lists(st.integers(1, 300), min_size=5, max_size=40),
-    old=st.sampled_from([32, 64, 96]),
-    new=st.sampled_from([32, 64, 96]),
-    stop=st.integers(1, 6),
+    lengths=st.lists(st.integers(0, 300), min_size=5, max_size=40),
+    windows=st.lists(st.sampled_from([32, 64, 96, 320]), min_size=2, max_size=4),
+    stops=st.lists(st.integers(1, 5), min_size=3, max_size=3),
+    version=st.sampled_from([2, 3, 3]),
 )
-def test_with_another_window_documents_up_to_both_still_train_once(
-    lengths: list[int], old: int, new: int, stop: int
+def test_with_other_windows_within_an_epoch_every_token_trains_once(
+    lengths: list[int], windows: list[int], stops: list[int], version: int
 ) -> None:
+    lengths = [*lengths, 300]
     parts = [Corpus("lengths", np.array(lengths))]
-    before, after = (planner(parts, PACKINGS[2], window=window, endless=False) for window in (old, new))
-    first = pieces_of(before, stop)
-    carried = taken_up(before, after)
-    assert all(piece.tokens <= new for piece in carried.kept)
-    tokens = tokens_of(first + pieces_of(after), parts)
-    short = {d for d, length in enumerate(lengths) if length <= min(old, new)}
-    wanted = {("lengths", 0, d, at) for d in short for at in range(lengths[d])}
-    assert {key for key in tokens if key[2] in short} == wanted
-    assert all(tokens[key] == 1 for key in wanted)
-    if old == new:
-        assert set(tokens.values()) == {1} and tokens.total() == sum(lengths)
+    planned = planner(parts, PACKINGS[2], window=windows[0], endless=False)
+    planned.stream.load_state(planned.stream.state() | {"version": version})
+    pieces: list[Piece] = []
+    for window, stop in zip(windows[1:], stops, strict=False):
+        pieces += pieces_of(planned, stop)
+        after = planner(parts, PACKINGS[2], window=window, endless=False)
+        carried = taken_up(planned, after)
+        assert all(piece.tokens <= window for piece in carried.kept)
+        planned = planner(parts, PACKINGS[2], window=window, endless=False)
+        planned.load_state(json.loads(json.dumps(after.state())))  # as when it is queued again
+    tokens = tokens_of(pieces + pieces_of(planned), parts)
+    assert set(tokens.values()) == {1} and tokens.total() == sum(lengths)
+
+
+def test_what_is_left_of_long_documents_is_whole_where_the_window_allows_spread_and_the_next_epoch_as_ever() -> (
+    None
+):
+    lengths = np.random.default_rng(3).permutation([640] * 20 + [20] * 400)
+    parts = [Corpus("lengths", lengths)]
+    before, after, always = (planner(parts, PACKINGS[2], window=window) for window in (64, 320, 320))
+    first, epoch = pieces_of(before, 80), int(lengths.sum())  # half of it
+    assert sum(piece.tokens for piece in first) == pytest.approx(epoch / 2, rel=0.02)
+    taken_up(before, after)
+    arrived = arriving(after, 90, parts)["lengths"]
+    long = [at for at, piece in enumerate(arrived) if lengths[piece.document] == 640 and not piece.epoch]
+    assert max(arrived[at].tokens for at in long) == 320
+    rest = sum(not piece.epoch for piece in arrived)
+    middle = sum(rest / 4 < at < 3 * rest / 4 for at in long)
+    assert middle == pytest.approx(len(long) / 2, rel=0.35)  # not all at once
+    later = [piece for piece in arrived if piece.epoch == 1]
+    ever = [piece for piece in arriving(always, 90, parts)["lengths"] if piece.epoch == 1]
+    assert len(later) > 20 and later[:200] == ever[: len(later)][:200]
 
 
 @pytest.mark.parametrize(("how", "seed"), [({"next_epoch": True}, 5), ({}, 6)])
@@ -230,7 +252,7 @@ def test_asked_to_or_with_another_seed_all_corpora_begin_their_next_epoch(
 
 
 def test_a_state_of_before_goes_on_by_the_order_of_now() -> None:
-    """Version 2 gave a book's pieces after each other: documents up to the window still train once."""
+    """Version 2 gave a book's pieces after each other."""
     lengths = [200, 30, 64, 7, 300, 50, 61, 9, 40]
     parts = [Corpus("lengths", np.array(lengths))]
     before, after = (planner(parts, PACKINGS[2], endless=False) for _ in range(2))
@@ -239,9 +261,7 @@ def test_a_state_of_before_goes_on_by_the_order_of_now() -> None:
     taken_up(before, after)
     assert after.stream.state()["version"] == 3
     tokens = tokens_of(first + pieces_of(after), parts)
-    for document, length in enumerate(lengths):
-        if length <= WINDOW:
-            assert [tokens["lengths", 0, document, at] for at in range(length)] == [1] * length
+    assert set(tokens.values()) == {1} and tokens.total() == sum(lengths)
 
 
 def test_a_planner_that_has_loaded_a_state_forgets_what_waited_there() -> None:

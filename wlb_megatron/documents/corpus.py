@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 
 from wlb_megatron.config import OVERLONG
 from wlb_megatron.documents.blocks import Lengths, blocks
+from wlb_megatron.documents.earlier_windows import Earlier
 from wlb_megatron.documents.piece_order import PieceOrder
 from wlb_megatron.errors import WlbError
 
@@ -124,14 +126,30 @@ class CorpusWalk:
         # Only where they are split is a document several pieces.
         window = rules.window if rules.splits else np.iinfo(np.int64).max
         self._order = PieceOrder(corpus.lengths, window)
-        self._begun: tuple[int, int, int] | None = None  # epoch, version and position that the order is of
+        self._begun: tuple[object, ...] | None = None  # what the order is of
         self.place(np.zeros(10, dtype=np.int64), VERSION)
 
-    def place(self, row: IntArray, version: int) -> None:
-        """Go on after this row; only its STATE columns matter. version: of the state, see VERSION."""
+    def place(self, row: IntArray, version: int, earlier: Sequence[Earlier] = ()) -> None:
+        """Go on after this row; only its STATE columns matter. version: of the state, see VERSION. earlier: windows of
+        the row's epoch before this one."""
         self._row, self._version = row.copy(), version
+        self._changed = int(row[EPOCH]), tuple(earlier)
         self._begin_epoch()
         self._fill(int(row[CURSOR]), int(row[RESUME]) // self._piece_unit)
+
+    def earlier(self, epoch: int) -> tuple[Earlier, ...]:
+        """The windows with which the epoch began, if the window changed within it."""
+        return self._changed[1] if epoch == self._changed[0] else ()
+
+    def rest_of_place(self) -> IntArray:
+        """int64[k, 10]: takes the pieces left at the place where the walk stands; none where it is between places."""
+        taken, left = [np.empty((0, 10), dtype=np.int64)], bool(self._row[RESUME])
+        while left:
+            rows = self.advance()
+            ends = np.flatnonzero(rows[:, RESUME] == 0)
+            left = not len(ends)
+            taken.append(rows if left else rows[: ends[0] + 1])
+        return np.concatenate(taken)
 
     @property
     def row(self) -> IntArray:
@@ -166,10 +184,12 @@ class CorpusWalk:
         epoch, seed = int(self._row[EPOCH]), self._rules.seed
         spread = self._version >= 3 and seed is not None
         self._piece_unit = 1 if spread else self._rules.window
-        if self._begun != (epoch, self._version, self.position):
+        begun = epoch, self._version, self.position, self.earlier(epoch)
+        if self._begun != begun:
             seeds = None if seed is None else [seed, self.position, epoch]
-            self._order.begin(seeds, stored=self._version == 1, spread=spread)
-            self._begun = epoch, self._version, self.position
+            earlier = self.earlier(epoch) if spread else ()
+            self._order.begin(seeds, stored=self._version == 1, spread=spread, earlier=earlier)
+            self._begun = begun
 
     def _fill(self, begin: int, out: int = 0) -> None:
         """Take the epoch's next places, from `begin` on. out: entries of the first one that are given out already."""
@@ -191,7 +211,7 @@ class CorpusWalk:
         window, before = self._rules.window, self._row
         lengths = self._corpus.lengths[documents].astype(np.int64)
         kept = self._rules.kept(lengths)
-        start = self._ahead.piece[block] * window
+        start = self._ahead.start[block]
         end = np.minimum(start + window, kept)
         whole = end == kept  # of the document, with this piece
         rows = np.zeros((len(at), 10), dtype=np.int64)

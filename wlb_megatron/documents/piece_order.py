@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.documents.blocks import SIZE, Lengths, blocks
+from wlb_megatron.documents.earlier_windows import Earlier, Spread, tokens_given
 from wlb_megatron.documents.epoch_order import epoch_order
 from wlb_megatron.errors import WlbError
 
@@ -21,14 +22,14 @@ IntArray = npt.NDArray[np.int64]
 
 
 class Entries(NamedTuple):
-    """int64[n] each: the place that a piece is given out at, its document, and which of the document's it is.
+    """int64[n] each: the place that a piece is given out at, its document, and the document's token that it begins at.
 
     A document that gives nothing (empty or dropped) has one entry, too.
     """
 
     place: IntArray
     document: IntArray
-    piece: IntArray
+    start: IntArray
 
 
 class PieceOrder:
@@ -36,45 +37,73 @@ class PieceOrder:
 
     def __init__(self, lengths: Lengths, window: int) -> None:
         """lengths: tokens of each document; those above the window come in pieces of it."""
-        self._count, self._window = len(lengths), window
-        above = [n * SIZE + np.flatnonzero(block > window) for n, block in enumerate(blocks(lengths))]
-        self._long = np.concatenate([np.empty(0, dtype=np.int64), *above])
-        self._pieces = -(-lengths[self._long].astype(np.int64) // window)
-        if self._count * int(self._pieces.max(initial=1)) >= 2**62:
-            raise WlbError(f"window {window} cuts a document into more pieces than can be counted; raise it")
-        self._lengths = lengths
+        self._count, self._window, self._lengths = len(lengths), window, lengths
+        self._find_long(window)
 
-    def begin(self, seeds: Sequence[int] | None, *, stored: bool = False, spread: bool = True) -> None:
-        """Begin an epoch. seeds, stored: see epoch_order. Unless spread, a document's pieces come after each other."""
+    def begin(
+        self,
+        seeds: Sequence[int] | None,
+        *,
+        stored: bool = False,
+        spread: bool = True,
+        earlier: Sequence[Earlier] = (),
+    ) -> None:
+        """Begin an epoch. seeds, stored: see epoch_order. Unless spread, a document's pieces come after each other.
+        earlier: the windows that the epoch began with, if it is spread."""
         self._order = epoch_order(self._count, seeds, stored=stored)
-        self._spread = spread and len(self._long) > 0
-        if self._spread:
-            self._places = self._order.places(self._long)
+        least = min([self._window, *(window for _, window in earlier)])
+        if least != self._least:
+            self._find_long(least)
+        self._spread: Spread | None = None
+        if spread and len(self._long):
+            lengths, places = self._long_lengths(), self._order.places(self._long)
+            begin, given = 0, np.broadcast_to(np.int64(0), lengths.shape)
+            if earlier:
+                begin, given = earlier[-1].end, tokens_given(lengths, places, self._count, earlier)
+            self._given = given
+            self._spread = Spread.of(places, lengths - given, self._window, begin, self._count)
+
+    def _find_long(self, least: int) -> None:
+        """Find the documents above `least` tokens, which an epoch gives in pieces."""
+        above = [n * SIZE + np.flatnonzero(block > least) for n, block in enumerate(blocks(self._lengths))]
+        self._least = least
+        self._long = np.concatenate([np.empty(0, dtype=np.int64), *above])
+        self._pieces = -(-self._long_lengths() // self._window)
+        if self._count * int(self._pieces.max(initial=1)) >= 2**62:
+            raise WlbError(
+                f"window {self._window} cuts a document into more pieces than can be counted; raise it"
+            )
+
+    def _long_lengths(self) -> IntArray:
+        return self._lengths[self._long].astype(np.int64)
 
     def between(self, begin: int, end: int) -> Entries:
         """Entries at places [begin, end) of the epoch, in their order."""
         documents = self._order(begin, end)
         places = np.arange(begin, begin + len(documents))
-        counts = np.maximum(-(-self._lengths[documents].astype(np.int64) // self._window), 1)
-        if self._spread:
-            return self._merged(places[counts == 1], documents[counts == 1], begin, begin + len(documents))
+        lengths = self._lengths[documents].astype(np.int64)
+        if self._spread is not None:
+            whole = lengths <= self._least
+            return self._merged(self._spread, places[whole], documents[whole], begin, begin + len(documents))
+        counts = np.maximum(-(-lengths // self._window), 1)
         pieces = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        return Entries(np.repeat(places, counts), np.repeat(documents, counts), pieces)
+        return Entries(np.repeat(places, counts), np.repeat(documents, counts), pieces * self._window)
 
-    def _merged(self, places: IntArray, documents: IntArray, begin: int, end: int) -> Entries:
+    def _merged(self, spread: Spread, places: IntArray, documents: IntArray, begin: int, end: int) -> Entries:
         """Whole documents at their places, with the pieces of others that come between places `begin` and `end`."""
-        first, last = (-((self._places - edge * self._pieces) // self._count) for edge in (begin, end))
+        first, last = spread.before(begin), spread.before(end)
         counts = last - first
         which = np.repeat(np.arange(len(counts)), counts)
         pieces = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts - first, counts)
-        place, rest = np.divmod(self._places[which] + pieces * self._count, self._pieces[which])
-        between = np.concatenate((np.full(len(places), -1.0), rest / self._pieces[which]))
-        merged = np.concatenate((places, place))
+        place, rest = np.divmod(spread.place[which] + pieces * spread.width, spread.pieces[which])
+        between = np.concatenate((np.full(len(places), -1.0), rest / spread.pieces[which]))
+        merged = np.concatenate((places, spread.begin + place))
         order = np.lexsort((between, merged))
+        starts = self._given[which] + pieces * self._window
         return Entries(
             merged[order],
             np.concatenate((documents, self._long[which]))[order],
-            np.concatenate((np.zeros(len(places), dtype=np.int64), pieces))[order],
+            np.concatenate((np.zeros(len(places), dtype=np.int64), starts))[order],
         )
 
     def width(self, entries: int) -> int:

@@ -29,6 +29,7 @@ from wlb_megatron.documents.corpus import (
     CorpusWalk,
     Rules,
 )
+from wlb_megatron.documents.earlier_windows import Earlier
 from wlb_megatron.documents.passes import StreamCounts, counts
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import Piece
@@ -58,7 +59,7 @@ class DocumentStream:
         self._weights = [corpus.weight for corpus in corpora]
         self._walks = [CorpusWalk(corpus, rules, position) for position, corpus in enumerate(corpora)]
         self._version = VERSION
-        self._restart([walk.row.copy() for walk in self._walks])
+        self._restart([walk.row.copy() for walk in self._walks], [()] * len(corpora))
 
     @classmethod
     def of_lengths(cls, lengths: npt.ArrayLike, rules: Rules, name: str = "lengths") -> DocumentStream:
@@ -93,10 +94,7 @@ class DocumentStream:
 
     def state(self) -> dict[str, Any]:
         """JSON-able: after `load_state` of it, `next` gives what it would have given here."""
-        corpora = [
-            {name: int(row[column]) for name, column in STATE.items()} | {"position": walk.position}
-            for row, walk in zip(self._places(), self._walks, strict=True)
-        ]
+        corpora = [_saved(row, walk) for row, walk in zip(self._places(), self._walks, strict=True)]
         return {"version": self._version, "fingerprint": self.fingerprint, "corpora": corpora}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -116,6 +114,7 @@ class DocumentStream:
             now = {**self.fingerprint, "window": rules.window}
             changed = _differences(state["fingerprint"], now, self.names)
             rows = [_row(saved) for saved in state["corpora"]]
+            earlier = [_earlier(saved) for saved in state["corpora"]]
             positions = [int(saved.get("position", at)) for at, saved in enumerate(state["corpora"])]
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise WlbError("saved document stream is damaged; resume from another checkpoint") from None
@@ -132,7 +131,16 @@ class DocumentStream:
         self._version = version
         for walk, position in zip(self._walks, positions, strict=True):
             walk.position = position
-        self._restart(rows)
+        self._restart(rows, earlier)
+
+    def rest_of_place(
+        self, number: int, saved: Mapping[str, Any], version: int, *, window: int, overlong: str
+    ) -> list[Piece]:
+        """What corpus `number` has yet to give at the place of its epoch where a run of these rules has saved it."""
+        rules = replace(self.rules, window=window, overlong=overlong)
+        walk = CorpusWalk(self._corpora[number], rules, int(saved["position"]))
+        walk.place(_row(saved), version, _earlier(saved))
+        return [Piece(*row) for row in walk.rest_of_place()[:, : END + 1].tolist()]
 
     def _rules_of(self, saved: Mapping[str, Any]) -> Rules:
         """The rules, with the saved length of whole documents where that is shorter."""
@@ -140,9 +148,9 @@ class DocumentStream:
             return self.rules
         return replace(self.rules, window=min(int(saved["window"]), self.rules.window))
 
-    def _restart(self, rows: list[IntArray]) -> None:
-        for walk, row in zip(self._walks, rows, strict=True):
-            walk.place(row, self._version)
+    def _restart(self, rows: list[IntArray], earlier: Sequence[Sequence[Earlier]]) -> None:
+        for walk, row, windows in zip(self._walks, rows, earlier, strict=True):
+            walk.place(row, self._version, windows)
         self._settled = rows
         self._ahead = [np.empty((0, 10), dtype=np.int64) for _ in rows]  # cut, not yet in a block
         self._block: list[Piece] = []
@@ -193,6 +201,21 @@ class DocumentStream:
             self._settled = [
                 walk.row.copy() for walk in self._walks
             ]  # passes what is empty after the last piece
+
+
+def _saved(row: IntArray, walk: CorpusWalk) -> dict[str, Any]:
+    """Where a corpus stands after this row."""
+    state: dict[str, Any] = {name: int(row[column]) for name, column in STATE.items()}
+    earlier = walk.earlier(int(row[EPOCH]))
+    return (
+        state
+        | {"position": walk.position}
+        | ({"earlier": [list(each) for each in earlier]} if earlier else {})
+    )
+
+
+def _earlier(saved: Mapping[str, Any]) -> list[Earlier]:
+    return [Earlier(int(end), int(window)) for end, window in saved.get("earlier", ())]
 
 
 def _row(saved: Mapping[str, int]) -> IntArray:

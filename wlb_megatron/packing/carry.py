@@ -1,8 +1,9 @@
 """Continues a run with other corpora, weights, windows or packing: waiting documents come along, corpora continue.
 
 Two corpora are the same if their lengths are, wherever they stand in the blend. A known corpus continues at its
-place, so each of its documents still trains once an epoch. If the window changed, documents longer than either window
-may repeat tokens or miss some. Weights apply from here on; there is no correction for what a corpus gave before.
+place, so each of its tokens still trains once an epoch. If the window changed, what is left of a long document comes
+in pieces of the new window (documents/earlier_windows.py). Weights apply from here on; there is no correction for what
+a corpus gave before.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from wlb_megatron.documents.corpus import VERSION
+from wlb_megatron.documents.earlier_windows import WHOLE
 from wlb_megatron.documents.epoch_order import MOST_STORED
+from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.saved_pieces import decode, decode_windows
 from wlb_megatron.plan import Piece
@@ -52,8 +55,12 @@ def take_up(planner: Planner, samples: int, state: Mapping[str, Any], *, next_ep
 
     next_epoch: all corpora begin their next epoch. KeyError, TypeError or ValueError if the state is damaged.
     """
-    now = planner.stream.state()
-    places, moves = _places(state["stream"], now["fingerprint"], next_epoch)
+    stream = planner.stream
+    assert isinstance(stream, DocumentStream)
+    now = stream.state()
+    saved = state["stream"]
+    places, moves, begun = _places(saved, now["fingerprint"], next_epoch)
+    rules, window = saved["fingerprint"], now["fingerprint"]["window"]
     kept: list[Piece] = []
     lost: list[Piece] = []
     for piece in waiting_in(state):
@@ -62,13 +69,17 @@ def take_up(planner: Planner, samples: int, state: Mapping[str, Any], *, next_ep
             lost.append(piece)
         else:
             moved = piece._replace(document=piece.document + move.further)
-            kept += _cut(moved, now["fingerprint"]["window"])
-    planner.stream.load_state({**now, "version": VERSION, "corpora": places})
+            kept += _cut(moved, window)
+    for number, place in begun.items():
+        how = {name: rules[name] for name in ("window", "overlong")}
+        for piece in stream.rest_of_place(number, place, saved["version"], **how):
+            kept += _cut(piece, window)
+    stream.load_state({**now, "version": VERSION, "corpora": places})
     planner.begin_at(samples, kept, state.get("trained"))
     known = len(moves)
     on = sum(place["cursor"] > 0 or place["resume"] > 0 for place in places)
     return Carried(
-        tuple(kept), tuple(lost), on, known - on, len(places) - known, len(state["stream"]["corpora"]) - known
+        tuple(kept), tuple(lost), on, known - on, len(places) - known, len(saved["corpora"]) - known
     )
 
 
@@ -85,12 +96,13 @@ def waiting_in(state: Mapping[str, Any]) -> list[Piece]:
 
 def _places(
     saved: Mapping[str, Any], now: Mapping[str, Any], next_epoch: bool
-) -> tuple[list[dict[str, int]], list[_Move]]:
-    """Where each corpus of the fingerprint `now` continues, as in a stream's state, and where its documents moved."""
+) -> tuple[list[dict[str, Any]], list[_Move], dict[int, dict[str, Any]]]:
+    """Where each corpus of the fingerprint `now` continues, as in a stream's state, where its documents moved, and the
+    saved places, by number of the corpus, of which the rest is to come in old pieces."""
     before, rules = saved["fingerprint"]["corpora"], saved["fingerprint"]
     positions = [row.get("position", at) for at, row in enumerate(saved["corpora"])]
     free, left = 1 + max(positions), list(range(len(before)))
-    places, moves = [], []
+    places, moves, begun = [], [], {}
     for corpus in now["corpora"]:
         same = [at for at in left if all(before[at][name] == corpus[name] for name in _CORPUS)]
         if not same:
@@ -111,12 +123,21 @@ def _places(
             rules[name] == now[name] for name in ("window", "overlong")
         )
         if next_epoch or not in_order:
-            begun = place["cursor"] > 0 or place["resume"] > 0
-            place |= {"epoch": place["epoch"] + begun, "cursor": 0, "resume": 0}
-        elif place["resume"] and not cut_alike:
-            place |= {"cursor": place["cursor"] + 1, "resume": 0}
+            in_epoch = place["cursor"] > 0 or place["resume"] > 0
+            place |= {"epoch": place["epoch"] + in_epoch, "cursor": 0, "resume": 0, "earlier": []}
+        elif not cut_alike:
+            begun[len(places)] = place
+            place = _with_another_window(place, saved)
         places.append(place)
-    return places, moves
+    return places, moves, begun
+
+
+def _with_another_window(place: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The place after this one, with the windows that its epoch has begun with."""
+    rules, end = saved["fingerprint"], place["cursor"] + (place["resume"] > 0)
+    spread = saved["version"] >= 3 and rules["seed"] is not None and rules["overlong"] in ("split", "chunk")
+    earlier = [*place.get("earlier", ()), *([(end, rules["window"] if spread else WHOLE)] if end else ())]
+    return {**place, "cursor": end, "resume": 0, "earlier": earlier}
 
 
 def _moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> _Move:
