@@ -506,7 +506,8 @@ def test_steadier_settings_are_named_beside_faster_ones_whose_slowest_step_is_lo
     assert steadier(steady) == "chunks"
     assert steadier(steady, Gain("windows", windows, None, 1.12, 1.12, 0.8)) == "chunks", "which cuts none"
     assert steadier(replace(steady, slowest=1.06)) is None
-    assert steadier(replace(steady, by_token=1.005)) is None
+    assert steadier(replace(steady, by_token=1.09)) == "chunks"
+    assert steadier(replace(steady, by_token=1.07)) is None, "below 0.9 of 1.2"
     assert steadier(replace(steady, config=replace(chunks, overlong="chunk"))) is None
     assert replace(analysis, after=analysis.before, gains=(steady,)).steadier is None
     print_analysis(replace(analysis, after=after, gains=(steady,)))

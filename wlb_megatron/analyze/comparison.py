@@ -28,6 +28,9 @@ share in tokens/s; less is noise."""
 STEADY = 1.05
 """Steps are steady if the slowest takes at most this many times as long as arrival order's slowest."""
 
+KEPT = 0.9
+"""Steadier settings are named if they keep at least this share of the tokens/s."""
+
 
 @dataclass(frozen=True)
 class Gain:
@@ -116,13 +119,14 @@ class Analysis:
 
     @property
     def steadier(self) -> Gain | None:
-        """Settings with steady steps that also beat arrival order, if those of `best` are not steady.
+        """Settings with steady steps that are nearly as fast and beat arrival order, if those of `best` are not steady.
 
         Of several, the most gain at equal work, because some cut documents.
         """
         if self.best.slowest <= STEADY:
             return None
-        steady = [gain for gain in self._alike if gain.slowest <= STEADY and gain.by_token >= 1 + NOISE]
+        least = max(1 + NOISE, KEPT * self.best.by_token)
+        steady = [gain for gain in self._alike if gain.slowest <= STEADY and gain.by_token >= least]
         return max(steady, key=lambda gain: gain.equal_work, default=None)
 
 
