@@ -357,9 +357,32 @@ def _of(micro_batch: PlannedMicroBatch) -> tuple[tuple[Piece, ...], object]:
 
 
 def test_every_evaluation_begins_at_the_sets_beginning_also_where_the_set_is_smaller() -> None:
-    for iterations, expected in ((4, [0, 1, 2, 0, 0, 1, 2, 0, 0]), (2, [0, 1, 0, 1]), (3, [0, 1, 2, 0])):
-        again = Again([0, 1, 2], iterations)  # type: ignore[list-item]
-        assert list(islice(again, len(expected))) == expected
+    for iterations, expected in (
+        (4, [0, 1, 2, 0, 0, 1, 2, 0, 0]),
+        (2, [0, 1, 0, 1]),
+        (3, [0, 1, 2, 0]),
+        (None, [0, 1, 2, 0]),
+    ):
+        again = Again(iter([0, 1, 2]), iterations)  # type: ignore[arg-type]
+        assert [*islice(again, len(expected))] == expected
+
+
+def test_an_evaluations_iterations_are_planned_when_the_first_evaluation_comes_to_them() -> None:
+    planned: list[int] = []
+
+    def plans() -> Iterator[int]:
+        for at in range(5):
+            planned.append(at)
+            yield at
+
+    again = Again(plans(), 4)  # type: ignore[arg-type]
+    evaluation = iter(again)
+    assert planned == []
+    assert [next(evaluation), next(evaluation)] == planned == [0, 1]
+    assert [*islice(evaluation, 6)] == [2, 3, 0, 1, 2, 3] and planned == [0, 1, 2, 3]
+    whole = Again(plans(), None)  # type: ignore[arg-type]
+    assert next(iter(whole)) == 0 and planned[4:] == [0]
+    assert len(whole) == len(whole) == 5 and [*islice(whole, 6)] == [0, 1, 2, 3, 4, 0]
 
 
 def test_an_error_while_planning_is_raised_where_the_plan_is_asked_for() -> None:

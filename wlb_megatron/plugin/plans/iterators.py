@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -95,12 +95,12 @@ class MicroBatchIterator:
 class EvaluationIterator(MicroBatchIterator):
     """Over a whole set, again and again; its length is the number of iterations that cover the set once."""
 
-    def __init__(self, loader: DataLoader[LoadedMicroBatch], iterations: int) -> None:
+    def __init__(self, loader: DataLoader[LoadedMicroBatch], iterations: Sized) -> None:
         super().__init__(loader)
         self._iterations = iterations
 
     def __len__(self) -> int:
-        return self._iterations
+        return len(self._iterations)
 
 
 def planned_iterator(data_iterator: Any) -> MicroBatchIterator | None:

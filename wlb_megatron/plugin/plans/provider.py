@@ -73,21 +73,36 @@ def _evaluation(source: Source, job: TrainingJob) -> MicroBatchIterator:
     """The same iterations at every evaluation, so that the losses of two are of the same documents: --eval-iters,
     or all that the set holds."""
     planned, evaluation = plan_iterations(source.planner, shard_settings(source, job)), job.evaluation
-    chosen = planned if evaluation.full else itertools.islice(planned, evaluation.iterations)
-    plans = [
-        replace(iteration, state=dict, plan=None) for iteration in chosen
-    ]  # kept for the whole run, one rank's share
-    iterations = len(plans) if evaluation.full else evaluation.iterations
-    loader = rank_loader(source, MicroBatchSampler(Again(plans, iterations)), rank_layout(job), job)
-    return EvaluationIterator(loader, len(plans)) if evaluation.full else MicroBatchIterator(loader)
+    # Kept for the whole run: one rank's share.
+    shares = (replace(iteration, state=dict, plan=None) for iteration in planned)
+    again = Again(shares, None if evaluation.full else evaluation.iterations)
+    loader = rank_loader(source, MicroBatchSampler(again), rank_layout(job), job)
+    return EvaluationIterator(loader, again) if evaluation.full else MicroBatchIterator(loader)
 
 
 class Again(Iterable[PlannedIteration]):
-    """An evaluation's iterations over and over, each time from the list's beginning. Of a set of three iterations an
-    evaluation of four takes 0 1 2 0, and so does the next one."""
+    """An evaluation's iterations over and over, each time from the first one. Of a set of three iterations an
+    evaluation of four takes 0 1 2 0, and so does the next one.
 
-    def __init__(self, planned: list[PlannedIteration], iterations: int) -> None:
-        self._planned = list(itertools.islice(itertools.cycle(planned), iterations))
+    An iteration is planned when the first evaluation comes to it. Planned at the start of a job of thousands of ranks,
+    100 of them would take a minute in which all GPUs wait, for a test set that few jobs come to, too.
+    """
+
+    def __init__(self, coming: Iterator[PlannedIteration], iterations: int | None) -> None:
+        """iterations: of an evaluation; None: all that come."""
+        self._coming, self._iterations = coming, iterations
+        self._planned: list[PlannedIteration] = []
+
+    def __len__(self) -> int:
+        """How many come; plans them all."""
+        self._planned.extend(self._coming)
+        return len(self._planned)
 
     def __iter__(self) -> Iterator[PlannedIteration]:
-        return itertools.cycle(self._planned)
+        while True:
+            for at in itertools.count() if self._iterations is None else range(self._iterations):
+                if at >= len(self._planned):
+                    self._planned.extend(itertools.islice(self._coming, 1))
+                if at >= len(self._planned) and self._iterations is None:
+                    break
+                yield self._planned[at % len(self._planned)]
