@@ -24,11 +24,13 @@ MakeState = Callable[[], dict[str, Any]]
 
 @dataclass(slots=True)
 class PackingStates:
-    """loaded: the checkpoint's that Megatron has loaded; None if it has none, empty if it is damaged. kept: makes the
-    next checkpoint's. Called where one is saved: with fixed windows over several global batches it is megabytes.
-    computed: makes that of the iteration whose gradients are there but not yet applied."""
+    """loaded: the checkpoint's that Megatron has loaded; None if it has none, empty if it is damaged. text: the same as
+    it was saved. kept: makes the next checkpoint's, None before training. Called where one is saved: with fixed windows
+    over several global batches it is megabytes. computed: makes that of the iteration whose gradients are there but not
+    yet applied."""
 
     loaded: dict[str, Any] | None = None
+    text: str | None = None
     kept: MakeState | None = None
     computed: MakeState | None = None
 
@@ -66,9 +68,10 @@ def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
     """generate_state_dict(args, ..) of arguments that hold the packing state: all that is saved goes through it."""
 
     def generate_state_dict(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        kept = part(PackingStates).kept
-        if kept is not None and not getattr(args, "wlb_off", True):
-            setattr(args, ATTRIBUTE, _sealed(kept()))
+        states = part(PackingStates)
+        text = states.text if states.kept is None else _sealed(states.kept())
+        if text is not None and not getattr(args, "wlb_off", True):
+            setattr(args, ATTRIBUTE, text)
         return original(args, *rest, **kwargs)
 
     return generate_state_dict
@@ -100,10 +103,11 @@ def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
         result = original(load_dir, args, *rest, **kwargs)
         contents = result[0] if isinstance(result, tuple) else None
         if isinstance(contents, dict) and "args" in contents:
-            saved = getattr(contents["args"], ATTRIBUTE, None)
-            part(PackingStates).loaded = None if saved is None else _opened(saved)
-            if saved is not None and not getattr(args, "wlb_off", True):
-                setattr(args, ATTRIBUTE, saved)
+            states, saved = part(PackingStates), getattr(contents["args"], ATTRIBUTE, None)
+            states.loaded = None if saved is None else _opened(saved)
+            states.text = (
+                saved  # not into args, which Megatron prints after --use-checkpoint-args has read it
+            )
         return result
 
     return load_base_checkpoint
