@@ -335,8 +335,8 @@ def test_a_command_of_the_documents_is_one_that_the_parser_takes(
 ) -> None:
     parse = cli._Parser.parse_args
 
-    def without_running(self: cli._Parser, arguments: list[str], args: argparse.Namespace) -> None:
-        parse(self, arguments, args)
+    def without_running(self: cli._Parser, arguments: Any, args: argparse.Namespace, commands: Any) -> None:
+        parse(self, arguments, args, commands)
         args.run = lambda args: None
 
     monkeypatch.setattr(cli._Parser, "parse_args", without_running)

@@ -11,7 +11,7 @@ import pytest
 from test_cli import call
 
 from wlb_megatron.analyze.analyze_command import add_analyze
-from wlb_megatron.cli import main
+from wlb_megatron.cli import _Parser, main
 from wlb_megatron.errors import WlbError
 from wlb_megatron.settings_flags import NOT_HERE, add_layout, add_settings
 from wlb_megatron.simulator.reproduction import reproduce_command as reproduction
@@ -358,7 +358,7 @@ def test_the_help_of_every_flag_says_what_it_is_and_its_default(monkeypatch: pyt
         parsers.update(commands.choices)
         raise WlbError("seen")
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(_Parser, "parse_args", stop)
     assert main([]) == 2
     assert len(parsers) == 7
     for command, parser in parsers.items():

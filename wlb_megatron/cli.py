@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +37,18 @@ from wlb_megatron.whole_files import write_whole
 
 
 class _Parser(argparse.ArgumentParser):
+    def parse_args(  # type: ignore[override]
+        self,
+        arguments: Sequence[str],
+        args: argparse.Namespace,
+        commands: Mapping[str, argparse.ArgumentParser],
+    ) -> None:
+        """Fill in args. UsageError for flags that the command does not take."""
+        _, unknown = self.parse_known_args(arguments, args)
+        if unknown:
+            takes = commands[args.command]._option_string_actions
+            raise UsageError(explain_unknown(unknown, takes, args.command))
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
@@ -63,10 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = argparse.Namespace()
     try:
-        _, unknown = parser.parse_known_args(arguments, args)
-        if unknown:
-            takes = commands.choices[args.command]._option_string_actions
-            raise UsageError(explain_unknown(unknown, takes, args.command))
+        parser.parse_args(arguments, args, commands.choices)
         args.run(args)
         if sys.stdout is not None:
             sys.stdout.flush()  # else what cannot be written is met at exit, where nobody handles it
