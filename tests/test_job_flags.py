@@ -19,6 +19,7 @@ from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.settings_flags import add_layout, add_settings, settings
 from wlb_megatron.simulator.job import Job
 from wlb_megatron.simulator.job_flags import add_job, read_job
+from wlb_megatron.workload.memory import GIB
 
 LENGTHS = np.tile([400, 4000, 900, 300, 8192, 1200], 40)
 
@@ -97,10 +98,10 @@ def test_iterations_of_tiny_documents_are_few_unless_asked_for() -> None:
         assert (chosen.iterations, chosen.warm_up, chosen.messages) == (100, 16, ())
 
 
-def test_chunks_that_may_hold_more_than_whole_documents_are_not_chosen() -> None:
+def test_chunks_that_do_not_fit_and_hold_more_than_whole_documents_are_not_chosen() -> None:
     """Of many key heads under full recompute, keys with their gradients outweigh the activations that are kept."""
 
-    def planned(flags: str, heads: int) -> tuple[bool, list[str]]:
+    def planned(flags: str, heads: int) -> tuple[bool, list[str], float]:
         flags = f"--tp 4 --cp 4 --host-launch 0 --recompute full --num-query-groups {heads} {flags}"
         config = settings(parsed(f"--thresholds none --micro-batch-cost 0 {flags}"))
         messages: list[str] = []
@@ -109,13 +110,15 @@ def test_chunks_that_may_hold_more_than_whole_documents_are_not_chosen() -> None
         assert memory is not None
         chunked, whole = memory.needed(config, 8192)
         assert (chunked > whole) == (heads == 32)
-        return isinstance(packer, ChunkPacker), messages
+        return isinstance(packer, ChunkPacker), messages, (chunked + whole) / 2 / 0.9 / GIB
 
-    chunks, messages = planned("", 8)
+    chunks, messages, _ = planned("", 8)
     assert chunks and "so chunks free" in messages[1]
-    chunks, messages = planned("", 32)
+    _, messages, between = planned("", 32)
+    assert "not with a peak of" not in messages[0]  # both fit
+    chunks, messages, _ = planned(f"--gpu-memory {between}", 32)
     assert not chunks and "not with a peak of" in messages[0] and "however many micro-batches" in messages[1]
-    chunks, messages = planned("--chunks on", 32)
+    chunks, messages, _ = planned("--chunks on", 32)
     assert chunks and "so chunks add" in messages[-1]
 
 

@@ -132,10 +132,17 @@ def test_a_run_with_chunks_says_what_they_free_and_auto_leaves_them_where_keys_d
     many = {"group_query_attention": False, "recompute_granularity": "full", "num_layers": 64}
     keys = training_job(**many, pipeline_model_parallel_size=2)
     shape, layout = shapes(keys)
-    memory(8 * memory_needed(shape, layout, 49152) / GIB)  # there is room: what counts is the peak
+    needed = memory_needed(shape, layout, 49152) / GIB
+    memory(8 * needed)  # there is room for both
+    assert no_memory_for_chunks(fit_to_memory(keys, WlbConfig()), gpu_memory(keys)) == []
     config, known = fit_to_memory(keys, WlbConfig()), gpu_memory(keys)
+    assert known is not None
+    chunked, whole = known.needed(config, 32768)
+    assert chunked > whole
+    memory((chunked + whole) / 2 / 0.9 / GIB)  # whole documents fit, chunks do not
+    config, known = fit_to_memory(keys, config), gpu_memory(keys)
     ((flag, _),) = no_memory_for_chunks(config, known)
-    assert "GiB, where whole documents need" in flag and "--wlb-chunks on allows it" in flag
+    assert "to use, where whole documents need" in flag and "--wlb-chunks on allows it" in flag
     assert no_memory_for_chunks(replace(config, chunks="on"), known) == []
     assert gpu_memory(training_job(distributed_backend="gloo")) is None
 

@@ -30,6 +30,11 @@ class GpuMemory:
     window: int
     alignment: int
 
+    @property
+    def room(self) -> int:
+        """Bytes that a plan may use: all but the margin."""
+        return int(self.size * (1 - MARGIN))
+
     def whole(self) -> int:
         """The longest micro-batch of whole documents that fits. WlbError if 1.25 windows do not."""
         return fit_max_tokens(
@@ -92,17 +97,21 @@ def _whole_alone(config: WlbConfig, refused: Sequence[tuple[str, str]]) -> bool:
 
 
 def no_memory_for_chunks(config: WlbConfig, memory: GpuMemory | None) -> list[tuple[str, str]]:
-    """A row as in chunks_refused, if chunks may need more memory than whole documents at the same Lmax.
+    """A row as in chunks_refused, if chunks may need more memory than the GPU has, and more than whole documents.
 
-    That happens with many key heads under full recompute, whose keys exceed the activations that are kept, or with
-    logits that outweigh them.
+    Chunks can need more than whole documents at the same Lmax with many key heads under full recompute, whose keys
+    exceed the activations that are kept, or with logits that outweigh them. That alone is no reason: on two H200s with
+    64 layers, estimates of 60.1 and 60.0 GiB once kept chunks off a GPU of 140.
     """
     if config.chunks != "auto" or config.overlong == "chunk" or memory is None:
         return []
     chunked, whole = memory.needed(config, memory.window)
-    if not whole or chunked <= whole:
+    if not whole or chunked <= max(whole, memory.room):
         return []
-    peaks = f"a peak of {chunked / GIB:.1f} GiB, where whole documents need {whole / GIB:.1f}"
+    peaks = (
+        f"a peak of {chunked / GIB:.1f} GiB on a GPU with {memory.room / GIB:.1f} to use, where whole documents need "
+        f"{whole / GIB:.1f}"
+    )
     return [(f"{peaks}: --wlb-chunks on allows it", "use fewer key heads (--num-query-groups)")]
 
 
