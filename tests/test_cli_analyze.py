@@ -191,14 +191,18 @@ def test_equal_token_weights_are_reported_and_reach_the_flags(
         assert code == 0, err
         return float(json.loads(out)["results"]["after"]["long_documents_weight"])
 
-    by_step, (ending, row) = weight(""), printed("")
+    step = "--token-weights step"
+    by_step, (ending, row) = weight(step), printed(step)
     assert by_step < 0.9 and row.endswith(f"{by_step:.2f}")
     assert "--token-weights equal would make a long document's 1.00" in ending["token weights"]
-    assert "--wlb-token-weights" not in ending["flags"]
-    ending, row = printed("--token-weights equal")
-    assert weight("--token-weights equal") == 1.0 and row.split()[-2:] == ["1.00", "1.00"]
-    assert ending["token weights"].endswith(f"{by_step:.2f}")
-    assert "--wlb-token-weights equal" in ending["flags"]
+    assert "--wlb-token-weights step" in ending["flags"]
+    for choice, recommended in ("--token-weights equal", True), ("", False):  # documents wait: auto is equal
+        ending, row = printed(choice)
+        assert weight(choice) == 1.0 and row.endswith(" 1.00")
+        assert ending["token weights"].endswith(f"{by_step:.2f}")
+        assert ("--wlb-token-weights" in ending["flags"]) == recommended
+    with_chunks = "--pp 2 --chunks on"
+    assert weight(f"{with_chunks} --token-weights step") == weight(with_chunks) != 1.0
 
 
 def test_before_is_arrival_order_by_sequence_whatever_the_settings() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from wlb_megatron.bounds import COUNT, LARGEST, SECONDS, TOKENS
 
-TOKEN_WEIGHTS = ("step", "equal")
+TOKEN_WEIGHTS = ("auto", "step", "equal")
 PACKINGS = ("original", "fixed-greedy", "fixed-solver", "varlen")
 RELEASES = ("balance", "full")
 SHARDINGS = ("per-sequence", "per-document", "hybrid", "adaptive")
@@ -120,9 +120,10 @@ class WlbConfig:
         within=(1, COUNT),
     )
     token_weights: str = _setting(
-        "step",
+        "auto",
         "weight of a token's loss in the gradient: step (1 over the tokens of its own step, as Megatron has it: tokens "
-        "of fuller steps weigh less), equal (1 over --global-batch-size x --seq-length, the same in every step)",
+        "of fuller steps weigh less), equal (1 over --global-batch-size x --seq-length, the same in every step), auto "
+        "(equal where documents may wait, which then train in fuller steps; else step)",
         choices=TOKEN_WEIGHTS,
     )
     overlong: str = _setting(

@@ -16,6 +16,7 @@ from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.job import arrival_order
+from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.iteration import simulate
@@ -55,6 +56,7 @@ class Analysis:
     * unmasked: nanoseconds per token of windows whose documents attend to each other, as Megatron trains without
       document masks.
     * assumed: no model was given, so the figures are a known one's.
+    * equal_weights: whether a token weighs the same in every step of the settings, see token_weights.py.
     * weights_problem: a line if the weights alone do not fit a GPU. Nothing is then recommended.
     * runs: of before and after.
     """
@@ -65,6 +67,7 @@ class Analysis:
     job: Job
     capacity: int
     thresholds: list[int]
+    equal_weights: bool
     before: Measured
     after: Measured
     messages: tuple[str, ...]
@@ -180,6 +183,7 @@ def analyze(
         job=job,
         capacity=packer.max_tokens,
         thresholds=list(packer.thresholds) if isinstance(packer, VarlenPacker) else [],
+        equal_weights=weighs_equally(config, packer),
         before=measured(before),
         after=measured(after),
         messages=after.messages,

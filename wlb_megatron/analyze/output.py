@@ -28,8 +28,10 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "thresholds": analysis.thresholds,
         "said": list(analysis.messages),
         "results": {
-            key: {"packing": name, **figures(measured, analysis.config.token_weights)}
-            for key, (name, measured) in zip(("before", "after"), analysis.measured, strict=True)
+            key: {"packing": name, **figures(measured, equal_weights=equal)}
+            for key, equal, (name, measured) in zip(
+                *(("before", "after"), (False, analysis.equal_weights), analysis.measured), strict=True
+            )
         },
         "predicted_speedup": analysis.speedup,
         "equal_work_speedup": analysis.equal_work_speedup,
@@ -54,8 +56,8 @@ def _gain(gain: Gain) -> dict[str, Any]:
     }
 
 
-def figures(measured: Measured, token_weights: str = "step") -> dict[str, Any]:
-    """All reported figures of one packing. token_weights: as --token-weights."""
+def figures(measured: Measured, *, equal_weights: bool = False) -> dict[str, Any]:
+    """All reported figures of one packing. equal_weights: a token weighs the same in every step."""
     tokens = measured.tokens
     return {
         "iterations": len(measured.work),
@@ -63,7 +65,7 @@ def figures(measured: Measured, token_weights: str = "step") -> dict[str, Any]:
         "imbalance": asdict(measured.imbalance),
         "cp_imbalance": asdict(spread(measured.cp_imbalance)),
         "token_delay": asdict(measured.token_delay),
-        "long_documents_weight": measured.long_weight if token_weights == "step" else 1.0,
+        "long_documents_weight": 1.0 if equal_weights else measured.long_weight,
         "step_ms": asdict(spread(measured.steps)),
         "tokens_per_second": 1e9 / measured.simulated.ns_per_token,
         "step_over_ideal": measured.simulated.step_over_ideal,
@@ -208,20 +210,18 @@ def _ending(analysis: Analysis) -> list[str]:
 
 def _uneven(analysis: Analysis, least: float = 0.005) -> bool:
     """Whether tokens of long documents weigh unlike others, if steps decide."""
-    return any(abs(measured.long_weight - 1) >= least for _, measured in analysis.measured)
+    return abs(analysis.after.long_weight - 1) >= least
 
 
 def _weights(analysis: Analysis) -> list[str]:
     """What the other --token-weights would change."""
     if not _uneven(analysis, 0.05):
         return []
-    before, after = (f"{measured.long_weight:.2f}" for _, measured in analysis.measured)
-    if analysis.config.token_weights == "equal":
-        return [
-            f"token weights: equal; --token-weights step would make a long document's {before} and {after}"
-        ]
+    if analysis.equal_weights:
+        by_step = f"{analysis.after.long_weight:.2f}"
+        return [f"token weights: equal; --token-weights step would make a long document's {by_step}"]
     return [
-        "token weights: step; --token-weights equal would make a long document's 1.00 in both",
+        "token weights: step; --token-weights equal would make a long document's 1.00",
         "(a step's gradient then grows with its tokens; the predicted times stay)",
     ]
 

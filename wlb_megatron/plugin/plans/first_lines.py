@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from wlb_megatron.attention.kernels.kernel_choice import NAMES
+from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.model.kernels import kernels_of
@@ -24,7 +25,7 @@ def first_lines(job: TrainingJob, source: Source, backend: str) -> Iterator[str]
     yield from source.messages
     packer = source.planner.packer
     if job.trains and isinstance(packer, VarlenPacker) and packer.longest_delay:
-        yield from _of_delay(packer, source.config.token_weights)
+        yield _of_delay(packer, equal=weighs_equally(source.config, packer))
     if job.profile is not None:
         yield _of_profile(job.profile, job)
     elif kernels_of(job)[0] == "fa4" and backend != "fa4":
@@ -34,13 +35,17 @@ def first_lines(job: TrainingJob, source: Source, backend: str) -> Iterator[str]
         )
 
 
-def _of_delay(packer: VarlenPacker, token_weights: str) -> Iterator[str]:
-    """What waiting does to a token's weight, unless it weighs the same in every step."""
-    if token_weights == "step":
-        yield (
-            f"documents of {packer.thresholds[0]:,} tokens or more may wait {packer.longest_delay} iterations. They "
-            "train in fuller steps, where a token weighs less in the gradient: --wlb-token-weights equal undoes that"
-        )
+def _of_delay(packer: VarlenPacker, *, equal: bool) -> str:
+    """Which documents wait, and what that does to a token's weight. equal: it is the same in every step."""
+    weight = (
+        "so a token weighs the same in every step (--wlb-token-weights equal)"
+        if equal
+        else "where a token weighs less in the gradient: --wlb-token-weights equal undoes that"
+    )
+    return (
+        f"documents of {packer.thresholds[0]:,} tokens or more may wait {packer.longest_delay} iterations. They "
+        f"train in fuller steps, {weight}"
+    )
 
 
 def _documents_of(source: Source) -> str:

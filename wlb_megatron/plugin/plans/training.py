@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs import metrics, timers, trace
 from wlb_megatron.plugin.logs.flops import count_segments
@@ -96,8 +97,10 @@ def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement
             *(most, job.batches.window, settings, layout, source.corpus, documents, seconds, held),
             longest=max(job.batches.window, source.longest),
         )
-    equal = job.batches.joined_window * job.sizes.data if source.config.token_weights == "equal" else 0
-    iterator = MicroBatchIterator(rank_loader(source, sampler, layout, job), trained, longest, equal)
+    equal_tokens = 0
+    if weighs_equally(source.config, source.planner.packer):
+        equal_tokens = job.batches.joined_window * job.sizes.data
+    iterator = MicroBatchIterator(rank_loader(source, sampler, layout, job), trained, longest, equal_tokens)
     return iterator
 
 
