@@ -218,6 +218,24 @@ def test_documents_in_chunks_are_simulated_in_their_groups_order_on_each_rank():
     assert ends[0][0] != ends[0][1] and ends[1][0] != ends[1][1]
 
 
+def test_a_step_in_groups_makes_its_losses_in_the_backward():
+    model = _model(pp=2)
+    plans = [[shard([4096], 1, "per-document")]] * 2
+    loss = model.loss(4096)
+
+    def last_stage(orders: list[list[tuple[int, ...] | None]] | None, backward: bool) -> float:
+        (events,) = group_events([plans], model, orders=orders)
+        (time,) = {
+            e.end - e.start for e in events if e.stage == 1 and e.backward == backward and not e.micro_batch
+        }
+        return time
+
+    own, grouped = ([last_stage(orders, way) for way in (False, True)] for orders in (None, [[(2,)]]))
+    assert grouped == pytest.approx([own[0] - float(loss.forward), own[1] + float(loss.forward)])
+    simulated = [simulate([plans], model, orders=orders) for orders in (None, [[(2,)]])]
+    assert simulated[0].busy.tolist() == simulated[1].busy.tolist()
+
+
 def test_a_micro_batch_costs_the_same_in_planning_as_training_says():
     for recompute in ("none", "full"):
         model = replace(_model(cp=2, tp=2), recompute=recompute)

@@ -33,6 +33,7 @@ from wlb_megatron.workload.memory import (
     logits_bytes,
     memory_needed,
     token_bytes,
+    waiting_loss_bytes,
     weight_bytes,
     weights_problem,
 )
@@ -141,11 +142,17 @@ def test_bytes_of_a_document_in_chunks_are_the_hand_computed_ones() -> None:
     assert keys_bytes(SMALL, ParallelLayout()) == 2 * 8 * 6
     # At work: own keys beside kept ones, all of the document's and their gradients, 8 x 2 each.
     assert attended_bytes(SMALL, ParallelLayout()) == 3 * 16
-    weights, held = 1704 * 18, 150 * 460 + 50 * (216 + 32)
+    # Held: what layers keep, the final norm's input and output.
+    weights, held = 1704 * 18, 150 * (460 + 32) + 50 * (216 + 32)
     each = 96 + 48
     assert chunked_bytes(SMALL, ParallelLayout(), longest=50, held=150, document=100) == (
         weights + held + 100 * each
     )
+    # Only the last stage has the norm. FSDP runs losses in the forward, whose softmax of 32 words in fp32 is kept.
+    two = ParallelLayout(pipeline=2, micro_batches=2)
+    spread = dataclasses.replace(two, fully_sharded=True)
+    assert [waiting_loss_bytes(SMALL, two, stage) for stage in (0, 1)] == [0, 32]
+    assert [waiting_loss_bytes(SMALL, spread, stage) for stage in (0, 1)] == [0, 32 + 4 * 32]
 
 
 @pytest.mark.parametrize("context", [1, 2])

@@ -13,7 +13,14 @@ from wlb_megatron.plugin import hand_over, take_over
 from wlb_megatron.plugin.logs import logged_losses, trace
 from wlb_megatron.plugin.model import document_balance, routing, spec
 from wlb_megatron.plugin.plans import checkpoint
-from wlb_megatron.plugin.step import grouped_steps, multi_token, offloading, pipeline_shapes, torch_fsdp
+from wlb_megatron.plugin.step import (
+    deferred_losses,
+    grouped_steps,
+    multi_token,
+    offloading,
+    pipeline_shapes,
+    torch_fsdp,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,9 @@ def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    return grouped_steps.wrap_backward_step(trace.wrap_backward_step(original))
+    return grouped_steps.wrap_backward_step(
+        trace.wrap_backward_step(deferred_losses.wrap_backward_step(original))
+    )
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -95,6 +104,12 @@ HOOKS: tuple[Hook, ...] = (
         ("config", "transformer_layer_spec", "mtp_block_spec"),
         "gives the plugin's core attention to what a script's model_provider builds, and to multi-token prediction",
         spec.wrap_gpt_model,
+    ),
+    Hook(
+        "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
+        ("hidden_states", "labels"),
+        "leaves output layer and loss to right before a micro-batch's backward where documents are in chunks",
+        deferred_losses.wrap_postprocess,
     ),
     Hook(
         "megatron.training.training:get_forward_backward_func",

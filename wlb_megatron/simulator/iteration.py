@@ -112,7 +112,9 @@ def group_events(
 ) -> list[list[Event]]:
     """Events (nanoseconds) of the first iteration's pipelines, one list for each data-parallel rank."""
     tokens, attention, cut = _measure(shards[:1], model)
-    forward, backward = _pipeline_times(tokens, attention, cut, model)
+    forward, backward = _pipeline_times(
+        tokens, attention, cut, model, _grouped(tokens, None if orders is None else orders[0])
+    )
     layout, transfer = model.layout, _transfer(tokens, model)
     blocking = blocking and layout.chunks == 1
     return [
@@ -161,21 +163,22 @@ def _slowest(tokens: npt.NDArray[np.int64], attention: Times, cut: BoolArray, mo
 
 
 def _pipeline_times(
-    tokens: npt.NDArray[np.int64], attention: Times, cut: BoolArray, model: LayerModel
+    tokens: npt.NDArray[np.int64], attention: Times, cut: BoolArray, model: LayerModel, grouped: BoolArray
 ) -> tuple[FloatArray, FloatArray]:
     """float[n * dp, P, V, m] forward and backward: the device's time or, if longer, the host's launch time."""
     device, host = _device(tokens, attention, model), model.host(cut)
-    embedding, loss = model.host_ends()
+    embedding, launched = model.host_ends()
+    loss = _deferred(Times(*(np.full(tokens.shape, way) for way in launched)), grouped)
     forward, backward = (
         np.maximum(
             _stage_times(device[way], ends, model),
             _stage_times(
                 np.broadcast_to(host[way], tokens.shape),
-                (np.full(tokens.shape, embedding[way]), np.full(tokens.shape, loss[way])),
+                (np.full(tokens.shape, embedding[way]), loss[way]),
                 model,
             ),
         )
-        for way, ends in enumerate(_ends(tokens, model))
+        for way, ends in enumerate(_ends(tokens, model, grouped))
     )
     return forward, backward
 
@@ -207,10 +210,11 @@ def run_steps(
     layout = model.layout
     cut = np.full(tokens.shape, layout.cp > 1) if cut is None else cut
     slowest = _slowest(tokens, attention, cut, model)
-    ends = _ends(tokens, model)
+    grouped = _grouped(tokens, orders)
+    ends = _ends(tokens, model, grouped)
     device = [_stage_times(t, e, model) for t, e in zip(_device(tokens, attention, model), ends, strict=True)]
     whole = layout.pp == 1
-    forward, backward = device if whole else _pipeline_times(tokens, attention, cut, model)
+    forward, backward = device if whole else _pipeline_times(tokens, attention, cut, model, grouped)
     if whole:
         done = queued_ends(forward[:, 0, 0], backward[:, 0, 0], model.launches(_by_rank(cut)))
     else:
@@ -265,9 +269,23 @@ def _by_rank(values: BoolArray) -> BoolArray:
     return values.swapaxes(1, 2).reshape(-1, values.shape[1])
 
 
-def _ends(tokens: npt.NDArray[np.int64], model: LayerModel) -> list[tuple[FloatArray, FloatArray]]:
+def _grouped(tokens: npt.NDArray[np.int64], orders: Sequence[tuple[int, ...] | None] | None) -> BoolArray:
+    """bool[n, 1, dp]: whether an iteration of a rank runs in groups of micro-batches."""
+    n, _, dp = tokens.shape
+    return np.array([sizes is not None for sizes in orders or [None] * (n * dp)]).reshape(n, 1, dp)
+
+
+def _deferred(loss: Times, grouped: BoolArray) -> Times:
+    """The loss's times, all in the backward where steps run in groups (plugin/step/deferred_losses.py)."""
+    return Times(np.where(grouped, 0, loss.forward), loss.backward + np.where(grouped, loss.forward, 0))
+
+
+def _ends(
+    tokens: npt.NDArray[np.int64], model: LayerModel, grouped: BoolArray
+) -> list[tuple[FloatArray, FloatArray]]:
     """Times of embedding and loss in forward and backward, float[n, m, dp] each."""
-    embedding, loss = model.embedding(tokens / model.layout.cp), model.loss(tokens / model.layout.cp)
+    embedding = model.embedding(tokens / model.layout.cp)
+    loss = _deferred(model.loss(tokens / model.layout.cp), grouped)
     return [(embedding.forward, loss.forward), (embedding.backward, loss.backward)]
 
 

@@ -1,8 +1,8 @@
 """Estimates memory of steps with documents in chunks, and the longest document that can train whole.
 
 A group of micro-batches that share a document is counted as a whole: what its micro-batches keep, the keys that later
-chunks read, and the gradients of those keys. As in memory.py, these are upper bounds in whole bytes, per token that a
-rank holds.
+chunks read, and the gradients of those keys. Only one micro-batch at a time has logits. As in memory.py, these are
+upper bounds in whole bytes, per token that a rank holds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from wlb_megatron.workload.memory import (
     ends,
     kv_elements,
     micro_batch_bytes,
+    waiting_loss_bytes,
     weight_bytes,
     working_bytes,
 )
@@ -91,6 +92,6 @@ def _bytes(
     return (
         weight_bytes(shape, layout, stage)
         + at_work * working_bytes(shape, layout, stage)
-        + kept * micro_batch_bytes(shape, layout, stage)
+        + kept * (micro_batch_bytes(shape, layout, stage) + waiting_loss_bytes(shape, layout, stage))
         + keys * (keys_bytes(shape, layout) + attended_bytes(shape, layout))
     )

@@ -271,6 +271,18 @@ def logits_bytes(shape: StageShape, layout: ParallelLayout) -> int:
     return shape.losses * (norm + -(-shape.vocab // layout.tensor) * (shape.dtype_bytes + 4))
 
 
+def waiting_loss_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
+    """What the end of the last stage keeps for each token held of a group of micro-batches that share a document.
+
+    The final norm's input and output. The output layer and the loss run right before the backward; with FSDP they run
+    in the forward, and the loss keeps its softmax in fp32 (plugin/step/deferred_losses.py).
+    """
+    if not _is_last(layout, stage):
+        return 0
+    norm = 2 * _spread(shape.hidden, layout) * shape.dtype_bytes
+    return norm + (4 * -(-shape.vocab // layout.tensor) if layout.fully_sharded else 0)
+
+
 def chunks_in_flight(layout: ParallelLayout, stage: int) -> int:
     """Virtual stages' forwards that a pipeline stage holds at most before a backward frees one.
 

@@ -26,11 +26,14 @@ class MicroBatchIterator:
         trained: Callable[[list[LoadedMicroBatch], bool], None] | None = None,
         rehearsal: Rehearsal | None = None,
         equal_tokens: int = 0,
+        *,
+        defers_losses: bool = False,
     ) -> None:
         """trained: called with the micro-batches of a step when it is done, and whether it was skipped. rehearsal: see
         rehearsal.py. equal_tokens: by how many tokens a step's gradients are divided for each of Megatron's
-        micro-batches; 0: by the tokens that the step has."""
+        micro-batches; 0: by the tokens that the step has. defers_losses: see deferred_losses.py."""
         self.equal_tokens = equal_tokens
+        self.defers_losses = defers_losses
         self._iterator: Iterator[LoadedMicroBatch] = iter(loader)
         self._trained = trained
         self._rehearsal = rehearsal

@@ -100,7 +100,13 @@ def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement
     equal_tokens = 0
     if weighs_equally(source.config, source.planner.packer):
         equal_tokens = job.batches.joined_window * job.sizes.data
-    iterator = MicroBatchIterator(rank_loader(source, sampler, layout, job), trained, longest, equal_tokens)
+    iterator = MicroBatchIterator(
+        rank_loader(source, sampler, layout, job),
+        trained,
+        longest,
+        equal_tokens,
+        defers_losses=not job.trainer.shards_weights,
+    )
     return iterator
 
 

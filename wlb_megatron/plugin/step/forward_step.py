@@ -16,6 +16,7 @@ from wlb_megatron.plugin.model import document_balance
 from wlb_megatron.plugin.model.routing import stage_padding_mask, stage_part
 from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.ranks.groups import process_group
+from wlb_megatron.plugin.step.deferred_losses import deferred_of
 from wlb_megatron.plugin.step.rehearsal import REHEARSAL
 
 stimer = StragglerDetector()
@@ -58,7 +59,11 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
             tokens, position_ids, None, labels=labels, loss_mask=loss_mask, packed_seq_params=params, **routed
         )
     document_balance.begin_backward(documents, output)
-    return output, partial(sum_of_losses if planned.iteration == REHEARSAL else loss_per_token, loss_mask)
+    function = partial(sum_of_losses if planned.iteration == REHEARSAL else loss_per_token, loss_mask)
+    deferred = deferred_of(output)
+    if deferred is not None and loss_mask is not None:
+        return output, partial(deferred.begin, function, loss_mask)
+    return output, function
 
 
 def sum_of_losses(

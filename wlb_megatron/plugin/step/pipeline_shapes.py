@@ -180,6 +180,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         from wlb_megatron.plugin.logs import logged_losses, timers, trace
         from wlb_megatron.plugin.plans.iterators import draw_step, planned_iterator
         from wlb_megatron.plugin.step import grouped_steps
+        from wlb_megatron.plugin.step.deferred_losses import deferring
         from wlb_megatron.plugin.step.rehearsal import REHEARSAL, rehearse
 
         # Model chunks of a stage have an iterator each, all the plugin's same one.
@@ -197,9 +198,11 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             ahead = draw_ahead if training and batches[0].planned.iteration != REHEARSAL else None
             equal = source.equal_tokens * num_microbatches
             divided = _divided_losses(model, batches, equal) if training else nullcontext()
+            running = grouped_steps.running(groups, len(batches), chunks)
+            deferred = deferring(bool(groups) and source.defers_losses)
             drawn = [_drawn(batches, ahead), *(_drawn(batches) for _ in range(chunks - 1))]
             try:
-                with grouped_steps.running(groups, len(batches), chunks), divided:
+                with running, deferred, divided:
                     return forward_backward(
                         data_iterator=drawn if chunks > 1 else drawn[0],
                         num_microbatches=len(batches),

@@ -1,0 +1,110 @@
+"""Losses of a step in groups: made right before the backward, with the values and gradients of the forward's."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from wlb_megatron.plugin.step.deferred_losses import (
+    deferred_of,
+    deferring,
+    wrap_backward_step,
+    wrap_postprocess,
+)
+
+LABELS = torch.tensor([[3, 1, 4, 1]])
+MASK = torch.tensor([[1.0, 1.0, 0.0, 1.0]])
+
+
+class Model(torch.nn.Module):
+    """A layer and an output layer; notes each logits tensor that it makes."""
+
+    def __init__(self, post_process: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.post_process = post_process
+        self.layer, self.output = torch.nn.Linear(8, 8), torch.nn.Linear(8, 16)
+        self.made: list[Any] = []
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self._postprocess(self.layer(tokens), labels=LABELS)
+
+    def _postprocess(self, hidden_states: Tensor, *, labels: Tensor) -> Any:
+        logits = self.output(hidden_states)
+        self.made.append(weakref.ref(logits))
+        return torch.nn.functional.cross_entropy(logits, labels[0], reduction="none")[None]
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Model:
+    monkeypatch.setattr(Model, "_postprocess", wrap_postprocess(Model._postprocess))
+    return Model()
+
+
+def sum_of_losses(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    loss, count = (losses * MASK).sum(), MASK.sum().to(torch.int)
+    return loss, count, {"lm loss": torch.stack([loss.detach(), count.float()])}
+
+
+def backward(_: Any, output: Any, scale: float) -> Any:
+    """As Megatron's: a list of one output, or the output."""
+    loss = output[0] if isinstance(output, list) else output
+    (loss * scale).backward()
+
+
+def test_value_and_gradients_are_those_of_the_forward_and_no_logits_wait(model: Model) -> None:
+    batches = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(2))
+    expected = [sum_of_losses(model(batch)) for batch in batches]
+    for loss, _, _ in expected:
+        (loss * 0.5).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    model.made.clear()
+    waiting = []
+    with deferring(True):
+        for batch in batches:
+            output = model(batch)
+            deferred = deferred_of(output)
+            assert deferred is not None
+            waiting.append(deferred.begin(sum_of_losses, MASK, output))
+        assert model.made == []
+        step = wrap_backward_step(backward)
+        for output, count, _ in reversed(waiting):
+            assert count == 3
+            step(None, [output], 0.5)
+            gc.collect()
+            assert model.made[-1]() is None  # its logits are gone before the next micro-batch's come
+    for (loss, _, logged), (_, _, filled) in zip(expected, waiting, strict=True):
+        assert torch.equal(filled["lm loss"], logged["lm loss"]) and filled["lm loss"][0] == loss
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is not None and gradient is not None
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_a_forward_outside_of_such_a_step_or_without_gradients_or_on_an_earlier_stage_is_megatrons_own(
+    model: Model,
+) -> None:
+    tokens = torch.randn(4, 8)
+    with torch.no_grad(), deferring(True):
+        assert deferred_of(model(tokens)) is None
+    with deferring(True):
+        model.post_process = False
+        assert deferred_of(model(tokens)) is None
+    model.post_process = True
+    with deferring(False):
+        assert deferred_of([model(tokens)]) is None
+    with pytest.raises(ValueError, match="a fault"), deferring(True):
+        raise ValueError("a fault")
+    assert deferred_of(model(tokens)) is None and len(model.made) == 4
+
+
+def test_a_backward_before_the_forwards_end_is_an_error(model: Model) -> None:
+    with deferring(True):
+        output = model(torch.randn(4, 8))
+    with pytest.raises(RuntimeError, match="before the end of its forward"):
+        wrap_backward_step(backward)(None, output, 1.0)

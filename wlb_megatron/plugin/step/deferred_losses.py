@@ -1,0 +1,99 @@
+"""The output layer and the loss of a micro-batch in a step in groups: right before its backward.
+
+A group's micro-batches all run forward before the first of them runs backward. Logits kept that long are as many as
+the document has tokens: 262,144 tokens and a vocabulary of 48,000 take 50 GB, and took two GPUs to 120 GB where the
+layers' keys and activations needed 37 GiB. Nothing needs a loss before its backward, so it is made then. Nothing is
+computed twice.
+
+Not with FSDP, whose parameters are gathered for a forward of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from wlb_megatron.plugin.job_state import part
+
+LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
+"""Loss, number of tokens, and what is logged, from the losses of tokens: Megatron's loss function."""
+
+
+class DeferredLoss:
+    """One micro-batch's. losses: runs the output layer, and gives the losses of its tokens."""
+
+    def __init__(self, losses: Callable[[], torch.Tensor]) -> None:
+        self._losses = losses
+        self._function: LossFunction | None = None
+        self._logged: dict[str, torch.Tensor] = {}
+
+    def begin(
+        self, function: LossFunction, loss_mask: torch.Tensor, output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Stands for `function` in the forward: a loss of 0 and the number of tokens. What is logged is filled in by
+        `run`; Megatron reads it after the step."""
+        count = loss_mask.sum().to(torch.int)
+        self._function = function
+        self._logged = {"lm loss": torch.stack([torch.zeros_like(output), count.to(output.dtype)])}
+        return output, count, self._logged
+
+    def run(self) -> torch.Tensor:
+        """The loss, from which the backward begins."""
+        if self._function is None:
+            raise RuntimeError("a micro-batch's backward has come before the end of its forward")
+        loss, _, logged = self._function(self._losses())
+        for name, values in logged.items():
+            self._logged[name].copy_(values)
+        return loss
+
+
+@dataclass(slots=True)
+class Deferring:
+    """active: the step that runs defers losses."""
+
+    active: bool = False
+
+
+@contextmanager
+def deferring(wanted: bool) -> Iterator[None]:
+    """Defer the losses of a step, if wanted."""
+    state = part(Deferring)
+    state.active = wanted
+    try:
+        yield
+    finally:
+        state.active = False
+
+
+def deferred_of(output: Any) -> DeferredLoss | None:
+    """That of a model's output, which schedules hand on as a tensor or as a list of one."""
+    return getattr(output[0] if isinstance(output, list) else output, "deferred_loss", None)
+
+
+def wrap_postprocess(original: Callable[..., Any]) -> Callable[..., Any]:
+    """GPTModel._postprocess that ends before the output layer where losses are deferred."""
+
+    def _postprocess(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (part(Deferring).active and self.post_process and torch.is_grad_enabled()):
+            return original(self, hidden_states, *args, **kwargs)
+        output: Any = torch.zeros((), device=hidden_states.device)
+        output.deferred_loss = DeferredLoss(partial(original, self, hidden_states, *args, **kwargs))
+        return output
+
+    return _postprocess
+
+
+def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A schedule's backward of one micro-batch, which begins with its deferred loss."""
+
+    def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        deferred = deferred_of(output_tensor)
+        outputs = output_tensor if deferred is None else [deferred.run()]
+        return original(input_tensor, outputs, *args, **kwargs)
+
+    return backward_step
