@@ -68,8 +68,9 @@ class PieceOrder:
         above = [n * SIZE + np.flatnonzero(block > least) for n, block in enumerate(blocks(self._lengths))]
         self._least = least
         self._long = np.concatenate([np.empty(0, dtype=np.int64), *above])
-        self._pieces = -(-self._long_lengths() // self._window)
-        if self._count * int(self._pieces.max(initial=1)) >= 2**62:
+        pieces = -(-self._long_lengths() // self._window)
+        self._total = self._count + int((pieces - 1).sum())
+        if self._count * int(pieces.max(initial=1)) >= 2**62:
             raise WlbError(
                 f"window {self._window} cuts a document into more pieces than can be counted; raise it"
             )
@@ -109,5 +110,4 @@ class PieceOrder:
     def width(self, entries: int) -> int:
         """Places that hold about so many entries, or as many as there are documents above the window, if that is more:
         each call of `between` goes through all of those."""
-        total = self._count + int((self._pieces - 1).sum())
-        return max(1, max(entries, len(self._long)) * self._count // max(total, 1))
+        return max(1, max(entries, len(self._long)) * self._count // max(self._total, 1))
