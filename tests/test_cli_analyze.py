@@ -461,6 +461,18 @@ def test_what_is_predicted_slower_is_not_recommended(capsys: pytest.CaptureFixtu
         assert flags == f"--wlb-packing {packing} --wlb-sharding per-sequence --wlb-quadratic-at 40.0"
 
 
+def test_flags_without_effect_on_the_recommended_packing_are_left_out() -> None:
+    config = WlbConfig(
+        balance_batches=4, solver_seconds=0.5, max_delay=3, max_tokens=100, token_weights="equal"
+    )
+    arrival = flags_of(replace(config, packing="original"))
+    assert arrival == "--wlb-packing original --wlb-token-weights equal"
+    assert flags_of(replace(config, packing="fixed-solver")) == (
+        "--wlb-packing fixed-solver --wlb-balance-batches 4 --wlb-solver-seconds 0.5 --wlb-token-weights equal"
+    )
+    assert flags_of(config) == "--wlb-max-tokens 100 --wlb-max-delay 3 --wlb-token-weights equal"
+
+
 def test_a_gain_of_nothing_is_said_not_to_be_worth_it(capsys: pytest.CaptureFixture[str]) -> None:
     job = "analyze --lengths 64,64,64,64 --window 64 --micro-batches 2 --iterations 2 --warm-up 0 --tp 8"
     code, out, err = call(capsys, *job.split())

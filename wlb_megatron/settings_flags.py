@@ -109,6 +109,16 @@ def settings(args: argparse.Namespace) -> WlbConfig:
 
 def refuse_idle(config: WlbConfig) -> None:
     """WlbError for a setting that the others leave without effect."""
+    plain = WlbConfig()
+    for name, needed in idle(config).items():
+        value = getattr(config, name)
+        if value not in (getattr(plain, name), "1"):
+            flag = name.replace("_", "-")
+            raise WlbError(f"--{flag} {value} changes nothing without {needed}: add that, or leave it out")
+
+
+def idle(config: WlbConfig) -> dict[str, str]:
+    """Names of settings that the others leave without effect, and what they need."""
     varlen, fixed = config.packing == "varlen", config.packing.startswith("fixed")
     solves = config.packing == "fixed-solver" or config.cp_mode == "dynamic"
     counts = config.release == "balance" and config.cp_mode == "fixed"
@@ -118,15 +128,7 @@ def refuse_idle(config: WlbConfig) -> None:
         (solves, ("solver_seconds",), "--packing fixed-solver or --cp-mode dynamic"),
         (counts, ("micro_batches_per_window",), "--release balance and --cp-mode fixed"),
     )
-    plain = WlbConfig()
-    for used, names, needed in rows:
-        for name in names:
-            value = getattr(config, name)
-            if not used and value not in (getattr(plain, name), "1"):
-                flag = name.replace("_", "-")
-                raise WlbError(
-                    f"--{flag} {value} changes nothing without {needed}: add that, or leave it out"
-                )
+    return {name: needed for used, names, needed in rows if not used for name in names}
 
 
 SPELLED = {

@@ -18,6 +18,7 @@ from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.job import arrival_order
 from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
+from wlb_megatron.settings_flags import idle
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.simulator.job import DEFAULT_GIB, Job, Run
@@ -146,8 +147,8 @@ def flags_of(config: WlbConfig) -> str:
 
 def _matters(name: str, config: WlbConfig) -> bool:
     """Whether the setting does anything with this packing."""
-    of_varlen = ("max_tokens", "micro_batches_per_window", "chunks", "max_delay", "thresholds", "release")
-    return config.packing == "varlen" or name not in of_varlen
+    of_varlen = ("micro_batches_per_window", "chunks")
+    return name not in idle(config) and (config.packing == "varlen" or name not in of_varlen)
 
 
 def analyze(
