@@ -31,6 +31,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "mb", help="folder of results")
     parser.add_argument("--lengths", type=Path, help=".npy of document lengths")
     parser.add_argument("--profile", type=Path, help="of this model and GPU")
+    parser.add_argument(
+        "--vocabulary", type=int, default=257, help="words (default: 257, whose logits are small)"
+    )
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=4)
     options = parser.parse_args()
@@ -40,7 +43,7 @@ def main() -> None:
         windows, recompute, layers, names = setting.split(":")
         job = argparse.Namespace(
             out=options.out / f"w{windows}_{recompute}_{layers}",
-            extra=KINDS[recompute] + profile_flag,
+            extra=f"{KINDS[recompute]}{profile_flag} --vocab-size {options.vocabulary}",
             seq_length=WINDOW,
             global_batch_size=int(windows),
             iterations=options.iterations,

@@ -5,13 +5,14 @@ python3 -m scripts.bench.training.gpu_chunks --lengths LENGTHS --out out/chunks
 losses: one checkpoint, four runs from it on the same documents, none delayed: two pipeline stages with chunks, with
 whole documents, and one GPU with one and with two micro-batches a window. What the last two differ by is bf16's own
 noise. long: documents of four windows, as chunks (--wlb-overlong chunk). whole: as a window of their own, which must
-not fit. The model has 8 layers of 2048, with full recompute; --vocabulary is the long document's. Logs and losses.csv
-go to --out.
+not fit: 262,144 tokens and 128,256 words are 67 GB of logits in bf16, 134 GB in fp32. The model has 8 layers of 2048,
+with full recompute; --vocabulary is the long document's. Logs and losses.csv go to --out.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ def main() -> None:
     parser.add_argument("--sections", default="losses,long,whole", help="comma list (default: all three)")
     parser.add_argument("--iterations", type=int, default=20, help="compared (default: 20)")
     parser.add_argument("--window", type=int, default=65536, help="tokens (default: 65536)")
-    parser.add_argument("--vocabulary", type=int, default=48000, help="of the long document (default: 48000)")
+    parser.add_argument(
+        "--vocabulary", type=int, default=128256, help="of the long document (default: 128256)"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for section in options.sections.split(","):
@@ -105,6 +108,12 @@ def long_corpus(options: argparse.Namespace) -> Path:
     return corpus(options.out / "long", lengths)
 
 
+def longest_whole(log: Path) -> str:
+    """Tokens of the longest document that trains whole, by the line at start."""
+    line = re.search(r"documents of up to ([0-9,]+) tokens", log.read_text(encoding="utf-8"))
+    return line[1] if line else "unknown"
+
+
 def words(options: argparse.Namespace) -> str:
     return f"{RECOMPUTE} --vocab-size {options.vocabulary} --tokenizer-type NullTokenizer"
 
@@ -112,9 +121,16 @@ def words(options: argparse.Namespace) -> str:
 def long_in_chunks(options: argparse.Namespace) -> None:
     """Train documents of four windows in chunks."""
     chunks = [*STAGES, "--wlb-chunks", "on", "--wlb-overlong", "chunk"]
+    # Else the document is split at twice the window.
+    chunks += ["--max-position-embeddings", str(4 * options.window)]
     split = job(options, extra=words(options), global_batch_size=6, iterations=6)
     rows = run("long-chunks-module", 2, chunks, long_corpus(options), split)
-    print(f"a document of {4 * options.window:,} tokens in chunks: {len(rows)} of 6 iterations", flush=True)
+    longest = longest_whole(options.out / "long-chunks-module.log")
+    print(
+        f"a document of {4 * options.window:,} tokens in chunks: {len(rows)} of 6 iterations; documents of up to "
+        f"{longest} tokens train whole",
+        flush=True,
+    )
     for row in rows:
         print(
             f"  {row['tokens']:,} tokens, {row['micro_batches']} micro-batches, {row['ms']:,.0f} ms, loss {row['loss']}"
@@ -131,7 +147,12 @@ def long_and_whole(options: argparse.Namespace) -> None:
     rows = run(
         "long-whole-module", 2, [*STAGES, "--wlb-packing", "original"], long_corpus(options), options_whole
     )
-    print(f"the same whole, a window of {whole:,}: {'it fits' if rows else 'it does not fit'}", flush=True)
+    log = (options.out / "long-whole-module.log").read_text(encoding="utf-8")
+    short = [line for line in log.splitlines() if "OutOfMemoryError" in line]
+    end = (
+        "it fits" if rows else f"it does not fit: {short[0]}" if short else "it failed otherwise, see the log"
+    )
+    print(f"the same whole, a window of {whole:,}: {end}", flush=True)
 
 
 if __name__ == "__main__":
