@@ -143,12 +143,13 @@ class CorpusWalk:
 
     def rest_of_place(self) -> IntArray:
         """int64[k, 10]: takes the pieces left at the place where the walk stands; none where it is between places."""
-        taken, left = [np.empty((0, 10), dtype=np.int64)], bool(self._row[RESUME])
+        epoch, place, left = int(self._row[EPOCH]), int(self._row[CURSOR]), bool(self._row[RESUME])
+        taken = [np.empty((0, 10), dtype=np.int64)]
         while left:
             rows = self.advance()
-            ends = np.flatnonzero(rows[:, RESUME] == 0)
-            left = not len(ends)
-            taken.append(rows if left else rows[: ends[0] + 1])
+            of_place = rows[:, CURSOR] - (rows[:, RESUME] == 0) == place
+            taken.append(rows[of_place & (rows[:, EPOCH] == epoch)])
+            left = 0 < len(taken[-1]) == len(rows)  # a place's last entry may be empty
         return np.concatenate(taken)
 
     @property
@@ -212,8 +213,10 @@ class CorpusWalk:
         lengths = self._corpus.lengths[documents].astype(np.int64)
         kept = self._rules.kept(lengths)
         start = self._ahead.start[block]
-        end = np.minimum(start + window, kept)
-        whole = end == kept  # of the document, with this piece
+        end = np.maximum(
+            start, np.minimum(start + window, kept)
+        )  # what an earlier window gave may exceed `kept`
+        whole = end >= kept  # of the document, with this piece
         rows = np.zeros((len(at), 10), dtype=np.int64)
         rows[:, EPOCH] = before[EPOCH]
         rows[:, DOCUMENT] = self._corpus.first_id + documents
