@@ -199,6 +199,20 @@ def test_a_process_that_is_killed_or_stands_still_is_told_and_never_waited_for_f
         assert started[-1].process.wait(10) == -signal.SIGKILL
 
 
+def test_what_the_process_prints_at_its_start_comes_not_between_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a site's own start-up file does, or a library that is loaded into every process."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("print('module gcc/13 is loaded', flush=True)\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setattr(child, "PATIENCE", 20)
+    blend = corpora(tmp_path)
+    expected = next(plan_iterations(planner_of(blend), settings_of(blend)))
+    made = next(plan_in_a_process(planner_of(blend), settings_of(blend)))
+    assert made.digest == expected.digest
+
+
 def test_the_process_outlives_signals_to_all_of_the_job_but_not_its_parent(tmp_path: Path) -> None:
     script = """
 import os, signal, sys, time

@@ -39,18 +39,28 @@ class Child:
 
     def __init__(self, module: str) -> None:
         """Start `python -m module`, which sees the modules that this process sees. OSError if it cannot start."""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-        )
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self._stdin, self._stdout = self.process.stdin, self.process.stdout
+        # Answers have a pipe of their own: start-up files and preloaded libraries may print to stdout.
+        reading, writing = os.pipe()
+        self._answers = os.fdopen(reading, "rb", buffering=0)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, str(os.getpid()), str(writing)],
+                stdin=subprocess.PIPE,
+                stdout=2,
+                bufsize=0,
+                pass_fds=(writing,),
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                },
+            )
+        finally:
+            os.close(writing)
+        assert self.process.stdin is not None
+        self._stdin = self.process.stdin
         os.set_blocking(self._stdin.fileno(), False)  # a pipe that nobody reads takes 64 KiB
         with contextlib.suppress(OSError):  # fewer reads: each hands the interpreter over twice
-            fcntl.fcntl(self._stdout, fcntl.F_SETPIPE_SZ, _PIPE)
+            fcntl.fcntl(self._answers, fcntl.F_SETPIPE_SZ, _PIPE)
         self._unsent: deque[memoryview] = deque()
         self._received = bytearray()
         self._quiet: float | None = None  # since when it is waited for without a byte in or out
@@ -77,9 +87,9 @@ class Child:
                 self._unsent.popleft()
         head = _LENGTH.size
         while len(self._received) < head or len(self._received) < head + self._length():
-            if not self._ready(self._stdout, select.POLLIN, hurry):
+            if not self._ready(self._answers, select.POLLIN, hurry):
                 return None
-            part = self._stdout.read(_PIPE)  # what is there, at most so much
+            part = self._answers.read(_PIPE)  # what is there, at most so much
             if not part:
                 raise OSError(f"it has {self._ending()}")
             self._quiet = time.monotonic()
@@ -128,9 +138,7 @@ def pipes() -> tuple[BinaryIO, BinaryIO]:
         signal.signal(number, signal.SIG_IGN)
     # A closed pipe is no sign: processes that the parent has forked may hold it open.
     threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed must not come between messages
-    return sys.stdin.buffer, answers
+    return sys.stdin.buffer, os.fdopen(int(sys.argv[2]), "wb")
 
 
 def read_message(stream: BinaryIO) -> bytes | None:
