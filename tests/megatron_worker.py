@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import weakref
 import zlib
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from wlb_megatron.plugin import pretrain_gpt
 from wlb_megatron.plugin.flags import training_job
 from wlb_megatron.plugin.model import spec
 from wlb_megatron.plugin.step import forward_step as steps
+from wlb_megatron.plugin.step.deferred_losses import DeferredLoss
 
 OUT = Path(os.environ["WORKER_OUT"])
 EXACT = "WORKER_EXACT" in os.environ
@@ -37,6 +39,7 @@ seen: dict[str, Any] = {
     "tokens": [],
     "evaluated": [],
     "rows": [],
+    "kept": [],
 }
 
 
@@ -239,6 +242,35 @@ def save_when_reduced() -> None:
     training.finalize_model_grads = finalize_and_save
 
 
+def watch_deferred_losses() -> None:
+    """Record how many tensors of earlier micro-batches' ends (hidden states, logits) are there when the next deferred
+    loss runs, and at the end of the step."""
+    run, prepare, finalize = DeferredLoss.run, spec.prepare_model, training.finalize_model_grads
+    earlier: list[weakref.ref[Any]] = []
+
+    def kept() -> None:
+        seen["kept"].append(sum(tensor() is not None for tensor in earlier))
+
+    def run_watched(self: DeferredLoss) -> torch.Tensor:
+        kept()
+        return run(self)
+
+    def prepare_watched(chunks: list[Any], settings: Any) -> list[Any]:
+        for chunk in prepare(chunks, settings):
+            if hasattr(chunk, "output_layer"):
+                chunk.output_layer.register_forward_hook(
+                    lambda module, inputs, output: earlier.extend(map(weakref.ref, (inputs[0], output[0])))
+                )
+        return chunks
+
+    def finalize_watched(*args: Any, **kwargs: Any) -> Any:
+        kept()
+        return finalize(*args, **kwargs)
+
+    DeferredLoss.run, spec.prepare_model = run_watched, prepare_watched
+    training.finalize_model_grads = finalize_watched
+
+
 def norms_for_sequence_parallelism() -> None:
     """Megatron's norms without Transformer Engine refuse sequence parallelism, for want of one mark: their weights'
     gradients are of a rank's tokens, to be summed over tensor-parallel ranks."""
@@ -307,6 +339,7 @@ def group_micro_batches(sizes: str) -> None:
 if __name__ == "__main__":
     del __file__  # else the process that collects what checkpoint writers say imports all this again
     watch()
+    watch_deferred_losses()
     if EXACT:
         core_attention._kernels = lambda *_: ("torch", TorchKernels())
     norms_for_sequence_parallelism()

@@ -83,6 +83,12 @@ def test_losses_and_gradients_equal_the_single_process(name: str, corpus: Path, 
     loss, gradient, parameter = differences(single, ranks, ITERATIONS, numbers(ranks))
     assert loss <= 1e-6
     assert gradient <= 1e-5, parameter
+    last = max(rank["place"]["pp"] for rank in ranks)
+    for (
+        rank
+    ) in ranks:  # as many deferred losses as losses; hidden states and logits go with their micro-batch
+        assert len(rank["kept"]) - ITERATIONS == (len(rank["losses"]) if rank["place"]["pp"] == last else 0)
+        assert not any(rank["kept"])
 
 
 def test_a_document_of_four_windows_trains_whole_as_in_a_window_of_its_length(tmp_path: Path) -> None:

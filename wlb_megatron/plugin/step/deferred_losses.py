@@ -28,7 +28,7 @@ class DeferredLoss:
     """One micro-batch's. losses: runs the output layer, and gives the losses of its tokens."""
 
     def __init__(self, losses: Callable[[], torch.Tensor]) -> None:
-        self._losses = losses
+        self._losses: Callable[[], torch.Tensor] | None = losses
         self._function: LossFunction | None = None
         self._logged: dict[str, torch.Tensor] = {}
 
@@ -43,10 +43,12 @@ class DeferredLoss:
         return output, count, self._logged
 
     def run(self) -> torch.Tensor:
-        """The loss, from which the backward begins."""
-        if self._function is None:
-            raise RuntimeError("a micro-batch's backward has come before the end of its forward")
+        """The loss, from which the backward begins. It is made once: schedules hold a model's output until after its
+        backward, and with it what its losses are made of."""
+        if self._function is None or self._losses is None:
+            raise RuntimeError("a micro-batch's backward has come before the end of its forward, or twice")
         loss, _, logged = self._function(self._losses())
+        self._function = self._losses = None
         for name, values in logged.items():
             self._logged[name].copy_(values)
         return loss
