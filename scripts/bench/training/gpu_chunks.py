@@ -1,12 +1,12 @@
-"""Documents in chunks on two GPUs: losses beside one GPU's, and a document of four windows trained whole.
+"""Documents in chunks: losses beside one GPU's with whole documents, and a document of four windows trained whole.
 
 python3 -m scripts.bench.training.gpu_chunks --lengths LENGTHS --out out/chunks
 
-losses: one checkpoint, four runs from it on the same documents, none delayed: two pipeline stages with chunks, with
-whole documents, and one GPU with one and with two micro-batches a window. What the last two differ by is bf16's own
-noise. long: documents of four windows, as chunks (--wlb-overlong chunk). whole: as a window of their own, which must
-not fit: 262,144 tokens and 128,256 words are 67 GB of logits in bf16, 134 GB in fp32. The model has 8 layers of 2048,
-with full recompute; --vocabulary is the long document's. Logs and losses.csv go to --out.
+losses: one checkpoint, four runs from it on the same documents, none delayed: --stages pipeline stages, each a GPU,
+with chunks and with whole documents, and one GPU with one and with two micro-batches a window. What the last two
+differ by is bf16's own noise. long: documents of four windows, as chunks (--wlb-overlong chunk). whole: as a window of
+their own, which must not fit: 262,144 tokens and 128,256 words are 67 GB of logits in bf16, 134 GB in fp32. The model
+has 8 layers of 2048, with full recompute; --vocabulary is the long document's. Logs and losses.csv go to --out.
 """
 
 from __future__ import annotations
@@ -22,15 +22,22 @@ from scripts.bench.training.gpu_train import ROOT, corpus, run
 from wlb_megatron.report.files import write_csv
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-STAGES = ["--pipeline-model-parallel-size", "2"]
 WHOLE = ["--wlb-chunks", "off", "--wlb-max-delay", "0", "--wlb-micro-batches-per-window"]
-LAYOUTS = {
-    "pp2-chunks": (2, [*STAGES, "--wlb-chunks", "on"]),
-    "pp2-whole": (2, [*STAGES, *WHOLE, "2"]),
-    "pp1-one": (1, [*WHOLE, "1"]),
-    "pp1-two": (1, [*WHOLE, "2"]),
-}
-"""Name: (GPUs, flags). No documents wait, so an iteration has the same ones in each."""
+
+
+def layouts(stages: int) -> dict[str, tuple[int, list[str]]]:
+    """Name: (GPUs, flags). No documents wait, so an iteration has the same ones in each."""
+    pipeline = pipelined(stages)
+    return {
+        f"pp{stages}-chunks": (stages, [*pipeline, "--wlb-chunks", "on"]),
+        **({f"pp{stages}-whole": (stages, [*pipeline, *WHOLE, "2"])} if stages > 1 else {}),
+        "pp1-one": (1, [*WHOLE, "1"]),
+        "pp1-two": (1, [*WHOLE, "2"]),
+    }
+
+
+def pipelined(stages: int) -> list[str]:
+    return ["--pipeline-model-parallel-size", str(stages)]
 
 
 def main() -> None:
@@ -40,6 +47,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "chunks", help="folder of results")
     parser.add_argument("--lengths", type=Path, help=".npy of document lengths, below a window (for losses)")
     parser.add_argument("--sections", default="losses,long,whole", help="comma list (default: all three)")
+    parser.add_argument("--stages", type=int, default=2, help="pipeline stages and GPUs (default: 2)")
     parser.add_argument("--iterations", type=int, default=20, help="compared (default: 20)")
     parser.add_argument("--window", type=int, default=65536, help="tokens (default: 65536)")
     parser.add_argument(
@@ -75,11 +83,14 @@ def losses(options: argparse.Namespace) -> None:
     # A fifth of the usual rate: a model whose loss jumps would tell rounding apart by chaos.
     quiet = f"{RECOMPUTE} --lr 6e-5 --min-lr 6e-6 --ckpt-format torch_dist --no-save-optim"
     first = job(options, iterations=2, extra=f"{quiet} --save {saved} --save-interval 2 --lr-warmup-iters 0")
-    if not run("start-module", 2, [*STAGES, "--wlb-chunks", "on"], prefix, first):
+    if not run(
+        "start-module", options.stages, [*pipelined(options.stages), "--wlb-chunks", "on"], prefix, first
+    ):
         return
     later = job(options, extra=f"{quiet} --load {saved} --finetune")
     rows = {
-        name: run(f"{name}-module", gpus, flags, prefix, later) for name, (gpus, flags) in LAYOUTS.items()
+        name: run(f"{name}-module", gpus, flags, prefix, later)
+        for name, (gpus, flags) in layouts(options.stages).items()
     }
     write_csv(options.out / "losses.csv", [row for run_rows in rows.values() for row in run_rows])
     base = {row["iteration"]: row for row in rows["pp1-one"]}
@@ -120,11 +131,11 @@ def words(options: argparse.Namespace) -> str:
 
 def long_in_chunks(options: argparse.Namespace) -> None:
     """Train documents of four windows in chunks."""
-    chunks = [*STAGES, "--wlb-chunks", "on", "--wlb-overlong", "chunk"]
+    chunks = [*pipelined(options.stages), "--wlb-chunks", "on", "--wlb-overlong", "chunk"]
     # Else the document is split at twice the window.
     chunks += ["--max-position-embeddings", str(4 * options.window)]
     split = job(options, extra=words(options), global_batch_size=6, iterations=6)
-    rows = run("long-chunks-module", 2, chunks, long_corpus(options), split)
+    rows = run("long-chunks-module", options.stages, chunks, long_corpus(options), split)
     longest = longest_whole(options.out / "long-chunks-module.log")
     print(
         f"a document of {4 * options.window:,} tokens in chunks: {len(rows)} of 6 iterations; documents of up to "
@@ -145,7 +156,8 @@ def long_and_whole(options: argparse.Namespace) -> None:
     extra = f"{words(options)} --lr-warmup-iters 0"
     options_whole = job(options, extra=extra, seq_length=whole, global_batch_size=2, iterations=2)
     rows = run(
-        "long-whole-module", 2, [*STAGES, "--wlb-packing", "original"], long_corpus(options), options_whole
+        *("long-whole-module", options.stages, [*pipelined(options.stages), "--wlb-packing", "original"]),
+        *(long_corpus(options), options_whole),
     )
     log = (options.out / "long-whole-module.log").read_text(encoding="utf-8")
     short = [line for line in log.splitlines() if "OutOfMemoryError" in line]
