@@ -26,7 +26,7 @@ def test_the_least_limit_decides_and_every_one_is_told() -> None:
     for limit in ("share of an iteration 256", "--max-position-embeddings 200", "memory 150"):
         assert limit in message
     longest, message = longest_whole("chunk", 64, 2, [positions])
-    assert longest == 128 and "memory is not known" in message
+    assert longest == 128 and "what memory allows is not known here" in message
     assert longest_whole("split", 64, 4, [positions], memory) == (64, "")
 
 

@@ -15,7 +15,8 @@ PREFIX = "wlb_"
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the plugin's argument group to Megatron's parser (an `extra_args_provider`)."""
     group = parser.add_argument_group(
-        title="workload-balanced packing and context parallelism", description="wlb_megatron's settings."
+        title="workload-balanced packing and context parallelism",
+        description="Flags of wlb_megatron. README.md tells when to change a default.",
     )
     for setting in fields(WlbConfig):
         flag = _flag(PREFIX + setting.name)

@@ -26,7 +26,7 @@ class WlbConfig:
     packing: str = _setting(
         "varlen",
         "how documents become micro-batches: original (arrival order, windows of --seq-length), fixed-greedy "
-        "(windows of equal work), fixed-solver (the same by an exact solver, in planning commands alone), varlen "
+        "(windows of equal work), fixed-solver (the same by an exact solver, only in planning commands), varlen "
         "(micro-batches of variable length)",
         choices=PACKINGS,
     )
@@ -83,7 +83,7 @@ class WlbConfig:
     )
     balance_batches: int = _setting(
         1,
-        "global batches over which fixed-greedy and fixed-solver balance windows (iterations)",
+        "fixed-greedy and fixed-solver balance windows over this many global batches (iterations)",
         type=int,
         within=(1, COUNT),
     )
@@ -115,7 +115,7 @@ class WlbConfig:
     )
     max_documents: int = _setting(
         4096,
-        "most documents in a micro-batch, of which each costs the attention kernels a row of blocks (documents)",
+        "most documents in a micro-batch, because each adds to the time of the attention kernels (documents)",
         type=int,
         within=(1, COUNT),
     )

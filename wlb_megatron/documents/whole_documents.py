@@ -34,4 +34,6 @@ def longest_whole(
         if tokens > window
         else f"documents above the window of {window:,} tokens are split, because none longer can train whole"
     )
-    return tokens, f"{beyond}; limits: {limits}" + ("" if memory else "; memory is not known")
+    return tokens, f"{beyond}; limits: {limits}" + (
+        "" if memory else "; what memory allows is not known here"
+    )

@@ -39,8 +39,8 @@ class Assumptions:
     )
     host_launch: float = _assumed(
         1.0,
-        "how much of the host's launch times, measured for the profile or else on an H200's host, a micro-batch takes "
-        "at least; 0: the host is always ahead (factor)",
+        "scale of the host's launch times, the least time of a micro-batch (from the profile, else measured on an "
+        "H200's host); 0: the host is always ahead (factor)",
     )
     step_overhead: float = _assumed(
         0.0, "time of a step outside all of that: data, logging, first launches (seconds)"

@@ -43,7 +43,7 @@ def _of_delay(packer: VarlenPacker, *, equal: bool) -> str:
         else "where a token weighs less in the gradient: --wlb-token-weights equal undoes that"
     )
     return (
-        f"documents of {packer.thresholds[0]:,} tokens or more may wait {packer.longest_delay} iterations. They "
+        f"documents of {packer.thresholds[0]:,} tokens or more may wait up to {packer.longest_delay} iterations. They "
         f"train in fuller steps, {weight}"
     )
 

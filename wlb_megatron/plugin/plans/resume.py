@@ -22,8 +22,8 @@ def remember(source: Source, planner_state: Callable[[], dict[str, Any]], *, app
 
 
 CURE = (
-    "or add --wlb-fresh-order: documents that wait train first, known corpora continue where they were, and new "
-    "ones begin"
+    "or add --wlb-fresh-order: documents that wait train first, known corpora continue where they were (with another "
+    "--seed they begin an epoch), and new ones begin"
 )
 
 
