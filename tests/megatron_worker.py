@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import get_args, training
 
@@ -169,6 +170,9 @@ def watch() -> None:
 
     def prepare_with_known_weights(chunks: list[Any], settings: Any) -> list[Any]:
         chunks = with_known_weights(prepare(chunks, settings))
+        if "WORKER_DOUBLES" in os.environ:
+            for chunk in chunks:
+                chunk.__class__ = DoubledLosses
         if os.environ.get("WORKER_LOGITS"):
             for chunk in chunks:
                 if hasattr(chunk, "output_layer"):
@@ -240,6 +244,14 @@ def save_when_reduced() -> None:
         return result
 
     training.finalize_model_grads = finalize_and_save
+
+
+class DoubledLosses(GPTModel):
+    """A script's own model, which changes the losses before it returns them."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        return output * 2 if self.post_process else output
 
 
 def watch_deferred_losses() -> None:

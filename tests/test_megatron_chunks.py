@@ -48,12 +48,13 @@ ROWS = {
 CHUNKS = "--wlb-chunks on --wlb-quadratic-at 80 --wlb-micro-batch-cost 2 --wlb-max-tokens 80"
 
 
-def run(corpus: Path, out: Path, processes: int, flags: str) -> list[dict[str, Any]]:
+def run(corpus: Path, out: Path, processes: int, flags: str, **environment: str) -> list[dict[str, Any]]:
     base = [flag for part in (MODEL, MACHINE, TRAINING) for flag in part.split()]
     if "--multi-latent-attention" in flags:
         base.remove("--group-query-attention")
     arguments = [*base, *flags.split(), "--data-path", str(corpus), "--global-batch-size", "8"]
-    return train([*arguments, "--train-iters", str(ITERATIONS), "--wlb-max-delay", "0"], processes, out)
+    arguments += ["--train-iters", str(ITERATIONS), "--wlb-max-delay", "0"]
+    return train(arguments, processes, out, **environment)  # type: ignore[arg-type]
 
 
 def numbers(ranks: list[dict[str, Any]]) -> list[int]:
@@ -89,6 +90,16 @@ def test_losses_and_gradients_equal_the_single_process(name: str, corpus: Path, 
     ) in ranks:  # as many deferred losses as losses; hidden states and logits go with their micro-batch
         assert len(rank["kept"]) - ITERATIONS == (len(rank["losses"]) if rank["place"]["pp"] == last else 0)
         assert not any(rank["kept"])
+
+
+def test_a_model_that_changes_its_losses_trains_with_them(corpus: Path, tmp_path: Path) -> None:
+    """Its losses stay in the forward: a deferred loss would come after the change."""
+    whole = run(corpus, tmp_path / "whole", 1, "--wlb-chunks off --wlb-max-tokens 256", WORKER_DOUBLES="1")
+    chunks = run(corpus, tmp_path / "chunks", 1, CHUNKS, WORKER_DOUBLES="1")
+    assert chunks_of_a_document(chunks) >= 2
+    loss, gradient, parameter = differences(whole, chunks, ITERATIONS, numbers(chunks))
+    assert loss <= 1e-6
+    assert gradient <= 1e-5, parameter
 
 
 def test_a_document_of_four_windows_trains_whole_as_in_a_window_of_its_length(tmp_path: Path) -> None:

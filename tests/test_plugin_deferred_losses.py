@@ -13,6 +13,7 @@ from torch import Tensor
 from wlb_megatron.plugin.step.deferred_losses import (
     deferred_of,
     deferring,
+    returns_its_losses,
     wrap_backward_step,
     wrap_postprocess,
 )
@@ -101,6 +102,33 @@ def test_a_forward_outside_of_such_a_step_or_without_gradients_or_on_an_earlier_
     with pytest.raises(ValueError, match="a fault"), deferring(True):
         raise ValueError("a fault")
     assert deferred_of(model(tokens)) is None and len(model.made) == 4
+
+
+def test_losses_of_a_model_that_may_change_them_are_not_deferred() -> None:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    class Own(GPTModel):
+        pass
+
+    class Forward(GPTModel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs) * 2
+
+    class Postprocess(GPTModel):
+        def _postprocess(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._postprocess(*args, **kwargs) * 2
+
+    def wrapped(kind: type) -> Any:
+        model: Any = kind.__new__(kind)
+        torch.nn.Module.__init__(model)
+        outer = torch.nn.Module()
+        outer.module = torch.nn.Module()
+        outer.module.module = model
+        return outer
+
+    kinds = (GPTModel, Own, Forward, Postprocess, torch.nn.Module)
+    assert [returns_its_losses(wrapped(kind)) for kind in kinds] == [True, True, False, False, False]
+    assert returns_its_losses([wrapped(GPTModel)])
 
 
 def test_a_backward_before_the_forwards_end_is_an_error(model: Model) -> None:

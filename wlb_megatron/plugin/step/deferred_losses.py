@@ -5,7 +5,8 @@ the document has tokens: 262,144 tokens and a vocabulary of 48,000 take 50 GB, a
 layers' keys and activations needed 37 GiB. Nothing needs a loss before its backward, so it is made then. Nothing is
 computed twice.
 
-Not with FSDP, whose parameters are gathered for a forward of the whole model.
+Not with FSDP, whose parameters are gathered for a forward of the whole model. Nor with a script's own model that may
+change the losses of GPTModel before it returns them.
 """
 
 from __future__ import annotations
@@ -70,6 +71,20 @@ def deferring(wanted: bool) -> Iterator[None]:
         yield
     finally:
         state.active = False
+
+
+def returns_its_losses(model: Any) -> bool:
+    """Whether this model (a list of one, or the model as Megatron wraps it) returns what GPTModel._postprocess does.
+
+    False where a script's class overrides that or forward, or holds the GPTModel inside.
+    """
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    model = model[0] if isinstance(model, list) else model
+    while hasattr(model, "module"):  # DDP and mixed precision wrap it
+        model = model.module
+    own = type(model)
+    return all(getattr(own, name, None) is getattr(GPTModel, name) for name in ("forward", "_postprocess"))
 
 
 def deferred_of(output: Any) -> DeferredLoss | None:
