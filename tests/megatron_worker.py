@@ -267,12 +267,14 @@ def watch_deferred_losses() -> None:
         kept()
         return run(self)
 
+    def note(_: Any, inputs: Any, named: dict[str, Any], output: Any) -> None:
+        hidden = inputs[0] if inputs else named["input_"]  # Megatron's dev branch names it
+        earlier.extend(map(weakref.ref, (hidden, output[0])))
+
     def prepare_watched(chunks: list[Any], settings: Any) -> list[Any]:
         for chunk in prepare(chunks, settings):
             if hasattr(chunk, "output_layer"):
-                chunk.output_layer.register_forward_hook(
-                    lambda module, inputs, output: earlier.extend(map(weakref.ref, (inputs[0], output[0])))
-                )
+                chunk.output_layer.register_forward_hook(note, with_kwargs=True)
         return chunks
 
     def finalize_watched(*args: Any, **kwargs: Any) -> Any:

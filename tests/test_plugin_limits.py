@@ -188,6 +188,7 @@ ARRIVES = {
     "sequence": ({"sequence_parallel": True}, True),
     "distributed_optimizer": ({"use_distributed_optimizer": False}, False),
     "fully_sharded": ({"use_torch_fsdp2": True}, True),
+    "losses_in_forward": ({"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim"}, True),
     "recompute": ({"recompute_granularity": "full"}, "full"),
     "recompute_layers": ({"recompute_num_layers": 3}, 3),
     "recompute_block": ({"recompute_method": "block"}, True),

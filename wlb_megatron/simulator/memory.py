@@ -39,6 +39,7 @@ def gpu_memory(
         sequence=sizes.tp > 1,
         distributed_optimizer=True,
         fully_sharded=trainer.shards_weights,
+        losses_in_forward=trainer.shards_weights,
         recompute=model.recompute,
         keep_keys=not model.regather,
     )

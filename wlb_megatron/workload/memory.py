@@ -59,7 +59,8 @@ class ParallelLayout:
     stage before the next (microbatch_group_size_per_vp_stage), at least `pipeline`. micro_batches: global_batch_size /
     data.
     distributed_optimizer: use_distributed_optimizer (its states are spread over data x context ranks).
-    fully_sharded: FSDP spreads weights and gradients over them too.
+    fully_sharded: FSDP spreads weights and gradients over them too. losses_in_forward: with documents in chunks, losses
+    do not wait for their backward; so with FSDP of either kind, whatever it spreads (plugin/step/deferred_losses.py).
     recompute: recompute_granularity or "none"; "selective" counts core attention only. recompute_layers:
     recompute_num_layers or 1. recompute_block: recompute_method is "block". keep_keys: exchanged keys are saved for
     backward (attention's option), or exchanged again.
@@ -75,6 +76,7 @@ class ParallelLayout:
     sequence: bool = False
     distributed_optimizer: bool = False
     fully_sharded: bool = False
+    losses_in_forward: bool = False
     recompute: str = "none"
     recompute_layers: int = 1
     recompute_block: bool = False
@@ -274,13 +276,13 @@ def logits_bytes(shape: StageShape, layout: ParallelLayout) -> int:
 def waiting_loss_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
     """What the end of the last stage keeps for each token held of a group of micro-batches that share a document.
 
-    The final norm's input and output. The output layer and the loss run right before the backward; with FSDP they run
-    in the forward, and the loss keeps its softmax in fp32 (plugin/step/deferred_losses.py).
+    The final norm's input and output. The output layer and the loss run right before the backward. A loss that runs in
+    the forward keeps its softmax in fp32.
     """
     if not _is_last(layout, stage):
         return 0
     norm = 2 * _spread(shape.hidden, layout) * shape.dtype_bytes
-    return norm + (4 * -(-shape.vocab // layout.tensor) if layout.fully_sharded else 0)
+    return norm + (4 * -(-shape.vocab // layout.tensor) if layout.losses_in_forward else 0)
 
 
 def chunks_in_flight(layout: ParallelLayout, stage: int) -> int:
