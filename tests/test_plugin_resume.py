@@ -114,6 +114,22 @@ def test_a_state_continues_where_it_was_saved_and_counts_its_tokens() -> None:
     assert again.planner.next_iteration() == first.planner.next_iteration()
 
 
+def test_a_resumed_run_says_if_tokens_weigh_unlike_before() -> None:
+    """In checkpoints of 0.1.0, which do not tell, a token weighed by its step."""
+    args, first = megatron(0), source(token_weights="equal")
+    first.planner.next_iteration()
+    resume.remember(first, first.planner.snapshot())
+    load(save(args))
+    assert restored(source(token_weights="equal"), megatron(1)) == []
+    told = "--wlb-token-weights is step from here on, where the checkpoint's run had equal"
+    assert restored(source(token_weights="step"), megatron(1)) == [told]
+    old = {name: part for name, part in saved(args).items() if name != "token_weights"}
+    load(argparse.Namespace(wlb_state=json.dumps(old)))
+    assert restored(source(token_weights="step"), megatron(1)) == []
+    (line,) = restored(source(), megatron(1))  # its documents wait, so auto is equal
+    assert line.startswith("--wlb-token-weights is equal from here on")
+
+
 def test_a_state_of_another_iteration_than_the_checkpoint_is_refused() -> None:
     args, first = megatron(0), source()
     first.planner.next_iteration()

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from wlb_megatron.documents.changes import changes
 from wlb_megatron.packing.carry import Carried, take_up
+from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
 from wlb_megatron.plugin.flags.rank_counts import RankCounts
 from wlb_megatron.plugin.plans import checkpoint
@@ -18,7 +19,8 @@ def remember(source: Source, planner_state: Callable[[], dict[str, Any]], *, app
     """Make the planner's state after an iteration part of the next checkpoint. applied: else not before Megatron
     has applied its gradients."""
     keep, settings = checkpoint.remember if applied else checkpoint.remember_if_applied, _settings_of(source)
-    keep(lambda: {"settings": settings, "planner": planner_state()})
+    weights = _token_weights(source)
+    keep(lambda: {"settings": settings, "token_weights": weights, "planner": planner_state()})
 
 
 CURE = (
@@ -46,7 +48,7 @@ def restore(source: Source, at: LoadedAt, sizes: RankCounts, micro_batch_size: i
     """
     lines: list[str] = []
     if at.iteration:
-        lines = _continue(source, at, micro_batch_size)
+        lines = [*_continue(source, at, micro_batch_size), *_weights_changed(source)]
     elif source.config.fresh_order:  # a new run, or --finetune
         raise Refused(
             "wlb_megatron refuses --wlb-fresh-order: training begins at iteration 0, so there is no document order to "
@@ -90,6 +92,18 @@ def _continue(source: Source, at: LoadedAt, micro_batch_size: int) -> list[str]:
         planner.stream.load_state(unmoved)
         planner.begin_at(counted)
         return [*began_at, "its state cannot be read: all corpora begin, and what waited is not known"]
+
+
+def _token_weights(source: Source) -> str:
+    return "equal" if weighs_equally(source.config, source.planner.packer) else "step"
+
+
+def _weights_changed(source: Source) -> list[str]:
+    """What there is to say where tokens weigh in the gradient unlike before. States of 0.1.0 do not tell: by step."""
+    before, now = (checkpoint.loaded_state() or {}).get("token_weights", "step"), _token_weights(source)
+    if before == now:
+        return []
+    return [f"--wlb-token-weights is {now} from here on, where the checkpoint's run had {before}"]
 
 
 def _length_kept(source: Source, before: dict[str, Any]) -> list[str]:
