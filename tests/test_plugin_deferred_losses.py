@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,10 +53,19 @@ def sum_of_losses(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return loss, count, {"lm loss": torch.stack([loss.detach(), count.float()])}
 
 
-def backward(_: Any, output: Any, scale: float) -> Any:
+class Timers(list[Any]):
+    """Megatron's, as far as they are used: what is started and stopped, in order."""
+
+    def __call__(self, name: str, log_level: int) -> Any:
+        return SimpleNamespace(
+            start=lambda: self.append(("start", name, log_level)), stop=lambda: self.append("stop")
+        )
+
+
+def backward(_: Any, output: Any, gradient: Any, config: Any) -> Any:
     """As Megatron's: a list of one output, or the output."""
     loss = output[0] if isinstance(output, list) else output
-    (loss * scale).backward()
+    (loss * config.scale).backward()
 
 
 def test_value_and_gradients_are_those_of_the_forward_and_no_logits_wait(model: Model) -> None:
@@ -66,7 +76,7 @@ def test_value_and_gradients_are_those_of_the_forward_and_no_logits_wait(model: 
     gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
     model.made.clear()
-    waiting = []
+    waiting, timers = [], Timers()
     with deferring(True):
         for batch in batches:
             output = model(batch)
@@ -77,9 +87,10 @@ def test_value_and_gradients_are_those_of_the_forward_and_no_logits_wait(model: 
         step = wrap_backward_step(backward)
         for output, count, _ in reversed(waiting):
             assert count == 3
-            step(None, [output], 0.5)
+            step(None, [output], None, SimpleNamespace(scale=0.5, timers=timers))
             gc.collect()
             assert model.made[-1]() is None  # its logits are gone before the next micro-batch's come
+    assert timers == [("start", "backward-compute", 2), "stop"] * 3
     for (loss, _, logged), (_, _, filled) in zip(expected, waiting, strict=True):
         assert torch.equal(filled["lm loss"], logged["lm loss"]) and filled["lm loss"][0] == loss
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
@@ -135,4 +146,4 @@ def test_a_backward_before_the_forwards_end_is_an_error(model: Model) -> None:
     with deferring(True):
         output = model(torch.randn(4, 8))
     with pytest.raises(RuntimeError, match="before the end of its forward"):
-        wrap_backward_step(backward)(None, output, 1.0)
+        wrap_backward_step(backward)(None, output, None, SimpleNamespace(timers=None))

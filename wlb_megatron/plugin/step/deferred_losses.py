@@ -106,11 +106,20 @@ def wrap_postprocess(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A schedule's backward of one micro-batch, which begins with its deferred loss."""
+    """A schedule's backward of one micro-batch, which begins with its deferred loss. Megatron's timer of backwards
+    counts it."""
 
-    def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def backward_step(input_tensor: Any, output_tensor: Any, *rest: Any) -> Any:
         deferred = deferred_of(output_tensor)
-        outputs = output_tensor if deferred is None else [deferred.run()]
-        return original(input_tensor, outputs, *args, **kwargs)
+        if deferred is None:
+            return original(input_tensor, output_tensor, *rest)
+        timers = rest[-1].timers  # of the config, which comes last in every release
+        timer = None if timers is None else timers("backward-compute", log_level=2)
+        if timer is not None:
+            timer.start()
+        loss = deferred.run()
+        if timer is not None:
+            timer.stop()
+        return original(input_tensor, [loss], *rest)
 
     return backward_step
