@@ -159,7 +159,8 @@ def changed(owner: Any, name: str, value: Any) -> Any:
 
 
 def check_of_changed_megatrons(rank: int, folder: Path) -> None:
-    """This rank's comparisons: Megatron as it is, with weaker routers' losses, and with undivided gradients."""
+    """This rank's comparisons: Megatron as it is, with weaker routers' losses, with undivided gradients, and with
+    deferred losses halved."""
     from wlb_megatron.plugin.trials.without_gpu import run_without_gpu
 
     run_without_gpu()
@@ -174,6 +175,10 @@ def check_of_changed_megatrons(rank: int, folder: Path) -> None:
     undivided = lambda model, tokens=None, **more: whole(model, None, **more)  # noqa: E731
     with changed(finalize, "finalize_model_grads", undivided):
         comparisons["undivided"] = megatron_check.rank_comparisons(str(folder / "undivided"), rank)
+    from wlb_megatron.plugin.step.deferred_losses import DeferredLoss
+
+    with changed(DeferredLoss, "run", lambda self, run=DeferredLoss.run: run(self) / 2):
+        comparisons["late"] = megatron_check.rank_comparisons(str(folder / "late"), rank)
     (folder / f"rank{rank}.json").write_text(json.dumps(comparisons))
 
 
@@ -186,12 +191,13 @@ def test_the_check_passes_this_megatron_and_names_what_a_changed_one_does(tmp_pa
     }
     assert megatron_trial.judged(comparisons["none"]) < 1e-4
     says = {}
-    for case in ("weak", "undivided"):
+    for case in ("weak", "undivided", "late"):
         with pytest.raises(WlbError) as wrong:
             megatron_trial.judged(comparisons[case])
         says[case] = str(wrong.value)
     assert re.search(r"^routers' auxiliary loss \(its gradients\): 0\.5 times", says["weak"])
     assert "routers' z-loss (its gradients): 0.5 times" in says["weak"] and "loss:" not in says["weak"]
+    assert says["late"].startswith("gradients of deferred losses: 0.5 times the right strength")
     predictions = sum(length - 1 for lengths in megatron_check.LENGTHS for length in lengths)
     assert f"gradients: {predictions} times the right strength" in says["undivided"]
 

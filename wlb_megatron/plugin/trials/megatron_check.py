@@ -48,9 +48,8 @@ def rank_comparisons(meeting: str, rank: int) -> list[Comparison]:
 
 
 def _compared(rank: int) -> list[Comparison]:
-    """A step without routers' losses, one with the balancing loss alone, one with the z-loss alone."""
-    import torch
-
+    """A step without routers' losses, one with the balancing loss alone, one with the z-loss alone, and one without
+    them whose losses are made right before their backwards."""
     plain: dict[str, Any] = {}
     comparisons = []
     for what, aux, z in (
@@ -65,10 +64,16 @@ def _compared(rank: int) -> list[Comparison]:
             plain = {"right": exact, "given": computed}
         else:
             exact, computed = _flat(right) - plain["right"], _flat(gradients) - plain["given"]
-        size = float(exact.norm())
-        strength = float(torch.dot(exact, computed)) / size**2
-        comparisons.append(Comparison(what, float((computed - exact).norm()) / size, strength))
+        comparisons.append(_comparison(what, exact, computed))
+    _, gradients, _, right = _step(rank, 0.0, 0.0, deferred=True)
+    comparisons.append(_comparison("gradients of deferred losses", _flat(right), _flat(gradients)))
     return comparisons
+
+
+def _comparison(what: str, exact: Any, computed: Any) -> Comparison:
+    size = float(exact.norm())
+    strength = float(exact @ computed) / size**2
+    return Comparison(what, float((computed - exact).norm()) / size, strength)
 
 
 def _flat(tensors: dict[str, Any]) -> Any:
@@ -77,12 +82,15 @@ def _flat(tensors: dict[str, Any]) -> Any:
     return torch.cat([tensors[name].double().flatten() for name in sorted(tensors)])
 
 
-def _step(rank: int, aux: float, z: float) -> tuple[float, dict[str, Any], float, dict[str, Any]]:
-    """Loss and gradients (by parameter) through Megatron, and the right ones."""
+def _step(
+    rank: int, aux: float, z: float, *, deferred: bool = False
+) -> tuple[float, dict[str, Any], float, dict[str, Any]]:
+    """Loss and gradients (by parameter) through Megatron, and the right ones. deferred: see deferred_losses.py."""
     import torch
     import torch.distributed as dist
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from wlb_megatron.plugin.step.deferred_losses import deferring
     from wlb_megatron.plugin.trials.plain_gpt import Shape, loss_of
 
     shape = Shape()
@@ -100,15 +108,16 @@ def _step(rank: int, aux: float, z: float) -> tuple[float, dict[str, Any], float
     right_loss, predictions = loss_of(weights, documents, shape, aux, z)
     right = torch.autograd.grad(right_loss, list(weights.values()))
     model.zero_grad_buffer()
-    losses = get_forward_backward_func()(
-        forward_step_func=_forward_step,
-        data_iterator=_batches(rank, documents),
-        model=[model],
-        num_microbatches=len(documents),
-        seq_length=max(map(sum, LENGTHS)),
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    with deferring(deferred):
+        losses = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=_batches(rank, documents),
+            model=[model],
+            num_microbatches=len(documents),
+            seq_length=max(map(sum, LENGTHS)),
+            micro_batch_size=1,
+            forward_only=False,
+        )
     sums = sum(microbatch["lm loss"].double() for microbatch in losses)
     dist.all_reduce(sums)
     plain, _ = loss_of(weights, documents, shape, 0.0, 0.0)
@@ -190,6 +199,7 @@ def _batches(rank: int, documents: list[list[Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _forward_step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
+    from wlb_megatron.plugin.step.deferred_losses import deferred_of
     from wlb_megatron.plugin.step.forward_step import sum_of_losses
 
     batch = next(data_iterator)
@@ -201,7 +211,8 @@ def _forward_step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[
         loss_mask=batch["loss_mask"],
         packed_seq_params=batch["params"],
     )
-    return output, partial(sum_of_losses, batch["loss_mask"])
+    function, deferred = partial(sum_of_losses, batch["loss_mask"]), deferred_of(output)
+    return output, function if deferred is None else partial(deferred.begin, function, batch["loss_mask"])
 
 
 if __name__ == "__main__":
