@@ -115,7 +115,7 @@ def test_a_forward_outside_of_such_a_step_or_without_gradients_or_on_an_earlier_
     assert deferred_of(model(tokens)) is None and len(model.made) == 4
 
 
-def test_losses_of_a_model_that_may_change_them_are_not_deferred() -> None:
+def test_losses_of_a_model_that_may_change_them_are_not_deferred(capsys: pytest.CaptureFixture[str]) -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     class Own(GPTModel):
@@ -140,6 +140,8 @@ def test_losses_of_a_model_that_may_change_them_are_not_deferred() -> None:
     kinds = (GPTModel, Own, Forward, Postprocess, torch.nn.Module)
     assert [returns_its_losses(wrapped(kind)) for kind in kinds] == [True, True, False, False, False]
     assert returns_its_losses([wrapped(GPTModel)])
+    (told,) = capsys.readouterr().out.splitlines()  # once
+    assert told.startswith("> wlb_megatron: Forward does not return its losses as GPTModel does")
 
 
 def test_a_backward_before_the_forwards_end_is_an_error(model: Model) -> None:

@@ -57,9 +57,10 @@ class DeferredLoss:
 
 @dataclass(slots=True)
 class Deferring:
-    """active: the step that runs defers losses."""
+    """active: the step that runs defers losses. told: what keeps losses in the forward has been printed."""
 
     active: bool = False
+    told: bool = False
 
 
 @contextmanager
@@ -76,15 +77,25 @@ def deferring(wanted: bool) -> Iterator[None]:
 def returns_its_losses(model: Any) -> bool:
     """Whether this model (a list of one, or the model as Megatron wraps it) returns what GPTModel._postprocess does.
 
-    False where a script's class overrides that or forward, or holds the GPTModel inside.
+    False where a script's class overrides that or forward, or holds the GPTModel inside. Printed the first time.
     """
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.training import print_rank_0
 
     model = model[0] if isinstance(model, list) else model
     while hasattr(model, "module"):  # DDP and mixed precision wrap it
         model = model.module
     own = type(model)
-    return all(getattr(own, name, None) is getattr(GPTModel, name) for name in ("forward", "_postprocess"))
+    if all(getattr(own, name, None) is getattr(GPTModel, name) for name in ("forward", "_postprocess")):
+        return True
+    state = part(Deferring)
+    if not state.told:
+        state.told = True
+        print_rank_0(
+            f"> wlb_megatron: {own.__name__} does not return its losses as GPTModel does, so those of documents in "
+            "chunks stay in the forward: logits of all chunks are kept at once, which estimates of memory leave out"
+        )
+    return False
 
 
 def deferred_of(output: Any) -> DeferredLoss | None:
