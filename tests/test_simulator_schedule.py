@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_megatron.pipeline.orders import Step, pipeline_orders
-from wlb_megatron.pipeline.schedule import Event, pipeline_ends, pipeline_events
-from wlb_megatron.simulator.launching import Launches, queued_ends
+from wlb_megatron.pipeline.schedule import Event, Launches, pipeline_ends, pipeline_events
 
 
 def _timeline(events: list[Event], stage: int) -> list[tuple[str, float, float]]:
@@ -192,12 +191,12 @@ def test_bad_sizes_are_refused():
         pipeline_ends(np.ones((1, 2, 2, 2)), np.ones((1, 2, 2, 2)), blocking=True)
 
 
-def test_a_step_of_one_stage_waits_for_launches_only_where_the_host_has_no_lead() -> None:
-    def ends(forward: float, backward: float, there: float, back: float, loss: float = 0.0) -> float:
-        device = [np.full((1, 2), ns) for ns in (forward, backward)]
-        return float(queued_ends(*device, Launches(np.array(there), np.array(back), loss))[0])
+def test_a_step_waits_for_launches_only_where_the_host_has_no_lead() -> None:
+    def ends(forward: float, backward: float, there: float, back: float, stages: int = 1) -> float:
+        times = [np.full((1, stages, 1, 2), ns) for ns in (forward, backward, there, back)]
+        return float(pipeline_ends(*times[:2], launches=Launches(*times[2:])).max())
 
-    assert ends(3, 6, 0, 0) == 18  # the device's own time
-    assert ends(3, 6, 3, 6) == 18 and ends(3, 6, 2, 5, loss=1) == 20  # a lead at each backward's end
-    assert ends(3, 6, 4, 2) == 19  # the first forward is launched no sooner
+    assert ends(3, 6, 0, 0) == ends(3, 6, 3, 6) == 18  # the device's own time
+    assert ends(3, 6, 4, 2) == 19  # only the first forward waits
     assert ends(3, 6, 8, 10) == 8 + 10 + 8 + 10  # the host's time, forward and backward together
+    assert ends(3, 6, 4, 2, stages=2) == 4 + 3 + 6 + 3 + 6 + 6  # the second host launches while it waits

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,19 @@ import numpy.typing as npt
 from wlb_megatron.pipeline.graph import Node, pipeline_graph
 
 FloatArray = npt.NDArray[np.float64]
+
+
+class Launches(NamedTuple):
+    """The host's time to launch each forward and backward, float[n, P, V, m] or [P, V, m] of one step.
+
+    A stage's host launches its steps in their order, and waits for nothing. A step begins once all before it are
+    launched, and ends no sooner than its own launches. Example: one stage, forwards of 3 with launches of 4, backwards
+    of 6 with launches of 2: a forward ends at 4, its backward at 10, the next forward at 13, its backward at 19. The
+    device alone takes 18.
+    """
+
+    forward: FloatArray
+    backward: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +52,7 @@ def pipeline_events(
     transfer: float = 0.0,
     blocking: bool = False,
     groups: Sequence[int] | None = None,
+    launches: Launches | None = None,
 ) -> list[Event]:
     """Events of one step, in order of start. See `pipeline_ends`; a float[m] is of equal stages of one chunk.
 
@@ -45,7 +60,8 @@ def pipeline_events(
     """
     times = [_as_grid(direction, stages) for direction in (forward, backward)]
     graph = pipeline_graph(stages, times[0].shape[-1], times[0].shape[-2], blocking, _key(groups))
-    ends = _solve(graph, times[0][None], times[1][None], transfer)[:, 0]
+    hosts = None if launches is None else Launches(*(way[None] for way in launches))
+    ends = _solve(graph, times[0][None], times[1][None], transfer, hosts)[:, 0]
     events = [
         Event(
             node.stage,
@@ -68,6 +84,7 @@ def pipeline_ends(
     transfer: float | FloatArray = 0.0,
     blocking: bool = False,
     groups: Sequence[int] | None = None,
+    launches: Launches | None = None,
 ) -> FloatArray:
     """float64[n, P]: when each stage of each of n steps is done.
 
@@ -75,14 +92,14 @@ def pipeline_ends(
     the next, of all steps or float[n]. blocking: a stage that sends waits until the other receives, as Megatron's 1F1B
     does; only with V = 1 (the interleaved schedule sends and receives while it computes). groups: sizes of consecutive
     groups of micro-batches, the same in all steps, whose backwards run last first (see `grouped_orders`); only with
-    V = 1.
+    V = 1. launches: the host's, see Launches; None: the host is always ahead.
     Raises ValueError on other shapes.
     """
     if forward.shape != backward.shape or forward.ndim != 4:
         raise ValueError(f"forward {forward.shape} and backward {backward.shape} must be alike, [n, P, V, m]")
     _, stages, chunks, micro_batches = forward.shape
     graph = pipeline_graph(stages, micro_batches, chunks, blocking, _key(groups))
-    ends = _solve(graph, forward, backward, transfer)
+    ends = _solve(graph, forward, backward, transfer, launches)
     done = np.zeros((len(forward), stages))
     for node, end in zip(graph, ends, strict=True):
         if node.step is not None:
@@ -100,16 +117,29 @@ def _as_grid(times: npt.ArrayLike, stages: int) -> FloatArray:
 
 
 def _solve(
-    graph: Sequence[Node], forward: FloatArray, backward: FloatArray, transfer: float | FloatArray
+    graph: Sequence[Node],
+    forward: FloatArray,
+    backward: FloatArray,
+    transfer: float | FloatArray,
+    launches: Launches | None,
 ) -> FloatArray:
     """float64[nodes, n]: end of each node."""
     ends = np.zeros((len(graph), len(forward)))
+    launched = np.zeros(
+        (forward.shape[1], len(forward))
+    )  # by when each stage's host has launched its steps so far
     for at, (stage, step, after, sent) in enumerate(graph):
         end = ends[at]
         for node in after:
             np.maximum(end, ends[node], out=end)
         for node in sent:
             np.maximum(end, ends[node] + transfer, out=end)
-        if step is not None:
-            end += (backward if step.backward else forward)[:, stage, step.chunk, step.micro_batch]
+        if step is None:
+            continue
+        at_step = np.s_[:, stage, step.chunk, step.micro_batch]
+        np.maximum(end, launched[stage], out=end)
+        end += (backward if step.backward else forward)[at_step]
+        if launches is not None:
+            launched[stage] += launches[step.backward][at_step]
+            np.maximum(end, launched[stage], out=end)
     return ends

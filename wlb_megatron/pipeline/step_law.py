@@ -1,8 +1,8 @@
 """Predicts a training step from the work of its micro-batches: the packer's objective.
 
 A micro-batch occupies a stage for the work of its documents plus its own fixed cost (kernel calls, fixed kernels of a
-layer). Neither its forward nor its backward takes less than the host needs to launch it. The step is 1F1B over these
-times. The simulator runs the same events with times instead of work (schedule.py).
+layer), but at least for the time in which the host launches it, forward and backward together. The step is 1F1B over
+these times. The simulator runs the same events with times instead of work (schedule.py).
 """
 
 from __future__ import annotations
@@ -42,19 +42,15 @@ class StepLaw:
     def occupied(self, work: int) -> int:
         """Work units for which a micro-batch of documents of `work` occupies a stage (all its model chunks).
 
-        Without a pipeline, a backward's launches hide behind its forward, so only the sum of both counts. In a
-        pipeline the host waits between the two. Example: work 30, least 12 and 14: 32 in a pipeline (a forward of 12,
-        a backward of 20).
+        The host launches ahead and waits for nothing, so only the sum of both ways counts. Example: work 30, least 12
+        and 14: 30.
         """
-        if self.pp == 1:
-            return max(work + self.per_micro_batch, sum(self.least))
-        parts = 1 + self.backward
-        return sum(self._ways(work + self.per_micro_batch)) // parts
+        return max(work + self.per_micro_batch, sum(self.least))
 
     def _ways(self, work: int) -> tuple[int, int]:
-        """The times of forward and backward, in units divided by 1 + backward."""
-        parts, (forward, backward) = 1 + self.backward, self.least
-        return max(work, parts * forward), max(self.backward * work, parts * backward)
+        """The times of forward and backward of a micro-batch, in units divided by 1 + backward."""
+        occupied = self.occupied(work)
+        return occupied, self.backward * occupied
 
     def fill(self, longest: int) -> int:
         """Work units to fill and drain the pipeline at the pace of a micro-batch that occupies `longest`."""
@@ -88,7 +84,7 @@ class StepLaw:
             works = [work + self.per_chunk * in_chunk for work, in_chunk in zip(works, chunk, strict=True)]
         if self.pp == 1:
             return sum(map(self.occupied, works))
-        forward, backward = zip(*(self._ways(work + self.per_micro_batch) for work in works), strict=True)
+        forward, backward = zip(*map(self._ways, works), strict=True)
         none = (0,) * (-len(works) % self.group if self.vpp > 1 else 0)
         ends = step_time((*forward, *none), (*backward, *none), self.pp, groups, chunks=self.vpp)
         return ends // ((1 + self.backward) * self.vpp)

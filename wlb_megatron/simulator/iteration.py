@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.pipeline.schedule import Event, pipeline_ends, pipeline_events
+from wlb_megatron.pipeline.schedule import Event, Launches, pipeline_ends, pipeline_events
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.simulator.launching import queued_ends
 from wlb_megatron.simulator.model import LayerModel, Times
 
 FloatArray = npt.NDArray[np.float64]
@@ -112,9 +111,9 @@ def group_events(
 ) -> list[list[Event]]:
     """Events (nanoseconds) of the first iteration's pipelines, one list for each data-parallel rank."""
     tokens, attention, cut = _measure(shards[:1], model)
-    forward, backward = _pipeline_times(
-        tokens, attention, cut, model, _grouped(tokens, None if orders is None else orders[0])
-    )
+    grouped = _grouped(tokens, None if orders is None else orders[0])
+    forward, backward = _stages(_device(tokens, attention, model), _ends(tokens, model, grouped), model)
+    launches = _launches(cut, grouped, model)
     layout, transfer = model.layout, _transfer(tokens, model)
     blocking = blocking and layout.chunks == 1
     return [
@@ -125,6 +124,7 @@ def group_events(
             transfer=float(transfer[0]),
             blocking=blocking,
             groups=None if orders is None else orders[0][rank],
+            launches=Launches(launches.forward[rank], launches.backward[rank]),
         )
         for rank in range(layout.dp)
     ]
@@ -156,30 +156,21 @@ def _device(tokens: npt.NDArray[np.int64], attention: Times, model: LayerModel) 
     return Times(*(a.max(axis=-1) + other for a, other in zip(attention, linear, strict=True)))
 
 
-def _slowest(tokens: npt.NDArray[np.int64], attention: Times, cut: BoolArray, model: LayerModel) -> Times:
-    """The same, or the host's launch time if that is longer."""
-    device = _device(tokens, attention, model)
-    return Times(*map(np.maximum, device, model.host(cut)))
+def _launches(cut: BoolArray, grouped: BoolArray, model: LayerModel) -> Launches:
+    """float[n * dp, P, V, m]: the host's launches of each forward and backward."""
+    host = model.host(cut)
+    layer = Times(*(np.broadcast_to(way, cut.shape) for way in host))
+    embedding, loss = (Times(*(np.full(cut.shape, way) for way in end)) for end in model.host_ends())
+    loss = _deferred(loss, grouped)
+    ends = [(embedding.forward, loss.forward), (embedding.backward, loss.backward)]
+    return Launches(*_stages(layer, ends, model))
 
 
-def _pipeline_times(
-    tokens: npt.NDArray[np.int64], attention: Times, cut: BoolArray, model: LayerModel, grouped: BoolArray
+def _stages(
+    layer: Times, ends: Sequence[tuple[FloatArray, FloatArray]], model: LayerModel
 ) -> tuple[FloatArray, FloatArray]:
-    """float[n * dp, P, V, m] forward and backward: the device's time or, if longer, the host's launch time."""
-    device, host = _device(tokens, attention, model), model.host(cut)
-    embedding, launched = model.host_ends()
-    loss = _deferred(Times(*(np.full(tokens.shape, way) for way in launched)), grouped)
-    forward, backward = (
-        np.maximum(
-            _stage_times(device[way], ends, model),
-            _stage_times(
-                np.broadcast_to(host[way], tokens.shape),
-                (np.full(tokens.shape, embedding[way]), loss[way]),
-                model,
-            ),
-        )
-        for way, ends in enumerate(_ends(tokens, model, grouped))
-    )
+    """float[n * dp, P, V, m] of each way: the layers of a stage, with what the first and the last have besides."""
+    forward, backward = (_stage_times(way, more, model) for way, more in zip(layer, ends, strict=True))
     return forward, backward
 
 
@@ -209,24 +200,19 @@ def run_steps(
     n, _, dp = tokens.shape
     layout = model.layout
     cut = np.full(tokens.shape, layout.cp > 1) if cut is None else cut
-    slowest = _slowest(tokens, attention, cut, model)
     grouped = _grouped(tokens, orders)
+    device, host = _device(tokens, attention, model), model.host(cut)
+    slowest = np.maximum(device.forward + device.backward, host.forward + host.backward)
     ends = _ends(tokens, model, grouped)
-    device = [_stage_times(t, e, model) for t, e in zip(_device(tokens, attention, model), ends, strict=True)]
-    whole = layout.pp == 1
-    forward, backward = device if whole else _pipeline_times(tokens, attention, cut, model, grouped)
-    if whole:
-        done = queued_ends(forward[:, 0, 0], backward[:, 0, 0], model.launches(_by_rank(cut)))
-    else:
-        done = _ends_by_order(
-            forward,
-            backward,
-            orders or [None] * (n * dp),
-            np.repeat(_transfer(tokens, model), dp),
-            blocking and layout.chunks == 1,
-        )
+    forward, backward = _stages(device, ends, model)
+    done = _ends_by_order(
+        *(forward, backward, _launches(cut, grouped, model)),
+        orders or [None] * (n * dp),
+        np.repeat(_transfer(tokens, model), dp),
+        blocking and layout.chunks == 1,
+    )
     done = done.reshape(n, dp, layout.pp).max(axis=1)
-    paced = (device[0] + device[1]).sum(axis=(2, 3)).reshape(n, dp, layout.pp)
+    paced = (forward + backward).sum(axis=(2, 3)).reshape(n, dp, layout.pp)
     linear = model.linear(tokens / layout.cp)
     both = (linear.forward + linear.backward)[..., None] + attention.forward + attention.backward
     own = both.sum(axis=1)
@@ -237,7 +223,7 @@ def run_steps(
         busy[:, :, -1] += times[1].sum(axis=1)[..., None]
     return Simulated(
         (done + _after(forward, backward, model, n)).max(axis=1) + 1e9 * model.assumptions.step_overhead,
-        list((slowest[0] + slowest[1]) * int(layers.max())),
+        list(slowest * int(layers.max())),
         busy,
         tokens.sum(axis=(1, 2)),
         paced,
@@ -248,6 +234,7 @@ def run_steps(
 def _ends_by_order(
     forward: FloatArray,
     backward: FloatArray,
+    launches: Launches,
     orders: Sequence[tuple[int, ...] | None],
     transfer: FloatArray,
     blocking: bool,
@@ -259,14 +246,14 @@ def _ends_by_order(
         alike.setdefault(None if sizes is None or max(sizes) == 1 else sizes, []).append(at)
     for sizes, rows in alike.items():
         done[rows] = pipeline_ends(
-            forward[rows], backward[rows], transfer=transfer[rows], blocking=blocking, groups=sizes
+            forward[rows],
+            backward[rows],
+            transfer=transfer[rows],
+            blocking=blocking,
+            groups=sizes,
+            launches=Launches(launches.forward[rows], launches.backward[rows]),
         )
     return done
-
-
-def _by_rank(values: BoolArray) -> BoolArray:
-    """[n, m, dp] as [n * dp, m]."""
-    return values.swapaxes(1, 2).reshape(-1, values.shape[1])
 
 
 def _grouped(tokens: npt.NDArray[np.int64], orders: Sequence[tuple[int, ...] | None] | None) -> BoolArray:

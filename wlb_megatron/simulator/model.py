@@ -16,13 +16,12 @@ import numpy.typing as npt
 
 from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.simulator.launching import Launches
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel, backward_over_forward
 from wlb_megatron.workload.costs import Costs, micro_batch_cost
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 from wlb_megatron.workload.memory import RECOMPUTE
-from wlb_megatron.workload.micro_batch import CHECK_NS, LAUNCH_NS, chunk_ns, stage_launch_ns
+from wlb_megatron.workload.micro_batch import LAUNCH_NS, chunk_ns, stage_launch_ns
 
 FloatArray = npt.NDArray[np.float64]
 EXCHANGE_LAUNCH = 200_000.0
@@ -219,14 +218,6 @@ class LayerModel:
             return (0.0, 0.0), (0.0, 0.0)
         (there, back), (loss, loss_back) = self.costs.host_embedding, self.costs.host_loss
         return (share * there, share * back), (share * loss, share * loss_back)
-
-    def launches(self, cut: npt.ArrayLike) -> Launches:
-        """The host's launches of micro-batches on a stage that is the whole pipeline (nanoseconds)."""
-        forward, backward = self.host(cut)
-        layers, check = self.shape.layers, self.assumptions.host_launch * CHECK_NS
-        ends = self.host_ends()
-        there, back = (sum(end[way] for end in ends) for way in (0, 1))
-        return Launches(layers * forward + there, layers * backward + back + check, ends[1][1] + check)
 
     def linear(self, tokens: npt.ArrayLike) -> Times:
         """Nanoseconds of a layer without attention. tokens: of one context-parallel rank."""

@@ -18,17 +18,10 @@ LAUNCH_NS = (2.7e6, 3.3e6)
 """The host's time to launch a layer's forward and its backward (ns), on an H200's host (docs/results)."""
 
 STAGE_NS = 18e6
-"""The host's time per micro-batch on a pipeline stage outside its layers (ns), forward and backward. The host draws
-the micro-batch and waits for the device at each transfer, so nothing is launched ahead. On four H200s, 4 layers a
-stage with full recompute, 33 steps of 4 to 24 micro-batches took 48 to 57 ms per micro-batch, however few its tokens.
-The layers' launches are 35 of that (docs/results/4x_h200/micro_batches_first.csv)."""
-
-CHECK_NS = 7e6
-"""How long the device waits for the host after a forward if one stage is the whole pipeline (ns). Megatron checks
-each loss on the host before the backward, with nothing launched ahead. In seven runs on two H200s without a pipeline
-(62 iterations), predictions of 2 micro-batches were 13 to 16 ms short, those of 4 were 25 to 26 ms short. Within a
-run they were no shorter where the device worked longer (docs/simulation.md)."""
-
+"""The host's time per micro-batch on a pipeline stage outside its layers (ns), forward and backward: draws, transfers.
+On four H200s, 4 layers a stage with full recompute, 33 steps of 4 to 24 micro-batches took 48 to 57 ms per micro-batch,
+however few its tokens. The layers' launches are 35 of that (docs/results/4x_h200/micro_batches_first.csv). The host
+still waited for the device at each transfer then, so this is at most what it takes now."""
 
 CHUNK_NS = 0.65e6
 """What a layer's backward takes besides its kernels in a micro-batch that shares a document with others (ns). Earlier

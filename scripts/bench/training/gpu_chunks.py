@@ -160,7 +160,7 @@ def long_and_whole(options: argparse.Namespace) -> None:
         *(long_corpus(options), options_whole),
     )
     log = (options.out / "long-whole-module.log").read_text(encoding="utf-8")
-    short = [line for line in log.splitlines() if "OutOfMemoryError" in line]
+    short = [line for line in log.splitlines() if "OutOfMemoryError" in line or "GiB are there" in line]
     end = (
         "it fits" if rows else f"it does not fit: {short[0]}" if short else "it failed otherwise, see the log"
     )

@@ -144,6 +144,9 @@ def prepare_model(chunks: list[Any], settings: WlbConfig) -> list[Any]:
             _ = module.core_attention.kernels  # chosen now, and printed; or refused
         plan_positions(chunk)
         chunk.config.variable_seq_lengths = True  # where allgather had it left out; the plan gives the shapes
+        # Megatron waits for the device after each transfer, because of a race that PyTorch mended in 1.13 (its pull
+        # request 82450): streams order transfers. Without the wait the host launches ahead.
+        chunk.config.batch_p2p_sync = False
     return chunks
 
 

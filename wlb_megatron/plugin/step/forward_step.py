@@ -17,6 +17,7 @@ from wlb_megatron.plugin.model.routing import stage_padding_mask, stage_part
 from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.ranks.groups import process_group
 from wlb_megatron.plugin.step.deferred_losses import deferred_of
+from wlb_megatron.plugin.step.loss_checks import to_check
 from wlb_megatron.plugin.step.rehearsal import REHEARSAL
 
 stimer = StragglerDetector()
@@ -79,29 +80,35 @@ def sum_of_losses(
 def loss_per_token(
     loss_mask: Any, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """sum_of_losses, checked by Megatron's rerun state machine as its own loss function does."""
+    """sum_of_losses, checked by Megatron's rerun state machine as its own loss function does.
+
+    For NaN and infinity a step's losses are checked together (loss_checks.py).
+    """
     args = get_args()
     result = sum_of_losses(loss_mask, output)
+    together = to_check(result[0])
     rerun = get_rerun_state_machine()
     spiky = partial(rerun.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss")
-    checks: list[tuple[bool, Any, str, bool]] = [
+    checks: list[tuple[bool, Any, Any, str, bool]] = [
         (
             args.check_for_nan_in_loss_and_grad,
+            together,
             torch.isnan,
             "found NaN in local forward loss calculation",
             True,
         ),
         (
             args.check_for_nan_in_loss_and_grad,
+            together,
             torch.isinf,
             "found Inf in local forward loss calculation",
             True,
         ),
-        (args.check_for_spiky_loss, spiky, "Spiky loss", False),
+        (args.check_for_spiky_loss, result[0], spiky, "Spiky loss", False),
     ]
-    for wanted, rejection, message, fatal in checks:
-        if wanted:
+    for wanted, checked, rejection, message, fatal in checks:
+        if wanted and checked is not None:
             rerun.validate_result(
-                result=result[0], rejection_func=rejection, message=message, tolerance=0.0, fatal=fatal
+                result=checked, rejection_func=rejection, message=message, tolerance=0.0, fatal=fatal
             )
     return result

@@ -181,6 +181,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         from wlb_megatron.plugin.plans.iterators import draw_step, planned_iterator
         from wlb_megatron.plugin.step import grouped_steps
         from wlb_megatron.plugin.step.deferred_losses import deferring, returns_its_losses
+        from wlb_megatron.plugin.step.loss_checks import begin_step as begin_losses
         from wlb_megatron.plugin.step.rehearsal import REHEARSAL, rehearse
 
         # Model chunks of a stage have an iterator each, all the plugin's same one.
@@ -198,6 +199,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             ahead = draw_ahead if training and batches[0].planned.iteration != REHEARSAL else None
             equal = source.equal_tokens * num_microbatches
             divided = _divided_losses(model, batches, equal) if training else nullcontext()
+            begin_losses(len(batches))
             running = grouped_steps.running(groups, len(batches), chunks)
             deferred = deferring(bool(groups) and source.defers_losses and returns_its_losses(model))
             drawn = [_drawn(batches, ahead), *(_drawn(batches) for _ in range(chunks - 1))]

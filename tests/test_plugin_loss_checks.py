@@ -1,0 +1,80 @@
+"""Checks of losses: one a step, which still finds a single wrong loss."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from wlb_megatron.plugin.step import forward_step
+from wlb_megatron.plugin.step.loss_checks import begin_step, to_check
+
+MASK = torch.ones(1, 2)
+
+
+class Machine:
+    """Megatron's rerun state machine: notes what it is asked to check, and rejects as it does."""
+
+    def __init__(self) -> None:
+        self.checked: list[tuple[str, float]] = []
+
+    def is_unexpectedly_large(self, result: Any, **_: Any) -> bool:
+        return False
+
+    def validate_result(self, *, result: Any, rejection_func: Any, message: str, **_: Any) -> None:
+        self.checked.append((message, float(result)))
+        if rejection_func(result):
+            raise RuntimeError(message)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    args = SimpleNamespace(check_for_nan_in_loss_and_grad=True, check_for_spiky_loss=False)
+    monkeypatch.setattr(forward_step, "get_args", lambda: args)
+    monkeypatch.setattr(forward_step, "get_rerun_state_machine", lambda: machine)
+    return machine
+
+
+def losses(*values: float) -> None:
+    for value in values:
+        forward_step.loss_per_token(MASK, torch.tensor([[value, 1.0]], requires_grad=True))
+
+
+def test_a_steps_losses_are_checked_once_with_the_last_one(machine: Machine) -> None:
+    for _ in range(2):
+        begin_step(3)
+        losses(1.0, 2.0)
+        assert machine.checked == []
+        losses(3.0)
+        assert [value for _, value in machine.checked] == [9.0, 9.0]  # NaN, infinity
+        machine.checked.clear()
+
+
+@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize(("wrong", "message"), [("nan", "NaN"), ("inf", "Inf"), ("-inf", "Inf")])
+def test_one_wrong_loss_of_a_step_ends_it_before_any_weight_changes(
+    machine: Machine, at: int, wrong: str, message: str
+) -> None:
+    values = [1.0, 2.0, 3.0]
+    values[at] = float(wrong)
+    begin_step(3)
+    with pytest.raises(RuntimeError, match=f"found {message} in local forward loss"):
+        losses(*values)
+
+
+def test_infinities_of_both_signs_are_found_as_no_number(machine: Machine) -> None:
+    begin_step(2)
+    with pytest.raises(RuntimeError, match="found NaN"):
+        losses(float("inf"), float("-inf"))
+
+
+def test_a_step_begins_anew_after_one_that_failed_and_a_loss_outside_is_checked_alone() -> None:
+    begin_step(3)
+    assert to_check(torch.tensor(float("nan"))) is None
+    begin_step(1)
+    for value in (2.0, 5.0):  # the second is of no step
+        checked = to_check(torch.tensor(value))
+        assert checked is not None and float(checked) == value

@@ -1,0 +1,37 @@
+"""Megatron's checks of losses for NaN and infinity, once a step instead of once a micro-batch.
+
+Each check waits for the device, and the host has then launched nothing ahead. A sum of losses is NaN or infinite if one
+of them is, and no weight changes before the end of a step. So the last micro-batch's check is of the sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from wlb_megatron.plugin.job_state import part
+
+
+@dataclass(slots=True)
+class StepLosses:
+    """left: losses of the step that are not yet there. total: the sum of those that are."""
+
+    left: int = 0
+    total: torch.Tensor | None = None
+
+
+def begin_step(micro_batches: int) -> None:
+    """The losses of so many micro-batches are checked together."""
+    part(StepLosses).left, part(StepLosses).total = micro_batches, None
+
+
+def to_check(loss: torch.Tensor) -> torch.Tensor | None:
+    """What to check now that `loss` is there: the step's sum with its last one, before that nothing."""
+    step = part(StepLosses)
+    step.total = loss.detach() if step.total is None else step.total + loss.detach()
+    step.left -= 1
+    if step.left > 0:
+        return None
+    total, step.total = step.total, None
+    return total
