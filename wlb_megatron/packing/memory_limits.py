@@ -100,8 +100,8 @@ def no_memory_for_chunks(config: WlbConfig, memory: GpuMemory | None) -> list[tu
     """A row as in chunks_refused, if chunks may need more memory than the GPU has, and more than whole documents.
 
     Chunks can need more than whole documents at the same Lmax with many key heads under full recompute, whose keys
-    exceed the activations that are kept, or with logits that outweigh them. That alone is no reason: on two H200s with
-    64 layers, estimates of 60.1 and 60.0 GiB once kept chunks off a GPU of 140.
+    exceed the activations that are kept. That alone is no reason: on two H200s with 64 layers, estimates of 60.1 and
+    60.0 GiB once kept chunks off a GPU of 140.
     """
     if config.chunks != "auto" or config.overlong == "chunk" or memory is None:
         return []
