@@ -41,6 +41,7 @@ seen: dict[str, Any] = {
     "evaluated": [],
     "rows": [],
     "kept": [],
+    "waits": [],
 }
 
 
@@ -170,6 +171,7 @@ def watch() -> None:
 
     def prepare_with_known_weights(chunks: list[Any], settings: Any) -> list[Any]:
         chunks = with_known_weights(prepare(chunks, settings))
+        seen["waits"] = [chunk.config.batch_p2p_sync for chunk in chunks]
         if "WORKER_DOUBLES" in os.environ:
             for chunk in chunks:
                 chunk.__class__ = DoubledLosses

@@ -90,6 +90,7 @@ def test_losses_and_gradients_equal_the_single_process(name: str, corpus: Path, 
     ) in ranks:  # as many deferred losses as losses; hidden states and logits go with their micro-batch
         assert len(rank["kept"]) - ITERATIONS == (len(rank["losses"]) if rank["place"]["pp"] == last else 0)
         assert not any(rank["kept"])
+        assert rank["waits"] == [False]  # the host does not wait for the device after a transfer
 
 
 def test_a_model_that_changes_its_losses_trains_with_them(corpus: Path, tmp_path: Path) -> None:
