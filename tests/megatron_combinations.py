@@ -42,6 +42,8 @@ FSDP2 = "--use-torch-fsdp2 --ckpt-format torch_dist"
 VPP = f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2"
 
 FP8 = "--fp8-format hybrid --fp8-recipe"
+FP8_DELAYED = f"{FP8} delayed"
+"""On CPUs its collectives and its queues of scales alone (fp8_stand_in.py)."""
 EXPERTS = f"{MOE} --moe-grouped-gemm --moe-shared-expert-intermediate-size 256"
 MLA = (
     "--multi-latent-attention --no-rope-fusion --q-lora-rank 128 --kv-lora-rank 64 --qk-head-dim 128 "
@@ -263,6 +265,7 @@ CPU: tuple[Combination, ...] = (
         f"{CP} 2 --cp-comm-type a2a --recompute-granularity selective --recompute-modules mlp core_attn",
         "--mlp-chunks-for-training 2 --cross-entropy-loss-fusion",
     ),
+    Combination("FP8 delayed, full recompute, DP2xPP2", 4, f"{PP} 2 {RECOMPUTE} uniform", FP8_DELAYED),
     Combination("evaluation inside, PP2", 2, f"{PP} 2 --eval-iters 1 --eval-interval 1"),
     Combination("evaluation inside, VPP2 on PP2", 2, f"{VPP} --eval-iters 1 --eval-interval 1", FOUR),
 )

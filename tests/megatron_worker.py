@@ -11,8 +11,10 @@ import itertools
 import json
 import os
 import re
+import sys
 import weakref
 import zlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -360,6 +362,10 @@ if __name__ == "__main__":
         core_attention._kernels = lambda *_: ("torch", TorchKernels())
     norms_for_sequence_parallelism()
     routers_without_transformer_engine()
+    if "--fp8-format" in sys.argv and find_spec("transformer_engine") is None:
+        from fp8_stand_in import stand_in
+
+        stand_in()
     if "WORKER_ONE_LENGTH" in os.environ:  # as with --tp-comm-overlap, which needs GPUs
         training_job.one_length = lambda args: True
     if "WORKER_RANDOM_GROUPS" in os.environ:

@@ -38,7 +38,13 @@ def run(name: str, corpus: Path, out: Path, *, alone: bool) -> list[dict[str, An
 
 @pytest.mark.megatron
 @pytest.mark.parametrize(
-    "name", ["VPP2 on PP2, DP2, distributed optimizer", "MTP of 1, MoE, TP2+SP, CP2", "torch FSDP2, DP2xCP2"]
+    "name",
+    [
+        "VPP2 on PP2, DP2, distributed optimizer",
+        "MTP of 1, MoE, TP2+SP, CP2",
+        "torch FSDP2, DP2xCP2",
+        "FP8 delayed, full recompute, DP2xPP2",
+    ],
 )
 def test_a_row_of_the_table_equals_the_single_process(name: str, corpus: Path, tmp_path: Path) -> None:
     single = run(name, corpus, tmp_path / "single", alone=True)

@@ -53,9 +53,17 @@ def micro_steps(rank: dict[str, Any]) -> list[tuple[int, int]]:
         (6, {"context": 2}, 11, ["--wlb-regather-keys"]),
         (4, {"tensor": 2}, 3, ["--sequence-parallel"]),
         (4, {"pipeline": 2}, 2, []),
+        (4, {"context": 2}, 5, ["--fp8-format", "hybrid"]),
         (4, {"pipeline": 2}, 2, ["--num-layers-per-virtual-pipeline-stage", "1", *OPTIMIZER]),
     ],
-    ids=["DP2xCP2-distributed-optimizer", "DP3xCP2", "DP2xTP2", "DP2xPP2", "DP2xPP2xVPP2"],
+    ids=[
+        "DP2xCP2-distributed-optimizer",
+        "DP3xCP2",
+        "DP2xTP2",
+        "DP2xPP2",
+        "DP2xCP2-FP8-delayed",
+        "DP2xPP2xVPP2",
+    ],
 )
 def test_random_mixes_of_groups_train_as_the_single_process_does(
     processes: int,

@@ -229,6 +229,9 @@ def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(
     }.items():
         ((refused, cure),) = trainer_with(**{name: 2}).chunks_refused()
         assert refused.startswith(flag) and cure
+    assert trainer_with(moe_enable_routing_replay=True).chunks_refused() == []  # a dense model has no routers
+    replays = {"num_experts": 4, "moe_enable_routing_replay": True}
+    assert [flag for flag, _ in trainer_with(**replays).chunks_refused()] == ["--moe-enable-routing-replay"]
     by_document = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}
     ((refused, cure),) = trainer_with(num_experts=4, **by_document).chunks_refused()
     assert refused.endswith("seq_aux_loss") and cure
@@ -239,9 +242,32 @@ def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(
     assert trainer_with(pipeline_model_parallel_size=1).chunks_refused() == []
 
 
-def test_ranks_that_share_experts_or_parameters_keep_in_step() -> None:
-    assert not trainer_with().in_step and not trainer_with(num_experts=4).in_step
-    assert trainer_with(num_experts=4, expert_model_parallel_size=2).in_step
-    assert trainer_with(num_experts=4, expert_tensor_parallel_size=2).in_step
-    assert trainer_with(num_experts=4, moe_router_load_balancing_type=["global_aux_loss"]).in_step
-    assert trainer_with(use_megatron_fsdp=True).in_step and trainer_with(use_torch_fsdp2=True).in_step
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({}, []),
+        ({"num_experts": 4}, []),
+        ({"num_experts": 4, "expert_model_parallel_size": 2}, ["experts"]),
+        ({"num_experts": 4, "expert_tensor_parallel_size": 2}, ["experts"]),
+        ({"num_experts": 4, "moe_router_load_balancing_type": ["global_aux_loss"]}, ["routers"]),
+        ({"moe_router_load_balancing_type": ["global_aux_loss"]}, []),
+        ({"use_megatron_fsdp": True}, ["FSDP"]),
+        ({"use_torch_fsdp2": True}, ["FSDP"]),
+        ({"fp8": None, "fp8_recipe": "delayed"}, []),
+        ({"fp8": "hybrid"}, ["FP8"]),
+        ({"fp8": "e4m3", "fp8_recipe": "delayed"}, ["FP8"]),
+        ({"fp8": "hybrid", "fp8_recipe": "custom"}, ["FP8"]),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed", "tp_only_amax_red": True}, []),
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, []),
+        ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, []),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, []),
+        ({"te_precision_config_file": "recipes.yaml"}, ["FP8"]),
+        ({"fp8": "hybrid", "use_torch_fsdp2": True}, ["FSDP", "FP8"]),
+    ],
+)
+def test_ranks_that_meet_in_a_forward_or_a_backward_keep_in_step(
+    settings: dict[str, Any], what: list[str]
+) -> None:
+    trainer = trainer_with(**settings)
+    assert [line.split()[0] for line in trainer.meetings()] == what
+    assert trainer.in_step == bool(what)

@@ -14,8 +14,9 @@ class Trainer:
 
     stages, virtual: pipeline stages, model chunks per stage. tensor, expert, expert_tensor: parallel sizes. mtp:
     further tokens that are predicted. balancing: kinds of routers' losses. shards_weights: FSDP of either kind.
-    offloads: offloads activations in the order of micro-batches. offloads_layers: offloads whole layers. release: of
-    megatron-core.
+    shares_scales: FP8 whose scales come from the largest values of all data-parallel ranks. offloads: offloads
+    activations in the order of micro-batches. offloads_layers: offloads whole layers. replays_routes: experts' choices
+    are recorded and replayed. release: of megatron-core.
     """
 
     stages: int = 1
@@ -26,9 +27,11 @@ class Trainer:
     expert_tensor: int | None = None
     balancing: tuple[str, ...] = ()
     shards_weights: bool = False
+    shares_scales: bool = False
     mtp: int = 0
     offloads: bool = False
     offloads_layers: bool = False
+    replays_routes: bool = False
     release: str | None = None
 
     def chunks_refused(self) -> list[tuple[str, str]]:
@@ -65,22 +68,39 @@ class Trainer:
                 "--cpu-offloading-num-layers",
                 "it holds one micro-batch's activations at a time, but chunks need those of several; recompute instead",
             ),
+            (
+                self.experts > 0 and self.replays_routes,
+                "--moe-enable-routing-replay",
+                "it replays experts' choices in the order of the forwards, but chunks run backward last first; drop it",
+            ),
         )
         return [(flag, cure) for applies, flag, cure in rows if applies]
 
     @property
     def in_step(self) -> bool:
-        """Whether data-parallel ranks communicate in every forward and backward, so that they need the same groups.
+        """Whether data-parallel ranks need the same order of forwards and backwards, and so the same groups."""
+        return bool(self.meetings())
 
-        Ranks that share experts exchange tokens there. Routers that balance over all ranks exchange counts (again
-        under recompute). FSDP's ranks exchange parameters and gradients.
+    def meetings(self) -> list[str]:
+        """What data-parallel ranks exchange inside a forward or a backward. Each must then be in the same one.
+
+        Ranks always run equally many micro-batches, so only groups of chunks can bring them out of step. All other
+        exchanges between them come once a step, at the same place of it: parameters by bucket in the first forward
+        (--overlap-param-gather), gradients by bucket in the last backward (--overlap-grad-reduce), and after it
+        experts' biases, counts of tokens, norms and logged losses. (Read in Megatron 0.16 to 0.19, main and dev, and
+        in Transformer Engine 2.18 to 2.20.)
         """
-        experts = self.experts > 0 and (
-            self.expert > 1
-            or (self.expert_tensor or self.tensor) > self.tensor
-            or "global_aux_loss" in self.balancing
+        shared = self.expert > 1 or (self.expert_tensor or self.tensor) > self.tensor
+        rows = (
+            (self.experts > 0 and shared, "experts exchange tokens"),
+            (
+                self.experts > 0 and "global_aux_loss" in self.balancing,
+                "routers exchange counts of tokens, again under recompute",
+            ),
+            (self.shards_weights, "FSDP exchanges parameters and gradients"),
+            (self.shares_scales, "FP8 with delayed scaling takes its largest values, again under recompute"),
         )
-        return experts or self.shards_weights
+        return [what for applies, what in rows if applies]
 
 
 def _parts(release: str) -> tuple[int, int]:

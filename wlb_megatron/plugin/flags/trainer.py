@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
@@ -24,8 +25,21 @@ def trainer_of(args: Any) -> Trainer:
         expert_tensor=args.expert_tensor_parallel_size,
         balancing=balancing_of(args),
         shards_weights=bool(setting("use_megatron_fsdp") or setting("use_torch_fsdp2")),
+        shares_scales=_shares_scales(setting),
         mtp=setting("mtp_num_layers") or 0,
         offloads=bool(setting("fine_grained_activation_offloading")),
         offloads_layers=bool(setting("cpu_offloading") or setting("cpu_offloading_num_layers")),
+        replays_routes=bool(setting("moe_enable_routing_replay")),
         release=megatron_version(),
     )
+
+
+def _shares_scales(setting: Callable[[str], Any]) -> bool:
+    """Whether FP8 may reduce the largest values over data-parallel ranks in each forward and backward.
+
+    Delayed scaling does, over tensor-, data- and context-parallel ranks (Megatron's get_amax_reduction_group), or over
+    tensor- and context-parallel ones with `tp_only_amax_red`, which is no flag but a setting of some forks. A custom
+    recipe, of all layers or of some, may. The other recipes stay within tensor-parallel ranks.
+    """
+    delayed = setting("fp8") and setting("fp8_recipe") in (None, "delayed", "custom")
+    return bool((delayed and not setting("tp_only_amax_red")) or setting("te_precision_config_file"))
