@@ -44,6 +44,11 @@ ROWS = {
     "PP2, MLA": (2, PP2, MLA),
     "DP2xCP2 on one stage, overlaps": (4, f"--context-parallel-size 2 {OVERLAPS}", ""),
     "DP2xPP2, FP8 delayed: the largest values of all ranks": (4, PP2, FP8_DELAYED),
+    "PP2, FP8 delayed, full recompute: each micro-batch's scales": (
+        2,
+        f"{PP2} {RECOMPUTE} full --recompute-method uniform --recompute-num-layers 1",
+        FP8_DELAYED,
+    ),
     "EP2xPP2, ranks that share experts in step": (4, f"{PP2} {EP}", MOE.replace("0.01", "0")),
 }
 CHUNKS = "--wlb-chunks on --wlb-quadratic-at 80 --wlb-micro-batch-cost 2 --wlb-max-tokens 80"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import weakref
+from collections import deque
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,6 +170,40 @@ def test_tensors_of_a_micro_batch_are_free_after_its_backward(stages: Any) -> No
     with grouped_steps.running((3,), 3):
         loop.pipelined()
     assert alive == [[0, 1, 2], [0, 1], [0]]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_recomputation_takes_its_own_micro_batchs_scales(
+    stage: int, stages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two modules, whose queues Transformer Engine makes in their first forward and takes the oldest scale from."""
+    stages(2)
+    queues: list[deque[str]] = []
+    quantization = ModuleType("transformer_engine.pytorch.quantization")
+    state = SimpleNamespace(fp8_tensors_recompute_buffer=queues)
+    quantization.__dict__["FP8GlobalStateManager"] = SimpleNamespace(quantization_state=state)
+    monkeypatch.setitem(sys.modules, quantization.__name__, quantization)
+    loop, taken = Loop(stage, 2, 6), []
+    forward, backward = loop._forward, loop._backward
+
+    def scaled(*args: Any) -> Any:
+        result = forward(*args)
+        queues.extend(deque() for _ in range(2 - len(queues)))
+        for name, queue in zip("ab", queues, strict=True):
+            queue.append(loop.ran[-1][1:] + name)
+        return result
+
+    def recomputed(*args: Any) -> Any:
+        result = backward(*args)
+        taken.append((loop.ran[-1][1:], [queue.popleft() for queue in queues]))
+        return result
+
+    loop.forward = grouped_steps.wrap_forward_step(scaled)
+    loop.backward = grouped_steps.wrap_backward_step(recomputed)
+    with grouped_steps.running((1, 3, 2), 6):
+        loop.pipelined()
+    assert taken == [(number, [f"{number}a", f"{number}b"]) for number in "032154"]
+    assert not any(queues)
 
 
 def test_groups_of_another_number_of_micro_batches_or_with_model_chunks_are_an_error(stages: Any) -> None:

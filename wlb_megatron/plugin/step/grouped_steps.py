@@ -16,6 +16,7 @@ from typing import Any
 from wlb_megatron.attention.key_cache import clear_caches
 from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.step.recompute_scales import put_scales, take_scales
 
 
 class GroupedStep:
@@ -25,12 +26,12 @@ class GroupedStep:
         self.ahead = max(sizes) - 1 if stages > 1 else 0
         self._alone = stages == 1
         self._backwards = [step.micro_batch for step in grouped_orders(stages, sizes)[0] if step.backward]
-        self._kept: dict[int, tuple[Any, Any]] = {}
+        self._kept: dict[int, tuple[Any, Any, Any]] = {}
         self._forwards = self._done = 0
 
     def keep(self, input_tensor: Any, output_tensor: Any) -> None:
-        """Tensors of the forward that has just run."""
-        self._kept[self._forwards] = input_tensor, output_tensor
+        """Tensors of the forward that has just run, and the scales for its recomputation."""
+        self._kept[self._forwards] = input_tensor, output_tensor, take_scales()
         self._forwards += 1
 
     def backward(self, call: Callable[..., Any], gradient: Any, rest: tuple[Any, ...]) -> Any:
@@ -50,7 +51,8 @@ class GroupedStep:
         return self._backwards[self._done] in self._kept
 
     def _next(self, call: Callable[..., Any], gradient: Any, rest: tuple[Any, ...]) -> Any:
-        inputs, outputs = self._kept.pop(self._backwards[self._done])
+        inputs, outputs, scales = self._kept.pop(self._backwards[self._done])
+        put_scales(scales)
         self._done += 1
         result = call(inputs, outputs, gradient, *rest)
         # Megatron's own lists hold both until the turn of the oldest has come: free what they are not needed for.
