@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,20 +31,23 @@ WRONG = [*RIGHT, Comparison("routers' auxiliary loss (its gradients)", 0.5, 0.5)
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """start(version, comparisons): a start on rank 0 with that Megatron; how often its check has run so far."""
+    """start(version, comparisons, sources): a start on rank 0 with that Megatron; how often its check has run so far.
+    sources: their digest, None for those of the version."""
     runs: list[str] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, src: None)
 
-    def run(version: str, comparisons: list[Comparison] | None) -> int:
+    def run(version: str, comparisons: list[Comparison] | None, sources: str | None = None) -> int:
         def check() -> float:
             runs.append(version)
             assert comparisons is not None
             return megatron_trial.judged(comparisons)
 
+        digest = sources or versions.TRIED_MEGATRON.get(version, f"of {version}")
         for module in (versions, megatron_trial):
             monkeypatch.setattr(module, "megatron_version", lambda: version)
+            monkeypatch.setattr(module, "sources_digest", lambda: digest)
         monkeypatch.setattr(megatron_trial, "check", check)
         versions.check_megatron()
         megatron_trial.try_megatron()
@@ -60,7 +67,7 @@ def test_an_untried_version_that_comes_out_right_is_checked_once_and_warned_of(
     version: str, start: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert start(version, RIGHT) == 1
-    warned = f"WARNING: wlb_megatron was not tried with megatron-core {version}; a small step of it comes out right"
+    warned = f"wlb_megatron was not tried with megatron-core {version} (its sources are none of those tried); a small"
     assert capsys.readouterr().out.count(warned) == 1
     assert start(version, RIGHT) == 1
     assert capsys.readouterr().out.count(warned) == 1
@@ -100,13 +107,56 @@ def test_an_older_version_than_any_tried_is_refused(start: Any) -> None:
         start("0.15.3", RIGHT)
 
 
-def test_another_commit_of_an_unreleased_version_is_untried(
-    start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(versions, "sources_digest", lambda: versions.UNRELEASED["0.20.0"])
-    assert start("0.20.0", None) == 0
-    monkeypatch.setattr(versions, "sources_digest", lambda: "another")
-    assert start("0.20.0", RIGHT) == 1
+@pytest.mark.parametrize("version", ["0.17.1", "0.18.2", "0.19.2", "0.20.0"])
+def test_a_fork_that_keeps_a_tried_versions_number_is_untried(version: str, start: Any) -> None:
+    assert start(version, RIGHT, sources="changed") == 1
+    with pytest.raises(Refused, match=f"{version}.*routers' auxiliary loss"):
+        start(version, WRONG, sources="changed again")
+
+
+def test_a_patch_release_whose_sources_were_tried_is_not_checked(start: Any) -> None:
+    assert start("0.18.1", None, sources=versions.TRIED_MEGATRON["0.18.2"]) == 0
+
+
+def test_lines_without_code_do_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(versions.importlib.util, "find_spec", lambda name: spec)
+    file = tmp_path / "recompute.py"
+    digests = []
+    for text in (
+        "x = 1\nif x:\n    y = '# 2'\n",
+        "# Copyright\n\nx = 1\nif x:\n    # why\n    y = '# 2'\n\n",
+        "x = 1\nif x:\n    y = '# 3'\n",
+        "x = 1\nif x:\n    x = 2\n    y = '# 2'\n",
+    ):
+        file.write_text(text)
+        digests.append(versions.sources_digest())
+    assert digests[0] == digests[1] and len({*digests}) == 3
+
+
+@pytest.mark.megatron
+def test_this_megatron_is_tried_and_a_copy_that_halves_an_output_is_refused(tmp_path: Path) -> None:
+    """The copy keeps the version number; the check alone tells what it does."""
+    import megatron.core
+
+    assert versions.untried_megatron() is None
+    package = Path(megatron.core.__file__).parents[1]
+    copy = tmp_path / "megatron"
+    shutil.copytree(package, copy, copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__"))
+    changed = copy / "core" / "pipeline_parallel" / "schedules.py"
+    source, line = changed.read_text(), "output_tensor, num_tokens, loss_reduced = outputs"
+    assert source.count(line) == 1
+    changed.unlink()
+    changed.write_text(source.replace(line, f"{line}; output_tensor = output_tensor / 2"))
+    script = (
+        "from wlb_megatron.plugin.trials import megatron_trial, versions\n"
+        "print(megatron_trial._refusal(versions.untried_megatron()))"
+    )
+    environment = megatron_trial._environment() | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    said = done.stdout.splitlines()[-1]
+    assert "its sources are none of those tried" in said and "gradients: 0.5 times the right strength" in said
 
 
 def test_the_digest_is_of_the_files_that_are_imported(
@@ -221,11 +271,11 @@ def test_a_check_that_cannot_run_says_its_last_line(monkeypatch: pytest.MonkeyPa
 
 
 def test_doctor_checks_a_version_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "megatron_version", lambda: "0.19.3")
+    monkeypatch.setattr(versions, "sources_digest", lambda: "changed")
     monkeypatch.setattr(megatron_trial, "check", lambda: 3e-6)
     by_name = {result.what: result for result in megatron_checks.megatron()}
     assert by_name["megatron-core"].verdict == findings.NOTE and "not tried" in by_name["megatron-core"].cure
     (finding,) = megatron_checks.untried_step()
     assert finding.found.endswith("come out right within 3e-06")
-    monkeypatch.setattr(versions, "megatron_version", lambda: "0.19.2")
+    monkeypatch.undo()
     assert not list(megatron_checks.untried_step())

@@ -11,32 +11,60 @@ from pathlib import Path
 
 from wlb_megatron.refusals import Refused
 
-TESTED_MEGATRON = ("0.16.2", "0.17.1", "0.17.2", "0.18.2", "0.18.3", "0.19.1", "0.19.2", "0.20.0")
-"""Versions whose training loop has run with the plugin (scripts/check_versions.sh). PyPI's wheels: WHEELS; the others
-are those of the branches core_r0.16.0 to core_r0.19.0 and of main (0.20.0)."""
+TRIED_MEGATRON = {
+    "core_r0.16.0": "3f3bea155db0bebc",
+    "0.17.1": "08e00ef1f546c73b",
+    "core_r0.17.0": "08e00ef1f546c73b",
+    "0.18.2": "ee2eed5660636929",
+    "core_r0.18.0": "ee2eed5660636929",
+    "0.19.2": "d701312ce436813e",
+    "core_r0.19.0": "999915d731a8754a",
+    "main": "e9cb7e7d724fa52e",
+    "main after pull request 6742": "01f7f7558238ec0c",
+    "dev": "3596f055fba8283c",
+}
+"""Megatrons whose training loop has run with the plugin (scripts/check_versions.sh): PyPI's wheels and branches at the
+commits that docs/support.md names, with their sources_digest. A version number alone tells nothing: forks keep it."""
 
-UNRELEASED = {"0.20.0": "2e28bae90b773a0b"}
-"""Of a version that no release has fixed yet, the sources that were tried (sources_digest): those of main at the commit
-that docs/support.md names."""
+OLDEST_MEGATRON = (0, 16)
+"""The first release (major, minor) of them."""
 
 _MEANINGS = (
     "core/packed_seq_params.py",
+    "core/recompute.py",  # from 0.18
+    "core/rerun_state_machine.py",
+    "core/num_microbatches_calculator.py",
     "core/pipeline_parallel/schedules.py",
     "core/pipeline_parallel/p2p_communication.py",
+    "core/pipeline_parallel/fine_grained_activation_offload.py",
     "core/distributed/finalize_model_grads.py",
     "core/distributed/distributed_data_parallel.py",
     "core/distributed/param_and_grad_buffer.py",
+    "core/distributed/torch_fully_sharded_data_parallel.py",
+    "core/models/common/language_module/language_module.py",
     "core/models/gpt/gpt_model.py",
+    "core/tensor_parallel/cross_entropy.py",
+    "core/tensor_parallel/mappings.py",
+    "core/tensor_parallel/random.py",  # recomputation before 0.18, and random states
     "core/transformer/attention.py",
+    "core/transformer/multi_latent_attention.py",
     "core/transformer/multi_token_prediction.py",
-    "core/transformer/moe/router.py",
+    "core/transformer/transformer_block.py",
+    "core/transformer/transformer_layer.py",
+    "core/transformer/moe/moe_layer.py",
+    "core/transformer/moe/moe_logging.py",  # from 0.18
     "core/transformer/moe/moe_utils.py",
+    "core/transformer/moe/router.py",
+    "core/transformer/moe/token_dispatcher.py",
     "training/training.py",
 )
 """Files of Megatron's whose code decides what the plugin's parts mean."""
 
+_NO_CODE = re.compile(rb"^[ \t]*(#.*)?\r?\n", re.MULTILINE)
+"""A line that is empty, or a comment alone."""
+
 WHEELS = ("0.17.1", "0.18.2", "0.19.2")
-"""Of these, the wheels on PyPI that bring megatron.training."""
+"""Of these, the wheels on PyPI."""
 
 MINIMUM_TRANSFORMER_ENGINE, LATEST_TRANSFORMER_ENGINE = (2, 18), (2, 20)
 """First and last release (major, minor) that was tried."""
@@ -65,7 +93,7 @@ def check_megatron() -> str:
     """
     check_apex()
     version = megatron_version()
-    if _release(version) < _release(TESTED_MEGATRON[0]):
+    if _release(version) < OLDEST_MEGATRON:
         raise Refused(
             f"megatron-core {version} is older than the first that wlb_megatron was tried with: install one of "
             f"{tried_versions()}."
@@ -80,28 +108,27 @@ def check_megatron() -> str:
 
 def tried_versions() -> str:
     """As a message names them."""
-    return f"{', '.join(TESTED_MEGATRON)}; pip install megatron-core=={WHEELS[-1]}"
+    return f"{', '.join(TRIED_MEGATRON)}; pip install megatron-core=={WHEELS[-1]}"
 
 
 def untried_megatron() -> str | None:
-    """The version of a Megatron that was not tried, None of one that was. A checkout of a version that is not released
-    yet is recognized by its sources."""
-    version = megatron_version()
-    if version not in TESTED_MEGATRON:
-        return version
-    tried = UNRELEASED.get(version)
-    return None if tried in (None, sources_digest()) else f"{version} (another commit than the one tried)"
+    """The version of a Megatron that was not tried, None of one that was: its sources decide, whatever its version."""
+    if sources_digest() in TRIED_MEGATRON.values():
+        return None
+    return f"{megatron_version()} (its sources are none of those tried)"
 
 
 def sources_digest() -> str:
-    """Of the files that decide what the plugin's parts mean, wherever they are imported from."""
+    """Of the files that decide what the plugin's parts mean, wherever they are imported from, without lines that are
+    empty or comments alone. Takes 20 ms."""
     digest = hashlib.blake2b(digest_size=8)
     for file in _MEANINGS:
         package, name = file.split("/", 1)
         spec = importlib.util.find_spec(f"megatron.{package}")
         for folder in list(spec.submodule_search_locations or ()) if spec else []:
             path = Path(folder) / name
-            digest.update(path.read_bytes() if path.is_file() else b"missing")
+            digest.update(_NO_CODE.sub(b"", path.read_bytes()) if path.is_file() else b"missing")
+            digest.update(b"\0")
     return digest.hexdigest()
 
 
