@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked_ranks
 import pytest
 import torch
-from megatron_runs import failure, flags, launch
+from megatron_runs import cpu_environment, failure, flags, launch
 
 pytestmark = pytest.mark.megatron
 
@@ -147,3 +148,50 @@ def test_a_result_that_is_not_a_number_leaves_a_checkpoint_from_before_it(
     replayed = torch.load(tmp_path / attempt / "rank0.pt", weights_only=False)["documents"]
     pieces = [tuple(piece[1:]) for _, _, of, _ in replayed for piece in of if piece[1] >= 0]
     assert sorted(pieces) == sorted(piece for of, _, _ in run.last(2) for piece in of)
+
+
+NAN_RUN = """
+import os, sys
+from megatron.core.distributed import param_and_grad_buffer as buffers
+from wlb_megatron.plugin import pretrain_gpt
+from wlb_megatron.plugin.step import rehearsal
+
+os.uname = lambda node=sys.argv.pop(1): ("Linux", node, "", "", "")
+check, rehearse, rehearsing = buffers._ParamAndGradBucketGroup.check_grads, rehearsal.rehearse, []
+
+def check_spoiled(self, *args, **kwargs):
+    from megatron.training import get_args
+    if get_args().curr_iteration == 2 and not rehearsing:
+        self.buckets[0].grad_data[0] = float("nan")
+    return check(self, *args, **kwargs)
+
+def rehearse_unspoiled(*args):
+    rehearsing.append(1)
+    rehearse(*args)
+    rehearsing.clear()
+
+buffers._ParamAndGradBucketGroup.check_grads = check_spoiled
+rehearsal.rehearse = rehearse_unspoiled
+pretrain_gpt.main()
+"""
+
+
+def test_a_gradient_that_is_not_a_number_again_on_another_gpu_accuses_neither(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """Megatron compares the n-th check of a step in both jobs, so checks of a rehearsal must not count."""
+    (tmp_path / "script.py").write_text(NAN_RUN)
+    arguments = [*flags(), *RUN, "--data-path", str(corpus), "--train-samples", str(ITERATIONS * SAMPLES)]
+    arguments += ["--save", str(tmp_path), "--load", str(tmp_path), "--ckpt-format", "torch_dist"]
+    arguments += [
+        "--wlb-rehearsal",
+        "always",
+        "--result-rejected-tracker-filename",
+        str(tmp_path / "rejected"),
+    ]
+    script = [str(tmp_path / "script.py")]
+    for node, status in ("first", 16), ("second", 17):
+        done = forked_ranks.run(script, [node, *arguments], 1, cpu_environment(), timeout=200)
+        assert done.returncode == status, failure(done)
+    verdicts = re.findall(r"status=RerunValidationStatus\.(\w+)", (tmp_path / "rejected").read_text())
+    assert verdicts == ["INITIAL_RUN", "FIRST_RERUN_REPRODUCIBLE", "SECOND_RERUN_REPRODUCIBLE"]

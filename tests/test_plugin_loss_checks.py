@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from wlb_megatron.plugin.step import forward_step
-from wlb_megatron.plugin.step.loss_checks import begin_step, to_check
+from wlb_megatron.plugin.step.loss_checks import begin_step, to_check, unchecked
 
 MASK = torch.ones(1, 2)
 
@@ -78,3 +79,35 @@ def test_a_step_begins_anew_after_one_that_failed_and_a_loss_outside_is_checked_
     for value in (2.0, 5.0):  # the second is of no step
         checked = to_check(torch.tensor(value))
         assert checked is not None and float(checked) == value
+
+
+@pytest.mark.parametrize("mode", ["DISABLED", "VALIDATE_RESULTS", "REPORT_DETERMINISM_STATS"])
+def test_while_checks_are_off_megatrons_machine_counts_and_learns_nothing(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import rerun_state_machine as rerun
+
+    machine = rerun.RerunStateMachine(mode=rerun.RerunMode[mode])
+    monkeypatch.setattr(rerun, "_GLOBAL_RERUN_STATE_MACHINE", machine)
+    machine.state = rerun.RerunState.INITIAL_RUN
+    machine.first_iteration_complete = True
+
+    def large(result: torch.Tensor) -> bool:
+        return machine.is_unexpectedly_large(result, threshold=10, context="grads")
+
+    def check(value: float) -> None:
+        for rejection in (torch.isnan, large):
+            machine.validate_result(torch.tensor(value), rejection, "a gradient", fatal=True)
+
+    def state() -> dict[str, Any]:
+        unlike = "stats", "error_injector"  # objects that equal themselves alone
+        return copy.deepcopy({name: value for name, value in vars(machine).items() if name not in unlike})
+
+    check(1.0)
+    before = state()
+    with unchecked():
+        check(float("nan"))
+        check(1e9)
+    assert state() == before
+    check(2.0)
+    assert [*machine.validation_counts.values()] == ([] if mode == "DISABLED" else [4])

@@ -6,6 +6,8 @@ of them is, and no weight changes before the end of a step. So the last micro-ba
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -35,3 +37,23 @@ def to_check(loss: torch.Tensor) -> torch.Tensor | None:
         return None
     total, step.total = step.total, None
     return total
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """In a `with` block Megatron's rerun state machine validates nothing, so it counts no call and learns no size.
+
+    After a NaN it compares the n-th call of a step with the n-th of its rerun, which a second job makes on another GPU.
+    If that job rehearses in this step, rehearsed calls would come first: a NaN is then compared with a rehearsed result,
+    and the first job's GPU is accused.
+    """
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    machine = get_rerun_state_machine()
+    machine.validate_result = lambda *_, **__: (
+        None
+    )  # its mode `disabled` still ends a job, at a NaN that nobody uses
+    try:
+        yield
+    finally:
+        del machine.validate_result

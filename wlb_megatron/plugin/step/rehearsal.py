@@ -3,7 +3,7 @@
 It takes the memory that any later step can need, so that the order of micro-batches is free after that and a run
 that does not fit ends now, not at a step that happens to draw long ones. Before it, kernel graphs of the sizes that
 micro-batches can have are built (kernel_graphs.py). Gradients are cleared and all other state is put back
-(kept_state.py): training goes on as if nothing had been.
+(kept_state.py), and Megatron's checks of losses and gradients are off: training goes on as if nothing had been.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from wlb_megatron.plugin.plans.loaded import HeldTokens, Layout, LoadedMicroBatc
 from wlb_megatron.plugin.plans.planning import PlannedMicroBatch, ShardSettings
 from wlb_megatron.plugin.step.kept_state import KeptState
 from wlb_megatron.plugin.step.kernel_graphs import Met, build_graphs
+from wlb_megatron.plugin.step.loss_checks import unchecked
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.chunks import links_of
@@ -160,7 +161,8 @@ def rehearse(step: Callable[[], Any], model: Any, rehearsal: Rehearsal) -> None:
     chunks = model if isinstance(model, list) else [model]
     kept = KeptState(chunks)
     build_graphs(chunks, rehearsal.met, rehearsal.graph_seconds)
-    checked(partial(_fitting, step, rehearsal))
+    with unchecked():
+        checked(partial(_fitting, step, rehearsal))
     for chunk in chunks:
         chunk.zero_grad_buffer()
         for parameter in chunk.parameters():
