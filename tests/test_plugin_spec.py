@@ -31,6 +31,14 @@ def test_an_attention_that_came_in_after_the_plugins_is_named() -> None:
         prepare_model([model], WlbConfig())
 
 
+@pytest.mark.parametrize("ring", [False, True])
+def test_the_host_waits_for_transfers_of_a_ring_exchange_alone(ring: bool) -> None:
+    model = torch.nn.Identity()
+    model.config = SimpleNamespace(use_ring_exchange_p2p=ring, batch_p2p_sync=True)
+    prepare_model([model], WlbConfig())
+    assert model.config.batch_p2p_sync is ring
+
+
 def test_a_layer_without_core_attention_is_refused() -> None:
     spec = SimpleNamespace(module="StateSpaceLayer", submodules=SimpleNamespace())
     with pytest.raises(Refused, match="no core_attention in the layer spec StateSpaceLayer"):

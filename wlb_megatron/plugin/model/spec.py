@@ -145,8 +145,10 @@ def prepare_model(chunks: list[Any], settings: WlbConfig) -> list[Any]:
         plan_positions(chunk)
         chunk.config.variable_seq_lengths = True  # where allgather had it left out; the plan gives the shapes
         # Megatron waits for the device after each transfer, because of a race that PyTorch mended in 1.13 (its pull
-        # request 82450): streams order transfers. Without the wait the host launches ahead.
-        chunk.config.batch_p2p_sync = False
+        # request 82450): streams order transfers. Without the wait the host launches ahead. A ring exchange keeps it:
+        # that gives Megatron no request, so nothing else waits.
+        if not chunk.config.use_ring_exchange_p2p:
+            chunk.config.batch_p2p_sync = False
     return chunks
 
 
