@@ -145,6 +145,7 @@ REFUSED = {
     "batch_invariant_mode": True,
     "logits_save_dir": "logits",
     "inprocess_restart": True,
+    "rerun_mode": "report_stats",
     "perform_rl_step": True,
     "phase_transition_iterations": [5],
     "multiple_validation_sets": True,

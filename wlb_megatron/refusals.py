@@ -421,6 +421,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "it adds to that file's lines; give --wlb-log PATH",
     ),
     Refusal(
+        lambda a, c: _get(a, "rerun_mode") == "report_stats",
+        "--rerun-mode report_stats",
+        "Megatron's parser takes the word, but its rerun machine does not know it (0.16 to 0.20); use validate_results "
+        "or disabled",
+    ),
+    Refusal(
         lambda a, c: _get(a, "perform_rl_step"),
         "--perform-rl-step",
         "only pre-training is supported; drop it",
