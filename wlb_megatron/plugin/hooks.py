@@ -187,6 +187,12 @@ HOOKS: tuple[Hook, ...] = (
         checkpoint.wrap_load_base_checkpoint,
     ),
     Hook(
+        "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict",
+        ("state_dict",),
+        "refuses a checkpoint of another learning rate, or batch size, with one line",
+        checkpoint.wrap_load_scheduler,
+    ),
+    Hook(
         "megatron.core.datasets.utils:compile_helpers",
         (),
         "builds no dataset helpers: documents come from the index, Megatron's samples are not built",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wlb_megatron.plugin.job_state import part
+from wlb_megatron.refusals import Refused
 
 ATTRIBUTE = "wlb_state"
 _DIGEST = "digest"
@@ -111,3 +112,22 @@ def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
         return result
 
     return load_base_checkpoint
+
+
+def wrap_load_scheduler(original: Callable[..., Any]) -> Callable[..., Any]:
+    """OptimizerParamScheduler.load_state_dict(state_dict), which asserts that the learning rate goes on as before.
+
+    It counts samples, so another --global-batch-size fails here, before plans are compared.
+    """
+
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        try:
+            return original(self, state_dict)
+        except AssertionError as error:
+            raise Refused(
+                f"wlb_megatron: the checkpoint's learning rate cannot go on ({error}): give --global-batch-size, "
+                "--train-iters and the --lr flags as before, or add --override-opt-param-scheduler to take this run's "
+                "(with another global batch also --wlb-fresh-order)"
+            ) from None
+
+    return load_state_dict
