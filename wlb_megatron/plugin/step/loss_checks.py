@@ -44,8 +44,8 @@ def unchecked() -> Iterator[None]:
     """In a `with` block Megatron's rerun state machine validates nothing, so it counts no call and learns no size.
 
     After a NaN it compares the n-th call of a step with the n-th of its rerun, which a second job makes on another GPU.
-    If that job rehearses in this step, rehearsed calls would come first: a NaN is then compared with a rehearsed result,
-    and the first job's GPU is accused.
+    If that job rehearsed in the step, rehearsed calls would come first: the machine would compare one of them with the
+    NaN, and accuse the first job's GPU.
     """
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
