@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -45,33 +46,39 @@ def test_a_run_whose_tokens_cannot_be_read_any_more_ends_though_workers_ignore_t
     assert f"{prefix}.bin ends before byte" in done.stderr
 
 
-def kill_planning(log: Path, mark: str) -> None:
-    """Once the run has logged an iteration, kill the process that plans it: the one with this in its environment."""
+def kill_planning(log: Path, marks: set[str], trained: list[int]) -> None:
+    """Once the run has logged an iteration, kill the process that plans: the one with all of this in its environment.
+    trained: gets the number of iterations logged by then."""
     until = time.monotonic() + LIMIT
     while not (log.exists() and log.read_text()) and time.monotonic() < until:
         time.sleep(0.01)
     for about in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             planning = b"planning_process" in about.read_bytes()
-            if planning and mark.encode() in about.with_name("environ").read_bytes():
+            if planning and marks <= {*about.with_name("environ").read_text().split("\0")}:
                 os.kill(int(about.parent.name), signal.SIGKILL)
+                trained.append(log.read_text().count("\n"))
 
 
 @pytest.mark.megatron
-def test_a_run_whose_planning_process_is_killed_ends_with_a_line(corpus: Path, tmp_path: Path) -> None:
-    log = tmp_path / "steps.jsonl"
-    arguments = [*flags(), "--data-path", str(corpus), "--split", "1,0,0", "--global-batch-size", "2"]
+@pytest.mark.parametrize("layout", [{}, {"context": 2}])
+def test_a_run_whose_planning_process_is_killed_ends_at_once_with_a_line(
+    layout: dict[str, int], corpus: Path, tmp_path: Path
+) -> None:
+    """Of the last rank alone. Its pipe holds hundreds of plans more."""
+    log, ranks, trained = tmp_path / "steps.jsonl", layout.get("context", 1), list[int]()
+    arguments = [*flags(**layout), "--data-path", str(corpus), "--split", "1,0,0", "--global-batch-size", "2"]
     arguments += ["--train-iters", "100000", "--wlb-log", str(log), "--wlb-plan-process", "always"]
-    fault = threading.Thread(target=kill_planning, args=(log, str(tmp_path)))
+    marks = {f"MARK={tmp_path}", f"RANK={ranks - 1}"}
+    fault = threading.Thread(target=kill_planning, args=(log, marks, trained))
     fault.start()
-    done = launch(arguments, 1, timeout=LIMIT, MARK=str(tmp_path))
+    done = launch(arguments, ranks, timeout=LIMIT, MARK=str(tmp_path))
     fault.join()
     assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(
-        "wlb_megatron: the process that plans iterations does not answer (it has been killed by"
-    )
+    silent = r"the process that plans iterations does not answer \(it has been killed by signal 9\)"
+    assert re.search(rf"^(rank 1 on \S+: )?wlb_megatron: {silent}", done.stderr, re.MULTILINE), done.stderr
     assert "Traceback" not in done.stderr
+    assert log.read_text().count("\n") <= trained[0] + 3
 
 
 FEW_FILES = """
@@ -129,6 +136,13 @@ def test_what_a_checkpoint_refuses_is_told_once_a_node(corpus: Path, tmp_path: P
     arguments += ["--train-iters", "2"]
     saved = launch([*arguments, "--exit-interval", "1"], 2, timeout=LIMIT)
     assert saved.returncode == 0, failure(saved)
-    done = launch([*arguments, "--wlb-quadratic-at", "77"], 2, timeout=LIMIT)
-    assert done.returncode == 1
-    assert done.stderr.count("cannot resume with another cost model: --wlb-quadratic-at was") == 1
+    for changed, line in (
+        (["--wlb-quadratic-at", "77"], "cannot resume with another cost model: --wlb-quadratic-at was"),
+        (
+            ["--global-batch-size", "4"],
+            "wlb_megatron: the checkpoint's learning rate cannot go on (OptimizerParam",
+        ),
+    ):
+        done = launch([*arguments, *changed], 2, timeout=LIMIT)
+        assert done.returncode == 1
+        assert done.stderr.count(line) == 1 and "Traceback" not in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
@@ -43,7 +44,7 @@ from wlb_megatron.plugin.plans.iterators import MicroBatchIterator
 from wlb_megatron.plugin.plans.loaded import Layout
 from wlb_megatron.plugin.plans.planning import PlanAhead, PlannedIteration, PlannedMicroBatch
 from wlb_megatron.plugin.plans.provider import Again
-from wlb_megatron.refusals import Refused
+from wlb_megatron.refusals import Refused, RefusedHere
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import pad
 from wlb_megatron.sharding.select import shard, shard_all
@@ -383,6 +384,37 @@ def test_an_evaluations_iterations_are_planned_when_the_first_evaluation_comes_t
     whole = Again(plans(), None)  # type: ignore[arg-type]
     assert next(iter(whole)) == 0 and planned[4:] == [0]
     assert len(whole) == len(whole) == 5 and [*islice(whole, 6)] == [0, 1, 2, 3, 4, 0]
+
+
+def no_shared_memory(*_: object) -> None:
+    raise RuntimeError(
+        "unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)"
+    )
+
+
+def no_semaphore(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("place", "fails"),
+    [
+        ("torch.UntypedStorage._share_fd_cpu_", no_shared_memory),  # in a worker: the trainer waited for ever
+        ("multiprocessing.synchronize.SemLock.__init__", no_semaphore),  # before there are workers
+    ],
+)
+def test_a_full_dev_shm_ends_the_run_with_the_cure(
+    place: str, fails: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus, batch = corpus_of(tmp_path, [[1, 2, 3]]), planned([Piece(0, 0, 0, 3)], 1, "per-document")
+    sampler = MicroBatchSampler([PlannedIteration((batch,), dict, b"")])
+    loader = make_loader(corpus, sampler, Layout(0, 1, 8, True), workers=1, ahead=1, pin_memory=False)
+    monkeypatch.setattr(place, fails)
+    with pytest.raises(
+        RefusedHere, match=r"^wlb_megatron: /dev/shm is full.*--shm-size.*--num-workers 0"
+    ) as refused:
+        next(MicroBatchIterator(loader))
+    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_an_error_while_planning_is_raised_where_the_plan_is_asked_for() -> None:

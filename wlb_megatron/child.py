@@ -100,6 +100,10 @@ class Child:
         del self._received[:end]
         return message
 
+    def failure(self) -> str | None:
+        """How the child ended, where it did not end well; its last messages may not have been received."""
+        return f"it has {self._ending()}" if self.process.poll() else None
+
     def kill(self) -> None:
         """Ends the child now, whatever it is doing."""
         self.process.kill()

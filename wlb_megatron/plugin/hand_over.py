@@ -9,6 +9,7 @@ from typing import Any
 
 from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.ranks.failures import with_others_lines
 from wlb_megatron.plugin.take_over import Start
 
 
@@ -38,7 +39,7 @@ def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
             assert start.opened is not None  # flags are checked before a configuration is made of them
             install_spec(arguments["cfg_container"].model, start.opened.job.given)
         return checked(
-            lambda: original(**arguments)
+            lambda: with_others_lines(lambda: original(**arguments))
         )  # what a checkpoint or the model's layers tell is refused there
 
     return pretrain

@@ -13,12 +13,13 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from wlb_megatron.documents.blend import Blend
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import PADDING
-from wlb_megatron.plugin.plans.loaded import HeldTokens, Layout, LoadedMicroBatch, from_plan
+from wlb_megatron.plugin.plans.iterators import SHARED_MEMORY_FULL
+from wlb_megatron.plugin.plans.loaded import HeldTokens, Layout, LoadedMicroBatch, from_plan, share
 from wlb_megatron.plugin.plans.planning import PlannedIteration, PlannedMicroBatch
 
 
@@ -150,5 +151,12 @@ def _ignore(number: int, worker: int) -> None:
 
 
 def _only(items: list[LoadedMicroBatch]) -> LoadedMicroBatch:
+    """The one item of a batch. A worker shares its tensors here. Else its queue does so in a thread, which drops the
+    micro-batch where memory is full, and the trainer waits for ever."""
     (item,) = items
+    if get_worker_info() is not None:
+        try:
+            share(item)
+        except RuntimeError as error:
+            raise WlbError(f"{SHARED_MEMORY_FULL} ({str(error).splitlines()[0]})") from None
     return item

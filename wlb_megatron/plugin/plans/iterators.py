@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
@@ -13,8 +14,14 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
+from wlb_megatron.plugin.ranks import failures
 from wlb_megatron.plugin.step.rehearsal import Rehearsal
 from wlb_megatron.refusals import RefusedHere
+
+SHARED_MEMORY_FULL = (
+    "/dev/shm is full, in which --num-workers hand over micro-batches: give it more memory (docker run --shm-size or "
+    "--ipc=host), or set --num-workers 0"
+)
 
 
 class MicroBatchIterator:
@@ -34,7 +41,15 @@ class MicroBatchIterator:
         micro-batches; 0: by the tokens that the step has. defers_losses: see deferred_losses.py."""
         self.equal_tokens = equal_tokens
         self.defers_losses = defers_losses
-        self._iterator: Iterator[LoadedMicroBatch] = iter(loader)
+        try:
+            self._iterator: Iterator[LoadedMicroBatch] = iter(loader)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            _MultiProcessingDataLoaderIter._shutdown = (
+                True  # what is half made has none, and its destructor asks
+            )
+            raise RefusedHere(f"wlb_megatron: {SHARED_MEMORY_FULL} ({error})") from None
         self._trained = trained
         self._rehearsal = rehearsal
         self._began: float | None = None
@@ -61,10 +76,16 @@ class MicroBatchIterator:
             drawn = self._drawn.popleft() if self._drawn else next(self._iterator)
             if isinstance(drawn, Exception):
                 raise drawn
+        except StopIteration:
+            raise
         except WlbError as error:
             # A worker's error comes with its stack in front of its line.
             line = str(error).strip().splitlines()[-1].removeprefix(f"{WlbError.__module__}.WlbError: ")
+            failures.tell(line)
             raise RefusedHere(f"wlb_megatron: {line}") from None
+        except Exception:
+            failures.tell("it cannot draw its next micro-batch, and its own error says why")
+            raise
         return drawn
 
     def take_began(self) -> float:

@@ -105,6 +105,16 @@ def _pinned(parts: Parts) -> Parts:
     return replace(parts, **pinned)
 
 
+def share(parts: DataclassInstance) -> None:
+    """Move all its tensors to shared memory, in which a loader's worker hands them over."""
+    for field in fields(parts):
+        value = getattr(parts, field.name)
+        if isinstance(value, torch.Tensor):
+            value.share_memory_()
+        elif isinstance(value, HeldTokens):
+            share(value)
+
+
 def from_plan(planned: PlannedMicroBatch, layout: Layout) -> LoadedMicroBatch:
     """All that is made from the plan alone; `held` is left out."""
     layout, real = layout.within(planned.group), _whole_lengths(planned)

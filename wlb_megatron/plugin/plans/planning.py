@@ -187,10 +187,18 @@ def update_digest(digest: Any, plan: IterationPlan) -> None:
 
 
 class PlanAhead:
-    """Runs an iterator of plans `depth` items early in a daemon thread. An exception there is raised here."""
+    """Runs an iterator of plans `depth` items early in a daemon thread. An exception there is raised here.
 
-    def __init__(self, make: Callable[[], Iterator[PlannedIteration]], depth: int) -> None:
-        self._make = make
+    check: called before each plan is given out; raises where no more can come.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Iterator[PlannedIteration]],
+        depth: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._make, self._check = make, check
         self._waited = 0.0
         self._asked: float | None = None  # since when training waits
         self._got = time.perf_counter()
@@ -217,6 +225,7 @@ class PlanAhead:
             yield planned
 
     def _get(self) -> PlannedIteration | BaseException | None:
+        self._check()
         self._asked = time.perf_counter()
         self._steps.append(self._asked - self._got)
         planned = self._made.get()

@@ -16,7 +16,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, BinaryIO
@@ -55,12 +55,17 @@ def in_a_process(planner: Planner, config: WlbConfig, mean_length: float) -> boo
 
 
 def plan_in_a_process(
-    planner: Planner, settings: ShardSettings, *, keeps_plans: bool = False
+    planner: Planner,
+    settings: ShardSettings,
+    *,
+    keeps_plans: bool = False,
+    started: Callable[[Child], None] = lambda _: None,
 ) -> Iterator[PlannedIteration]:
     """What `plan_iterations` gives, made by a child; this process's planner stays as it is.
 
-    keeps_plans: iterations come with the plan of all data-parallel ranks. Raises what planning raises, and WlbError
-    where the child ends before the plans do. Where none can be started, this process plans, after a warning.
+    keeps_plans: iterations come with the plan of all data-parallel ranks. started: gets the child. Raises what planning
+    raises, and WlbError where the child ends before the plans do. Where none can be started, this process plans, after
+    a warning.
     """
     try:
         child = Child("wlb_megatron.plugin.plans.planning_process")
@@ -71,6 +76,7 @@ def plan_in_a_process(
         yield from plan_iterations(planner, settings)
         return
     atexit.register(child.kill)
+    started(child)
     try:
         child.send(_dumps((planner, settings, keeps_plans)))
         while (answer := _receive(child)) is not None:
@@ -83,13 +89,24 @@ def plan_in_a_process(
             planned, micro_batches = answer
             yield replace(planned, micro_batches=tuple(_receive(child) for _ in range(micro_batches)))
     except (OSError, EOFError) as error:
-        raise WlbError(
-            f"the process that plans iterations does not answer ({error}): see whether the node ran out of memory, "
-            "and start again from the last checkpoint"
-        ) from None
+        raise _silent(error) from None
     finally:
         child.kill()
         atexit.unregister(child.kill)
+
+
+def check_alive(children: Sequence[Child]) -> None:
+    """Raise what the planning thread raises only once it has taken all plans from the pipe, often hundreds."""
+    for child in children:
+        if (ending := child.failure()) is not None:
+            raise _silent(ending)
+
+
+def _silent(why: object) -> WlbError:
+    return WlbError(
+        f"the process that plans iterations does not answer ({why}): see whether the node ran out of memory, and start "
+        "again from the last checkpoint"
+    )
 
 
 def _receive(child: Child) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from wlb_megatron.child import Child
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.plugin.flags.training_job import TrainingJob
@@ -17,10 +18,11 @@ from wlb_megatron.plugin.plans.data import MicroBatchSampler
 from wlb_megatron.plugin.plans.iterators import MicroBatchIterator
 from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.plans.planning import PlanAhead, PlannedIteration, plan_iterations
-from wlb_megatron.plugin.plans.planning_process import in_a_process, plan_in_a_process
+from wlb_megatron.plugin.plans.planning_process import check_alive, in_a_process, plan_in_a_process
 from wlb_megatron.plugin.plans.rank_settings import rank_layout, rank_loader, reporting, shard_settings
 from wlb_megatron.plugin.plans.resume import remember
 from wlb_megatron.plugin.plans.source import Source
+from wlb_megatron.plugin.ranks import failures
 from wlb_megatron.plugin.ranks.dynamic import training_plans
 from wlb_megatron.plugin.ranks.plan_store import common_store
 from wlb_megatron.plugin.step.rehearsal import longest_micro_batches
@@ -39,16 +41,20 @@ def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement
     remember(source, source.planner.snapshot())
     settings, layout = reporting(shard_settings(source, job), job), rank_layout(job)
     make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
+    processes: list[Child] = []
+    failures.begin()
     if in_a_process(source.planner, source.config, source.mean_length):
         documents_each = source.planner.global_tokens / source.mean_length
         print_rank_0(
             f"> wlb_megatron: a process on each rank plans iterations, of about {documents_each:,.0f} documents"
         )
         logs = source.config.log_plans and is_last_rank()
-        make = partial(plan_in_a_process, source.planner, settings, keeps_plans=logs)
+        make = partial(
+            plan_in_a_process, source.planner, settings, keeps_plans=logs, started=processes.append
+        )
     if source.config.cp_mode == "dynamic":
         make = training_plans(source.planner, source.config, job, settings, lambda: ahead)
-    ahead = PlanAhead(make, PLANS_AHEAD)
+    ahead = PlanAhead(make, PLANS_AHEAD, lambda: check_alive(processes))
     if source.config.cp_mode == "dynamic":
         atexit.register(ahead.close)
     sampler = MicroBatchSampler(ahead, partial(agreement.see, dp_rank=settings.dp_rank))
