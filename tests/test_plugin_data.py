@@ -40,7 +40,7 @@ from wlb_megatron.plugin.plans.data import (
     make_loader,
     read_ahead,
 )
-from wlb_megatron.plugin.plans.iterators import MicroBatchIterator
+from wlb_megatron.plugin.plans.iterators import EvaluationIterator, MicroBatchIterator
 from wlb_megatron.plugin.plans.loaded import Layout
 from wlb_megatron.plugin.plans.planning import PlanAhead, PlannedIteration, PlannedMicroBatch
 from wlb_megatron.plugin.plans.provider import Again
@@ -365,6 +365,8 @@ def test_every_evaluation_begins_at_the_sets_beginning_also_where_the_set_is_sma
         (None, [0, 1, 2, 0]),
     ):
         again = Again(iter([0, 1, 2]), iterations)  # type: ignore[arg-type]
+        assert list(again) == []
+        again.wanted = True
         assert [*islice(again, len(expected))] == expected
 
 
@@ -377,13 +379,40 @@ def test_an_evaluations_iterations_are_planned_when_the_first_evaluation_comes_t
             yield at
 
     again = Again(plans(), 4)  # type: ignore[arg-type]
+    again.wanted = True
     evaluation = iter(again)
     assert planned == []
     assert [next(evaluation), next(evaluation)] == planned == [0, 1]
     assert [*islice(evaluation, 6)] == [2, 3, 0, 1, 2, 3] and planned == [0, 1, 2, 3]
     whole = Again(plans(), None)  # type: ignore[arg-type]
+    whole.wanted = True
     assert next(iter(whole)) == 0 and planned[4:] == [0]
     assert len(whole) == len(whole) == 5 and [*islice(whole, 6)] == [0, 1, 2, 3, 4, 0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loaders_workers_are_there_before_anything_is_planned_for_evaluation(
+    workers: int, tmp_path: Path
+) -> None:
+    corpus = corpus_of(tmp_path, [[d] * 4 for d in range(3)])
+    made: list[int] = []
+
+    def plans() -> Iterator[PlannedIteration]:
+        for iteration in range(3):
+            pieces, shard = _of(planned([Piece(0, iteration, 0, 4)], 1, "per-document"))
+            made.append(iteration)
+            yield PlannedIteration((PlannedMicroBatch(iteration, 0, pieces, shard, SUMMARY, 0.0),), dict, b"")
+
+    again = Again(plans(), 4)
+    sampler = MicroBatchSampler(again)
+    loader = make_loader(corpus, sampler, Layout(0, 1, 8, True), workers=workers, ahead=4, pin_memory=False)
+    iterator = EvaluationIterator(loader, again)
+    processes = [worker.pid for worker in getattr(iterator._iterator, "_workers", [])]
+    assert made == [] and len(processes) == workers
+    drawn = [int(batch.held.tokens[0, 0]) for batch in islice(iterator, 9)]  # type: ignore[union-attr]
+    assert drawn == [0, 1, 2, 0, 0, 1, 2, 0, 0] and made == [0, 1, 2]
+    assert processes == [worker.pid for worker in getattr(iterator._iterator, "_workers", [])]
+    iterator.close()
 
 
 def no_shared_memory(*_: object) -> None:

@@ -21,7 +21,7 @@ def wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = signature.bind(*args, **kwargs).arguments
         iterators = arguments["data_iterator"]
         iterator = planned_iterator(iterators[0] if isinstance(iterators, list) else iterators)
-        if isinstance(iterator, EvaluationIterator):
+        if isinstance(iterator, EvaluationIterator) and iterator.full:
             arguments["eval_iters"] = len(iterator)
         return original(**arguments)
 

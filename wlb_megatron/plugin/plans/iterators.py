@@ -6,8 +6,8 @@ import atexit
 import errno
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -116,12 +116,34 @@ class MicroBatchIterator:
             self._drawn.append(error)  # is the next step's; a loader asked again passes over what failed
 
 
-class EvaluationIterator(MicroBatchIterator):
-    """Over a whole set, again and again; its length is the number of iterations that cover the set once."""
+class Repeated(Protocol):
+    """An evaluation's iterations, see provider.Again."""
 
-    def __init__(self, loader: DataLoader[LoadedMicroBatch], iterations: Sized) -> None:
+    wanted: bool
+
+    def __len__(self) -> int: ...
+
+
+class EvaluationIterator(MicroBatchIterator):
+    """Over a set, again and again; its length is the number of iterations that cover the set once. full: an evaluation
+    takes so many.
+
+    The loader's workers are forked at once, before threads hold locks. A loader draws as soon as it is iterated, so
+    what it iterates first is empty: plans are made from the first draw on.
+    """
+
+    def __init__(
+        self, loader: DataLoader[LoadedMicroBatch], iterations: Repeated, *, full: bool = False
+    ) -> None:
         super().__init__(loader)
-        self._iterations = iterations
+        self.full = full
+        self._loader, self._iterations = loader, iterations
+
+    def __next__(self) -> LoadedMicroBatch:
+        if not self._iterations.wanted:
+            self._iterations.wanted = True
+            self._iterator = iter(self._loader)  # with the same workers
+        return super().__next__()
 
     def __len__(self) -> int:
         return len(self._iterations)

@@ -13,7 +13,7 @@ from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans.agreement import PlanAgreement
 from wlb_megatron.plugin.plans.data import MicroBatchSampler
 from wlb_megatron.plugin.plans.first_lines import first_lines
-from wlb_megatron.plugin.plans.iterators import EvaluationIterator, MicroBatchIterator
+from wlb_megatron.plugin.plans.iterators import EvaluationIterator
 from wlb_megatron.plugin.plans.planning import PlannedIteration, plan_iterations
 from wlb_megatron.plugin.plans.rank_settings import rank_layout, rank_loader, shard_settings
 from wlb_megatron.plugin.plans.resume import LoadedAt, restore
@@ -69,7 +69,7 @@ def _agree(sources: dict[str, Source], job: TrainingJob) -> PlanAgreement:
     return agreement
 
 
-def _evaluation(source: Source, job: TrainingJob) -> MicroBatchIterator:
+def _evaluation(source: Source, job: TrainingJob) -> EvaluationIterator:
     """The same iterations at every evaluation, so that the losses of two are of the same documents: --eval-iters,
     or all that the set holds."""
     planned, evaluation = plan_iterations(source.planner, shard_settings(source, job)), job.evaluation
@@ -77,7 +77,7 @@ def _evaluation(source: Source, job: TrainingJob) -> MicroBatchIterator:
     shares = (replace(iteration, state=dict, plan=None) for iteration in planned)
     again = Again(shares, None if evaluation.full else evaluation.iterations)
     loader = rank_loader(source, MicroBatchSampler(again), rank_layout(job), job)
-    return EvaluationIterator(loader, again) if evaluation.full else MicroBatchIterator(loader)
+    return EvaluationIterator(loader, again, full=evaluation.full)
 
 
 class Again(Iterable[PlannedIteration]):
@@ -86,11 +86,14 @@ class Again(Iterable[PlannedIteration]):
 
     An iteration is planned when the first evaluation comes to it. Planned at the start of a job of thousands of ranks,
     100 of them would take a minute in which all GPUs wait, for a test set that few jobs come to, too.
+
+    wanted: an evaluation has come; before that, none are given out.
     """
 
     def __init__(self, coming: Iterator[PlannedIteration], iterations: int | None) -> None:
         """iterations: of an evaluation; None: all that come."""
         self._coming, self._iterations = coming, iterations
+        self.wanted = False
         self._planned: list[PlannedIteration] = []
 
     def __len__(self) -> int:
@@ -99,7 +102,7 @@ class Again(Iterable[PlannedIteration]):
         return len(self._planned)
 
     def __iter__(self) -> Iterator[PlannedIteration]:
-        while True:
+        while self.wanted:
             for at in itertools.count() if self._iterations is None else range(self._iterations):
                 if at >= len(self._planned):
                     self._planned.extend(itertools.islice(self._coming, 1))
