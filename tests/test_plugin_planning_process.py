@@ -28,8 +28,8 @@ from wlb_megatron.packing.job import plan_job
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.logs.prediction import UntilItFails
 from wlb_megatron.plugin.plans import planning_process
-from wlb_megatron.plugin.plans.planning import PlannedIteration, ShardSettings, plan_iterations
-from wlb_megatron.plugin.plans.planning_process import in_a_process, plan_in_a_process
+from wlb_megatron.plugin.plans.planning import PlanAhead, PlannedIteration, ShardSettings, plan_iterations
+from wlb_megatron.plugin.plans.planning_process import check_alive, in_a_process, plan_in_a_process
 from wlb_megatron.sharding.digest import digest_of_cuts
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import h100
@@ -167,8 +167,13 @@ def test_an_error_in_the_process_is_raised_where_the_plan_is_asked_for(
     blend = corpora(tmp_path)
     planner = planner_of(blend)
     planner.stream = Broken(error)  # type: ignore[assignment]
+    processes: list[child.Child] = []
+    make = partial(plan_in_a_process, planner, settings_of(blend), started=processes.append)
+    ahead = PlanAhead(make, 1, lambda: check_alive(processes))
     with pytest.raises(raised, match=line):
-        next(plan_in_a_process(planner, settings_of(blend)))
+        next(iter(ahead))
+    assert processes[0].process.poll() is not None
+    check_alive(processes)  # this process has ended it: the error is the plan's
 
 
 def test_a_process_that_is_killed_or_stands_still_is_told_and_never_waited_for_forever(

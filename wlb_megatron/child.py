@@ -63,6 +63,7 @@ class Child:
             fcntl.fcntl(self._answers, fcntl.F_SETPIPE_SZ, _PIPE)
         self._unsent: deque[memoryview] = deque()
         self._received = bytearray()
+        self._killed = False
         self._quiet: float | None = None  # since when it is waited for without a byte in or out
 
     def send(self, message: bytes) -> None:
@@ -101,11 +102,12 @@ class Child:
         return message
 
     def failure(self) -> str | None:
-        """How the child ended, where it did not end well; its last messages may not have been received."""
-        return f"it has {self._ending()}" if self.process.poll() else None
+        """How the child ended, where it ended badly and not by `kill`. Its last messages may not have been received."""
+        return f"it has {self._ending()}" if self.process.poll() and not self._killed else None
 
     def kill(self) -> None:
         """Ends the child now, whatever it is doing."""
+        self._killed = True
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
