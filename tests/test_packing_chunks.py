@@ -60,20 +60,50 @@ def columns(plan: IterationPlan) -> list[tuple[MicroBatch, ...]]:
     return list(zip(*plan.micro_batches, strict=True))
 
 
-def work_of(piece: Piece) -> int:
+def work_of(piece: Piece, cost: CostModel) -> int:
     """By the cost model's formula: the document's up to the piece's end less that up to its start."""
-    at = COST.quadratic_at
+    at = cost.quadratic_at
     begin, end = piece.prefix, piece.prefix + piece.tokens
-    return round((piece.tokens + (end * end - begin * begin) / at + COST.per_document) * UNITS_PER_TOKEN)
+    return round((piece.tokens + (end * end - begin * begin) / at + cost.per_document) * UNITS_PER_TOKEN)
 
 
 @settings(max_examples=80, deadline=None)
-@given(document_lengths(), sizes(), st.booleans())
+@given(document_lengths(), sizes(), st.booleans(), st.sampled_from([None, 1, 2, 3, 5, 7, 10]))
 def test_every_token_trains_once_with_all_that_it_attends_to_before_it(
-    lengths: list[int], size: dict[str, Any], endless: bool
+    lengths: list[int], size: dict[str, Any], endless: bool, most: int | None
 ) -> None:
     if lengths or not endless:
-        check_chunks(lengths, size, endless)
+        check_chunks(lengths, size | {"max_tokens": most}, endless, most or WINDOW * 3 // 4)
+
+
+def test_a_document_of_two_tokens_trains_though_chunks_of_three_need_all_other_micro_batches() -> None:
+    lengths, cost = [2, 11, 15], CostModel(16.0, 0.0, 100.0)
+    job = {"window": 16, "micro_batches": 1, "pp": 2, "chunks": "on", "micro_batches_per_window": "auto"}
+    (plan,) = run(make_planner(lengths, **job, max_tokens=3, cost=cost))
+    assert len(plan.arrived) == 3 and not plan.waiting
+    assert {p.document for column in columns(plan) for m in column for p in m.pieces} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("share", [0.1, 0.15, 0.2, 0.3])
+def test_no_document_of_143_random_corpora_waits_where_lmax_is_this_share_of_a_window(share: float) -> None:
+    for seed in range(143):
+        dice = np.random.default_rng([9, seed])
+        window = int(dice.choice([14, 20, 40]))
+        most = int(window * share)
+        usual = [1, most // 2 + 1, most, window // 2, window - 1, window]
+        lengths = dice.choice(usual, dice.integers(3, 20), p=[0.2, 0.3, 0.2, 0.1, 0.1, 0.1]).tolist()
+        size = {
+            "window": window,
+            "micro_batches": int(dice.integers(1, 3)),
+            "dp": int(dice.integers(1, 5)),
+            "pp": int(dice.integers(2, 5)),
+            "max_documents": int(dice.choice([1, 3, 4096])),
+            "max_tokens": most,
+            "micro_batches_per_window": "auto",
+            "chunks": "on",
+            "cost": CostModel(window * float(dice.choice([0.02, 0.2, 1])), 0.5, float(dice.choice([0, 100]))),
+        }
+        check_chunks(lengths, size, endless=True, capacity=most, iterations=3)
 
 
 @settings(max_examples=40, deadline=None)
@@ -89,20 +119,29 @@ def test_documents_of_all_of_a_ranks_share_train_whole_in_one_iteration(
 
 
 def check_chunks(
-    lengths: list[int], size: dict[str, Any], endless: bool, capacity: int = WINDOW * 3 // 4
+    lengths: list[int],
+    size: dict[str, Any],
+    endless: bool,
+    capacity: int = WINDOW * 3 // 4,
+    iterations: int = 12,
 ) -> None:
-    plans = run(make_planner(lengths, **size, endless=endless), most=12 if endless else 10_000)
+    plans = run(make_planner(lengths, **size, endless=endless), most=iterations if endless else 10_000)
     arrived: list[Piece] = []
     done: list[Piece] = []
     for plan in plans:
+        assert not plan.waiting, "a document is delayed"
         arrived += plan.arrived
         for column in columns(plan):
+            groups([micro_batch.pieces for micro_batch in column])  # refuses chunks that are not adjacent
             held: dict[tuple[int, int], int] = defaultdict(int)
             for micro_batch in column:
-                assert micro_batch.pieces or (not endless and plan is plans[-1]) or "longest" in size
+                too_few_tokens = sum(micro_batch.tokens for micro_batch in column) < len(column)
+                ended = not endless and plan is plans[-1]
+                assert micro_batch.pieces or ended or too_few_tokens or "longest" in size
                 assert micro_batch.tokens <= capacity
                 assert len(micro_batch.pieces) <= size["max_documents"]
-                assert micro_batch.work == pytest.approx(sum(map(work_of, micro_batch.pieces)), abs=8)
+                works = sum(work_of(piece, size.get("cost", COST)) for piece in micro_batch.pieces)
+                assert micro_batch.work == pytest.approx(works, abs=8)
                 for piece in micro_batch.pieces:
                     # In order, on one rank, in one iteration: the prefix is what came before, from the first token on.
                     assert piece.prefix == held[piece.epoch, piece.document] == piece.start
@@ -112,9 +151,7 @@ def check_chunks(
             for (_, document), tokens in held.items():
                 assert tokens == lengths[document]
             done += [piece for member in column for piece in member.pieces]
-    waiting = list(plans[-1].waiting) if plans else []
-    assert token_counts(arrived) == token_counts(done + waiting)
-    assert endless or not waiting
+    assert token_counts(arrived) == token_counts(done)
 
 
 @settings(max_examples=100, deadline=None)

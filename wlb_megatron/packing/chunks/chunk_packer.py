@@ -8,8 +8,10 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.chunks.chunked import Filled, fill, in_order, spread_over_ranks
+from wlb_megatron.packing.chunks.chunked import Filled, enough_for, fill, in_order, spread_over_ranks
 from wlb_megatron.packing.packer import (
     ONE_RANK,
     Batch,
@@ -26,7 +28,7 @@ from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import Piece
 from wlb_megatron.workload.cost_model import CostModel
 
-_WORK = itemgetter(0)  # of items; faster than access by name
+_WORK, _TOKENS = itemgetter(0), itemgetter(1)  # of items; faster than access by name
 
 TRIED = 3
 """The most numbers of micro-batches that are packed and compared; a rough estimate chooses them."""
@@ -39,7 +41,6 @@ documents and an Lmax of 1.5 windows a schedule may hold 150."""
 class _Tried(NamedTuple):
     price: tuple[int, int, int, int]
     grid: Sequence[Sequence[Filled]]
-    left: list[Item]
 
 
 _WORST = (1 << 62, 0, 0, 0)
@@ -48,9 +49,9 @@ _WORST = (1 << 62, 0, 0, 0)
 class ChunkPacker:
     """Trains everything that arrived in its iteration, in the number of micro-batches with the least predicted step.
 
-    What does not fit (if Lmax or the limit on documents is very low) trains in the next iteration. All chunks of a
-    document are in one iteration, on one data-parallel rank, in order. Its states are the varlen packer's: what
-    waits.
+    If Lmax or the limit on documents is so low that something does not fit, there are as many micro-batches as surely
+    hold all. All chunks of a document are in one iteration, on one data-parallel rank, in order. Its states are the
+    varlen packer's; only a loaded one has pieces that wait.
     """
 
     intake_batches = 1
@@ -99,7 +100,7 @@ class ChunkPacker:
         windows = batch.bins // self._ranks.dp
         counts = self.law.counts(windows, self._per_window)
         rough = sorted(counts, key=lambda count: (self.law.estimate(count, share), count))[:TRIED]
-        best = _Tried(_WORST, (), items)
+        best = _Tried(_WORST, ())
         for count in rough:
             # Uneven works take longer than the estimate's even ones.
             if best.price > (0, 0, 0, self.law.estimate(count, share)):
@@ -109,29 +110,40 @@ class ChunkPacker:
             for count in self.law.counts(windows, None, always=True):
                 if count not in rough:
                     best = self._better(best, ranks, count)
-        if best.price[:2] > (0, 0):
-            best = self._better(best, ranks, self._count_of_one_document_each(ranks))
-        self._waiting = sorted(best.left, key=lambda item: item.serial)
+        left, empty, *_ = best.price
+        if left:
+            count = self._enough_for(ranks, self._limits.max_documents)
+            best = self._better(best, ranks, count)
+            if best.price[0]:
+                best = self._better(best, ranks, count, all_fit=True)
+        elif empty:  # one micro-batch for each document or chunk may be fewer
+            best = self._better(best, ranks, self._enough_for(ranks, 1))
+        self._waiting = []
         return Packed(tuple(tuple(bin_.micro_batch() for bin_ in row) for row in best.grid))
 
-    def _count_of_one_document_each(self, ranks: Sequence[Sequence[Item]]) -> int:
-        """The number of micro-batches that gives every document (cut if it is too long) its own micro-batch. No
-        document is left out, at the price of a step of many small ones.
-        """
-        return max(1, *(sum(-(-item.tokens // self._limits.capacity) for item in rank) for rank in ranks))
+    def _enough_for(self, ranks: Sequence[Sequence[Item]], most_documents: int) -> int:
+        """Micro-batches of a rank that hold each rank's documents, cut only if they are too long (see enough_for)."""
+        capacity, enough = self._limits.capacity, 1
+        for rank in ranks:
+            tokens = np.fromiter(map(_TOKENS, rank), dtype=np.int64, count=len(rank))
+            enough = max(enough, enough_for(tokens, -(-tokens // capacity), capacity, most_documents))
+        return enough
 
-    def _better(self, best: _Tried, ranks: Sequence[Sequence[Item]], count: int) -> _Tried:
-        """The best so far, or the grid of `count` micro-batches per rank if its price is lower.
+    def _better(
+        self, best: _Tried, ranks: Sequence[Sequence[Item]], count: int, *, all_fit: bool = False
+    ) -> _Tried:
+        """The best so far, or the grid of `count` micro-batches per rank if its price is lower. all_fit: see fill.
 
         price: documents left out, empty micro-batches, tokens held above the limit, and the predicted step, in this
         order. None of them falls as ranks are added, so remaining ranks are skipped once it is too high.
         """
         columns: list[list[Filled]] = []
-        left: list[Item] = []
+        left = 0
         price = (0, 0, 0, 0)
+        limits = self._limits.capacity, self._limits.max_documents
         for items in ranks:
-            units, out = fill(items, count, self._limits.capacity, self._limits.max_documents, self._cost)
-            left += out
+            units, out = fill(items, count, *limits, self._cost, all_fit=all_fit)
+            left += len(out)
             column, groups = in_order(units)
             columns.append(column)
             if len(column) == count:
@@ -139,12 +151,12 @@ class ChunkPacker:
                 step = max(step, self.law.rank([bin_.work for bin_ in column], groups))
                 most = most_held([bin_.tokens for bin_ in column], groups, self.law)
                 empty += sum(not bin_.items for bin_ in column)
-                price = len(left), empty, max(over, most - self.held_tokens), step
+                price = left, empty, max(over, most - self.held_tokens), step
             else:
                 price = _WORST
             if price >= best.price:
                 return best
-        return _Tried(price, tuple(zip(*columns, strict=True)), left)
+        return _Tried(price, tuple(zip(*columns, strict=True)))
 
     def _items(self, pieces: Sequence[Piece], entries: Sequence[int]) -> list[Item]:
         lengths = [end - start for _, _, start, end, _ in pieces]

@@ -71,18 +71,25 @@ def spread_over_ranks(items: Sequence[Item], dp: int) -> list[list[Item]]:
 
 
 def fill(
-    items: Sequence[Item], count: int, capacity: int, most_documents: int, cost: CostModel
+    items: Sequence[Item],
+    count: int,
+    capacity: int,
+    most_documents: int,
+    cost: CostModel,
+    *,
+    all_fit: bool = False,
 ) -> tuple[list[Unit], list[Item]]:
     """`count` micro-batches of similar work from one rank's documents, and the documents that did not fit.
 
-    items: whole documents by falling work. capacity: tokens of a micro-batch. There are fewer units than
-    micro-batches if some are groups. A micro-batch may be empty if there are fewer documents and chunks than
-    micro-batches.
+    items: whole documents by falling work. capacity: tokens of a micro-batch. all_fit: count is enough_for them, and
+    none may be left out. There are fewer units than micro-batches if some are groups. A micro-batch may be empty if
+    there are fewer documents and chunks than micro-batches.
     """
     works, tokens = (
         np.fromiter(map(column, items), dtype=np.int64, count=len(items)) for column in (_WORK, _TOKENS)
     )
-    chunks = chunk_counts(works, tokens, count, capacity, full=int(cost.work([capacity])[0]))
+    full = int(cost.work([capacity])[0])
+    chunks = chunk_counts(works, tokens, count, capacity, full, most_documents if all_fit else 0)
     split = np.flatnonzero(chunks > 1).tolist()
     if sum(chunks[split].tolist()) > count:
         return [], list(items)
@@ -101,14 +108,34 @@ def fill(
     return units + [Unit((micro_batch,)) for micro_batch in made[at:]], left
 
 
+def enough_for(tokens: IntArray, chunks: IntArray, capacity: int, most_documents: int) -> int:
+    """So many micro-batches hold documents of these tokens, each in so many chunks, whatever their lengths.
+
+    Each chunk has its own. Whole documents go by falling work, so by falling length, to the micro-batch with the fewest
+    tokens if no lighter one has space. If one does not fit there either, every micro-batch has `most_documents`, or
+    documents at least as long as this one and no space for it: more than half of `capacity`. Twice the tokens over
+    `capacity`, and one for each `most_documents`, thus suffice; or one for each document. Example: capacity 3, tokens 2
+    11 15 in 1 4 5 chunks: 10. Chunks 1 1 1 1 of tokens 1 1 1 1: 3 + 1, with most_documents 4096.
+    """
+    whole = tokens[chunks == 1]
+    sharing = -(-2 * int(whole.sum()) // capacity) + -(-len(whole) // most_documents)
+    return int(chunks[chunks > 1].sum()) + min(len(whole), sharing)
+
+
 def chunk_counts(
-    works: npt.ArrayLike, tokens: npt.ArrayLike, count: int, capacity: int, full: int = 1 << 62
+    works: npt.ArrayLike,
+    tokens: npt.ArrayLike,
+    count: int,
+    capacity: int,
+    full: int = 1 << 62,
+    most_documents: int = 0,
 ) -> IntArray:
     """int64[n]: into how many chunks each document is cut; 1: it stays whole. works, tokens: int64[n].
 
     The number is the one whose chunks come closest to a micro-batch's share of the work, but at least what `capacity`
     requires. With chunks of equal work the first is the longest and has at most `full`, a document of `capacity`
     tokens. If all chunks are more than `count`, the documents whose chunks grow least give up one, if any can.
+    most_documents: of a micro-batch, if `count` must be enough_for all documents; 0: small ones are not counted.
     """
     works, tokens = np.asarray(works, dtype=np.int64), np.asarray(tokens, dtype=np.int64)
     share = max(1, int(works.sum()) // count)
@@ -119,7 +146,13 @@ def chunk_counts(
     chosen = np.minimum(tokens, np.maximum.reduce((least, even, by_work)))
     # Small documents share a micro-batch with chunks; the others need their own.
     large = np.flatnonzero((2 * works >= share) | (chosen > 1)).tolist()
-    while chosen[large].sum() > count:
+
+    def needed() -> int:
+        if most_documents:
+            return enough_for(tokens, chosen, capacity, most_documents)
+        return int(chosen[large].sum())
+
+    while needed() > count:
         open_to = [i for i in large if chosen[i] > max(1, least[i])]
         if not open_to:
             break
