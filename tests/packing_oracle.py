@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from wlb_megatron.config import WlbConfig
+from wlb_megatron.config import PACKINGS, WlbConfig
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import Packer
 from wlb_megatron.packing.planner import Planner
@@ -13,6 +13,9 @@ from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.workload.cost_model import CostModel
 
 COST = CostModel(quadratic_at=8.0, per_document=0.5)
+
+QUICK_PACKINGS = tuple(name for name in PACKINGS if name != "fixed-solver")
+"""Every packer's name but the exact solver's, which takes too long for many plans. test_packing_resume.py has all."""
 
 
 class ListStream:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packing_oracle import QUICK_PACKINGS
 
 from wlb_megatron.config import SHARDINGS, WlbConfig
 from wlb_megatron.errors import WlbError
@@ -136,7 +137,7 @@ def test_iterations_stops_early_and_says_what_waits() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[0, 1, 0, 2], [1] * 8, [1], [16, 24, 0, 0], [0, 0, 3]])
-@pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
+@pytest.mark.parametrize("packing", QUICK_PACKINGS)
 def test_zero_length_and_one_token_documents_plan_and_zero_length_ids_appear_nowhere(
     lengths: list[int], packing: str
 ) -> None:
@@ -150,7 +151,7 @@ def test_trailing_zero_lengths_change_nothing() -> None:
     assert inspect([16, 24, 0, 0], 64, cp=2) == inspect([16, 24], 64, cp=2)
 
 
-@pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
+@pytest.mark.parametrize("packing", QUICK_PACKINGS)
 def test_a_document_of_the_window_is_whole_and_one_more_token_follows_the_policy(packing: str) -> None:
     assert _trained(inspect([8], 8, packing=packing)) == [[0, 0, 8]]
     assert _trained(inspect([9], 8, packing=packing)) == [[0, 0, 8], [0, 8, 9]]
@@ -203,7 +204,7 @@ def _tokens(rows: Rows) -> list[tuple[int, int]]:
 @settings(deadline=None, max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 70), min_size=1, max_size=40).filter(any),
-    packing=st.sampled_from(["original", "fixed-greedy", "varlen"]),
+    packing=st.sampled_from(QUICK_PACKINGS),
     sharding=st.sampled_from(SHARDINGS),
     micro_batches=st.integers(1, 3),
     dp=st.integers(1, 3),

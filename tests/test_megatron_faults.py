@@ -81,6 +81,45 @@ def test_a_run_whose_planning_process_is_killed_ends_at_once_with_a_line(
     assert log.read_text().count("\n") <= trained[0] + 3
 
 
+DROPS_HALF = """
+from wlb_megatron.packing.fixed.baselines import OriginalPacker
+
+class DropsHalf(OriginalPacker):
+    def pack(self, iteration, arrived, batch, draining=False):
+        return super().pack(iteration, arrived[::2] if iteration > 1 else arrived, batch, draining)
+"""
+
+WITH_IT = """
+from drops_half import DropsHalf
+from wlb_megatron.packing import factory
+from wlb_megatron.plugin import pretrain_gpt
+
+factory.FIXED["original"] = DropsHalf
+pretrain_gpt.main()
+"""
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("process", ["always", "never"])
+def test_a_run_whose_packer_loses_documents_ends_with_a_line_before_it_trains_them(
+    process: str, tmp_path: Path
+) -> None:
+    write_corpus(tmp_path / "documents", LENGTHS * 4)
+    (tmp_path / "drops_half.py").write_text(DROPS_HALF)  # a module, so that the planning process finds it
+    (tmp_path / "script.py").write_text(WITH_IT)
+    environment = cpu_environment()
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
+    arguments = [*flags(), "--data-path", str(tmp_path / "documents"), "--split", "1,0,0"]
+    arguments += ["--global-batch-size", "2", "--train-iters", "20", "--wlb-packing", "original"]
+    arguments += ["--wlb-plan-process", process]
+    script = [str(tmp_path / "script.py")]
+    done = forked_ranks.run(script, arguments, 1, environment, timeout=LIMIT)
+    assert done.returncode == 1
+    assert "DropsHalf was given" in done.stderr.strip().splitlines()[-1], failure(done)
+    assert "Traceback" not in done.stderr
+    assert "[wlb] iteration 2 " in done.stdout and "[wlb] iteration 3 " not in done.stdout
+
+
 FEW_FILES = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, int(sys.argv.pop(1))))

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_oracle import COST, check_promises, delays, make_planner, micro_batches, run, trained
+from packing_oracle import (
+    COST,
+    QUICK_PACKINGS,
+    check_promises,
+    delays,
+    make_planner,
+    micro_batches,
+    run,
+    trained,
+)
 
 from wlb_megatron.config import PACKINGS, WlbConfig
 from wlb_megatron.documents.corpus import Rules
@@ -44,13 +53,13 @@ def test_documents_without_tokens_reach_no_plan(packing: str) -> None:
     assert pieces == [Piece(0, 1, 0, 1), Piece(0, 3, 0, 2)]
 
 
-@pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
+@pytest.mark.parametrize("packing", QUICK_PACKINGS)
 def test_documents_of_one_token_are_packed(packing: str) -> None:
     (pieces,) = plan_stream([1] * 8, 8, packing=packing)
     assert len(pieces) == 8
 
 
-@pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
+@pytest.mark.parametrize("packing", QUICK_PACKINGS)
 def test_eighty_thousand_tiny_documents_never_meet_in_one_launch(packing: str) -> None:
     planner = make_planner(
         [16] * 80_000, window=131_072, micro_batches=4, packing=packing, max_documents=4096
@@ -61,7 +70,7 @@ def test_eighty_thousand_tiny_documents_never_meet_in_one_launch(packing: str) -
     assert max(len(plan.waiting) for plan in plans) < 80_000 // 2
 
 
-@pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
+@pytest.mark.parametrize("packing", QUICK_PACKINGS)
 def test_running_totals_go_on_beyond_2_to_the_31(packing: str) -> None:
     planner = make_planner([5, 9, 16, 3] * 50, window=16, micro_batches=4, endless=True, packing=packing)
     run(planner, most=3)
@@ -142,7 +151,7 @@ def test_three_documents_over_four_micro_batches_leave_the_last_one_to_padding()
     assert [b.work for b in micro_batches(plan) if not b.pieces] == [0]
 
 
-@pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
+@pytest.mark.parametrize("packing", QUICK_PACKINGS)
 def test_remainders_are_carried_on_rather_than_trained_in_a_short_micro_batch(packing: str) -> None:
     lengths = lognormal(10_000, seed=1, mean=900, longest=8192)
     plans = run(
@@ -320,7 +329,7 @@ def test_documents_that_cannot_be_paired_under_lmax_are_told_at_start_and_either
         assert warnings_and_share(lengths, 328)[0] == []
 
 
-@pytest.mark.parametrize("packing", ["varlen", "original", "fixed-greedy"])
+@pytest.mark.parametrize("packing", QUICK_PACKINGS)
 def test_tiny_documents_that_the_cap_leaves_out_are_told_and_do_not_pile_up(packing: str) -> None:
     (line,), share = warnings_and_share([1] * 50, 100, packing=packing, max_documents=5)
     assert "at most 5.0% of the tokens asked for" in line and "--wlb-max-documents to 101" in line

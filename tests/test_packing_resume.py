@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from packing_oracle import QUICK_PACKINGS
 
-from wlb_megatron.config import OVERLONG, WlbConfig
+from wlb_megatron.config import OVERLONG, PACKINGS, WlbConfig
 from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import make_packer
@@ -26,7 +27,8 @@ from wlb_megatron.workload.cost_model import CostModel
 Token = tuple[int, int, int]
 """Epoch, document, position."""
 
-RUNS = 200
+RUNS = dict.fromkeys(PACKINGS, 40) | {"varlen": 120, "fixed-solver": 6}
+"""Random runs of every packer's name. The solver is slow."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +88,19 @@ class Run:
         Fixed windows: a piece waits for what came before it, less than two windows' worth, of which K global batches
         take all at once unless windows are closed by their number of documents; then K - 1 for its turn.
         """
-        if self.config.packing == "varlen":
-            return self.config.max_delay
         rounds = 1 + 2 * self.rules.window // (self.steps[0][1] * self.config.max_documents)
-        return rounds if self.config.packing == "original" else self.config.balance_batches * (1 + rounds) - 1
+        batches = self.config.balance_batches * (1 + rounds) - 1
+        return {  # a new packer's bound comes here
+            "varlen": self.config.max_delay,
+            "original": rounds,
+            "fixed-greedy": batches,
+            "fixed-solver": batches,
+        }[self.config.packing]
 
 
-def draw_run(rng: np.random.Generator) -> Run:
+def draw_run(rng: np.random.Generator, packing: str) -> Run:
     """Windows of 16 to 64 tokens, 1 to 8 micro-batches, lengths of any shape, none of them above 3 windows."""
     window = 8 * int(rng.integers(2, 9))
-    packing = str(rng.choice(["varlen", "varlen", "varlen", "fixed-greedy", "original"]))
     thresholds = ["auto", "none", f"{window // 2}", f"{window // 4},{window // 2},{window - 1}"]
     config = WlbConfig(
         micro_batches_per_window="1",
@@ -105,6 +110,7 @@ def draw_run(rng: np.random.Generator) -> Run:
         thresholds=str(rng.choice(thresholds)),
         balance_batches=int(rng.integers(1, 5)),
         max_documents=int(rng.choice([3, 8, 4096], p=[0.1, 0.1, 0.8])),
+        solver_seconds=0.01,
     )
     rules = Rules(
         window=window,
@@ -259,13 +265,13 @@ def check_resume(run: Run, rng: np.random.Generator, sample: list[int] | None = 
     assert digest(list(plans_of(again, limit - stop))) == digest(plans[stop:])
 
 
-@pytest.mark.parametrize("hundred", range(RUNS // 100))
+@pytest.mark.parametrize("packing", PACKINGS)
 def test_a_run_stopped_anywhere_and_resumed_at_any_layout_trains_what_the_uninterrupted_one_does(
-    hundred: int,
+    packing: str,
 ) -> None:
-    for seed in range(100 * hundred, 100 * (hundred + 1)):
+    for seed in range(RUNS[packing]):
         rng = np.random.default_rng([2026, seed])
-        run = draw_run(rng)
+        run = draw_run(rng, packing)
         try:
             check_resume(run, rng)
         except Exception as error:
@@ -299,8 +305,8 @@ def test_so_does_one_whose_thresholds_were_learnt_from_a_sample_that_the_resumed
 def test_the_random_runs_reach_what_they_are_to_show() -> None:
     """Runs of every kind occur, documents wait, and some are put back."""
     seen = {"endless": 0, "finite": 0, "blend": 0, "grew": 0, "waited": 0, "put back": 0, "cut": 0}
-    for seed in range(0, RUNS, 2):
-        run = draw_run(np.random.default_rng([2026, seed]))
+    for packing, seed in ((name, seed) for name in QUICK_PACKINGS for seed in range(0, RUNS[name], 2)):
+        run = draw_run(np.random.default_rng([2026, seed]), packing)
         planner = run.planner(Layout(1, 1, 1))
         seen["endless" if run.rules.endless else "finite"] += 1
         seen["blend"] += len(run.corpora) > 1

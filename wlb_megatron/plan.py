@@ -7,6 +7,7 @@ The plan of one micro-batch over its context-parallel ranks is sharding/segments
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 PADDING = -1
@@ -34,6 +35,9 @@ class Piece(NamedTuple):
         return self.end - self.start
 
 
+_START, _END = itemgetter(2), itemgetter(3)  # of pieces; faster than access by name
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Pieces packed into one sequence, in order. `work` is in the cost model's integer units."""
@@ -44,7 +48,7 @@ class MicroBatch:
     @property
     def tokens(self) -> int:
         """Tokens without end padding."""
-        return sum(piece.end - piece.start for piece in self.pieces)
+        return sum(map(_END, self.pieces)) - sum(map(_START, self.pieces))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,13 @@ from wlb_megatron.packing.varlen.thresholds import MOST_BINS, find_thresholds, r
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker, lmax
 from wlb_megatron.workload.cost_model import CostModel
 
+FIXED: dict[str, type[OriginalPacker | FixedGreedyPacker]] = {
+    "original": OriginalPacker,
+    "fixed-greedy": FixedGreedyPacker,
+    "fixed-solver": FixedSolverPacker,
+}
+"""Packers of fixed windows, by name."""
+
 MAX_DELAY = 16
 """Default limit of a document's wait, in iterations."""
 
@@ -89,19 +96,14 @@ def make_packer(
     ):
         if asked:
             raise WlbError(f"{flag} needs --wlb-packing varlen, not {config.packing}: change one of them")
-    fixed: dict[str, type[OriginalPacker | FixedGreedyPacker]] = {
-        "original": OriginalPacker,
-        "fixed-greedy": FixedGreedyPacker,
-        "fixed-solver": FixedSolverPacker,
-    }
     if per_window not in (None, 1):
         raise WlbError(
             f"--wlb-micro-batches-per-window {config.micro_batches_per_window} needs --wlb-packing varlen: windows of "
             "fixed length are one micro-batch each"
         )
-    if config.packing not in fixed:
-        raise WlbError(f"unknown packing {config.packing!r}: choose {', '.join(fixed)} or varlen")
-    return fixed[config.packing](config, cost, window=window, bins=micro_batches * dp, ranks=ranks)
+    if config.packing not in FIXED:
+        raise WlbError(f"unknown packing {config.packing!r}: choose {', '.join(FIXED)} or varlen")
+    return FIXED[config.packing](config, cost, window=window, bins=micro_batches * dp, ranks=ranks)
 
 
 def _make_varlen(

@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import Any, Protocol
 
 from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.audit import audit
 from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
 from wlb_megatron.packing.packer import Batch, Packer
 from wlb_megatron.pipeline.groups import groups
@@ -47,6 +48,7 @@ class Planner:
       and `put_back` counts them.
     * No more pieces are taken than could train: with tiny ones, fewer tokens than asked for.
     * A finite stream is drained: iterations continue until nothing waits.
+    * Each plan is audited: what waited and what arrived trains or waits, each token once, under Lmax.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Planner:
         self.trained = 0  # tokens of all iterations so far
         self._supplied = 0  # pieces were taken in up to this iteration
         self._put_back: deque[Piece] = deque()
+        self._waiting = packer.waiting  # after the last plan
         self._ended = False
 
     def begin_at(self, samples: int, waiting: Sequence[Piece] = (), trained: int | None = None) -> None:
@@ -82,6 +85,7 @@ class Planner:
         self._put_back = deque(waiting)
         if self.packer.waiting:  # of a state that was loaded before
             self.packer.load_state({**self.packer.state(), "waiting": [], "planned": []})
+        self._waiting = self.packer.waiting
         self.iteration = self._supplied = self.put_back = 0
         self._ended = False
 
@@ -89,7 +93,7 @@ class Planner:
         """The next iteration's plan, or None when a finite stream has ended and nothing waits."""
         batch = self._next_batch()
         arrived = self._take_in(batch)
-        if self._ended and not arrived and not self.packer.waiting:
+        if self._ended and not arrived and not self._waiting:
             return None
         grid, put_back = self.packer.pack(self.iteration, arrived, batch, self._ended)
         if put_back:
@@ -97,18 +101,21 @@ class Planner:
             arrived = [piece for piece in arrived if piece not in refused]
             self._put_back.extendleft(reversed(put_back))
             self.put_back += len(put_back)
+        waiting = self.packer.waiting
+        trained = audit(self.packer, self.iteration, [*self._waiting, *arrived], grid, waiting)
         works, together = zip(*(_works_and_groups(column) for column in zip(*grid, strict=True)), strict=True)
         plan = IterationPlan(
             self.iteration,
             tuple(arrived),
             grid,
-            self.packer.waiting,
+            waiting,
             predicted=self.packer.law.step(works, together),
             ideal=sum(map(sum, works)) // len(works),
         )
+        self._waiting = waiting
         self.iteration += 1
         self.samples += batch.bins
-        self.trained += sum(micro_batch.tokens for row in grid for micro_batch in row)
+        self.trained += trained
         return plan
 
     def _next_batch(self) -> Batch:
@@ -195,7 +202,8 @@ class Planner:
         self.iteration = int(state["iteration"])
         self.samples = samples
         self.taken = int(state["taken"])
-        waiting = sum(piece.tokens for piece in self.packer.waiting)
+        self._waiting = self.packer.waiting
+        waiting = sum(piece.tokens for piece in self._waiting)
         self.trained = int(state.get("trained", self.taken - waiting))  # states saved before it was counted
         self._supplied = int(state["supplied"])
         self._ended = bool(state["ended"])
