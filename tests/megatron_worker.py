@@ -28,8 +28,10 @@ from wlb_megatron.attention import core_attention
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.plugin import pretrain_gpt
 from wlb_megatron.plugin.flags import training_job
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.model import spec
 from wlb_megatron.plugin.step import forward_step as steps
+from wlb_megatron.plugin.step import recomputation
 from wlb_megatron.plugin.step.deferred_losses import DeferredLoss
 
 OUT = Path(os.environ["WORKER_OUT"])
@@ -44,6 +46,8 @@ seen: dict[str, Any] = {
     "rows": [],
     "kept": [],
     "waits": [],
+    "recomputed": [],
+    "layers_run": [],
 }
 
 
@@ -242,6 +246,7 @@ def save_when_reduced() -> None:
                 "gated": get_args().swiglu,
                 "etp": parallel_state.get_expert_tensor_parallel_rank(),
             }
+        seen["recomputed"].append(part(recomputation.Recomputation).numbers)
         torch.save(seen, OUT / f"rank{torch.distributed.get_rank()}.pt")
         if "WORKER_JOURNAL" in os.environ:
             journal(Path(os.environ["WORKER_JOURNAL"]))
@@ -287,6 +292,26 @@ def watch_deferred_losses() -> None:
 
     DeferredLoss.run, spec.prepare_model = run_watched, prepare_watched
     training.finalize_model_grads = finalize_watched
+
+
+def plan_recomputation(bytes_of_ranks: str) -> None:
+    """So many bytes for a step's activations, "9000" or one for each rank "9000,8000", which no CPU tells. Records how
+    many layers' forwards each step has run, recomputed ones counted again."""
+    budgets = [int(size) for size in bytes_of_ranks.split(",")]
+    rank, forward, finalize = int(os.environ["RANK"]), TransformerLayer.forward, training.finalize_model_grads
+    run = [0]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        run[0] += 1
+        return forward(*args, **kwargs)
+
+    def finalize_counted(*args: Any, **kwargs: Any) -> Any:
+        seen["layers_run"].append(run[0])
+        run[0] = 0
+        return finalize(*args, **kwargs)
+
+    TransformerLayer.forward, training.finalize_model_grads = counted, finalize_counted
+    recomputation._available = lambda *_: (0, budgets[rank % len(budgets)])
 
 
 def norms_for_sequence_parallelism() -> None:
@@ -370,6 +395,8 @@ if __name__ == "__main__":
         training_job.one_length = lambda args: True
     if "WORKER_RANDOM_GROUPS" in os.environ:
         plan_at_random(int(os.environ["WORKER_RANDOM_GROUPS"]))
+    if "WORKER_AVAILABLE" in os.environ:
+        plan_recomputation(os.environ["WORKER_AVAILABLE"])
     if "WORKER_GROUPS" in os.environ:
         group_micro_batches(os.environ["WORKER_GROUPS"])
     pretrain_gpt.main()

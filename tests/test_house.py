@@ -19,6 +19,7 @@ FLOORS = (
         "workload",
         "documents",
         "pipeline",
+        "recompute",
         "packing",
         "sharding",
         "dynamic",

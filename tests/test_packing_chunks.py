@@ -19,7 +19,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker, most_held
+from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.chunks.chunked import chunk_counts, cut
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.job import plan_job
@@ -28,7 +28,7 @@ from wlb_megatron.packing.varlen.outlier_queues import Item
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.pipeline.groups import documents_in_chunks, groups
 from wlb_megatron.pipeline.orders import grouped_orders, in_flight
-from wlb_megatron.pipeline.step_law import StepLaw
+from wlb_megatron.pipeline.step_law import StepLaw, most_held
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel

@@ -253,4 +253,6 @@ def test_a_micro_batch_costs_the_same_in_planning_as_training_says():
             least = hosts.cost().least_micro_batch
             launches = (2.7e6 + stage / 2, 3.3e6 + again + stage / 2)
             assert least == pytest.approx([0.5 * 2 * way / token for way in launches])
-            assert [way / 2 * token for way in least] == pytest.approx(list(map(float, hosts.host(False))))
+            there, back = map(float, hosts.host(False))
+            back += float(hosts.host_again(False)) * (recompute == "full")
+            assert [way / 2 * token for way in least] == pytest.approx([there, back])

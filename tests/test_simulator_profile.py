@@ -66,11 +66,18 @@ def test_what_is_recomputed_runs_its_forward_again_in_backward(profile: Profile)
     plans = [shard([8192], 1, "adaptive")]
     none = modelled(profile)
     full, selective = (replace(none, recompute=how) for how in ("full", "selective"))
-    for part in (lambda m: m.linear(8192), lambda m: m.attention(plans)):
-        assert part(full).backward == pytest.approx(part(none).backward + part(none).forward)
-        assert part(full).forward == pytest.approx(part(none).forward)
-    assert selective.linear(8192) == none.linear(8192)
-    assert selective.attention(plans).backward == pytest.approx(full.attention(plans).backward)
+    attention, linear = none.attention(plans), none.linear(8192)
+    again = float(attention.forward[0, 0] + linear.forward)
+
+    def busy(model: LayerModel) -> float:
+        return float(simulate([[plans]], model).busy[0, 0, 0, 0])
+
+    assert busy(full) == pytest.approx(busy(none) + 4 * again)
+    # --recompute-method block --recompute-num-layers 1, and more than the chunk has.
+    assert busy(replace(full, recompute_blocks=1)) == pytest.approx(busy(none) + again)
+    assert busy(replace(full, recompute_blocks=9)) == pytest.approx(busy(full))
+    assert selective.linear(8192) == linear
+    assert selective.attention(plans).backward == pytest.approx(attention.backward + attention.forward)
     with pytest.raises(ValueError, match="unknown recompute"):
         replace(none, recompute="some")
 

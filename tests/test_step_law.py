@@ -52,7 +52,7 @@ def test_a_backward_that_takes_long_hides_the_launches_of_a_short_forward() -> N
 
 
 def test_where_layers_are_recomputed_a_forward_is_a_fourth() -> None:
-    assert StepLaw(pp=2, backward=3).rank([40] * 4) == StepLaw(pp=2).rank([40] * 4) == 200
+    assert StepLaw(pp=2, backward=(3, 1), again=1000).rank([40] * 4) == StepLaw(pp=2).rank([40] * 4) == 200
 
 
 def test_each_micro_batch_of_a_group_costs_what_its_chunk_adds() -> None:

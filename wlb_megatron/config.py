@@ -145,6 +145,26 @@ class WlbConfig:
         "exchange keys and values again in backward instead of keeping them: saves memory, costs one more exchange a "
         "layer (default: keep them)",
     )
+    recompute: str = _setting(
+        "auto",
+        "what --recompute-granularity full recomputes: auto (in each step, of each micro-batch, as few layers as fit "
+        "the GPU's memory, never more than Megatron's flags say), off (Megatron's flags in every step)",
+        choices=("auto", "off"),
+    )
+    memory_margin: float = _setting(
+        0.10,
+        "share of a GPU's memory that plans leave free: Lmax where it follows from memory, and the layers that are "
+        "kept (share, 0 to 0.9)",
+        type=float,
+        within=(0, 0.9),
+    )
+    gpu_memory: float | None = _setting(
+        None,
+        "memory of a GPU, from which Lmax and the layers that are kept follow (GiB; default in training: the GPU's, or "
+        "the cap that torch was given; in commands: Lmax is 1.5 windows, and 80 GiB decide what fits)",
+        type=float,
+        within=(0.001, COUNT),
+    )
     rehearsal: str = _setting(
         "auto",
         "run a forward and backward of micro-batches of Lmax tokens before step 1, so that memory runs out there if it "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Container, Sequence
 from dataclasses import fields
 
@@ -31,13 +32,17 @@ NOT_HERE = (
 
 def renamed(text: str) -> str:
     """Flags as they are called here, where a message names them as in training."""
+    text = re.sub(rf"--wlb-(?!{'|'.join(WHOLE_NAMES)})", "--", text)
     for name, here in _HERE:
         text = text.replace(name, here)
     return text
 
 
+WHOLE_NAMES = ("recompute",)
+"""Settings whose flags keep their --wlb- here, where the rest of the name is Megatron's."""
+
+
 _HERE = (
-    ("--wlb-", "--"),
     ("--seq-length", "--window"),
     ("--context-parallel-size", "--cp"),
     (" (with --sequence-parallel)", ""),  # the commands assume it, and the distributed optimizer
@@ -45,7 +50,6 @@ _HERE = (
     ("--tensor-model-parallel-size", "--tp"),
     ("--pipeline-model-parallel-size", "--pp"),
     ("--num-virtual-stages-per-pipeline-rank / --num-layers-per-virtual-pipeline-stage", "--vpp"),
-    ("--recompute-granularity", "--recompute"),
 )
 
 
@@ -85,6 +89,8 @@ def add_setting(parser: argparse.ArgumentParser, name: str) -> None:
     """The flag of one field of WlbConfig."""
     setting = next(setting for setting in fields(WlbConfig) if setting.name == name)
     flag, help_text = "--" + name.replace("_", "-"), renamed(setting.metadata["help"])
+    if name in WHOLE_NAMES:
+        flag = f"--wlb-{name}"
     if setting.default is False:
         parser.add_argument(flag, action="store_true", help=help_text)
         return
@@ -92,6 +98,7 @@ def add_setting(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
         flag,
         default=setting.default,
+        dest=name,
         type=setting.metadata.get("type", str),
         choices=setting.metadata.get("choices"),
         help=help_text + default,
@@ -137,7 +144,6 @@ SPELLED = {
     "--tensor-model-parallel-size": "--tp",
     "--pipeline-model-parallel-size": "--pp",
     "--num-virtual-stages-per-pipeline-rank": "--vpp",
-    "--recompute-granularity": "--recompute",
     "--data-path": "--lengths",
 }
 """Megatron's flags that the commands shorten."""

@@ -121,6 +121,9 @@ def _replace_cuda() -> None:
     for name in ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Byte", "Bool"):
         setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
     bindings._cuda_setRNGState = torch.set_rng_state  # what Megatron's random module asks first
+    # Else the mode above is set aside while a backward runs, and what a recomputed forward makes is asked of a GPU.
+    autograd: Any = torch.autograd
+    autograd.has_torch_function = _answer(False)
     torch.accelerator.is_available = _answer(False)
     torch.accelerator.current_accelerator = _answer(None)
 

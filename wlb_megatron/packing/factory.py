@@ -17,6 +17,7 @@ from wlb_megatron.packing.packer import MOST_PER_WINDOW, Packer, Ranks, most_per
 from wlb_megatron.packing.varlen.delay_bound import Limits
 from wlb_megatron.packing.varlen.thresholds import MOST_BINS, find_thresholds, read_thresholds, rule_of_thumb
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker, lmax
+from wlb_megatron.pipeline.step_law import StageRoom
 from wlb_megatron.workload.cost_model import CostModel
 
 FIXED: dict[str, type[OriginalPacker | FixedGreedyPacker]] = {
@@ -45,6 +46,7 @@ def make_packer(
     longest: int | None = None,
     adopt_max_tokens: int = 0,
     no_chunks: Sequence[tuple[str, str]] = (),
+    rooms: tuple[StageRoom, StageRoom] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Packer:
     """The packer that `config.packing` names.
@@ -58,6 +60,7 @@ def make_packer(
     * longest: tokens of the longest piece, above the window only if overlong is "chunk" (default: the window).
     * adopt_max_tokens: a loaded state keeps its own Lmax if that, padded, is at most this many tokens.
     * no_chunks: (flag, cure) of each setting under which documents cannot train in chunks.
+    * rooms: of the first and the last stage, where steps keep as many layers as fit.
     * say: called with a line on whether documents train in chunks, and why.
 
     Raises ValueError on settings that cannot work.
@@ -78,7 +81,7 @@ def make_packer(
         )
     if config.max_documents < 1:
         raise WlbError(f"max_documents must be at least 1, got {config.max_documents}")
-    ranks = Ranks(dp, pp, vpp, (group or pp) if vpp > 1 else 1)
+    ranks = Ranks(dp, pp, vpp, (group or pp) if vpp > 1 else 1, rooms)
     per_window = read_per_window(config.micro_batches_per_window)
     if sample:
         free = per_window if config.packing == "varlen" else 1

@@ -14,6 +14,7 @@ from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
 from wlb_megatron.packing.memory_limits import GpuMemory, describe_memory, no_memory_for_chunks
 from wlb_megatron.packing.packer import Packer, read_per_window
 from wlb_megatron.packing.planner import Planner, Stream
+from wlb_megatron.pipeline.step_law import StageRoom
 from wlb_megatron.workload.cost_model import CostModel
 
 SAMPLE, SAMPLE_EPOCHS = 65536, 16
@@ -41,6 +42,7 @@ def plan_job(
     longest: int | None = None,
     memory: GpuMemory | None = None,
     no_chunks: Sequence[tuple[str, str]] = (),
+    rooms: tuple[StageRoom, StageRoom] | None = None,
     say: Callable[[str], None] = lambda _: None,
     **options: Any,
 ) -> Planner:
@@ -59,6 +61,7 @@ def plan_job(
         dp=dp,
         no_chunks=no_chunks,
         longest=longest,
+        rooms=rooms,
         say=say,
         **options,
     )

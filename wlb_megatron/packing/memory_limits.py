@@ -9,36 +9,99 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.choose_chunks import chunk_capacity, holds_whole, settings_refused
 from wlb_megatron.packing.chunks.chunk_packer import held
+from wlb_megatron.pipeline.step_law import StageRoom
 from wlb_megatron.workload.chunk_memory import chunked_bytes, fit_chunks
-from wlb_megatron.workload.memory import GIB, ParallelLayout, StageShape, fit_max_tokens, memory_needed
+from wlb_megatron.workload.memory import (
+    GIB,
+    Experts,
+    ParallelLayout,
+    StageShape,
+    fit_max_tokens,
+    memory_needed,
+    weight_bytes,
+)
+from wlb_megatron.workload.stage_memory import StageMemory, stage_memory
 
 LEAST_CHUNK = 8
 """A micro-batch with chunks has at least a window divided by this, so that fixed costs of kernels and hosts stay
 small."""
 
-MARGIN = 0.10
-"""Share of the memory that is left free."""
+MARGIN = WlbConfig().memory_margin
+"""Share of the memory that is left free, if nothing else is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """size: bytes of one GPU. window, alignment: tokens."""
+    """size: bytes of one GPU. window, alignment: tokens. margin: share of the memory that is left free. layers: of each
+    model chunk, by stage; None: all have as many as the fullest. depths: of multi-token prediction."""
 
     size: int
     shape: StageShape
     layout: ParallelLayout
     window: int
     alignment: int
+    margin: float = MARGIN
+    experts: Experts | None = None
+    layers: tuple[tuple[int, ...], ...] | None = None
+    depths: int = 0
 
     @property
     def room(self) -> int:
         """Bytes that a plan may use: all but the margin."""
-        return int(self.size * (1 - MARGIN))
+        return int(self.size * (1 - self.margin))
+
+    def stage(self, stage: int, layers: Sequence[int] | None = None) -> StageMemory:
+        """What a stage holds of a step. layers: of each of its model chunks, where they are known better. Raises
+        ValueError if the flags recompute no layers in full."""
+        layers = layers or self._layers(stage)
+        return stage_memory(
+            *(self.shape, self.layout, stage, layers), depths=self.depths, experts=self.experts
+        )
+
+    def _layers(self, stage: int) -> tuple[int, ...]:
+        """Layers of each model chunk, without multi-token prediction's."""
+        if self.layers is not None:
+            return self.layers[stage]
+        virtual = self.layout.virtual
+        return (-(-(self.shape.layers - self.depths) // virtual),) * virtual
+
+    def available(self, stage: int) -> int:
+        """Bytes for a step's activations on a stage, 0 where weights leave none."""
+        return max(0, self.room - self.weights(stage))
+
+    def weights(self, stage: int) -> int:
+        """Bytes of a stage's weights, gradients and optimizer state."""
+        further = self.depths * (stage == self.layout.pipeline - 1)
+        shape = replace(self.shape, layers=sum(self._layers(stage)) + further)
+        return weight_bytes(shape, self.layout, stage, self.experts)
+
+    def rooms(self) -> tuple[StageRoom, StageRoom] | None:
+        """What the first and the last stage can keep of a step, for the packer's law. None where the flags recompute
+        no layers in full, so that there is nothing to plan."""
+        if self.layout.recompute != "full":
+            return None
+        first, last = (self._room(stage) for stage in (0, self.layout.pipeline - 1))
+        return first, last
+
+    def _room(self, stage: int) -> StageRoom:
+        held, context = self.stage(stage), self.layout.context
+        chunks = held.chunks
+        more = sum(c.recomputed * (c.kept - c.input) + c.switched for c in chunks)
+        return StageRoom(
+            available=self.available(stage) * context,
+            floor=sum(chunk.floor for chunk in chunks) + held.ends,
+            more=more,
+            working=max(held.loss, *(chunk.working for chunk in chunks)),
+            keys=held.keys * sum(chunk.layers for chunk in chunks),
+        )
 
     def whole(self) -> int:
         """The longest micro-batch of whole documents that fits. WlbError if 1.25 windows do not."""
         return fit_max_tokens(
-            self.shape, self.layout, self.size, window=self.window, alignment=self.alignment
+            *(self.shape, self.layout, self.size),
+            margin=self.margin,
+            window=self.window,
+            alignment=self.alignment,
         )
 
     def in_chunks(self) -> int:
@@ -46,6 +109,7 @@ class GpuMemory:
         flying = held(self.window, self.layout.micro_batches, self.layout.pipeline)
         fitting = fit_chunks(
             *(self.shape, self.layout, self.size),
+            margin=self.margin,
             held=flying,
             document=self.window,
             alignment=self.alignment,

@@ -7,11 +7,12 @@ state, nor which documents train in which iteration, depends on the layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple, Protocol
 
 from wlb_megatron.documents.changes import changes
 from wlb_megatron.errors import WlbError
-from wlb_megatron.pipeline.step_law import StepLaw
+from wlb_megatron.pipeline.step_law import StageRoom, StepLaw
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 
@@ -21,20 +22,25 @@ Grid = tuple[tuple[MicroBatch, ...], ...]
 
 class Ranks(NamedTuple):
     """Data-parallel size, pipeline stages, model chunks per stage, and the number of which an interleaved schedule's
-    micro-batches are a multiple.
+    micro-batches are a multiple. rooms: of the first and the last stage, where steps keep layers.
     """
 
     dp: int = 1
     pp: int = 1
     vpp: int = 1
     group: int = 1
+    rooms: tuple[StageRoom, StageRoom] | None = None
 
     def law(self, cost: CostModel) -> StepLaw:
         """The law that predicts a step on these ranks."""
         costs = (cost.per_micro_batch, *cost.least_micro_batch, cost.per_chunk)
         per_micro_batch, forward, backward, chunk = (round(UNITS_PER_TOKEN * tokens) for tokens in costs)
+        longer = Fraction(cost.backward).limit_denominator(1000)
         return StepLaw(
-            self.pp, self.vpp, self.group, per_micro_batch, (forward, backward), chunk, cost.backward
+            *(self.pp, self.vpp, self.group, per_micro_batch, (forward, backward), chunk),
+            backward=(longer.numerator, longer.denominator),
+            again=round(1000 * (cost.backward - 2)),
+            rooms=self.rooms,
         )
 
 

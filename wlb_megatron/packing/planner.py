@@ -103,14 +103,15 @@ class Planner:
             self.put_back += len(put_back)
         waiting = self.packer.waiting
         trained = audit(self.packer, self.iteration, [*self._waiting, *arrived], grid, waiting)
+        tokens = [[micro_batch.tokens for micro_batch in column] for column in zip(*grid, strict=True)]
         works, together = zip(*(_works_and_groups(column) for column in zip(*grid, strict=True)), strict=True)
         plan = IterationPlan(
             self.iteration,
             tuple(arrived),
             grid,
             waiting,
-            predicted=self.packer.law.step(works, together),
-            ideal=sum(map(sum, works)) // len(works),
+            predicted=self.packer.law.step(works, together, tokens),
+            ideal=self.packer.law.ideal(sum(map(sum, works)) // len(works)),
         )
         self._waiting = waiting
         self.iteration += 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 
 from wlb_megatron.pipeline.step_time import step_time
 
@@ -22,13 +23,40 @@ EXACT = 4
 
 
 @dataclass(frozen=True, slots=True)
+class StageRoom:
+    """What a pipeline stage can keep of a step, by the memory model, in bytes and layers.
+
+    available: bytes for activations. floor: of each token held, where as many layers are recomputed as the flags say.
+    more: further bytes of each token where none is. working: of each token of the micro-batch at work. keys: of each
+    token of micro-batches that share a document in chunks.
+    """
+
+    available: int
+    floor: int
+    more: int
+    working: int = 0
+    keys: int = 0
+
+    def kept(self, tokens: int, largest: int, *, chunked: bool) -> int:
+        """Thousandths of the layers recomputed by the flags that a step can keep, if all micro-batches keep the same.
+
+        tokens: held at once. largest: of a micro-batch. available 100, floor 2, more 8, working 1, tokens 15, largest
+        10: (100 - 10 - 30) / (8 * 15) = 500 thousandths.
+        """
+        floor = self.floor + self.keys * chunked
+        free = self.available - largest * self.working - tokens * floor
+        return max(0, min(1000, 1000 * free // max(1, tokens * self.more)))
+
+
+@dataclass(frozen=True, slots=True)
 class StepLaw:
     """The pipeline of one data-parallel rank, and what a micro-batch costs besides its documents.
 
     pp: stages. vpp: model chunks per stage. group: an interleaved schedule takes its micro-batches in multiples of
     it. per_micro_batch: work units that each micro-batch adds. least: work units that its forward and its backward
     take at least. per_chunk: work units that a micro-batch of a group adds. backward: how many times as long as a
-    forward.
+    forward, (5, 2): 2.5 times. again: thousandths of a forward that the flags repeat in each backward. rooms: of the
+    first and the last stage, where each step keeps as many layers as fit; None: each runs the flags.
     """
 
     pp: int = 1
@@ -37,7 +65,9 @@ class StepLaw:
     per_micro_batch: int = 0
     least: tuple[int, int] = (0, 0)
     per_chunk: int = 0
-    backward: int = 2
+    backward: tuple[int, int] = (2, 1)
+    again: int = 0
+    rooms: tuple[StageRoom, StageRoom] | None = None
 
     def occupied(self, work: int) -> int:
         """Work units for which a micro-batch of documents of `work` occupies a stage (all its model chunks).
@@ -47,10 +77,17 @@ class StepLaw:
         """
         return max(work + self.per_micro_batch, sum(self.least))
 
-    def _ways(self, work: int) -> tuple[int, int]:
-        """The times of forward and backward of a micro-batch, in units divided by 1 + backward."""
-        occupied = self.occupied(work)
-        return occupied, self.backward * occupied
+    def _repeated(self, tokens: Sequence[int] | None, groups: Sequence[int] | None) -> int:
+        """Thousandths of a forward that the backwards of a step repeat. tokens: of its micro-batches."""
+        if self.rooms is None or tokens is None:
+            return self.again
+        sizes = groups or (1,) * len(tokens)
+        ahead = (self.pp - 1 + max(sizes) - 1, max(sizes) - 1)
+        shares = [
+            room.kept(most_held(tokens, sizes, self, behind), max(tokens), chunked=max(sizes) > 1)
+            for room, behind in zip(self.rooms, ahead, strict=True)
+        ]
+        return self.again * (1000 - min(shares)) // 1000
 
     def fill(self, longest: int) -> int:
         """Work units to fill and drain the pipeline at the pace of a micro-batch that occupies `longest`."""
@@ -73,33 +110,57 @@ class StepLaw:
             return [first]
         return [first, *(count for count, time in times.items() if time < usual)]
 
-    def rank(self, works: Sequence[int], groups: tuple[int, ...] | None = None) -> int:
+    def rank(
+        self,
+        works: Sequence[int],
+        groups: tuple[int, ...] | None = None,
+        tokens: Sequence[int] | None = None,
+    ) -> int:
         """Work units from a rank's first forward to its last backward; works: of its micro-batches, in order; groups:
-        sizes of those whose backwards run last first (pipeline.orders.grouped_orders), None: all 1.
+        sizes of those whose backwards run last first (pipeline.orders.grouped_orders), None: all 1. tokens: of the
+        micro-batches, by which the step keeps layers; None: each backward repeats what the flags say.
 
         Two stages, micro-batches of 3 and 3: F0 F1 B0 B1 on the first, 1 + 1 + (1 wait) .. in all 9 = (2 + 1) * 3.
         """
         if groups is not None and self.per_chunk and max(groups) > 1:
             chunk = [size > 1 for size in groups for _ in range(size)]
             works = [work + self.per_chunk * in_chunk for work, in_chunk in zip(works, chunk, strict=True)]
+        occupied, repeated = list(map(self.occupied, works)), self._repeated(tokens, groups)
+        longer, once = self.backward
+        if (
+            repeated != self.again
+        ):  # a backward of the flags, less the forwards that this step does not repeat
+            longer, once = 1000 * longer - once * (self.again - repeated), 1000 * once
+        whole = (1000 if repeated != self.again else 1) * sum(self.backward)
         if self.pp == 1:
-            return sum(map(self.occupied, works))
-        forward, backward = zip(*map(self._ways, works), strict=True)
-        none = (0,) * (-len(works) % self.group if self.vpp > 1 else 0)
-        ends = step_time((*forward, *none), (*backward, *none), self.pp, groups, chunks=self.vpp)
-        return ends // ((1 + self.backward) * self.vpp)
+            return sum(occupied) * (longer + once) // whole
+        none = [0] * (-len(works) % self.group if self.vpp > 1 else 0)
+        forward, backward = ([way * time for time in occupied] + none for way in (once, longer))
+        return step_time(forward, backward, self.pp, groups, chunks=self.vpp) // (whole * self.vpp)
 
     def step(
-        self, columns: Sequence[Sequence[int]], groups: Sequence[tuple[int, ...] | None] | None = None
+        self,
+        columns: Sequence[Sequence[int]],
+        groups: Sequence[tuple[int, ...] | None] | None = None,
+        tokens: Sequence[Sequence[int]] | None = None,
     ) -> int:
-        """Work units of a step: the slowest data-parallel rank. columns: works of each rank's micro-batches; groups: of
-        each rank, see `rank`."""
-        chosen = list(zip(columns, groups or [None] * len(columns), strict=True))
+        """Work units of a step: the slowest data-parallel rank. columns: works of each rank's micro-batches; groups,
+        tokens: of each rank, see `rank`."""
+        none: list[None] = [None] * len(columns)
+        chosen = list(zip(columns, groups or none, tokens or none, strict=True))
         if self.pp > 1 and len(chosen) > EXACT:
             rough = [sum(map(self.occupied, works)) + self.fill(max(works)) for works in columns]
             order = sorted(range(len(chosen)), key=lambda i: (-rough[i], i))
             chosen = [chosen[i] for i in order[:EXACT]]
-        return max(self.rank(works, together) for works, together in chosen)
+        return max(self.rank(*of_rank) for of_rank in chosen)
+
+    def ideal(self, work: int) -> int:
+        """Work units of the same documents on one stage, with no layer recomputed where steps keep layers; `work` by
+        the flags."""
+        if self.rooms is None:
+            return work
+        longer, once = self.backward
+        return work * (1000 * (longer + once) - once * self.again) // (1000 * (longer + once))
 
     def counts(self, windows: int, per_window: float | None, *, always: bool = False) -> list[int]:
         """Numbers of micro-batches that a rank may be given, ascending; windows: that it trains in a step.
@@ -116,6 +177,39 @@ class StepLaw:
             count = -(-Fraction(str(factor)) * windows // 1)
             counts.append(int(-(-count // group) * group))
         return sorted(set(counts))
+
+
+def most_held(tokens: Sequence[int], groups: Sequence[int], law: StepLaw, ahead: int | None = None) -> int:
+    """The most tokens that a stage holds at once, from their forward to the end of their backward.
+
+    ahead: forwards that the stage runs before its first backward, None: as many as the first stage. Example: 2 stages,
+    tokens 5 3 4, groups 2 1: forwards 0 1 2, then backward 1, so at most 12.
+    """
+    if law.vpp > 1:
+        at_once = min(len(tokens), held_at_once(law))
+        return max(sum(tokens[at : at + at_once]) for at in range(len(tokens) - at_once + 1))
+    if law.pp == 1:  # one stage runs a group's backwards as soon as all its forwards have run
+        ends = list(accumulate(groups))
+        return max(sum(tokens[end - size : end]) for end, size in zip(ends, groups, strict=True))
+    backwards: list[int] = []
+    for size in groups:
+        backwards += range(len(backwards) + size - 1, len(backwards) - 1, -1)
+    if ahead is None:
+        ahead = law.pp - 1 + max(groups) - 1
+    held = most = 0
+    for at, size in enumerate(tokens):
+        held += size
+        most = max(most, held)
+        if at >= ahead:
+            held -= tokens[backwards[at - ahead]]
+    return most
+
+
+def held_at_once(law: StepLaw) -> int:
+    """The most micro-batches whose activations the first stage holds, rounded up to whole ones."""
+    if law.vpp == 1:
+        return law.pp
+    return -(-(2 * (law.pp - 1) + (law.vpp - 1) * law.pp + 1) // law.vpp)
 
 
 FACTORS = (1, 1.5, 2, 3, 4, 6, 8)

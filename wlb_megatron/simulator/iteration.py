@@ -13,6 +13,7 @@ from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.model import LayerModel, Times
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 Shards = Sequence[Sequence[Sequence[ShardPlan]]]
 """Plans [iteration][micro-batch][data-parallel rank]. Iterations may differ in their number of micro-batches."""
@@ -64,21 +65,31 @@ class Simulated:
         return float(np.mean([len(times) for times in self.micro_batches]))
 
 
+Recomputed = Sequence[IntArray]
+"""int[dp, P, V, m] of each iteration: layers that each micro-batch recomputes in each model chunk of each stage."""
+
+
 def simulate(
-    shards: Shards, model: LayerModel, *, blocking: bool = True, orders: Orders | None = None
+    shards: Shards,
+    model: LayerModel,
+    *,
+    blocking: bool = True,
+    orders: Orders | None = None,
+    recomputed: Recomputed | None = None,
 ) -> Simulated:
     """Simulates a run. In a layer a micro-batch takes as long as its slowest context rank, in forward and in
     backward.
 
     Iterations with equally many micro-batches are simulated in one pass. blocking: transfers between stages as in
     Megatron's 1F1B (see pipeline_ends); ignored by interleaved schedules. orders: given if documents are in chunks.
-    Raises ValueError if the plans do not match the model's layout.
+    recomputed: None: as the model's flags say. Raises ValueError if the plans do not match the model's layout.
     """
 
     def several(chosen: list[int]) -> Simulated:
         tokens, attention, cut = _measure([shards[at] for at in chosen], model)
         own = None if orders is None else [sizes for at in chosen for sizes in orders[at]]
-        return run_steps(tokens, attention, model, blocking=blocking, cut=cut, orders=own)
+        again = None if recomputed is None else np.stack([recomputed[at] for at in chosen])
+        return run_steps(tokens, attention, model, blocking=blocking, cut=cut, orders=own, recomputed=again)
 
     return by_count([len(iteration) for iteration in shards], several)
 
@@ -107,13 +118,21 @@ def by_count(counts: Sequence[int], several: Callable[[list[int]], Simulated]) -
 
 
 def group_events(
-    shards: Shards, model: LayerModel, *, blocking: bool = True, orders: Orders | None = None
+    shards: Shards,
+    model: LayerModel,
+    *,
+    blocking: bool = True,
+    orders: Orders | None = None,
+    recomputed: Recomputed | None = None,
 ) -> list[list[Event]]:
     """Events (nanoseconds) of the first iteration's pipelines, one list for each data-parallel rank."""
     tokens, attention, cut = _measure(shards[:1], model)
     grouped = _grouped(tokens, None if orders is None else orders[0])
-    forward, backward = _stages(_device(tokens, attention, model), _ends(tokens, model, grouped), model)
-    launches = _launches(cut, grouped, model)
+    again = recomputed_by_flags(tokens, model) if recomputed is None else recomputed[0][None]
+    forward, backward = _stages(
+        _device(tokens, attention, model), _ends(tokens, model, grouped), again, model
+    )
+    launches = _launches(cut, grouped, again, model)
     layout, transfer = model.layout, _transfer(tokens, model)
     blocking = blocking and layout.chunks == 1
     return [
@@ -156,22 +175,41 @@ def _device(tokens: npt.NDArray[np.int64], attention: Times, model: LayerModel) 
     return Times(*(a.max(axis=-1) + other for a, other in zip(attention, linear, strict=True)))
 
 
-def _launches(cut: BoolArray, grouped: BoolArray, model: LayerModel) -> Launches:
+def recomputed_by_flags(tokens: IntArray, model: LayerModel) -> IntArray:
+    """int[n, dp, P, V, m]: layers that the model's flags recompute, for tokens int[n, m, dp]."""
+    n, m, dp = tokens.shape
+    layout = model.layout
+    layers = [[model.recomputed_layers(p, c) for c in range(layout.chunks)] for p in range(layout.pp)]
+    by_chunk = np.array(layers, dtype=np.int64)[:, :, None]
+    return np.broadcast_to(by_chunk, (n, dp, *by_chunk.shape[:2], m))
+
+
+def _launches(cut: BoolArray, grouped: BoolArray, recomputed: IntArray, model: LayerModel) -> Launches:
     """float[n * dp, P, V, m]: the host's launches of each forward and backward."""
     host = model.host(cut)
     layer = Times(*(np.broadcast_to(way, cut.shape) for way in host))
     embedding, loss = (Times(*(np.full(cut.shape, way) for way in end)) for end in model.host_ends())
     loss = _deferred(loss, grouped)
     ends = [(embedding.forward, loss.forward), (embedding.backward, loss.backward)]
-    return Launches(*_stages(layer, ends, model))
+    again = Times(np.broadcast_to(model.host_again(cut), cut.shape), layer.backward)
+    return Launches(*_stages(layer, ends, recomputed, model, again.forward))
 
 
 def _stages(
-    layer: Times, ends: Sequence[tuple[FloatArray, FloatArray]], model: LayerModel
+    layer: Times,
+    ends: Sequence[tuple[FloatArray, FloatArray]],
+    recomputed: IntArray,
+    model: LayerModel,
+    again: FloatArray | None = None,
 ) -> tuple[FloatArray, FloatArray]:
-    """float[n * dp, P, V, m] of each way: the layers of a stage, with what the first and the last have besides."""
+    """float[n * dp, P, V, m] of each way: the layers of a stage, with what the first and the last have besides.
+
+    recomputed: int[n, dp, P, V, m], layers whose forward the backward repeats; again: its time for a layer, float[n, m,
+    dp], None: as in the forward.
+    """
     forward, backward = (_stage_times(way, more, model) for way, more in zip(layer, ends, strict=True))
-    return forward, backward
+    repeated = (layer.forward if again is None else again).swapaxes(1, 2)[:, :, None, None]
+    return forward, backward + (recomputed * repeated).reshape(backward.shape)
 
 
 def _transfer(tokens: npt.NDArray[np.int64], model: LayerModel) -> FloatArray:
@@ -190,23 +228,25 @@ def run_steps(
     blocking: bool,
     cut: BoolArray | None = None,
     orders: Sequence[tuple[int, ...] | None] | None = None,
+    recomputed: IntArray | None = None,
 ) -> Simulated:
     """As `simulate`, from the plans' figures.
 
     tokens: int[n, m, dp] of each micro-batch. attention: float[n, m, dp, cp], nanoseconds of a layer. cut: bool[n, m,
     dp], whether any rank attends to earlier keys; None: all do if there are context ranks. orders: group sizes of
-    each iteration's ranks, [n * dp].
+    each iteration's ranks, [n * dp]. recomputed: int[n, dp, P, V, m], layers that a backward recomputes; None: as the
+    model's flags say.
     """
     n, _, dp = tokens.shape
     layout = model.layout
     cut = np.full(tokens.shape, layout.cp > 1) if cut is None else cut
+    recomputed = recomputed_by_flags(tokens, model) if recomputed is None else recomputed
     grouped = _grouped(tokens, orders)
     device, host = _device(tokens, attention, model), model.host(cut)
-    slowest = np.maximum(device.forward + device.backward, host.forward + host.backward)
     ends = _ends(tokens, model, grouped)
-    forward, backward = _stages(device, ends, model)
+    forward, backward = _stages(device, ends, recomputed, model)
     done = _ends_by_order(
-        *(forward, backward, _launches(cut, grouped, model)),
+        *(forward, backward, _launches(cut, grouped, recomputed, model)),
         orders or [None] * (n * dp),
         np.repeat(_transfer(tokens, model), dp),
         blocking and layout.chunks == 1,
@@ -217,7 +257,15 @@ def run_steps(
     both = (linear.forward + linear.backward)[..., None] + attention.forward + attention.backward
     own = both.sum(axis=1)
     layers = np.array([sum(model.layers_of(p, c) for c in range(layout.chunks)) for p in range(layout.pp)])
-    busy = own[:, :, None, :] * layers[:, None]
+    again = recomputed.sum(axis=3)  # [n, dp, P, m]
+    once_more = linear.forward[..., None] + attention.forward
+    busy = own[:, :, None, :] * layers[:, None] + np.einsum("ndpm,nmdc->ndpc", again, once_more)
+    fullest = int(layers.argmax())
+    share = again[:, :, fullest].swapaxes(1, 2) / layers[fullest]
+    slowest = np.maximum(
+        device.forward * (1 + share) + device.backward,
+        host.forward + host.backward + share * model.host_again(cut),
+    )
     for times in ends:
         busy[:, :, 0] += times[0].sum(axis=1)[..., None]
         busy[:, :, -1] += times[1].sum(axis=1)[..., None]

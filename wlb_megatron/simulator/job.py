@@ -22,6 +22,8 @@ from wlb_megatron.packing.job import plan_job, sample_lengths_of
 from wlb_megatron.packing.memory_limits import MARGIN, GpuMemory, no_memory_for_chunks, with_lmax
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan
+from wlb_megatron.recompute.kept_layers import KeptLayers
+from wlb_megatron.recompute.step_layers import loads_of, plan_step_layers, recomputed_array
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.sharding.cut import cut_plans, orders_of
 from wlb_megatron.simulator.groups import simulate_groups
@@ -122,6 +124,9 @@ class Job:
                 alignment=self.alignment,
                 sample=sample_lengths_of(stream, len(lengths)),
                 memory=self.memory(self.gib or DEFAULT_GIB),
+                rooms=self._gpu(self.gib or DEFAULT_GIB, config).rooms()
+                if self.plans_recomputation(config)
+                else None,
                 no_chunks=self.trainer.chunks_refused(),
                 longest=stream.longest,
                 say=say,
@@ -154,9 +159,15 @@ class Job:
         )
         return problem and f"will not run: {problem}{assumed}"
 
-    def _gpu(self, gib: float) -> GpuMemory:
-        sizes = {"window": self.window, "micro_batches": self.micro_batches, "alignment": self.alignment}
-        return gpu_memory(self.model, self.trainer, gib, **sizes)
+    def _gpu(self, gib: float, config: WlbConfig | None = None) -> GpuMemory:
+        return gpu_memory(
+            *(self.model, self.trainer, gib),
+            window=self.window,
+            micro_batches=self.micro_batches,
+            alignment=self.alignment,
+            margin=MARGIN if config is None else config.memory_margin,
+            experts=self.experts,
+        )
 
     def run(self, lengths: Lengths, config: WlbConfig, progress: Callable[[], None] = lambda: None) -> Run:
         """Plan and time the job. progress: called after each planned iteration. WlbError on settings that cannot
@@ -177,8 +188,37 @@ class Job:
         """The same plans, sharded by these settings and timed."""
         looked, layout = run.plans[self.warm_up :], self.model.layout
         shards = cut_plans(looked, layout.cp, self.alignment, config.sharding, self.model.table)
-        simulated = simulate(shards, self.model, orders=self.orders(looked))
-        return replace(run, config=config, simulated=simulated, shards=shards)
+        orders, kept = self.orders(looked), self.kept_layers(looked, config)
+        recomputed = None if kept is None else [recomputed_array(step) for step in kept]
+        simulated = simulate(shards, self.model, orders=orders, recomputed=recomputed)
+        return replace(run, config=config, simulated=simulated, shards=shards, kept=kept)
+
+    def plans_recomputation(self, config: WlbConfig) -> bool:
+        """Whether each step recomputes only the layers that it cannot keep."""
+        return (config.recompute, self.model.recompute, config.cp_mode) == ("auto", "full", "fixed")
+
+    def kept_layers(
+        self, plans: Sequence[IterationPlan], config: WlbConfig
+    ) -> list[list[list[KeptLayers]]] | None:
+        """Kept layers [iteration][dp][stage], None where steps run the flags."""
+        if not self.plans_recomputation(config):
+            return None
+        gpu, layout = self._gpu(self.gib or DEFAULT_GIB, config), self.model.layout
+        stages = [gpu.stage(stage) for stage in range(layout.pp)]
+        available = [gpu.available(stage) for stage in range(layout.pp)]
+        return [
+            plan_step_layers(
+                [
+                    loads_of(column, self.alignment, layout.cp)
+                    for column in zip(*plan.micro_batches, strict=True)
+                ],
+                groups,
+                stages,
+                available,
+                in_step=self.trainer.in_step,
+            )
+            for plan, groups in zip(plans, self.orders(plans), strict=True)
+        ]
 
     def groups(
         self, plans: Sequence[IterationPlan], planner: Planner, config: WlbConfig
@@ -219,7 +259,7 @@ class Run:
     """A job's plans and the times of all but the first `warm_up` of them.
 
     messages: whether documents train in chunks, and why. shards: of the timed plans; None with dynamic groups, whose
-    micro-steps are in `steps`.
+    micro-steps are in `steps`. kept: [iteration][dp][stage], None where steps run the flags of recomputation.
     """
 
     config: WlbConfig
@@ -229,6 +269,7 @@ class Run:
     simulated: Simulated | None = None
     shards: Shards | None = None
     steps: Sequence[StepPlan] | None = None
+    kept: Sequence[Sequence[Sequence[KeptLayers]]] | None = None
 
     @property
     def timed(self) -> Simulated:

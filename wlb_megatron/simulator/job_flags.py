@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from wlb_megatron.bounds import RANKS, SEED, real, whole
+from wlb_megatron.bounds import RANKS, SEED, whole
 from wlb_megatron.documents.blocks import Lengths, blocks
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
@@ -37,10 +37,24 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         help="model chunks of a pipeline stage, for the interleaved schedule (default: 1)",
     )
     add(
+        "--recompute-granularity",
         "--recompute",
         choices=RECOMPUTE,
         default="none",
-        help="activations that are recomputed in backward, as --recompute-granularity (default: none)",
+        help="activations that are recomputed in backward (default: none)",
+    )
+    add(
+        "--recompute-method",
+        choices=("uniform", "block"),
+        default="uniform",
+        help="with --recompute-granularity full: uniform recomputes all layers, in units of --recompute-num-layers; "
+        "block only so many of a model chunk (default: uniform)",
+    )
+    add(
+        "--recompute-num-layers",
+        type=whole(1),
+        default=1,
+        help="layers of a unit (uniform), or of a model chunk that are recomputed (block; default: 1)",
     )
     add(
         "--iterations",
@@ -57,13 +71,6 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         default=1234,
         type=whole(-1, SEED),
         help="seed of the shuffle, as --seed in training; -1: the given order (default: 1234)",
-    )
-    add(
-        "--gpu-memory",
-        type=real(1),
-        metavar="GIB",
-        help="memory of a GPU, from which Lmax is set as in training (GiB; default: Lmax is 1.5 windows, and 80 GiB "
-        "decide what fits)",
     )
     add(
         "--json",
@@ -236,7 +243,9 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
             assumptions=assumptions,
             measured=measured,
             costs=None if profile is None else profile.costs,
-            recompute=args.recompute,
+            recompute=args.recompute_granularity,
+            recompute_layers=args.recompute_num_layers if args.recompute_method == "uniform" else 1,
+            recompute_blocks=args.recompute_num_layers if args.recompute_method == "block" else None,
             regather=args.regather_keys,
         )
     return Job(

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
-from wlb_megatron.packing.memory_limits import GpuMemory
+from wlb_megatron.packing.memory_limits import MARGIN, GpuMemory
 from wlb_megatron.simulator.model import LayerModel
-from wlb_megatron.workload.memory import GIB, ParallelLayout, StageShape
+from wlb_megatron.workload.memory import GIB, Experts, ParallelLayout, StageShape
 
 
 def gpu_memory(
-    model: LayerModel, trainer: Trainer, gib: float, *, window: int, micro_batches: int, alignment: int
+    model: LayerModel,
+    trainer: Trainer,
+    gib: float,
+    *,
+    window: int,
+    micro_batches: int,
+    alignment: int,
+    margin: float = MARGIN,
+    experts: Experts | None = None,
 ) -> GpuMemory:
     """The GPU's memory as the planner counts it.
 
@@ -41,6 +49,13 @@ def gpu_memory(
         fully_sharded=trainer.shards_weights,
         losses_in_forward=trainer.shards_weights,
         recompute=model.recompute,
+        recompute_layers=model.recompute_blocks or model.recompute_layers,
+        recompute_block=model.recompute_blocks is not None,
         keep_keys=not model.regather,
     )
-    return GpuMemory(int(gib * GIB), described, layout, window, alignment)
+    return GpuMemory(
+        *(int(gib * GIB), described, layout, window, alignment, margin),
+        experts=experts,
+        layers=tuple(tuple(model.layers_of(p, c) for c in range(sizes.chunks)) for p in range(sizes.pp)),
+        depths=trainer.mtp,
+    )

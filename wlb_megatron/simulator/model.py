@@ -94,7 +94,9 @@ class LayerModel:
     * measured: attention of any shape of heads, rescaled to this one's.
     * costs: of a profile of exactly this shape and tensor-parallel size. They replace `measured` and the rates; their
       links replace the network within a node.
-    * recompute: "full": every layer in its backward; "selective": its attention alone; "none".
+    * recompute: "full": layers in their backward; "selective": their attention alone; "none". recompute_layers: of a
+      unit that "full" recomputes at once (--recompute-method uniform). recompute_blocks: how many layers of a model
+      chunk it recomputes (block); None: all.
     * regather: keys are exchanged again in backward.
 
     Raises ValueError if heads or layers do not divide.
@@ -106,6 +108,8 @@ class LayerModel:
     measured: KernelTable = field(default_factory=h100)
     costs: Costs | None = None
     recompute: str = "none"
+    recompute_layers: int = 1
+    recompute_blocks: int | None = None
     regather: bool = False
 
     def __post_init__(self) -> None:
@@ -192,7 +196,7 @@ class LayerModel:
         return self._recomputed(both * share, both * (1 - share))
 
     def _recomputed(self, forward: FloatArray, backward: FloatArray) -> Times:
-        return Times(forward, backward if self.recompute == "none" else backward + forward)
+        return Times(forward, backward + forward if self.recompute == "selective" else backward)
 
     def host(self, cut: npt.ArrayLike) -> Times:
         """Nanoseconds of the host to launch a layer. cut: bool, whether a rank's queries attend to earlier keys."""
@@ -201,7 +205,7 @@ class LayerModel:
         (forward, backward), (more, back) = LAUNCH_NS, (0.0, 0.0)
         if self.costs is not None:
             (forward, backward), (more, back) = self.costs.host, self.costs.host_second
-        again, pp = self.recompute != "none", self.layout.pp
+        again, pp = self.recompute == "selective", self.layout.pp
         forward, backward = stage_launch_ns(
             (forward, backward), again, self.shape.layers / pp if pp > 1 else None
         )
@@ -210,6 +214,13 @@ class LayerModel:
         return Times(
             share * (forward + second * (more + exchange)), share * (backward + second * (back + exchange))
         )
+
+    def host_again(self, cut: npt.ArrayLike) -> FloatArray:
+        """Nanoseconds of the host to launch a layer's forward once more, in the backward of a recomputed layer."""
+        forward, more = LAUNCH_NS[0], 0.0
+        if self.costs is not None:
+            forward, more = self.costs.host[0], self.costs.host_second[0]
+        return self.assumptions.host_launch * (forward + np.asarray(cut, dtype=np.float64) * more)
 
     def host_ends(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """Nanoseconds of the host to launch embedding and loss, forward and backward; 0 without a profile."""
@@ -220,11 +231,8 @@ class LayerModel:
         return (share * there, share * back), (share * loss, share * loss_back)
 
     def linear(self, tokens: npt.ArrayLike) -> Times:
-        """Nanoseconds of a layer without attention. tokens: of one context-parallel rank."""
-        forward, backward = self._linear(tokens)
-        return Times(forward, backward + forward if self.recompute == "full" else backward)
-
-    def _linear(self, tokens: npt.ArrayLike) -> Times:
+        """Nanoseconds of a layer without attention. tokens: of one context-parallel rank. A layer that is recomputed in
+        full takes its forward once more; iteration.py adds that, as for attention and the host's launches."""
         shape, tp, rates = self.shape, self.layout.tp, self.assumptions
         t = np.asarray(tokens, dtype=np.float64)
         # Sequence parallelism: two all-gathers and two reduce-scatters of the hidden rows each way.
@@ -267,6 +275,19 @@ class LayerModel:
         at = chunk * self.layout.pp + stage
         return self.shape.layers // chunks + (at < self.shape.layers % chunks)
 
+    def recomputed_layers(self, stage: int, chunk: int = 0) -> int:
+        """Layers of a chunk that its backward recomputes in full, by the flags."""
+        layers = self.layers_of(stage, chunk)
+        if self.recompute != "full":
+            return 0
+        return layers if self.recompute_blocks is None else min(self.recompute_blocks, layers)
+
+    @property
+    def recomputed_share(self) -> float:
+        """Recomputed layers of all layers, by the flags."""
+        chunks = [(p, c) for p in range(self.layout.pp) for c in range(self.layout.chunks)]
+        return sum(self.recomputed_layers(*chunk) for chunk in chunks) / self.shape.layers
+
     def transfer_ns(self, tokens: float) -> float:
         """Nanoseconds to send one micro-batch's hidden rows to the next stage, divided over tensor ranks."""
         layout, rates = self.layout, self.assumptions
@@ -307,14 +328,14 @@ class LayerModel:
         pair = float(table.diagonal_ns(probe)[0]) / 65536**2
         many = self.linear(np.array([0.0, 65536.0]))
         rows = self.table.query_row + self.table.key_row
-        token = float((many.forward + many.backward) @ [-1, 1]) / 65536 + rows
-        layout, shape = self.layout, self.shape
+        layout, shape, again = self.layout, self.shape, self.recomputed_share
+        token = float(((1 + again) * many.forward + many.backward) @ [-1, 1]) / 65536 + rows
         per_micro_batch = micro_batch_cost(
             self.costs,
             shape.layer_parameters / layout.tp,
             self._width,
             layout.cp,
-            recompute=self.recompute == "full",
+            recompute=again,
             layers=max(1, shape.layers // layout.pp) if layout.pp > 1 else None,
         )
         forward, backward = (self.assumptions.host_launch * way for way in per_micro_batch.least)
@@ -325,7 +346,7 @@ class LayerModel:
             least_micro_batch=(forward, backward),
             per_chunk=per_micro_batch.chunk,
             per_earlier_key=self._slower_row(self.table, 2) * (layout.cp - 1) / token,
-            backward=backward_over_forward(self.recompute == "full"),
+            backward=backward_over_forward(again),
         )
 
     def _held(self, stage: int) -> float:

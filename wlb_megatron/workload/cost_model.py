@@ -22,7 +22,7 @@ class CostModel:
     shares a document with others costs beside. per_earlier_key: what each earlier token that a chunk attends to costs
     beside, where its keys come over a network slower than a node's links; it enters the choice of chunks alone. All in
     tokens of linear work; they do not enter `work`. backward: how many times as long as a forward it takes, 3 where all
-    layers are recomputed in it.
+    layers are recomputed in it, 2.5 where half of them are.
     """
 
     quadratic_at: float
@@ -31,7 +31,7 @@ class CostModel:
     least_micro_batch: tuple[float, float] = (0.0, 0.0)
     per_chunk: float = 0.0
     per_earlier_key: float = 0.0
-    backward: int = 2
+    backward: float = 2
 
     def __post_init__(self) -> None:
         if not self.quadratic_at > 0:
@@ -61,9 +61,9 @@ class CostModel:
         return np.rint(tokens * UNITS_PER_TOKEN).astype(np.int64)
 
 
-def backward_over_forward(recompute: bool) -> int:
-    """How many times as long as a forward a backward takes. recompute: of all layers."""
-    return 3 if recompute else 2
+def backward_over_forward(recompute: float) -> float:
+    """How many times as long as a forward a backward takes. recompute: share of the layers that are recomputed."""
+    return 2 + recompute
 
 
 MATRIX_FLOPS = 650e12

@@ -102,12 +102,12 @@ class Costs:
             **summed,
         )
 
-    def token_ns(self, recompute: bool) -> float:
-        """Linear work of a token in a layer, forward + backward (ns). recompute: backward also runs the forward."""
+    def token_ns(self, recompute: float) -> float:
+        """Linear work of a token in a layer, forward + backward (ns). recompute: share of recomputed layers."""
         slopes = self.layer.slope()
         return sum(slopes) + recompute * slopes[0]
 
-    def fixed_ns(self, recompute: bool) -> float:
+    def fixed_ns(self, recompute: float) -> float:
         """Time of a layer and its attention for a micro-batch of almost no tokens, forward + backward (ns)."""
         fixed = [float(way) for way in self.layer.at(0)]
         return sum(fixed) + recompute * fixed[0] + self.table.call + self.table.second_call
@@ -162,14 +162,14 @@ def micro_batch_cost(
     width: float,
     context_ranks: int,
     *,
-    recompute: bool,
+    recompute: float,
     layers: int | None,
 ) -> MicroBatchCost:
     """What a micro-batch costs besides its documents; each context-parallel rank launches for itself.
 
     costs: of a profile; None: figures of H100 and H200 hosts. parameters: of a layer on one tensor-parallel rank.
-    width: its heads x channels. recompute: backward runs the whole forward again. layers: of a pipeline stage; None:
-    no pipeline.
+    width: its heads x channels. recompute: share of the layers whose backward runs the whole forward again. layers: of
+    a pipeline stage; None: no pipeline.
     """
     if costs is not None:
         token, own = costs.token_ns(recompute), costs.fixed_ns(recompute)

@@ -91,12 +91,15 @@ class ParallelLayout:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Experts of every layer. ffn: width of one, which replaces StageShape.ffn. parallel, tensor:
-    expert_model_parallel_size, expert_tensor_parallel_size."""
+    expert_model_parallel_size, expert_tensor_parallel_size. chosen: experts that a token passes (moe_router_topk).
+    imbalance: assumed tokens of the fullest rank's experts over the mean, in percent."""
 
     count: int
     ffn: int
     parallel: int = 1
     tensor: int = 1
+    chosen: int = 2
+    imbalance: int = 150
 
 
 def fit_max_tokens(
@@ -195,11 +198,11 @@ def weight_bytes(
         matrices += _ffn_parameters(shape, shape.ffn)
     else:
         whole += shape.layers * shape.hidden * experts.count  # routers
-    embeddings = _is_first(stage) + _is_last(layout, stage)
+    embeddings = is_first(stage) + is_last(layout, stage)
     if shape.tied and layout.pipeline == 1:
         embeddings = 1
     split = shape.layers * matrices + embeddings * shape.vocab * shape.hidden
-    whole += _is_last(layout, stage) * shape.hidden
+    whole += is_last(layout, stage) * shape.hidden
     copies = layout.data * layout.context
     needed = _state_bytes(-(-split // layout.tensor) + whole, copies, shape, layout)
     if experts is not None:
@@ -236,16 +239,16 @@ def token_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
 def working_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
     """Bytes for each token held of the micro-batch at work, beside what it keeps: the larger of a layer in its
     backward, and the logits with their loss."""
-    layer = _layer_bytes(shape, layout)
-    keys = _keys_bytes(shape, layout)
+    layer = layer_bytes(shape, layout)
+    keys = gathered_keys_bytes(shape, layout)
     # Gradients of a layer take what its activations do; sequence parallelism gathers an input and a gradient.
     working = layer + 2 * shape.hidden * shape.dtype_bytes + keys
     if not layout.keep_keys or layout.recompute != "none":
         working += keys  # gathered again
     if layout.recompute == "full":
-        remade = 1 if layout.recompute_block else min(layout.recompute_layers, _chunk_layers(shape, layout))
+        remade = 1 if layout.recompute_block else min(layout.recompute_layers, chunk_layers(shape, layout))
         working += remade * layer + (remade - 1) * keys * layout.keep_keys
-    logits = logits_bytes(shape, layout) if _is_last(layout, stage) else 0
+    logits = logits_bytes(shape, layout) if is_last(layout, stage) else 0
     return max(working, logits)
 
 
@@ -253,23 +256,23 @@ def kept_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
     """Bytes kept from forward to backward for each token held, over all micro-batches in flight on a stage."""
     flight = chunks_in_flight(layout, stage)
     micro_batches = -(-flight // layout.virtual)
-    return flight * _chunk_bytes(shape, layout) + micro_batches * _ends_bytes(shape, layout, stage)
+    return flight * chunk_bytes(shape, layout) + micro_batches * ends_bytes(shape, layout, stage)
 
 
 def micro_batch_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
     """Of that, what one micro-batch keeps: all model chunks of the stage."""
-    return layout.virtual * _chunk_bytes(shape, layout) + _ends_bytes(shape, layout, stage)
+    return layout.virtual * chunk_bytes(shape, layout) + ends_bytes(shape, layout, stage)
 
 
-def _ends_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
+def ends_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
     """Kept for each token held outside the layers."""
     ids = 28  # tokens, labels and positions in int64, loss mask in fp32
-    return ids + (_spread(shape.hidden, layout) if shape.dropout and _is_first(stage) else 0)
+    return ids + (spread_elements(shape.hidden, layout) if shape.dropout and is_first(stage) else 0)
 
 
 def logits_bytes(shape: StageShape, layout: ParallelLayout) -> int:
     """Final norm's input and output, logits, and their fp32 copy of which the loss makes its gradient."""
-    norm = 2 * _spread(shape.hidden, layout) * shape.dtype_bytes
+    norm = 2 * spread_elements(shape.hidden, layout) * shape.dtype_bytes
     return shape.losses * (norm + -(-shape.vocab // layout.tensor) * (shape.dtype_bytes + 4))
 
 
@@ -279,9 +282,9 @@ def waiting_loss_bytes(shape: StageShape, layout: ParallelLayout, stage: int) ->
     The final norm's input and output. The output layer and the loss run right before the backward. A loss that runs in
     the forward keeps its softmax in fp32.
     """
-    if not _is_last(layout, stage):
+    if not is_last(layout, stage):
         return 0
-    norm = 2 * _spread(shape.hidden, layout) * shape.dtype_bytes
+    norm = 2 * spread_elements(shape.hidden, layout) * shape.dtype_bytes
     return norm + (4 * -(-shape.vocab // layout.tensor) if layout.losses_in_forward else 0)
 
 
@@ -298,15 +301,15 @@ def chunks_in_flight(layout: ParallelLayout, stage: int) -> int:
     return min(most, layout.micro_batches * layout.virtual)
 
 
-def _chunk_layers(shape: StageShape, layout: ParallelLayout) -> int:
+def chunk_layers(shape: StageShape, layout: ParallelLayout) -> int:
     return -(-shape.layers // layout.virtual)
 
 
-def _chunk_bytes(shape: StageShape, layout: ParallelLayout) -> int:
+def chunk_bytes(shape: StageShape, layout: ParallelLayout) -> int:
     """What the layers of one virtual stage keep for a token held."""
-    layers = _chunk_layers(shape, layout)
-    layer, keys = _layer_bytes(shape, layout), _keys_bytes(shape, layout) * layout.keep_keys
-    first_input = _spread(shape.hidden, layout) * shape.dtype_bytes
+    layers = chunk_layers(shape, layout)
+    layer, keys = layer_bytes(shape, layout), gathered_keys_bytes(shape, layout) * layout.keep_keys
+    first_input = spread_elements(shape.hidden, layout) * shape.dtype_bytes
     if layout.recompute == "selective":
         return layers * layer
     if layout.recompute == "none":
@@ -317,22 +320,26 @@ def _chunk_bytes(shape: StageShape, layout: ParallelLayout) -> int:
     return -(-layers // layout.recompute_layers) * first_input
 
 
-def _layer_bytes(shape: StageShape, layout: ParallelLayout) -> int:
+def layer_bytes(shape: StageShape, layout: ParallelLayout, experts: Experts | None = None) -> int:
     """Activations of a layer for a token held, without gathered keys.
 
     Elements, plain heads, ffn 4h: inputs of two norms and of the two matrices behind them 4h; q, k, v 3h, attention's
     output 1h; FFN's first output 4h and second input 4h. In 2 bytes 32h, and 2h of dropout masks: the paper's 34h.
+    Each expert that a token passes has its own FFN, and a row of what it takes in and of what it gives back.
     """
     b, tp = shape.dtype_bytes, layout.tensor
-    spread = _spread(shape.hidden, layout) * (4 * b + 2 * shape.dropout)
+    spread = spread_elements(shape.hidden, layout) * (4 * b + 2 * shape.dropout)
     heads = -(-shape.heads // tp)
     attention = heads * (2 * shape.head_dim * b + 4)  # q, output; log-sum-exp in fp32
     attention += kv_elements(shape, layout) * b
-    ffn = -(-shape.ffn // tp) * (3 if shape.gated else 2) * b
-    return spread + attention + ffn
+    matrices = 3 if shape.gated else 2
+    if experts is None:
+        return spread + attention + -(-shape.ffn // tp) * matrices * b
+    routed = -(-(matrices * experts.ffn + 2 * shape.hidden) // tp) * experts.chosen
+    return spread + attention + -(-routed * b * experts.imbalance // 100)
 
 
-def _keys_bytes(shape: StageShape, layout: ParallelLayout) -> int:
+def gathered_keys_bytes(shape: StageShape, layout: ParallelLayout) -> int:
     """Gathered keys and values of a layer for a token held: at most those of the whole micro-batch."""
     return layout.context * kv_elements(shape, layout) * shape.dtype_bytes if layout.context > 1 else 0
 
@@ -342,7 +349,7 @@ def kv_elements(shape: StageShape, layout: ParallelLayout) -> int:
     return 2 * -(-shape.kv_heads // layout.tensor) * shape.head_dim
 
 
-def _spread(elements: int, layout: ParallelLayout) -> int:
+def spread_elements(elements: int, layout: ParallelLayout) -> int:
     """Elements on a rank of what only sequence parallelism divides over tensor-parallel ranks."""
     return -(-elements // layout.tensor) if layout.sequence else elements
 
@@ -352,11 +359,11 @@ def ends(layout: ParallelLayout) -> tuple[int, ...]:
     return tuple(sorted({0, layout.pipeline - 1}))
 
 
-def _is_first(stage: int) -> bool:
+def is_first(stage: int) -> bool:
     return stage == 0
 
 
-def _is_last(layout: ParallelLayout, stage: int) -> bool:
+def is_last(layout: ParallelLayout, stage: int) -> bool:
     return stage == layout.pipeline - 1
 
 

@@ -41,16 +41,17 @@ def chunk_ns(width: float, context_ranks: int) -> float:
     return CHUNK_NS * width / CHUNK_WIDTH / context_ranks
 
 
-def launch_ns(recompute: bool, layers: float | None = None) -> tuple[float, float]:
+def launch_ns(recompute: float, layers: float | None = None) -> tuple[float, float]:
     """The host's time for a micro-batch's forward and backward, over the layers of its stage (ns).
 
-    recompute: the whole forward is launched again in the backward. layers: of a pipeline stage; None: no pipeline.
+    recompute: share of the layers whose forward is launched again in the backward. layers: of a pipeline stage; None:
+    no pipeline.
     """
     return stage_launch_ns(LAUNCH_NS, recompute, layers)
 
 
 def stage_launch_ns(
-    launch: tuple[float, float], recompute: bool, layers: float | None
+    launch: tuple[float, float], recompute: float, layers: float | None
 ) -> tuple[float, float]:
     """The same from `launch`, the launches of a layer's forward and backward (ns)."""
     forward, backward = launch
@@ -58,8 +59,8 @@ def stage_launch_ns(
     return forward + per_layer, backward + recompute * forward + per_layer
 
 
-def token_ns(parameters: float, recompute: bool) -> float:
+def token_ns(parameters: float, recompute: float) -> float:
     """Linear work of a token in a layer, forward + backward (ns). parameters: of the layer on one tensor-parallel
     rank.
     """
-    return (8 if recompute else 6) * parameters / MATRIX_FLOPS * 1e9
+    return (6 + 2 * recompute) * parameters / MATRIX_FLOPS * 1e9

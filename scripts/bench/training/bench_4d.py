@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scripts.bench.training.gpu_train import ROOT, STOCK, add_warm_ranks, corpus, run
+from scripts.bench.training.gpu_train import PLAIN, ROOT, STOCK, add_model, add_warm_ranks, corpus, run
 from wlb_megatron.report.files import write_csv
 
 SHOWN = (
@@ -38,6 +38,8 @@ SHOWN = (
     "imbalance",
     "cp_imbalance",
     "peak_mb",
+    "peak_gib",
+    "recomputed",
     "loss",
 )
 """Columns of the printed table."""
@@ -57,7 +59,7 @@ def schemes(window: int) -> dict[str, list[str]]:
     levels = f"{window * 3 // 8},{window * 11 // 16}"
     return {
         "stock": STOCK,
-        "plain": ["--wlb-packing", "original", "--wlb-sharding", "per-sequence"],
+        "plain": PLAIN,
         "greedy": ["--wlb-packing", "fixed-greedy", "--wlb-sharding", "per-sequence"],
         "paper": ["--wlb-release", "full", "--wlb-thresholds", levels, "--wlb-sharding", "per-document"],
         "one": [*whole, "--wlb-micro-batches-per-window", "1"],
@@ -67,7 +69,20 @@ def schemes(window: int) -> dict[str, list[str]]:
         "nodelay": [*whole, "--wlb-max-delay", "0"],
         "chunks": ["--wlb-chunks", "on"],
         "ours": [],
+        # Recomputation: static flags, and what each step cannot keep on a GPU with so much memory.
+        "plain-full": [*PLAIN, "--wlb-recompute", "off"],
+        **{
+            f"plain-block{layers}": [*PLAIN, "--wlb-recompute", "off", *_block(layers)]
+            for layers in range(1, 17)
+        },
+        "ours-full": ["--wlb-recompute", "off"],
+        "ours-80": ["--wlb-gpu-memory", "74.5"],
+        "ours-80-full": ["--wlb-gpu-memory", "74.5", "--wlb-recompute", "off"],
     }
+
+
+def _block(layers: int) -> list[str]:
+    return ["--recompute-method", "block", "--recompute-num-layers", str(layers)]
 
 
 def flags_of(layout: str) -> list[str]:
@@ -83,7 +98,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("gpus", type=int, help="GPUs of this host to use")
-    parser.add_argument("--script", type=Path, help="Megatron-LM's pretrain_gpt.py (needed without --spans)")
+    parser.add_argument(
+        "--script", type=Path, help="Megatron-LM's pretrain_gpt.py (default: wlb_megatron.pretrain_gpt)"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "4d", help="folder of results")
     parser.add_argument(
         "--layouts", nargs="+", help="TP,CP,PP,DP, several (default: those for this many GPUs)"
@@ -105,6 +122,7 @@ def main() -> None:
         default="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         help="further flags for every run (default: full recompute)",
     )
+    add_model(parser)
     add_warm_ranks(parser)
     parser.add_argument("--profile", type=Path, help="made by wlb-megatron profile: predictions are of it")
     parser.add_argument(
@@ -114,8 +132,8 @@ def main() -> None:
         "--warm-ranks; through wlb_megatron.pretrain_gpt)",
     )
     options = parser.parse_args()
-    if (options.spans and not options.warm_ranks) or not (options.spans or options.script):
-        parser.error("give --script, or --spans with --warm-ranks")
+    if options.spans and not options.warm_ranks:
+        parser.error("--spans needs --warm-ranks")
     if options.profile:
         options.extra += f" --wlb-profile {options.profile}"
     layouts = options.layouts or LAYOUTS.get(options.gpus)
@@ -202,6 +220,8 @@ def summary(result: dict[str, Any], warm_up: int) -> dict[str, Any] | None:
         "imbalance": sum(row["imbalance"] for row in timed) / len(timed),
         "cp_imbalance": sum(row["cp_imbalance"] for row in timed) / len(timed),
         "peak_mb": timed[-1]["peak_mb"],
+        "peak_gib": max((row["peak_gib"] or 0.0 for row in timed), default=0.0),
+        "recomputed": sum(row["recomputed_share"] or 0.0 for row in timed) / len(timed),
         "loss": timed[-1]["loss"],
     }
 

@@ -34,6 +34,14 @@ from wlb_megatron.report.files import write_csv
 MODEL = """--hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 --group-query-attention
 --num-query-groups 4 --kv-channels 128 --normalization RMSNorm --swiglu --position-embedding-type rope
 --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"""
+LAYERS_8B = (
+    MODEL.replace("2048", "4096")
+    .replace("5632", "14336")
+    .replace("heads 16", "heads 32")
+    .replace("groups 4", "groups 8")
+)
+MODELS = {"2048": MODEL, "8B-layers": LAYERS_8B}
+"""Layers of 2048, and those of an 8B model (hidden 4096)."""
 TRAINING = """--micro-batch-size 1 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 5 --bf16
 --clip-grad 1.0 --weight-decay 0.1 --log-interval 1 --eval-iters 0 --eval-interval 1000 --seed 1234
 --tokenizer-type NullTokenizer --vocab-size 257 --num-workers 2 --no-gradient-accumulation-fusion
@@ -92,6 +100,7 @@ def main() -> None:
     parser.add_argument("--seq-length", type=int, default=32768, help="window (tokens)")
     parser.add_argument("--global-batch-size", type=int, default=4, help="windows a step")
     parser.add_argument("--layers", type=int, default=8)
+    add_model(parser)
     parser.add_argument("--extra", default="", help="further flags for every run")
     add_warm_ranks(parser)
     options = parser.parse_args()
@@ -130,9 +139,9 @@ def run(
     figures, log = options.out / f"{name}.jsonl", options.out / f"{name}.log"
     figures.unlink(missing_ok=True)
     spans = getattr(options, "spans", False)
-    module = spans or name.endswith("module")
+    module = spans or options.script is None or name.endswith("module")
     arguments = [
-        *(MODEL.split() + TRAINING.split() + options.extra.split()),
+        *(MODELS[options.model].split() + TRAINING.split() + options.extra.split()),
         *("--num-layers", str(options.layers), "--data-path", str(prefix), "--wlb-log", str(figures)),
         *("--seq-length", str(options.seq_length), "--max-position-embeddings", str(2 * options.seq_length)),
         *("--global-batch-size", str(options.global_batch_size), "--train-iters", str(options.iterations)),
@@ -190,10 +199,17 @@ def run(
             "waiting_tokens": figures_of(step).get("waiting_tokens", 0),
             "predicted_ms": figures_of(step).get("predicted_ms"),
             "peak_mb": memory,
+            "recomputed_share": figures_of(step).get("recomputed_share"),
+            "planned_peak_gib": figures_of(step).get("planned_peak_gib"),
+            "peak_gib": figures_of(step).get("peak_gib"),
             "start_s": start,
         }
         for step in STEP.finditer(text)
     ]
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=MODELS, default="2048", help="kind of layers (default: 2048 wide)")
 
 
 def add_warm_ranks(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from wlb_megatron.packing.saved_pieces import Waiting, decode, encode
 from wlb_megatron.packing.varlen.delay_bound import Limits
 from wlb_megatron.packing.varlen.delay_price import DelayPrice
 from wlb_megatron.packing.varlen.outlier_queues import Item, by_falling_work, items_of
-from wlb_megatron.pipeline.step_law import StepLaw
+from wlb_megatron.pipeline.step_law import most_held
 from wlb_megatron.plan import Piece
 from wlb_megatron.workload.cost_model import CostModel
 
@@ -102,8 +101,8 @@ class ChunkPacker:
         rough = sorted(counts, key=lambda count: (self.law.estimate(count, share), count))[:TRIED]
         best = _Tried(_WORST, ())
         for count in rough:
-            # Uneven works take longer than the estimate's even ones.
-            if best.price > (0, 0, 0, self.law.estimate(count, share)):
+            # Uneven works take longer than the estimate's even ones, of which no layer is recomputed at best.
+            if best.price > (0, 0, 0, self.law.ideal(self.law.estimate(count, share))):
                 best = self._better(best, ranks, count)
         if best.price[:3] > (0, 0, 0):
             # Documents longer than a micro-batch may need more micro-batches than requested.
@@ -148,8 +147,9 @@ class ChunkPacker:
             columns.append(column)
             if len(column) == count:
                 _, empty, over, step = price
-                step = max(step, self.law.rank([bin_.work for bin_ in column], groups))
-                most = most_held([bin_.tokens for bin_ in column], groups, self.law)
+                tokens = [bin_.tokens for bin_ in column]
+                step = max(step, self.law.rank([bin_.work for bin_ in column], groups, tokens))
+                most = most_held(tokens, groups, self.law)
                 empty += sum(not bin_.items for bin_ in column)
                 price = left, empty, max(over, most - self.held_tokens), step
             else:
@@ -199,24 +199,3 @@ def held(window: int, windows: int, stages: int, longest: int = 0) -> int:
     cross the end of the rank's share, and then adds to it. Both are then in flight.
     """
     return windows * window + longest if longest > window else min(windows, stages) * window * HELD // 100
-
-
-def most_held(tokens: Sequence[int], groups: Sequence[int], law: StepLaw) -> int:
-    """The most tokens that the first stage holds at once, from their forward to the end of their backward.
-
-    Example: 2 stages, tokens 5 3 4, groups 2 1: forwards 0 1 2, then backward 1, so at most 12.
-    """
-    if law.pp == 1:  # one stage runs a group's backwards as soon as all its forwards have run
-        ends = list(accumulate(groups))
-        return max(sum(tokens[end - size : end]) for end, size in zip(ends, groups, strict=True))
-    backwards: list[int] = []
-    for size in groups:
-        backwards += range(len(backwards) + size - 1, len(backwards) - 1, -1)
-    ahead = law.pp - 1 + max(groups) - 1
-    held = most = 0
-    for at, size in enumerate(tokens):
-        held += size
-        most = max(most, held)
-        if at >= ahead:
-            held -= tokens[backwards[at - ahead]]
-    return most

@@ -13,7 +13,7 @@ from wlb_megatron.packing.varlen.bins import Bins
 from wlb_megatron.packing.varlen.delay_bound import Limits
 from wlb_megatron.packing.varlen.improve_bins import improve_bins
 from wlb_megatron.packing.varlen.outlier_queues import Item
-from wlb_megatron.pipeline.step_law import StepLaw
+from wlb_megatron.pipeline.step_law import StepLaw, held_at_once
 from wlb_megatron.plan import MicroBatch
 
 _TOKENS = itemgetter(1)  # of items; faster than access by name
@@ -53,7 +53,7 @@ def arrange(
         # Only totals matter so far, not what each bin holds.
         grid = assign_ranks([Filled([], *size) for size in zip(bins.work, bins.tokens, strict=True)], ranks)
         over = max(0, most_held(grid, law) - allowed)
-        price = sum(item.work for item in left), over, law.step(_works(grid))
+        price = sum(item.work for item in left), over, law.step(*_works_and_tokens(grid))
         if best is None or price < best[0]:
             best = price, bins, left
     assert best is not None
@@ -69,13 +69,6 @@ def arrange(
     return Arranged(tuple(tuple(bin_.micro_batch() for bin_ in row) for row in grid), left)
 
 
-def held_at_once(law: StepLaw) -> int:
-    """The most micro-batches whose activations the first stage holds, rounded up to whole ones."""
-    if law.vpp == 1:
-        return law.pp
-    return -(-(2 * (law.pp - 1) + (law.vpp - 1) * law.pp + 1) // law.vpp)
-
-
 def most_held(grid: Sequence[Sequence[Filled | MicroBatch]], law: StepLaw) -> int:
     """The most tokens, without padding, of consecutive micro-batches that a rank's first stage holds at once.
 
@@ -88,5 +81,13 @@ def most_held(grid: Sequence[Sequence[Filled | MicroBatch]], law: StepLaw) -> in
     return most
 
 
-def _works(grid: Sequence[Sequence[Filled]]) -> list[list[int]]:
-    return [[bin_.work for bin_ in column] for column in zip(*grid, strict=True)]
+def _works_and_tokens(
+    grid: Sequence[Sequence[Filled]],
+) -> tuple[list[list[int]], None, list[list[int]]]:
+    """Of each rank's micro-batches; between them the groups, of which whole documents have none."""
+    columns = list(zip(*grid, strict=True))
+    return (
+        [[bin_.work for bin_ in column] for column in columns],
+        None,
+        [[bin_.tokens for bin_ in column] for column in columns],
+    )

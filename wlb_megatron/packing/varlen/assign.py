@@ -57,7 +57,7 @@ def assign_ranks(bins: Sequence[Bin], ranks: Ranks) -> tuple[tuple[Bin, ...], ..
     above. Falling order takes 1 to 5 % less; the largest in the last place takes 10 to 20 % more. Micro-batches of
     similar size run at the same time if ranks wait for each other (expert parallelism).
     """
-    dp, pp, vpp, _ = ranks
+    dp, pp, vpp = ranks.dp, ranks.pp, ranks.vpp
     order = sorted(range(len(bins)), key=lambda i: (-bins[i].work, i))
     per_rank = len(bins) // dp
     work = np.array([bins[i].work for i in order], dtype=np.int64)

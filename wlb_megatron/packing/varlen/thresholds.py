@@ -149,7 +149,9 @@ def _with_keys(plan: IterationPlan, packer: Packer, per_earlier_key: float) -> i
         for column in columns
     ]
     return packer.law.step(
-        works, [groups([micro_batch.pieces for micro_batch in column]) for column in columns]
+        works,
+        [groups([micro_batch.pieces for micro_batch in column]) for column in columns],
+        [[micro_batch.tokens for micro_batch in column] for column in columns],
     )
 
 

@@ -15,7 +15,7 @@ from wlb_megatron.plugin.flags.memory_flags import MemoryFlags
 from wlb_megatron.plugin.flags.trained_model import LARGE_VOCABULARY
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.workload.chunk_memory import fit_document, keys_bytes
-from wlb_megatron.workload.memory import ParallelLayout, StageShape
+from wlb_megatron.workload.memory import GIB, ParallelLayout, StageShape
 
 
 def fit_to_memory(job: TrainingJob, config: WlbConfig) -> WlbConfig:
@@ -27,21 +27,39 @@ def fit_to_memory(job: TrainingJob, config: WlbConfig) -> WlbConfig:
 
 
 def gpu_memory(job: TrainingJob) -> GpuMemory | None:
-    """None where memory is not looked at."""
+    """None where memory is not looked at: without a GPU, unless a flag names its memory; and with experts, because the
+    number of tokens of one is not known."""
+    return None if job.model.experts is not None else _gpu_memory(job)
+
+
+def _gpu_memory(job: TrainingJob) -> GpuMemory | None:
     if job.memory is None:
         return None
     shape, layout = model_and_layout(job, job.memory)
-    return GpuMemory(_bytes(job), shape, layout, job.batches.joined_window, job.alignment)
+    experts = job.model.experts
+    return GpuMemory(
+        *(_bytes(job), shape, layout, job.batches.joined_window, job.alignment, job.given.memory_margin),
+        experts=None if experts is None else experts.memory,
+        depths=job.model.depths,
+    )
+
+
+def recompute_memory(job: TrainingJob, config: WlbConfig) -> GpuMemory | None:
+    """By which each step keeps layers; None where steps run the flags of recomputation. Experts' tokens are assumed
+    uneven (workload.memory.Experts)."""
+    planned = (config.recompute, job.recompute, config.cp_mode) == ("auto", "full", "fixed")
+    return _gpu_memory(job) if planned else None
 
 
 def document_memory(job: TrainingJob, config: WlbConfig) -> Bound | None:
     """What memory allows a document that trains whole in chunks. None where memory is not looked at."""
-    if job.memory is None:
+    memory = gpu_memory(job)
+    if memory is None:
         return None
-    shape, layout = model_and_layout(job, job.memory)
-    window = job.batches.joined_window
+    shape, layout, window = memory.shape, memory.layout, memory.window
     fitting = fit_document(
-        *(shape, layout, _bytes(job)),
+        *(shape, layout, memory.size),
+        margin=memory.margin,
         longest=chunk_capacity(window, config.max_tokens, job.alignment),
         share=layout.micro_batches * window,
     )
@@ -52,6 +70,8 @@ def document_memory(job: TrainingJob, config: WlbConfig) -> Bound | None:
 
 
 def _bytes(job: TrainingJob) -> int:
+    if job.given.gpu_memory is not None:
+        return int(job.given.gpu_memory * GIB)
     return whole_gib(torch.cuda.get_device_properties(job.device.index).total_memory)
 
 

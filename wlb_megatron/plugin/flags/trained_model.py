@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wlb_megatron.workload.cost_model import latent_parameters, layer_parameters
+from wlb_megatron.workload.memory import Experts as ExpertsMemory
 
 LARGE_VOCABULARY = 131072
 """Assumed where only the tokenizer knows, which is built after the flags are checked."""
@@ -24,11 +25,13 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """ffn: of all experts that a token passes. balancing: kinds of the routers' balancing losses."""
+    """ffn: of all experts that a token passes. balancing: kinds of the routers' balancing losses. memory: of a
+    layer's, as the memory model counts them."""
 
     count: int
     ffn: int
     balancing: tuple[str, ...]
+    memory: ExpertsMemory | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +128,10 @@ def _latent(args: Any) -> LatentAttention | None:
 def _experts(args: Any) -> Experts | None:
     if not args.num_experts:
         return None
-    ffn = (args.moe_ffn_hidden_size or args.ffn_hidden_size) * args.moe_router_topk
-    return Experts(count=args.num_experts, ffn=ffn, balancing=balancing_of(args))
+    one, chosen = args.moe_ffn_hidden_size or args.ffn_hidden_size, args.moe_router_topk
+    tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    memory = ExpertsMemory(args.num_experts, one, args.expert_model_parallel_size or 1, tensor, chosen)
+    return Experts(count=args.num_experts, ffn=one * chosen, balancing=balancing_of(args), memory=memory)
 
 
 def balancing_of(args: Any) -> tuple[str, ...]:

@@ -46,8 +46,9 @@ class Evaluation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
     """given: the plugin's settings as the user gave them. trains: not --skip-train. memory: None where it is not looked
-    at: without a GPU, or with experts (how many tokens one gets is not known ahead). profile: of --wlb-profile.
+    at, without a GPU and without a flag that names its memory. profile: of --wlb-profile.
     workers: of a data loader; ignored_signal: what they must ignore, which makes the trainer save and exit.
+    recompute_blocks: layers of a model chunk that --recompute-method block recomputes; None: all, where it does any.
     overlaps_gradients: --overlap-grad-reduce. one_length: Megatron holds buffers or graphs of one length. timeout: of
     communication between ranks (minutes).
     """
@@ -67,6 +68,7 @@ class TrainingJob:
     workers: int
     ignored_signal: int | None
     recompute: str
+    recompute_blocks: int | None
     overlaps_gradients: bool
     one_length: bool
     timeout: int
@@ -96,17 +98,26 @@ class TrainingJob:
                 names=tuple(getattr(args, "validation_set_names", None) or ()),
             ),
             device=device,
-            memory=MemoryFlags.of(args) if device.on_gpu and model.experts is None else None,
+            memory=MemoryFlags.of(args) if device.on_gpu or given.gpu_memory else None,
             profile=profile_of(given.profile, model, sizes.tensor),
             trains=not getattr(args, "skip_train", False),
             seed=args.seed,
             workers=args.num_workers,
             ignored_signal=int(args.exit_signal) if args.exit_signal_handler else None,
             recompute=args.recompute_granularity or "none",
+            recompute_blocks=args.recompute_num_layers if args.recompute_method == "block" else None,
             overlaps_gradients=bool(getattr(args, "overlap_grad_reduce", False)),
             one_length=one_length(args),
             timeout=args.distributed_timeout_minutes,
         )
+
+    @property
+    def recomputed_share(self) -> float:
+        """Layers recomputed in full, by the flags, of all layers."""
+        if self.recompute != "full":
+            return 0.0
+        chunk = self.model.layers / (self.sizes.pipeline * self.sizes.virtual)
+        return 1.0 if self.recompute_blocks is None else min(1.0, self.recompute_blocks / chunk)
 
     @property
     def alignment(self) -> int:

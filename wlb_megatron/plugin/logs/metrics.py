@@ -27,7 +27,9 @@ from wlb_megatron.plugin.logs.drift import Drift
 from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.plans.planning import PlannedIteration, PlannedMicroBatch
+from wlb_megatron.plugin.step.recomputation import Recomputation
 from wlb_megatron.sharding.segments import ShardPlan
+from wlb_megatron.workload.memory import GIB
 
 _LONG = ("iteration", "lengths", "epochs")
 """Figures that are no number of an iteration, or many: not for TensorBoard and Weights & Biases."""
@@ -74,6 +76,7 @@ def stepped(
             "predicted_ms": planned.predicted_ms,
             **passes.figures(planned.stream, corpora),
         }
+        figures |= recomputation_figures()
         if config.log_plans and planned.plan is not None:
             figures["lengths"] = plan_lengths(planned.plan)
         part(Figures).pending = ({**figures, "iteration": iteration}, began)
@@ -172,6 +175,11 @@ def log_line(
         )
     if figures.get("shardings"):
         line += " | sharding: " + ", ".join(f"{n} {kind}" for kind, n in figures["shardings"].items())
+    if "recomputed_share" in figures:
+        line += (
+            f" | layers recomputed: {figures['recomputed_share']:.1%}, peak GiB: {figures['peak_gib']:.2f} of "
+            f"{figures['available_gib']:.2f}, planned {figures['planned_peak_gib']:.2f}"
+        )
     if figures["predicted_ms"] is None:
         return line
     line += f" | ms: {figures['measured_ms']:.1f}, predicted {figures['predicted_ms']:.1f}"
@@ -207,6 +215,20 @@ def step_figures(batches: Sequence[LoadedMicroBatch], quadratic_at: float) -> di
         "shardings": dict(Counter(item.shard.kind for item in planned if item.shard.kind)),
         **_groups(planned),
         **_chunks(planned),
+    }
+
+
+def recomputation_figures() -> dict[str, Any]:
+    """Where steps plan what they recompute, of this rank's stage: the share of layers recomputed, and the peak of
+    memory above what was allocated before the step, planned and measured (GiB; measured 0 without a GPU)."""
+    step = part(Recomputation).last
+    if not step.layers:
+        return {}
+    return {
+        "recomputed_share": step.recomputed / step.layers,
+        "planned_peak_gib": step.planned / GIB,
+        "peak_gib": step.measured / GIB,
+        "available_gib": step.available / GIB,
     }
 
 

@@ -12,10 +12,12 @@ import numpy.typing as npt
 
 from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.plan import StepPlan
+from wlb_megatron.packing.memory_limits import GpuMemory
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.flags.trained_model import LARGE_VOCABULARY
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs.reporting import never_fatal
+from wlb_megatron.recompute.step_layers import loads_of, plan_step_layers, recomputed_array
 from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.calibration import with_links
@@ -33,17 +35,24 @@ Predict = Callable[[IterationPlan, Sequence[ShardPlan]], float | None]
 
 
 def predictor(
-    job: TrainingJob, costs: Costs | None, dp_rank: int, alignment: int, *, in_step: bool = False
+    job: TrainingJob,
+    costs: Costs | None,
+    dp_rank: int,
+    alignment: int,
+    *,
+    in_step: bool = False,
+    memory: GpuMemory | None = None,
 ) -> Predict:
     """The prediction of this job. costs: of a profile; None: built-in H100 attention, all else assumed. in_step: all
-    data-parallel ranks run the same groups of micro-batches.
+    data-parallel ranks run the same groups of micro-batches. memory: by which each step keeps layers; None: steps run
+    the flags of recomputation.
 
     None for a job that the simulator does not take (a schedule of another kind): it trains all the same.
     """
     model = _model_or_none(job, costs)
     if model is None:
         return nothing_predicted
-    return UntilItFails(partial(_predict, model, dp_rank, alignment, in_step))
+    return UntilItFails(partial(_predict, model, dp_rank, alignment, in_step, memory))
 
 
 def _predict(
@@ -51,14 +60,48 @@ def _predict(
     dp_rank: int,
     alignment: int,
     in_step: bool,
+    memory: GpuMemory | None,
     plan: IterationPlan,
     shards: Sequence[ShardPlan],
 ) -> float:
     tokens, attention = _loads(plan, shards, model, dp_rank, alignment)
     (orders,) = orders_of([plan], in_step=in_step)
     cut = np.broadcast_to(cut_of(shards)[:, None], tokens.shape)  # of this rank's; others' are like them
-    times = run_steps(tokens, attention, model, blocking=True, cut=cut, orders=orders)
+    again = None if memory is None else _recomputed(memory, model, dp_rank, alignment, plan, orders, in_step)
+    times = run_steps(tokens, attention, model, blocking=True, cut=cut, orders=orders, recomputed=again)
     return float(times.steps[0]) / 1e6
+
+
+def _recomputed(
+    memory: GpuMemory,
+    model: LayerModel,
+    dp_rank: int,
+    alignment: int,
+    plan: IterationPlan,
+    orders: Sequence[tuple[int, ...] | None],
+    in_step: bool,
+) -> npt.NDArray[np.int64]:
+    """int[1, dp, P, V, m]: recomputed layers by the memory model.
+
+    Of many data-parallel ranks this one's is planned. The others are taken to keep as much, each micro-batch as the one
+    in the same place.
+    """
+    layout = model.layout
+    columns = [loads_of(column, alignment, layout.cp) for column in zip(*plan.micro_batches, strict=True)]
+    stages = [
+        memory.stage(stage, [model.layers_of(stage, chunk) for chunk in range(layout.chunks)])
+        for stage in range(layout.pp)
+    ]
+    available = [memory.available(stage) for stage in range(layout.pp)]
+    if len(columns) * layout.pp > MOST_PLANNED and not in_step:
+        columns, orders = columns[dp_rank : dp_rank + 1], orders[dp_rank : dp_rank + 1]
+    kept = recomputed_array(plan_step_layers(columns, orders, stages, available, in_step=in_step))
+    return np.broadcast_to(kept, (layout.dp, *kept.shape[1:]))[None]
+
+
+MOST_PLANNED = 64
+"""Stages, of all data-parallel ranks, whose kept layers are planned for one prediction: each takes about a millisecond.
+"""
 
 
 def group_predictor(job: TrainingJob, costs: Costs | None, cost: GroupCost) -> PredictGroups:
@@ -131,6 +174,7 @@ def layer_model(job: TrainingJob, costs: Costs | None) -> LayerModel:
         assumptions=with_links(Assumptions(dp_exposed=exposed), costs),
         costs=costs,
         recompute=job.recompute,
+        recompute_blocks=job.recompute_blocks,
         regather=job.given.regather_keys,
     )
 

@@ -49,7 +49,7 @@ def cost_model(job: TrainingJob, config: WlbConfig) -> CostModel:
         per_micro_batch.least,
         per_micro_batch.chunk,
         _per_earlier_key(job),
-        backward_over_forward(job.recompute == "full"),
+        backward_over_forward(job.recomputed_share),
     )
     return cost.with_micro_batch_cost(config.micro_batch_cost)
 
@@ -74,7 +74,7 @@ def micro_batch_cost(job: TrainingJob) -> MicroBatchCost:
         model.layer_parameters / sizes.tensor,
         model.heads * model.head_dim / sizes.tensor,
         sizes.context,
-        recompute=job.recompute == "full",
+        recompute=job.recomputed_share,
         layers=max(1, model.layers // sizes.pipeline) if sizes.pipeline > 1 else None,
     )
 

@@ -25,6 +25,8 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary, Summariser
 from wlb_megatron.pipeline.groups import groups, joined_groups
 from wlb_megatron.plan import IterationPlan, Piece
+from wlb_megatron.recompute.kept_layers import Load
+from wlb_megatron.recompute.step_layers import joined_loads, loads_of
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.sharding.segments import ShardPlan
@@ -53,7 +55,8 @@ class PlannedMicroBatch:
     group: who shares it; None: Megatron's context-parallel group. predictions: of the whole iteration, see
     documents.predictions; empty where nothing asks for them. steps: micro-batches of the iteration on every rank, which
     need not be as many as Megatron counts. chunk_groups: sizes of the groups that this rank's micro-batches form
-    (pipeline/groups.py); empty where no document is in chunks.
+    (pipeline/groups.py); empty where no document is in chunks. loads: of all micro-batches of the iteration, by which
+    layers are kept; empty where steps run the flags of recomputation.
     """
 
     iteration: int
@@ -66,6 +69,7 @@ class PlannedMicroBatch:
     predictions: tuple[int, ...] = ()
     steps: int = 1
     chunk_groups: tuple[int, ...] = ()
+    loads: tuple[Load, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,7 @@ class ShardSettings:
     predict: milliseconds of an iteration from its plan and shard plans, where this process reports them.
     predictions: of an iteration's pieces, where losses are scaled by them.
     in_step: data-parallel ranks meet in every forward and backward (experts, FSDP): all must run the same order.
+    keeps_layers: each step plans what it recomputes.
     All of it can be sent to another process, see planning_process.py.
     """
 
@@ -111,6 +116,7 @@ class ShardSettings:
     predict: Callable[[IterationPlan, Sequence[ShardPlan]], float | None] | None = None
     predictions: Callable[[Sequence[Piece]], tuple[int, ...]] = nothing_counted
     in_step: bool = False
+    keeps_layers: bool = False
 
 
 def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[PlannedIteration]:
@@ -131,7 +137,7 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
         )
         seconds = time.perf_counter() - start
         update_digest(digest, plan)
-        together = chunk_groups(plan, settings)
+        together, loads = chunk_groups(plan, settings), layer_loads(plan, settings)
         micro_batches = tuple(
             PlannedMicroBatch(
                 plan.iteration,
@@ -143,6 +149,7 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
                 predictions=counts,
                 steps=len(padded),
                 chunk_groups=together,
+                loads=loads,
             )
             for index, (pieces, shard_plan) in enumerate(zip(padded, shards, strict=True))
         )
@@ -175,6 +182,16 @@ def chunk_groups(plan: IterationPlan, settings: ShardSettings) -> tuple[int, ...
     ranks = range(len(plan.micro_batches[0])) if settings.in_step else (settings.dp_rank,)
     sizes = joined_groups([groups([row[rank].pieces for row in plan.micro_batches]) for rank in ranks])
     return sizes if max(sizes) > 1 else ()
+
+
+def layer_loads(plan: IterationPlan, settings: ShardSettings) -> tuple[Load, ...]:
+    """What this rank's micro-batches hold, or the largest of all ranks that must keep the same layers."""
+    if not settings.keeps_layers:
+        return ()
+    columns = list(zip(*plan.micro_batches, strict=True))
+    chosen = columns if settings.in_step else [columns[settings.dp_rank]]
+    loads = [loads_of(column, settings.alignment, settings.cp_size) for column in chosen]
+    return tuple(joined_loads(loads) if settings.in_step else loads[0])
 
 
 def update_digest(digest: Any, plan: IterationPlan) -> None:

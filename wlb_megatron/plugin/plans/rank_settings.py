@@ -9,8 +9,10 @@ from functools import partial
 import torch
 from torch.utils.data import DataLoader
 
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.predictions import predictions_in
 from wlb_megatron.plan import Piece
+from wlb_megatron.plugin.flags.limits import recompute_memory
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs.prediction import predictor
 from wlb_megatron.plugin.model.kernels import kernels_of
@@ -22,7 +24,7 @@ from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.workload.kernel_table import h100, of_gpu
 
 
-def reporting(settings: ShardSettings, job: TrainingJob) -> ShardSettings:
+def reporting(settings: ShardSettings, job: TrainingJob, config: WlbConfig) -> ShardSettings:
     """On the rank that logs: with the prediction of each iteration's time."""
     from megatron.training.utils import is_last_rank
 
@@ -31,7 +33,11 @@ def reporting(settings: ShardSettings, job: TrainingJob) -> ShardSettings:
     if job.profile is None and not job.device.on_gpu:
         return settings  # the built-in figures are a GPU's
     costs = None if job.profile is None else job.profile.costs
-    predict = predictor(job, costs, settings.dp_rank, settings.alignment, in_step=settings.in_step)
+    predict = predictor(
+        *(job, costs, settings.dp_rank, settings.alignment),
+        in_step=settings.in_step,
+        memory=recompute_memory(job, config),
+    )
     return replace(settings, predict=predict)
 
 
@@ -61,6 +67,7 @@ def shard_settings(source: Source, job: TrainingJob) -> ShardSettings:
         alignment=job.alignment,
         sharding=source.config.sharding,
         in_step=job.trainer.in_step,
+        keeps_layers=recompute_memory(job, source.config) is not None,
         table=table.scaled(**heads, head_dim=model.head_dim),
         predictions=_predictions(source, job),
     )

@@ -16,7 +16,12 @@ from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
 from wlb_megatron.packing.job import most_micro_batches, plan_job, sample_lengths_of, without_chunks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.flags.data_paths import documents
-from wlb_megatron.plugin.flags.limits import adoptable_tokens, document_memory, gpu_memory
+from wlb_megatron.plugin.flags.limits import (
+    adoptable_tokens,
+    document_memory,
+    gpu_memory,
+    recompute_memory,
+)
 from wlb_megatron.plugin.flags.open_files import allow_open_files
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.plans.cost_settings import cost_model
@@ -174,6 +179,7 @@ def _source(
         longest=stream.longest,
         adopt_max_tokens=adoptable_tokens(job),
         memory=gpu_memory(job),
+        rooms=None if not endless or (held := recompute_memory(job, config)) is None else held.rooms(),
         no_chunks=job.trainer.chunks_refused(),
         say=messages.append,
     )

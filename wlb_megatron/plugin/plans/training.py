@@ -10,6 +10,7 @@ from pathlib import Path
 from wlb_megatron.child import Child
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.token_weights import weighs_equally
+from wlb_megatron.plugin.flags.limits import recompute_memory
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs import metrics, timers, trace
 from wlb_megatron.plugin.logs.flops import count_segments
@@ -25,6 +26,7 @@ from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.plugin.ranks import failures
 from wlb_megatron.plugin.ranks.dynamic import training_plans
 from wlb_megatron.plugin.ranks.plan_store import common_store
+from wlb_megatron.plugin.step import recomputation
 from wlb_megatron.plugin.step.rehearsal import longest_micro_batches
 from wlb_megatron.sharding.alignment import padding
 
@@ -39,7 +41,16 @@ def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement
 
     spans, traced = common_store("trace"), _traced(source.config, job)
     remember(source, source.planner.snapshot())
-    settings, layout = reporting(shard_settings(source, job), job), rank_layout(job)
+    left_off = recomputation.begin(
+        recompute_memory(job, source.config),
+        margin=source.config.memory_margin,
+        cap=source.config.gpu_memory,
+        on_gpu=job.device.on_gpu,
+        in_step=job.trainer.in_step,
+    )
+    if left_off:
+        print_rank_0(f"> wlb_megatron: {left_off}")
+    settings, layout = reporting(shard_settings(source, job), job, source.config), rank_layout(job)
     make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
     processes: list[Child] = []
     failures.begin()

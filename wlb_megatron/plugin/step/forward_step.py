@@ -18,6 +18,7 @@ from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.ranks.groups import process_group
 from wlb_megatron.plugin.step.deferred_losses import deferred_of
 from wlb_megatron.plugin.step.loss_checks import to_check
+from wlb_megatron.plugin.step.recomputation import prepare_forward
 from wlb_megatron.plugin.step.rehearsal import REHEARSAL
 
 stimer = StragglerDetector()
@@ -55,6 +56,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
             params.following = batch.following.cuda(non_blocking=True)
             params.factors, params.predicted = iter(batch.factors), 0.0 if held is None else held.predicted
     timers("batch-generator").stop()
+    prepare_forward(model, planned.index)
     with stimer:
         output = model(
             tokens, position_ids, None, labels=labels, loss_mask=loss_mask, packed_seq_params=params, **routed

@@ -179,10 +179,10 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
     def run(*, data_iterator: Any, num_microbatches: int, **kwargs: Any) -> Any:
         from wlb_megatron.plugin.logs import logged_losses, timers, trace
         from wlb_megatron.plugin.plans.iterators import draw_step, planned_iterator
-        from wlb_megatron.plugin.step import grouped_steps
+        from wlb_megatron.plugin.step import grouped_steps, recomputation
         from wlb_megatron.plugin.step.deferred_losses import deferring, returns_its_losses
         from wlb_megatron.plugin.step.loss_checks import begin_step as begin_losses
-        from wlb_megatron.plugin.step.rehearsal import REHEARSAL, rehearse
+        from wlb_megatron.plugin.step.rehearsal import REHEARSAL, rehearse, same_again
 
         # Model chunks of a stage have an iterator each, all the plugin's same one.
         first = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
@@ -203,8 +203,10 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             running = grouped_steps.running(groups, len(batches), chunks)
             deferred = deferring(bool(groups) and source.defers_losses and returns_its_losses(model))
             drawn = [_drawn(batches, ahead), *(_drawn(batches) for _ in range(chunks - 1))]
+            planned = [batch.planned for batch in batches]
+            kept = recomputation.planned(planned, model) if training else nullcontext()
             try:
-                with running, deferred, divided:
+                with running, deferred, divided, kept:
                     return forward_backward(
                         data_iterator=drawn if chunks > 1 else drawn[0],
                         num_microbatches=len(batches),
@@ -223,7 +225,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         if longest is not None:
             repeated = longest.batches
             if len(repeated) == 1:
-                repeated *= _micro_batch_count(num_microbatches, kwargs["model"])
+                repeated = same_again(repeated[0], _micro_batch_count(num_microbatches, kwargs["model"]))
             rehearse(lambda: step(repeated), kwargs["model"], longest)
         began = time.perf_counter()
         batches = draw_step(first)

@@ -18,13 +18,16 @@ import torch
 
 from wlb_megatron.documents.blend import Blend
 from wlb_megatron.packing.summary import PlanSummary
-from wlb_megatron.plan import Piece
+from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.plans.loaded import HeldTokens, Layout, LoadedMicroBatch, from_plan
 from wlb_megatron.plugin.plans.planning import PlannedMicroBatch, ShardSettings
 from wlb_megatron.plugin.step.kept_state import KeptState
 from wlb_megatron.plugin.step.kernel_graphs import Met, build_graphs
 from wlb_megatron.plugin.step.loss_checks import unchecked
+from wlb_megatron.plugin.step.recomputation import by_the_flags, keeps_layers
+from wlb_megatron.recompute.kept_layers import Load
+from wlb_megatron.recompute.step_layers import loads_of
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
 from wlb_megatron.sharding.chunks import links_of
@@ -80,6 +83,10 @@ def longest_micro_batches(
         *(usable, window, settings, documents, _of_a_window(window, settings, layout)),
         prefix=longest if held > 1 else 0,  # of a document up to its last chunk
     )
+    loads: tuple[Load, ...] = ()
+    if settings.keeps_layers:
+        column = [MicroBatch(pieces, sum(piece.tokens for piece in pieces)) for pieces in rows]
+        loads = tuple(loads_of(column, settings.alignment, settings.cp_size))
     batches = []
     for at, (pieces, plan) in enumerate(zip(rows, plans, strict=True)):
         planned = PlannedMicroBatch(
@@ -87,6 +94,7 @@ def longest_micro_batches(
             predictions=counts,
             steps=len(rows),
             chunk_groups=together,
+            loads=loads,
         )
         batch = from_plan(planned, layout)
         if layout.reads_tokens:
@@ -153,6 +161,15 @@ def text(corpus: Blend, tokens: int, seed: int, vocabulary: int | None) -> np.nd
     return ids if vocabulary is None else ids.clip(0, vocabulary - 1)
 
 
+def same_again(batch: LoadedMicroBatch, count: int) -> tuple[LoadedMicroBatch, ...]:
+    """The batch in every place of a step of `count` micro-batches."""
+    planned = batch.planned
+    return tuple(
+        replace(batch, planned=replace(planned, index=at, steps=count, loads=planned.loads * count))
+        for at in range(count)
+    )
+
+
 def rehearse(step: Callable[[], Any], model: Any, rehearsal: Rehearsal) -> None:
     """Build kernels, run `step` (a forward and backward of all micro-batches) and undo what it left behind.
 
@@ -162,7 +179,10 @@ def rehearse(step: Callable[[], Any], model: Any, rehearsal: Rehearsal) -> None:
     kept = KeptState(chunks)
     build_graphs(chunks, rehearsal.met, rehearsal.graph_seconds)
     with unchecked():
-        checked(partial(_fitting, step, rehearsal))
+        with by_the_flags():
+            checked(partial(_fitting, step, rehearsal))
+        if keeps_layers():
+            checked(partial(_fitting, step, rehearsal, kept=True))
     for chunk in chunks:
         chunk.zero_grad_buffer()
         for parameter in chunk.parameters():
@@ -170,10 +190,16 @@ def rehearse(step: Callable[[], Any], model: Any, rehearsal: Rehearsal) -> None:
     kept.restore()
 
 
-def _fitting(step: Callable[[], Any], rehearsal: Rehearsal) -> None:
+def _fitting(step: Callable[[], Any], rehearsal: Rehearsal, *, kept: bool = False) -> None:
     try:
         step()
     except torch.OutOfMemoryError as error:
+        if kept:
+            raise RefusedHere(
+                "wlb_megatron: the fullest step fits the GPU with the flags of recomputation, but not with the layers "
+                "that it was planned to keep: raise --wlb-memory-margin, or set --wlb-recompute off "
+                f"({str(error).splitlines()[0]})"
+            ) from None
         tokens, size = (max(values) for values in zip(*map(_sizes, rehearsal.batches), strict=True))
         raise RefusedHere(
             f"wlb_megatron: micro-batches of {tokens:,} tokens, of which this rank holds {size:,}, do not fit the GPU, "

@@ -1,0 +1,285 @@
+"""Each step recomputes only the layers that this stage cannot keep, of each micro-batch its own number.
+
+Megatron reads `recompute_num_layers` (method block) in every forward: layers [0, n) of a model chunk are recomputed.
+The backward uses what that forward saved. So a number set before a micro-batch's forward holds for it alone. A
+micro-batch that keeps no more than the flags say runs the flags, whatever their method.
+
+A recomputed forward repeats the collectives inside its layers. So ranks that meet in one take the same plan: by the
+least memory and the most bytes a token among them, exchanged when a step begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wlb_megatron.packing.memory_limits import GpuMemory
+from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.plans.planning import PlannedMicroBatch
+from wlb_megatron.recompute.kept_layers import KeptLayers, plan_kept_layers
+from wlb_megatron.recompute.step_layers import stage_orders
+from wlb_megatron.workload.memory import GIB
+from wlb_megatron.workload.stage_memory import StageMemory
+
+LEAST_SCALE = 800
+"""Measured over estimated memory is taken to be at least this many thousandths: another step may hold other things."""
+
+FORGET = 8
+"""A step that needs less than estimated lowers the scale by this part of the difference. One that needs more raises it
+by all of it."""
+
+TELLING = 2
+"""A step tells something of the estimate if its peak is at least the budget divided by this. What a small one holds is
+mostly of fixed size."""
+
+RETRIED = 1100
+"""Thousandths by which the scale grows after a step in which the allocator had to free its cache and try again."""
+
+
+@dataclass(slots=True)
+class StepMemory:
+    """What the step that ran last, or runs, was planned with and took. Bytes above what was allocated when it began.
+
+    available: for activations. recomputed, layers: of all micro-batches, the layers that are recomputed, of all.
+    """
+
+    available: int = 0
+    planned: int = 0
+    measured: int = 0
+    recomputed: int = 0
+    layers: int = 0
+
+
+@dataclass(slots=True)
+class Recomputation:
+    """active: steps plan it. memory: of this stage. gpu: of the job, by the memory model. scale: measured over
+    estimated bytes, in thousandths. numbers: layers to recompute [micro-batch][model chunk] in the step that
+    runs, None outside of one. flags: method and number of each model chunk, as Megatron was given them.
+    """
+
+    active: bool = False
+    memory: StageMemory | None = None
+    gpu: GpuMemory | None = None
+    group: Any = None
+    margin: float = 0.0
+    cap: int | None = None
+    on_gpu: bool = False
+    scale: int = 1000
+    optimizer: int = 0
+    retries: int = 0
+    began: int = 0
+    numbers: tuple[tuple[int, ...], ...] | None = None
+    flags: list[tuple[str, int]] = field(default_factory=list)
+    last: StepMemory = field(default_factory=StepMemory)
+    suspended: bool = False
+
+
+def begin(
+    gpu: GpuMemory | None, *, margin: float, cap: float | None, on_gpu: bool, in_step: bool
+) -> str | None:
+    """Plan recomputation from the next step on; a line for the log where it is left off. None where it is planned.
+
+    gpu: None where nothing says what fits. cap: of --wlb-gpu-memory (GiB). in_step: data-parallel ranks meet in every
+    forward and backward. Called on every rank, once Megatron's groups of ranks are made.
+    """
+    if gpu is None or gpu.layout.recompute != "full":
+        return None
+    if why := _unread():
+        return f"recomputes as the flags say in every step: {why}"
+    state = part(Recomputation)
+    state.active, state.gpu, state.margin, state.on_gpu = True, gpu, margin, on_gpu
+    state.cap = None if cap is None else int(cap * GIB)
+    state.group = _meeting_ranks(gpu, in_step)
+    return None
+
+
+def _unread() -> str | None:
+    """Why a number set before a forward would not hold for it, if so."""
+    from megatron.core.transformer import transformer_block
+
+    modules = [transformer_block]
+    with contextlib.suppress(ImportError):  # from 0.18 on
+        from megatron.core import recompute
+
+        modules.append(recompute)
+    with contextlib.suppress(OSError, TypeError):
+        if any("self.config.recompute_num_layers" in inspect.getsource(module) for module in modules):
+            return None
+    return "this Megatron's transformer block does not read recompute_num_layers in its forward"
+
+
+def _meeting_ranks(gpu: GpuMemory, in_step: bool) -> Any:
+    """The process group of ranks that share collectives inside layers; None for a rank alone."""
+    from megatron.core import parallel_state
+
+    if in_step:
+        return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    if gpu.layout.tensor * gpu.layout.context > 1:
+        return parallel_state.get_tensor_and_context_parallel_group()
+    return None
+
+
+@contextmanager
+def planned(batches: Sequence[PlannedMicroBatch], model: Any) -> Iterator[None]:
+    """Run one training step with its own recomputation. model: its model chunks, or the one."""
+    state = part(Recomputation)
+    chunks = model if isinstance(model, list) else [model]
+    decoders = [decoder_of(chunk) for chunk in chunks]
+    if not state.active or not batches[0].loads or any(decoder is None for decoder in decoders):
+        yield
+        return
+    if not state.flags:
+        state.flags = [_flags_of(decoder.config) for decoder in decoders]
+    state.numbers = _plan(state, batches, decoders).recomputed
+    try:
+        yield
+        _measure(state, rehearsed=batches[0].iteration < 0)
+    finally:
+        state.numbers = None
+        for decoder, flags in zip(decoders, state.flags, strict=True):
+            _set(decoder.config, *flags)
+
+
+def keeps_layers() -> bool:
+    """Whether steps plan what they recompute."""
+    return part(Recomputation).active
+
+
+@contextmanager
+def by_the_flags() -> Iterator[None]:
+    """Steps that keep no more than the flags say, and learn what they take."""
+    state = part(Recomputation)
+    state.suspended = True
+    try:
+        yield
+    finally:
+        state.suspended = False
+
+
+def prepare_forward(model: Any, micro_batch: int) -> None:
+    """Set the number of layers that the coming forward of this micro-batch recomputes. model: a model chunk."""
+    state = part(Recomputation)
+    if state.numbers is None:
+        return
+    decoder = decoder_of(model)
+    chunk = getattr(unwrapped(model), "vp_stage", None) or 0
+    number = state.numbers[micro_batch][chunk]
+    assert state.memory is not None
+    if number == state.memory.chunks[chunk].recomputed:
+        _set(decoder.config, *state.flags[chunk])
+    else:
+        _set(decoder.config, "block", number)
+
+
+def unwrapped(model: Any) -> Any:
+    while hasattr(model, "module"):  # DDP and mixed precision wrap it
+        model = model.module
+    return model
+
+
+def decoder_of(model: Any) -> Any:
+    """The block of transformer layers, None for a model that has none of its own."""
+    return getattr(unwrapped(model), "decoder", None)
+
+
+def _flags_of(config: Any) -> tuple[str, int]:
+    return config.recompute_method, config.recompute_num_layers
+
+
+def _set(config: Any, method: str, number: int) -> None:
+    config.recompute_method, config.recompute_num_layers = method, number
+
+
+def _plan(state: Recomputation, batches: Sequence[PlannedMicroBatch], decoders: Sequence[Any]) -> KeptLayers:
+    from megatron.core import parallel_state
+
+    assert state.gpu is not None
+    stage, stages = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    if state.memory is None:
+        state.memory = state.gpu.stage(stage, [decoder.num_layers_per_pipeline_rank for decoder in decoders])
+        state.optimizer = state.gpu.weights(stage)
+    state.began, available = _available(state, stage)
+    available = _agreed(state, available)
+    groups = batches[0].chunk_groups or None
+    order = stage_orders(stages, len(batches), len(decoders), groups)[stage]
+    usable = 0 if state.suspended else available * 1000 // state.scale
+    kept = plan_kept_layers(order, batches[0].loads, state.memory, usable)
+    numbers = kept.recomputed
+    state.last = StepMemory(
+        available=available,
+        planned=kept.peak * state.scale // 1000,
+        recomputed=sum(map(sum, numbers)),
+        layers=len(numbers) * sum(chunk.layers for chunk in state.memory.chunks),
+    )
+    return kept
+
+
+def _available(state: Recomputation, stage: int) -> tuple[int, int]:
+    """Bytes allocated now, and bytes for a step's activations: the GPU's memory less the margin, less what is allocated
+    here and held by others. Before the optimizer has made its states, the memory model says what they will take."""
+    assert state.gpu is not None
+    if not state.on_gpu:
+        return 0, state.gpu.available(stage)
+    free, total = torch.cuda.mem_get_info()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    others = total - free - reserved
+    cap = min(_cap_of_torch(total), total if state.cap is None else state.cap)
+    share = 1 - state.margin
+    usable = min(int(total * share) - others, int(cap * share))
+    torch.cuda.reset_peak_memory_stats()
+    coming = max(0, state.optimizer - allocated)
+    return allocated, max(0, usable - allocated - coming)
+
+
+def _cap_of_torch(total: int) -> int:
+    """Bytes that torch may reserve on this device (torch.cuda.set_per_process_memory_fraction)."""
+    fraction: Callable[[], float] | None = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return total if fraction is None else int(total * fraction())
+
+
+def _agreed(state: Recomputation, available: int) -> int:
+    """The least memory among the ranks that meet; their largest scale is kept."""
+    if state.group is None:
+        return available
+    device = "cuda" if state.on_gpu else "cpu"
+    figures = torch.tensor([-available, state.scale], dtype=torch.int64, device=device)
+    dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=state.group)
+    least, state.scale = figures.tolist()
+    return -least
+
+
+def _measure(state: Recomputation, *, rehearsed: bool) -> None:
+    """Correct the estimate by the step that has run."""
+    if not state.on_gpu:
+        return
+    state.last.measured = torch.cuda.max_memory_allocated() - state.began
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    if not rehearsed:
+        state.optimizer = 0  # its states are allocated from the first step's end on
+    # The fullest step that is rehearsed tells at once what a full step takes.
+    forget = 1 if rehearsed else FORGET
+    state.scale = corrected(state.scale, state.last, forget=forget, retried=retries > state.retries)
+    state.retries = retries
+
+
+def corrected(scale: int, step: StepMemory, *, forget: int = FORGET, retried: bool = False) -> int:
+    """Measured over estimated bytes, in thousandths, after a step: up at once, down by 1 / forget of the difference.
+
+    Planned 50 with scale 1000 and measured 60 of available 100: 1200. Measured 40 then: 1200 - (1200 - 960) / 8.
+    """
+    if retried:
+        return scale * RETRIED // 1000
+    if step.planned * TELLING < step.available:
+        return scale
+    ratio = scale * step.measured // max(1, step.planned)
+    return ratio if ratio > scale else max(LEAST_SCALE, scale - (scale - ratio) // forget)

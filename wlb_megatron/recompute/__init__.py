@@ -1,0 +1,1 @@
+"""Plans which layers a step recomputes, from what each stage holds at each event: pure integers."""

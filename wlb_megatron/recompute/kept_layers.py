@@ -1,0 +1,153 @@
+"""Chooses how many layers of each micro-batch a pipeline stage recomputes, so that the step fits its memory.
+
+A stage runs forwards and backwards in a known order (pipeline/orders.py). From a micro-batch's forward to its backward
+the stage holds what its layers keep: all activations of a kept layer, only the input of a recomputed one. So what it
+holds at each event is known before the step, and so is how many more layers each micro-batch can keep.
+
+Example: 2 stages, micro-batches of 4, 4, 8 tokens, one layer a stage, 10 bytes a kept token, 1 a recomputed one. The
+first stage runs F0 F1 B0 F2 B1 B2. With all recomputed it holds at most 4 + 8 = 12 bytes. With 90 bytes to use, it can
+keep micro-batches 0 and 1 (4 * 10 + 4 * 10 = 80), but not 1 and 2 (40 + 80); micro-batch 2 is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.pipeline.orders import Step
+from wlb_megatron.workload.stage_memory import StageMemory
+
+IntArray = npt.NDArray[np.int64]
+
+ROUNDS = 4
+"""How often events are priced by how full they are before layers are kept in the order of what they save for the
+price. One round prices all events alike; more than four gained nothing on 400 random steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One micro-batch on the fullest rank of those that must keep the same layers.
+
+    tokens: held by the rank. chunk_tokens: of those, in chunks of documents. earlier: tokens before these chunks, held
+    by the rank. work: of the micro-batch, in the cost model's units; what recomputing one of its layers costs is
+    proportional to it.
+    """
+
+    tokens: int
+    work: int
+    chunk_tokens: int = 0
+    earlier: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptLayers:
+    """recomputed[m][c]: layers of model chunk c that micro-batch m recomputes. peak: bytes at the fullest event.
+    fits: whether that is within what was given; with False every micro-batch has the user's flags."""
+
+    recomputed: tuple[tuple[int, ...], ...]
+    peak: int
+    fits: bool
+
+
+def plan_kept_layers(
+    order: Sequence[Step], loads: Sequence[Load], memory: StageMemory, available: int
+) -> KeptLayers:
+    """The layers that each micro-batch recomputes on one stage, at most as many as the user's flags do.
+
+    order: of the stage's forwards and backwards (pipeline.orders). available: bytes that the step's activations may
+    take. Layers that save most time for what they hold, weighed by how full those events are, are kept first.
+    """
+    return _Stage(order, loads, memory).plan(available)
+
+
+def floor_peak(order: Sequence[Step], loads: Sequence[Load], memory: StageMemory) -> int:
+    """Bytes at the stage's fullest event with the user's flags."""
+    return int(_Stage(order, loads, memory).filled.max())
+
+
+class _Stage:
+    """The step's events on one stage. Items are (micro-batch, model chunk), numbered m * chunks + c."""
+
+    def __init__(self, order: Sequence[Step], loads: Sequence[Load], memory: StageMemory) -> None:
+        self.chunks = memory.chunks
+        count, number = len(loads), len(memory.chunks)
+        steps = np.array(order, dtype=np.int64)
+        item, events = steps[:, 0] * number + steps[:, 1], np.arange(len(steps))
+        backward = steps[:, 2].astype(bool)
+        self.begin, self.end = (np.empty(count * number, dtype=np.int64) for _ in range(2))
+        self.begin[item[~backward]], self.end[item[backward]] = events[~backward], events[backward]
+        of_load = np.array([[load.tokens, load.work, load.chunk_tokens, load.earlier] for load in loads])
+        tokens, work, chunk_tokens, earlier = of_load.T.astype(np.int64)
+        self.tokens, self.work = np.repeat(tokens, number), np.repeat(work, number)
+        floors = np.array([chunk.floor for chunk in memory.chunks])
+        layers = np.array([chunk.layers for chunk in memory.chunks])
+        fixed = np.multiply.outer(tokens, floors) + np.multiply.outer(chunk_tokens, layers * memory.keys)
+        fixed[:, 0] += tokens * memory.ends
+        self.filled = self._held(fixed.ravel())
+        last = steps[:, 1] == number - 1
+        for way in (False, True):
+            at = backward == way
+            work_bytes = np.array(
+                [chunk.working + chunk.remade if way else chunk.forward for chunk in memory.chunks]
+            )
+            need = tokens[steps[at, 0]] * work_bytes[steps[at, 1]] + earlier[steps[at, 0]] * memory.attended
+            self.filled[at] += np.maximum(need, tokens[steps[at, 0]] * memory.loss * last[at])
+
+    def _held(self, sizes: IntArray) -> IntArray:
+        """Bytes held at each event, if each item holds its size from its forward to its backward."""
+        change = np.zeros(2 * len(sizes) + 1, dtype=np.int64)
+        change[self.begin] += sizes
+        change[self.end + 1] -= sizes
+        return np.cumsum(change[:-1])
+
+    def plan(self, available: int) -> KeptLayers:
+        number = len(self.chunks)
+        recomputed = [chunk.recomputed for chunk in self.chunks] * (len(self.tokens) // number)
+        floor = int(self.filled.max())
+        if floor >= available:
+            return KeptLayers(_rows(recomputed, number), floor, floor <= available)
+        best, saved = recomputed, -1
+        price = np.ones(len(self.filled))
+        for _ in range(ROUNDS):
+            slack, chosen = self._keep(price, available)
+            time = sum(
+                int(work) * (self.chunks[item % number].recomputed - layers)
+                for item, (work, layers) in enumerate(zip(self.work, chosen, strict=True))
+            )
+            if time > saved:
+                best, saved, most = chosen, time, available - int(slack.min())
+            price *= 0.25 + np.clip(1 - slack / available, 0, 1) ** 4
+            price /= price.max()
+        return KeptLayers(_rows(best, number), most, True)
+
+    def _keep(self, price: npt.NDArray[np.float64], available: int) -> tuple[IntArray, list[int]]:
+        """What is left at each event, and the recomputed layers of each item: those with the most work for the price of
+        the bytes they hold are kept first."""
+        slack = available - self.filled
+        until = np.concatenate(([0.0], np.cumsum(price)))
+        cost = self.tokens * (until[self.end + 1] - until[self.begin])
+        first = np.lexsort((np.arange(len(cost)), -(self.work / np.maximum(cost, 1e-9))))
+        chosen = [0] * len(cost)
+        number = len(self.chunks)
+        for item in first.tolist():
+            chunk, tokens = self.chunks[item % number], int(self.tokens[item])
+            begin, end = int(self.begin[item]), int(self.end[item])
+            chosen[item] = chunk.recomputed
+            layer = tokens * (chunk.kept - chunk.input)
+            once = tokens * chunk.switched
+            during = int(slack[begin:end].min()) - once
+            after = int(slack[end]) + tokens * chunk.remade - once
+            more = min(during, after) // layer if layer > 0 else 0
+            more = max(0, min(more, chunk.recomputed))
+            if more:
+                slack[begin : end + 1] -= once + more * layer
+                slack[end] += tokens * chunk.remade
+                chosen[item] -= more
+        return slack, chosen
+
+
+def _rows(recomputed: Sequence[int], number: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(recomputed[start : start + number]) for start in range(0, len(recomputed), number))
