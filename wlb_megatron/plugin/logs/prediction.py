@@ -26,6 +26,7 @@ from wlb_megatron.simulator.iteration import cut_of, run_steps
 from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes, Times
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.costs import Costs
+from wlb_megatron.workload.kernel_table import KernelTable, h100
 
 PredictGroups = Callable[[StepPlan, Sequence[int]], float | None]
 """Milliseconds of an iteration from its groups and the tokens of its documents."""
@@ -42,14 +43,15 @@ def predictor(
     *,
     in_step: bool = False,
     memory: GpuMemory | None = None,
+    table: KernelTable | None = None,
 ) -> Predict:
     """The prediction of this job. costs: of a profile; None: built-in H100 attention, all else assumed. in_step: all
     data-parallel ranks run the same groups of micro-batches. memory: by which each step keeps layers; None: steps run
-    the flags of recomputation.
+    the flags of recomputation. table: of this GPU and its kernels, without a profile.
 
     None for a job that the simulator does not take (a schedule of another kind): it trains all the same.
     """
-    model = _model_or_none(job, costs)
+    model = _model_or_none(job, costs, table)
     if model is None:
         return nothing_predicted
     return UntilItFails(partial(_predict, model, dp_rank, alignment, in_step, memory))
@@ -139,14 +141,17 @@ class UntilItFails:
         return None
 
 
-def _model_or_none(job: TrainingJob, costs: Costs | None) -> LayerModel | None:
+def _model_or_none(
+    job: TrainingJob, costs: Costs | None, table: KernelTable | None = None
+) -> LayerModel | None:
     with never_fatal("no predicted times, the simulator failed"), contextlib.suppress(ValueError):
-        return layer_model(job, costs)
+        return layer_model(job, costs, table)
     return None
 
 
-def layer_model(job: TrainingJob, costs: Costs | None) -> LayerModel:
-    """The job as the simulator's model. Experts count as what they activate for a token.
+def layer_model(job: TrainingJob, costs: Costs | None, table: KernelTable | None = None) -> LayerModel:
+    """The job as the simulator's model. Experts count as what they activate for a token. table: of attention's kernels,
+    None: cuDNN's on an H100.
 
     Raises ValueError for a model or a schedule that the simulator does not take.
     """
@@ -172,6 +177,7 @@ def layer_model(job: TrainingJob, costs: Costs | None) -> LayerModel:
         shape=shape,
         layout=layout,
         assumptions=with_links(Assumptions(dp_exposed=exposed), costs),
+        measured=h100() if table is None else table,
         costs=costs,
         recompute=job.recompute,
         recompute_blocks=job.recompute_blocks,

@@ -37,6 +37,7 @@ def reporting(settings: ShardSettings, job: TrainingJob, config: WlbConfig) -> S
         *(job, costs, settings.dp_rank, settings.alignment),
         in_step=settings.in_step,
         memory=recompute_memory(job, config),
+        table=settings.table,
     )
     return replace(settings, predict=predict)
 

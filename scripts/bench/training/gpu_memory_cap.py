@@ -1,0 +1,112 @@
+"""Does a step that keeps as many layers as fit ever run out of memory? Many steps of mixed lengths on capped GPUs.
+
+python -m scripts.bench.training.gpu_memory_cap --cases dense:80:300,experts:60:100 --lengths LENGTHS.npy --out out/cap
+
+A case is KIND:GB:STEPS. dense: PP=2, 16 layers of 2048, one micro-batch a window, so that micro-batches are long.
+experts: EP=2 over DP=2, 8 layers of 8 experts, 2 for a token. Each rank's torch may reserve GB x 10^9 bytes. Printed:
+steps trained, the share of layers recomputed, and the peak over what was available, planned and measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.training.gpu_train import MODEL, TRAINING, corpus, finish
+from scripts.environment import ROOT, free_port
+from wlb_megatron.report.files import write_csv
+
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+KINDS = {
+    "dense": f"--num-layers 16 --pipeline-model-parallel-size 2 --global-batch-size 2 {RECOMPUTE} "
+    "--wlb-micro-batches-per-window 1 --wlb-chunks off",
+    "experts": f"--num-layers 8 --expert-model-parallel-size 2 --global-batch-size 4 {RECOMPUTE} --num-experts 8 "
+    "--moe-router-topk 2 --moe-ffn-hidden-size 5632 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 "
+    "--moe-router-load-balancing-type aux_loss --moe-grouped-gemm",
+}
+
+
+def run_case(
+    kind: str, gigabytes: float, steps: int, prefix: Path, out: Path, limit: float
+) -> dict[str, Any]:
+    figures, log = out / f"{kind}_{gigabytes:g}.jsonl", out / f"{kind}_{gigabytes:g}.log"
+    figures.unlink(missing_ok=True)
+    environment = {
+        **os.environ,
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "WLB_BENCH_GIB": str(gigabytes * 1e9 / (1 << 30)),
+    }
+    command = [
+        *(
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--master-addr",
+            "127.0.0.1",
+        ),
+        *("--master-port", str(free_port()), "-m", "scripts.bench.training.capped_run"),
+        *(MODEL.split() + TRAINING.split() + KINDS[kind].split()),
+        *("--data-path", str(prefix), "--wlb-log", str(figures), "--train-iters", str(steps)),
+        *("--seq-length", "65536", "--max-position-embeddings", "131072"),
+    ]
+    status = finish(command, environment, log, limit)
+    rows = (
+        [json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines()]
+        if figures.exists()
+        else []
+    )
+    shares = [row.get("recomputed_share", 1.0) for row in rows]
+    over = [row["peak_gib"] / row["available_gib"] for row in rows if row.get("available_gib")]
+    return {
+        "case": f"{kind}, {gigabytes:g} GB",
+        "status": status,
+        "steps": len(rows),
+        "recomputed_mean": sum(shares) / max(1, len(shares)),
+        "recomputed_most": max(shares, default=0.0),
+        "peak_over_available_mean": sum(over) / max(1, len(over)),
+        "peak_over_available_most": max(over, default=0.0),
+        "peak_over_planned_most": max(
+            (row["peak_gib"] / row["planned_peak_gib"] for row in rows if row.get("planned_peak_gib")),
+            default=0.0,
+        ),
+        "memory": "; ".join(
+            line for line in log.read_text(errors="replace").splitlines() if "reserved at most" in line
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", default="dense:80:300,dense:60:300,experts:80:300,experts:60:300")
+    parser.add_argument(
+        "--lengths", type=Path, help=".npy: cut Python's sources into documents of these lengths"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "cap", help="folder of results")
+    parser.add_argument("--limit", type=float, default=240.0, help="time limit of a case (seconds)")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    prefix, rows = corpus(options.out / "corpus", options.lengths), []
+    for case in options.cases.split(","):
+        kind, gigabytes, steps = case.split(":")
+        rows.append(run_case(kind, float(gigabytes), int(steps), prefix, options.out, options.limit))
+        write_csv(options.out / "memory_cap.csv", rows)
+        print(
+            " | ".join(
+                f"{name}: {value:.3f}" if isinstance(value, float) else f"{name}: {value}"
+                for name, value in rows[-1].items()
+            ),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
