@@ -266,14 +266,12 @@ def _measure(state: Recomputation, *, rehearsed: bool) -> None:
     retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     if not rehearsed:
         state.optimizer = 0  # its states are allocated from the first step's end on
-    # The fullest step that is rehearsed tells at once what a full step takes.
-    forget = 1 if rehearsed else FORGET
-    state.scale = corrected(state.scale, state.last, forget=forget, retried=retries > state.retries)
+    state.scale = corrected(state.scale, state.last, retried=retries > state.retries)
     state.retries = retries
 
 
-def corrected(scale: int, step: StepMemory, *, forget: int = FORGET, retried: bool = False) -> int:
-    """Measured over estimated bytes, in thousandths, after a step: up at once, down by 1 / forget of the difference.
+def corrected(scale: int, step: StepMemory, *, retried: bool = False) -> int:
+    """Measured over estimated bytes, in thousandths, after a step: up at once, down slowly.
 
     Planned 50 with scale 1000 and measured 60 of available 100: 1200. Measured 40 then: 1200 - (1200 - 960) / 8.
     """
@@ -282,4 +280,4 @@ def corrected(scale: int, step: StepMemory, *, forget: int = FORGET, retried: bo
     if step.planned * TELLING < step.available:
         return scale
     ratio = scale * step.measured // max(1, step.planned)
-    return ratio if ratio > scale else max(LEAST_SCALE, scale - (scale - ratio) // forget)
+    return ratio if ratio > scale else max(LEAST_SCALE, scale - (scale - ratio) // FORGET)
