@@ -208,6 +208,8 @@ def watch() -> None:
                 pieces = [tuple(piece[:4]) for piece in planned.pieces]
                 seen["documents"].append((planned.iteration, planned.index, pieces, rows))
                 seen["tokens"].append(None if batch.held is None else batch.held.tokens.clone())
+                if os.environ.get("WORKER_MISCOUNT") == str(planned.iteration) and planned.index == 0:
+                    get_args().consumed_train_samples += 4
                 yield batch
 
         def evaluating() -> Any:

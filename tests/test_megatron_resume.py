@@ -93,6 +93,56 @@ def test_a_skipped_iterations_documents_are_given_out_and_not_trained_at_resume_
     assert trained(ranks) == [entry for entry in trained(whole) if entry[0] == 3]
 
 
+@pytest.mark.parametrize("fresh_order", [False, True])
+def test_one_command_begins_from_a_release_checkpoint_and_goes_on_when_it_is_queued_again(
+    corpus: Path, whole: Any, stopped: Path, tmp_path: Path, fresh_order: bool
+) -> None:
+    """Megatron begins at iteration 0 with 8 samples consumed. Without the flag the order goes on; with it every corpus
+    begins an epoch, once."""
+    checkpoints = tmp_path / "checkpoints"
+    shutil.copytree(stopped, checkpoints)
+    (checkpoints / "iter_0000002").rename(checkpoints / "release")
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("release")
+    arguments = [*flags(context=2), *RUN, "--data-path", str(corpus), "--train-iters", "2"]
+    arguments += ["--load", str(checkpoints), "--save", str(checkpoints), "--save-interval", "1"]
+    arguments += [
+        "--no-load-optim",
+        "--no-load-rng",
+        "--exit-interval",
+        "1",
+        "--override-opt-param-scheduler",
+    ]
+    arguments += ["--wlb-fresh-order"] if fresh_order else []
+    pieces, said, counted = [], "", []
+    for start in ("first", "second"):
+        done = launch(arguments, 2, out=tmp_path / start)
+        assert done.returncode == 0, failure(done)
+        ranks = [torch.load(tmp_path / start / f"rank{at}.pt", weights_only=False) for at in range(2)]
+        pieces += trained(ranks)
+        said += done.stdout
+        counted += re.findall(r"consumed samples: +(\d+)", done.stdout)
+    assert counted == ["12", "16"]
+    if fresh_order:
+        assert "takes up the document order at sample 8: as --wlb-fresh-order asks" in said
+        assert "the document order taken up at sample 8 goes on" in said
+        assert len({piece for _, piece in pieces}) == len(pieces)
+    else:
+        assert "the document order goes on at sample 8" in said
+        assert pieces == [entry for entry in trained(whole) if entry[0] >= 2]
+
+
+def test_a_count_of_samples_that_is_not_the_plans_ends_the_job_with_one_line(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """Something adds 4 samples to Megatron's count in the second iteration."""
+    arguments = [*flags(), *RUN, "--data-path", str(corpus)]
+    done = launch(arguments, 2, out=tmp_path, WORKER_MISCOUNT="1")
+    assert done.returncode != 0
+    assert len(logged_losses(done.stdout)) == 1
+    (line,) = [line for line in done.stderr.splitlines() if "the plan has trained" in line]
+    assert "8 samples with this iteration, Megatron counts 8 and a global batch of 4" in line
+
+
 def test_a_changed_corpus_is_refused_with_what_changed(corpus: Path, stopped: Path, tmp_path: Path) -> None:
     write_corpus(tmp_path / "other", [*LENGTHS, 12])
     arguments = [*flags(context=2), *RUN, "--data-path", str(tmp_path / "other"), "--load", str(stopped)]

@@ -5,23 +5,30 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 from packing_oracle import COST, make_planner
+from saved_states import MAKERS, NEXT, TRAINED, noted
+from saved_states import saved as saved_states
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blend import Blend
 from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import make_packer
+from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
 from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.plugin.flags.rank_counts import RankCounts
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.plans import checkpoint, resume
+from wlb_megatron.plugin.plans.planning import ShardSettings, plan_iterations
 from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.refusals import Refused
+from wlb_megatron.workload.kernel_table import h100
 
 
 def source(**settings: Any) -> Source:
@@ -40,6 +47,11 @@ def megatron(iteration: int) -> argparse.Namespace:
 
 
 def restored(into: Source, args: argparse.Namespace) -> list[str]:
+    return gone_on(into, args)[1]
+
+
+def gone_on(into: Source, args: argparse.Namespace) -> tuple[Source, list[str]]:
+    """The source with the choices of the checkpoint's run, and what the start says."""
     at = resume.LoadedAt(args.iteration, args.consumed_train_samples)
     return resume.restore(into, at, RankCounts(), getattr(args, "micro_batch_size", 1))
 
@@ -114,8 +126,8 @@ def test_a_state_continues_where_it_was_saved_and_counts_its_tokens() -> None:
     assert again.planner.next_iteration() == first.planner.next_iteration()
 
 
-def test_a_resumed_run_says_if_tokens_weigh_unlike_before() -> None:
-    """In checkpoints of 0.1.0, which do not tell, a token weighed by its step."""
+def test_a_resumed_run_keeps_the_weights_of_tokens_until_a_flag_says_otherwise() -> None:
+    """Its documents wait, so auto is equal. In checkpoints of 0.1.0, which do not tell, a token weighed by its step."""
     args, first = megatron(0), source(token_weights="equal")
     first.planner.next_iteration()
     resume.remember(first, first.planner.snapshot())
@@ -123,11 +135,40 @@ def test_a_resumed_run_says_if_tokens_weigh_unlike_before() -> None:
     assert restored(source(token_weights="equal"), megatron(1)) == []
     told = "--wlb-token-weights is step from here on, where the checkpoint's run had equal"
     assert restored(source(token_weights="step"), megatron(1)) == [told]
-    old = {name: part for name, part in saved(args).items() if name != "token_weights"}
+    old = {name: part for name, part in saved(args).items() if name != "choices"}
     load(argparse.Namespace(wlb_state=json.dumps(old)))
     assert restored(source(token_weights="step"), megatron(1)) == []
-    (line,) = restored(source(), megatron(1))  # its documents wait, so auto is equal
-    assert line.startswith("--wlb-token-weights is equal from here on")
+    now, (line,) = gone_on(source(), megatron(1))
+    assert line == "--wlb-token-weights stays step, as the run began: auto would be equal on this layout"
+    assert not weighs_equally(now.config, now.planner.packer)
+    resume.remember(now, now.planner.snapshot())
+    assert saved(args)["choices"]["token_weights"] == "step"  # at the next resume, too
+    now, (line,) = gone_on(source(token_weights="equal"), megatron(1))
+    assert line == "--wlb-token-weights is equal from here on, where the checkpoint's run had step"
+    assert weighs_equally(now.config, now.planner.packer)
+    load(save(megatron(0)))
+    now, lines = gone_on(source(), megatron(0))  # --finetune: a new run
+    assert lines == [] and now.config.token_weights == "auto"
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_state_of_an_earlier_commit_goes_on_with_its_order_its_delays_and_its_weights(name: str) -> None:
+    of_then = saved_states("9513cca")[name]
+    load(argparse.Namespace(wlb_state=of_then["state"]))
+    now, lines = gone_on(MAKERS[name](), megatron(TRAINED))
+    assert lines == []
+    planned = plan_iterations(now.planner, ShardSettings(0, 1, 1, "per-document", h100()))
+    after = [(item.plan, item.micro_batches[0].summary) for item in islice(planned, NEXT)]
+    assert [noted(plan, summary) for plan, summary in after] == of_then["next"]  # type: ignore[arg-type]
+    assert now.config.token_weights == json.loads(of_then["state"])["token_weights"]
+
+
+def test_a_run_in_chunks_keeps_its_weights_on_a_layout_where_documents_wait() -> None:
+    """There auto would be equal, which changes the gradient's scale within the run."""
+    state = saved_states("9513cca")["documents in chunks"]["state"]
+    load(argparse.Namespace(wlb_state=state))
+    now, (line,) = gone_on(source(), megatron(TRAINED))
+    assert line.startswith("--wlb-token-weights stays step") and now.config.token_weights == "step"
 
 
 def test_a_state_of_another_iteration_than_the_checkpoint_is_refused() -> None:
@@ -139,6 +180,102 @@ def test_a_state_of_another_iteration_than_the_checkpoint_is_refused() -> None:
         restored(source(), megatron(2))
 
 
+def release(samples: int) -> argparse.Namespace:
+    """Megatron's arguments after it has loaded a `release` checkpoint of a run of so many samples."""
+    return argparse.Namespace(iteration=0, wlb_off=False, consumed_train_samples=samples)
+
+
+def test_a_release_checkpoint_goes_on_with_its_order_and_so_does_what_it_saves() -> None:
+    """Megatron begins at iteration 0 and counts samples on."""
+    first = source()
+    for _ in range(3):
+        first.planner.next_iteration()
+    resume.remember(first, first.planner.snapshot())
+    load(save(megatron(0)))
+    again = source()
+    assert restored(again, release(12)) == ["the document order goes on at sample 12"]
+    assert again.planner.next_iteration() == first.planner.next_iteration()
+    resume.remember(again, again.planner.snapshot())
+    load(save(megatron(0)))
+    args = megatron(1)
+    args.consumed_train_samples = 16
+    requeued = source()
+    assert restored(requeued, args) == []
+    assert requeued.planner.next_iteration() == first.planner.next_iteration()
+    with pytest.raises(Refused, match="has trained 16 samples, the release checkpoint 12: load"):
+        restored(source(), release(12))
+
+
+@pytest.mark.parametrize("state", ["none", "the run's", "damaged"])
+@pytest.mark.parametrize(("samples", "micro_batch_size"), [(0, 1), (1, 2), (12, 1), (13, 2)])
+def test_one_command_with_the_flag_works_at_any_start_and_goes_on_at_every_requeue(
+    state: str, samples: int, micro_batch_size: int
+) -> None:
+    """At iteration 0, with windows that have trained (a release checkpoint) or without."""
+
+    def job(fresh: bool) -> Source:
+        return documents(fresh=fresh, bins=4, each=micro_batch_size, packing="varlen")
+
+    def at(iteration: int) -> argparse.Namespace:
+        args = megatron(iteration)
+        args.micro_batch_size, args.consumed_train_samples = micro_batch_size, samples + 4 * iteration
+        return args
+
+    if state == "the run's":
+        before = job(fresh=False)
+        for _ in range(samples // 4):
+            before.planner.next_iteration()
+        resume.remember(before, before.planner.snapshot())
+        load(save(megatron(0)))
+    elif state == "damaged":
+        load(argparse.Namespace(wlb_state="half a stat"))
+    else:
+        load(argparse.Namespace())
+    run, lines = gone_on(job(fresh=True), at(0))
+    assert "document order" in lines[0]
+    for iteration in (1, 2, 3):
+        run.planner.next_iteration()
+        resume.remember(run, run.planner.snapshot())
+        load(save(megatron(0)))
+        assert run.planner.samples == at(iteration).consumed_train_samples // micro_batch_size
+        requeued, (line,) = gone_on(job(fresh=True), at(iteration))
+        assert "goes on: --wlb-fresh-order is done" in line
+        assert requeued.planner.state() == run.planner.state()
+        run = requeued
+
+
+def test_a_release_checkpoint_without_a_state_is_refused_and_its_batches_grow_by_megatrons_count() -> None:
+    """Global batches of 2 windows up to sample 10, then 4."""
+
+    def growing(**settings: Any) -> Source:
+        ours = source(**settings)
+        ours.planner.schedule = BatchSchedule(((0, 2), (10, 4)))
+        return ours
+
+    load(argparse.Namespace())
+    with pytest.raises(Refused, match=r"the release checkpoint holds no packing state.*--wlb-fresh-order"):
+        restored(growing(), release(8))
+    anew = growing(fresh_order=True)
+    restored(anew, release(8))
+    counts = []
+    for _ in range(3):
+        anew.planner.next_iteration()
+        counts.append(anew.planner.samples)
+    assert counts == [10, 14, 18]
+
+
+@pytest.mark.parametrize("fresh_order", [False, True])
+def test_coming_back_from_a_run_without_the_plugin_says_nothing_of_its_weights(fresh_order: bool) -> None:
+    load(argparse.Namespace())
+    if not fresh_order:
+        with pytest.raises(Refused):
+            restored(source(), megatron(3))
+        return
+    now, lines = gone_on(source(fresh_order=True), megatron(3))
+    assert lines == ["the document order begins at sample 12: the checkpoint has none"]
+    assert weighs_equally(now.config, now.planner.packer)  # as a new run on this layout
+
+
 def test_a_checkpoint_without_a_state_needs_to_be_told_to_begin_anew() -> None:
     load(argparse.Namespace())
     with pytest.raises(Refused, match=r"iteration 3 holds no packing state.*--wlb-fresh-order"):
@@ -148,10 +285,8 @@ def test_a_checkpoint_without_a_state_needs_to_be_told_to_begin_anew() -> None:
     assert anew.planner.samples == 12
     assert anew.planner.trained == 12 * 16  # windows of 16 tokens
     unread = source()
-    restored(unread, megatron(0))  # --finetune: a new run
+    assert restored(unread, megatron(0)) == []  # --finetune: a new run
     assert unread.planner.samples == 0
-    with pytest.raises(Refused, match="refuses --wlb-fresh-order: training begins at iteration 0"):
-        restored(source(fresh_order=True), megatron(0))
 
 
 def documents(*, fresh: bool = False, cost: float = 0.0, **changed: Any) -> Source:

@@ -123,7 +123,8 @@ class WlbConfig:
         "auto",
         "weight of a token's loss in the gradient: step (1 over the tokens of its own step, as Megatron has it: tokens "
         "of fuller steps weigh less), equal (1 over --global-batch-size x --seq-length, the same in every step), auto "
-        "(equal where documents may wait, which then train in fuller steps; else step)",
+        "(equal where documents may wait, which then train in fuller steps; else step). A resumed run keeps what it "
+        "began with",
         choices=TOKEN_WEIGHTS,
     )
     overlong: str = _setting(
@@ -189,7 +190,7 @@ class WlbConfig:
         "continue a checkpoint with other corpora, weights, --seq-length or packing, or one made without the plugin. "
         "Waiting documents train first, known corpora continue where they were, new ones begin. With another --seed, "
         "or if nothing else changed, every corpus begins an epoch. A job that is queued again with the flag continues "
-        "that order (default: such a checkpoint is refused)",
+        "that order, so it may be given at any start (default: such a checkpoint is refused)",
     )
     log: str | None = _setting(
         None, "append one JSON line for each trained iteration to this file (path; default: no file)"

@@ -17,7 +17,7 @@ from wlb_megatron.documents.earlier_windows import WHOLE
 from wlb_megatron.documents.epoch_order import MOST_STORED
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.packing.saved_pieces import decode, decode_windows
+from wlb_megatron.packing.saved_pieces import packed_waiting
 from wlb_megatron.plan import Piece
 
 _CORPUS = ("documents", "tokens", "sha256 of lengths")
@@ -85,12 +85,7 @@ def take_up(planner: Planner, samples: int, state: Mapping[str, Any], *, next_ep
 
 def waiting_in(state: Mapping[str, Any]) -> list[Piece]:
     """Pieces that a planner's state has taken in or put back, and not trained: oldest first."""
-    packer = state["packer"]
-    items = [
-        *decode(packer["waiting"]),
-        *(item for window in decode_windows(packer.get("planned", ())) for item in window),
-    ]
-    pieces = [item.piece for item in sorted(items, key=lambda item: item.entry)]
+    pieces = (item.piece for item in packed_waiting(state["packer"]))
     return [*pieces, *(Piece(*row) for row in state["put_back"])]
 
 

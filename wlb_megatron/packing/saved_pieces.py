@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -42,6 +42,12 @@ def decode(saved: str | Iterable[Sequence[int]]) -> list[Waiting]:
         raise WlbError("the packing state is damaged: resume from another checkpoint") from None
     pieces = map(tuple.__new__, repeat(Piece), zip(*columns[:4], repeat(0)))  # the last has no end
     return list(map(Waiting, pieces, columns[4]))
+
+
+def packed_waiting(packer: Mapping[str, Any]) -> list[Waiting]:
+    """What waits by a packer's state, oldest first."""
+    windows = decode_windows(packer.get("planned", ()))
+    return sorted([*decode(packer["waiting"]), *chain.from_iterable(windows)], key=lambda item: item.entry)
 
 
 def encode_windows(windows: Sequence[Sequence[Waiting]]) -> dict[str, Any]:

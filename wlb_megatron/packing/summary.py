@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from wlb_megatron.packing.saved_pieces import Waiting
 from wlb_megatron.plan import IterationPlan, Piece
 
 
@@ -41,12 +43,19 @@ class PlanSummary:
 class Summariser:
     """Summaries of consecutive plans; remembers only when what waits arrived."""
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Iterable[Waiting] = ()) -> None:
+        """waiting: what waits before the first of the plans, as when a run is resumed."""
         self._arrived: dict[tuple[int, int], dict[int, int]] = {}  # of a document's pieces: start, iteration
+        self._wait(waiting)
+
+    def _wait(self, waiting: Iterable[Waiting]) -> None:
+        self._arrived = {}
+        for piece, iteration in waiting:
+            self._arrived.setdefault((piece.epoch, piece.document), {})[piece.start] = iteration
 
     def _arrival(self, piece: Piece, default: int) -> int:
         """When the piece arrived, or the one that it was cut from: the last one that does not begin after it.
-        default: where that is not known, as of what waited when the run was resumed."""
+        default: where that is not known."""
         starts = self._arrived.get((piece.epoch, piece.document), {})
         return starts.get(max((at for at in starts if at <= piece.start), default=-1), default)
 
@@ -70,10 +79,7 @@ class Summariser:
         # A document in n chunks has n - 1 pieces with a prefix; the last one's is the longest.
         chunks = [piece for of_micro_batch in pieces for piece in of_micro_batch if piece[4]]
         later = Counter((p.epoch, p.document, p.start - p.prefix) for p in chunks)
-        arrivals = [(p, self._arrival(p, plan.iteration)) for p in plan.waiting]
-        self._arrived = {}
-        for piece, iteration in arrivals:
-            self._arrived.setdefault((piece.epoch, piece.document), {})[piece.start] = iteration
+        self._wait([Waiting(p, self._arrival(p, plan.iteration)) for p in plan.waiting])
         return PlanSummary(
             iteration=plan.iteration,
             tokens=sum(sizes),

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.saved_pieces import packed_waiting
 from wlb_megatron.packing.summary import PlanSummary, Summariser
 from wlb_megatron.pipeline.groups import groups, joined_groups
 from wlb_megatron.plan import IterationPlan, Piece
@@ -76,8 +77,8 @@ class PlannedMicroBatch:
 class PlannedIteration:
     """One data-parallel rank's micro-batches, the planner's state after them, and a digest of all plans so far.
 
-    state: makes the JSON-able state when called; stream: the document stream's part of it. trained: tokens of all
-    iterations so far.
+    state: makes the JSON-able state when called; stream: the document stream's part of it. samples: of all
+    iterations so far, in micro-batches by Megatron's count. trained: their tokens.
     put_back: pieces so far that arrived an iteration later, as their bound on delay could not be promised.
     predicted_ms: of the whole iteration. plan: of all data-parallel ranks. Both None where they are not known.
     """
@@ -86,6 +87,7 @@ class PlannedIteration:
     state: Callable[[], dict[str, Any]]
     digest: bytes
     stream: dict[str, Any] = field(default_factory=dict)
+    samples: int = 0
     trained: int = 0
     put_back: int = 0
     predicted_ms: float | None = None
@@ -122,7 +124,8 @@ class ShardSettings:
 def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[PlannedIteration]:
     """Planned iterations one after another, until the planner's stream ends."""
     # Ranks whose kernel tables differ would cut alike micro-batches differently.
-    summariser, digest = Summariser(), hashlib.blake2b(settings.table.to_json().encode(), digest_size=8)
+    summariser = Summariser(packed_waiting(planner.packer.state()))
+    digest = hashlib.blake2b(settings.table.to_json().encode(), digest_size=8)
     while True:
         start = time.perf_counter()
         plan = planner.next_iteration()
@@ -170,6 +173,7 @@ def planned_iteration(
         planner.snapshot(),
         digest.digest(),
         planner.stream.state(),
+        planner.samples,
         planner.trained,
         planner.put_back,
         predicted_ms,

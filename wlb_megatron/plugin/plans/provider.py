@@ -40,7 +40,9 @@ def make_provider(job: TrainingJob, sources: dict[str, Source]) -> Callable[...,
         lines: list[str] = []
         if "train" in sources:  # else --skip-train
             at = LoadedAt(args.iteration, args.consumed_train_samples)
-            lines = restore(sources["train"], at, known.sizes, known.batches.micro_batch_size)
+            sources["train"], lines = restore(
+                sources["train"], at, known.sizes, known.batches.micro_batch_size
+            )
         first = next(iter(sources.values()))
         lines += first_lines(known, first, shard_settings(first, known).table.backend)
         for line in lines:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from wlb_megatron.documents.changes import changes
 from wlb_megatron.packing.carry import Carried, take_up
-from wlb_megatron.packing.token_weights import weighs_equally
+from wlb_megatron.packing.choices import chosen, keep, saved_choices
 from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
 from wlb_megatron.plugin.flags.rank_counts import RankCounts
 from wlb_megatron.plugin.plans import checkpoint
@@ -18,9 +19,9 @@ from wlb_megatron.refusals import Refused
 def remember(source: Source, planner_state: Callable[[], dict[str, Any]], *, applied: bool = True) -> None:
     """Make the planner's state after an iteration part of the next checkpoint. applied: else not before Megatron
     has applied its gradients."""
-    keep, settings = checkpoint.remember if applied else checkpoint.remember_if_applied, _settings_of(source)
-    weights = _token_weights(source)
-    keep(lambda: {"settings": settings, "token_weights": weights, "planner": planner_state()})
+    store = checkpoint.remember if applied else checkpoint.remember_if_applied
+    settings, choices = _settings_of(source), chosen(source.config, source.planner.packer)
+    store(lambda: {"settings": settings, "choices": choices, "planner": planner_state()})
 
 
 CURE = (
@@ -34,33 +35,49 @@ DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError, StopIteration
 
 
 class LoadedAt(NamedTuple):
-    """Where Megatron goes on: at 0, unless it has loaded a checkpoint. samples: consumed in training (windows)."""
+    """Where Megatron goes on. samples: consumed in training (windows).
+
+    Both are 0 in a new run, and with --finetune. A `release` checkpoint begins at iteration 0 with the samples of the
+    run that it is of.
+    """
 
     iteration: int
     samples: int
 
+    @property
+    def checkpoint(self) -> str:
+        """Its name in messages."""
+        return f"the checkpoint of iteration {self.iteration}" if self.iteration else "the release checkpoint"
 
-def restore(source: Source, at: LoadedAt, sizes: RankCounts, micro_batch_size: int = 1) -> list[str]:
-    """Bring the planner to where the loaded checkpoint was saved; returns what there is to say of it. SystemExit with
-    one line if it cannot continue.
+    @property
+    def begun(self) -> bool:
+        """Whether the run has trained, so that documents are used up."""
+        return self.iteration > 0 or self.samples > 0
+
+
+def restore(
+    source: Source, at: LoadedAt, sizes: RankCounts, micro_batch_size: int = 1
+) -> tuple[Source, list[str]]:
+    """Bring the planner to where the loaded checkpoint was saved; returns the source with the choices that the run has
+    made, and what there is to say of all this. SystemExit with one line if it cannot continue.
 
     micro_batch_size: windows of a micro-batch, in which the planner counts.
     """
     lines: list[str] = []
-    if at.iteration:
-        lines = [*_continue(source, at, micro_batch_size), *_weights_changed(source)]
-    elif source.config.fresh_order:  # a new run, or --finetune
-        raise Refused(
-            "wlb_megatron refuses --wlb-fresh-order: training begins at iteration 0, so there is no document order to "
-            "continue; drop it, or give --load (without --finetune)"
-        )
+    if at.begun:
+        lines = _continue(source, at, micro_batch_size)
+        saved = saved_choices(checkpoint.loaded_state())
+        config, said = keep(source.config, source.planner.packer, saved)
+        source, lines = replace(source, config=config), [*lines, *said]
+    elif source.config.fresh_order:
+        lines = ["a new document order begins: nothing has trained that --wlb-fresh-order could continue"]
     planner = source.planner
     for size in planner.schedule.from_now(planner.samples):
         if wrong := misfit(
             size * micro_batch_size, sizes, micro_batch_size, planned=plan_decides(source.config)
         ):
             raise Refused(f"wlb_megatron: this run comes to global batches that cannot train: {wrong}")
-    return lines
+    return source, lines
 
 
 def _continue(source: Source, at: LoadedAt, micro_batch_size: int) -> list[str]:
@@ -69,7 +86,7 @@ def _continue(source: Source, at: LoadedAt, micro_batch_size: int) -> list[str]:
     if state is None:
         if not fresh:
             raise Refused(
-                f"wlb_megatron: the checkpoint of iteration {at.iteration} holds no packing state, so the "
+                f"wlb_megatron: {at.checkpoint} holds no packing state, so the "
                 "documents that it has trained are not known: add --wlb-fresh-order to begin the document order anew"
             )
         planner.begin_at(counted)
@@ -78,11 +95,12 @@ def _continue(source: Source, at: LoadedAt, micro_batch_size: int) -> list[str]:
     changed = _load(source, state, at, micro_batch_size)
     if changed and not fresh:
         raise Refused(f"wlb_megatron: {changed}; {CURE}")
-    if not changed and planner.began and fresh:
+    if not changed and fresh and (planner.began or saved_choices(state).get("fresh_order")):
         began = planner.began * micro_batch_size
         return [f"the document order taken up at sample {began:,} goes on: --wlb-fresh-order is done"]
     if not fresh:
-        return _length_kept(source, unmoved)
+        goes_on = [f"the document order goes on at sample {at.samples:,}"] if at.iteration == 0 else []
+        return [*goes_on, *_length_kept(source, unmoved)]
     began_at = [
         f"takes up the document order at sample {at.samples:,}: {changed or 'as --wlb-fresh-order asks'}"
     ]
@@ -92,18 +110,6 @@ def _continue(source: Source, at: LoadedAt, micro_batch_size: int) -> list[str]:
         planner.stream.load_state(unmoved)
         planner.begin_at(counted)
         return [*began_at, "its state cannot be read: all corpora begin, and what waited is not known"]
-
-
-def _token_weights(source: Source) -> str:
-    return "equal" if weighs_equally(source.config, source.planner.packer) else "step"
-
-
-def _weights_changed(source: Source) -> list[str]:
-    """What there is to say where tokens weigh in the gradient unlike before. States of 0.1.0 do not tell: by step."""
-    before, now = (checkpoint.loaded_state() or {}).get("token_weights", "step"), _token_weights(source)
-    if before == now:
-        return []
-    return [f"--wlb-token-weights is {now} from here on, where the checkpoint's run had {before}"]
 
 
 def _length_kept(source: Source, before: dict[str, Any]) -> list[str]:
@@ -133,8 +139,8 @@ def _load(source: Source, state: dict[str, Any], at: LoadedAt, micro_batch_size:
     if source.planner.samples == at.samples // micro_batch_size:
         return ""
     return (
-        f"the packing state has trained {trained} samples, the checkpoint of iteration {at.iteration} "
-        f"{at.samples}: load the checkpoint as it was saved"
+        f"the packing state has trained {trained} samples, {at.checkpoint} {at.samples}: load the checkpoint as it was "
+        "saved"
     )
 
 

@@ -11,6 +11,7 @@ from wlb_megatron.child import Child
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.plugin.flags.limits import recompute_memory
+from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs import metrics, timers, trace
 from wlb_megatron.plugin.logs.flops import count_segments
@@ -28,6 +29,7 @@ from wlb_megatron.plugin.ranks.dynamic import training_plans
 from wlb_megatron.plugin.ranks.plan_store import common_store
 from wlb_megatron.plugin.step import recomputation
 from wlb_megatron.plugin.step.rehearsal import longest_micro_batches
+from wlb_megatron.refusals import Refused
 from wlb_megatron.sharding.alignment import padding
 
 PLANS_AHEAD = 4
@@ -84,6 +86,7 @@ def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement
                 f"{len(planned.micro_batches)}: the batch size was changed behind the plan"
             )
         agreement.check()
+        checked(partial(_check_count, planned, job.batches.micro_batch_size))
         for passed in [number for number in sampler.passed if number < iteration]:
             del sampler.passed[passed]
         remember(source, planned.state, applied=skipped)
@@ -125,6 +128,21 @@ def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement
         defers_losses=not job.trainer.shards_weights,
     )
     return iterator
+
+
+def _check_count(planned: PlannedIteration, micro_batch_size: int) -> None:
+    """Refused where Megatron's count of windows is not the plan's: its checkpoint would then be of another number of
+    samples than the packing state in it. micro_batch_size: windows."""
+    from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
+    from megatron.training import get_args
+
+    before, size = get_args().consumed_train_samples, get_current_running_global_batch_size()
+    if (before + size) // micro_batch_size != planned.samples:
+        raise Refused(
+            f"wlb_megatron: the plan has trained {planned.samples * micro_batch_size:,} samples with this iteration, "
+            f"Megatron counts {before:,} and a global batch of {size:,}: something has changed its count, or the batch "
+            "size, behind the plan; resume from the last checkpoint without it"
+        )
 
 
 def _traced(config: WlbConfig, job: TrainingJob) -> trace.Traced | None:

@@ -23,6 +23,7 @@ from wlb_megatron.dynamic.cost import group_cost, token_ns
 from wlb_megatron.dynamic.plan import Group, StepPlan, fixed_groups
 from wlb_megatron.dynamic.plan_step import FIXED, GREEDY, LATE, SOLVER, Outcome
 from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.saved_pieces import packed_waiting
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.flags.training_job import TrainingJob
@@ -127,7 +128,8 @@ def plan_groups(
     """Planned iterations one after another, until the planner's stream ends; every rank has equally many
     micro-batches in each."""
     # Ranks whose kernel tables differ would cut a group's micro-batch differently.
-    summariser, digest = Summariser(), hashlib.blake2b(digest_size=8)
+    summariser = Summariser(packed_waiting(planner.packer.state()))
+    digest = hashlib.blake2b(digest_size=8)
     for size, table in zip(dynamic.sizes, dynamic.tables, strict=True):
         digest.update(f"{size} {table.to_json()}".encode())
     for number in itertools.count():

@@ -1,0 +1,59 @@
+"""What a run has chosen and keeps: checkpoints hold it, and a resumed run goes on with it until a flag says otherwise.
+
+A setting left to `auto` may come to something else on another layout. A run that changed it halfway would not be the
+same run any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.packing.packer import Packer
+from wlb_megatron.packing.token_weights import weighs_equally
+
+
+def chosen(config: WlbConfig, packer: Packer) -> dict[str, Any]:
+    """A run's choices, JSON-able, by the field of WlbConfig that asks for each.
+
+    token_weights: step or equal. fresh_order: the order of documents was begun as --wlb-fresh-order asks, which is not
+    done again when the job is requeued.
+    """
+    return {"token_weights": _token_weights(config, packer), "fresh_order": config.fresh_order}
+
+
+def saved_choices(state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The choices of the run that saved this packing state. Empty where there is none, or it cannot be read.
+
+    States without a record of choices hold token_weights by itself. Those of 0.1.0 do not: a token weighed by its step
+    there.
+    """
+    if not state:
+        return {}
+    return {"token_weights": state.get("token_weights", "step"), **state.get("choices", {})}
+
+
+def keep(config: WlbConfig, packer: Packer, saved: Mapping[str, Any]) -> tuple[WlbConfig, list[str]]:
+    """The settings with the choices that the checkpoint's run made, and what there is to say of them.
+
+    saved: see saved_choices; empty where the checkpoint holds none, so that this run makes its own.
+    """
+    if not saved:
+        return config, []
+    before, now = saved["token_weights"], _token_weights(config, packer)
+    lines = []
+    if config.token_weights == "auto":
+        config = replace(config, token_weights=before)
+        if before != now:
+            lines = [
+                f"--wlb-token-weights stays {before}, as the run began: auto would be {now} on this layout"
+            ]
+    elif before != now:
+        lines = [f"--wlb-token-weights is {now} from here on, where the checkpoint's run had {before}"]
+    return replace(config, fresh_order=config.fresh_order or saved.get("fresh_order", False)), lines
+
+
+def _token_weights(config: WlbConfig, packer: Packer) -> str:
+    return "equal" if weighs_equally(config, packer) else "step"
