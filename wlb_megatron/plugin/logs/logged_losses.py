@@ -1,8 +1,14 @@
-"""Losses that Megatron's log divides by its own number of micro-batches, where the plan made another number.
+"""Losses that Megatron's log shows besides the model's: routers' and multi-token prediction's.
 
-Routers' losses and multi-token prediction's add up over a step's micro-batches until Megatron logs them times
-1 / get_num_microbatches(). With 4 windows a step and 16 planned micro-batches the log would show them four times too
-large. (Their gradients are right either way: the schedule is given the plan's number.)
+They add up over a step's micro-batches until Megatron logs them times 1 / get_num_microbatches(), as means over ranks.
+Two things are mended here, for the log alone; gradients are right either way.
+
+* The plan may make another number of micro-batches. With 4 windows a step and 16 micro-batches the log would show four
+  times too much.
+* Multi-token prediction's losses and z-losses are means over the tokens that a rank holds of a micro-batch. Ranks and
+  micro-batches hold unequally many, so a mean of these means depends on the layout. Weighed by its tokens over the mean
+  number of tokens, each mean counts as it should: of 2 tokens with mean 9 and 6 with mean 5 (4 in the mean), (9 * 2/4 +
+  5 * 6/4) / 2 is 6, the mean over all 8.
 """
 
 from __future__ import annotations
@@ -10,21 +16,33 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.plans.planning import PlannedMicroBatch
 
 
 @dataclass(slots=True)
-class Correction:
-    """factor: Megatron's number of micro-batches over the plan's, of the step just trained."""
+class LoggedLosses:
+    """factor: Megatron's number of micro-batches over the plan's, of the step just trained. step: the first micro-batch
+    of the step that runs, None before any. z_weight: of the z-loss that a router is making, None outside of one.
+    predicted: this rank's first predictions of the micro-batch whose further ones are scored."""
 
     factor: float = 1.0
+    step: PlannedMicroBatch | None = None
+    z_weight: Any = None
+    predicted: float = 0.0
+
+
+def begin_step(first: PlannedMicroBatch) -> None:
+    """To be called before each training step."""
+    part(LoggedLosses).step = first
 
 
 def stepped(counted: int, planned: int) -> None:
     """To be called after each training step. counted: micro-batches by Megatron's calculator; planned: by the plan."""
-    part(Correction).factor = counted / planned
+    part(LoggedLosses).factor = counted / planned
 
 
 def wrap_report(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,7 +51,112 @@ def wrap_report(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def report(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        bound.arguments["loss_scale"] *= part(Correction).factor
+        bound.arguments["loss_scale"] *= part(LoggedLosses).factor
         return original(*bound.args, **bound.kwargs)
 
     return report
+
+
+def _weight(tokens: Any, step: PlannedMicroBatch, step_tokens: int, group: Any) -> Any:
+    """Of a mean over `tokens`, where all ranks of `group` have `step_tokens` of these in the step."""
+    return tokens * (step.steps * group.size() / max(step_tokens, 1))
+
+
+def _averaging() -> Any:
+    """The ranks of this stage that hold tokens of a step."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+
+
+def wrap_apply_z_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """TopKRouter.apply_z_loss, which notes the weight of its mean."""
+
+    def apply_z_loss(self: Any, logits: Any, padding_mask: Any = None) -> Any:
+        state = part(LoggedLosses)
+        if state.step is not None:
+            tokens = logits.shape[0] if padding_mask is None else (~padding_mask).sum()
+            state.z_weight = _weight(tokens, state.step, state.step.summary.tokens, _averaging())
+        try:
+            return original(self, logits, padding_mask=padding_mask)
+        finally:
+            state.z_weight = None
+
+    return apply_z_loss
+
+
+def wrap_record(original: Callable[..., Any]) -> Callable[..., Any]:
+    """MoEMetricsTracker.record, before 0.18 save_to_aux_losses_tracker: z-losses weighed, and averaged over all ranks,
+    which releases before 0.19 leave out."""
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        weight = part(LoggedLosses).z_weight
+        if weight is None:
+            return original(*args, **kwargs)
+        *name, value, layer, layers = args
+        return original(*name, value * weight, layer, layers, **kwargs | {"avg_group": _averaging()})
+
+    return record
+
+
+def _missing_ranks(name: str, entry: Callable[[str], Any]) -> dict[str, Any]:
+    """Which ranks a loss is to be reduced over, where a stage without experts has none to record it.
+
+    Megatron sums over pipeline stages, then over the groups that the stage's routers recorded. So a last stage without
+    experts logs one context-parallel rank's part. entry: what is noted so far, by name of the group.
+    """
+    from megatron.core import parallel_state
+
+    if entry("reduce_group") is not None or entry("avg_group") is not None:
+        return {}
+    if name == "z_loss":
+        return {"avg_group": _averaging()}
+    if name == "global_load_balancing_loss":
+        return {"reduce_group": _averaging()}
+    if name in ("load_balancing_loss", "seq_load_balancing_loss"):
+        return {"reduce_group": parallel_state.get_tensor_and_context_parallel_group()}
+    return {}
+
+
+def wrap_ensure_initialized(original: Callable[..., Any]) -> Callable[..., Any]:
+    """MoEMetricsTracker.ensure_initialized, with the ranks of a loss that this stage does not record."""
+
+    def ensure_initialized(self: Any, name: str, *rest: Any, **more: Any) -> None:
+        original(self, name, *rest, **more)
+        entry = self.metrics[name]
+        for group, ranks in _missing_ranks(name, partial(getattr, entry)).items():
+            setattr(entry, group, ranks)
+            entry.needs_dp_avg = name != "global_load_balancing_loss"
+
+    return ensure_initialized
+
+
+def wrap_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same before 0.18, of reduce_aux_losses_tracker_across_ranks."""
+
+    def reduce_aux_losses_tracker_across_ranks(track_names: Any = None, *rest: Any, **more: Any) -> None:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        for name, entry in get_moe_layer_wise_logging_tracker().items():
+            missing = _missing_ranks(name, entry.get)
+            if missing:
+                entry |= missing | {"reduce_group_has_dp": name == "global_load_balancing_loss"}
+        original(track_names, *rest, **more)
+
+    return reduce_aux_losses_tracker_across_ranks
+
+
+def wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    """MTPLossLoggingHelper's save_metrics_to_tracker or save_loss_to_tracker, given losses that are weighed.
+
+    A rank without a prediction has no loss; 0.16 divides 0 by 0 there.
+    """
+
+    def save(loss: Any, *rest: Any, avg_group: Any = None, **more: Any) -> None:
+        state = part(LoggedLosses)
+        if state.step is not None and state.step.predictions and avg_group is not None:
+            weight = _weight(state.predicted, state.step, state.step.predictions[0], avg_group)
+            loss = loss * weight if weight else loss.new_zeros(())
+        original(loss, *rest, avg_group=avg_group, **more)
+
+    return save

@@ -7,12 +7,14 @@ held.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs import logged_losses
 from wlb_megatron.refusals import Refused
 
@@ -112,7 +114,8 @@ def wrap_track_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
     """track_mtp_metrics: as logged_losses has it, but for a Megatron that divides by predictions itself."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    if hasattr(MTPLossLoggingHelper, "save_loss_to_tracker"):
+    save = getattr(MTPLossLoggingHelper, "save_loss_to_tracker", None)
+    if save is not None and "num_tokens" in inspect.signature(save).parameters:
         return lambda *args, **kwargs: original(*args, **kwargs)
     return logged_losses.wrap_report(original)
 
@@ -141,6 +144,7 @@ def next_mask(mask: torch.Tensor, params: Any, group: Any) -> tuple[torch.Tensor
     document's weight depend on which others share it. It multiplies the masked losses by (what the rank predicts
     without a roll / the sum it gets, at least 1), so it gets just that and the mask has the factor.
     """
+    part(logged_losses.LoggedLosses).predicted = params.predicted
     later, _ = next_in_document((mask != 0).to(mask.dtype), params.following, group)
     return later * next(params.factors), mask.new_full((), params.predicted)
 

@@ -200,6 +200,8 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             equal = source.equal_tokens * num_microbatches
             divided = _divided_losses(model, batches, equal) if training else nullcontext()
             begin_losses(len(batches))
+            if training:
+                logged_losses.begin_step(batches[0].planned)
             running = grouped_steps.running(groups, len(batches), chunks)
             deferred = deferring(bool(groups) and source.defers_losses and returns_its_losses(model))
             drawn = [_drawn(batches, ahead), *(_drawn(batches) for _ in range(chunks - 1))]
