@@ -342,8 +342,8 @@ def test_a_gpus_memory_that_sets_nothing_is_warned_of(
 
 def test_messages_name_the_commands_flags(capsys: pytest.CaptureFixture[str]) -> None:
     job = "--lengths 900,4096,300,2000 --window 4096 --pp 2"
-    shown = lines_of(capsys, f"simulate {job} --vpp 2 --micro-batches 2 --iterations 1")
-    assert "documents in chunks: no (not with --vpp)" in shown
+    shown = lines_of(capsys, f"simulate {job} --max-delay 3 --micro-batches 2 --iterations 1")
+    assert "documents in chunks: no (not with --max-delay 3)" in shown
     _, _, err = call(capsys, *f"simulate {job} --gpu-memory 64 --chunks off --micro-batches 8".split())
     assert "raise --cp or --tp, use --recompute full, or lower --window" in err
 

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.megatron
 
 ITERATIONS = 3
 PP2 = "--pipeline-model-parallel-size 2"
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 RECOMPUTE = "--recompute-granularity"
 MLA = (
     "--multi-latent-attention --no-rope-fusion --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 "
@@ -50,6 +51,30 @@ ROWS = {
         FP8_DELAYED,
     ),
     "EP2xPP2, ranks that share experts in step": (4, f"{PP2} {EP}", MOE.replace("0.01", "0")),
+    "PP2 of 2 chunks": (2, f"{PP2} {VIRTUAL} 2", "--num-layers 4"),
+    "PP2 of 2 chunks, CP2, full recompute": (
+        4,
+        f"{PP2} {VIRTUAL} 2 --context-parallel-size 2 {RECOMPUTE} full --recompute-method uniform "
+        "--recompute-num-layers 1",
+        "--num-layers 4",
+    ),
+    "PP4 of 2 chunks, no p2p overlap": (
+        4,
+        f"--pipeline-model-parallel-size 4 {VIRTUAL} 2 --no-overlap-p2p-communication",
+        "--num-layers 8",
+    ),
+    "PP2 of 4 chunks": (2, f"{PP2} {VIRTUAL} 4", "--num-layers 8"),
+    "DP2, PP2 of 2 chunks, overlaps, transfers beside": (
+        4,
+        f"{PP2} {VIRTUAL} 2 {OVERLAPS} --overlap-p2p-communication-warmup-flush",
+        "--num-layers 4",
+    ),
+    "TP2, PP2 of 2 chunks, SP": (
+        4,
+        f"{PP2} {VIRTUAL} 2 --tensor-model-parallel-size 2 --sequence-parallel",
+        "--num-layers 4",
+    ),
+    "EP2, PP2 of 2 chunks": (4, f"{PP2} {VIRTUAL} 2 {EP}", f"--num-layers 4 {MOE.replace('0.01', '0')}"),
 }
 CHUNKS = "--wlb-chunks on --wlb-quadratic-at 80 --wlb-micro-batch-cost 2 --wlb-max-tokens 80"
 
@@ -64,7 +89,9 @@ def run(corpus: Path, out: Path, processes: int, flags: str, **environment: str)
 
 
 def numbers(ranks: list[dict[str, Any]]) -> list[int]:
-    of = [entry[0] for entry in ranks[0]["documents"]]
+    of = [
+        iteration for iteration, _ in {entry[:2] for entry in ranks[0]["documents"]}
+    ]  # once for all model chunks
     return [of.count(iteration) for iteration in sorted(set(of))]
 
 
@@ -72,9 +99,8 @@ def chunks_of_a_document(ranks: list[dict[str, Any]]) -> int:
     """The most pieces in which one document came, over the first rank's iterations."""
     most = 0
     for iteration in range(ITERATIONS):
-        pieces = [
-            p for at, _, pieces, _ in ranks[0]["documents"] if at == iteration for p in pieces if p[1] >= 0
-        ]
+        micro_batches = {number: pieces for at, number, pieces, _ in ranks[0]["documents"] if at == iteration}
+        pieces = [p for pieces in micro_batches.values() for p in pieces if p[1] >= 0]
         names = [tuple(piece[:2]) for piece in pieces]
         most = max(most, *(names.count(name) for name in names))
     return most
@@ -96,7 +122,7 @@ def test_losses_and_gradients_equal_the_single_process(name: str, corpus: Path, 
     ) in ranks:  # as many deferred losses as losses; hidden states and logits go with their micro-batch
         assert len(rank["kept"]) - ITERATIONS == (len(rank["losses"]) if rank["place"]["pp"] == last else 0)
         assert not any(rank["kept"])
-        assert rank["waits"] == [False]  # the host does not wait for the device after a transfer
+        assert set(rank["waits"]) == {False}  # the host does not wait for the device after a transfer
 
 
 def test_a_model_that_changes_its_losses_trains_with_them(corpus: Path, tmp_path: Path) -> None:
@@ -109,15 +135,19 @@ def test_a_model_that_changes_its_losses_trains_with_them(corpus: Path, tmp_path
     assert gradient <= 1e-5, parameter
 
 
-def test_a_document_of_four_windows_trains_whole_as_in_a_window_of_its_length(tmp_path: Path) -> None:
+@pytest.mark.parametrize("virtual", ["", f"{VIRTUAL} 2"])
+def test_a_document_of_four_windows_trains_whole_as_in_a_window_of_its_length(
+    virtual: str, tmp_path: Path
+) -> None:
     """Windows of 64 on two stages, after a rehearsal with keys of such a document, against windows of 256 on one."""
     corpus = tmp_path / "long"
     write_corpus(corpus, [30, 256, 64, 5, 300, 17, 130, 61, 200, 44])
     base = [flag for part in (MODEL, MACHINE, TRAINING) for flag in part.split()]
     base += [*("--data-path", str(corpus), "--train-iters", str(ITERATIONS), "--wlb-quadratic-at", "80")]
+    base += ["--num-layers", "4"]
     whole = "--seq-length 256 --max-position-embeddings 256 --global-batch-size 1 --wlb-chunks off --wlb-max-delay 0"
     single = train([*base, *whole.split(), "--wlb-max-tokens", "1024"], 1, tmp_path / "single")
-    chunks = f"{PP2} --max-position-embeddings 512 --global-batch-size 4 --wlb-overlong chunk --wlb-micro-batch-cost 2"
+    chunks = f"{PP2} {virtual} --max-position-embeddings 512 --global-batch-size 4 --wlb-overlong chunk --wlb-micro-batch-cost 2"
     log, traced = tmp_path / "log.jsonl", tmp_path / "trace.json"
     reports = ["--wlb-log", str(log), "--wlb-trace", str(traced), "--wlb-trace-iteration", "2"]
     ranks = train([*base, *chunks.split(), *reports, "--wlb-rehearsal", "always"], 2, tmp_path / "ranks")
@@ -137,7 +167,8 @@ def check_log_and_trace(
     lines: list[dict[str, Any]], trace: dict[str, Any], documents: list[tuple[Any, ...]]
 ) -> None:
     for number, line in enumerate(lines):
-        pieces = Counter(piece[1] for at, _, pieces, _ in documents if at == number for piece in pieces)
+        micro_batches = {index: pieces for at, index, pieces, _ in documents if at == number}
+        pieces = Counter(piece[1] for pieces in micro_batches.values() for piece in pieces)
         chunks = {document: count for document, count in pieces.items() if document >= 0 and count > 1}
         assert (line["documents_in_chunks"], line["chunks"]) == (len(chunks), sum(chunks.values()))
         assert line["documents"] == len([document for document in pieces if document >= 0])

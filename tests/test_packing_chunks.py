@@ -336,6 +336,8 @@ def test_a_step_of_many_windows_has_no_more_micro_batches_than_are_tried_for_eac
 def test_auto_takes_chunks_where_they_are_predicted_to_pay_and_says_why() -> None:
     kind, lines = chosen()
     assert kind is ChunkPacker and "yes (predicted step over ideal" in lines[0]
+    kind, lines = chosen(vpp=2)
+    assert kind is ChunkPacker and "yes (predicted step over ideal" in lines[0]
     kind, lines = chosen(pp=1)
     assert kind is VarlenPacker and "no pipeline" in lines[0]
     kind, lines = chosen(sample=[900] * 1000)
@@ -360,7 +362,5 @@ def test_micro_batches_too_short_for_whole_documents_make_auto_take_chunks() -> 
 def test_chunks_that_are_asked_for_are_refused_by_the_flag_that_keeps_them_out() -> None:
     with pytest.raises(WlbError, match="--wlb-chunks on cannot be combined with --flag: drop it"):
         chosen(chunks="on", no_chunks=[("--flag", "drop it")])
-    with pytest.raises(WlbError, match="an interleaved schedule"):
-        chosen(chunks="on", vpp=2)
     with pytest.raises(WlbError, match="needs --wlb-packing varlen"):
         chosen(chunks="on", packing="original")

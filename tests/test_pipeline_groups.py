@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_megatron.pipeline.groups import groups, joined_groups
-from wlb_megatron.pipeline.orders import Step, grouped_orders, in_flight, pipeline_orders
+from wlb_megatron.pipeline.orders import Step, grouped_orders, in_flight, interleaved, pipeline_orders
 from wlb_megatron.pipeline.schedule import pipeline_events
 from wlb_megatron.pipeline.step_time import step_time
 from wlb_megatron.plan import Piece
@@ -158,11 +159,119 @@ def test_equal_micro_batches_have_the_bubble_of_1f1b_whatever_their_groups(sizes
     assert step_time([1] * 8, [2] * 8, 4, sizes, blocking=blocking) == 3 * (8 + 3)
 
 
+@st.composite
+def _interleaved(draw: st.DrawFn) -> tuple[int, int, tuple[int, ...]]:
+    """Stages, model chunks, and groups of at least as many micro-batches as stages."""
+    stages, chunks = draw(st.integers(2, 6)), draw(st.integers(2, 4))
+    sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=12))
+    return stages, chunks, (*sizes, *(1 for _ in range(stages - sum(sizes))))
+
+
+def _run(orders: list[list[Step]], chunks: int) -> dict[tuple[Step, int], int] | None:
+    """When each step of each stage ran, one step a stage at a time; None where all stages wait for ever.
+
+    The model is cut into stages x chunks parts in a row. A forward waits for the part before, a backward for the part
+    after, the last part's for its own forward.
+    """
+    stages, at, done, now = len(orders), [0] * len(orders), {}, 0
+    while any(place < len(order) for place, order in zip(at, orders, strict=True)):
+        ready = []
+        for stage, (place, order) in enumerate(zip(at, orders, strict=True)):
+            if place == len(order):
+                continue
+            m, chunk, backward = order[place]
+            part = chunk * stages + stage
+            if backward and part == stages * chunks - 1:
+                needed = Step(m, chunk, False), stage
+            else:
+                part += 1 if backward else -1
+                needed = Step(m, part // stages, backward), part % stages
+            if part < 0 or needed in done:
+                ready.append((order[place], stage))
+        if not ready:
+            return None
+        for step, stage in ready:
+            done[step, stage] = now
+            at[stage] += 1
+        now += 1
+    return done
+
+
+@settings(deadline=None, max_examples=100)
+@given(_interleaved())
+def test_interleaved_stages_never_wait_for_ever_and_run_backwards_of_a_group_last_first(job):
+    stages, chunks, sizes = job
+    bounds, orders = _bounds(sizes), grouped_orders(stages, sizes, chunks)
+    assert _run(orders, chunks) is not None
+    for order in orders:
+        assert len(order) == len(set(order)) == 2 * chunks * sum(sizes)
+        for chunk in range(chunks):
+            assert [s.micro_batch for s in order if s.chunk == chunk and not s.backward] == [
+                *range(sum(sizes))
+            ]
+            backwards = [s.micro_batch for s in order if s.chunk == chunk and s.backward]
+            for first, second in pairwise(backwards):
+                same = bounds[first] == bounds[second]
+                assert second == first - 1 if same else bounds[second][0] == bounds[first][1]
+
+
+@settings(deadline=None, max_examples=100)
+@given(_interleaved())
+def test_a_lead_shorter_by_one_forward_leaves_a_backward_without_its_forward(job):
+    stages, chunks, sizes = job
+    plan = interleaved(stages, sizes, chunks)
+    if plan.lead >= len(plan.table):
+        return
+    orders = []
+    for stage in range(stages):
+        ahead = plan._replace(lead=plan.lead - 1).ahead(stages, stage)
+        order = plan.forwards[:ahead]
+        for n, step in enumerate(plan.backwards):
+            order += [*plan.forwards[ahead + n : ahead + n + 1], step]
+        orders.append(order)
+    last = orders[-1]
+    assert _run(orders, chunks) is None
+    assert any(last.index(step) > last.index(step._replace(backward=True)) for step in plan.forwards)
+
+
+def test_interleaved_groups_of_one_are_megatrons_own_order():
+    for stages, chunks, count in ((2, 2, 4), (4, 2, 8), (4, 3, 16)):
+        orders = grouped_orders(stages, (1,) * count, chunks)
+        assert orders == pipeline_orders(stages, count, chunks)
+        leads = [next(at for at, step in enumerate(order) if step.backward) - 1 for order in orders]
+        assert leads == [2 * (stages - p - 1) + (chunks - 1) * stages for p in range(stages)]
+    blocks = interleaved(2, (2, 3), 2)
+    assert blocks.table == ((0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (4, 0), (2, 1), (3, 1), (4, 1))
+    assert (blocks.turns, blocks.lead) == ((1, 0, 4, 3, 2), 5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(_interleaved(), st.integers(0, 2**32))
+def test_an_interleaved_steps_time_is_the_end_of_the_last_event(job, seed):
+    stages, chunks, sizes = job
+    rng = random.Random(seed)
+    forward, backward = ([rng.randint(1, 10**12) for _ in range(sum(sizes))] for _ in range(2))
+    grids = (
+        np.broadcast_to(np.array(times, float), (stages, chunks, sum(sizes))) for times in (forward, backward)
+    )
+    events = pipeline_events(*grids, stages, groups=sizes)
+    assert step_time(forward, backward, stages, sizes, chunks=chunks) == max(e.end for e in events)
+
+
+@pytest.mark.parametrize("sizes", [(1,) * 16, (4,) * 4, (1, 3, 2, 2, 8), (16,)])
+def test_equal_micro_batches_have_the_bubble_of_the_interleaved_schedule_whatever_their_groups(sizes):
+    assert step_time([1] * 16, [2] * 16, 4, sizes, chunks=2) == 3 * (2 * 16 + 3)
+
+
 def test_bad_groups_are_refused():
     with pytest.raises(ValueError, match="each must be at least 1"):
         grouped_orders(2, (1, 0))
     with pytest.raises(ValueError, match="each must be at least 1"):
         grouped_orders(2, ())
+    with pytest.raises(
+        ValueError, match="3 micro-batches of an interleaved schedule are fewer than its 4 stages"
+    ):
+        grouped_orders(4, (1, 2), 2)
     with pytest.raises(ValueError, match=r"groups of \[2\] of 3 micro-batches"):
         pipeline_events([1.0] * 3, [1.0] * 3, 2, groups=(2,))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import sys
 import weakref
 from collections import deque
@@ -47,12 +48,15 @@ class Loop:
         yield
         self._quiet = before
 
-    def _forward(self, func: Any, data: Any, model: Any, count: int, inputs: Any) -> Any:
-        number = sum(name[0] == "F" for name in self.ran)
+    def _forward(
+        self, func: Any, data: Any, model: Any, count: int, inputs: Any, vp_stage: int | None = None
+    ) -> Any:
+        chunk = 100 * (vp_stage or 0)
+        number = chunk + sum(name[0] == "F" and int(name[1:]) // 100 * 100 == chunk for name in self.ran)
         self.ran.append(f"F{number}")
         output = torch.tensor(float(number))
         self.outputs.append(weakref.ref(output))
-        return output if inputs is None else [output], 0
+        return [output] if isinstance(inputs, list) else output, 0
 
     def _backward(self, inputs: Any, outputs: Any, gradient: Any, config: Any) -> Any:
         (output,) = outputs if isinstance(outputs, list) else [outputs]
@@ -206,14 +210,52 @@ def test_a_recomputation_takes_its_own_micro_batchs_scales(
     assert not any(queues)
 
 
-def test_groups_of_another_number_of_micro_batches_or_with_model_chunks_are_an_error(stages: Any) -> None:
+def test_groups_of_another_number_of_micro_batches_are_an_error(stages: Any) -> None:
     stages(2)
-    for micro_batches, chunks in ((4, 1), (3, 2)):
-        with (
-            pytest.raises(RuntimeError, match=r"groups of \[2, 1\]"),
-            grouped_steps.running((2, 1), micro_batches, chunks),
-        ):
-            pass
+    with pytest.raises(RuntimeError, match=r"groups of \[2, 1\]"), grouped_steps.running((2, 1), 4):
+        pass
+
+
+@pytest.mark.parametrize("sizes", [(1, 3, 2), (6,), (2, 1, 1, 2)])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_megatrons_interleaved_loop_runs_the_order_that_was_planned(
+    stage: int, sizes: tuple[int, ...], stages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its loop asks: how many forwards run ahead, and the table. Before and after the step the answers are its
+    own."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
+
+    stages(3)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: stage)
+    group = SimpleNamespace(size=lambda: 3, rank=lambda: stage)
+    communicator = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=2)
+    own_counts = inspect.unwrap(schedules.get_pp_rank_microbatches)
+    counts = grouped_steps.wrap_get_pp_rank_microbatches(own_counts)
+    own_table = inspect.unwrap(schedules.get_schedule_table)
+    table = grouped_steps.wrap_get_schedule_table(own_table)
+
+    def asked() -> tuple[Any, list[tuple[int, int]]]:
+        return counts(6, 2, 3, p2p_communicator=communicator), table(6, 2, 3)
+
+    before = asked()
+    assert before == (own_counts(6, 2, 3, p2p_communicator=communicator), own_table(6, 2, 3))
+    loop = Loop(stage, 3, 6)
+    released = []
+    with grouped_steps.running(sizes, 6, 2):
+        (total, all_ahead, ahead, rest), forwards = asked()
+        assert (total, all_ahead, rest) == (12, ahead == 12, 12 - ahead)
+        for at in range(total + ahead):
+            if at < total:
+                inputs = torch.ones(8, requires_grad=True)
+                released.append(inputs)
+                loop.forward(None, None, None, 6, inputs, vp_stage=forwards[at][1])
+            if at >= ahead:
+                loop.backward("the oldest", "the oldest", at, loop.config)
+    order = grouped_orders(3, sizes, 2)[stage]
+    assert loop.ran == [f"{'FB'[step.backward]}{step.micro_batch + 100 * step.chunk}" for step in order]
+    assert all(inputs.numel() == 1 for inputs in released)
+    assert asked() == before
 
 
 def test_gradients_pass_between_stages_in_the_order_of_backwards() -> None:
@@ -257,8 +299,8 @@ def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert trainer_with().chunks_refused() == []
+    assert trainer_with(virtual_pipeline_model_parallel_size=2).chunks_refused() == []
     for name, flag in {
-        "virtual_pipeline_model_parallel_size": "--num-virtual-stages",
         "fine_grained_activation_offloading": "--fine-grained-activation-offloading",
         "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
         "mtp_num_layers": "--mtp-num-layers",

@@ -18,6 +18,7 @@ from wlb_megatron.workload.memory import (
     StageShape,
     fit_max_tokens,
     memory_needed,
+    micro_batches_in_flight,
     weight_bytes,
 )
 from wlb_megatron.workload.stage_memory import StageMemory, stage_memory
@@ -106,7 +107,7 @@ class GpuMemory:
 
     def in_chunks(self) -> int:
         """The same with documents in chunks, none longer than the window; at most what a plan with chunks uses."""
-        flying = held(self.window, self.layout.micro_batches, self.layout.pipeline)
+        flying = held(self.window, self.layout.micro_batches, micro_batches_in_flight(self.layout))
         fitting = fit_chunks(
             *(self.shape, self.layout, self.size),
             margin=self.margin,
@@ -125,7 +126,7 @@ class GpuMemory:
         chunked = chunked_bytes(
             *(self.shape, self.layout),
             longest=chunk_capacity(self.window, config.max_tokens, self.alignment),
-            held=held(self.window, self.layout.micro_batches, self.layout.pipeline, longest),
+            held=held(self.window, self.layout.micro_batches, micro_batches_in_flight(self.layout), longest),
             document=max(self.window, longest),
         )
         if not holds_whole(config, self.window, self.alignment):

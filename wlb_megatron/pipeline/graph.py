@@ -38,12 +38,10 @@ def pipeline_graph(
         raise ValueError("an interleaved schedule does not block on transfers: set blocking=False")
     if groups is None:
         orders = pipeline_orders(stages, micro_batches, chunks)
-    elif chunks > 1 or sum(groups) != micro_batches:
-        raise ValueError(
-            f"groups of {list(groups)} of {micro_batches} micro-batches on {chunks} model chunks"
-        )
+    elif sum(groups) != micro_batches:
+        raise ValueError(f"groups of {list(groups)} of {micro_batches} micro-batches")
     else:
-        orders = grouped_orders(stages, groups)
+        orders = grouped_orders(stages, groups, chunks)
     return _blocking_graph(orders) if blocking else _free_graph(orders, chunks)
 
 

@@ -1,8 +1,10 @@
-"""What each pipeline stage runs, in order: Megatron's 1F1B, interleaved, or with backwards reversed in groups."""
+"""What each pipeline stage runs, in order: Megatron's 1F1B or interleaved order, and both with backwards reversed in
+groups."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -31,20 +33,15 @@ def pipeline_orders(stages: int, micro_batches: int, chunks: int = 1) -> list[li
             f"{micro_batches} micro-batches are not a multiple of {stages} pipeline stages, which an interleaved "
             "schedule needs: change the global batch, or use one model chunk"
         )
-    if chunks == 1:
-        return grouped_orders(stages, (1,) * micro_batches)
-    forward = _table(stages, micro_batches, chunks)
-    forwards = [Step(m, chunk, False) for m, chunk in forward]
-    backwards = [Step(m, chunks - 1 - chunk, True) for m, chunk in forward]
-    warm_ups = [2 * (stages - stage - 1) + (chunks - 1) * stages for stage in range(stages)]
-    return [_order(forwards, backwards, warm_up) for warm_up in warm_ups]
+    return grouped_orders(stages, (1,) * micro_batches, chunks)
 
 
-def grouped_orders(stages: int, group_sizes: Sequence[int]) -> list[list[Step]]:
-    """Each stage's steps in 1F1B whose micro-batches form consecutive groups of the given sizes.
+def grouped_orders(stages: int, group_sizes: Sequence[int], chunks: int = 1) -> list[list[Step]]:
+    """Each stage's steps in order if micro-batches form consecutive groups of the given sizes.
 
     Forwards run in order. Backwards run group by group, the last micro-batch of a group first: a document in chunks
-    needs the gradients from its later chunks before its earlier chunks' backward. Groups of 1 are Megatron's own 1F1B.
+    needs the gradients from its later chunks before its earlier chunks' backward. Groups of 1 are Megatron's own order.
+    chunks: model chunks of a stage, see `interleaved`; the following is for 1.
 
     Every stage runs max(group_sizes) - 1 more forwards ahead than 1F1B does: stage p of P has run
     n + (P - p - 1) + max(group_sizes) - 1 forwards (at most all) before its n-th backward, n from 1. All of a group's
@@ -53,23 +50,115 @@ def grouped_orders(stages: int, group_sizes: Sequence[int]) -> list[list[Step]]:
     One stage has no neighbor to keep busy: it runs each group's forwards, then its backwards.
 
     2 stages, groups of 2, 1: F0 F1 F2 B1 B0 B2 on stage 0, F0 F1 B1 F2 B0 B2 on stage 1.
-    Raises ValueError where a size is below 1.
+    Raises ValueError where a size is below 1, or interleaved micro-batches are fewer than the stages.
     """
-    if min(stages, *group_sizes, len(group_sizes)) < 1:
+    if min(stages, chunks, *group_sizes, len(group_sizes)) < 1:
         raise ValueError(
-            f"{stages} stages, groups of {list(group_sizes)} micro-batches: each must be at least 1"
+            f"{stages} stages of {chunks} model chunks, groups of {list(group_sizes)} micro-batches: each must be at "
+            "least 1"
         )
-    forwards: list[Step] = []
-    backwards: list[Step] = []
-    for size in group_sizes:
-        group = range(len(forwards), len(forwards) + size)
-        forwards += [Step(m, 0, False) for m in group]
-        backwards += [Step(m, 0, True) for m in reversed(group)]
+    if chunks > 1:
+        plan = interleaved(stages, tuple(group_sizes), chunks)
+        return [_order(plan.forwards, plan.backwards, plan.ahead(stages, stage)) for stage in range(stages)]
+    turns = backward_turns(group_sizes)
+    forwards = [Step(m, 0, False) for m in range(len(turns))]
+    backwards = [Step(m, 0, True) for m in turns]
     if stages == 1:
         bounds = list(accumulate(group_sizes, initial=0))
         return [[s for a, b in pairwise(bounds) for s in (*forwards[a:b], *backwards[a:b])]]
     ahead = max(group_sizes) - 1
     return [_order(forwards, backwards, stages - stage - 1 + ahead) for stage in range(stages)]
+
+
+def backward_turns(group_sizes: Sequence[int]) -> list[int]:
+    """The micro-batch of each backward: the last of a group first. Sizes 2, 1 give 1 0 2."""
+    bounds = list(accumulate(group_sizes, initial=0))
+    return [m for begin, end in pairwise(bounds) for m in reversed(range(begin, end))]
+
+
+class Interleaved(NamedTuple):
+    """What a step over several model chunks runs, alike on all stages but for the number of forwards ahead.
+
+    table: (micro-batch, model chunk) of each forward. turns: the micro-batch of a model chunk's n-th backward. lead:
+    forwards that the last stage runs before its first pair of a forward and a backward.
+    """
+
+    table: tuple[tuple[int, int], ...]
+    turns: tuple[int, ...]
+    lead: int
+
+    @property
+    def forwards(self) -> list[Step]:
+        return [Step(m, chunk, False) for m, chunk in self.table]
+
+    @property
+    def backwards(self) -> list[Step]:
+        """They follow the table of the forwards, with the model chunks in reverse and the turns for micro-batches."""
+        last = self.table[-1][1]
+        return [Step(self.turns[n], last - chunk, True) for n, chunk in self.table]
+
+    def ahead(self, stages: int, stage: int) -> int:
+        """Forwards of a stage before its first pair of a forward and a backward."""
+        return min(len(self.table), 2 * (stages - stage - 1) + self.lead)
+
+
+@lru_cache(maxsize=256)
+def interleaved(stages: int, group_sizes: tuple[int, ...], chunks: int) -> Interleaved:
+    """Megatron's interleaved schedule with the backwards of a group last first in each model chunk.
+
+    A block of micro-batches passes model chunk 0, then chunk 1, ... Megatron's blocks have as many micro-batches as
+    there are stages. Here blocks hold whole groups if that needs a shorter lead. Each has at least `stages`
+    micro-batches, because the first stage continues what the last one sends.
+
+    All stages and model chunks take the same turns. So what passes between stages is Megatron's own, renamed. The one
+    new condition is that a micro-batch's forward through the last model chunk comes before its backward there. With
+    F(m) the place of that forward in the table, and B(n) the place of the n-th backward, the lead is the largest
+    F(turns[n]) - B(n). A lead shorter by one fails.
+
+    2 stages, 2 model chunks, groups of 1, 2, 1: as two blocks of 2 the forwards are 0 1 0 1 2 3 2 3. Backward 1 (at
+    place 1) takes micro-batch 2, whose last forward has place 6, so the lead is 5. One block of 4 has lead 5, too: its
+    forwards are 0 1 2 3 0 1 2 3. With groups of 2 and 2 the lead of two blocks is 3.
+    Raises ValueError where micro-batches are fewer than the stages.
+    """
+    total, turns = sum(group_sizes), tuple(backward_turns(group_sizes))
+    if total < stages:
+        raise ValueError(
+            f"{total} micro-batches of an interleaved schedule are fewer than its {stages} stages"
+        )
+    choices = [_whole_groups(stages, group_sizes, chunks)]
+    if total % stages == 0:
+        choices.append((stages,) * (total // stages))
+    return min((_in_blocks(blocks, turns, chunks) for blocks in choices), key=lambda choice: choice.lead)
+
+
+def _in_blocks(blocks: Sequence[int], turns: tuple[int, ...], chunks: int) -> Interleaved:
+    bounds = list(accumulate(blocks, initial=0))
+    table = tuple((m, c) for begin, end in pairwise(bounds) for c in range(chunks) for m in range(begin, end))
+    first, last = ({m: at for at, (m, c) in enumerate(table) if c == chunk} for chunk in (0, chunks - 1))
+    return Interleaved(table, turns, max(last[m] - first[n] for n, m in enumerate(turns)))
+
+
+def _whole_groups(stages: int, group_sizes: Sequence[int], chunks: int) -> tuple[int, ...]:
+    """Sizes of blocks of whole groups with the least lead, and of those the shortest blocks.
+
+    A block of n micro-batches whose largest group has g needs a lead of (chunks - 1) * n + g - 1.
+    """
+    ends = list(accumulate(group_sizes, initial=0))
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {
+        0: (0, 0, ())
+    }  # lead, sum of squares, sizes up to there
+    for at in range(1, len(ends)):
+        largest = 0
+        for begin in reversed(range(at)):
+            size, largest = ends[at] - ends[begin], max(largest, group_sizes[begin])
+            own = (chunks - 1) * size + largest - 1
+            if at in best and own > best[at][0]:
+                break
+            if size >= stages and begin in best:
+                lead, squares, sizes = best[begin]
+                option = max(lead, own), squares + size * size, (*sizes, size)
+                best[at] = min(best.get(at, option), option)
+    return best[len(ends) - 1][2]
 
 
 def in_flight(orders: Sequence[Sequence[Step]], tokens: Sequence[int]) -> list[int]:
@@ -93,16 +182,3 @@ def _order(forwards: list[Step], backwards: list[Step], warm_up: int) -> list[St
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         order += [forward, backward]
     return order + backwards[len(forwards[warm_up:]) :]
-
-
-def _table(stages: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) of each forward: P micro-batches through chunk 0, the same through chunk 1, ...
-
-    2 stages, 4 micro-batches, 2 chunks: 0,0 1,0 0,1 1,1 2,0 3,0 2,1 3,1.
-    """
-    return [
-        (m, chunk)
-        for first in range(0, micro_batches, stages)
-        for chunk in range(chunks)
-        for m in range(first, first + stages)
-    ]

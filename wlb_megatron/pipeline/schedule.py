@@ -91,8 +91,8 @@ def pipeline_ends(
     forward, backward: float[n, P, V, m], time of micro-batch m in chunk V of stage P. transfer: from one stage to
     the next, of all steps or float[n]. blocking: a stage that sends waits until the other receives, as Megatron's 1F1B
     does; only with V = 1 (the interleaved schedule sends and receives while it computes). groups: sizes of consecutive
-    groups of micro-batches, the same in all steps, whose backwards run last first (see `grouped_orders`); only with
-    V = 1. launches: the host's, see Launches; None: the host is always ahead.
+    groups of micro-batches, the same in all steps, whose backwards run last first (see `grouped_orders`). launches:
+    the host's, see Launches; None: the host is always ahead.
     Raises ValueError on other shapes.
     """
     if forward.shape != backward.shape or forward.ndim != 4:

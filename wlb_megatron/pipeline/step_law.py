@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
+from wlb_megatron.pipeline.orders import backward_turns, interleaved
 from wlb_megatron.pipeline.step_time import step_time
 
 PAYS = 95
@@ -82,12 +83,19 @@ class StepLaw:
         if self.rooms is None or tokens is None:
             return self.again
         sizes = groups or (1,) * len(tokens)
-        ahead = (self.pp - 1 + max(sizes) - 1, max(sizes) - 1)
         shares = [
-            room.kept(most_held(tokens, sizes, self, behind), max(tokens), chunked=max(sizes) > 1)
-            for room, behind in zip(self.rooms, ahead, strict=True)
+            room.kept(most_held(tokens, sizes, self, stage), max(tokens), chunked=max(sizes) > 1)
+            for room, stage in zip(self.rooms, (0, self.pp - 1), strict=True)
         ]
         return self.again * (1000 - min(shares)) // 1000
+
+    @property
+    def held_at_once(self) -> int:
+        """The most micro-batches whose activations the first stage holds in Megatron's own order, rounded up to whole
+        ones. PP 4 holds 4, with two model chunks 11 halves, so 6."""
+        if self.vpp == 1:
+            return self.pp
+        return -(-(2 * (self.pp - 1) + (self.vpp - 1) * self.pp + 1) // self.vpp)
 
     def fill(self, longest: int) -> int:
         """Work units to fill and drain the pipeline at the pace of a micro-batch that occupies `longest`."""
@@ -127,15 +135,14 @@ class StepLaw:
             works = [work + self.per_chunk * in_chunk for work, in_chunk in zip(works, chunk, strict=True)]
         occupied, repeated = list(map(self.occupied, works)), self._repeated(tokens, groups)
         longer, once = self.backward
-        if (
-            repeated != self.again
-        ):  # a backward of the flags, less the forwards that this step does not repeat
+        if repeated != self.again:  # a backward of the flags, less the forwards that are not repeated
             longer, once = 1000 * longer - once * (self.again - repeated), 1000 * once
         whole = (1000 if repeated != self.again else 1) * sum(self.backward)
         if self.pp == 1:
             return sum(occupied) * (longer + once) // whole
         none = [0] * (-len(works) % self.group if self.vpp > 1 else 0)
         forward, backward = ([way * time for time in occupied] + none for way in (once, longer))
+        groups = None if groups is None else (*groups, *(1 for _ in none))
         return step_time(forward, backward, self.pp, groups, chunks=self.vpp) // (whole * self.vpp)
 
     def step(
@@ -179,37 +186,30 @@ class StepLaw:
         return sorted(set(counts))
 
 
-def most_held(tokens: Sequence[int], groups: Sequence[int], law: StepLaw, ahead: int | None = None) -> int:
+def most_held(tokens: Sequence[int], groups: Sequence[int], law: StepLaw, stage: int = 0) -> int:
     """The most tokens that a stage holds at once, from their forward to the end of their backward.
 
-    ahead: forwards that the stage runs before its first backward, None: as many as the first stage. Example: 2 stages,
-    tokens 5 3 4, groups 2 1: forwards 0 1 2, then backward 1, so at most 12.
+    A token that is held in one of several model chunks counts for its share of the stage. Example: the first of 2
+    stages, tokens 5 3 4, groups 2 1: forwards 0 1 2, then backward 1, so at most 12.
     """
-    if law.vpp > 1:
-        at_once = min(len(tokens), held_at_once(law))
-        return max(sum(tokens[at : at + at_once]) for at in range(len(tokens) - at_once + 1))
     if law.pp == 1:  # one stage runs a group's backwards as soon as all its forwards have run
         ends = list(accumulate(groups))
         return max(sum(tokens[end - size : end]) for end, size in zip(ends, groups, strict=True))
-    backwards: list[int] = []
-    for size in groups:
-        backwards += range(len(backwards) + size - 1, len(backwards) - 1, -1)
-    if ahead is None:
-        ahead = law.pp - 1 + max(groups) - 1
+    forwards, backwards = list(range(len(tokens))), backward_turns(groups)
+    ahead = law.pp - 1 - stage + max(groups) - 1
+    if law.vpp > 1:
+        none = (0,) * (-len(tokens) % law.group)
+        tokens, groups = [*tokens, *none], [*groups, *(1 for _ in none)]
+        plan = interleaved(law.pp, tuple(groups), law.vpp)
+        forwards, ahead = [m for m, _ in plan.table], plan.ahead(law.pp, stage)
+        backwards = [plan.turns[at] for at in forwards]
     held = most = 0
-    for at, size in enumerate(tokens):
-        held += size
+    for at, index in enumerate(forwards):
+        held += tokens[index]
         most = max(most, held)
         if at >= ahead:
             held -= tokens[backwards[at - ahead]]
-    return most
-
-
-def held_at_once(law: StepLaw) -> int:
-    """The most micro-batches whose activations the first stage holds, rounded up to whole ones."""
-    if law.vpp == 1:
-        return law.pp
-    return -(-(2 * (law.pp - 1) + (law.vpp - 1) * law.pp + 1) // law.vpp)
+    return -(-most // law.vpp)
 
 
 FACTORS = (1, 1.5, 2, 3, 4, 6, 8)

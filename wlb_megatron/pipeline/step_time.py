@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from wlb_megatron.pipeline.graph import pipeline_graph
+from wlb_megatron.pipeline.orders import Interleaved, interleaved
 
 
 def step_time(
@@ -23,8 +24,13 @@ def step_time(
     `grouped_orders`; None: Megatron's own schedule. chunks: of a stage, 1: not interleaved. blocking: a stage that
     sends waits until the other receives.
     """
-    if stages > 1 and chunks == 1 and not blocking:
-        return _free_time(forward, backward, stages, group_sizes or (1,) * len(forward))
+    if stages > 1 and not blocking:
+        sizes = group_sizes or (1,) * len(forward)
+        if min(sizes, default=0) < 1 or sum(sizes) != len(forward):
+            raise ValueError(f"groups of {list(sizes)} of {len(forward)} micro-batches")
+        if chunks == 1:
+            return _free_time(forward, backward, stages, sizes)
+        return _interleaved_time(forward, backward, stages, interleaved(stages, sizes, chunks))
     times = [0, *forward, *backward]
     ends = [0]
     add = ends.append
@@ -44,8 +50,6 @@ def _free_time(
     backward, whichever micro-batch that is of. In turn m each stage runs forward m, then the backward that follows it
     there.
     """
-    if min(group_sizes, default=0) < 1 or sum(group_sizes) != len(forward):
-        raise ValueError(f"groups of {list(group_sizes)} of {len(forward)} micro-batches")
     turns: list[int] = []  # backwards in their order
     for size in group_sizes:
         turns += backward[len(turns) : len(turns) + size][::-1]
@@ -63,6 +67,37 @@ def _free_time(
                 # Of the turn before: the next stage has not come to this turn yet.
                 after = gradient[stage + 1]
                 end = gradient[stage] = (end if end > after else after) + turns[at]
+            ends[stage] = end
+    return ends[0]
+
+
+def _interleaved_time(forward: Sequence[int], backward: Sequence[int], stages: int, plan: Interleaved) -> int:
+    """The same for several model chunks of a stage.
+
+    Stage s begins turn t at time step t + s: forward t of the table, then the backward that follows it there. Whatever
+    a stage waits for has then come in an earlier time step, because blocks have at least as many micro-batches as
+    there are stages.
+    """
+    total = len(plan.table)
+    places = {step: at for at, step in enumerate(plan.table)}
+    before = [
+        places.get((m, chunk - 1), -1) for m, chunk in plan.table
+    ]  # in the model chunk before; last: none
+    forwards = [forward[m] for m, _ in plan.table]
+    backwards = [backward[plan.turns[n]] for n, _ in plan.table]
+    # Ends of each stage's forwards and backwards by place in the table. At place -1: nothing to wait for.
+    activations, gradients = ([[0] * (total + 1) for _ in range(stages)] for _ in range(2))
+    ends, last = [0] * stages, stages - 1
+    for time_step in range(total + 2 * last + plan.lead):
+        for stage in range(stages):
+            end, turn = ends[stage], time_step - stage
+            if 0 <= turn < total:
+                source = activations[stage - 1][turn if stage else before[turn]]
+                end = activations[stage][turn] = (end if end > source else source) + forwards[turn]
+            turn -= 2 * (last - stage) + plan.lead
+            if 0 <= turn < total:
+                source = gradients[stage + 1][turn] if stage < last else gradients[0][before[turn]]
+                end = gradients[stage][turn] = (end if end > source else source) + backwards[turn]
             ends[stage] = end
     return ends[0]
 

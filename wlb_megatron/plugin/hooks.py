@@ -175,6 +175,20 @@ HOOKS: tuple[Hook, ...] = (
         since=(0, 17),
     ),
     Hook(
+        "megatron.core.pipeline_parallel.schedules:get_pp_rank_microbatches",
+        ("num_microbatches", "num_model_chunks"),
+        "the same over several model chunks a stage",
+        grouped_steps.wrap_get_pp_rank_microbatches,
+        since=(0, 17),
+    ),
+    Hook(
+        "megatron.core.pipeline_parallel.schedules:get_schedule_table",
+        ("num_microbatches", "num_model_chunks"),
+        "blocks of micro-batches that pass a model chunk hold whole documents in chunks",
+        grouped_steps.wrap_get_schedule_table,
+        since=(0, 17),
+    ),
+    Hook(
         "megatron.training.checkpointing:generate_state_dict",
         ("args",),
         "puts the packing state into the arguments that a checkpoint holds",

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.pipeline.groups import documents_in_chunks
-from wlb_megatron.pipeline.orders import Step, grouped_orders, pipeline_orders
+from wlb_megatron.pipeline.orders import Step, grouped_orders
 from wlb_megatron.plan import MicroBatch
 from wlb_megatron.recompute.kept_layers import KeptLayers, Load, plan_kept_layers
 from wlb_megatron.workload.stage_memory import StageMemory
@@ -53,9 +53,7 @@ def stage_orders(
     stages: int, micro_batches: int, chunks: int, groups: Sequence[int] | None
 ) -> list[list[Step]]:
     """What each stage runs, in order. groups: sizes of those whose backwards run last first; None: Megatron's order."""
-    if groups is not None and max(groups) > 1:
-        return grouped_orders(stages, groups)
-    return pipeline_orders(stages, micro_batches, chunks)
+    return grouped_orders(stages, groups or (1,) * micro_batches, chunks)
 
 
 def plan_step_layers(

@@ -187,7 +187,6 @@ def read_trainer(args: argparse.Namespace) -> Trainer:
             raise WlbError(f"--{name.replace('_', '-')} needs --num-experts; give both or neither")
     return Trainer(
         stages=args.pp,
-        virtual=args.vpp,
         tensor=args.tp,
         experts=args.num_experts or 0,
         expert=args.expert_model_parallel_size or 1,

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.documents.blocks import Lengths
-from wlb_megatron.pipeline.orders import grouped_orders, in_flight, pipeline_orders
+from wlb_megatron.pipeline.orders import grouped_orders, in_flight
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.simulator.iteration import Shards, Simulated, simulate
@@ -177,11 +177,7 @@ def held(plans: Sequence[IterationPlan], setting: Setting) -> dict[str, float]:
         for column, sizes in zip(zip(*plan.micro_batches, strict=True), together, strict=True):
             tokens = [micro_batch.tokens for micro_batch in column]
             largest = max(largest, *tokens)
-            orders = (
-                pipeline_orders(layout.pp, len(tokens), layout.chunks)
-                if sizes is None
-                else grouped_orders(layout.pp, sizes)
-            )
+            orders = grouped_orders(layout.pp, sizes or (1,) * len(tokens), layout.chunks)
             most = max(most, in_flight(orders[:1], tokens)[0] / layout.chunks)
     return {"largest_windows": largest / setting.window, "held_windows": most / setting.window}
 

@@ -254,8 +254,7 @@ def working_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
 
 def kept_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
     """Bytes kept from forward to backward for each token held, over all micro-batches in flight on a stage."""
-    flight = chunks_in_flight(layout, stage)
-    micro_batches = -(-flight // layout.virtual)
+    flight, micro_batches = chunks_in_flight(layout, stage), micro_batches_in_flight(layout, stage)
     return flight * chunk_bytes(shape, layout) + micro_batches * ends_bytes(shape, layout, stage)
 
 
@@ -299,6 +298,11 @@ def chunks_in_flight(layout: ParallelLayout, stage: int) -> int:
         return min(behind + 1, layout.micro_batches)
     most = 2 * behind + (layout.virtual - 1) * max(layout.group, layout.pipeline) + 1
     return min(most, layout.micro_batches * layout.virtual)
+
+
+def micro_batches_in_flight(layout: ParallelLayout, stage: int = 0) -> int:
+    """The same in micro-batches, rounded up: PP 4 with 2 virtual stages holds 6 on the first stage."""
+    return -(-chunks_in_flight(layout, stage) // layout.virtual)
 
 
 def chunk_layers(shape: StageShape, layout: ParallelLayout) -> int:

@@ -64,8 +64,6 @@ def choose_chunks(
     where chunks may be left out, they are.
     """
     refused = [*refused, *settings_refused(config)]
-    if ranks.vpp > 1:
-        refused.append(("an interleaved schedule", "use one model chunk a stage"))
     asked = _asked_for(config)
     if asked is not None and config.chunks == "off":
         raise WlbError(f"{asked[0]} cannot be combined with --wlb-chunks off: leave it out, or {asked[1]}")

@@ -12,15 +12,14 @@ LEAST_RELEASE = (0, 17)
 class Trainer:
     """Megatron's settings that decide about chunks.
 
-    stages, virtual: pipeline stages, model chunks per stage. tensor, expert, expert_tensor: parallel sizes. mtp:
-    further tokens that are predicted. balancing: kinds of routers' losses. shards_weights: FSDP of either kind.
-    shares_scales: FP8 whose scales come from the largest values of all data-parallel ranks. offloads: offloads
-    activations in the order of micro-batches. offloads_layers: offloads whole layers. replays_routes: experts' choices
-    are recorded and replayed. release: of megatron-core.
+    stages: of the pipeline. tensor, expert, expert_tensor: parallel sizes. mtp: further tokens that are predicted.
+    balancing: kinds of routers' losses. shards_weights: FSDP of either kind. shares_scales: FP8 whose scales come from
+    the largest values of all data-parallel ranks. offloads: offloads activations in the order of micro-batches.
+    offloads_layers: offloads whole layers. replays_routes: experts' choices are recorded and replayed. release: of
+    megatron-core.
     """
 
     stages: int = 1
-    virtual: int = 1
     tensor: int = 1
     experts: int = 0
     expert: int = 1
@@ -37,11 +36,6 @@ class Trainer:
     def chunks_refused(self) -> list[tuple[str, str]]:
         """(flag, cure) of each setting under which a step cannot run in groups of micro-batches."""
         rows = (
-            (
-                self.virtual > 1,
-                "--num-virtual-stages-per-pipeline-rank / --num-layers-per-virtual-pipeline-stage",
-                "chunks run in the non-interleaved schedule alone; use one model chunk a stage",
-            ),
             (
                 self.release is not None and self.stages > 1 and _parts(self.release) < LEAST_RELEASE,
                 f"megatron-core {self.release} with --pipeline-model-parallel-size above 1",

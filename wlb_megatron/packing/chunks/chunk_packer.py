@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.chunked import Filled, enough_for, fill, in_order, spread_over_ranks
 from wlb_megatron.packing.packer import (
     ONE_RANK,
@@ -33,8 +32,8 @@ TRIED = 3
 """The most numbers of micro-batches that are packed and compared; a rough estimate chooses them."""
 
 HELD = 110
-"""The most that a stage should hold at once, in percent of the windows in flight (one per stage). With whole
-documents and an Lmax of 1.5 windows a schedule may hold 150."""
+"""The most that a stage should hold at once, in percent of the windows in flight (one per stage, interleaved more).
+With whole documents and an Lmax of 1.5 windows a schedule may hold 150."""
 
 
 class _Tried(NamedTuple):
@@ -67,11 +66,6 @@ class ChunkPacker:
         """limits.capacity: tokens of a micro-batch; longer documents come in chunks. per_window: micro-batches for each
         window, None: as many as give the least predicted step. longest: tokens of the longest document, where that is
         above the window."""
-        if ranks.vpp > 1:
-            raise WlbError(
-                "documents in chunks need a schedule that is not interleaved: set --wlb-chunks off, or leave out "
-                "--num-virtual-stages-per-pipeline-rank"
-            )
         self._cost = cost
         self._limits = limits
         self._ranks = ranks
@@ -79,7 +73,7 @@ class ChunkPacker:
         self.bins = limits.bins
         self.law = ranks.law(cost)
         self.most_pieces = limits.max_documents * most_per_window(self.law, None, always=True)
-        self.held_tokens = held(limits.window, limits.bins // ranks.dp, ranks.pp, longest)
+        self.held_tokens = held(limits.window, limits.bins // ranks.dp, self.law.held_at_once, longest)
         self._waiting: list[Item] = []
         self._serial = 0
 
@@ -126,7 +120,7 @@ class ChunkPacker:
         for rank in ranks:
             tokens = np.fromiter(map(_TOKENS, rank), dtype=np.int64, count=len(rank))
             enough = max(enough, enough_for(tokens, -(-tokens // capacity), capacity, most_documents))
-        return enough
+        return -(-enough // self.law.group) * self.law.group
 
     def _better(
         self, best: _Tried, ranks: Sequence[Sequence[Item]], count: int, *, all_fit: bool = False
@@ -191,11 +185,12 @@ class ChunkPacker:
         }
 
 
-def held(window: int, windows: int, stages: int, longest: int = 0) -> int:
+def held(window: int, windows: int, at_once: int, longest: int = 0) -> int:
     """The most tokens that a stage should hold at once.
 
-    windows: of a data-parallel rank in an iteration. longest: tokens of the longest document. A document longer than
-    the window has a group that spans most of the iteration, and what ran before it is also held. The document may
-    cross the end of the rank's share, and then adds to it. Both are then in flight.
+    windows: of a data-parallel rank in an iteration. at_once: that the schedule holds by itself (StepLaw.held_at_once).
+    longest: tokens of the longest document. A document longer than the window has a group that spans most of the
+    iteration, and what ran before it is also held. The document may cross the end of the rank's share, and then adds
+    to it. Both are then in flight.
     """
-    return windows * window + longest if longest > window else min(windows, stages) * window * HELD // 100
+    return windows * window + longest if longest > window else min(windows, at_once) * window * HELD // 100

@@ -13,7 +13,7 @@ from wlb_megatron.packing.varlen.bins import Bins
 from wlb_megatron.packing.varlen.delay_bound import Limits
 from wlb_megatron.packing.varlen.improve_bins import improve_bins
 from wlb_megatron.packing.varlen.outlier_queues import Item
-from wlb_megatron.pipeline.step_law import StepLaw, held_at_once
+from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import MicroBatch
 
 _TOKENS = itemgetter(1)  # of items; faster than access by name
@@ -45,7 +45,7 @@ def arrange(
     fitting = [count for count in counts if count * ranks.dp <= documents] or least
     rough = [law.estimate(count, work // ranks.dp, largest) for count in fitting]
     tried = sorted(sorted(range(len(fitting)), key=lambda i: (rough[i], i))[:TRIED])
-    allowed = min(windows, held_at_once(law)) * limits.capacity
+    allowed = min(windows, law.held_at_once) * limits.capacity
     best: tuple[tuple[int, int, int], Bins, list[Item]] | None = None
     # The smallest number comes last: it holds no more than allowed, and is packed only if no better number fits.
     for count in sorted((fitting[i] for i in tried), reverse=True):
@@ -74,7 +74,7 @@ def most_held(grid: Sequence[Sequence[Filled | MicroBatch]], law: StepLaw) -> in
 
     Example: 2 stages, tokens 5 3 4: 8.
     """
-    at_once, most = held_at_once(law), 0
+    at_once, most = law.held_at_once, 0
     for column in zip(*grid, strict=True):
         tokens = [micro_batch.tokens for micro_batch in column]
         most = max(most, *(sum(tokens[at : at + at_once]) for at in range(max(1, len(tokens) - at_once + 1))))

@@ -18,7 +18,6 @@ def trainer_of(args: Any) -> Trainer:
 
     return Trainer(
         stages=args.pipeline_model_parallel_size,
-        virtual=setting("virtual_pipeline_model_parallel_size") or 1,
         tensor=args.tensor_model_parallel_size,
         experts=setting("num_experts") or 0,
         expert=args.expert_model_parallel_size or 1,

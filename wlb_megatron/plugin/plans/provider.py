@@ -16,8 +16,8 @@ from wlb_megatron.plugin.plans.first_lines import first_lines
 from wlb_megatron.plugin.plans.iterators import EvaluationIterator
 from wlb_megatron.plugin.plans.planning import PlannedIteration, plan_iterations
 from wlb_megatron.plugin.plans.rank_settings import rank_layout, rank_loader, shard_settings
-from wlb_megatron.plugin.plans.resume import LoadedAt, restore
-from wlb_megatron.plugin.plans.source import Source
+from wlb_megatron.plugin.plans.resume import LoadedAt, began_whole, restore
+from wlb_megatron.plugin.plans.source import Source, open_part
 from wlb_megatron.plugin.plans.training import training_iterator
 from wlb_megatron.plugin.trials.megatron_trial import try_megatron
 
@@ -40,6 +40,8 @@ def make_provider(job: TrainingJob, sources: dict[str, Source]) -> Callable[...,
         lines: list[str] = []
         if "train" in sources:  # else --skip-train
             at = LoadedAt(args.iteration, args.consumed_train_samples)
+            if at.iteration and began_whole(sources["train"], known.sizes):
+                sources["train"] = _whole(sources["train"], known)
             sources["train"], lines = restore(
                 sources["train"], at, known.sizes, known.batches.micro_batch_size
             )
@@ -59,6 +61,14 @@ def make_provider(job: TrainingJob, sources: dict[str, Source]) -> Callable[...,
 
     provider.is_distributed = True  # type: ignore[attr-defined]
     return provider
+
+
+def _whole(source: Source, job: TrainingJob) -> Source:
+    """The same documents, none in chunks."""
+    whole = open_part(job, replace(source.config, chunks="off"), "train", job.batches.schedule)
+    assert whole is not None  # it has been opened before
+    said = "documents stay whole, as the run began: --wlb-chunks on trains them in chunks"
+    return replace(whole, messages=(*whole.messages, said))
 
 
 def _agree(sources: dict[str, Source], job: TrainingJob) -> PlanAgreement:

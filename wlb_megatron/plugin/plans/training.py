@@ -116,6 +116,7 @@ def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement
         longest = longest_micro_batches(
             *(most, job.batches.window, settings, layout, source.corpus, documents, seconds, held),
             longest=max(job.batches.window, source.longest),
+            count=job.sizes.micro_step_multiple,
         )
     equal_tokens = 0
     if weighs_equally(source.config, source.planner.packer):

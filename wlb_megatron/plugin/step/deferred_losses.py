@@ -75,14 +75,15 @@ def deferring(wanted: bool) -> Iterator[None]:
 
 
 def returns_its_losses(model: Any) -> bool:
-    """Whether this model (a list of one, or the model as Megatron wraps it) returns what GPTModel._postprocess does.
+    """Whether this model (a list of a stage's chunks, or the model as Megatron wraps it) returns what
+    GPTModel._postprocess does.
 
     False where a script's class overrides that or forward, or holds the GPTModel inside. Printed the first time.
     """
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.training import print_rank_0
 
-    model = model[0] if isinstance(model, list) else model
+    model = model[-1] if isinstance(model, list) else model  # the last chunk makes the losses
     while hasattr(model, "module"):  # DDP and mixed precision wrap it
         model = model.module
     own = type(model)

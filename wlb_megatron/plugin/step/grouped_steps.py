@@ -4,35 +4,45 @@ Over several stages `pipeline.orders.grouped_orders` is Megatron's 1F1B with a l
 another order. So Megatron's loop runs as it is. The communicator counts more stages, by as many as more forwards run
 ahead. Each backward gets the tensors of the micro-batch whose turn it is, not those of the oldest one. On one stage
 Megatron runs a backward right after its forward; here it waits for the last forward of its group.
+
+The interleaved schedule takes its warm-up and its table of forwards from two functions of Megatron's, which answer as
+planned. Its backwards follow the same table, so their number tells the model chunk and the micro-batch.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from wlb_megatron.attention.key_cache import clear_caches
-from wlb_megatron.pipeline.orders import grouped_orders
+from wlb_megatron.pipeline.orders import grouped_orders, interleaved
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.step.recompute_scales import put_scales, take_scales
 
 
 class GroupedStep:
-    """What a step in groups keeps: the tensors of each micro-batch between its forward and its backward."""
+    """What a step in groups keeps: the tensors of each micro-batch and model chunk between forward and backward."""
 
-    def __init__(self, sizes: Sequence[int], stages: int) -> None:
+    def __init__(self, sizes: Sequence[int], stages: int, chunks: int = 1) -> None:
+        """chunks: model chunks of a stage."""
         self.ahead = max(sizes) - 1 if stages > 1 else 0
+        self.interleaved = interleaved(stages, tuple(sizes), chunks) if chunks > 1 else None
         self._alone = stages == 1
-        self._backwards = [step.micro_batch for step in grouped_orders(stages, sizes)[0] if step.backward]
-        self._kept: dict[int, tuple[Any, Any, Any]] = {}
-        self._forwards = self._done = 0
+        steps = grouped_orders(stages, sizes, chunks)[0]
+        self._backwards = [(step.micro_batch, step.chunk) for step in steps if step.backward]
+        self._kept: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+        self._forwards: Counter[int] = Counter()
+        self._done = 0
 
-    def keep(self, input_tensor: Any, output_tensor: Any) -> None:
-        """Tensors of the forward that has just run, and the scales for its recomputation."""
-        self._kept[self._forwards] = input_tensor, output_tensor, take_scales()
-        self._forwards += 1
+    def keep(self, chunk: int, input_tensor: Any, output_tensor: Any) -> None:
+        """Tensors of the forward that has just run, through this model chunk, and the scales for its recomputation."""
+        self._kept[self._forwards[chunk], chunk] = input_tensor, output_tensor, take_scales()
+        self._forwards[chunk] += 1
 
     def backward(self, call: Callable[..., Any], gradient: Any, rest: tuple[Any, ...]) -> Any:
         """Run the backward whose turn it is, or on one stage all that can run now; gradients to its inputs."""
@@ -51,7 +61,13 @@ class GroupedStep:
         return self._backwards[self._done] in self._kept
 
     def _next(self, call: Callable[..., Any], gradient: Any, rest: tuple[Any, ...]) -> Any:
-        inputs, outputs, scales = self._kept.pop(self._backwards[self._done])
+        micro_batch, chunk = self._backwards[self._done]
+        if not self._ready():
+            raise RuntimeError(
+                f"backward of micro-batch {micro_batch} in model chunk {chunk} before its forward: this Megatron's "
+                "schedule is not the one that wlb_megatron was tried with; set --wlb-chunks off"
+            )
+        inputs, outputs, scales = self._kept.pop((micro_batch, chunk))
         put_scales(scales)
         self._done += 1
         result = call(inputs, outputs, gradient, *rest)
@@ -59,6 +75,9 @@ class GroupedStep:
         for held in (inputs, outputs):
             if isinstance(held, list):
                 held.clear()
+        if isinstance(inputs, torch.Tensor):  # the interleaved schedule passes them without a list
+            inputs.grad = None
+            inputs.data = inputs.new_empty(1)
         return result
 
 
@@ -74,19 +93,18 @@ def running(sizes: Sequence[int], micro_batches: int, chunks: int = 1) -> Iterat
     """Run one step of Megatron's schedule in groups of these sizes. Whatever ends it, nothing of it is left behind.
 
     sizes: of the groups, in order, of all the step's micro-batches; empty: the step is Megatron's own. chunks: model
-    chunks of a stage. Raises RuntimeError where the step is of another number of micro-batches, or interleaved.
+    chunks of a stage. Raises RuntimeError where the step is of another number of micro-batches.
     """
     from megatron.core import parallel_state
 
     if not sizes:
         yield
         return
-    if chunks > 1 or sum(sizes) != micro_batches:
-        raise RuntimeError(
-            f"groups of {list(sizes)} for {micro_batches} micro-batches on {chunks} model chunks a stage"
-        )
+    if sum(sizes) != micro_batches:
+        raise RuntimeError(f"groups of {list(sizes)} for {micro_batches} micro-batches")
     clear_caches()
-    part(Running).step = GroupedStep(sizes, parallel_state.get_pipeline_model_parallel_world_size())
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    part(Running).step = GroupedStep(sizes, stages, chunks)
     try:
         yield
     finally:
@@ -101,7 +119,8 @@ def wrap_forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(*args, **kwargs)
         step = part(Running).step
         if step is not None:
-            step.keep(args[4] if len(args) > 4 else kwargs["input_tensor"], result[0])
+            inputs = args[4] if len(args) > 4 else kwargs["input_tensor"]
+            step.keep(kwargs.get("vp_stage") or 0, inputs, result[0])
         return result
 
     return forward_step
@@ -127,3 +146,33 @@ def wrap_total_stages(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self) + (0 if step is None else step.ahead)
 
     return total_stages
+
+
+def wrap_get_pp_rank_microbatches(original: Callable[..., Any]) -> Callable[..., Any]:
+    """How many forwards the interleaved schedule runs, whether all of them ahead, how many ahead, and how many not."""
+    from megatron.core import parallel_state as state
+
+    def get_pp_rank_microbatches(*args: Any, **kwargs: Any) -> Any:
+        step, counts = part(Running).step, original(*args, **kwargs)
+        if step is None or step.interleaved is None:
+            return counts
+        stages, stage = (
+            state.get_pipeline_model_parallel_world_size(),
+            state.get_pipeline_model_parallel_rank(),
+        )
+        ahead = step.interleaved.ahead(stages, stage)
+        return counts[0], ahead == counts[0], ahead, counts[0] - ahead
+
+    return get_pp_rank_microbatches
+
+
+def wrap_get_schedule_table(original: Callable[..., Any]) -> Callable[..., Any]:
+    """(micro-batch, model chunk) of each forward of the interleaved schedule."""
+
+    def get_schedule_table(*args: Any, **kwargs: Any) -> Any:
+        step = part(Running).step
+        if step is None or step.interleaved is None:
+            return original(*args, **kwargs)
+        return list(step.interleaved.table)
+
+    return get_schedule_table

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from wlb_megatron.pipeline.orders import grouped_orders
+from wlb_megatron.pipeline.orders import backward_turns, interleaved
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
 
@@ -37,24 +37,27 @@ def transfer_orders(
     on to the first stage. 2 stages of 2 chunks, group 2, 3 micro-batches: every stage's forwards are of micro-batches
     0 1 | 0 1 | 2 | 2, by turns of chunk 0 and 1; the last stage sends 0 1 2, after its chunk 0, the first sends all.
     Backwards go the same way, through the chunks in reverse order. (Megatron's get_schedule_table.)
-    backward_groups: sizes of groups whose backwards run last first (pipeline.orders.grouped_orders), with one chunk.
+    backward_groups: sizes of groups whose backwards run last first (pipeline.orders.grouped_orders); their table is
+    that of pipeline.orders.interleaved.
     """
-    table = [
+    table: Sequence[tuple[int, int]] = [
         (index, chunk)
         for first in range(0, micro_batches, group)
         for chunk in range(chunks)
         for index in range(first, min(first + group, micro_batches))
     ]
+    if backward_groups and chunks > 1:
+        table = interleaved(stages, tuple(backward_groups), chunks).table
+    turns = backward_turns(backward_groups or (1,) * micro_batches)
     through = [index for index, _ in table]
-    order = grouped_orders(stages, backward_groups)[stage] if backward_groups else ()
-    back = [step.micro_batch for step in order if step.backward] or through
     wrapped = [index for index, chunk in table if chunk < chunks - 1]
+    back, back_wrapped = ([turns[index] for index in order] for order in (through, wrapped))
     is_first, is_last = stage == 0, stage == stages - 1
     return {
         "send forward": wrapped if is_last else through,
         "receive forward": wrapped if is_first else through,
-        "send backward": wrapped if is_first else back,
-        "receive backward": wrapped if is_last else back,
+        "send backward": back_wrapped if is_first else back,
+        "receive backward": back_wrapped if is_last else back,
     }
 
 
@@ -145,10 +148,8 @@ def _orders(micro_batches: int, model: Any, chunks: int, groups: Sequence[int]) 
 
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    if chunks == 1:
-        return transfer_orders(micro_batches, stage, stages, backward_groups=groups)
-    group = get_model_config(model[0]).microbatch_group_size_per_vp_stage
-    return transfer_orders(micro_batches, stage, stages, chunks, group)
+    group = get_model_config(model[0]).microbatch_group_size_per_vp_stage if chunks > 1 else 1
+    return transfer_orders(micro_batches, stage, stages, chunks, group, groups)
 
 
 def _micro_batch_count(windows: int, model: Any) -> int:

@@ -65,20 +65,23 @@ def longest_micro_batches(
     graph_seconds: float = 0.0,
     held: int = 0,
     longest: int = 0,
+    count: int = 1,
 ) -> Rehearsal:
     """A batch of max_tokens as documents of one window, cut per document: every rank needs all keys.
 
     The tokens are the corpus's. documents: how many a micro-batch of max_tokens may hold. graph_seconds: for building
     kernel graphs before it. held: micro-batches that run forward before the first backward: so many batches, of which
     the first are a document of `longest` tokens in chunks; 0: as the schedule has it, one batch that stands for all.
+    count: the schedule takes a multiple of so many batches, and the shortest ones fill up.
     """
     usable = max_tokens // settings.alignment * settings.alignment
     rows = in_chunks(usable, held, longest) if held > 1 else [_of_windows(usable, window)]
+    together = (held, *(1 for _ in range(-held % count))) if held > 1 else ()
+    rows += [(Piece(0, 1 + at, 0, settings.alignment),) for at in range(held, sum(together))]
     lengths = [[piece.tokens for piece in pieces] for pieces in rows]
     plans = shard_all(lengths, settings.cp_size, "per-document", links=links_of(rows))
     summary = PlanSummary(REHEARSAL, usable, len(rows[0]), usable, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
     counts = (usable,) * (1 + layout.follows)
-    together = (held,) if held > 1 else ()
     graphs = Met.of(
         *(usable, window, settings, documents, _of_a_window(window, settings, layout)),
         prefix=longest if held > 1 else 0,  # of a document up to its last chunk
