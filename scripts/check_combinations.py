@@ -114,7 +114,10 @@ def in_fp32(jobs: Jobs, combination: Combination) -> Callable[[], dict[str, Any]
     single, ranks = jobs.single(combination), jobs.ranks(combination)
 
     def compare() -> dict[str, Any]:
-        loss, gradient, parameter = runs.differences(done(single), done(ranks), jobs.options.iterations)
+        numbers = runs.numbers(done(ranks)) if "--wlb-chunks on" in combination.flags else None
+        loss, gradient, parameter = runs.differences(
+            done(single), done(ranks), jobs.options.iterations, numbers
+        )
         equal = loss <= BOUNDS[0] and gradient <= BOUNDS[1]
         return result("equal" if equal else "DIFFERS", loss, gradient, parameter)
 

@@ -126,7 +126,57 @@ MTP = "--mtp-num-layers"
 EIGHT = "--num-layers 8"
 EP = "--expert-model-parallel-size 2"
 
+WHOLE = "--wlb-chunks off --wlb-max-delay 0 --wlb-max-tokens 256"
+CHUNKS = "--wlb-chunks on --wlb-quadratic-at 80 --wlb-micro-batch-cost 2 --wlb-max-tokens 80"
+
+
+def _in_chunks(
+    name: str,
+    stages: int,
+    virtual: int,
+    flags: str = "",
+    model: str = "",
+    processes: int = 0,
+    without: str = "",
+) -> Combination:
+    """Documents in chunks over virtual stages, against whole ones."""
+    layout = f"{PP} {stages} --num-virtual-stages-per-pipeline-rank {virtual}"
+    layers = f"--num-layers {stages * virtual}"
+    return Combination(
+        f"chunks, VPP{virtual} on PP{stages}{name}",
+        *(processes or stages, f"{layout} {flags} {CHUNKS}", f"{layers} {model} {WHOLE}", without),
+    )
+
+
+IN_CHUNKS: tuple[Combination, ...] = (
+    _in_chunks("", 2, 2),
+    _in_chunks("", 2, 4),
+    _in_chunks("", 4, 2),
+    _in_chunks("", 4, 4),
+    _in_chunks(", no p2p overlap", 4, 2, "--no-overlap-p2p-communication"),
+    _in_chunks(", overlap in warm-up and flush", 2, 2, "--overlap-p2p-communication-warmup-flush"),
+    _in_chunks(", groups of 4", 2, 2, "--microbatch-group-size-per-virtual-pipeline-stage 4"),
+    _in_chunks(", CP2", 2, 2, f"{CP} 2", processes=4),
+    _in_chunks(", TP2+SP", 2, 2, f"{TP} 2 --sequence-parallel", processes=4),
+    _in_chunks(", DP2, distributed optimizer", 2, 2, OVERLAPS, processes=4),
+    _in_chunks(", EP2", 2, 2, EP, MOE.replace("0.01", "0"), 4),
+    _in_chunks(", tied embeddings", 2, 2, without="--untie-embeddings-and-output-weights"),
+    _in_chunks(", full recompute", 2, 2, f"{RECOMPUTE} uniform"),
+    _in_chunks(
+        ", CP2, selective recompute, keys sent again",
+        *(2, 2, f"{CP} 2 --recompute-granularity selective --wlb-regather-keys"),
+        processes=4,
+    ),
+    Combination(
+        "chunks, uneven pipeline layout, VPP2 on PP2",
+        2,
+        f"{PP} 2 --pipeline-model-parallel-layout Ett|t|ttt|tL {CHUNKS}",
+        f"--num-layers 7 {WHOLE}",
+    ),
+)
+
 CPU: tuple[Combination, ...] = (
+    *IN_CHUNKS,
     Combination("TP2", 2, f"{TP} 2", stock=True),
     Combination("TP2+SP", 2, f"{TP} 2 --sequence-parallel", stock=True),
     Combination("PP2", 2, f"{PP} 2"),

@@ -192,6 +192,12 @@ def mean_losses(
     return losses
 
 
+def numbers(ranks: list[dict[str, Any]]) -> list[int]:
+    """Micro-batches of the first rank in each iteration, each counted once for all model chunks of its stage."""
+    of = [iteration for iteration, _ in {entry[:2] for entry in ranks[0]["documents"]}]
+    return [of.count(iteration) for iteration in sorted(set(of))]
+
+
 def _iteration(
     entries: list[tuple[float, int]], iteration: int, iterations: int, numbers: Sequence[int] | None
 ) -> list[tuple[float, int]]:

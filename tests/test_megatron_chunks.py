@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_combinations import EP, FP8_DELAYED, MOE, OVERLAPS
-from megatron_runs import MACHINE, MODEL, TRAINING, differences, train, write_corpus
+from megatron_combinations import CHUNKS, EP, FP8_DELAYED, MOE, OVERLAPS
+from megatron_runs import MACHINE, MODEL, TRAINING, differences, numbers, train, write_corpus
 
 pytestmark = pytest.mark.megatron
 
@@ -51,7 +51,6 @@ ROWS = {
         FP8_DELAYED,
     ),
     "EP2xPP2, ranks that share experts in step": (4, f"{PP2} {EP}", MOE.replace("0.01", "0")),
-    "PP2 of 2 chunks": (2, f"{PP2} {VIRTUAL} 2", "--num-layers 4"),
     "PP2 of 2 chunks, CP2, full recompute": (
         4,
         f"{PP2} {VIRTUAL} 2 --context-parallel-size 2 {RECOMPUTE} full --recompute-method uniform "
@@ -63,20 +62,13 @@ ROWS = {
         f"--pipeline-model-parallel-size 4 {VIRTUAL} 2 --no-overlap-p2p-communication",
         "--num-layers 8",
     ),
-    "PP2 of 4 chunks": (2, f"{PP2} {VIRTUAL} 4", "--num-layers 8"),
     "DP2, PP2 of 2 chunks, overlaps, transfers beside": (
         4,
         f"{PP2} {VIRTUAL} 2 {OVERLAPS} --overlap-p2p-communication-warmup-flush",
         "--num-layers 4",
     ),
-    "TP2, PP2 of 2 chunks, SP": (
-        4,
-        f"{PP2} {VIRTUAL} 2 --tensor-model-parallel-size 2 --sequence-parallel",
-        "--num-layers 4",
-    ),
     "EP2, PP2 of 2 chunks": (4, f"{PP2} {VIRTUAL} 2 {EP}", f"--num-layers 4 {MOE.replace('0.01', '0')}"),
 }
-CHUNKS = "--wlb-chunks on --wlb-quadratic-at 80 --wlb-micro-batch-cost 2 --wlb-max-tokens 80"
 
 
 def run(corpus: Path, out: Path, processes: int, flags: str, **environment: str) -> list[dict[str, Any]]:
@@ -86,13 +78,6 @@ def run(corpus: Path, out: Path, processes: int, flags: str, **environment: str)
     arguments = [*base, *flags.split(), "--data-path", str(corpus), "--global-batch-size", "8"]
     arguments += ["--train-iters", str(ITERATIONS), "--wlb-max-delay", "0"]
     return train(arguments, processes, out, **environment)  # type: ignore[arg-type]
-
-
-def numbers(ranks: list[dict[str, Any]]) -> list[int]:
-    of = [
-        iteration for iteration, _ in {entry[:2] for entry in ranks[0]["documents"]}
-    ]  # once for all model chunks
-    return [of.count(iteration) for iteration in sorted(set(of))]
 
 
 def chunks_of_a_document(ranks: list[dict[str, Any]]) -> int:
@@ -147,7 +132,8 @@ def test_a_document_of_four_windows_trains_whole_as_in_a_window_of_its_length(
     base += ["--num-layers", "4"]
     whole = "--seq-length 256 --max-position-embeddings 256 --global-batch-size 1 --wlb-chunks off --wlb-max-delay 0"
     single = train([*base, *whole.split(), "--wlb-max-tokens", "1024"], 1, tmp_path / "single")
-    chunks = f"{PP2} {virtual} --max-position-embeddings 512 --global-batch-size 4 --wlb-overlong chunk --wlb-micro-batch-cost 2"
+    chunks = f"{PP2} {virtual} --max-position-embeddings 512 --global-batch-size 4 --wlb-overlong chunk"
+    chunks += " --wlb-micro-batch-cost 2"
     log, traced = tmp_path / "log.jsonl", tmp_path / "trace.json"
     reports = ["--wlb-log", str(log), "--wlb-trace", str(traced), "--wlb-trace-iteration", "2"]
     ranks = train([*base, *chunks.split(), *reports, "--wlb-rehearsal", "always"], 2, tmp_path / "ranks")
