@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from functools import partial
 from itertools import islice
@@ -343,7 +344,10 @@ def test_auto_takes_chunks_where_they_are_predicted_to_pay_and_says_why() -> Non
     kind, lines = chosen(sample=[900] * 1000)
     assert kind is VarlenPacker, "short documents balance whole"
     kind, lines = chosen(no_chunks=[("--flag", "drop it")])
-    assert kind is VarlenPacker and "not with --flag" in lines[0]
+    assert kind is VarlenPacker
+    assert re.search(r"not with --flag; chunks would shorten the predicted step by [1-9]\d?%", lines[0])
+    _, lines = chosen(no_chunks=[("--flag", "drop it")], sample=[900] * 1000)
+    assert lines[0].endswith("not with --flag; chunks would bring nothing)")
     kind, lines = chosen(max_delay=3, thresholds="none")
     assert kind is VarlenPacker and "not with --wlb-max-delay 3" in lines[0], "a given delay acts"
     kind, lines = chosen(max_delay=0, thresholds="49152")

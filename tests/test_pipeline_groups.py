@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -167,34 +168,36 @@ def _interleaved(draw: st.DrawFn) -> tuple[int, int, tuple[int, ...]]:
     return stages, chunks, (*sizes, *(1 for _ in range(stages - sum(sizes))))
 
 
-def _run(orders: list[list[Step]], chunks: int) -> dict[tuple[Step, int], int] | None:
-    """When each step of each stage ran, one step a stage at a time; None where all stages wait for ever.
+def _end(
+    orders: list[list[Step]], chunks: int, forward: Sequence[int], backward: Sequence[int]
+) -> int | None:
+    """When the last stage's last step ends; None where stages wait for ever.
 
     The model is cut into stages x chunks parts in a row. A forward waits for the part before, a backward for the part
-    after, the last part's for its own forward.
+    after, the last part's for its own forward. forward, backward: of each micro-batch in a part.
     """
-    stages, at, done, now = len(orders), [0] * len(orders), {}, 0
+    stages, at, free = len(orders), [0] * len(orders), [0] * len(orders)
+    done: dict[tuple[Step, int], int] = {}
     while any(place < len(order) for place, order in zip(at, orders, strict=True)):
-        ready = []
+        moved = False
         for stage, (place, order) in enumerate(zip(at, orders, strict=True)):
             if place == len(order):
                 continue
-            m, chunk, backward = order[place]
+            m, chunk, backwards = order[place]
             part = chunk * stages + stage
-            if backward and part == stages * chunks - 1:
+            if backwards and part == stages * chunks - 1:
                 needed = Step(m, chunk, False), stage
             else:
-                part += 1 if backward else -1
-                needed = Step(m, part // stages, backward), part % stages
+                part += 1 if backwards else -1
+                needed = Step(m, part // stages, backwards), part % stages
             if part < 0 or needed in done:
-                ready.append((order[place], stage))
-        if not ready:
+                begin = max(free[stage], 0 if part < 0 else done[needed])
+                free[stage] = done[order[place], stage] = begin + (backward if backwards else forward)[m]
+                at[stage] += 1
+                moved = True
+        if not moved:
             return None
-        for step, stage in ready:
-            done[step, stage] = now
-            at[stage] += 1
-        now += 1
-    return done
+    return max(free)
 
 
 @settings(deadline=None, max_examples=100)
@@ -202,7 +205,8 @@ def _run(orders: list[list[Step]], chunks: int) -> dict[tuple[Step, int], int] |
 def test_interleaved_stages_never_wait_for_ever_and_run_backwards_of_a_group_last_first(job):
     stages, chunks, sizes = job
     bounds, orders = _bounds(sizes), grouped_orders(stages, sizes, chunks)
-    assert _run(orders, chunks) is not None
+    ones = [1] * sum(sizes)
+    assert _end(orders, chunks, ones, ones) is not None
     for order in orders:
         assert len(order) == len(set(order)) == 2 * chunks * sum(sizes)
         for chunk in range(chunks):
@@ -230,7 +234,8 @@ def test_a_lead_shorter_by_one_forward_leaves_a_backward_without_its_forward(job
             order += [*plan.forwards[ahead + n : ahead + n + 1], step]
         orders.append(order)
     last = orders[-1]
-    assert _run(orders, chunks) is None
+    ones = [1] * sum(sizes)
+    assert _end(orders, chunks, ones, ones) is None
     assert any(last.index(step) > last.index(step._replace(backward=True)) for step in plan.forwards)
 
 
@@ -247,7 +252,7 @@ def test_interleaved_groups_of_one_are_megatrons_own_order():
 
 @settings(deadline=None, max_examples=60)
 @given(_interleaved(), st.integers(0, 2**32))
-def test_an_interleaved_steps_time_is_the_end_of_the_last_event(job, seed):
+def test_an_interleaved_steps_time_is_that_of_its_stages_one_step_after_another(job, seed):
     stages, chunks, sizes = job
     rng = random.Random(seed)
     forward, backward = ([rng.randint(1, 10**12) for _ in range(sum(sizes))] for _ in range(2))
@@ -255,7 +260,8 @@ def test_an_interleaved_steps_time_is_the_end_of_the_last_event(job, seed):
         np.broadcast_to(np.array(times, float), (stages, chunks, sum(sizes))) for times in (forward, backward)
     )
     events = pipeline_events(*grids, stages, groups=sizes)
-    assert step_time(forward, backward, stages, sizes, chunks=chunks) == max(e.end for e in events)
+    end = _end(grouped_orders(stages, sizes, chunks), chunks, forward, backward)
+    assert step_time(forward, backward, stages, sizes, chunks=chunks) == end == max(e.end for e in events)
 
 
 @pytest.mark.parametrize("sizes", [(1,) * 16, (4,) * 4, (1, 3, 2, 2, 8), (16,)])

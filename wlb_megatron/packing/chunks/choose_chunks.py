@@ -73,7 +73,10 @@ def choose_chunks(
         flag, cure = refused[0]
         if asked is not None:
             raise WlbError(f"{asked[0]} cannot be combined with {flag}: {cure}, or {asked[1]}")
-        return ChunkChoice(False, f"not with {flag}")
+        predicted = None
+        if ranks.pp > 1 and sample and longest <= limits.window and fits_whole and config.cp_mode == "fixed":
+            predicted = _predicted(cost, limits, ranks, per_window, sample, whole)
+        return ChunkChoice(False, f"not with {flag}{_lost(predicted)}")
     if config.chunks == "on":
         return ChunkChoice(True, "--wlb-chunks on")
     if longest > limits.window:
@@ -84,6 +87,21 @@ def choose_chunks(
         return ChunkChoice(False, "there is no pipeline to fill")
     if not sample:
         return ChunkChoice(False, "no documents to predict from")
+    cut, uncut = _predicted(cost, limits, ranks, per_window, sample, whole)
+    return ChunkChoice(
+        cut <= PAYS * uncut, f"predicted step over ideal: {cut:.2f} in chunks, {uncut:.2f} whole"
+    )
+
+
+def _predicted(
+    cost: CostModel,
+    limits: Limits,
+    ranks: Ranks,
+    per_window: float | None,
+    sample: Sequence[int],
+    whole: Callable[[Limits, Ranks], Packer],
+) -> tuple[float, float]:
+    """Predicted steps over ideal: in chunks, and with whole documents. See choose_chunks."""
     lengths = sampled(sample)
     fill = MOST_AT_ONCE * int(lengths.sum()) // (len(lengths) * limits.window)  # so many windows
     windows = min(limits.bins // ranks.dp, MOST_BINS, max(1, fill))
@@ -92,9 +110,17 @@ def choose_chunks(
         step_over_ideal(lengths, windows * limits.window, packer, cost.per_earlier_key)
         for packer in (ChunkPacker(cost, few, one_rank, per_window=per_window), whole(few, one_rank))
     )
-    return ChunkChoice(
-        cut <= PAYS * uncut, f"predicted step over ideal: {cut:.2f} in chunks, {uncut:.2f} whole"
-    )
+    return cut, uncut
+
+
+def _lost(predicted: tuple[float, float] | None) -> str:
+    """What a setting costs that keeps chunks off, for a message; empty where nothing is predicted."""
+    if predicted is None:
+        return ""
+    cut, uncut = predicted
+    if cut > PAYS * uncut:
+        return "; chunks would bring nothing"
+    return f"; chunks would shorten the predicted step by {1 - cut / uncut:.0%}"
 
 
 def _asked_for(config: WlbConfig) -> tuple[str, str] | None:

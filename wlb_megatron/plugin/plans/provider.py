@@ -67,8 +67,11 @@ def _whole(source: Source, job: TrainingJob) -> Source:
     """The same documents, none in chunks."""
     whole = open_part(job, replace(source.config, chunks="off"), "train", job.batches.schedule)
     assert whole is not None  # it has been opened before
-    said = "documents stay whole, as the run began: --wlb-chunks on trains them in chunks"
-    return replace(whole, messages=(*whole.messages, said))
+    began, takes = (
+        "documents in chunks: yes",
+        "documents stay whole, as the run began; --wlb-chunks on takes chunks",
+    )
+    return replace(whole, messages=tuple(line.replace(began, takes) for line in source.messages))
 
 
 def _agree(sources: dict[str, Source], job: TrainingJob) -> PlanAgreement:
