@@ -124,7 +124,8 @@ def with_known_weights(chunks: list[Any]) -> list[Any]:
 def journal(path: Path) -> None:
     """Append the iteration's documents and losses, to the last bit, as one line that a kill cannot split unseen."""
     iteration = seen["documents"][-1][0]
-    micro_batches = [pieces for number, _, pieces, _ in seen["documents"] if number == iteration]
+    drawn = {index: pieces for number, index, pieces, _ in seen["documents"] if number == iteration}
+    micro_batches = list(drawn.values())  # each once for all model chunks
     losses = [[loss.hex(), count] for loss, count in seen["losses"][-len(micro_batches) :]]
     line = json.dumps({"iteration": iteration, "documents": micro_batches, "losses": losses})
     with open(f"{path}.{torch.distributed.get_rank()}", "a", encoding="utf-8") as lines:

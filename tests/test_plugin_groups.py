@@ -298,6 +298,8 @@ def trainer_with(**settings: Any) -> Trainer:
 def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from megatron.core.pipeline_parallel import schedules
+
     assert trainer_with().chunks_refused() == []
     assert trainer_with(virtual_pipeline_model_parallel_size=2).chunks_refused() == []
     for name, flag in {
@@ -310,6 +312,11 @@ def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(
     assert trainer_with(moe_enable_routing_replay=True).chunks_refused() == []  # a dense model has no routers
     replays = {"num_experts": 4, "moe_enable_routing_replay": True}
     assert [flag for flag, _ in trainer_with(**replays).chunks_refused()] == ["--moe-enable-routing-replay"]
+    with monkeypatch.context() as another:
+        another.setattr(schedules, "forward_backward_pipelining_with_interleaving", lambda **_: None)
+        ((refused, cure),) = trainer_with(virtual_pipeline_model_parallel_size=2).chunks_refused()
+        assert refused.startswith("--num-virtual-stages") and "not the one that was tried" in cure
+        assert trainer_with().chunks_refused() == []
     by_document = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}
     ((refused, cure),) = trainer_with(num_experts=4, **by_document).chunks_refused()
     assert refused.endswith("seq_aux_loss") and cure

@@ -16,7 +16,7 @@ class Trainer:
     balancing: kinds of routers' losses. shards_weights: FSDP of either kind. shares_scales: FP8 whose scales come from
     the largest values of all data-parallel ranks. offloads: offloads activations in the order of micro-batches.
     offloads_layers: offloads whole layers. replays_routes: experts' choices are recorded and replayed. release: of
-    megatron-core.
+    megatron-core. unknown_schedule: it interleaves stages in a way that the plugin does not know.
     """
 
     stages: int = 1
@@ -32,6 +32,7 @@ class Trainer:
     offloads_layers: bool = False
     replays_routes: bool = False
     release: str | None = None
+    unknown_schedule: bool = False
 
     def chunks_refused(self) -> list[tuple[str, str]]:
         """(flag, cure) of each setting under which a step cannot run in groups of micro-batches."""
@@ -40,6 +41,12 @@ class Trainer:
                 self.release is not None and self.stages > 1 and _parts(self.release) < LEAST_RELEASE,
                 f"megatron-core {self.release} with --pipeline-model-parallel-size above 1",
                 "its schedule cannot run more forwards ahead; use 0.17 or later",
+            ),
+            (
+                self.unknown_schedule,
+                "--num-virtual-stages-per-pipeline-rank / --num-layers-per-virtual-pipeline-stage",
+                "this Megatron's interleaved schedule is not the one that was tried; use one model chunk a stage, or a "
+                "release that was tried",
             ),
             (
                 self.mtp > 0,

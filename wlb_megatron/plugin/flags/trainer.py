@@ -7,6 +7,7 @@ from typing import Any
 
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.plugin.flags.trained_model import balancing_of
+from wlb_megatron.plugin.step.grouped_steps import interleaves_as_known
 from wlb_megatron.plugin.trials.versions import megatron_version
 
 
@@ -30,6 +31,7 @@ def trainer_of(args: Any) -> Trainer:
         offloads_layers=bool(setting("cpu_offloading") or setting("cpu_offloading_num_layers")),
         replays_routes=bool(setting("moe_enable_routing_replay")),
         release=megatron_version(),
+        unknown_schedule=bool(setting("virtual_pipeline_model_parallel_size")) and not interleaves_as_known(),
     )
 
 
