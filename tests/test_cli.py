@@ -71,7 +71,7 @@ def test_an_interrupt_is_one_line(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_inspect", interrupted)
-    assert call(capsys, *EXAMPLE) == (130, "", "wlb-megatron: interrupted\n")
+    assert call(capsys, *EXAMPLE) == (130, "", "wlb_megatron: error: interrupted\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no device that is always full")
@@ -86,7 +86,7 @@ def test_output_that_cannot_be_written_is_one_line(form: list[str]) -> None:
             cwd=ROOT,
             timeout=60,
         )
-    message = "wlb-megatron: cannot write the output: No space left on device\n"
+    message = "wlb_megatron: error: cannot write the output: No space left on device\n"
     assert (done.returncode, done.stderr) == (2, message)
 
 
@@ -206,16 +206,19 @@ def bad_files(tmp_path: Path) -> Path:
         ({"--cp": "0"}, "--cp: '0' is not a whole number from 1 to 65536"),
         ({"--dp": "99999999999999999999"}, "--dp: '99999999999999999999' is not"),
         ({"--micro-batches": "99999999999999999999"}, "--micro-batches: '99999999999999999999' is not"),
-        ({"--max-delay": "-1"}, "wlb-megatron: --max-delay -1 must be from 0 to 1048576"),
+        ({"--max-delay": "-1"}, "wlb_megatron: error: --max-delay -1 must be from 0 to 1048576"),
         ({"--max-tokens": "99999999999999999999"}, "--max-tokens 99999999999999999999 must be from 1 to"),
-        ({"--max-tokens": "17", "--chunks": "off"}, "wlb-megatron: --max-tokens of 17 is below 1.25 windows"),
-        ({"--document-cost": "nan"}, "wlb-megatron: --document-cost nan must be from 0 to"),
+        (
+            {"--max-tokens": "17", "--chunks": "off"},
+            "wlb_megatron: error: --max-tokens of 17 is below 1.25 windows",
+        ),
+        ({"--document-cost": "nan"}, "wlb_megatron: error: --document-cost nan must be from 0 to"),
         ({"--document-cost": "inf"}, "--document-cost inf must be from 0 to"),
         ({"--quadratic-at": "nan"}, "--quadratic-at nan must be from 1 to"),
         ({"--quadratic-at": "1e-320"}, "--quadratic-at 1e-320 must be from 1 to"),
         ({"--solver-seconds": "nan"}, "--solver-seconds nan must be from 0.001 to"),
         ({"--solver-seconds": "-1"}, "--solver-seconds -1.0 must be from 0.001 to"),
-        ({"--thresholds": "nan"}, "wlb-megatron: --thresholds 'nan' are not auto"),
+        ({"--thresholds": "nan"}, "wlb_megatron: error: --thresholds 'nan' are not auto"),
         ({"--packing": "best"}, "invalid choice: 'best'"),
         ({"--sharding": "best"}, "invalid choice: 'best'"),
         ({"--packing": "varlen", "--max-tokens": "19", "--chunks": "off"}, "set --max-tokens to 20 or more"),
@@ -233,7 +236,7 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
     )
     assert code == 2
     assert out == ""
-    assert err.startswith("wlb-megatron: ")
+    assert err.startswith("wlb_megatron: error: ")
     assert message in err
     assert err.count("\n") == 1
     assert sorted(bad_files.iterdir()) == before
@@ -258,8 +261,8 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
             "--num-attention-heads 32 is not a multiple of the tensor-parallel size 3",
         ),
         ("simulate --matmul-rate nan", "--matmul-rate: 'nan' is not a number from 0"),
-        ("simulate --matmul-rate 0", "wlb-megatron: --matmul-rate must be positive, got 0.0"),
-        ("simulate --tp-exposed 2", "wlb-megatron: --tp-exposed is a share from 0 to 1, got 2.0"),
+        ("simulate --matmul-rate 0", "wlb_megatron: error: --matmul-rate must be positive, got 0.0"),
+        ("simulate --tp-exposed 2", "wlb_megatron: error: --tp-exposed is a share from 0 to 1, got 2.0"),
         ("simulate --step-overhead -1", "--step-overhead: '-1' is not a number from 0"),
         (
             "profile --out p.json --tp 3",

@@ -588,7 +588,7 @@ def test_numpy_alone_is_enough_without_pictures_and_pictures_ask_for_matplotlib(
     assert json.loads(done.stdout)["results"]["after"]["iterations"] == 5
     done = run(*command, "--pictures", "nowhere", code=NUMPY_ALONE)
     assert done.returncode == 2
-    assert done.stderr.startswith("wlb-megatron: drawing needs matplotlib")
+    assert done.stderr.startswith("wlb_megatron: error: drawing needs matplotlib")
     assert not Path("nowhere").exists()
 
 

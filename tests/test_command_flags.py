@@ -241,14 +241,17 @@ def test_every_flag_of_reproduce_reaches_what_is_reproduced(
     ("command", "message"),
     [
         *((f"{{}} --{name.replace('_', '-')}", "only affects training") for name in NOT_HERE[:6:2]),
-        ("inspect --wlb-packing varlen", "wlb-megatron: --wlb-packing is spelled --packing here"),
-        ("simulate --wlb-packing=varlen", "wlb-megatron: --wlb-packing is spelled --packing here"),
+        ("inspect --wlb-packing varlen", "wlb_megatron: error: --wlb-packing is spelled --packing here"),
+        ("simulate --wlb-packing=varlen", "wlb_megatron: error: --wlb-packing is spelled --packing here"),
         (
             "analyze --wlb-token-weights equal",
-            "wlb-megatron: --wlb-token-weights is spelled --token-weights here",
+            "wlb_megatron: error: --wlb-token-weights is spelled --token-weights here",
         ),
-        ("inspect --wlb-token-weights equal", "wlb-megatron: --wlb-token-weights only affects training"),
-        ("analyze --seq-length 64", "wlb-megatron: --seq-length is spelled --window here"),
+        (
+            "inspect --wlb-token-weights equal",
+            "wlb_megatron: error: --wlb-token-weights only affects training",
+        ),
+        ("analyze --seq-length 64", "wlb_megatron: error: --seq-length is spelled --window here"),
         ("inspect --tensor-model-parallel-size 2", "--tensor-model-parallel-size is spelled --tp here"),
         ("simulate --recompute-granularity full", "--recompute-granularity is spelled --recompute here"),
         ("simulate --global-batch-size 8", "--global-batch-size is given by --micro-batches here"),

@@ -21,5 +21,6 @@ def test_a_token_id_outside_the_vocabulary_ends_the_run_on_tensor_parallel_ranks
     assert done.returncode == 1
     # A rank other than 0 puts its number and host before the line.
     last = done.stderr.strip().splitlines()[-1]
-    assert f"wlb_megatron: {tmp_path}/corpus: document 17 has token id 4999 at token 60" in last
+    assert last.startswith("wlb_megatron: error: ")
+    assert f"{tmp_path}/corpus: document 17 has token id 4999 at token 60" in last
     assert "Traceback" not in done.stderr

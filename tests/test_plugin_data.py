@@ -217,7 +217,9 @@ def test_a_workers_error_ends_the_run_with_its_own_line(workers: int, tmp_path: 
     with pytest.raises(Refused) as refused:
         next(iterator)
     iterator.close()
-    assert str(refused.value).startswith(f"wlb_megatron: {tmp_path}/documents: document 1 has token id 99")
+    assert str(refused.value).startswith(
+        f"wlb_megatron: error: {tmp_path}/documents: document 1 has token id 99"
+    )
     assert "\n" not in str(refused.value)
 
 

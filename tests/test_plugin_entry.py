@@ -162,7 +162,7 @@ def test_what_is_not_built_is_refused_with_the_flag_and_a_cure(name: str) -> Non
     with pytest.raises(Refused) as refused:
         refuse_unsupported(Megatron(**{name: REFUSED[name]}), WlbConfig())
     (line,) = str(refused.value).splitlines()
-    assert line.startswith("wlb_megatron refuses --")
+    assert line.startswith("wlb_megatron: error: --")
     assert ": " in line
 
 
@@ -186,7 +186,7 @@ TOGETHER: list[dict[str, object]] = [
 @pytest.mark.parametrize("arguments", TOGETHER)
 def test_arguments_that_are_refused_together_get_one_line_with_a_cure(arguments: dict[str, object]) -> None:
     (line,) = refusals_of(Megatron(**arguments), WlbConfig())
-    assert line.startswith("wlb_megatron refuses --") and ": " in line
+    assert line.startswith("wlb_megatron: error: --") and ": " in line
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_settings_that_do_not_fit_are_refused_with_a_cure(
     without = refusals_of(Megatron(**arguments), WlbConfig())
     refusals = refusals_of(Megatron(**arguments), WlbConfig(**settings))  # type: ignore[arg-type]
     (line,) = [line for line in refusals if line not in without]
-    assert line.startswith("wlb_megatron refuses --wlb-") and ": " in line
+    assert line.startswith("wlb_megatron: error: --wlb-") and ": " in line
 
 
 @pytest.mark.parametrize(

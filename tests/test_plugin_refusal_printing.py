@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import forked_ranks
 import pytest
-from megatron_runs import cpu_environment, flags
+from megatron_runs import cpu_environment, flags, free_port
 
+from wlb_megatron.errors import PREFIX, WlbError
+from wlb_megatron.plugin.flags import refusal_printing
 from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.refusals import Refused, RefusedHere
 
@@ -29,9 +34,14 @@ def exit_code(refusal: Refused, rank: str, local_rank: str, monkeypatch: pytest.
 
 
 def test_a_flag_that_is_refused_is_told_once_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert exit_code(Refused("drop it"), "0", "0", monkeypatch) == "drop it"
-    assert exit_code(Refused("drop it"), "1", "1", monkeypatch) == 1
-    assert exit_code(Refused("drop it"), "8", "0", monkeypatch) == f"rank 8 on {HOST}: drop it"
+    waited: list[float] = []
+    monkeypatch.setattr(refusal_printing.time, "sleep", waited.append)
+    assert exit_code(Refused("drop it"), "0", "0", monkeypatch) == f"{PREFIX} drop it"
+    assert exit_code(Refused("drop it"), "8", "0", monkeypatch) == f"{PREFIX} rank 8 on {HOST}: drop it"
+    assert not waited
+    # A rank that nobody ends while it waits for the first rank of its node speaks, too.
+    assert exit_code(Refused("drop it"), "1", "1", monkeypatch) == f"{PREFIX} rank 1 on {HOST}: drop it"
+    assert waited == [refusal_printing.PATIENCE]
 
 
 def test_a_refusal_is_prefixed_once_though_checks_are_nested(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,13 +51,61 @@ def test_a_refusal_is_prefixed_once_though_checks_are_nested(monkeypatch: pytest
     def check() -> None:
         raise Refused("drop it")
 
-    with pytest.raises(Refused, match=f"^rank 8 on {HOST}: drop it$"):
+    with pytest.raises(Refused, match=f"^{PREFIX} rank 8 on {HOST}: drop it$"):
         checked(lambda: checked(check))
 
 
 def test_a_file_that_is_refused_is_told_by_each_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert exit_code(RefusedHere("no file"), "0", "0", monkeypatch) == "no file"
-    assert exit_code(RefusedHere("no file"), "5", "5", monkeypatch) == f"rank 5 on {HOST}: no file"
+    assert exit_code(RefusedHere("no file"), "0", "0", monkeypatch) == f"{PREFIX} no file"
+    assert exit_code(RefusedHere("no file"), "5", "5", monkeypatch) == f"{PREFIX} rank 5 on {HOST}: no file"
+
+
+def test_each_line_has_the_prefix_once_and_torchrun_gets_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    lines = f"{PREFIX} drop it\n{PREFIX} and that"
+    assert exit_code(Refused(f"drop it\n{PREFIX} and that"), "0", "0", monkeypatch) == lines
+    assert json.loads((tmp_path / "error.json").read_text())["message"] == lines
+
+
+@pytest.mark.parametrize("error", [WlbError("no keys"), RuntimeError("wlb_megatron: no keys")])
+def test_an_error_of_the_plugin_in_training_ends_with_the_same_line_after_its_stack(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train() -> None:
+        raise error
+
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(RefusedHere) as ended:
+        checked(lambda: checked(train))
+    assert ended.value.code == f"{PREFIX} rank 3 on {HOST}: no keys"
+    assert capsys.readouterr().err.count("Traceback") == 1
+    with pytest.raises(KeyError):
+        checked(lambda: {}["another's"])
+
+
+SLOW_FIRST_RANK = "[ $RANK = 0 ] && sleep 8; exec $PYTHON -m wlb_megatron.pretrain_gpt $FLAGS"
+
+
+@pytest.mark.megatron
+def test_ranks_that_are_ready_first_do_not_end_the_one_that_says_why(corpus: Path) -> None:
+    """The other ranks' end makes torchrun kill rank 0 before it has spoken."""
+    arguments = [*flags(), "--global-batch-size", "2", "--train-iters", "2", "--data-path", str(corpus)]
+    arguments += ["--attention-dropout", "0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    done = subprocess.run(
+        [*command, "--master-port", str(free_port()), "bash", "-c", SLOW_FIRST_RANK],
+        env={**cpu_environment(), "PYTHON": sys.executable, "FLAGS": " ".join(arguments)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if PREFIX in line]
+    assert said[0].startswith(f"{PREFIX} --attention-dropout")
+    assert said[1:] == [f"  traceback : {said[0]}"], "torchrun repeats it in its last lines"
 
 
 ONE_RANK_SEES_NO_FILES = """
@@ -65,7 +123,7 @@ def test_a_rank_that_alone_does_not_find_the_corpus_says_so(corpus: Path, tmp_pa
     arguments = [*flags(), "--global-batch-size", "2", "--train-iters", "2", "--data-path", str(corpus)]
     done = forked_ranks.run([str(script)], arguments, 2, cpu_environment(), timeout=120)
     assert done.returncode == 1
-    lines = [line for line in done.stderr.splitlines() if "wlb_megatron: " in line]
+    lines = [line for line in done.stderr.splitlines() if PREFIX in line]
     assert len(lines) == 1 and lines[0].startswith(
-        f"rank 1 on {HOST}: wlb_megatron: cannot read index /not/mounted"
+        f"{PREFIX} rank 1 on {HOST}: cannot read index /not/mounted"
     )

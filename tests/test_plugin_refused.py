@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from megatron_runs import ROOT, cpu_environment, flags, rewrite_corpus
 
+from wlb_megatron.errors import PREFIX
+
 MOE = "--num-experts 4 --moe-router-topk 2"
 VIRTUAL = "--pipeline-model-parallel-size 4 --num-layers 8 --num-layers-per-virtual-pipeline-stage 1"
 WRONG: dict[str, str] = {
@@ -79,32 +81,35 @@ WRONG: dict[str, str] = {
     "--wlb-max-documents 0": "max-documents",
     "--wlb-balance-batches 0 --wlb-packing fixed-greedy": "balance-batches",
     "--wlb-solver-seconds 0 --wlb-cp-mode dynamic": "solver-seconds",
-    "--wlb-packing fixed-solver": "refuses --wlb-packing fixed-solver: .* train with varlen",
+    "--wlb-packing fixed-solver": "error: --wlb-packing fixed-solver: .* train with varlen",
     "--wlb-quadratic-at 0": "quadratic-at",
     "--wlb-quadratic-at -5": "quadratic-at",
     "--wlb-document-cost -1": "document-cost",
     "--wlb-thresholds high": "thresholds",
     "--wlb-thresholds 50,20": "thresholds",
     "--wlb-profile nothing.json": "nothing.json",
-    "--wlb-no-such-flag": "unrecognized arguments",
+    "--wlb-no-such-flag": "error: unrecognized arguments: --wlb-no-such-flag$",
+    "--wlb-max-token 96": "unrecognized arguments: --wlb-max-token 96 .did you mean --wlb-max-tokens",
+    "--seq-lenght 64": "did you mean --seq-length",
+    "--num-layers many": "error: argument --num-layers: invalid int value: 'many'",
     # Megatron's settings that do not fit together or the machine.
     "--context-parallel-size 3": "divisible",
     "--tensor-model-parallel-size 2": "divisible",
-    "--global-batch-size 0": "refuses --global-batch-size 0: give 1 or more",
+    "--global-batch-size 0": "error: --global-batch-size 0: give 1 or more",
     f"{VIRTUAL} --global-batch-size 6 --wlb-packing original": "rank 6 micro-batches.*groups of 4.*: 8 would do",
     f"{VIRTUAL} --eval-iters 1 --eval-global-batch-size 3 --wlb-release full": "eval-global-batch-size.*: 4 would do",
     f"{VIRTUAL} --microbatch-group-size-per-virtual-pipeline-stage 3": "3 is below the 4 pipeline stages",
-    "--step-batch-size-schedule 0:4": "^Megatron refuses these flags: .*--step-batch-size-schedule",
+    "--step-batch-size-schedule 0:4": "error: Megatron refuses these flags: .*--step-batch-size-schedule",
     "--ddp-average-in-collective": "drop --ddp-average-in-collective",
-    "--seq-length 66 --tensor-model-parallel-size 4 --num-query-groups 4": "refuses --seq-length: 66 .* of 4.*to 68",
-    "--seq-length 0": "refuses --seq-length 0: give 1 or more",
-    "--context-parallel-size 0": "refuses --context-parallel-size 0: give 1 or more",
-    "--context-parallel-size=-1": "refuses --context-parallel-size -1: give 1 or more",
+    "--seq-length 66 --tensor-model-parallel-size 4 --num-query-groups 4": "error: --seq-length: 66 .* of 4.*to 68",
+    "--seq-length 0": "error: --seq-length 0: give 1 or more",
+    "--context-parallel-size 0": "error: --context-parallel-size 0: give 1 or more",
+    "--context-parallel-size=-1": "error: --context-parallel-size -1: give 1 or more",
     "--tensor-model-parallel-size 0": "give 1 or more",
-    "--num-workers=-1": "refuses --num-workers -1: give 0 or more",
-    "--seed=-1": "refuses --seed -1: give 0 or more",
-    "--eval-interval 0": "refuses --eval-interval 0: give 1 or more",
-    "--log-interval 0": "refuses --log-interval 0: give 1 or more",
+    "--num-workers=-1": "error: --num-workers -1: give 0 or more",
+    "--seed=-1": "error: --seed -1: give 0 or more",
+    "--eval-interval 0": "error: --eval-interval 0: give 1 or more",
+    "--log-interval 0": "error: --log-interval 0: give 1 or more",
     "--split a,b,c": "--split 'a,b,c' has no shares to read",
     "--wlb-profile FOLDER": "--wlb-profile .* cannot be read: Is a directory",
     "--split 1,2,3,4": "split",
@@ -187,4 +192,4 @@ def _says(line: str, wanted: str) -> bool:
     """Whether it is the wanted line, and names one wrong flag."""
     if line == "accepted" or line.startswith(("Traceback", "exit")):
         return False
-    return bool(wanted in line or re.search(wanted, line)) and line.count("wlb_megatron refuses ") <= 1
+    return bool(wanted in line or re.search(wanted, line)) and line.count(PREFIX) <= 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -59,6 +61,17 @@ def name_flag(message: str, args: argparse.Namespace, prefix: str = "") -> str:
     name, *rest = message.split(" ", 1)
     name = prefix + {"per_document": "document_cost"}.get(name, name)
     return " ".join([_flag(name), *rest]) if hasattr(args, name) else message
+
+
+def explain_unparsed(message: str, flags: Iterable[str]) -> str:
+    """argparse's message, with the nearest of `flags` for each flag that it does not recognize."""
+    marker = "unrecognized arguments: "
+    if not message.startswith(marker):
+        return message
+    unknown = [word.split("=")[0] for word in message.removeprefix(marker).split() if word.startswith("--")]
+    near = [difflib.get_close_matches(flag, list(flags), n=1, cutoff=0.8) for flag in unknown]
+    guesses = [f"did you mean {flag}?" for nearest in near for flag in nearest]
+    return f"{message} ({' '.join(guesses)})" if guesses else message
 
 
 def _flag(name: str) -> str:

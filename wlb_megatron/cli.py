@@ -18,7 +18,7 @@ from wlb_megatron.arguments import name_flag
 from wlb_megatron.bounds import RANKS, whole
 from wlb_megatron.doctor.doctor_command import add_doctor
 from wlb_megatron.documents.lengths import read_lengths
-from wlb_megatron.errors import WlbError
+from wlb_megatron.errors import PREFIX, WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.patching import add_patch
 from wlb_megatron.profiler.profile_command import add_profile
@@ -83,13 +83,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = name_flag(str(error), args)
         asis = isinstance(error, UsageError) or arguments[:1] in (["patch"], ["doctor"])
         message = message if asis else renamed(message)
-        print(f"wlb-megatron: {message}", file=sys.stderr)
+        print(f"{PREFIX} {message}", file=sys.stderr)
         return 2
     except MemoryError:
-        print("wlb-megatron: out of memory: give fewer documents or smaller sizes", file=sys.stderr)
+        print(f"{PREFIX} out of memory: give fewer documents or smaller sizes", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("wlb-megatron: interrupted", file=sys.stderr)
+        print(f"{PREFIX} interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `| head` has read enough
         _forget_stdout()
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
             raise
         _forget_stdout()
-        print(f"wlb-megatron: cannot write the output: {error.strerror}", file=sys.stderr)
+        print(f"{PREFIX} cannot write the output: {error.strerror}", file=sys.stderr)
         return 2
     return 0
 

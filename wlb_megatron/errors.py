@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+PREFIX = "wlb_megatron: error:"
+"""Begins each line that says why a rank or a command ends: `grep -h "wlb_megatron: error:"` finds it in any log."""
+
 
 class WlbError(ValueError):
     """One line that names cause and cure. The command line prints it to stderr and exits with code 2."""
+
+
+def fatal(message: str, speaker: str = "") -> str:
+    """The message with PREFIX, and the speaker, in front of each line. A message that has its PREFIX gets no second."""
+    lines = [line.removeprefix(PREFIX).removeprefix("wlb_megatron:").strip() for line in message.splitlines()]
+    return "\n".join(f"{PREFIX} {speaker}{line}" for line in lines if line)
 
 
 @contextmanager

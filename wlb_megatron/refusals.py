@@ -12,15 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import fatal
 
 
 class Refused(SystemExit):
-    """Raised with one line that a person can act on; exits with status 1.
+    """Raised with lines that a person can act on, which Python prints last; exits with status 1.
 
     ranks_chosen: the ranks that print it have been chosen.
     """
 
     ranks_chosen = False
+
+    def __init__(self, message: str) -> None:
+        super().__init__(fatal(message))
 
 
 class RefusedHere(Refused):
@@ -453,6 +457,6 @@ REFUSALS: tuple[Refusal, ...] = (
 
 def refuse_unsupported(args: Any, config: WlbConfig) -> None:
     """Raise Refused with every row of the table that applies, one line each."""
-    lines = [f"wlb_megatron refuses {row.flag}: {row.cure}." for row in REFUSALS if row.applies(args, config)]
+    lines = [f"{row.flag}: {row.cure}." for row in REFUSALS if row.applies(args, config)]
     if lines:
         raise Refused("\n".join(lines))

@@ -8,6 +8,7 @@ import runpy
 import sys
 
 from wlb_megatron.arguments import add_arguments
+from wlb_megatron.plugin.flags.refusal_printing import checked, refuse
 
 USAGE = """usage: torchrun ... -m wlb_megatron.launch pretrain_gpt.py <its flags> [--wlb-...]
        python -m wlb_megatron.launch pretrain_gpt.py --help    print Megatron's flags, then the plugin's
@@ -25,9 +26,7 @@ def main() -> None:
     script, describe = arguments[0], arguments[0] == "--describe"
     if not describe:
         if not os.path.isfile(script):
-            raise SystemExit(
-                f"wlb_megatron.launch: no script {script}; give the path of pretrain_gpt.py first"
-            )
+            refuse(f"no script {script}; give the path of pretrain_gpt.py first")
         # As Python does for a script: its folder first, so that a checkout's Megatron is the one that is looked at.
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     enable()
@@ -52,7 +51,6 @@ def enable() -> None:
     Before or after the script's Megatron imports, and before its arguments are parsed. SystemExit with one line where
     this Megatron is too old, or lacks what the plugin replaces.
     """
-    from wlb_megatron.plugin.flags.refusal_printing import checked
     from wlb_megatron.plugin.trials.versions import check_megatron
 
     checked(check_megatron)
@@ -68,5 +66,5 @@ def _install_hooks() -> None:
         install.install()
     except ImportError as error:
         raise Refused(
-            f"wlb_megatron does not fit this Megatron: {error}. Install a version that was tried ({tried_versions()})"
+            f"the plugin does not fit this Megatron: {error}. Install a version that was tried ({tried_versions()})"
         ) from error

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from wlb_megatron.plugin.flags.refusal_printing import refuse
+
 USAGE = """usage: torchrun ... -m wlb_megatron.pretrain_gpt <Megatron's flags> [--wlb-...]
        Megatron's flags are those of its pretrain_gpt.py"""
 
@@ -62,8 +64,8 @@ def _unless_off(model_provider: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_off(args: Any) -> None:
     if args.wlb_off:
-        raise SystemExit(
-            "wlb_megatron.pretrain_gpt has no data of its own: run Megatron's pretrain_gpt.py instead"
+        refuse(
+            "--wlb-off: wlb_megatron.pretrain_gpt has no data of its own: run Megatron's pretrain_gpt.py instead"
         )
 
 

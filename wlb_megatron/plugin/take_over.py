@@ -11,16 +11,21 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wlb_megatron.arguments import PREFIX, add_arguments, config_from_args, name_flag
+from wlb_megatron.arguments import (
+    PREFIX,
+    add_arguments,
+    config_from_args,
+    explain_unparsed,
+    name_flag,
+)
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
 from wlb_megatron.plugin.flags.least_numbers import too_small
 from wlb_megatron.plugin.flags.limits import fit_to_memory
-from wlb_megatron.plugin.flags.refusal_printing import checked
+from wlb_megatron.plugin.flags.refusal_printing import checked, refuse
 from wlb_megatron.plugin.flags.training_job import TrainingJob, window_misfit
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.reporting import check_outputs
@@ -66,6 +71,11 @@ def wrap_parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
             parser = add_arguments(extra_args_provider(parser) if extra_args_provider else parser)
             if {"-h", "--help"} & {*sys.argv[1:]}:
                 make_printable(parser)
+            if "--wlb-off" not in sys.argv:
+                # argparse prints 300 lines of usage on every rank, and then the reason
+                parser.error = lambda message: refuse(
+                    explain_unparsed(message, parser._option_string_actions)
+                )
             return parser
 
         args = original(provider, ignore_unknown_args)
@@ -80,12 +90,9 @@ def _only_if_off(args: Any) -> None:
     """Arguments without the plugin's are those of a --yaml-cfg, which stands for all flags and has its own checks."""
     args.wlb_off = "--wlb-off" in sys.argv
     if not args.wlb_off:
-        checked(
-            partial(
-                _refuse,
-                "wlb_megatron refuses --yaml-cfg: Megatron then ignores every flag, --wlb-* too, and checks settings "
-                "elsewhere; give the settings as flags.",
-            )
+        refuse(
+            "--yaml-cfg: Megatron then ignores every flag, --wlb-* too, and checks settings elsewhere; give the "
+            "settings as flags."
         )
     part(Start).validated = True
 
@@ -95,7 +102,7 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def validate_args(args: Any, defaults: dict[str, Any] | None = None) -> Any:
         if not args.wlb_off and (wrong := too_small(args)):
-            checked(partial(_refuse, wrong))
+            refuse(wrong)
         try:
             result = original(args, defaults or {})
         except (AssertionError, ValueError, RuntimeError) as error:
@@ -104,7 +111,7 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
             if args.wlb_off or "megatron" not in Path(raised.filename).parts:
                 raise
             message = " ".join(str(error).split()) or raised.line
-            checked(partial(_refuse, f"Megatron refuses these flags: {message}"))
+            refuse(f"Megatron refuses these flags: {message}")
         if not args.wlb_off:
             checked(lambda: _take_over(args))
         if args.eval_interval is None:
@@ -142,7 +149,7 @@ def _open(args: Any, full_validation: bool) -> Opened:
         config = fit_to_memory(job, config)
         return Opened(job, open_sources(job, config))
     except ValueError as error:  # WlbErrors, and settings that do not fit together
-        raise RefusedHere(f"wlb_megatron: {name_flag(str(error), args, PREFIX)}") from None
+        raise RefusedHere(name_flag(str(error), args, PREFIX)) from None
 
 
 def _set_what_plans_need(args: Any, job: TrainingJob) -> None:
@@ -170,22 +177,18 @@ def _refuse_misfits(job: TrainingJob, config: WlbConfig) -> None:
     Sizes on the way there are looked at once the model has loaded, when it is known where the run goes on.
     """
     if wrong := window_misfit(job):
-        raise Refused(f"wlb_megatron refuses --seq-length: {wrong}")
+        raise Refused(f"--seq-length: {wrong}")
     batches = job.batches
     if wrong := misfit(
         batches.schedule.largest, job.sizes, batches.micro_batch_size, planned=plan_decides(config)
     ):
         flag = "--step-batch-size-schedule" if batches.stepped else "--global-batch-size"
-        raise Refused(f"wlb_megatron refuses {flag}: {wrong}")
+        raise Refused(f"{flag}: {wrong}")
     planned = plan_decides(config, evaluation=True)
     if job.evaluation.iterations and (
         wrong := misfit(batches.evaluated, job.sizes, batches.evaluated_micro_batch_size, planned=planned)
     ):
-        raise Refused(f"wlb_megatron refuses --eval-global-batch-size: {wrong}")
-
-
-def _refuse(line: str) -> None:
-    raise Refused(line)
+        raise Refused(f"--eval-global-batch-size: {wrong}")
 
 
 def _set(args: Any, name: str, value: Any, why: str) -> None:

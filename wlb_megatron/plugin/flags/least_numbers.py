@@ -25,7 +25,7 @@ LEAST = {
 def too_small(args: Any) -> str | None:
     """What to refuse of Megatron's arguments before they are validated, a line each; None where nothing is wrong."""
     lines = [
-        f"wlb_megatron refuses --{name.replace('_', '-')} {value}: give {least} or more."
+        f"--{name.replace('_', '-')} {value}: give {least} or more."
         for name, least in LEAST.items()
         if (value := getattr(args, name, None)) is not None and value < least
     ]

@@ -2,34 +2,72 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import signal
 import socket
+import threading
+import time
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
+from wlb_megatron.errors import WlbError, fatal
 from wlb_megatron.refusals import Refused, RefusedHere
 
 Result = TypeVar("Result")
+
+PATIENCE = 60.0
+"""Seconds that a rank waits for the first rank of its node to say why all of them stop."""
 
 
 def checked(check: Callable[[], Result]) -> Result:
     """Run what may raise Refused, and choose which ranks print its line.
 
-    Flags and packages are the same on all ranks of a node, so one rank of each node speaks. Files and GPUs may fail
-    one rank alone (RefusedHere), so each failing rank speaks. All but rank 0 name themselves and their host. A rank
-    that does not speak exits with status 1.
+    Flags and packages are the same on all ranks of a node, so its first rank speaks. The others wait, because a
+    launcher that sees one of them end kills the first before it has spoken. They speak, too, if nobody ends them within
+    PATIENCE. Files and GPUs may fail one rank alone (RefusedHere), so each failing rank speaks at once. All but rank 0
+    name themselves and their host. The plugin's own errors in training end a rank the same way, after their stack.
     """
     try:
         return check()
-    except Refused as refused:
-        if refused.ranks_chosen:
+    except Refused as raised:
+        if raised.ranks_chosen:
             raise
-        rank = int(os.environ.get("RANK", "0"))
-        refused.ranks_chosen = True
-        if rank == 0:
+        refused = raised
+    except Exception as error:
+        if not (isinstance(error, WlbError) or str(error).startswith("wlb_megatron: ")):
             raise
-        if isinstance(refused, RefusedHere) or os.environ.get("LOCAL_RANK", "0") == "0":
-            located = type(refused)(f"rank {rank} on {socket.gethostname()}: {refused}")
-            located.ranks_chosen = True
-            raise located from refused
-        raise SystemExit(1) from refused
+        traceback.print_exc()
+        refused = RefusedHere(str(error))
+    if not isinstance(refused, RefusedHere) and os.environ.get("LOCAL_RANK", "0") != "0":
+        _wait_for_the_end()
+    rank = int(os.environ.get("RANK", "0"))
+    spoken = type(refused)(fatal(str(refused), f"rank {rank} on {socket.gethostname()}: " if rank else ""))
+    spoken.ranks_chosen = True
+    _tell_torchrun(str(spoken))
+    raise spoken from None
+
+
+def refuse(line: str) -> None:
+    """End this rank with the line, as `checked` does."""
+
+    def check() -> None:
+        raise Refused(line)
+
+    checked(check)
+
+
+def _wait_for_the_end() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Megatron's handler would only note it
+    time.sleep(PATIENCE)
+
+
+def _tell_torchrun(line: str) -> None:
+    """Have torchrun's last lines on stderr say it, too: they show what a rank has written into this file."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": line, "timestamp": int(time.time())}, file)

@@ -44,7 +44,7 @@ def check_outputs(config: WlbConfig) -> None:
                 probe(Path(name))
         except OSError as error:
             raise RefusedHere(
-                f"wlb_megatron refuses {flag} {name}: the last rank cannot write it ({error.strerror}); give a path "
+                f"{flag} {name}: the last rank cannot write it ({error.strerror}); give a path "
                 "in a folder that it can write to"
             ) from None
 

@@ -82,7 +82,7 @@ class MicroBatchIterator:
             # A worker's error comes with its stack in front of its line.
             line = str(error).strip().splitlines()[-1].removeprefix(f"{WlbError.__module__}.WlbError: ")
             failures.tell(line)
-            raise RefusedHere(f"wlb_megatron: {line}") from None
+            raise RefusedHere(line) from None
         except Exception:
             failures.tell("it cannot draw its next micro-batch, and its own error says why")
             raise

@@ -131,7 +131,7 @@ def refuse_other_form(depths: int) -> None:
 
     if not hasattr(multi_token_prediction.roll_tensor, "__wlb_original__"):
         raise Refused(
-            "wlb_megatron refuses --mtp-num-layers: this Megatron rolls labels and masks in a form that the plugin "
+            "--mtp-num-layers: this Megatron rolls labels and masks in a form that the plugin "
             "does not know; use a release, or leave the flag out."
         )
 

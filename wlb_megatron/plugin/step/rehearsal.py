@@ -205,7 +205,7 @@ def _fitting(step: Callable[[], Any], rehearsal: Rehearsal, *, kept: bool = Fals
             ) from None
         tokens, size = (max(values) for values in zip(*map(_sizes, rehearsal.batches), strict=True))
         raise RefusedHere(
-            f"wlb_megatron: micro-batches of {tokens:,} tokens, of which this rank holds {size:,}, do not fit the GPU, "
+            f"micro-batches of {tokens:,} tokens, of which this rank holds {size:,}, do not fit the GPU, "
             "and training would come to them: lower --wlb-max-tokens, add --wlb-regather-keys, or recompute "
             f"activations ({str(error).splitlines()[0]})"
         ) from None

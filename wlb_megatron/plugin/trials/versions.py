@@ -154,7 +154,7 @@ def check_transformer_engine(transformer_impl: str) -> None:
     except importlib.metadata.PackageNotFoundError:
         if importlib.util.find_spec("transformer_engine") is None:
             raise Refused(
-                "wlb_megatron: --transformer-impl transformer_engine, but Transformer Engine is not installed: "
+                "--transformer-impl transformer_engine, but Transformer Engine is not installed: "
                 'pip install "transformer-engine[pytorch]", or on a machine without a GPU set '
                 "--transformer-impl local."
             ) from None
