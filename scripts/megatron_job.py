@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.environment import ROOT, cpu_environment
+from scripts.environment import cpu_environment
 
 if TYPE_CHECKING:
     from scripts.warm_ranks import WarmRanks
@@ -52,8 +52,8 @@ class Losses:
 def build_python_corpus(prefix: Path) -> None:
     """The Python standard library's sources as PREFIX.bin/.idx, byte by byte; nothing if they are there."""
     if not prefix.with_suffix(".idx").exists():
-        script = ROOT / "scripts" / "build_corpus.py"
-        subprocess.run([sys.executable, str(script), str(prefix)], env=cpu_environment(), check=True)
+        command = [sys.executable, "-m", "wlb_megatron.cli", "corpus", str(prefix)]
+        subprocess.run(command, env=cpu_environment(), check=True)
 
 
 def arguments(flags: list[str], iterations: int) -> list[str]:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from wlb_megatron.cli import main
 from wlb_megatron.documents.indexed import IndexedCorpus, read_index
 from wlb_megatron.documents.token_files import TokenFiles
 from wlb_megatron.errors import WlbError
@@ -92,6 +93,28 @@ def test_offsets_equal_the_ones_that_megatron_reads(corpus: Path) -> None:
         expected = [token for i in sequences for token in theirs[i].tolist()]
         assert ours.read(document, 0, len(expected)).tolist() == expected
         assert ours.index.lengths[document] == len(expected)
+
+
+def test_a_corpus_made_of_files_reads_back_in_megatron_as_their_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`wlb-megatron corpus` writes the pair without Megatron."""
+    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    texts = {"a.txt": b"one", "b/c.txt": bytes(range(256)), "d.txt": b""}
+    for name, text in texts.items():
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_bytes(text)
+    prefix = tmp_path / "new" / "corpus"
+    made = ["corpus", str(prefix), "--files", str(tmp_path / "texts"), "--glob", "*.txt"]
+    assert main(made) == 0
+    assert "3 documents, 262 tokens" in capsys.readouterr().out
+    theirs = indexed_dataset.IndexedDataset(str(prefix))
+    assert [theirs[at].tolist() for at in range(3)] == [[*text, 256] for text in texts.values()]
+    assert theirs.document_indices.tolist() == [0, 1, 2, 3]
+    assert main([*made[:2], "--files", str(tmp_path / "nothing")]) == 2
+    (tmp_path / "file").touch()
+    assert main(["corpus", str(tmp_path / "file" / "corpus"), *made[2:]]) == 2
+    assert "give another PREFIX" in capsys.readouterr().err
 
 
 def test_prefix_idx_and_bin_name_the_same_corpus(corpus: Path) -> None:

@@ -11,11 +11,12 @@ import pytest
 
 from wlb_megatron.cli import main
 from wlb_megatron.errors import WlbError
-from wlb_megatron.patching import checkout_version, git_apply, hunks, patches_of, state_of, tried_on
+from wlb_megatron.patching import APPLY, checkout_version, git_apply, hunks, patches_of, state_of, tried_on
 
 ROOT = Path(__file__).resolve().parents[1]
 # The line of pretrain_gpt.py at which each version has the patch's first line; the other file never changed.
-PLACES = {"0.16.2": 327, "0.17.2": 397, "0.18.3": 380, "0.19.1": 493, "0.20.0": 506}
+PLACES = {"0.16.2": 329, "0.17.2": 399, "0.18.3": 382, "0.19.1": 495, "0.20.0": 508}
+MAIN = 'if __name__ == "__main__":\n'
 WHEEL = importlib.util.find_spec("megatron.core")
 
 
@@ -25,7 +26,8 @@ def before(patch: Path, version: str) -> str:
     (start,) = re.match(r"@@ -(\d+)", body[0]).groups()
     place = PLACES[version] if target(patch) == "pretrain_gpt.py" else int(start)
     lines = [line[1:] for line in body[1:] if line[:1] in (" ", "-")]
-    return "\n".join([f"# line {number}" for number in range(1, place)] + lines) + "\n"
+    rest = ["    _MAIN_ENTRY_TIME = time.time()", "    pretrain()"] * (target(patch) == "pretrain_gpt.py")
+    return "\n".join([f"# line {number}" for number in range(1, place)] + lines + rest) + "\n"
 
 
 def target(patch: Path) -> str:
@@ -88,7 +90,7 @@ def test_a_fork_that_differs_in_one_file_is_named_with_its_hunk_and_nothing_is_c
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = checkout / "pretrain_gpt.py"
-    script.write_text(script.read_text().replace("_MAIN_ENTRY_TIME = time.time()", "_ENTERED = clock()"))
+    script.write_text(script.read_text().replace(MAIN, "if __name__ in ('__main__', 'launched'):\n"))
     original = tree(checkout)
     assert main(["patch", "--apply", str(checkout)]) == 2
     message = capsys.readouterr().err
@@ -96,7 +98,28 @@ def test_a_fork_that_differs_in_one_file_is_named_with_its_hunk_and_nothing_is_c
     assert "0001-pretrain-gpt.patch does not fit" in message
     assert re.search(r"patch failed: pretrain_gpt\.py:\d+", message)
     assert "| +    from wlb_megatron import enable  # --wlb-off" in message
-    assert f"git -C {checkout} apply --3way" in message
+    assert f"git -C {checkout} apply --unidiff-zero --3way" in message
+
+
+@pytest.mark.parametrize("where", ["above", "below", "inside", "instead"])
+def test_a_fork_that_changed_the_lines_around_the_entry_takes_the_patch(where: str, checkout: Path) -> None:
+    """The calls come first under `__main__`, and nothing else of the file changes."""
+    own = {
+        "above": ("# line 3\n", "# line 3\nimport fork\nfork.begin()\n"),
+        "below": ("    pretrain()\n", "    pretrain()\n    fork.end()\n\n\ndef unused():\n    pass\n"),
+        "inside": (MAIN, f"{MAIN}    fork.begin()  # before all\n"),
+        "instead": ("    _MAIN_ENTRY_TIME = time.time()\n", "    fork.clock()\n"),
+    }[where]
+    script = checkout / "pretrain_gpt.py"
+    script.write_text(script.read_text().replace(*own))
+    names = checkout / "megatron" / "training" / "__init__.py"
+    names.write_text("import fork\n" + names.read_text() + "\nfrom .fork import more\n")
+    original = tree(checkout)
+    assert main(["patch", "--apply", str(checkout)]) == 0
+    calls = "    from wlb_megatron import enable  # --wlb-off leaves Megatron as it is\n\n    enable()\n"
+    assert script.read_text() == original["pretrain_gpt.py"].replace(MAIN, MAIN + calls)
+    assert main(["patch", "--revert", str(checkout)]) == 0
+    assert tree(checkout) == original
 
 
 def test_the_three_way_help_merges_a_fork_that_moved_on_from_a_known_file(checkout: Path) -> None:
@@ -112,9 +135,7 @@ def test_the_three_way_help_merges_a_fork_that_moved_on_from_a_known_file(checko
     new.write_text(diff)
     script.write_text(known.replace("# line 3\n", "# a fork's own line\n"))
     subprocess.run(["git", "add", "-A"], cwd=checkout, check=True)
-    done = subprocess.run(
-        ["git", "apply", "--3way", str(new)], cwd=checkout, capture_output=True, check=False
-    )
+    done = subprocess.run(["git", *APPLY, "--3way", str(new)], cwd=checkout, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "enable()" in script.read_text() and "a fork's own line" in script.read_text()
 
@@ -124,7 +145,7 @@ def test_what_was_merged_by_hand_counts_as_applied_and_is_not_taken_out(
 ) -> None:
     assert main(["patch", "--apply", str(checkout)]) == 0
     script = checkout / "pretrain_gpt.py"
-    script.write_text(script.read_text().replace("_MAIN_ENTRY_TIME = time.time()", "_ENTERED = clock()"))
+    script.write_text(script.read_text().replace(MAIN, "def main():\n"))
     merged = tree(checkout)
     assert main(["patch", "--apply", str(checkout)]) == 0
     assert main(["patch", "--check", str(checkout)]) == 0

@@ -18,6 +18,7 @@ from wlb_megatron.arguments import name_flag
 from wlb_megatron.bounds import RANKS, whole
 from wlb_megatron.doctor.doctor_command import add_doctor
 from wlb_megatron.documents.lengths import read_lengths
+from wlb_megatron.documents.writing.text_corpus import add_corpus
 from wlb_megatron.errors import PREFIX, WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.patching import add_patch
@@ -63,13 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(
         dest="command",
         required=True,
-        metavar="inspect | analyze | simulate | reproduce | profile | patch | doctor",
+        metavar="inspect | analyze | simulate | reproduce | profile | corpus | patch | doctor",
     )
     _add_inspect(commands.add_parser("inspect", help="show the plans of documents of given lengths"))
     _add_analyze(commands.add_parser("analyze", help="predict what balancing gains on your documents"))
     _add_simulate(commands.add_parser("simulate", help="simulate training steps of a model on a cluster"))
     add_reproduce(commands.add_parser("reproduce", help="simulate the WLB-LLM paper's tables"))
     add_profile(commands.add_parser("profile", help="measure a model's costs on this GPU"))
+    add_corpus(commands.add_parser("corpus", help="make a corpus of text files, to try training"))
     add_patch(commands.add_parser("patch", help="add the plugin's calls to a fork of Megatron-LM"))
     add_doctor(commands.add_parser("doctor", help="check what is installed here, and print what to fix"))
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -1,6 +1,7 @@
 """`wlb-megatron patch`: the plugin's calls put into a fork of Megatron-LM, taken out again, or looked for.
 
-`git` does the work and does it whole or not at all: patches given to it together are applied together.
+`git` does the work and does it whole or not at all: patches given to it together are applied together. A patch has one
+line of context, the line that its own follow, so that it fits whatever a fork has changed around that line.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from wlb_megatron.errors import WlbError
 
 PACKAGE = Path(__file__).resolve().parent
 VERSION_FILE = Path("megatron/core/package_info.py")
+
+APPLY = ("apply", "--unidiff-zero")
+"""Without the flag, git takes a hunk with no context below for the end of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +132,14 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def state_of(checkout: Path, patch: Path) -> State:
     """Whether a patch is applied, can be applied, or neither."""
-    forward = _git(checkout, ["apply", "--check", "--verbose", str(patch)])
-    if forward.returncode == 0:
-        return State(patch, applied=False)
-    if _git(checkout, ["apply", "--check", "--reverse", str(patch)]).returncode == 0:
+    # Applied first: its anchor stays in a patched file, so that it can always be applied again.
+    if _git(checkout, [*APPLY, "--check", "--reverse", str(patch)]).returncode == 0:
         return State(patch, applied=True)
     if _holds(checkout, patch):
         return State(patch, applied=True, merged=True)
+    forward = _git(checkout, [*APPLY, "--check", "--verbose", str(patch)])
+    if forward.returncode == 0:
+        return State(patch, applied=False)
     errors = [
         line.removeprefix("error: ") for line in forward.stderr.splitlines() if line.startswith("error: ")
     ]
@@ -156,7 +161,7 @@ def _holds(checkout: Path, patch: Path) -> bool:
 def git_apply(checkout: Path, patches: list[Path], *, reverse: bool = False) -> None:
     """Apply patches together, or take them out in the other order. WlbError with git's words if it cannot."""
     ordered = [str(patch) for patch in (reversed(patches) if reverse else patches)]
-    done = _git(checkout, ["apply", *(["--reverse"] if reverse else []), *ordered])
+    done = _git(checkout, [*APPLY, *(["--reverse"] if reverse else []), *ordered])
     if done.returncode:
         raise WlbError(f"git changed nothing in {checkout}: {done.stderr.strip()}")
 
@@ -183,14 +188,14 @@ def _explain(checkout: Path, version: str, state: State) -> str:
     if state.merged:
         return (
             f"{state.patch.name} was merged by hand, so its lines are to be taken out by hand as well; nothing was "
-            f"changed. Or try: git -C {here} apply --3way --reverse {patch}"
+            f"changed. Or try: git -C {here} {' '.join(APPLY)} --3way --reverse {patch}"
         )
     lines = [f"{state.patch.name} does not fit this fork of megatron-core {version}; nothing was changed."]
     lines += [f"  {message}" for message in state.differs]
     lines += [f"  | {line}" for line in hunks(state.patch)]
     lines += [
         "  Merge it three-way (conflicts are marked in the file), then run this again:",
-        f"    git -C {here} apply --3way {patch}",
+        f"    git -C {here} {' '.join(APPLY)} --3way {patch}",
         "  It needs Megatron-LM's history (git fetch --unshallow). Without it, add the lines with + by hand.",
     ]
     return "\n".join(lines)

@@ -249,7 +249,11 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(lambda a, c: _get(a, "sft"), "--sft", "only pre-training documents can be packed; drop it"),
     Refusal(lambda a, c: _get(a, "fim_data"), "--fim-data", "fill-in-the-middle rewrites documents; drop it"),
-    Refusal(lambda a, c: _get(a, "mock_data"), "--mock-data", "give real documents with --data-path"),
+    Refusal(
+        lambda a, c: _get(a, "mock_data"),
+        "--mock-data",
+        "give documents with --data-path; `wlb-megatron corpus PREFIX` makes some",
+    ),
     Refusal(
         lambda a, c: _get(a, "dataloader_type") == "cyclic",
         "--dataloader-type cyclic",

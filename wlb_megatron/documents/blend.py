@@ -24,7 +24,9 @@ def parse_blend(values: Sequence[str]) -> tuple[list[str], list[float] | None]:
     odd count, or an even one without a number at each first place, is prefixes only.
     """
     if not values:
-        raise WlbError("no corpus given; give at least one prefix to --data-path")
+        raise WlbError(
+            "no corpus given: give at least one prefix to --data-path; `wlb-megatron corpus PREFIX` makes one to try"
+        )
     heads = [_number(value) for value in values[::2]]
     if len(values) % 2 == 1 or all(head is None for head in heads):
         return [value.strip() for value in values], None

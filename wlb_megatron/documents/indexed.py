@@ -27,8 +27,9 @@ from wlb_megatron.errors import WlbError
 
 IntArray = npt.NDArray[np.int64]
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+VERSION = 1
 _TOKEN_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _REBUILD = "rebuild the corpus with Megatron's tools/preprocess_data.py"
 
@@ -63,27 +64,27 @@ def read_index(path: str | Path) -> Index:
     idx = index_path(path)
     try:
         with idx.open("rb") as stream:
-            header = stream.read(_HEADER.size)
+            header = stream.read(HEADER.size)
             size = stream.seek(0, 2)
     except OSError as error:
         raise WlbError(
             f"cannot read index {idx}: {error.strerror}; give the prefix of a .bin/.idx pair"
         ) from None
-    if header[:9] != _MAGIC[: len(header)] or not header:
+    if header[:9] != MAGIC[: len(header)] or not header:
         raise WlbError(f"{idx} is not a Megatron index (bad header); {_REBUILD}")
-    if len(header) < _HEADER.size:
+    if len(header) < HEADER.size:
         raise WlbError(f"{idx} is truncated inside its header ({size} bytes); {_REBUILD}")
-    _, version, code, sequences, entries = _HEADER.unpack(header)
-    if version != 1:
-        raise WlbError(f"{idx} has index version {version}, this reader knows version 1; {_REBUILD}")
+    _, version, code, sequences, entries = HEADER.unpack(header)
+    if version != VERSION:
+        raise WlbError(f"{idx} has index version {version}, this reader knows version {VERSION}; {_REBUILD}")
     if code not in _TOKEN_TYPES:
         raise WlbError(f"{idx} stores tokens of type code {code}, not an integer type; {_REBUILD}")
-    needed = _HEADER.size + 12 * sequences + 8 * entries
+    needed = HEADER.size + 12 * sequences + 8 * entries
     if size < needed:
         raise WlbError(f"{idx} is truncated: {size} bytes, its header asks for {needed}; {_REBUILD}")
 
     content = np.memmap(idx, mode="r", dtype=np.uint8)
-    at = _HEADER.size
+    at = HEADER.size
     counts = np.frombuffer(content, "<i4", sequences, at)
     pointers = np.frombuffer(content, "<i8", sequences, at + 4 * sequences)
     bounds = np.frombuffer(content, "<i8", entries, at + 12 * sequences)

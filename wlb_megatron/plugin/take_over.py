@@ -6,6 +6,7 @@ gets a TrainingJob.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import traceback
@@ -114,6 +115,11 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
             refuse(f"Megatron refuses these flags: {message}")
         if not args.wlb_off:
             checked(lambda: _take_over(args))
+        elif _lacks_context_parallelism(args):
+            refuse(
+                "--wlb-off at --context-parallel-size above 1: Megatron's own attention then needs Transformer Engine; "
+                "install it, or compare with --wlb-packing original --wlb-sharding per-sequence"
+            )
         if args.eval_interval is None:
             args.eval_interval = (
                 1000  # Megatron divides by it, though nothing is evaluated, also with --wlb-off
@@ -150,6 +156,13 @@ def _open(args: Any, full_validation: bool) -> Opened:
         return Opened(job, open_sources(job, config))
     except ValueError as error:  # WlbErrors, and settings that do not fit together
         raise RefusedHere(name_flag(str(error), args, PREFIX)) from None
+
+
+def _lacks_context_parallelism(args: Any) -> bool:
+    """Whether stock Megatron would end in a traceback: of its attention classes only Transformer Engine's takes context
+    parallelism. A --spec may bring another attention."""
+    missing = args.transformer_impl == "local" or importlib.util.find_spec("transformer_engine") is None
+    return args.context_parallel_size > 1 and args.spec is None and missing
 
 
 def _set_what_plans_need(args: Any, job: TrainingJob) -> None:

@@ -118,7 +118,7 @@ def corpus(folder: Path, lengths: Path | None) -> Path:
     prefix = folder / "python_sources"
     if not prefix.with_suffix(".idx").exists():
         cut = ["--lengths", str(lengths)] if lengths else []
-        subprocess.run([sys.executable, "-m", "scripts.build_corpus", str(prefix), *cut], check=True)
+        subprocess.run([sys.executable, "-m", "wlb_megatron.cli", "corpus", str(prefix), *cut], check=True)
     return prefix
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from scripts.build_corpus import END_OF_DOCUMENT, build, documents_of, text_files
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
+from wlb_megatron.documents.writing.text_corpus import END_OF_DOCUMENT, build, documents_of, text_files
 
 SEED = 1234
 """gpu_train's --seed: it decides the plugin's order."""

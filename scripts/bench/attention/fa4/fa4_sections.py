@@ -159,7 +159,7 @@ class Sections:
                 str(self.corpus),
                 *(["--lengths", str(self.args.lengths)] if self.args.lengths else []),
             ]
-            self._start("corpus", self._python("scripts.build_corpus", *arguments), {})
+            self._start("corpus", self._python("wlb_megatron.cli", "corpus", *arguments), {})
             self._wait(60)
         return self.corpus
 

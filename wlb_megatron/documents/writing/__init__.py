@@ -1,0 +1,1 @@
+"""Corpora made of files of text."""
