@@ -88,8 +88,11 @@ def add_corpus(parser: argparse.ArgumentParser) -> None:
         "--files", type=Path, default=library, help="folder of texts (default: Python's library)"
     )
     parser.add_argument("--glob", default="*.py", help="which files of the folder tree (default: *.py)")
-    parser.add_argument("--lengths", help=".npy or .idx: cut the joined texts to these lengths (tokens)")
-    parser.add_argument("--longest", type=int, help="leave out files of more tokens")
+    parser.add_argument(
+        "--lengths",
+        help=".npy or .idx: cut the joined texts to these lengths, in tokens (default: whole files)",
+    )
+    parser.add_argument("--longest", type=int, help="leave out files of more tokens (default: none)")
     parser.set_defaults(run=run_corpus)
 
 
