@@ -1,4 +1,4 @@
-"""A real Slurm of one node in a temporary folder: munged, slurmctld and slurmd of this user, on free ports."""
+"""A real Slurm of this user in a temporary folder: munged, slurmctld, and a slurmd for each node, on free ports."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket,cred_expire=5
 CredType=cred/munge
 SlurmctldPort={controller}
-SlurmdPort={node}
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -40,9 +39,10 @@ SchedulerParameters=sched_interval=2,bf_interval=2
 ReturnToService=2
 KillWait=2
 MpiDefault=none
-NodeName={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=1000
+{nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=1000"
 
 
 def missing() -> str | None:
@@ -60,9 +60,14 @@ def _path() -> str:
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """The environment in which sbatch and its like talk to a cluster that lives as long as the block."""
-    for name in ("munge", "state", "spool"):
+def cluster(folder: Path, names: tuple[str, ...] = ()) -> Iterator[dict[str, str]]:
+    """The environment in which sbatch and its like talk to a cluster that lives as long as the block.
+
+    names: of its nodes; none: one node with this machine's name.
+    """
+    host = socket.gethostname().split(".")[0]
+    names = names or (host,)
+    for name in ("munge", "state", *(f"spool-{node}" for node in names)):
         (folder / name).mkdir(mode=0o755)
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(1024))
@@ -70,11 +75,11 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     configuration = folder / "slurm.conf"
     configuration.write_text(
         CONFIGURATION.format(
-            host=socket.gethostname().split(".")[0],
+            host=host,
             user="root",
             folder=folder,
             controller=free_port(),
-            node=free_port(),
+            nodes="\n".join(NODE.format(name=name, host=host, port=free_port()) for name in names),
         )
     )
     environment = {**os.environ, "PATH": _path(), "SLURM_CONF": str(configuration)}
@@ -89,7 +94,7 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
             *munge,
         ],
         ["slurmctld", "-D", "-f", str(configuration)],
-        ["slurmd", "-D", "-f", str(configuration)],
+        *(["slurmd", "-D", "-N", name, "-f", str(configuration)] for name in names),
     ]
     started: list[subprocess.Popen[bytes]] = []
     try:
@@ -97,7 +102,9 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             started.append(subprocess.Popen(daemon, env=environment, **quiet))  # type: ignore[call-overload]
             time.sleep(0.5)
-        wait_for(lambda: "idle" in ask(["sinfo", "-h", "-o", "%t"], environment), 60)
+        wait_for(
+            lambda: ask(["sinfo", "-h", "-N", "-o", "%t"], environment).split() == ["idle"] * len(names), 60
+        )
         yield environment
     finally:
         with suppress(subprocess.TimeoutExpired, TimeoutError):

@@ -50,6 +50,7 @@ PYTHON={sys.executable}
 ENTRY=(-m wlb_megatron.pretrain_gpt)
 CHECKPOINTS={folder}/checkpoints
 TRAIN_ITERS={STEPS}
+RESTARTS=3
 MODEL=({" ".join(arguments)} --num-workers 1)
 LAYOUT=(--ckpt-format torch_dist --auto-detect-ckpt-format)
 DATA=() TRAINING=() WLB=(--wlb-log {folder}/steps.jsonl)
@@ -66,7 +67,8 @@ SRUN = """#!/usr/bin/env bash
 printf '%s\\0' "$@" >"$TOLD/srun"
 [ -z "$SIGNAL" ] || kill -s "$SIGNAL" "$PPID"
 while [ "${1:0:1}" = - ]; do shift; done
-for rank in 0 1 2; do SLURM_PROCID=$rank SLURM_LOCALID=0 SLURM_NTASKS=3 "$@"; done
+[ "$STATUS" = 0 ] || echo "srun: error: node8: task 1: Exited with exit code $STATUS" >&2
+for rank in 0 1 2; do SLURMD_NODENAME=node$((7 + rank)) SLURM_PROCID=$rank SLURM_LOCALID=0 SLURM_NTASKS=3 "$@"; done
 exit "$STATUS"
 """
 TRAINER = """#!/usr/bin/env bash
@@ -74,7 +76,8 @@ TRAINER = """#!/usr/bin/env bash
 echo "rank $RANK of $WORLD_SIZE on GPU $LOCAL_RANK, rendezvous $MASTER_ADDR:$MASTER_PORT"
 [ -z "$SAVED" ] || echo "$SAVED" >"$PWD/checkpoints/night/latest_checkpointed_iteration.txt"
 printf '%s\\n' "$@" >"$TOLD/trainer"
-echo "$PYTORCH_CUDA_ALLOC_CONF" >"$TOLD/allocator"
+echo "$PYTORCH_CUDA_ALLOC_CONF $CUDA_DEVICE_MAX_CONNECTIONS $SRUN_CPUS_PER_TASK" >"$TOLD/environment"
+[ -z "$SAYS" ] || echo "$SAYS" >&2
 """
 
 
@@ -88,6 +91,8 @@ def run_with_stubs(
         ("srun", SRUN),
         ("python3", TRAINER),
         ("scancel", "#!/usr/bin/env bash\n"),
+        ("squeue", '#!/usr/bin/env bash\n[ "$2" != --jobs=40120 ] || echo 40120 is running\n'),
+        ("sinfo", "#!/usr/bin/env bash\nprintf 'node%s\\n' $USABLE\n"),
         ("scontrol", f'#!/usr/bin/env bash\nif [ "$1" = show ]; then {hosts}; else {asked}; fi\n'),
     ):
         (folder / "bin" / name).write_text(text)
@@ -99,9 +104,15 @@ def run_with_stubs(
         "STATUS": str(status),
         "SAVED": saved,
         "SIGNAL": signal,
+        "SAYS": "",
+        "USABLE": "7 8 9",
         "SLURM_JOB_ID": "40123",
         "SLURM_JOB_NAME": "night",
         "SLURM_JOB_NODELIST": "node[7-9]",
+        "SLURM_JOB_NUM_NODES": "3",
+        "SLURM_JOB_PARTITION": "all",
+        "SLURM_CPUS_ON_NODE": "96",
+        "SLURM_TASKS_PER_NODE": "1(x3)",
         **exported,
     }
     done = subprocess.run(
@@ -112,7 +123,7 @@ def run_with_stubs(
         text=True,
         check=False,
     )
-    assert done.stderr == ""
+    assert not [line for line in done.stderr.splitlines() if line.startswith("/")], done.stderr  # of bash
     return done.returncode, done.stdout, (folder / "srun").read_text().split("\0")
 
 
@@ -124,7 +135,8 @@ def test_the_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for
     text = SCRIPT.read_text()
     assert text.count("\nIMAGE= #") == 1
     script.write_text(text.replace("\nIMAGE= #", f"\nIMAGE='{image}' #"))
-    exported = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"} if image else {}
+    exported = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512", "NCCL_IB_HCA": "mlx5", "GLOO_LEVEL": "1"}
+    exported = exported if image else {}
     code, log, asked = run_with_stubs(script, tmp_path, 0, "50000", "--lr", "1e-4", **exported)
     assert code == 0, log
     assert "start 0, from iteration 0, on node7 node8 node9" in log
@@ -134,7 +146,7 @@ def test_the_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for
     assert f"rank 0 of 3 on GPU 0, {where}" in log and f"rank 2 of 3 on GPU 0, {where}" in log
     assert "rank 1 of 3" not in log
     assert (
-        tmp_path / "logs" / "night-40123" / "rank-1.log"
+        tmp_path / "logs" / "night" / "40123-0" / "node8" / "rank-1.log"
     ).read_text() == f"rank 1 of 3 on GPU 0, {where}\n"
     options = asked[: asked.index("bash")]
     assert options[:2] == ["--kill-on-bad-exit=1", "--mpi=none"]
@@ -150,16 +162,29 @@ def test_the_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for
             "container-env": container["container-env"],
         }
         # An image's own values win over all others.
-        for name in container["container-env"].split(","):
-            assert re.search(rf"\b{name}=", text), name
-        assert "PYTORCH_CUDA_ALLOC_CONF" in container["container-env"]
-    allocator = (tmp_path / "allocator").read_text().strip()
-    assert allocator == ("max_split_size_mb:512" if image else "expandable_segments:True")
+        names = set(container["container-env"].split(","))
+        assert names >= {
+            "RANKS",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "CUDA_DEVICE_MAX_CONNECTIONS",
+            "TRITON_CACHE_DIR",
+        }
+        assert names >= {
+            "PYTORCH_CUDA_ALLOC_CONF",
+            "NCCL_DEBUG",
+            "PYTHONUNBUFFERED",
+            "NCCL_IB_HCA",
+            "GLOO_LEVEL",
+        }
+        assert not names & {"PATH", "HOME", "SLURM_JOB_ID"}
+    allocator = "max_split_size_mb:512" if image else "expandable_segments:True"
+    assert (tmp_path / "environment").read_text() == f"{allocator} 1 96\n"
     arguments = (tmp_path / "trainer").read_text().splitlines()
     assert arguments[:3] == ["-m", "wlb_megatron.launch", "/home/user/Megatron-LM/pretrain_gpt.py"]
     assert arguments[-2:] == ["--lr", "1e-4"], "what follows the script's name comes last"
     assert "--exit-signal-handler" in arguments and "#" not in "".join(arguments)
-    assert arguments[arguments.index("--wlb-log") + 1] == f"{tmp_path}/logs/night-40123/steps.jsonl"
+    assert arguments[arguments.index("--wlb-log") + 1] == f"{tmp_path}/logs/night/steps.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +194,7 @@ def test_the_batch_script_starts_every_rank_with_what_torch_and_megatron_ask_for
             "700",
             1,
             True,
-            r"failed with status 1 .*checkpoint at iteration 700 of 50000: the job queues itself",
+            r"failed with status 1, first on node8(.|\n)*failed at iteration 700 of 50000: the job queues itself",
         ),
         ("600", 1, False, "ended with status 1 at iteration 600 of 50000"),  # nothing new since its start
         ("", 9, False, "ended with status 9 at iteration 600 of 50000"),
@@ -190,17 +215,67 @@ def test_a_run_that_fails_is_queued_again_only_where_it_had_come_further(
     assert (asked.read_text() if asked.exists() else "") == ("requeue 40123\n" if queued else "")
 
 
+@pytest.mark.parametrize(
+    ("usable", "goes_on_without"), [("6 7 8 9", "node8"), ("7 8 9", ""), ("6 7 9 8 8", "node8")]
+)
+def test_a_node_whose_task_failed_is_left_out_where_there_are_others(
+    usable: str, goes_on_without: str, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints" / "night").mkdir(parents=True)
+    _, log, _ = run_with_stubs(SCRIPT, tmp_path, 1, "700", USABLE=usable)
+    asked = (tmp_path / "scontrol").read_text().splitlines()
+    assert asked[0] == "requeue 40123"
+    assert asked[1:] == [f"update JobId=40123 ExcNodeList={goes_on_without}"] * bool(goes_on_without)
+    assert ("goes on without node8" in log) == bool(goes_on_without)
+
+
+def test_why_a_run_failed_is_told_in_the_jobs_log_and_a_full_disk_ends_it(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints" / "night"
+    checkpoints.mkdir(parents=True)
+    line = "wlb_megatron: error: cannot save in /full: No space left on device"
+    code, log, _ = run_with_stubs(SCRIPT, tmp_path, 1, "700", SAYS=line, SLURM_RESTART_COUNT="1")
+    assert code == 1 and f"failed with status 1, first on node8; {line}\n" in log
+    assert not (tmp_path / "scontrol").exists()
+    assert "ended with status 1 at iteration 700" in log and "starts in a row" not in log
+    # At a restart the flags are known to be right: what fails without a new checkpoint is tried again, three times.
+    queued = []
+    for start in (2, 3, 4, 5):
+        code, log, _ = run_with_stubs(SCRIPT, tmp_path, 9, "", SLURM_RESTART_COUNT=str(start))
+        queued.append(code)
+    assert queued == [0, 0, 9, 1]
+    assert "ended after 3 starts in a row without a new checkpoint" in log
+
+
+def test_a_job_whose_folder_another_running_job_has_does_not_start(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints" / "night"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "job").write_text("40120\n")
+    with pytest.raises(FileNotFoundError):  # srun was not called
+        run_with_stubs(SCRIPT, tmp_path, 0, "50000")
+    (checkpoints / "job").write_text("40119\n")  # has ended, or was killed
+    assert run_with_stubs(SCRIPT, tmp_path, 0, "50000")[0] == 0
+    assert (checkpoints / "job").read_text() == "40123\n"
+
+
+def test_fsdp_gets_the_connections_that_it_asks_for(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "night").mkdir(parents=True)
+    run_with_stubs(SCRIPT, tmp_path, 0, "50000", "--use-megatron-fsdp")
+    assert (tmp_path / "environment").read_text().split()[1:] == ["8", "96"]
+
+
 def test_a_job_signalled_three_times_before_it_has_saved_is_not_queued_again(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "night").mkdir(parents=True)
     asked, queued = tmp_path / "scontrol", []
     for start, saved in enumerate(["", "", "700", "", "", ""]):
-        code, log, _ = run_with_stubs(SCRIPT, tmp_path, 0, saved, signal="USR1")
+        code, log, _ = run_with_stubs(
+            SCRIPT, tmp_path, 0, saved, signal="USR1", SLURM_RESTART_COUNT=str(start)
+        )
         assert "signalled: the trainers save and exit" in log
         queued.append(asked.exists())
         asked.unlink(missing_ok=True)
         assert code == (0 if queued[-1] else 1), (start, log)
     assert queued == [True, True, True, True, True, False], "saving begins the count anew"
-    assert "signalled in three starts in a row before it saved a checkpoint: raise --time" in log
+    assert "3 starts in a row without a new checkpoint: see why in" in log
 
 
 def test_a_release_checkpoint_counts_as_iteration_0(tmp_path: Path) -> None:
@@ -209,6 +284,60 @@ def test_a_release_checkpoint_counts_as_iteration_0(tmp_path: Path) -> None:
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("release")
     _, log, _ = run_with_stubs(SCRIPT, tmp_path, 1, "")
     assert "from iteration 0," in log and "ended with status 1 at iteration 0 of" in log
+
+
+STANDING_IN = """#!/usr/bin/env bash
+# Stands for the trainer: at the first start n2 fails when its job is to go on, after a checkpoint was saved.
+if [ -n "${SLURM_RESTART_COUNT:-}" ] || [ -e "$PWD/go" ]; then
+    echo 50000 >"$PWD/checkpoints/latest_checkpointed_iteration.txt"
+elif [ "$SLURMD_NODENAME" = n2 ]; then
+    until [ -e "$PWD/go" ]; do sleep 0.2; done
+    echo 700 >"$PWD/checkpoints/latest_checkpointed_iteration.txt"
+    exit 7
+else
+    sleep 100
+fi
+"""
+
+
+def test_slurm_goes_on_without_a_node_that_failed_and_keeps_second_jobs_out(tmp_path: Path) -> None:
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    trainer = tmp_path / "trainer"
+    trainer.write_text(STANDING_IN)
+    trainer.chmod(0o755)
+    run = f"PYTHON={trainer} IMAGE= TRAIN_ITERS=50000 RESTARTS=3 CHECKPOINTS={tmp_path}/checkpoints\n"
+    run += "ENTRY=() MODEL=() LAYOUT=() DATA=() TRAINING=() WLB=()\n"
+    script = tmp_path / "pretrain.sbatch"
+    script.write_text(EDIT.sub(lambda _: run, SCRIPT.read_text()))
+    with cluster(tmp_path, ("n1", "n2", "n3")) as environment:
+
+        def submit(name: str, nodes: int) -> str:
+            sized = [f"--nodes={nodes}", "--ntasks-per-node=1", "--gpus-per-node=0", f"--chdir={tmp_path}"]
+            named = [f"--job-name={name}", f"--output={tmp_path}/{name}-%j.log"]
+            answer = ask(["sbatch", *sized, *named, str(script)], environment)
+            return re.findall(r"Submitted batch job (\d+)", answer)[0]
+
+        def log(name: str, job: str) -> str:
+            path = tmp_path / f"{name}-{job}.log"
+            return path.read_text() if path.exists() else ""
+
+        first = submit("night", 2)
+        wait_for(lambda: "from iteration 0, on n1 n2" in log("night", first), 30)
+        second, other = submit("night", 1), submit("other", 1)
+        wait_for(lambda: f"job {first} trains in {tmp_path}/checkpoints" in log("other", other), 30)
+        assert "Dependency" in ask(["squeue", "-h", "-j", second, "-o", "%T %r"], environment)
+        (tmp_path / "go").touch()
+        try:
+            wait_for(lambda: "ended with status 0" in log("night", first), 150)
+            wait_for(lambda: "ended with status 0" in log("night", second), 60)
+        except TimeoutError:
+            pytest.fail(log("night", first) + ask(["squeue"], environment))
+    text = log("night", first)
+    assert "failed with status 7, first on n2" in text and "goes on without n2" in text
+    assert "start 1, from iteration 700, on n1 n3" in text
+    assert f"job {second}, start 0, from iteration 50000" in log("night", second), "it waited for the first"
 
 
 @pytest.fixture()
