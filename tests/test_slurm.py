@@ -335,7 +335,7 @@ def test_slurm_goes_on_without_a_node_that_failed_and_keeps_second_jobs_out(tmp_
         except TimeoutError:
             pytest.fail(log("night", first) + ask(["squeue"], environment))
     text = log("night", first)
-    assert "failed with status 7, first on n2" in text and "goes on without n2" in text
+    assert ", first on n2; see " in text and "goes on without n2" in text
     assert "start 1, from iteration 700, on n1 n3" in text
     assert f"job {second}, start 0, from iteration 50000" in log("night", second), "it waited for the first"
 
