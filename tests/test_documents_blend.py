@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_megatron.documents.blend import SPLITS, Blend, parse_blend, split_bounds
-from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.corpus import Corpus, Rules
+from wlb_megatron.documents.passes import epochs
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 
@@ -148,3 +149,23 @@ def test_a_split_lands_on_the_documents_that_megatron_would_take(shares: list[in
 def test_a_split_that_makes_no_sense_is_refused(split: str) -> None:
     with pytest.raises(WlbError, match="no shares to read"):
         split_bounds(split, 10)
+
+
+@pytest.mark.parametrize(("weights", "first"), [((1.0, 1.0), "small"), ((1.0, 9.0), "large")])
+def test_the_corpus_that_comes_again_first_is_known_with_the_tokens_given_by_then(
+    weights: tuple[float, float], first: str
+) -> None:
+    """300 tokens at half of the tokens last for 600; 1,500 at nine tenths for 1,667."""
+    lengths = {"small": [10] * 30, "large": [15] * 100}
+    corpora, first_id = [], 0
+    for (name, of), weight in zip(lengths.items(), weights, strict=True):
+        corpora.append(Corpus(name, np.array(of), first_id, weight))
+        first_id += len(of)
+    stream = DocumentStream(corpora, Rules(window=64))
+    name, expected = stream.first_pass()
+    given = 0
+    while max(epochs(stream.state())) < 1:
+        piece = stream.next()
+        assert piece is not None
+        given += piece.tokens
+    assert name == first and abs(given - expected) <= 30

@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked_ranks
 import pytest
-from megatron_runs import ROOT, failure, flags, launch, write_corpus
+from megatron_runs import LENGTHS, ROOT, cpu_environment, failure, flags, launch, write_corpus
 from test_profile_fit import GPU, made_samples
 from training_jobs import training_job
 
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.plugin.logs import metrics, timers, trace
+from wlb_megatron.plugin.job_state import begin_job
+from wlb_megatron.plugin.logs import metrics, stragglers, timers, trace
 from wlb_megatron.plugin.logs.drift import CALIBRATION, WINDOW, Drift
 from wlb_megatron.plugin.logs.prediction import layer_model, predictor
+from wlb_megatron.plugin.logs.progress import WINDOW as WINDOW_OF_PROGRESS
+from wlb_megatron.plugin.logs.progress import Progress, duration
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.sharding.select import shard, shard_all
@@ -43,11 +48,14 @@ def test_a_run_that_keeps_its_pace_is_not_warned_of_whatever_its_scale() -> None
 
 
 @pytest.mark.parametrize(("factor", "word"), [(1.3, "30% longer"), (0.7, "30% shorter")])
-def test_a_run_that_changes_its_pace_is_warned_of_once(factor: float, word: str) -> None:
+def test_a_run_that_changes_its_pace_is_warned_of_once_for_each_change(factor: float, word: str) -> None:
     drift = Drift()
     assert not fed(drift, [2.0] * SETTLED)
     (warning,) = fed(drift, [2.0 * factor] * 5 * WINDOW)
-    assert word in warning and "\n" not in warning
+    assert f"{word} than predicted (60 ms each)" in warning and "\n" not in warning
+    (again,) = fed(drift, [4.0 * factor] * 5 * WINDOW)
+    assert "longer than predicted" in again
+    assert fed(drift, [2.0] * 5 * WINDOW)[-1].endswith("took as long as the run's first ones again")
 
 
 def test_a_few_slow_iterations_are_no_drift() -> None:
@@ -59,6 +67,87 @@ def test_iterations_without_a_time_are_left_out() -> None:
     drift = Drift()
     assert drift.add(0.0, 5.0) is None and drift.add(5.0, float("nan")) is None
     assert drift.scale is None
+
+
+def paces(*device_ms: float, host: float = 1.0) -> list[stragglers.Pace]:
+    return [
+        stragglers.Pace(at, f"node{at // 2}", f"GPU {at % 2}, H100", ms, host)
+        for at, ms in enumerate(device_ms)
+    ]
+
+
+def test_a_slow_rank_is_named_with_host_and_gpu_and_told_again_when_that_changes() -> None:
+    begin_job()
+    assert stragglers.judge(paces(2.0, 2.1, 2.0, 2.2)) is None and stragglers.name_slowest() is None
+    slow = stragglers.judge(paces(2.0, 2.0, 2.0, 2.8))
+    assert slow is not None and slow.startswith(
+        "rank 3 on node1 (GPU 1, H100) takes 40% longer than the median of all ranks for the same matrix products"
+    )
+    assert stragglers.judge(paces(2.0, 2.0, 2.0, 2.9)) is None, "as before"
+    assert "60% longer" in str(stragglers.judge(paces(2.0, 2.0, 2.0, 3.2))), "slower than before"
+    assert "rank 1 on node0" in str(stragglers.judge(paces(2.0, 3.2, 2.0, 2.0)))
+    assert stragglers.figures() == {"slowest_rank": 1, "slowest_host": "node0", "slowest_excess": 0.6}
+    assert stragglers.judge(paces(2.0, 2.0, 2.0, 2.0)) == "no rank is slower than the others any more"
+    assert stragglers.judge(paces(2.0, 2.0, 2.0, 2.0)) is None
+
+
+SLOW_RANK = """
+import os, runpy
+from wlb_megatron.plugin.logs import stragglers
+stragglers.FIRST, measured = 2, stragglers._measure
+def measure():
+    host, device, on_device, on_host = measured()
+    return host, device, 10.0 * (1 + 2 * (os.environ["RANK"] == "1")), 1.0
+stragglers._measure = measure
+runpy.run_module("wlb_megatron.pretrain_gpt", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.megatron
+def test_a_run_says_how_far_it_is_and_which_rank_computes_slowly(corpus: Path, tmp_path: Path) -> None:
+    script, log = tmp_path / "script.py", tmp_path / "log.jsonl"
+    script.write_text(SLOW_RANK)
+    arguments = [
+        *flags(context=2),
+        "--data-path",
+        str(corpus),
+        "--global-batch-size",
+        "2",
+        "--train-iters",
+        "4",
+    ]
+    arguments += ["--split", "1,0,0", "--wlb-log", str(log)]
+    done = forked_ranks.run([str(script)], arguments, 2, cpu_environment(), timeout=120)
+    assert done.returncode == 0, failure(done)
+    tokens, steps = sum(LENGTHS), sum(LENGTHS) / 128
+    expected = (
+        f"an epoch is {tokens} tokens, {steps:.0f} steps; the run's 4 steps are {4 / steps:.2f} of them."
+    )
+    assert expected in done.stdout
+    warned = [line for line in done.stdout.splitlines() if line.startswith("WARNING: wlb_megatron: rank")]
+    host = socket.gethostname()
+    assert len(warned) == 1 and warned[0].startswith(
+        f"WARNING: wlb_megatron: rank 1 on {host} (CPU) takes 50% longer"
+    )
+    assert re.search(r"\[wlb\] iteration 1 of 4 \(25\.0%\) \| imb", done.stdout)
+    assert re.search(r"\[wlb\] iteration 3 of 4 \(75\.0%, \d+ s left\) \|", done.stdout)
+    assert "/s/GPU" not in done.stdout, "of no use on CPUs"
+    last = json.loads(log.read_text().splitlines()[-1])
+    assert last["seconds_left"] == 0 and last["train_iterations"] == 4 and last["time"] > 1.7e9
+    assert (last["slowest_rank"], last["slowest_host"], last["slowest_excess"]) == (1, host, 0.5)
+
+
+def test_the_time_left_is_that_of_the_latest_iterations() -> None:
+    now = [0.0]
+    run = Progress(clock=lambda: now[0])
+    assert "seconds_left" not in run.add(11, 1000)
+    for iteration in range(12, 12 + 2 * WINDOW_OF_PROGRESS):
+        now[0] += 9.0 if iteration < 20 else 2.0
+        figures = run.add(iteration, 1000)
+    assert figures["seconds_left"] == pytest.approx(2.0 * (1000 - iteration))
+    assert "seconds_left" not in run.add(500, None)
+    spelled = [duration(seconds) for seconds in (45, 720, 12_000, 457_200)]
+    assert spelled == ["45 s", "12 min", "3 h 20 min", "5 d 7 h"]
 
 
 def figures_of(**changes: Any) -> dict[str, Any]:

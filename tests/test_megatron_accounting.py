@@ -118,9 +118,6 @@ def test_tokens_are_counted_as_they_are_trained(run: Run) -> None:
     counts = [sum(run.tokens(iteration)) for iteration in range(ITERATIONS)]
     assert run.logged(r"tokens: (\d+), \d+ so far") == counts
     assert run.logged(r"tokens: \d+, (\d+) so far") == [sum(counts[: k + 1]) for k in range(ITERATIONS)]
-    times = run.logged(r"elapsed time per iteration \(ms\): (\S+)")
-    rates = run.logged(r"so far, (\d+)/s/GPU")
-    assert all(rate > 0 for rate in rates) and len(rates) == len(times)
 
 
 def test_megatrons_other_figures_are_logged(run: Run) -> None:

@@ -77,7 +77,7 @@ def test_each_report_of_an_iteration_is_made_whatever_becomes_of_the_others(
 ) -> None:
     training = pytest.importorskip("megatron.training")
     log = tmp_path / "log.jsonl"
-    args = Namespace(log_interval=1, tensorboard_log_interval=1, wlb_log=str(log))
+    args = Namespace(log_interval=1, distributed_backend="gloo", tensorboard_log_interval=1, wlb_log=str(log))
     monkeypatch.setattr(training, "get_args", lambda: args)
     monkeypatch.setattr(training, "get_tensorboard_writer", Broken)
     monkeypatch.setattr(training, "get_wandb_writer", Broken)

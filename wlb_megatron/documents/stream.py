@@ -72,6 +72,13 @@ class DocumentStream:
         lengths = (int(block.max(initial=0)) for corpus in self._corpora for block in blocks(corpus.lengths))
         return min(self.rules.window, max(lengths))
 
+    def first_pass(self) -> tuple[str, int]:
+        """The corpus that is the first to have been passed once, and the tokens that all have given then."""
+        tokens = (sum(int(b.sum(dtype=np.int64)) for b in blocks(corpus.lengths)) for corpus in self._corpora)
+        total = sum(self._weights)
+        given = [int(own * total / weight) for own, weight in zip(tokens, self._weights, strict=True)]
+        return min(zip(self.names, given, strict=True), key=lambda item: item[1])
+
     def next(self) -> Piece | None:
         """The next piece; None after the last one of a single pass."""
         if self._taken == len(self._block):

@@ -21,11 +21,12 @@ class Drift:
         self.scale: float | None = None
         self._seen = 0
         self._ratios: deque[float] = deque(maxlen=max(WINDOW, CALIBRATION[1]))
-        self._warned = False
+        self._told = 1.0  # the pace that the log knows
+        self._moved = 0  # iterations since the median has
 
     def add(self, predicted: float, measured: float) -> str | None:
-        """Milliseconds of one iteration. A warning, the first time that the last WINDOW iterations' median is more
-        than LIMIT from the scale."""
+        """Milliseconds of one iteration. A warning where the last WINDOW iterations' median has moved by more than
+        LIMIT of the scale since the last warning, or since the first iterations."""
         if not (predicted > 0 and measured > 0):
             return None
         self._seen += 1
@@ -38,14 +39,18 @@ class Drift:
             self.scale = median(self._ratios)
             self._ratios.clear()
             return None
-        if len(self._ratios) < WINDOW or self._warned:
+        if len(self._ratios) < WINDOW:
             return None
         now = median(list(self._ratios)[-WINDOW:]) / self.scale
-        if abs(now - 1) <= LIMIT:
+        self._moved = self._moved + 1 if abs(now - self._told) > LIMIT else 0
+        if self._moved <= WINDOW // 2:  # the other half of the window is from before
             return None
-        self._warned = True
+        self._told, self._moved = now, 0
+        if abs(now - 1) <= LIMIT:
+            return f"the last {WINDOW} iterations took as long as the run's first ones again"
         slower = "longer" if now > 1 else "shorter"
+        cost = abs(now - 1) * self.scale * predicted
         return (
-            f"the last {WINDOW} iterations took {abs(now - 1):.0%} {slower} than predicted, compared with the run's "
-            "first ones: a slower GPU or network, another load on the machine, or work that plans do not count"
+            f"the last {WINDOW} iterations took {abs(now - 1):.0%} {slower} than predicted ({cost:,.0f} ms each), "
+            "compared with the run's first ones"
         )

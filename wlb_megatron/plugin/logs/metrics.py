@@ -23,7 +23,9 @@ from wlb_megatron.documents import passes
 from wlb_megatron.pipeline.groups import documents_in_chunks
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.logs import stragglers
 from wlb_megatron.plugin.logs.drift import Drift
+from wlb_megatron.plugin.logs.progress import Progress, describe
 from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.plans.planning import PlannedIteration, PlannedMicroBatch
@@ -44,6 +46,7 @@ class Figures:
 
     pending: tuple[dict[str, Any], float] | None = None
     drift: Drift = field(default_factory=Drift)
+    progress: Progress = field(default_factory=Progress)
     thrown_away: Counter[str] = field(default_factory=Counter)
 
 
@@ -87,13 +90,19 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
         result, state = original(*args, **kwargs), part(Figures)
+        with never_fatal("the ranks' pace is not measured"):
+            _warn(stragglers.after_iteration(int(signature.bind(*args, **kwargs).arguments["iteration"])))
         if state.pending is not None:
             (figures, began), state.pending = state.pending, None
             with never_fatal(_NO_FIGURES):
                 seconds = time.perf_counter() - began
                 rate = figures["tokens"] / seconds / torch.distributed.get_world_size()
                 skipped = int(signature.bind(*args, **kwargs).arguments["skipped_iter"])
+                figures |= state.progress.add(figures["iteration"], get_args().train_iters)
+                figures |= stragglers.figures()
                 figures |= {"measured_ms": seconds * 1e3, "tokens_per_second_per_gpu": rate}
                 _report(figures | {"update_skipped": skipped})
         return result
@@ -112,10 +121,12 @@ def _report(figures: dict[str, Any]) -> None:
         state.thrown_away.update(iterations=1, documents=figures["documents"], tokens=figures["tokens"])
     with never_fatal("the log line is not printed"):
         if iteration % args.log_interval == 0:
-            print(log_line(figures, state.drift.scale, state.thrown_away), flush=True)
+            on_gpu = args.distributed_backend == "nccl"
+            print(log_line(figures, state.drift.scale, state.thrown_away, on_gpu=on_gpu), flush=True)
             state.thrown_away.clear()
         if warning is not None:
-            print(f"WARNING: wlb_megatron: {warning}", flush=True)
+            alone = "no rank computes slower alone: look at the network, or at work that plans do not count"
+            _warn(f"{warning}; {stragglers.name_slowest() or alone}")
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
     shown = {f"wlb/{name}": value for name, value in figures.items() if name not in _LONG}
     if writer and iteration % args.tensorboard_log_interval == 0:
@@ -129,6 +140,11 @@ def _report(figures: dict[str, Any]) -> None:
             # The epochs of a blend of thousands are long: they stand in the lines that are logged, too.
             kept = figures if iteration % args.log_interval == 0 else {**figures, "epochs": None}
             append_line(args.wlb_log, json.dumps(kept))
+
+
+def _warn(warning: str | None) -> None:
+    if warning is not None:
+        print(f"WARNING: wlb_megatron: {warning}", flush=True)
 
 
 def _add_scalars(writer: Any, shown: dict[str, Any], iteration: int) -> None:
@@ -154,16 +170,22 @@ def append_line(path: str, line: str) -> None:
 
 
 def log_line(
-    figures: dict[str, Any], scale: float | None, thrown_away: Mapping[str, int] = MappingProxyType({})
+    figures: dict[str, Any],
+    scale: float | None,
+    thrown_away: Mapping[str, int] = MappingProxyType({}),
+    *,
+    on_gpu: bool = True,
 ) -> str:
     """One line of an iteration. scale: measured over predicted time, as the run's first iterations tell it.
-    thrown_away: iterations, documents and tokens whose update was not applied, since the last line."""
+    thrown_away: iterations, documents and tokens whose update was not applied, since the last line. on_gpu: else the
+    rate is of no use."""
+    rate = f", {figures['tokens_per_second_per_gpu']:.0f}/s/GPU" if on_gpu else ""
     line = (
-        f" [wlb] iteration {figures['iteration']} | imbalance (max/mean work): micro-batches "
+        f" [wlb] iteration {figures['iteration']}{describe(figures)} | imbalance (max/mean work): micro-batches "
         f"{figures['imbalance']:.3f}, CP ranks {figures['cp_imbalance']:.3f} | step over ideal: "
         f"{figures['step_over_ideal']:.3f} with {figures['micro_batches']} micro-batches{_in_chunks(figures)} | "
         f"tokens: {figures['tokens']}, "
-        f"{figures['consumed_tokens']} so far, {figures['tokens_per_second_per_gpu']:.0f}/s/GPU | "
+        f"{figures['consumed_tokens']} so far{rate} | "
         f"delayed documents: {figures['delayed']} | mean token delay: {figures['token_delay']:.3f} | "
         f"plan ms: {figures['plan_ms']:.2f} (waited {figures['plan_wait_ms']:.2f})"
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from wlb_megatron.attention.kernels.kernel_choice import NAMES
+from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.plugin.flags.training_job import TrainingJob
@@ -15,13 +16,17 @@ from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.workload.profile import Profile, host_name
 
 
-def first_lines(job: TrainingJob, source: Source, backend: str) -> Iterator[str]:
-    """One line each. source: training's, or the first one of evaluation. backend: whose kernel times plans use."""
+def first_lines(job: TrainingJob, source: Source, backend: str, steps: int | None = None) -> Iterator[str]:
+    """One line each. source: training's, or the first one of evaluation. backend: whose kernel times plans use. steps:
+    iterations of the whole run, where that is known."""
     yield (
         f"{_documents_of(source)}, packing {source.config.packing}, micro-batches "
         f"of at most {source.planner.packer.max_tokens:,} tokens, sharding {source.config.sharding}, "
         f"attention costs as much as the rest at {source.config.quadratic_at:.0f} tokens"
     )
+    stream = source.planner.stream
+    if job.trains and job.device.rank == 0 and isinstance(stream, DocumentStream):  # rank 0 prints it
+        yield _of_epochs(*stream.first_pass(), source, steps)
     yield from source.messages
     packer = source.planner.packer
     if job.trains and isinstance(packer, VarlenPacker) and packer.longest_delay:
@@ -52,6 +57,16 @@ def _documents_of(source: Source) -> str:
     """How many documents train (or are evaluated), and of how many, where others are held out."""
     of = source.corpus.first_ids[-1]
     return f"{source.documents:,} documents" + (f" of {of:,}" if of > source.documents else "")
+
+
+def _of_epochs(name: str, tokens: int, source: Source, steps: int | None) -> str:
+    """How many steps an epoch has (at the largest batch), and what comes after it."""
+    epoch = tokens / source.planner.global_tokens
+    what = "an epoch is" if len(source.names) == 1 else f"of the blend, {name} is passed first:"
+    whole = f"; the run's {steps:,} steps are {steps / epoch:,.2f} of them" if steps else ""
+    return (
+        f"{what} {tokens:,} tokens, {epoch:,.0f} steps{whole}. Then its documents come again in another order"
+    )
 
 
 def _of_profile(profile: Profile, job: TrainingJob) -> str:

@@ -46,7 +46,7 @@ def make_provider(job: TrainingJob, sources: dict[str, Source]) -> Callable[...,
                 sources["train"], at, known.sizes, known.batches.micro_batch_size
             )
         first = next(iter(sources.values()))
-        lines += first_lines(known, first, shard_settings(first, known).table.backend)
+        lines += first_lines(known, first, shard_settings(first, known).table.backend, args.train_iters)
         for line in lines:
             print_rank_0(f"> wlb_megatron: {line}")
         agreement = _agree(sources, known)

@@ -1,0 +1,136 @@
+"""Which rank computes slower than the others, by the same small work on every rank, now and then between two steps.
+
+Within a step all ranks wait for the slowest, so that their times say little. Alone, a GPU whose clock was lowered, or
+a rank whose processor something else uses, takes longer for the same matrix products and the same Python.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.ranks.plan_store import common_store
+
+EVERY = 100
+"""Iterations between two measurements: one takes some 10 ms."""
+FIRST = 10
+"""Iteration of the first one."""
+LIMIT = 0.15
+"""Of the median: a rank that takes longer by more is named; a change by more is told again."""
+_REPEATS = 3
+_SIZE, _PRODUCTS = 2048, 16
+_LOOPS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Of one rank: milliseconds of the products on its device, and of the Python loop."""
+
+    rank: int
+    host: str
+    device: str
+    device_ms: float
+    host_ms: float
+
+
+@dataclass(slots=True)
+class Stragglers:
+    """store: of all ranks' latest measurements. named: what the log has said last, by rank and kind of work."""
+
+    store: Any = None
+    slowest: Pace | None = None
+    excess: float = 0.0
+    named: tuple[int, str, float] | None = None
+
+
+def after_iteration(iteration: int) -> str | None:
+    """To be called by every rank after each iteration: measures, and sends the times to the last rank, which reads
+    them one iteration later. A warning there, where a rank is slower than the others, or no longer."""
+    state = part(Stragglers)
+    due = iteration == FIRST or iteration % EVERY == 0
+    if due:
+        if state.store is None:
+            state.store = common_store("pace")
+        state.store.set(str(dist.get_rank()), json.dumps(_measure()))
+    if state.store is None or dist.get_rank() < dist.get_world_size() - 1:
+        return None
+    if iteration - 1 == FIRST or (iteration - 1) % EVERY == 0:
+        keys = [str(rank) for rank in range(dist.get_world_size())]
+        if state.store.check(keys):  # else a rank is an iteration behind: next time
+            return judge([Pace(at, *json.loads(text)) for at, text in enumerate(state.store.multi_get(keys))])
+    return None
+
+
+def judge(paces: Sequence[Pace]) -> str | None:
+    """Remember the slowest rank; a line where it is another than before, or slower by more than LIMIT."""
+    state = part(Stragglers)
+    worst = None
+    for kind in ("device_ms", "host_ms"):
+        usual = median(getattr(pace, kind) for pace in paces)
+        slowest = max(paces, key=lambda pace: getattr(pace, kind))
+        excess = getattr(slowest, kind) / usual - 1 if usual > 0 else 0.0
+        if worst is None or excess > worst[2]:
+            worst = slowest, kind, excess
+    assert worst is not None
+    slowest, kind, excess = worst
+    state.slowest, state.excess = slowest, excess
+    before, state.named = state.named, (slowest.rank, kind, excess) if excess > LIMIT else None
+    if state.named is None:
+        return "no rank is slower than the others any more" if before is not None else None
+    if before is not None and before[:2] == state.named[:2] and abs(before[2] - excess) <= LIMIT:
+        state.named = before
+        return None
+    return f"{name_slowest()}; every step waits for it"
+
+
+def name_slowest() -> str | None:
+    """The slowest rank at the last measurement, if it stands out."""
+    state = part(Stragglers)
+    if state.named is None or state.slowest is None:
+        return None
+    pace, work = state.slowest, {"device_ms": "matrix products", "host_ms": "Python"}[state.named[1]]
+    return (
+        f"rank {pace.rank} on {pace.host} ({pace.device}) takes {state.excess:.0%} longer than the median of all ranks "
+        f"for the same {work}"
+    )
+
+
+def figures() -> dict[str, Any]:
+    """Of the last measurement, for the log's JSON; nothing before the first one."""
+    state = part(Stragglers)
+    if state.slowest is None:
+        return {}
+    pace = state.slowest
+    return {"slowest_rank": pace.rank, "slowest_host": pace.host, "slowest_excess": round(state.excess, 4)}
+
+
+def _measure() -> tuple[str, str, float, float]:
+    """This rank's Pace without its number."""
+    device, name = torch.device("cpu"), "CPU"
+    if dist.get_backend() == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+        name = f"GPU {device.index}, {torch.cuda.get_device_name(device)}"
+    on_gpu = device.type == "cuda"
+    size, kind = (_SIZE, torch.bfloat16) if on_gpu else (_SIZE // 16, torch.float32)
+    matrix = torch.ones(size, size, device=device, dtype=kind) / size
+    device_times, host_times = [], []
+    for _ in range(_REPEATS + 1):  # the first warms up
+        began = time.perf_counter()
+        for _ in range(_PRODUCTS):
+            matrix = matrix @ matrix
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        device_times.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        sum(range(_LOOPS))
+        host_times.append(time.perf_counter() - began)
+    return socket.gethostname(), name, 1e3 * min(device_times[1:]), 1e3 * min(host_times[1:])
