@@ -20,6 +20,7 @@ from wlb_megatron.cli import main
 from wlb_megatron.documents.indexed import IndexedCorpus, read_index
 from wlb_megatron.documents.token_files import TokenFiles
 from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin.flags import index_checks
 
 # Each document is a list of sequences, each sequence a number of tokens.
 DOCUMENTS = [[5], [3, 0, 4], [0], [1], [], [2, 2, 2], [7], []]
@@ -152,6 +153,48 @@ def test_a_pickled_reader_carries_its_path_and_not_its_tokens(corpus: Path) -> N
     reader = IndexedCorpus(corpus)
     reader.read(0, 0, 5)
     assert len(pickle.dumps(reader)) < 1000
+
+
+@pytest.mark.parametrize("sequences", ["one", "several"])
+def test_an_index_that_another_rank_checks_is_read_alike(sequences: str, tmp_path: Path) -> None:
+    counts = [3, 1, 4, 2]
+    bounds = [0, 1, 2, 3, 4] if sequences == "one" else [0, 0, 3, 4, 4]
+    write_index(tmp_path / "corpus.idx", counts, [0, 6, 8, 16], bounds)
+    (tmp_path / "corpus.bin").write_bytes(np.arange(10, dtype="<u2").tobytes())
+    checked, trusting = (IndexedCorpus(tmp_path / "corpus", trusted=trusted) for trusted in (False, True))
+    assert trusting.index.lengths.tolist() == checked.index.lengths.tolist()
+    assert trusting.index.offsets.tolist() == checked.index.offsets.tolist()
+    # What it does not read cannot be found wrong; what it does is checked as ever.
+    write_index(tmp_path / "corpus.idx", counts, [0, 6, -8, 16], [0, 1, 2, 3, 4])
+    assert len(read_index(tmp_path / "corpus", trusted=True).lengths) == 4
+    with pytest.raises(WlbError, match="offset out of range"):
+        read_index(tmp_path / "corpus")
+    cut(tmp_path / "corpus.idx", 60)
+    with pytest.raises(WlbError, match="truncated"):
+        read_index(tmp_path / "corpus", trusted=True)
+
+
+MOUNTS = """36 35 98:0 / / rw,noatime - ext4 /dev/root rw
+40 36 0:33 / /data rw,relatime shared:1 - lustre 10.0.0.1@tcp:/data rw
+41 40 0:34 / /data/fast rw - xfs /dev/nvme0n1 rw
+"""
+
+
+def test_one_rank_checks_an_index_that_all_nodes_share_and_one_a_node_its_own_copy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "mounts").write_text(MOUNTS)
+    folders = "/data/a", "/data/fast/b", "/c"
+    kinds = {folder: index_checks.file_system(folder, tmp_path / "mounts") for folder in folders}
+    assert kinds == {"/data/a": "lustre", "/data/fast/b": "xfs", "/c": "ext4"}
+    for kind, checking in (("lustre", [0]), ("ext4", [0, 2]), ("", [0, 2])):
+        monkeypatch.setattr(index_checks, "file_system", lambda folder, kind=kind: kind)
+        found = []
+        for rank in range(4):
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
+            found += [rank] * (not index_checks.checked_elsewhere("/data/a"))
+        assert found == checking
 
 
 def cut(path: Path, size: int) -> None:

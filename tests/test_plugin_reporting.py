@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
+import socket
+import subprocess
 from argparse import Namespace
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +21,10 @@ from megatron_runs import cpu_environment, failure, flags, launch
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin.job_state import begin_job, part
 from wlb_megatron.plugin.logs import metrics, trace
+from wlb_megatron.plugin.logs.full_disk import name_full_disk
 from wlb_megatron.plugin.logs.reporting import check_outputs, never_fatal
 from wlb_megatron.refusals import RefusedHere
+from wlb_megatron.whole_files import renamed_at_end
 
 
 def test_an_error_in_a_report_is_told_once_and_is_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,6 +69,66 @@ def test_a_full_disk_leaves_no_half_line_in_the_log(tmp_path: Path) -> None:
     assert log.read_bytes() == whole
     metrics.append_line(str(log), json.dumps({"iteration": 3}))
     assert [json.loads(line)["iteration"] for line in log.read_text().splitlines()] == [1, 3]
+
+
+@pytest.mark.megatron
+def test_a_full_disk_at_a_save_is_named_with_the_room_it_has(corpus: Path, tmp_path: Path) -> None:
+    """A file system of 400 kB, which the second save does not fit."""
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(small)], check=False
+    ).returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    try:
+        arguments = [*flags(), "--data-path", str(corpus), "--split", "1,0,0", "--global-batch-size", "2"]
+        arguments += [
+            "--train-iters",
+            "9",
+            "--save",
+            str(small),
+            "--save-interval",
+            "1",
+            "--ckpt-format",
+            "torch_dist",
+        ]
+        done = launch(arguments, 1)
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+    assert done.returncode == 1, failure(done)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        f"wlb_megatron: error: cannot save a checkpoint in {small}: No space left on device (0.0 of"
+    )
+
+
+def test_only_errors_of_writing_to_a_full_disk_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapped = RuntimeError("rank 3 failed")
+    wrapped.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    assert "No space left on device (" in str(name_full_disk(wrapped, str(tmp_path / "new")))
+    assert "Disk quota exceeded" in str(
+        name_full_disk(OSError(errno.EDQUOT, "Disk quota exceeded"), str(tmp_path))
+    )
+    assert name_full_disk(RuntimeError("file write failed"), str(tmp_path)) is None, "there is room"
+    assert name_full_disk(RuntimeError("CUDA error"), str(tmp_path)) is None
+
+
+def test_two_machines_that_write_one_file_at_once_leave_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two nodes that share a home, each process may have the other's number."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    with renamed_at_end(tmp_path / "cache.json") as first:
+        monkeypatch.setattr(socket, "gethostname", lambda: "another")
+        first.write_text("first, and lon")
+        with renamed_at_end(tmp_path / "cache.json") as second:
+            second.write_text("second")
+        assert (tmp_path / "cache.json").read_text() == "second"
+        first.write_text("first, and longer")
+    assert [path.name for path in tmp_path.iterdir()] == ["cache.json"]
+    assert (tmp_path / "cache.json").read_text() == "first, and longer"
 
 
 class Broken:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -73,13 +73,19 @@ class Blend:
     documents, id 6 is document 1 of the second.
     """
 
-    def __init__(self, paths: Sequence[str], weights: Sequence[float] | None = None) -> None:
-        """weights: one per path, as `parse_blend` gives them; None: each corpus in proportion to its tokens."""
+    def __init__(
+        self,
+        paths: Sequence[str],
+        weights: Sequence[float] | None = None,
+        trusted: Callable[[str], bool] | None = None,
+    ) -> None:
+        """weights: one per path, as `parse_blend` gives them; None: each corpus in proportion to its tokens. trusted:
+        whether another process checks a path's index; None: none does."""
         self.paths = list(paths)
         self.weights = None if weights is None else list(weights)
         if weights is not None and len(weights) != len(paths):
             raise WlbError(f"{len(paths)} corpora but {len(weights)} weights; give one weight per corpus")
-        self.readers = [IndexedCorpus(path) for path in paths]
+        self.readers = [IndexedCorpus(path, trusted=trusted is not None and trusted(path)) for path in paths]
         self.first_ids = list(accumulate((len(reader) for reader in self.readers), initial=0))
 
     def read(self, document: int, start: int, end: int) -> npt.NDArray[np.int64]:

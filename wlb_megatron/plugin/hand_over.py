@@ -7,8 +7,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.logs.full_disk import name_full_disk
 from wlb_megatron.plugin.ranks.failures import with_others_lines
 from wlb_megatron.plugin.take_over import Start
 
@@ -39,10 +41,23 @@ def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
             assert start.opened is not None  # flags are checked before a configuration is made of them
             install_spec(arguments["cfg_container"].model, start.opened.job.given)
         return checked(
-            lambda: with_others_lines(lambda: original(**arguments))
-        )  # what a checkpoint or the model's layers tell is refused there
+            lambda: with_others_lines(lambda: _train(original, arguments))
+        )  # a checkpoint, or the model's layers, may be refused
 
     return pretrain
+
+
+def _train(original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    try:
+        return original(**arguments)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        opened = part(Start).opened
+        full = name_full_disk(error, opened.saves) if opened is not None and opened.saves else None
+        if full is None:
+            raise
+        raise WlbError(full) from error
 
 
 class _DatasetProvider:

@@ -41,10 +41,11 @@ from wlb_megatron.refusals import Refused, RefusedHere, refuse_unsupported
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A job that the plugin runs, and the planners over its corpus."""
+    """A job that the plugin runs, and the planners over its corpus. saves: the folder of --save."""
 
     job: TrainingJob
     sources: dict[str, Source]
+    saves: str | None = None
 
 
 @dataclass(slots=True)
@@ -153,7 +154,7 @@ def _open(args: Any, full_validation: bool) -> Opened:
         try_transformer_engine(job)
         kernels_of(job)
         config = fit_to_memory(job, config)
-        return Opened(job, open_sources(job, config))
+        return Opened(job, open_sources(job, config), args.save)
     except ValueError as error:  # WlbErrors, and settings that do not fit together
         raise RefusedHere(name_flag(str(error), args, PREFIX)) from None
 

@@ -11,6 +11,7 @@ from typing import Any
 from wlb_megatron.documents.blend import SPLITS, Blend, parse_blend
 from wlb_megatron.documents.corpus import Corpus
 from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin.flags.index_checks import checked_elsewhere
 from wlb_megatron.plugin.flags.open_files import allow_open_files
 
 
@@ -48,7 +49,7 @@ def documents(
     if key not in opened:
         prefixes, weights = parse_blend(key)
         allow_open_files(len(prefixes), "the mapped indices of all corpora")
-        opened[key] = Blend(prefixes, weights)
+        opened[key] = Blend(prefixes, weights, checked_elsewhere)
     blend = opened[key]
     corpora = blend.corpora(paths.split, part)
     return (blend, corpora) if corpora or part == "train" else None
