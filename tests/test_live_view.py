@@ -25,7 +25,8 @@ from wlb_megatron.plugin.logs import metrics, stragglers, timers, trace
 from wlb_megatron.plugin.logs.drift import CALIBRATION, WINDOW, Drift
 from wlb_megatron.plugin.logs.prediction import layer_model, predictor
 from wlb_megatron.plugin.logs.progress import WINDOW as WINDOW_OF_PROGRESS
-from wlb_megatron.plugin.logs.progress import Progress, duration
+from wlb_megatron.plugin.logs.progress import Progress
+from wlb_megatron.report.progress import duration
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.sharding.select import shard, shard_all

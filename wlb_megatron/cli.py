@@ -23,6 +23,7 @@ from wlb_megatron.errors import PREFIX, WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.patching import add_patch
 from wlb_megatron.profiler.profile_command import add_profile
+from wlb_megatron.report.watch.watch_command import add_watch
 from wlb_megatron.settings_flags import (
     UsageError,
     add_layout,
@@ -64,13 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(
         dest="command",
         required=True,
-        metavar="inspect | analyze | simulate | reproduce | profile | corpus | patch | doctor",
+        metavar="inspect | analyze | simulate | reproduce | profile | watch | corpus | patch | doctor",
     )
     _add_inspect(commands.add_parser("inspect", help="show the plans of documents of given lengths"))
     _add_analyze(commands.add_parser("analyze", help="predict what balancing gains on your documents"))
     _add_simulate(commands.add_parser("simulate", help="simulate training steps of a model on a cluster"))
     add_reproduce(commands.add_parser("reproduce", help="simulate the WLB-LLM paper's tables"))
     add_profile(commands.add_parser("profile", help="measure a model's costs on this GPU"))
+    add_watch(commands.add_parser("watch", help="show a run from its --wlb-log, on a terminal or as a page"))
     add_corpus(commands.add_parser("corpus", help="make a corpus of text files, to try training"))
     add_patch(commands.add_parser("patch", help="add the plugin's calls to a fork of Megatron-LM"))
     add_doctor(commands.add_parser("doctor", help="check what is installed here, and print what to fix"))
@@ -83,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # else what cannot be written is met at exit, where nobody handles it
     except WlbError as error:
         message = name_flag(str(error), args)
-        asis = isinstance(error, UsageError) or arguments[:1] in (["patch"], ["doctor"])
+        asis = isinstance(error, UsageError) or arguments[:1] in (["patch"], ["doctor"], ["watch"])
         message = message if asis else renamed(message)
         print(f"{PREFIX} {message}", file=sys.stderr)
         return 2

@@ -18,6 +18,10 @@ th, td { padding: .25em .8em; border-bottom: 1px solid #8885; text-align: left; 
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
 th { border-bottom: 2px solid #888; }
 figure { margin: 0 0 1em; }
+figcaption { font-size: 13px; }
+figure.chart { display: inline-block; width: 49%; min-width: 340px; }
+figure.chart svg { width: 100%; }
+progress { width: 100%; }
 img { max-width: 100%; background: white; }
 .note, footer { color: #777; max-width: 75ch; }
 """
@@ -44,11 +48,21 @@ def reproduction_page(report: dict[str, Any], pictures: Iterable[Path]) -> str:
     return page("Balanced packing and context parallelism, simulated", summary, tables, pictures)
 
 
-def page(title: str, summary: str, tables: Sequence[Section], pictures: Iterable[Path]) -> str:
-    """HTML text; pictures are read and become part of it."""
+def page(
+    title: str,
+    summary: str,
+    tables: Sequence[Section],
+    pictures: Iterable[Path],
+    *,
+    markup: Sequence[str] = (),
+    reload: int | None = None,
+) -> str:
+    """HTML text; pictures are read and become part of it. markup: HTML that comes after the tables. reload: seconds
+    after which a browser reads the page again; None: never."""
     parts = [
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f'<meta http-equiv="refresh" content="{reload}">' if reload else "",
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{escape(title)}</h1><p>{escape(summary)}</p>",
     ]
@@ -57,7 +71,7 @@ def page(title: str, summary: str, tables: Sequence[Section], pictures: Iterable
         image = f'<img alt="{escape(picture.stem)}" src="data:image/png;base64,{data}">'
         parts.append(f"<figure>{image}</figure>")
     parts += [_section(table) for table in tables]
-    return "\n".join([*parts, "</body></html>", ""])
+    return "\n".join([*parts, *markup, "</body></html>", ""])
 
 
 def _section(section: Section) -> str:

@@ -1,4 +1,4 @@
-"""Shows a command's progress on stderr."""
+"""Shows a command's progress on stderr, and spells times."""
 
 from __future__ import annotations
 
@@ -42,3 +42,15 @@ def _bar() -> Any:
     except ImportError:
         return None
     return Progress(console=Console(stderr=True), transient=True)
+
+
+def duration(seconds: float) -> str:
+    """Two units at most: 45 s, 12 min, 3 h 20 min, 5 d 7 h."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 90:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"

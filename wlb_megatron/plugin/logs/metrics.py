@@ -103,6 +103,8 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
                 skipped = int(signature.bind(*args, **kwargs).arguments["skipped_iter"])
                 figures |= state.progress.add(figures["iteration"], get_args().train_iters)
                 figures |= stragglers.figures()
+                if get_args().distributed_backend == "nccl":
+                    figures["memory_peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
                 figures |= {"measured_ms": seconds * 1e3, "tokens_per_second_per_gpu": rate}
                 _report(figures | {"update_skipped": skipped})
         return result

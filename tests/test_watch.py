@@ -1,0 +1,163 @@
+"""`wlb-megatron watch`: what a run's log says, on a terminal and as a page that a browser opens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_report_pages import _parse
+
+from wlb_megatron.cli import main
+from wlb_megatron.report.watch import watch_command
+from wlb_megatron.report.watch.charts import POINTS, chart, thinned
+from wlb_megatron.report.watch.run_log import RunLog
+from wlb_megatron.report.watch.summary import summary
+
+BROWSER = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+
+
+def line(iteration: int, **changes: Any) -> str:
+    figures = {
+        "iteration": iteration,
+        "tokens": 1000,
+        "consumed_tokens": 1000 * iteration,
+        "train_iterations": 800,
+    }
+    figures |= {"seconds_left": 3600.0, "time": 1.8e9 + iteration, "started": 1.8e9, "measured_ms": 500.0}
+    figures |= {
+        "predicted_ms": 400.0,
+        "tokens_per_second_per_gpu": 250.0,
+        "step_over_ideal": 1.2,
+        "imbalance": 1.05,
+    }
+    figures |= {"cp_imbalance": 1.01, "dp_imbalance": 1.02, "plan_wait_ms": 0.5, "token_delay": 0.4}
+    figures |= {"waiting_documents": 7, "most_epochs": 0.25, "memory_peak_gb": 61.5, "update_skipped": 0}
+    figures |= {"slowest_rank": 3, "slowest_host": "node<7>", "slowest_excess": 0.2, "epochs": None}
+    return json.dumps(figures | changes) + "\n"
+
+
+@pytest.fixture()
+def log(tmp_path: Path) -> Path:
+    """600 of 800 iterations; the process was started again at 300, from the checkpoint of 250."""
+    lines = [line(at) for at in range(1, 301)]
+    lines += [line(at, started=1.9e9, tokens=900 + at % 2 * 200) for at in range(251, 601)]
+    (tmp_path / "steps.jsonl").write_text("".join(lines))
+    return tmp_path / "steps.jsonl"
+
+
+def test_the_terminal_shows_what_the_log_says(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(log)]) == 0
+    shown = dict(summary(read(log)))
+    assert shown == {
+        "iteration": "600 of 800 (75.0%)",
+        "time left": "60 min",
+        "tokens": "600,000, 0.25 epochs",
+        "step": "500 ms, 2,000 tokens/s, 250 a GPU",
+        "measured over predicted": "1.250",
+        "step over ideal": "1.200 (max/mean work: micro-batches 1.050, DP 1.020, CP 1.010)",
+        "slowest rank": "3 on node<7>: 20% over the median, at most 100 ms a step",
+        "memory, last rank": "61.5 GB at most",
+        "mean token delay": "0.400 iterations, 7 pieces wait",
+        "tokens an iteration": "900 to 1,100",
+        "wait for plans": "0.5 ms a step",
+        "restarts": "1",
+    }
+    printed = capsys.readouterr().out
+    assert all(label in printed and text in printed for label, text in shown.items()) and "] 75.0%" in printed
+
+
+def read(log: Path) -> RunLog:
+    reader = RunLog(log)
+    assert reader.read()
+    return reader
+
+
+def test_a_line_that_is_being_written_waits_and_a_new_file_replaces_all(log: Path) -> None:
+    reader = read(log)
+    assert not reader.read()
+    with log.open("a") as file:
+        file.write(line(601)[:40])
+    assert not reader.read() and max(reader.rows) == 600
+    with log.open("a") as file:
+        file.write(line(601)[40:])
+    assert reader.read() and max(reader.rows) == 601
+    log.write_text(line(1))
+    assert reader.read() and list(reader.rows) == [1] and len(reader.starts) == 1
+
+
+def test_what_is_no_log_gets_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other").write_text('{"loss": 1}\n')
+    assert main(["watch", str(tmp_path / "other")]) == 2
+    assert "is no --wlb-log" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path / "none")]) == 2
+    assert "give the file of --wlb-log" in capsys.readouterr().err
+    (tmp_path / "new").touch()
+    assert main(["watch", str(tmp_path / "new")]) == 0
+    assert "none yet" in capsys.readouterr().out
+
+
+def test_it_follows_a_run_to_its_last_iteration(
+    log: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pages = []
+
+    def wait(seconds: float) -> None:
+        pages.append((tmp_path / "page.html").read_text())
+        with log.open("a") as file:
+            file.write(line(800, seconds_left=0))
+
+    monkeypatch.setattr(watch_command.time, "sleep", wait)
+    assert main(["watch", str(log), "--follow", "--html", str(tmp_path / "page.html"), "--seconds", "3"]) == 0
+    assert len(pages) == 1 and '<meta http-equiv="refresh" content="3">' in pages[0]
+    last = (tmp_path / "page.html").read_text()
+    assert "refresh" not in last and "800 of 800 (100.0%)" in last
+
+
+def test_the_page_needs_nothing_else_and_escapes_what_it_shows(log: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert main(["watch", str(log), "--html", str(page)]) == 0
+    parsed = _parse(page.read_text())
+    assert not parsed.fetched and not parsed.pictures and "<script" not in page.read_text()
+    assert "3 on node<7>: 20% over the median, at most 100 ms a step" in parsed.cells
+    assert page.read_text().count("<svg") == 6
+
+
+def test_long_lines_are_thinned_by_medians() -> None:
+    points = [(at, float(at)) for at in range(1, 50_001)]
+    few = thinned(points)
+    assert len(few) == POINTS and few[-1] == (50_000, 49_938.0)
+    assert chart("nothing", [("empty", []), ("one", [(1, 2.0)])]) == ""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium or Chrome here (Debian: apt-get install chromium)")
+def test_a_browser_shows_the_page(log: Path, tmp_path: Path) -> None:
+    """Drawn without a network: every line within its picture, and the table's figures in the document."""
+    page, shot = tmp_path / "page.html", tmp_path / "page.png"
+    assert main(["watch", str(log), "--html", str(page)]) == 0
+    assert BROWSER is not None
+    browser = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    browser += ["--window-size=1200,1800", "--host-resolver-rules=MAP * ~NOTFOUND"]
+    done = subprocess.run(
+        [*browser, f"--screenshot={shot}", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert shot.read_bytes()[:4] == b"\x89PNG" and shot.stat().st_size > 20_000, "more than an empty page"
+    dom = subprocess.run(
+        [*browser, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120
+    ).stdout
+    assert "600 of 800 (75.0%)" in dom and dom.count("<polyline") == 9

@@ -1,0 +1,85 @@
+"""What a run's log comes to: a label and a text for each thing that is watched."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from wlb_megatron.report.progress import duration
+from wlb_megatron.report.watch.run_log import Row, RunLog
+
+LATEST = 100
+"""Iterations that figures of now are the median of."""
+
+
+def summary(log: RunLog) -> list[tuple[str, str]]:
+    """Rows for a table; what the log does not have is left out."""
+    rows = [row for _, row in sorted(log.rows.items())]
+    if not rows:
+        return [("iterations", "none yet")]
+    last, latest = rows[-1], rows[-LATEST:]
+    shown = [("iteration", _progress(last))]
+    if left := last.get("seconds_left"):
+        shown.append(("time left", duration(left)))
+    shown.append(("tokens", _tokens(last)))
+    if pace := _median(latest, "measured_ms"):
+        rates = [{"rate": 1e3 * row["tokens"] / row["measured_ms"]} for row in _with(latest, "measured_ms")]
+        rate = _median(rates, "rate")
+        gpu = _median(latest, "tokens_per_second_per_gpu")
+        shown.append(("step", f"{pace:,.0f} ms, {rate or 0:,.0f} tokens/s, {gpu or 0:,.0f} a GPU"))
+    ratios = [
+        {"of": row["measured_ms"] / row["predicted_ms"]}
+        for row in _with(latest, "measured_ms", "predicted_ms")
+    ]
+    if ratio := _median(ratios, "of"):
+        shown.append(("measured over predicted", f"{ratio:.3f}"))
+    if over := _median(latest, "step_over_ideal"):
+        parts = [
+            f"{name} {value:.3f}"
+            for name, key in (("micro-batches", "imbalance"), ("DP", "dp_imbalance"), ("CP", "cp_imbalance"))
+            if (value := _median(latest, key))
+        ]
+        shown.append(("step over ideal", f"{over:.3f} (max/mean work: {', '.join(parts)})"))
+    if "slowest_rank" in last:
+        who, excess = f"{last['slowest_rank']} on {last['slowest_host']}", last["slowest_excess"]
+        cost = f"at most {excess * (pace or 0):,.0f} ms a step"
+        shown.append(("slowest rank", f"{who}: {excess:.0%} over the median, {cost}"))
+    if "memory_peak_gb" in last:
+        shown.append(("memory, last rank", f"{last['memory_peak_gb']:.1f} GB at most"))
+    delay = _median(latest, "token_delay")
+    if delay is not None:
+        shown.append(
+            ("mean token delay", f"{delay:.3f} iterations, {last.get('waiting_documents', 0):,} pieces wait")
+        )
+    sizes = [row["tokens"] for row in latest]
+    shown.append(("tokens an iteration", f"{min(sizes):,} to {max(sizes):,}"))
+    if wait := _median(latest, "plan_wait_ms"):
+        shown.append(("wait for plans", f"{wait:.1f} ms a step"))
+    shown.append(("restarts", str(max(0, len(log.starts) - 1))))
+    if skipped := sum(row.get("update_skipped", 0) for row in rows):
+        shown.append(("updates thrown away", str(skipped)))
+    return shown
+
+
+def share(log: RunLog) -> float | None:
+    """Iterations trained of all; None if it is not known."""
+    last = log.rows[max(log.rows)] if log.rows else {}
+    return min(1.0, last["iteration"] / last["train_iterations"]) if last.get("train_iterations") else None
+
+
+def _progress(last: Row) -> str:
+    of = last.get("train_iterations")
+    return f"{last['iteration']:,}" + (f" of {of:,} ({last['iteration'] / of:.1%})" if of else "")
+
+
+def _tokens(last: Row) -> str:
+    epochs = f", {last['most_epochs']:.2f} epochs" if "most_epochs" in last else ""
+    return f"{last.get('consumed_tokens', 0):,}{epochs}"
+
+
+def _with(rows: list[Row], *names: str) -> list[Row]:
+    return [row for row in rows if all(row.get(name) for name in names)]
+
+
+def _median(rows: list[Row], name: str) -> float | None:
+    values = [row[name] for row in rows if name in row]
+    return median(values) if values else None
