@@ -50,7 +50,7 @@ WRONG: dict[str, str] = {
     "--flash-attention-version 3": "cuDNN's kernels",
     "--batch-invariant-mode": "--deterministic-mode",
     "--logits-load-dir logits": "Megatron's own samples",
-    "--inprocess-restart": "restart the job instead",
+    "--inprocess-restart": "use ft_launcher or torchrun --max-restarts",
     "--cpu-offloading-num-layers 1 --cpu-offloading-retain-pinned-cpu-buffers": "of one shape",
     "--cuda-graph-impl local": "leave graphs off",
     "--perform-rl-step": "only pre-training",

@@ -411,7 +411,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda a, c: _get(a, "inprocess_restart"),
         "--inprocess-restart",
-        "a restart inside the process would continue after the failed attempt's plans; restart the job instead",
+        "from 0.18 on, Megatron's restart inside the process fails again and again (args is not initialized): use "
+        "ft_launcher or torchrun --max-restarts, which restart processes",
     ),
     Refusal(
         lambda a, c: _get(a, "cpu_offloading_retain_pinned_cpu_buffers"),
