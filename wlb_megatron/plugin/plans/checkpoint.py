@@ -125,7 +125,7 @@ def wrap_load_scheduler(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, state_dict)
         except AssertionError as error:
             raise Refused(
-                f"wlb_megatron: the checkpoint's learning rate cannot go on ({error}): give --global-batch-size, "
+                f"the checkpoint's learning rate cannot go on ({error}): give --global-batch-size, "
                 "--train-iters and the --lr flags as before, or add --override-opt-param-scheduler to take this run's "
                 "(with another global batch also --wlb-fresh-order)"
             ) from None

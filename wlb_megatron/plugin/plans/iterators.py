@@ -49,7 +49,7 @@ class MicroBatchIterator:
             _MultiProcessingDataLoaderIter._shutdown = (
                 True  # what is half made has none, and its destructor asks
             )
-            raise RefusedHere(f"wlb_megatron: {SHARED_MEMORY_FULL} ({error})") from None
+            raise RefusedHere(f"{SHARED_MEMORY_FULL} ({error})") from None
         self._trained = trained
         self._rehearsal = rehearsal
         self._began: float | None = None

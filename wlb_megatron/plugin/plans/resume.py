@@ -87,7 +87,7 @@ def restore(
         if wrong := misfit(
             size * micro_batch_size, sizes, micro_batch_size, planned=plan_decides(source.config)
         ):
-            raise Refused(f"wlb_megatron: this run comes to global batches that cannot train: {wrong}")
+            raise Refused(f"this run comes to global batches that cannot train: {wrong}")
     return source, lines
 
 
@@ -97,7 +97,7 @@ def _continue(source: Source, at: LoadedAt, micro_batch_size: int) -> list[str]:
     if state is None:
         if not fresh:
             raise Refused(
-                f"wlb_megatron: {at.checkpoint} holds no packing state, so the "
+                f"{at.checkpoint} holds no packing state, so the "
                 "documents that it has trained are not known: add --wlb-fresh-order to begin the document order anew"
             )
         planner.begin_at(counted)
@@ -105,7 +105,7 @@ def _continue(source: Source, at: LoadedAt, micro_batch_size: int) -> list[str]:
     unmoved = planner.stream.state()
     changed = _load(source, state, at, micro_batch_size)
     if changed and not fresh:
-        raise Refused(f"wlb_megatron: {changed}; {CURE}")
+        raise Refused(f"{changed}; {CURE}")
     if not changed and fresh and (planner.began or saved_choices(state).get("fresh_order")):
         began = planner.began * micro_batch_size
         return [f"the document order taken up at sample {began:,} goes on: --wlb-fresh-order is done"]

@@ -140,7 +140,7 @@ def _check_count(planned: PlannedIteration, micro_batch_size: int) -> None:
     before, size = get_args().consumed_train_samples, get_current_running_global_batch_size()
     if (before + size) // micro_batch_size != planned.samples:
         raise Refused(
-            f"wlb_megatron: the plan has trained {planned.samples * micro_batch_size:,} samples with this iteration, "
+            f"the plan has trained {planned.samples * micro_batch_size:,} samples with this iteration, "
             f"Megatron counts {before:,} and a global batch of {size:,}: something has changed its count, or the batch "
             "size, behind the plan; resume from the last checkpoint without it"
         )

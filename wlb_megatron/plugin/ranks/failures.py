@@ -51,7 +51,7 @@ def with_others_lines(run: Callable[[], Result]) -> Result:
         line = _told()
         if line is None:
             raise
-        raise RefusedHere(f"wlb_megatron: {line}") from None
+        raise RefusedHere(f"{line}") from None
 
 
 def _told() -> str | None:

@@ -199,7 +199,7 @@ def _fitting(step: Callable[[], Any], rehearsal: Rehearsal, *, kept: bool = Fals
     except torch.OutOfMemoryError as error:
         if kept:
             raise RefusedHere(
-                "wlb_megatron: the fullest step fits the GPU with the flags of recomputation, but not with the layers "
+                "the fullest step fits the GPU with the flags of recomputation, but not with the layers "
                 "that it was planned to keep: raise --wlb-memory-margin, or set --wlb-recompute off "
                 f"({str(error).splitlines()[0]})"
             ) from None
