@@ -19,6 +19,7 @@ PICTURES = ["matplotlib>=3.8,<4"]
 SOLVER = ["ortools>=9.10,<10"]
 TORCH = ["torch>=2.6,<2.15"]
 MEGATRON = ["megatron-core>=0.17.1,<=0.19.2", *TORCH, "psutil>=5.9,<8", "pyyaml>=6,<7"]
+SFT = ["transformers>=5,<6"]  # Megatron's SFT tokenizer is made of it
 TRANSFORMER_ENGINE = ["transformer-engine[pytorch]>=2.18,<2.21"]
 
 # A beta called at private entry points: these very versions were run (attention/kernels/kernel_choice.py).
@@ -49,11 +50,12 @@ setup(
     package_data={"wlb_megatron": ["py.typed", "workload/tables/*.json"]},
     install_requires=["numpy>=1.26,<3"],
     extras_require={
-        "cpu": MEGATRON + PROGRESS + PICTURES,
+        "cpu": MEGATRON + PROGRESS + PICTURES + SFT,
         "gpu": MEGATRON + TRANSFORMER_ENGINE + PROGRESS,
         "fa4": FA4,
         "profile": TORCH + TRANSFORMER_ENGINE + PROGRESS,
         "report": PROGRESS + PICTURES,
+        "sft": SFT + PROGRESS,
         "solver": SOLVER,
         "dev": [
             "pytest>=8",

@@ -363,7 +363,7 @@ def test_the_help_of_every_flag_says_what_it_is_and_its_default(monkeypatch: pyt
 
     monkeypatch.setattr(_Parser, "parse_args", stop)
     assert main([]) == 2
-    assert len(parsers) == 9
+    assert len(parsers) == 10
     for command, parser in parsers.items():
         for action in parser._actions:
             text = action.help or ""

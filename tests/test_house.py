@@ -12,12 +12,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "wlb_megatron"
-PURE = ("workload", "documents", "pipeline", "packing", "sharding", "dynamic", "simulator")
+PURE = ("workload", "documents", "sft", "pipeline", "packing", "sharding", "dynamic", "simulator")
 MODULES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = (
     *(
         "workload",
         "documents",
+        "sft",
         "pipeline",
         "recompute",
         "packing",
@@ -145,7 +146,7 @@ def test_importing_the_plans_brings_neither_torch_nor_megatron() -> None:
     script = """
 import pkgutil, importlib, sys
 import wlb_megatron
-for part in ("workload", "documents", "pipeline", "packing", "sharding", "dynamic", "simulator"):
+for part in ("workload", "documents", "sft", "pipeline", "packing", "sharding", "dynamic", "simulator"):
     package = importlib.import_module(f"wlb_megatron.{part}")
     for module in pkgutil.walk_packages(package.__path__, f"wlb_megatron.{part}."):
         importlib.import_module(module.name)

@@ -22,6 +22,7 @@ from wlb_megatron.documents.writing.text_corpus import add_corpus
 from wlb_megatron.errors import PREFIX, WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.patching import add_patch
+from wlb_megatron.plugin.sft.index_command import add_sft_index
 from wlb_megatron.profiler.profile_command import add_profile
 from wlb_megatron.report.watch.watch_command import add_watch
 from wlb_megatron.settings_flags import (
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(
         dest="command",
         required=True,
-        metavar="inspect | analyze | simulate | reproduce | profile | watch | corpus | patch | doctor",
+        metavar="inspect | analyze | simulate | reproduce | profile | watch | corpus | sft-index | patch | doctor",
     )
     _add_inspect(commands.add_parser("inspect", help="show the plans of documents of given lengths"))
     _add_analyze(commands.add_parser("analyze", help="predict what balancing gains on your documents"))
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_profile(commands.add_parser("profile", help="measure a model's costs on this GPU"))
     add_watch(commands.add_parser("watch", help="show a run from its --wlb-log, on a terminal or as a page"))
     add_corpus(commands.add_parser("corpus", help="make a corpus of text files, to try training"))
+    add_sft_index(commands.add_parser("sft-index", help="tokenize conversations for --sft"))
     add_patch(commands.add_parser("patch", help="add the plugin's calls to a fork of Megatron-LM"))
     add_doctor(commands.add_parser("doctor", help="check what is installed here, and print what to fix"))
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -1,0 +1,375 @@
+"""From a jsonl of conversations to .bin, .idx and mask: what is read, what is refused, and what is trained."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sft_data import EOS, MARKED, TEMPLATE, VOCABULARY, build_tokenizer, conversations, write_jsonl
+
+from wlb_megatron.documents.indexed import IndexedCorpus
+from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin.sft.shared_build import Patience, build_shared
+from wlb_megatron.sft.conversations import BadLine, Reading, conversations_of
+from wlb_megatron.sft.index_files import Counts, Tokenizing, lines_before, lines_of, shards_of
+
+USER, ANSWER, SYSTEM = (
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "system", "content": "you are kind"},
+)
+
+
+def line_of(*messages: Any, **more: Any) -> bytes:
+    return json.dumps({"messages": list(messages), **more}).encode()
+
+
+BAD: dict[str, tuple[bytes, str]] = {
+    "no JSON": (b"{messages", "is not JSON"),
+    "two objects": (line_of(USER, ANSWER) * 2, "more than one JSON value"),
+    "a list": (b"[1]", "is a JSON list"),
+    "nesting": (b'{"messages": ' + b"[" * 200_000, "nested too deep"),
+    "no UTF-8": (b'{"messages": "\xff"}', "not UTF-8"),
+    "duplicate keys": (b'{"messages": [], "messages": []}', "has the key messages twice"),
+    "prompt and completion": (b'{"prompt": "a", "completion": "b"}', "(keys: completion, prompt)"),
+    "no turns": (line_of(), "not a list of turns"),
+    "a turn that is text": (line_of("hello"), "turn 1 is a JSON string"),
+    "no role": (line_of({"content": "x"}), "turn 1 has no role"),
+    "another role": (line_of(USER, {"role": "Assistant", "content": "x"}), "turn 2 has the role 'Assistant'"),
+    "no content": (line_of(USER, {"role": "assistant"}), "turn 2 has no content"),
+    "content in parts": (line_of({"role": "user", "content": [1]}, ANSWER), "turn 1 has a list as content"),
+    "an empty turn": (line_of(USER, {"role": "assistant", "content": " "}), "turn 2 (assistant) is empty"),
+    "no answer": (line_of(SYSTEM, USER), "no assistant turn"),
+    "no answer in one of two": (line_of(SYSTEM, USER, ANSWER, SYSTEM, USER), "no assistant turn"),
+    "answer first": (line_of(ANSWER, USER, ANSWER, USER), "an assistant turn follows nothing"),
+    "two answers": (line_of(USER, ANSWER, ANSWER), "follows assistant"),
+    "a tool's turn": (line_of(USER, {"role": "tool", "content": "4"}, ANSWER), "turn 2 is of a tool"),
+    "a call": (line_of(USER, {**ANSWER, "tool_calls": [1]}), "turn 2 is of a tool"),
+    "tools": (line_of(USER, ANSWER, tools=[{}]), "has tools"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_line_is_refused_with_its_reason(case: str) -> None:
+    line, reason = BAD[case]
+    with pytest.raises(BadLine) as raised:
+        conversations_of(line, Reading(by_role=True))
+    assert reason in str(raised.value)
+
+
+def test_a_line_splits_at_system_turns_alone() -> None:
+    line = line_of(USER, ANSWER, SYSTEM, USER, ANSWER, USER, ANSWER, SYSTEM, USER, ANSWER)
+    assert [len(made) for made in conversations_of(line, Reading(by_role=True))] == [2, 5, 3]
+
+
+def test_blank_lines_line_ends_of_windows_and_what_a_flag_accepts_pass() -> None:
+    reading = Reading(by_role=True)
+    assert conversations_of(b" \r\n", reading) == []
+    assert len(conversations_of(line_of(USER, ANSWER) + b"\r\n", reading)) == 1
+    tools = line_of(USER, {"role": "tool", "content": "4"}, ANSWER, tools=[{}])
+    assert len(conversations_of(tools, Reading(by_role=True, drops_tools=True))[0]) == 3
+    assert conversations_of(line_of({"role": "critic", "content": "x"}), Reading(by_role=False))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.binary(max_size=9).map(lambda line: line.replace(b"\n", b"")), max_size=12),
+    st.integers(1, 30),
+    st.booleans(),
+)
+def test_shards_hold_each_line_once_whatever_their_size(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], size: int, ended: bool
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "f"
+    path.write_bytes(b"\n".join(lines) + b"\n" * ended)
+    whole = path.read_bytes().splitlines(keepends=True) if b"\r" not in path.read_bytes() else None
+    read, numbers = [], []
+    for begin, end in shards_of(path.stat().st_size, size):
+        before = lines_before(path, begin)
+        for number, (_, line) in enumerate(lines_of(path, begin, end), 1):
+            read.append(line)
+            numbers.append(before + number)
+    assert b"".join(read) == path.read_bytes()
+    assert numbers == list(range(1, len(read) + 1))
+    assert whole is None or len(read) >= len(path.read_bytes().split(b"\n")) - 1
+
+
+# Below: through Megatron's tokenizer.
+
+
+def made_of(
+    jsonl: Path, tokenizer: Path, cache: Path, prompt_format: str = "nemotron-nano-v2", **options: Any
+) -> Any:
+    pytest.importorskip("transformers")
+    from wlb_megatron.plugin.sft.indexed import index_all
+
+    build = {name: options.pop(name) for name in ("processes", "shard_bytes") if name in options}
+    tokenizing = Tokenizing(str(tokenizer), prompt_format, **options)
+    (indexed,) = index_all([jsonl], tokenizing, cache, say=print, **build)
+    return indexed
+
+
+def documents_of(indexed: Any) -> list[tuple[list[int], list[int]]]:
+    """Tokens and mask of each document."""
+    corpus = IndexedCorpus(indexed.files.prefix)
+    mask = np.fromfile(f"{indexed.files.prefix}.mask", dtype=np.uint8)
+    bounds = np.concatenate(([0], np.cumsum(corpus.index.lengths)))
+    assert len(mask) == bounds[-1]
+    return [
+        (corpus.read(d, 0, len(corpus.read(d, 0, int(n)))).tolist(), mask[bounds[d] : bounds[d + 1]].tolist())
+        for d, n in enumerate(corpus.index.lengths)
+    ]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("tokenizers")
+    return build_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.mark.parametrize("prompt_format", ["nemotron-nano-v2", "nemotron-h-aligned", "default", "identity"])
+def test_tokens_and_targets_are_those_of_megatrons_tokenizer(
+    prompt_format: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    """Lines of one, two and three conversations; targets where Megatron's are not -100, but for a first token's."""
+    pytest.importorskip("transformers")
+    from megatron.core.tokenizers.text.libraries.sft_tokenizer import SFTTokenizer
+
+    parts = conversations(12)
+    lines = [parts[0], parts[1] + parts[2], parts[3] + parts[4] + parts[5], *parts[6:]]
+    made = documents_of(
+        made_of(write_jsonl(tmp_path / "c.jsonl", lines), tokenizer, tmp_path / "k", prompt_format)
+    )
+    megatron = SFTTokenizer(str(tokenizer), prompt_format)
+    assert len(made) == len(parts)
+    for (tokens, mask), part in zip(made, parts, strict=True):
+        expected, targets = megatron.tokenize_conversation(part, True, False)
+        assert tokens == expected.tolist()
+        assert mask == [0, *(targets[1:] != -100).astype(int).tolist()]
+
+
+EIGHT = (
+    "{% for m in messages %}{{ m['role'] + ' ' }}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] + '<eos>' }}{% endgeneration %}{% else %}{{ m['content'] + ' ' }}{% endif %}{% endfor %}"
+)
+
+
+def test_the_worked_example_of_eight_tokens_in_the_docs(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    tokenizer = build_tokenizer(tmp_path / "t", template=EIGHT)
+    turns = [{**SYSTEM, "content": "kind"}, USER, {**ANSWER, "content": "yes no"}]
+    jsonl = write_jsonl(tmp_path / "c.jsonl", [turns])
+    ((tokens, mask),) = documents_of(made_of(jsonl, tokenizer, tmp_path, "default", assistant_only=True))
+    assert " ".join(VOCABULARY[token] for token in tokens) == "system kind user hello assistant yes no <eos>"
+    assert mask == [0, 0, 0, 0, 0, 1, 1, 1]
+
+
+def test_an_end_token_trains_where_it_is_also_the_padding(tmp_path: Path) -> None:
+    """Stock masks every target equal to the padding."""
+    pytest.importorskip("tokenizers")
+    tokenizer = build_tokenizer(tmp_path / "t", pad="<eos>")
+    made = documents_of(
+        made_of(write_jsonl(tmp_path / "c.jsonl", conversations(5)), tokenizer, tmp_path, "default")
+    )
+    ends = [mask[at] for tokens, mask in made for at, token in enumerate(tokens) if token == EOS]
+    assert len(ends) > 10 and all(ends)
+
+
+def test_a_template_that_marks_answers_trains_them_alone(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    tokenizer = build_tokenizer(tmp_path / "t", template=MARKED)
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes no"}]
+    jsonl = write_jsonl(tmp_path / "c.jsonl", [turns])
+    ((tokens, mask),) = documents_of(made_of(jsonl, tokenizer, tmp_path, "default", assistant_only=True))
+    assert [VOCABULARY[token] for token, on in zip(tokens, mask, strict=True) if on] == ["yes", "no", "<eos>"]
+
+
+TEMPLATES_REFUSED = {
+    "no template": (None, False, "has no chat template"),
+    "today's date": ("{{ strftime_now('%d') }}", False, "prints today's date"),
+    "no marks": (
+        TEMPLATE,
+        True,
+        "needs --sft-tokenizer-prompt-format default and a chat template that marks",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES_REFUSED)
+def test_a_template_that_cannot_be_used_is_refused(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    template, assistant_only, words = TEMPLATES_REFUSED[case]
+    tokenizer = build_tokenizer(tmp_path / "t", template=template)
+    jsonl = write_jsonl(tmp_path / "c.jsonl", conversations(2))
+    with pytest.raises(WlbError, match=words):
+        made_of(jsonl, tokenizer, tmp_path, "default", assistant_only=assistant_only)
+
+
+def test_bad_lines_are_listed_with_file_and_number_or_skipped_and_counted(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    """A byte order mark, blank lines and Windows' line ends pass. Shards of 200 bytes: numbers are of the file."""
+    jsonl = tmp_path / "c.jsonl"
+    good = [line_of(*each) for each in conversations(6)]
+    rows = [
+        b"\xef\xbb\xbf" + good[0],
+        b"",
+        good[1] + b"\r",
+        b"{",
+        *good[2:4],
+        BAD["two answers"][0],
+        *good[4:],
+    ]
+    jsonl.write_bytes(b"\n".join(rows))
+    with pytest.raises(WlbError) as raised:
+        made_of(jsonl, tokenizer, tmp_path / "k", shard_bytes=1 << 20)
+    listed = str(raised.value).splitlines()[1:3]
+    assert [line.split(":")[1] for line in listed] == ["4", "7"] and "follows assistant" in listed[1]
+    with pytest.raises(WlbError, match=f"{jsonl}:4: "):
+        made_of(jsonl, tokenizer, tmp_path / "small", shard_bytes=200)
+    skipped = made_of(jsonl, tokenizer, tmp_path / "k", skips_bad=True, shard_bytes=200)
+    assert (skipped.counts.conversations, skipped.counts.bad_lines, skipped.counts.lines) == (6, 2, 8)
+    with pytest.raises(WlbError, match=f"{jsonl}:7: "):  # the files are there, but the flag is not
+        made_of(jsonl, tokenizer, tmp_path / "k")
+
+
+def test_a_file_that_trains_nothing_is_refused(tokenizer: Path, tmp_path: Path) -> None:
+    for text in (b"", b"\n\n", b"{\n"):
+        (tmp_path / "c.jsonl").write_bytes(text)
+        with pytest.raises(WlbError, match="trains nothing"):
+            made_of(tmp_path / "c.jsonl", tokenizer, tmp_path, skips_bad=True)
+
+
+def files_of(indexed: Any) -> list[bytes]:
+    return [Path(f"{indexed.files.prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx", "mask")]
+
+
+def test_shards_processes_and_a_kill_leave_the_same_files(tokenizer: Path, tmp_path: Path) -> None:
+    """One process at once, two in parallel, and one that is killed in the middle and started again."""
+    jsonl = write_jsonl(tmp_path / "c.jsonl", conversations(3000, longest=40))
+    whole = files_of(made_of(jsonl, tokenizer, tmp_path / "one", processes=1))
+    parallel = made_of(jsonl, tokenizer, tmp_path / "two", processes=2, shard_bytes=300_000)
+    assert files_of(parallel) == whole
+    script = (
+        "import sys; from pathlib import Path; from wlb_megatron.plugin.sft.indexed import index_all\n"
+        "from wlb_megatron.sft.index_files import Tokenizing\n"
+        "index_all([Path(sys.argv[1])], Tokenizing(sys.argv[2], 'nemotron-nano-v2'), Path(sys.argv[3]), say=print,"
+        " processes=1, shard_bytes=100_000)"
+    )
+    cache = tmp_path / "killed"
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", script, str(jsonl), str(tokenizer), str(cache)]
+    ) as job:
+        while not (done := list(cache.glob("wlb_sft/.*.partial/shard-*.json"))):
+            assert job.poll() is None
+            time.sleep(0.02)
+        job.kill()
+    assert not list(cache.glob("wlb_sft/[!.]*"))
+    before = {path: path.stat().st_mtime_ns for path in done}
+    made: list[bytes] = []
+
+    def go_on() -> None:
+        made.extend(files_of(made_of(jsonl, tokenizer, cache, processes=1, shard_bytes=100_000)))
+
+    (lock,) = cache.glob("wlb_sft/.*.lock")
+    lock.rename(lock.with_name("gone"))  # a minute later it would be taken for dead
+    go_on()
+    assert made == whole
+    assert before and not list(cache.glob("wlb_sft/.*.partial"))
+
+
+PATIENCE = Patience(look=0.01, beat=0.02, dead=0.3, failed=0.1, line=0.05)
+
+
+def test_others_wait_for_the_one_that_builds_and_say_what_for(tmp_path: Path) -> None:
+    made, said, built = tmp_path / "made", [], []
+
+    def build(report: Any) -> None:
+        built.append(threading.get_ident())
+        report("is at shard 3 of 9")
+        time.sleep(0.3)
+        made.write_text("x")
+
+    def one(may_build: bool, number: int) -> None:
+        build_shared(
+            *(made.exists, tmp_path / "lock", build),
+            may_build=may_build,
+            who=f"rank {number}",
+            say=said.append,
+            patience=PATIENCE,
+        )
+
+    ranks = [threading.Thread(target=one, args=(number < 2, number)) for number in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert len(built) == 1 and not (tmp_path / "lock").exists()
+    assert any("waits for rank" in line and "is at shard 3 of 9" in line for line in said)
+
+
+def test_a_lock_whose_owner_died_is_taken_over_and_an_error_reaches_those_who_wait(tmp_path: Path) -> None:
+    made, lock = tmp_path / "made", tmp_path / "lock"
+    lock.mkdir()
+    (lock / "status.json").write_text(json.dumps({"who": "rank 0", "does": "x", "beat": 4}))
+    build_shared(
+        *(made.exists, lock, lambda report: made.write_text("x") and None),
+        may_build=True,
+        who="rank 1",
+        say=print,
+        patience=PATIENCE,
+    )
+    made.unlink()
+
+    def fail(report: Any) -> None:
+        raise WlbError("line 7 is bad\nand more")
+
+    def wait() -> None:
+        with pytest.raises(WlbError, match=r"rank 0 on .* failed: line 7 is bad"):
+            build_shared(
+                *(made.exists, lock, fail), may_build=False, who="rank 1", say=print, patience=PATIENCE
+            )
+        waited.append(True)
+
+    waited: list[bool] = []
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    with pytest.raises(WlbError, match="line 7"):
+        build_shared(*(made.exists, lock, fail), may_build=True, who="rank 0", say=print, patience=PATIENCE)
+    waiting.join()
+    assert waited and not made.exists()
+
+
+def test_random_files_with_faults_are_either_refused_by_line_or_trained(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    """60 files of good and bad lines: the bad ones' numbers are listed, and skipped they leave the good ones."""
+    generator = random.Random(5)
+    good = [line_of(*each) for each in conversations(40, seed=3, longest=4)]
+    bad = [line for name, (line, _) in BAD.items() if name != "nesting"]
+    for number in range(60):
+        rows = [
+            generator.choice(bad) if generator.random() < 0.2 else generator.choice(good) for _ in range(9)
+        ]
+        wrong = [at for at, row in enumerate(rows, 1) if row in bad]
+        jsonl = tmp_path / f"{number}.jsonl"
+        jsonl.write_bytes(b"\n".join(rows))
+        if len(wrong) < len(rows):
+            counts: Counts = made_of(jsonl, tokenizer, tmp_path / "k", skips_bad=True).counts
+            assert (counts.conversations, counts.bad_lines) == (len(rows) - len(wrong), len(wrong))
+        if wrong:
+            with pytest.raises(WlbError) as raised:
+                made_of(jsonl, tokenizer, tmp_path / "k")
+            assert [
+                int(line.split(":")[1]) for line in str(raised.value).splitlines()[1:] if ":" in line
+            ] == wrong

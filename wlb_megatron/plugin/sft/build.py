@@ -1,0 +1,235 @@
+"""Makes the .bin, .idx and mask of a jsonl: its shards in parallel processes, then joined by Megatron's builder.
+
+Shards that an earlier build has made are kept. The folder gets its name when all is in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from wlb_megatron.child import Child
+from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin.sft.shards import Shard, make_shard, token_type
+from wlb_megatron.plugin.sft.tokenizer import ConversationTokenizer
+from wlb_megatron.report.progress import progress
+from wlb_megatron.sft.index_files import (
+    SHARD_BYTES,
+    Counts,
+    IndexFolder,
+    Tokenizing,
+    lines_before,
+    shards_of,
+)
+
+MOST_PROCESSES = 64
+LISTED = 20
+"""Bad lines that a message lists."""
+
+Say = Callable[[str], None]
+
+
+def build(
+    jsonl: Path,
+    into: IndexFolder,
+    key: dict[str, Any],
+    tokenizing: Tokenizing,
+    tokenizer: ConversationTokenizer,
+    *,
+    processes: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    say: Say = lambda _: None,
+) -> None:
+    """Make the folder. key: what its name was made of. processes: None: one a core. say: called with how far it is.
+
+    WlbError, and shards are kept, for bad lines (unless they are to be skipped), where no conversation has a target,
+    and where the cache cannot be written.
+    """
+    try:
+        into.partial.mkdir(parents=True, exist_ok=True)
+        shards = [
+            Shard(jsonl, into.partial, *bounds) for bounds in shards_of(jsonl.stat().st_size, shard_bytes)
+        ]
+        _make_all(shards, tokenizer, tokenizing, processes, say)
+        _join(shards, into, key, tokenizer)
+    except OSError as error:
+        raise WlbError(
+            f"cannot write to {into.partial}: {error.strerror or error}; give another --data-cache-path"
+        ) from None
+
+
+def _make_all(
+    shards: list[Shard],
+    tokenizer: ConversationTokenizer,
+    tokenizing: Tokenizing,
+    processes: int | None,
+    say: Say,
+) -> None:
+    missing = [shard for shard in shards if shard.about() is None]
+    count = min(processes or len(os.sched_getaffinity(0)), MOST_PROCESSES, len(missing))
+    with _reported(shards, missing, say) as report:
+        if count <= 1:  # a process of its own would take longer to start
+            for shard in missing:
+                make_shard(shard, tokenizer, tokenizing, report)
+                if _refuse_bad([shard], tokenizing):
+                    break
+        else:
+            _in_processes(missing, tokenizing, count, report)
+    _refuse_bad(shards, tokenizing, raises=True)
+
+
+def _in_processes(
+    missing: list[Shard], tokenizing: Tokenizing, count: int, report: Callable[[int], None]
+) -> None:
+    """Tokenize these shards in `count` processes; stops early where a bad line ends the build."""
+    waiting = list(reversed(missing))
+    by_bounds = {(shard.begin, shard.end): shard for shard in missing}
+    first = {
+        "tokenizing": asdict(tokenizing),
+        "jsonl": str(missing[0].jsonl),
+        "folder": str(missing[0].folder),
+    }
+    children = [Child("wlb_megatron.plugin.sft.shards") for _ in range(count)]
+    working: set[Child] = set()
+    try:
+        for child in children:
+            child.send(json.dumps(first).encode())
+            _hand_out(child, waiting, working)
+        while working:
+            for child in [child for child in children if child in working]:
+                while child in working and (answer := child.receive(hurry=lambda: True)) is not None:
+                    message = json.loads(answer)
+                    report(message.get("bytes", 0))
+                    if "error" in message:
+                        raise WlbError(message["error"])
+                    if "done" in message:
+                        working.discard(child)
+                        if _refuse_bad([by_bounds[tuple(message["done"])]], tokenizing):
+                            waiting.clear()
+                        _hand_out(child, waiting, working)
+    except TimeoutError:
+        raise WlbError(
+            "a process that tokenizes has stopped answering; start again, its shard is made anew"
+        ) from None
+    except OSError as error:
+        raise WlbError(
+            f"a process that tokenizes has failed: {error}; start again, its shard is made anew"
+        ) from None
+    finally:
+        for child in children:
+            child.kill()
+
+
+def _hand_out(child: Child, waiting: list[Shard], working: set[Child]) -> None:
+    if waiting:
+        shard = waiting.pop()
+        child.send(json.dumps([shard.begin, shard.end]).encode())
+        working.add(child)
+
+
+@contextlib.contextmanager
+def _reported(shards: list[Shard], missing: list[Shard], say: Say) -> Iterator[Callable[[int], None]]:
+    """A function that takes the bytes done since it was called last: moves the bar, and says how long it will take."""
+    if not missing:
+        yield lambda _: None
+        return
+    size, todo = shards[-1].end, sum(shard.end - shard.begin for shard in missing)
+    began, done, ticked = time.monotonic(), 0, 0
+    ticks = min(1000, max(1, todo >> 20))
+    with progress(ticks, lines=True) as tick:
+
+        def report(count: int) -> None:
+            nonlocal done, ticked
+            done += count
+            seconds = (time.monotonic() - began) * (todo - done) / max(done, 1)
+            line = f"tokenizes {missing[0].jsonl.name}: {(size - todo + done) / size:.0%} done"
+            line += f", about {_duration(seconds)} left" if done < todo else ""
+            say(line)
+            while ticked < done * ticks // todo:
+                ticked += 1
+                tick(line)
+
+        yield report
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def _refuse_bad(shards: list[Shard], tokenizing: Tokenizing, *, raises: bool = False) -> bool:
+    """Whether a bad line of these shards ends the build; with `raises` it does: WlbError lists the lines."""
+    if tokenizing.skips_bad:
+        return False
+    bad = [shard for shard in shards if ((about := shard.about()) is not None and about["bad"])]
+    if bad and raises:
+        lines = listed(shards)
+        more = [] if len(lines) < LISTED else ["and perhaps more"]
+        raise WlbError(
+            "\n".join(
+                [
+                    f"{bad[0].jsonl} has lines that cannot be trained; correct them, or leave them out by "
+                    "--wlb-sft-skip-bad-lines:",
+                    *lines,
+                    *more,
+                ]
+            )
+        )
+    return bool(bad)
+
+
+def listed(shards: list[Shard]) -> list[str]:
+    """FILE:LINE: reason, of the first bad lines."""
+    lines: list[str] = []
+    for shard in shards:
+        bad = (shard.about() or {}).get("bad", [])
+        before = lines_before(shard.jsonl, shard.begin) if bad else 0
+        lines += [f"{shard.jsonl}:{before + number}: {reason}" for number, reason in bad]
+        if len(lines) >= LISTED:
+            break
+    return lines[:LISTED]
+
+
+def _join(
+    shards: list[Shard], into: IndexFolder, key: dict[str, Any], tokenizer: ConversationTokenizer
+) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    abouts = [(shard, shard.about() or {}) for shard in shards]
+    counts = sum((Counts(**about["counts"]) for _, about in abouts), Counts())
+    if not counts.conversations:
+        raise WlbError(
+            f"{shards[0].jsonl if shards else into.stem} trains nothing: {counts.lines:,} lines, "
+            f"{counts.bad_lines:,} bad, {counts.without_target:,} conversations without a target; correct the file or "
+            "--sft-tokenizer-prompt-format"
+        )
+    joined = into.partial / f"joined.{os.getpid()}"
+    shutil.rmtree(joined, ignore_errors=True)
+    joined.mkdir()
+    builder = IndexedDatasetBuilder(str(joined / f"{into.stem}.bin"), dtype=token_type(tokenizer.token_ids))
+    with (joined / f"{into.stem}.mask").open("wb") as masks:
+        for shard, about in abouts:
+            if about["counts"]["conversations"]:
+                builder.add_index(str(shard.prefix))
+                with Path(f"{shard.prefix}.mask").open("rb") as part:
+                    shutil.copyfileobj(part, masks)
+    builder.finalize(str(joined / f"{into.stem}.idx"))
+    about = {
+        "counts": asdict(counts),
+        "key": key,
+        "jsonl": str(shards[0].jsonl),
+        "notes": tokenizer.notes(),
+        "bad": listed(shards) if counts.bad_lines else [],
+    }
+    (joined / "index.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    with contextlib.suppress(OSError):  # another process was first
+        joined.rename(into.folder)
+    if not into.done:
+        raise WlbError(f"cannot write {into.folder}: remove what is there")
+    shutil.rmtree(into.partial, ignore_errors=True)

@@ -1,0 +1,85 @@
+"""The tokenized files of jsonls: found in the cache, or made there first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin.sft.build import LISTED, build
+from wlb_megatron.plugin.sft.shared_build import build_shared
+from wlb_megatron.plugin.sft.tokenizer import ConversationTokenizer
+from wlb_megatron.sft.index_files import SHARD_BYTES, Counts, IndexFolder, Tokenizing, index_folder, key_of
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Indexed:
+    """The files of a jsonl, what it came to, and what the log says of its format."""
+
+    jsonl: Path
+    files: IndexFolder
+    counts: Counts
+    notes: tuple[str, ...]
+
+
+def index_all(
+    jsonls: Sequence[Path],
+    tokenizing: Tokenizing,
+    cache: Path | None,
+    *,
+    say: Say,
+    processes: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> list[Indexed]:
+    """The files of each jsonl. Several processes may call this at once: the first one of a node makes what is missing,
+    the others wait (torchrun's RANK and LOCAL_RANK).
+
+    WlbError for what cannot be tokenized; with bad lines that are not to be skipped, it lists them.
+    """
+    tokenizer = ConversationTokenizer(tokenizing)
+    rank, first = os.environ.get("RANK"), os.environ.get("LOCAL_RANK", "0") == "0"
+    made = []
+    for jsonl in jsonls:
+        key, parts = key_of(jsonl, tokenizing, tokenizer.digest)
+        files = index_folder(jsonl, cache, key)
+        build_shared(
+            lambda files=files: files.done,  # type: ignore[misc]
+            files.folder.with_name(f".{key}.lock"),
+            lambda report, jsonl=jsonl, files=files, parts=parts: build(  # type: ignore[misc]
+                *(jsonl, files, parts, tokenizing, tokenizer),
+                processes=processes,
+                shard_bytes=shard_bytes,
+                say=report,
+            ),
+            may_build=first,
+            who="this process" if rank is None else f"rank {rank}",
+            say=say if first else lambda _: None,
+        )
+        about = files.about()
+        counts = Counts(**about["counts"])
+        if counts.bad_lines and not tokenizing.skips_bad:
+            lines = "\n".join(about["bad"][:LISTED])
+            raise WlbError(
+                f"{jsonl} has {counts.bad_lines:,} lines that cannot be trained; correct them, or leave them out by "
+                f"--wlb-sft-skip-bad-lines:\n{lines}"
+            )
+        made.append(Indexed(jsonl, files, counts, tuple(about["notes"])))
+    return made
+
+
+def described(indexed: Indexed) -> str:
+    """One line: what trains of a jsonl, and what was left out."""
+    counts = indexed.counts
+    line = (
+        f"{indexed.jsonl.name}: {counts.conversations:,} conversations, {counts.tokens:,} tokens, "
+        f"{counts.targets / counts.tokens:.1%} of them trained, the longest {counts.longest:,}"
+    )
+    if counts.bad_lines:
+        line += f"; {counts.bad_lines:,} bad lines left out"
+    if counts.without_target:
+        line += f"; {counts.without_target:,} conversations without a target left out"
+    return line

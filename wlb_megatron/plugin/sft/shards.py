@@ -1,0 +1,127 @@
+"""Tokenizes one shard of a jsonl into files of its own. `python -m` of this module is a process that does several.
+
+It gets JSON messages from its parent (child.py): first how to tokenize, then shards. It answers with
+{"bytes": n} as it goes on, {"done": [begin, end]} after a shard, or {"error": line}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin.sft.tokenizer import ConversationTokenizer
+from wlb_megatron.sft.conversations import BYTE_ORDER_MARK, BadLine, Reading, conversations_of
+from wlb_megatron.sft.index_files import Counts, Tokenizing, lines_of
+from wlb_megatron.whole_files import write_whole
+
+MOST_BAD = 100
+"""Bad lines that a shard lists; all are counted."""
+
+_PAUSE = 0.5
+"""Seconds between two reports of progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Bytes [begin, end) of the jsonl, and the folder in which its files lie."""
+
+    jsonl: Path
+    folder: Path
+    begin: int
+    end: int
+
+    @property
+    def prefix(self) -> Path:
+        return self.folder / f"shard-{self.begin}-{self.end}"
+
+    @property
+    def about_path(self) -> Path:
+        """Written last: with it, the shard is whole."""
+        return self.prefix.with_suffix(".json")
+
+    def about(self) -> dict[str, Any] | None:
+        """{"counts": .., "bad": [[line of the shard, from 1, reason], ..]}; None where it is not (wholly) made."""
+        try:
+            about = json.loads(self.about_path.read_text(encoding="utf-8"))
+            Counts(**about["counts"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return dict(about)
+
+
+def token_type(token_ids: int) -> Any:
+    """Of the .bin, as Megatron's preprocessing chooses it."""
+    from megatron.core.datasets.indexed_dataset import DType
+
+    return DType.optimal_dtype(token_ids)
+
+
+def make_shard(
+    shard: Shard, tokenizer: ConversationTokenizer, tokenizing: Tokenizing, report: Callable[[int], None]
+) -> None:
+    """Writes its .bin, .idx, .mask and .json. report: called with the bytes of the jsonl done since the last call."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    reading = Reading(tokenizing.by_role, tokenizing.drops_tools)
+    scratch = shard.folder / f".{shard.prefix.name}.{os.getpid()}"
+    counts, said, since = Counts(), shard.begin, time.monotonic()
+    bad: list[tuple[int, str]] = []
+    builder = IndexedDatasetBuilder(f"{scratch}.bin", dtype=token_type(tokenizer.token_ids))
+    with open(f"{scratch}.mask", "wb") as masks:
+        for number, (following, line) in enumerate(lines_of(shard.jsonl, shard.begin, shard.end), 1):
+            if not shard.begin and number == 1:
+                line = line.removeprefix(BYTE_ORDER_MARK)
+            try:
+                made = [tokenizer.tokenize(each) for each in conversations_of(line, reading)]
+            except BadLine as reason:
+                counts += Counts(lines=1, bad_lines=1)
+                bad += [(number, str(reason))] * (len(bad) < MOST_BAD)
+                made = []
+            else:
+                counts += Counts(lines=bool(made))
+            for tokens, mask in made:
+                targets = int(mask.sum())
+                if not targets:
+                    counts += Counts(without_target=1)
+                    continue
+                builder.add_document(tokens, [len(tokens)])
+                masks.write(mask.tobytes())
+                counts += Counts(0, 1, len(tokens), targets, len(tokens))
+            if time.monotonic() > since + _PAUSE:
+                report(min(following, shard.end) - said)
+                said, since = min(following, shard.end), time.monotonic()
+    builder.finalize(f"{scratch}.idx")
+    for suffix in (".bin", ".idx", ".mask"):
+        Path(f"{scratch}{suffix}").replace(f"{shard.prefix}{suffix}")
+    write_whole(shard.about_path, json.dumps({"counts": asdict(counts), "bad": bad}), "--data-cache-path")
+    report(shard.end - said)
+
+
+def main() -> None:
+    from wlb_megatron.child import pipes, read_message, write_message
+
+    reading, writing = pipes()
+
+    def answer(**message: Any) -> None:
+        write_message(writing, json.dumps(message).encode())
+
+    first = json.loads(read_message(reading) or b"{}")
+    tokenizing, jsonl, folder = Tokenizing(**first["tokenizing"]), Path(first["jsonl"]), Path(first["folder"])
+    try:
+        tokenizer = ConversationTokenizer(tokenizing)
+        while (message := read_message(reading)) is not None:
+            shard = Shard(jsonl, folder, *json.loads(message))
+            make_shard(shard, tokenizer, tokenizing, lambda count: answer(bytes=count))
+            answer(done=[shard.begin, shard.end])
+    except (WlbError, OSError) as error:
+        answer(error=str(error))
+
+
+if __name__ == "__main__":
+    main()

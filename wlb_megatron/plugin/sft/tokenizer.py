@@ -1,0 +1,169 @@
+"""Megatron's own SFT tokenizer, and which tokens of a conversation it trains."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.errors import WlbError
+from wlb_megatron.extras import install
+from wlb_megatron.sft.conversations import BadLine, Conversation
+from wlb_megatron.sft.index_files import Tokenizing
+
+IGNORED = -100
+"""Megatron's target of a token that is not trained."""
+
+PREFIX_TOKENS = 3
+"""Of each answer, not trained under nemotron-nano-v2, however many tokens its prefix really has."""
+
+
+class ConversationTokenizer:
+    """Tokens of a conversation and which of them are trained targets.
+
+    digest: of vocabulary, chat template, Megatron's code and the versions of its libraries. token_ids: below this.
+    """
+
+    def __init__(self, tokenizing: Tokenizing) -> None:
+        """WlbError where the tokenizer cannot be loaded, or its template cannot be used."""
+        self._tokenizing = tokenizing
+        self._megatron = _load(tokenizing)
+        self._hugging_face = self._megatron._tokenizer
+        config = self._megatron._prompt_config
+        self._template: str | None = config.custom_chat_template
+        self._check_template()
+        self.token_ids = int(self._megatron.vocab_size)
+        self.digest = self._digest(config)
+
+    def tokenize(self, conversation: Conversation) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+        """int64[n] tokens, and uint8[n]: 1 where Megatron's target is not -100. The first token is never one: nothing
+        precedes that could predict it. BadLine where the tokenizer fails."""
+        try:
+            if self._tokenizing.assistant_only:
+                tokens, trained = self._marked(conversation)
+            else:
+                tokens, targets = self._megatron.tokenize_conversation(
+                    conversation, return_target=True, add_generation_prompt=False
+                )
+                trained = np.asarray(targets) != IGNORED
+        except Exception as error:  # of a template, of Megatron's asserts, of the library
+            reason = " ".join(str(error).split())[:160]
+            raise BadLine(f"Megatron's tokenizer fails on it: {type(error).__name__}: {reason}") from None
+        mask = np.asarray(trained, dtype=np.uint8)
+        mask[:1] = 0
+        return np.asarray(tokens, dtype=np.int64), mask
+
+    def notes(self) -> list[str]:
+        """What the log says of this format, a line each."""
+        lines = []
+        kind = self._tokenizing.prompt_format
+        if not self._tokenizing.by_role and not self._tokenizing.assistant_only:
+            lines.append(
+                f"the prompt format {kind} trains every token, prompts too, as in Megatron; with default and a chat "
+                "template with {% generation %}, --wlb-sft-assistant-only trains answers alone"
+            )
+        if kind == "nemotron-h-aligned":
+            lines.append(
+                "the prompt format nemotron-h-aligned has no token that ends an answer: none is trained"
+            )
+        if kind == "nemotron-nano-v2":
+            prefix = self._hugging_face.encode("<SPECIAL_11>Assistant\n", add_special_tokens=False)
+            if len(prefix) != PREFIX_TOKENS:
+                lines.append(
+                    f"WARNING: Megatron leaves out {PREFIX_TOKENS} tokens at the begin of an answer, but the prefix "
+                    f"of nemotron-nano-v2 has {len(prefix)} in this tokenizer: targets begin at the wrong token"
+                )
+        return lines
+
+    def _marked(self, conversation: Conversation) -> tuple[Any, Any]:
+        """Tokens, and those that the template marks by {% generation %}."""
+        made = self._hugging_face.apply_chat_template(
+            conversation,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            add_generation_prompt=False,
+            chat_template=self._template,
+        )
+        return made["input_ids"], made["assistant_masks"]
+
+    def _check_template(self) -> None:
+        tokenizing, template = self._tokenizing, self._template
+        if template is None:
+            raise WlbError(
+                f"{tokenizing.tokenizer} has no chat template, which --sft-tokenizer-prompt-format default needs: add "
+                "one to its tokenizer_config.json, or use another format"
+            )
+        text = template if isinstance(template, str) else json.dumps(template)
+        if "strftime_now" in text:
+            raise WlbError(
+                f"the chat template of {tokenizing.tokenizer} prints today's date (strftime_now), so tokens would "
+                "depend on the day: write a fixed date into the template"
+            )
+        marks = re.search(r"{%-?\s*generation\s*-?%}", text) is not None
+        if tokenizing.assistant_only and (tokenizing.prompt_format != "default" or not marks):
+            raise WlbError(
+                "--wlb-sft-assistant-only needs --sft-tokenizer-prompt-format default and a chat template that marks "
+                "answers by {% generation %} .. {% endgeneration %}"
+            )
+
+    def _digest(self, config: Any) -> str:
+        backend = getattr(self._hugging_face, "backend_tokenizer", None)
+        vocabulary = (
+            backend.to_str()
+            if backend is not None
+            else json.dumps(self._hugging_face.get_vocab(), sort_keys=True)
+        )
+        code = inspect.getsource(type(self._megatron).tokenize_conversation)
+        parts = (
+            vocabulary,
+            json.dumps(self._template, sort_keys=True),
+            json.dumps(
+                {key: str(value) for key, value in self._hugging_face.special_tokens_map.items()},
+                sort_keys=True,
+            ),
+            f"{config.assistant_prefix_len} {config.has_bos} {config.has_system_role}",
+            code,
+            *(f"{name} {_version(name)}" for name in ("transformers", "tokenizers")),
+        )
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(hashlib.sha256(part.encode()).digest())
+        return digest.hexdigest()
+
+
+def _load(tokenizing: Tokenizing) -> Any:
+    try:
+        from megatron.core.tokenizers.text.libraries.sft_tokenizer import SFTTokenizer
+    except ImportError:  # before 0.17
+        try:
+            from megatron.training.tokenizer.sft_tokenizer import SFTTokenizer
+        except ImportError as error:
+            raise WlbError(f"this Megatron has no SFT tokenizer ({error}): use 0.17.1 or later") from None
+    try:
+        return SFTTokenizer(tokenizing.tokenizer, tokenizing.prompt_format)
+    except ImportError:
+        raise WlbError(f"Megatron's SFT tokenizer needs transformers: {install('sft')}") from None
+    except NotImplementedError:
+        raise WlbError(
+            f"this Megatron does not know the prompt format {tokenizing.prompt_format!r}: correct "
+            "--sft-tokenizer-prompt-format"
+        ) from None
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise WlbError(
+            f"cannot load the tokenizer {tokenizing.tokenizer}: {reason}; give a local folder"
+        ) from None
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "?"
