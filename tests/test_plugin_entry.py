@@ -53,6 +53,10 @@ def test_the_list_of_flags_is_frozen() -> None:
         "--wlb-regather-keys",
         "--wlb-rehearsal",
         "--wlb-release",
+        "--wlb-sft-assistant-only",
+        "--wlb-sft-drop-tools",
+        "--wlb-sft-mask-data",
+        "--wlb-sft-skip-bad-lines",
         "--wlb-sharding",
         "--wlb-solver-seconds",
         "--wlb-thresholds",
@@ -179,6 +183,7 @@ TOGETHER: list[dict[str, object]] = [
     {**ALLTOALL, "moe_router_load_balancing_type": "sinkhorn"},
     {"full_validation": True, "multiple_validation_sets": True, "virtual_pipeline_model_parallel_size": 2},
     {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tm|L"},
+    {"sft": True, "tokenizer_type": "SFTTokenizer", "wlb_overlong": "split"},
 ]
 """Arguments of the rows that need several."""
 
@@ -260,6 +265,7 @@ SETTINGS_REFUSED = [
     ({}, {"overlong": "chunk", "chunks": "off"}),
     ({"max_position_embeddings": 64}, {"overlong": "chunk"}),
     ({}, {"packing": "fixed-solver"}),
+    ({}, {"sft_mask_data": True}),
 ]
 """Arguments and settings of the rows that refuse the plugin's own settings."""
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if setting.default is False:
             options["action"] = "store_true"
         else:
-            options["default"] = setting.default
+            options["default"] = None if setting.metadata.get("depends") else setting.default
             options["type"] = setting.metadata.get("type", str)
             options["choices"] = setting.metadata.get("choices")
             if setting.default is not None:
@@ -38,9 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def config_from_args(args: argparse.Namespace) -> WlbConfig:
     """The plugin's settings from the flags. WlbError for a number out of range."""
-    config = WlbConfig(
-        **{setting.name: getattr(args, PREFIX + setting.name) for setting in fields(WlbConfig)}
-    )
+    given = {setting.name: getattr(args, PREFIX + setting.name) for setting in fields(WlbConfig)}
+    left = {
+        setting.name
+        for setting in fields(WlbConfig)
+        if setting.metadata.get("depends") and given[setting.name] is None
+    }
+    config = WlbConfig(**{name: value for name, value in given.items() if name not in left})
     check_numbers(config)
     return config
 

@@ -132,8 +132,29 @@ class WlbConfig:
         "what happens to a document longer than --seq-length: split (into pieces of that length), truncate (to that "
         "length), drop (counted in the log), chunk (it trains whole, in chunks of one iteration). With chunk it is "
         "split at the length that memory, --max-position-embeddings and a data-parallel rank's share of the iteration "
-        "allow",
+        "allow. With --sft, a conversation is never split: chunk is the default where chunks run, else drop",
         choices=OVERLONG,
+        depends=True,
+    )
+    sft_skip_bad_lines: bool = _setting(
+        False,
+        "with --sft, leave out lines of a jsonl that cannot be trained, and count them (default: they end the job and "
+        "are listed)",
+    )
+    sft_drop_tools: bool = _setting(
+        False,
+        "with --sft, accept tools, their turns and calls, which the nemotron formats leave out (default: such a line "
+        "is bad)",
+    )
+    sft_assistant_only: bool = _setting(
+        False,
+        "with --sft and --sft-tokenizer-prompt-format default, train only what the chat template marks by "
+        "its generation tags (default: every token, as in Megatron)",
+    )
+    sft_mask_data: bool = _setting(
+        False,
+        "with --sft, --data-path names .bin/.idx pairs, each with a .mask of one byte a token: 1 for a token that is "
+        "trained (default: it names jsonls)",
     )
     kernels: str = _setting(
         "auto",

@@ -247,7 +247,24 @@ REFUSALS: tuple[Refusal, ...] = (
         "--wlb-plan-process always",
         "--wlb-cp-mode dynamic plans in a thread; use auto",
     ),
-    Refusal(lambda a, c: _get(a, "sft"), "--sft", "only pre-training documents can be packed; drop it"),
+    Refusal(
+        lambda a, c: _get(a, "sft") and _get(a, "tokenizer_type") != "SFTTokenizer" and not c.sft_mask_data,
+        "--sft with another --tokenizer-type than SFTTokenizer",
+        "conversations become tokens by Megatron's SFT tokenizer; set it, and --tokenizer-model to a folder",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "sft") and _get(a, "wlb_overlong") == "split",
+        "--wlb-overlong split with --sft",
+        "the later part of a conversation would be trained without the earlier one; use chunk, drop or truncate",
+    ),
+    Refusal(
+        lambda a, c: (
+            (c.sft_skip_bad_lines or c.sft_drop_tools or c.sft_assistant_only or c.sft_mask_data)
+            and not _get(a, "sft")
+        ),
+        "--wlb-sft-* without --sft",
+        "it is about conversations; add --sft, or leave it out",
+    ),
     Refusal(lambda a, c: _get(a, "fim_data"), "--fim-data", "fill-in-the-middle rewrites documents; drop it"),
     Refusal(
         lambda a, c: _get(a, "mock_data"),

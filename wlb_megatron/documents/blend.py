@@ -10,8 +10,9 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.documents.corpus import Corpus
+from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.indexed import IndexedCorpus
+from wlb_megatron.documents.target_masks import Kept, MaskedCorpus
 from wlb_megatron.errors import WlbError
 
 SPLITS = ("train", "valid", "test")
@@ -78,20 +79,54 @@ class Blend:
         paths: Sequence[str],
         weights: Sequence[float] | None = None,
         trusted: Callable[[str], bool] | None = None,
+        masks: Kept | None = None,
     ) -> None:
         """weights: one per path, as `parse_blend` gives them; None: each corpus in proportion to its tokens. trusted:
-        whether another process checks a path's index; None: none does."""
+        whether another process checks a path's index; None: none does. masks: each has a mask of its trained tokens."""
         self.paths = list(paths)
         self.weights = None if weights is None else list(weights)
         if weights is not None and len(weights) != len(paths):
             raise WlbError(f"{len(paths)} corpora but {len(weights)} weights; give one weight per corpus")
-        self.readers = [IndexedCorpus(path, trusted=trusted is not None and trusted(path)) for path in paths]
+        self.masked = masks is not None
+        checked = [trusted is not None and trusted(path) for path in paths]
+        self.readers: list[IndexedCorpus] = [
+            IndexedCorpus(path, trusted=known) if masks is None else MaskedCorpus(path, masks)
+            for path, known in zip(paths, checked, strict=True)
+        ]
         self.first_ids = list(accumulate((len(reader) for reader in self.readers), initial=0))
 
     def read(self, document: int, start: int, end: int) -> npt.NDArray[np.int64]:
         """Tokens [start, end) of a document by its id, int64[end - start]. IndexError outside of it."""
         reader, local = self._locate(document)
         return reader.read(local, start, end)
+
+    def targets(self, document: int, start: int, end: int) -> npt.NDArray[np.uint8]:
+        """uint8[end - start]: 1 for each of tokens [start, end) of a document that is trained if it is predicted."""
+        reader, local = self._locate(document)
+        if isinstance(reader, MaskedCorpus):
+            return reader.targets(local, start, end)
+        return np.ones(end - start, dtype=np.uint8)
+
+    def targets_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Targets of whole documents by their ids, int64[n] of int64[n]; of a corpus with masks."""
+        owner = np.searchsorted(self.first_ids, documents, side="right") - 1
+        counts = np.empty(len(documents), dtype=np.int64)
+        for corpus in np.unique(owner).tolist():
+            reader, mine = self.readers[corpus], owner == corpus
+            assert isinstance(reader, MaskedCorpus)
+            counts[mine] = reader.counts[documents[mine] - self.first_ids[corpus]]
+        return counts
+
+    def trained_share(self, corpora: Sequence[Corpus], rules: Rules) -> float:
+        """Targets over tokens of what these corpora give out, by their weights; 1 without masks."""
+        if not self.masked:
+            return 1.0
+        shares = []
+        for corpus in corpora:
+            kept = rules.kept(np.asarray(corpus.lengths, dtype=np.int64))
+            targets = self.targets_of(corpus.first_id + np.flatnonzero(kept)).sum()
+            shares.append(float(targets) / max(1, int(kept.sum())))
+        return float(np.average(shares, weights=[corpus.weight for corpus in corpora]))
 
     def length(self, document: int) -> int:
         """Tokens of a document by its id. IndexError if there is none."""

@@ -1,4 +1,4 @@
-"""Counts the tokens that predict a next token: the number that losses are averaged over."""
+"""Counts the tokens that predict a next token (with masks, a target): the number that losses are averaged over."""
 
 from __future__ import annotations
 
@@ -26,4 +26,23 @@ def predictions(pieces: Sequence[Piece], lengths: npt.NDArray[np.int64], further
 def predictions_in(corpus: Blend, further: int, pieces: Sequence[Piece]) -> tuple[int, ...]:
     """`predictions` of pieces of the corpus's documents."""
     documents = np.array([piece.document for piece in pieces], dtype=np.int64)
-    return predictions(pieces, corpus.lengths_of(documents), further)
+    lengths = corpus.lengths_of(documents)
+    return (
+        _targets(corpus, further, pieces, lengths) if corpus.masked else predictions(pieces, lengths, further)
+    )
+
+
+def _targets(
+    corpus: Blend, further: int, pieces: Sequence[Piece], lengths: npt.NDArray[np.int64]
+) -> tuple[int, ...]:
+    """The same of a corpus with masks: a prediction counts where what it predicts is a target."""
+    counts = np.zeros(further + 1, dtype=np.int64)
+    whole = []
+    for piece, length in zip(pieces, lengths.tolist(), strict=True):
+        if not further and piece.start == 0 and piece.end == length:
+            whole.append(piece.document)
+            continue
+        mask = corpus.targets(piece.document, piece.start + 1, min(piece.end + 1, length))
+        counts += [int(mask[depth:].sum()) for depth in range(further + 1)]
+    counts[0] += int(corpus.targets_of(np.array(whole, dtype=np.int64)).sum())
+    return tuple(counts.tolist())

@@ -33,6 +33,7 @@ from wlb_megatron.plugin.logs.reporting import check_outputs
 from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans.cost_settings import complete
 from wlb_megatron.plugin.plans.source import Source, open_sources
+from wlb_megatron.plugin.sft.targets import with_targets
 from wlb_megatron.plugin.step.multi_token import refuse_other_form
 from wlb_megatron.plugin.trials import versions
 from wlb_megatron.plugin.trials.kernel_trial import try_transformer_engine
@@ -153,6 +154,7 @@ def _open(args: Any, full_validation: bool) -> Opened:
         check_outputs(config)
         try_transformer_engine(job)
         kernels_of(job)
+        job, config = with_targets(job, config, _say)
         config = fit_to_memory(job, config)
         return Opened(job, open_sources(job, config), args.save)
     except ValueError as error:  # WlbErrors, and settings that do not fit together
@@ -173,6 +175,8 @@ def _set_what_plans_need(args: Any, job: TrainingJob) -> None:
     why = "micro-batches differ in tokens, so the loss is summed per token"
     _set(args, "calculate_per_token_loss", True, why)
     _set(args, "dataloader_type", "external", "the plugin's sampler orders the data")
+    if job.fine_tuning is not None:
+        args.sft = False  # by it Megatron's evaluation divides by micro-batches, not by targets
     asked = getattr(args, "cp_comm_type", None) or ["p2p"]
     if job.sizes.context > 1 and {*([asked] if isinstance(asked, str) else asked)} != {"p2p"}:
         _say("ignores --cp-comm-type: the plan decides which keys ranks exchange")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from wlb_megatron.documents.blend import SPLITS, Blend, parse_blend
 from wlb_megatron.documents.corpus import Corpus
+from wlb_megatron.documents.target_masks import Kept
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags.index_checks import checked_elsewhere
 from wlb_megatron.plugin.flags.open_files import allow_open_files
@@ -19,12 +21,14 @@ from wlb_megatron.plugin.flags.open_files import allow_open_files
 class DataPaths:
     """Prefixes (and weights) as Megatron's flags give them.
 
-    common: of all parts, which `split` divides. by_part: of train, valid and test, where each has its own.
+    common: of all parts, which `split` divides. by_part: of train, valid and test, where each has its own. masks: each
+    corpus has a mask of its trained tokens.
     """
 
     common: tuple[str, ...] = ()
     split: str | None = None
     by_part: Mapping[str, tuple[str, ...]] | None = None
+    masks: Kept | None = None
 
     @classmethod
     def of(cls, args: Any) -> DataPaths:
@@ -33,6 +37,28 @@ class DataPaths:
         if by_part is None:
             return cls(tuple(_common_values(args) or ()), args.split)
         return cls(by_part={part: tuple(values) for part, values in by_part.items()})
+
+
+def prefixes_of(paths: DataPaths) -> list[str]:
+    """Each prefix that is named, once, in order."""
+    values = [paths.common] if paths.by_part is None else [paths.by_part[part] for part in SPLITS]
+    return list(dict.fromkeys(prefix for each in values if each for prefix in parse_blend(each)[0]))
+
+
+def renamed(paths: DataPaths, names: Mapping[str, str]) -> DataPaths:
+    """The same with other prefixes."""
+
+    def new(values: tuple[str, ...]) -> tuple[str, ...]:
+        if not values:
+            return values
+        prefixes, weights = parse_blend(values)
+        found = [names[prefix] for prefix in prefixes]
+        return tuple(found if weights is None else chain(*zip(map(repr, weights), found, strict=True)))
+
+    by_part = (
+        None if paths.by_part is None else {part: new(tuple(each)) for part, each in paths.by_part.items()}
+    )
+    return replace(paths, common=new(paths.common), by_part=by_part)
 
 
 def documents(
@@ -49,7 +75,7 @@ def documents(
     if key not in opened:
         prefixes, weights = parse_blend(key)
         allow_open_files(len(prefixes), "the mapped indices of all corpora")
-        opened[key] = Blend(prefixes, weights, checked_elsewhere)
+        opened[key] = Blend(prefixes, weights, checked_elsewhere, paths.masks)
     blend = opened[key]
     corpora = blend.corpora(paths.split, part)
     return (blend, corpora) if corpora or part == "train" else None

@@ -13,6 +13,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.plugin.flags.batch_sizes import BatchSizes
 from wlb_megatron.plugin.flags.data_paths import DataPaths
+from wlb_megatron.plugin.flags.fine_tuning import FineTuning
 from wlb_megatron.plugin.flags.job_profile import profile_of
 from wlb_megatron.plugin.flags.memory_flags import MemoryFlags
 from wlb_megatron.plugin.flags.rank_counts import RankCounts
@@ -50,7 +51,7 @@ class TrainingJob:
     workers: of a data loader; ignored_signal: what they must ignore, which makes the trainer save and exit.
     recompute_blocks: layers of a model chunk that --recompute-method block recomputes; None: all, where it does any.
     overlaps_gradients: --overlap-grad-reduce. one_length: Megatron holds buffers or graphs of one length. timeout: of
-    communication between ranks (minutes).
+    communication between ranks (minutes). fine_tuning: of --sft.
     """
 
     given: WlbConfig
@@ -72,6 +73,7 @@ class TrainingJob:
     overlaps_gradients: bool
     one_length: bool
     timeout: int
+    fine_tuning: FineTuning | None = None
 
     @classmethod
     def of(cls, args: Any, given: WlbConfig, *, full_validation: bool = False) -> TrainingJob:
@@ -109,6 +111,7 @@ class TrainingJob:
             overlaps_gradients=bool(getattr(args, "overlap_grad_reduce", False)),
             one_length=one_length(args),
             timeout=args.distributed_timeout_minutes,
+            fine_tuning=FineTuning.of(args, given),
         )
 
     @property

@@ -83,7 +83,7 @@ class PackedDocuments(Dataset[LoadedMicroBatch]):
                 tokens[at : at + length] = read[:length]
                 predicted = len(read) - 1
                 labels[at : at + predicted] = read[1:]
-                mask[at : at + predicted] = 1.0
+                mask[at : at + predicted] = self._corpus.targets(piece.document, first + 1, last)
             at += length
         return HeldTokens(
             tokens=torch.from_numpy(tokens)[None],

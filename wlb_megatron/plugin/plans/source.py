@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blend import Blend
 from wlb_megatron.documents.corpus import Corpus, Rules
@@ -35,7 +37,7 @@ class Source:
     micro_batches: of one DP rank by Megatron's count, at most; most_micro_batches: that it is planned with.
     mean_length: of a sample of the pieces (tokens). names: of the corpora that
     have documents in this part; documents: how many, in all of them. messages: what the packer's choice says of itself.
-    longest: tokens of a document that is not split, at most.
+    longest: tokens of a document that is not split, at most. trained_share: of the tokens, those that are targets.
     """
 
     corpus: Blend
@@ -48,6 +50,7 @@ class Source:
     messages: tuple[str, ...] = ()
     longest: int = 0
     most_micro_batches: int = 0
+    trained_share: float = 1.0
 
 
 def open_sources(job: TrainingJob, config: WlbConfig) -> dict[str, Source]:
@@ -155,7 +158,15 @@ def _source(
             config = replace(config, max_tokens=-(-5 * window // (4 * alignment)) * alignment)
     messages: list[str] = []
     longest, limits = longest_whole(config.overlong, of.window, smallest, *_bounds(job, config))
-    rules = Rules(window=longest, overlong=config.overlong, seed=job.seed, endless=endless)
+    overlong = config.overlong
+    if blend.masked and overlong in ("split", "chunk"):  # a conversation is not split
+        # As short as the longest one, so that the order does not depend on what another layout could hold.
+        longest_one = max((int(corpus.lengths.max()) for corpus in corpora), default=0)
+        longest, overlong = max(of.window, min(longest, longest_one)), "drop"
+        limits = limits.replace("are split", "are dropped")
+    rules = Rules(window=longest, overlong=overlong, seed=job.seed, endless=endless)
+    if blend.masked:
+        messages += _left_out(corpora, rules)
     stream = DocumentStream(corpora, rules)
     if not any(rules.predict(corpus.lengths) for corpus in corpora):
         raise WlbError(
@@ -198,7 +209,17 @@ def _source(
         messages=tuple(messages),
         longest=longest,
         most_micro_batches=most,
+        trained_share=blend.trained_share(corpora, rules),
     )
+
+
+def _left_out(corpora: list[Corpus], rules: Rules) -> list[str]:
+    """Conversations that do not train as they are: a line where there are any."""
+    long = sum(int((np.asarray(corpus.lengths) > rules.window).sum()) for corpus in corpora)
+    empty = sum(int((np.asarray(corpus.lengths) == 0).sum()) for corpus in corpora)
+    fate = "keep the window with the most targets" if rules.overlong == "truncate" else "are dropped"
+    lines = [f"{long:,} conversations above {rules.window:,} tokens {fate}"] if long else []
+    return lines + ([f"{empty:,} conversations without a target are dropped"] if empty else [])
 
 
 def _bounds(job: TrainingJob, config: WlbConfig) -> tuple[list[Bound], Bound | None]:

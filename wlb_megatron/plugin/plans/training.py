@@ -120,7 +120,7 @@ def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement
         )
     equal_tokens = 0
     if weighs_equally(source.config, source.planner.packer):
-        equal_tokens = job.batches.joined_window * job.sizes.data
+        equal_tokens = max(1, round(job.batches.joined_window * job.sizes.data * source.trained_share))
     iterator = MicroBatchIterator(
         rank_loader(source, sampler, layout, job),
         trained,
