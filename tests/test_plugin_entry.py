@@ -63,6 +63,7 @@ def test_the_list_of_flags_is_frozen() -> None:
         "--wlb-token-weights",
         "--wlb-trace",
         "--wlb-trace-iteration",
+        "--wlb-train-epochs",
     ]
 
 
@@ -266,6 +267,7 @@ SETTINGS_REFUSED = [
     ({"max_position_embeddings": 64}, {"overlong": "chunk"}),
     ({}, {"packing": "fixed-solver"}),
     ({}, {"sft_mask_data": True}),
+    ({}, {"train_epochs": 2, "packing": "original"}),
 ]
 """Arguments and settings of the rows that refuse the plugin's own settings."""
 

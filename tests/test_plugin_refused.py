@@ -38,6 +38,7 @@ WRONG: dict[str, str] = {
     "--sft --tokenizer-type SFTTokenizer --tokenizer-model FOLDER --wlb-overlong split": "without the earlier one",
     "--sft --wlb-sft-mask-data": "cannot read .*mask: No such file",
     "--wlb-sft-drop-tools": "add --sft",
+    "--wlb-train-epochs 2": "--wlb-train-epochs with --train-iters: give one",
     "--fim-data": "fill-in-the-middle",
     "--qk-clip": "--qk-clip",
     "--use-megatron-fsdp --ckpt-format fsdp_dtensor --use-distributed-optimizer": "CUDA_DEVICE_MAX_CONNECTIONS",

@@ -101,7 +101,7 @@ def test_the_share_of_targets_leaves_out_what_is_dropped_and_follows_the_weights
         (tmp_path / name).mkdir()
     first = written(tmp_path / "a", [[0, 1, 1, 1], [0] * 20 + [1], [0, 0, 0, 0]])
     second = written(tmp_path / "b", [[0, 0, 0, 1]])
-    blend = Blend([str(first), str(second)], [3, 1], DROP)
+    blend = Blend([str(first), str(second)], [3, 1], masks=DROP)
     rules = Rules(window=8, overlong="drop")
     assert blend.trained_share(blend.corpora(), rules) == pytest.approx((3 * 3 / 4 + 1 / 4) / 4)
 

@@ -136,6 +136,13 @@ class WlbConfig:
         choices=OVERLONG,
         depends=True,
     )
+    train_epochs: int | None = _setting(
+        None,
+        "train until each document has trained so often; sets --train-samples, and the last step takes what is left "
+        "(epochs; default: --train-iters or --train-samples)",
+        type=int,
+        within=(1, COUNT),
+    )
     sft_skip_bad_lines: bool = _setting(
         False,
         "with --sft, leave out lines of a jsonl that cannot be trained, and count them (default: they end the job and "

@@ -253,6 +253,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "conversations become tokens by Megatron's SFT tokenizer; set it, and --tokenizer-model to a folder",
     ),
     Refusal(
+        lambda a, c: c.train_epochs and (c.packing != "varlen" or _batches_grow(a) or _get(a, "skip_train")),
+        "--wlb-train-epochs with another --wlb-packing than varlen, growing batches or --skip-train",
+        "the number of steps is not known then; give --train-samples",
+    ),
+    Refusal(
         lambda a, c: _get(a, "sft") and _get(a, "wlb_overlong") == "split",
         "--wlb-overlong split with --sft",
         "the later part of a conversation would be trained without the earlier one; use chunk, drop or truncate",

@@ -28,6 +28,7 @@ NOT_HERE = (
         "sft_mask_data",
         "sft_skip_bad_lines",
         "token_weights",
+        "train_epochs",
     ),
     *("trace", "trace_iteration"),
 )

@@ -75,13 +75,14 @@ class Rules:
 
     window: most tokens of a piece (with overlong "chunk", of the longest document that trains whole). overlong: what
     happens to longer documents, one of config.OVERLONG. seed: shuffles each epoch anew; None keeps the corpus's
-    order. endless: epoch after epoch, or one pass.
+    order. endless: epoch after epoch, or one pass. epochs: of an endless run that ends after so many.
     """
 
     window: int
     overlong: str = "split"
     seed: int | None = None
     endless: bool = False
+    epochs: int | None = None
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -159,7 +160,8 @@ class CorpusWalk:
 
     @property
     def finished(self) -> bool:
-        return not self._rules.endless and self._epoch_is_out
+        last = self._rules.epochs if self._rules.endless else 1
+        return last is not None and int(self._row[EPOCH]) + 1 >= last and self._epoch_is_out
 
     @property
     def _epoch_is_out(self) -> bool:

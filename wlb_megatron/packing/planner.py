@@ -47,7 +47,8 @@ class Planner:
     * Pieces that a packer puts back are taken again first, and count again. The stream then runs that much slower,
       and `put_back` counts them.
     * No more pieces are taken than could train: with tiny ones, fewer tokens than asked for.
-    * A finite stream is drained: iterations continue until nothing waits.
+    * A finite stream is drained: iterations continue until nothing waits. Where `until` is set, the iteration that
+      ends there takes in all that is left, and trains it with all that waits, in as many micro-batches as it takes.
     * Each plan is audited: what waited and what arrived trains or waits, each token once, under Lmax.
     """
 
@@ -69,6 +70,7 @@ class Planner:
         self.taken = 0  # tokens; a Python integer, so it does not end at 2**31
         self.put_back = 0  # pieces, so far
         self.trained = 0  # tokens of all iterations so far
+        self.until: int | None = None  # samples after which the run ends
         self._supplied = 0  # pieces were taken in up to this iteration
         self._put_back: deque[Piece] = deque()
         self._waiting = packer.waiting  # after the last plan
@@ -92,10 +94,14 @@ class Planner:
     def next_iteration(self) -> IterationPlan | None:
         """The next iteration's plan, or None when a finite stream has ended and nothing waits."""
         batch = self._next_batch()
-        arrived = self._take_in(batch)
+        last = self.until is not None and self.samples + batch.bins >= self.until
+        arrived = self._take_in(batch, all_left=last)
         if self._ended and not arrived and not self._waiting:
             return None
         grid, put_back = self.packer.pack(self.iteration, arrived, batch, self._ended)
+        while last and (put_back or self.packer.waiting):
+            more, put_back = self.packer.pack(self.iteration, put_back, batch, True)
+            grid += more
         if put_back:
             refused = frozenset(put_back)
             arrived = [piece for piece in arrived if piece not in refused]
@@ -124,15 +130,15 @@ class Planner:
         count = self.schedule.alike(self.samples, self.packer.intake_batches) if due else 0
         return Batch(self.schedule.size(self.samples), count)
 
-    def _take_in(self, batch: Batch) -> list[Piece]:
+    def _take_in(self, batch: Batch, *, all_left: bool = False) -> list[Piece]:
         arrived: list[Piece] = []
         self._supplied += batch.iterations
         goal = self._tokens(self.samples + batch.bins * batch.iterations)
         most = batch.bins * batch.iterations * self.packer.most_pieces
         # Bound to local names, because this runs for every piece.
         taken, again, following, arrive = self.taken, self._put_back, self.stream.next, arrived.append
-        while taken < goal:
-            if len(arrived) >= most:  # the stream runs slower, as when pieces are put back
+        while taken < goal or all_left:
+            if len(arrived) >= most and not all_left:  # the stream runs slower, as when pieces are put back
                 taken = goal
                 break
             piece = again.popleft() if again else following()
@@ -207,7 +213,9 @@ class Planner:
         waiting = sum(piece.tokens for piece in self._waiting)
         self.trained = int(state.get("trained", self.taken - waiting))  # states saved before it was counted
         self._supplied = int(state["supplied"])
-        self._ended = bool(state["ended"])
+        self._ended = (
+            bool(state["ended"]) and self.until is None
+        )  # a run that had ended may go on for more epochs
         self.put_back = int(state["put_back_so_far"])
         self._put_back = deque(Piece(*row) for row in state["put_back"])
 

@@ -106,6 +106,11 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: Any, defaults: dict[str, Any] | None = None) -> Any:
         if not args.wlb_off and (wrong := too_small(args)):
             refuse(wrong)
+        if not args.wlb_off and args.wlb_train_epochs is not None:
+            if args.train_iters or args.train_samples:
+                given = "--train-iters" if args.train_iters else "--train-samples"
+                refuse(f"wlb_megatron refuses --wlb-train-epochs with {given}: give one of them.")
+            args.train_samples = 1  # until the corpus has been read; Megatron asks for a number here
         try:
             result = original(args, defaults or {})
         except (AssertionError, ValueError, RuntimeError) as error:
@@ -138,6 +143,8 @@ def _take_over(args: Any) -> None:
         args.eval_iters = args.eval_iters or 1  # Megatron evaluates where it is above 0; see evaluation.py
         args.full_validation = args.multiple_validation_sets
     opened = part(Start).opened = _open(args, full_validation)
+    if (train := opened.sources.get("train")) is not None and train.train_samples is not None:
+        args.train_samples = train.train_samples
     _set_what_plans_need(args, opened.job)
 
 

@@ -186,7 +186,7 @@ def log_line(
         f" [wlb] iteration {figures['iteration']}{describe(figures)} | imbalance (max/mean work): micro-batches "
         f"{figures['imbalance']:.3f}, CP ranks {figures['cp_imbalance']:.3f} | step over ideal: "
         f"{figures['step_over_ideal']:.3f} with {figures['micro_batches']} micro-batches{_in_chunks(figures)} | "
-        f"tokens: {figures['tokens']}, "
+        f"tokens: {figures['tokens']}{_targets(figures)}, "
         f"{figures['consumed_tokens']} so far{rate} | "
         f"delayed documents: {figures['delayed']} | mean token delay: {figures['token_delay']:.3f} | "
         f"plan ms: {figures['plan_ms']:.2f} (waited {figures['plan_wait_ms']:.2f})"
@@ -208,6 +208,10 @@ def log_line(
         return line
     line += f" | ms: {figures['measured_ms']:.1f}, predicted {figures['predicted_ms']:.1f}"
     return line if scale is None else line + f" (x {scale:.3f} so far)"
+
+
+def _targets(figures: Mapping[str, Any]) -> str:
+    return f" ({figures['targets']} targets)" if "targets" in figures else ""
 
 
 def _in_chunks(figures: Mapping[str, Any]) -> str:
@@ -236,6 +240,7 @@ def step_figures(batches: Sequence[LoadedMicroBatch], quadratic_at: float) -> di
         "plan_ms": planned[0].plan_seconds * 1e3,
         "micro_batch_tokens": [item.shard.tokens for item in planned],
         "micro_batch_work": [sum(share) for share in shares],
+        **({"targets": planned[0].predictions[0]} if planned[0].predictions else {}),
         "shardings": dict(Counter(item.shard.kind for item in planned if item.shard.kind)),
         **_groups(planned),
         **_chunks(planned),

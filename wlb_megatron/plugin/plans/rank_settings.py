@@ -43,9 +43,10 @@ def reporting(settings: ShardSettings, job: TrainingJob, config: WlbConfig) -> S
 
 
 def _predictions(source: Source, job: TrainingJob) -> Callable[[Sequence[Piece]], tuple[int, ...]]:
-    """Counts an iteration's predictions by depth, where losses are scaled by them: multi-token prediction, fp16."""
-    further, scaled = job.model.depths, job.model.dtype == "float16"
-    return partial(predictions_in, source.corpus, further) if further or scaled else nothing_counted
+    """Counts an iteration's predictions by depth, where losses are scaled by them: multi-token prediction, fp16. Or
+    where the log counts them: with masks."""
+    further, counted = job.model.depths, job.model.dtype == "float16" or source.corpus.masked
+    return partial(predictions_in, source.corpus, further) if further or counted else nothing_counted
 
 
 def shard_settings(source: Source, job: TrainingJob) -> ShardSettings:

@@ -38,6 +38,7 @@ class Source:
     mean_length: of a sample of the pieces (tokens). names: of the corpora that
     have documents in this part; documents: how many, in all of them. messages: what the packer's choice says of itself.
     longest: tokens of a document that is not split, at most. trained_share: of the tokens, those that are targets.
+    train_samples: windows until the last epoch ends, None where epochs do not end the run.
     """
 
     corpus: Blend
@@ -51,6 +52,7 @@ class Source:
     longest: int = 0
     most_micro_batches: int = 0
     trained_share: float = 1.0
+    train_samples: int | None = None
 
 
 def open_sources(job: TrainingJob, config: WlbConfig) -> dict[str, Source]:
@@ -164,7 +166,8 @@ def _source(
         longest_one = max((int(corpus.lengths.max()) for corpus in corpora), default=0)
         longest, overlong = max(of.window, min(longest, longest_one)), "drop"
         limits = limits.replace("are split", "are dropped")
-    rules = Rules(window=longest, overlong=overlong, seed=job.seed, endless=endless)
+    epochs = config.train_epochs if endless else None
+    rules = Rules(window=longest, overlong=overlong, seed=job.seed, endless=endless, epochs=epochs)
     if blend.masked:
         messages += _left_out(corpora, rules)
     stream = DocumentStream(corpora, rules)
@@ -194,6 +197,17 @@ def _source(
         no_chunks=job.trainer.chunks_refused(),
         say=messages.append,
     )
+    samples = None
+    if epochs is not None:
+        if blend.weights is not None:
+            raise WlbError(
+                "--wlb-train-epochs with weights in --data-path: corpora would end at different times; leave the "
+                "weights out, which gives each its share of tokens, or give --train-samples"
+            )
+        steps, line = steps_of(corpora, rules, planner.global_tokens)
+        planner.until = steps * batches.largest
+        samples = planner.until * micro_batch_size
+        messages.append(line)
     most = most_micro_batches(planner.packer, config, windows)
     if job.workers:
         allow_open_files(files_of_workers(windows, most), "tensors from --num-workers")
@@ -210,6 +224,23 @@ def _source(
         longest=longest,
         most_micro_batches=most,
         trained_share=blend.trained_share(corpora, rules),
+        train_samples=samples,
+    )
+
+
+def steps_of(corpora: list[Corpus], rules: Rules, step_tokens: int) -> tuple[int, str]:
+    """Steps until the last epoch ends, and a line that says so; in whatever order documents come.
+
+    Each step takes in documents until all steps so far have their tokens. So the last document, of d tokens at most,
+    comes in step (tokens - d) / step_tokens or later; the last step takes in what is left. Example: 3 epochs of 40
+    tokens in steps of 16, d = 10: 6 full steps and a last one of 24 tokens at most.
+    """
+    assert rules.epochs is not None
+    kept = [rules.kept(np.asarray(corpus.lengths, dtype=np.int64)) for corpus in corpora]
+    tokens, longest = sum(int(each.sum()) for each in kept), max(int(each.max()) for each in kept)
+    steps = (rules.epochs * tokens - longest) // step_tokens + 1
+    return steps, (
+        f"{rules.epochs} epochs of {tokens:,} tokens take {steps:,} steps, {tokens / step_tokens:,.1f} an epoch"
     )
 
 
