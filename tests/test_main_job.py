@@ -47,3 +47,32 @@ def test_the_steps_on_gpus_are_simulated_from_the_same_documents(
     simulated = main_job.simulate_on_gpus(options)
     assert set(simulated) == {"plain", "wlb"}
     assert simulated["wlb"][1] > simulated["plain"][1] > 1000 and simulated["plain"][0] > 100
+
+
+@pytest.mark.megatron
+def test_the_small_fine_tuning_job_trains_answers_alone(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    import subprocess
+    import sys
+
+    from scripts.environment import cpu_environment
+
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "sft_job.py"),
+        "--out",
+        str(tmp_path),
+        "--iterations",
+        "3",
+    ]
+    done = subprocess.run(
+        [*command, "--conversations", "300"],
+        env=cpu_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (
+        "train.jsonl: 270 conversations" in done.stdout and "of them trained: those of answers" in done.stdout
+    )

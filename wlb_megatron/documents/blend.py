@@ -171,5 +171,6 @@ class Blend:
             lengths = reader.index.lengths[begin:end]
             weight = float(lengths.sum()) if self.weights is None else self.weights[at]
             if weight > 0 and lengths.any():
-                chosen.append(Corpus(self.paths[at], lengths, self.first_ids[at] + begin, weight))
+                targets = reader.digest() if isinstance(reader, MaskedCorpus) else ""
+                chosen.append(Corpus(self.paths[at], lengths, self.first_ids[at] + begin, weight, targets))
         return chosen

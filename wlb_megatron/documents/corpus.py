@@ -44,12 +44,14 @@ class Corpus:
 
     name: for messages. lengths: integers[n], tokens of each document, kept as they come: an index maps them from its
     file. first_id: id of the first one, ids run on. weight: share of the blend's tokens, relative to the other entries.
+    targets: digest of which tokens are trained, "" where all are.
     """
 
     name: str
     lengths: Lengths
     first_id: int = 0
     weight: float = 1.0
+    targets: str = ""
 
     def __post_init__(self) -> None:
         lengths = np.asarray(self.lengths)

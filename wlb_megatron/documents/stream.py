@@ -246,6 +246,7 @@ def _fingerprint(corpora: Sequence[Corpus], rules: Rules) -> dict[str, Any]:
                 "first_id": corpus.first_id,
                 "weight": corpus.weight,
                 "sha256 of lengths": _sha256(corpus.lengths),
+                **({"digest of targets": corpus.targets} if corpus.targets else {}),
             }
             for corpus in corpora
         ],

@@ -7,7 +7,10 @@ document's first token says nothing, because nothing precedes it.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +71,16 @@ class MaskedCorpus(IndexedCorpus):
             mask = mask.copy()
             mask[0] = 0
         return mask
+
+    def digest(self) -> str:
+        """Of the targets of each document; and of tokenizer, template and format where index.json tells them. (Not of
+        the jsonl's time: it may be copied.)"""
+        digest = hashlib.sha256(self.counts.tobytes())
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            about = json.loads((self.index.path.parent / "index.json").read_text(encoding="utf-8"))
+            made_of = {name: value for name, value in about["key"].items() if name != "file"}
+            digest.update(json.dumps(made_of, sort_keys=True).encode())
+        return digest.hexdigest()[:16]
 
     def _check_mask(self) -> None:
         tokens = self.index.bin_bytes // self.index.token_type.itemsize

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 import re
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -35,6 +36,11 @@ class ConversationTokenizer:
         self._tokenizing = tokenizing
         self._megatron = _load(tokenizing)
         self._hugging_face = self._megatron._tokenizer
+        if not hasattr(
+            self._megatron, "_extract_token_ids"
+        ):  # before 0.18: written for transformers 4, which gave arrays
+            plain = partial(self._hugging_face.apply_chat_template, return_dict=False)
+            self._hugging_face.apply_chat_template = plain
         config = self._megatron._prompt_config
         self._template: str | None = config.custom_chat_template
         self._check_template()
@@ -63,7 +69,11 @@ class ConversationTokenizer:
         """What the log says of this format, a line each."""
         lines = []
         kind = self._tokenizing.prompt_format
-        if not self._tokenizing.by_role and not self._tokenizing.assistant_only:
+        code = inspect.getsource(type(self._megatron).tokenize_conversation)
+        unmasked = kind == "default" or (
+            kind == "identity" and '"identity"]' in code
+        )  # some releases mask identity
+        if unmasked and not self._tokenizing.assistant_only:
             lines.append(
                 f"the prompt format {kind} trains every token, prompts too, as in Megatron; with default and a chat "
                 "template with {% generation %}, --wlb-sft-assistant-only trains answers alone"
