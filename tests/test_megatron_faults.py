@@ -76,7 +76,9 @@ def test_a_run_whose_planning_process_is_killed_ends_at_once_with_a_line(
     fault.join()
     assert done.returncode == 1
     silent = r"the process that plans iterations does not answer \(it has been killed by signal 9\)"
-    assert re.search(rf"^wlb_megatron: error: (rank 1 on \S+: )?{silent}", done.stderr, re.MULTILINE), done.stderr
+    assert re.search(rf"^wlb_megatron: error: (rank 1 on \S+: )?{silent}", done.stderr, re.MULTILINE), (
+        done.stderr
+    )
     assert "Traceback" not in done.stderr
     assert log.read_text().count("\n") <= trained[0] + 3
 

@@ -83,7 +83,7 @@ class MaskedCorpus(IndexedCorpus):
         return digest.hexdigest()[:16]
 
     def _check_mask(self) -> None:
-        tokens = self.index.bin_bytes // self.index.token_type.itemsize
+        tokens = self.bin_path.stat().st_size // self.index.token_type.itemsize
         try:
             size = self.mask_path.stat().st_size
         except OSError as error:
