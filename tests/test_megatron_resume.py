@@ -143,6 +143,37 @@ def test_a_count_of_samples_that_is_not_the_plans_ends_the_job_with_one_line(
     assert "8 samples with this iteration, Megatron counts 8 and a global batch of 4" in line
 
 
+def test_whole_documents_over_virtual_stages_stay_whole_until_a_flag_says_otherwise(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """As in checkpoints from before chunks ran there. A new run of these flags trains in chunks."""
+    job = [
+        *flags(pipeline=2),
+        *TWO_CHUNKS,
+        "--num-layers",
+        "4",
+        "--global-batch-size",
+        "4",
+        "--train-iters",
+        "2",
+    ]
+    job += ["--data-path", str(corpus), "--save", str(tmp_path / "saved"), "--save-interval", "1"]
+    job += ["--wlb-quadratic-at", "20", "--wlb-micro-batch-cost", "1", "--exit-interval", "1"]
+    train([*job, "--wlb-chunks", "off"], 2, tmp_path / "first")
+    cut = {}
+    for name, more in (("resumed", ["--load", str(tmp_path / "saved")]), ("new", [])):
+        done = launch([*job, *more], 2, out=tmp_path / name)
+        assert done.returncode == 0, failure(done)
+        stays = re.search(
+            r"documents stay whole, as the run began; --wlb-chunks on .*: 1\.\d+ in chunks", done.stdout
+        )
+        assert bool(stays) == (name == "resumed")
+        seen = torch.load(tmp_path / name / "rank0.pt", weights_only=False)["documents"]
+        pieces = {piece for _, _, pieces, _ in seen for piece in pieces if piece[1] >= 0}
+        cut[name] = len(pieces) - len({piece[:2] for piece in pieces})
+    assert cut["new"] > 0 and cut["resumed"] == 0
+
+
 def test_a_changed_corpus_is_refused_with_what_changed(corpus: Path, stopped: Path, tmp_path: Path) -> None:
     write_corpus(tmp_path / "other", [*LENGTHS, 12])
     arguments = [*flags(context=2), *RUN, "--data-path", str(tmp_path / "other"), "--load", str(stopped)]
