@@ -7,10 +7,12 @@ same run any more.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.packer import Packer
 from wlb_megatron.packing.token_weights import weighs_equally
 
@@ -19,20 +21,42 @@ def chosen(config: WlbConfig, packer: Packer) -> dict[str, Any]:
     """A run's choices, JSON-able, by the field of WlbConfig that asks for each.
 
     token_weights: step or equal. fresh_order: the order of documents was begun as --wlb-fresh-order asks, which is not
-    done again when the job is requeued.
+    done again when the job is requeued. chunks: whether long documents train in chunks. keeps_layers: micro-batches are
+    chosen by a law that knows what recomputation each number of them costs.
     """
-    return {"token_weights": _token_weights(config, packer), "fresh_order": config.fresh_order}
+    return {
+        "token_weights": _token_weights(config, packer),
+        "fresh_order": config.fresh_order,
+        "chunks": isinstance(packer, ChunkPacker),
+        "keeps_layers": packer.law.rooms is not None,
+    }
 
 
 def saved_choices(state: Mapping[str, Any] | None) -> dict[str, Any]:
     """The choices of the run that saved this packing state. Empty where there is none, or it cannot be read.
 
     States without a record of choices hold token_weights by itself. Those of 0.1.0 do not: a token weighed by its step
-    there.
+    there. Whether documents were in chunks is among their packer's settings.
     """
     if not state:
         return {}
-    return {"token_weights": state.get("token_weights", "step"), **state.get("choices", {})}
+    before = {"token_weights": state.get("token_weights", "step"), "keeps_layers": False}
+    with suppress(LookupError, TypeError):  # a damaged state is told when it is loaded
+        before["chunks"] = "chunks" in state["planner"]["packer"]["settings"]
+    return {**before, **state.get("choices", {})}
+
+
+def began_otherwise(config: WlbConfig, packer: Packer, saved: Mapping[str, Any]) -> WlbConfig | None:
+    """The settings by which the packer must be made anew to go on as the checkpoint's run began: with documents in
+    chunks, or whole, as there, and by its law. None if it does already. saved: see saved_choices."""
+    if not saved or config.packing != "varlen":
+        return None
+    now = chosen(config, packer)
+    auto = config.chunks == "auto" and config.overlong != "chunk" and config.cp_mode == "fixed"
+    other = auto and saved.get("chunks", now["chunks"]) != now["chunks"]
+    if other:
+        config = replace(config, chunks="on" if saved["chunks"] else "off")
+    return config if other or (now["keeps_layers"] and not saved.get("keeps_layers")) else None
 
 
 def keep(config: WlbConfig, packer: Packer, saved: Mapping[str, Any]) -> tuple[WlbConfig, list[str]]:

@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.choices import began_otherwise, saved_choices
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.model.kernels import kernels_of
+from wlb_megatron.plugin.plans import checkpoint
 from wlb_megatron.plugin.plans.agreement import PlanAgreement
 from wlb_megatron.plugin.plans.data import MicroBatchSampler
 from wlb_megatron.plugin.plans.first_lines import first_lines
 from wlb_megatron.plugin.plans.iterators import EvaluationIterator
 from wlb_megatron.plugin.plans.planning import PlannedIteration, plan_iterations
 from wlb_megatron.plugin.plans.rank_settings import rank_layout, rank_loader, shard_settings
-from wlb_megatron.plugin.plans.resume import LoadedAt, began_whole, restore
+from wlb_megatron.plugin.plans.resume import LoadedAt, restore
 from wlb_megatron.plugin.plans.source import Source, open_part
 from wlb_megatron.plugin.plans.training import training_iterator
 from wlb_megatron.plugin.trials.megatron_trial import try_megatron
@@ -40,8 +43,8 @@ def make_provider(job: TrainingJob, sources: dict[str, Source]) -> Callable[...,
         lines: list[str] = []
         if "train" in sources:  # else --skip-train
             at = LoadedAt(args.iteration, args.consumed_train_samples)
-            if at.iteration and began_whole(sources["train"], known.sizes):
-                sources["train"] = _whole(sources["train"], known)
+            if at.begun:
+                sources["train"] = _as_it_began(sources["train"], known)
             sources["train"], lines = restore(
                 sources["train"], at, known.sizes, known.batches.micro_batch_size
             )
@@ -63,15 +66,28 @@ def make_provider(job: TrainingJob, sources: dict[str, Source]) -> Callable[...,
     return provider
 
 
-def _whole(source: Source, job: TrainingJob) -> Source:
-    """The same documents, none in chunks."""
-    whole = open_part(job, replace(source.config, chunks="off"), "train", job.batches.schedule)
-    assert whole is not None  # it has been opened before
-    began, takes = (
-        "documents in chunks: yes",
-        "documents stay whole, as the run began; --wlb-chunks on takes chunks",
+def _as_it_began(source: Source, job: TrainingJob) -> Source:
+    """The same documents, in chunks or whole and by the law with which the checkpoint's run packs them."""
+    saved = saved_choices(checkpoint.loaded_state())
+    config = began_otherwise(source.config, source.planner.packer, saved)
+    if config is None:
+        return source
+    try:
+        began = open_part(
+            *(job, config, "train", job.batches.schedule),
+            keeps_layers=saved["keeps_layers"],
+        )
+    except WlbError as error:  # a flag or the layout forbids it now
+        said = f"documents do not train in chunks or whole as the run began: {error}"
+        return replace(source, messages=(*source.messages, said))
+    assert began is not None  # it has been opened before
+    now, stays = (
+        ("no", "documents train in chunks, as the run began; --wlb-chunks off keeps them whole")
+        if saved["chunks"]
+        else ("yes", "documents stay whole, as the run began; --wlb-chunks on takes chunks")
     )
-    return replace(whole, messages=tuple(line.replace(began, takes) for line in source.messages))
+    messages = tuple(line.replace(f"documents in chunks: {now}", stays) for line in source.messages)
+    return replace(began, config=source.config, messages=messages)
 
 
 def _agree(sources: dict[str, Source], job: TrainingJob) -> PlanAgreement:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from wlb_megatron.documents.changes import changes
 from wlb_megatron.packing.carry import Carried, take_up
 from wlb_megatron.packing.choices import chosen, keep, saved_choices
-from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
 from wlb_megatron.plugin.flags.rank_counts import RankCounts
 from wlb_megatron.plugin.plans import checkpoint
@@ -54,16 +53,6 @@ class LoadedAt(NamedTuple):
     def begun(self) -> bool:
         """Whether the run has trained, so that documents are used up."""
         return self.iteration > 0 or self.samples > 0
-
-
-def began_whole(source: Source, sizes: RankCounts) -> bool:
-    """Whether this run would train in chunks over virtual stages where the checkpoint's trains whole documents. Before
-    chunks ran over virtual stages, all did; a run goes on as it began until a flag says otherwise."""
-    auto = source.config.chunks == "auto" and source.config.overlong != "chunk"
-    if sizes.virtual == 1 or not auto or not isinstance(source.planner.packer, ChunkPacker):
-        return False
-    saved = (checkpoint.loaded_state() or {}).get("planner", {}).get("packer", {}).get("settings", {})
-    return saved.get("packing") == "varlen" and not saved.get("chunks")
 
 
 def restore(

@@ -97,16 +97,20 @@ def open_part(
     part: str,
     batches: BatchSchedule,
     opened: dict[tuple[str, ...], Blend] | None = None,
+    *,
+    keeps_layers: bool = True,
 ) -> Source | None:
     """The source of train, valid or test; None if it has no document. batches: micro-batches of all ranks.
 
-    opened: what other parts have read, see data_paths.documents.
+    opened: what other parts have read, see data_paths.documents. keeps_layers: see packing.choices.chosen.
     """
     blend_and_corpora = documents(job.data, part, opened)
     return (
         None
         if blend_and_corpora is None
-        else _source(job, config, batches, *blend_and_corpora, endless=part == "train")
+        else _source(
+            *(job, config, batches, *blend_and_corpora), endless=part == "train", keeps_layers=keeps_layers
+        )
     )
 
 
@@ -142,6 +146,7 @@ def _source(
     corpora: list[Corpus],
     *,
     endless: bool,
+    keeps_layers: bool = True,
 ) -> Source:
     sizes, of, alignment = job.sizes, job.batches, job.alignment
     window, micro_batch_size = (
@@ -177,10 +182,13 @@ def _source(
             f"predict, in {', '.join(corpus.name for corpus in corpora)}; correct the corpus or --split"
         )
     sample = sample_lengths_of(stream, sum(len(corpus.lengths) for corpus in corpora))
+    held = recompute_memory(job, config) if endless and keeps_layers else None
+    # The law without memory took every full recomputation for one of all layers.
+    weighed = job if keeps_layers else replace(job, recompute_blocks=None)
     planner = plan_job(
         stream,
         config,
-        cost_model(job, config),
+        cost_model(weighed, config),
         window=window,
         micro_batches=windows,
         schedule=batches,
@@ -193,7 +201,7 @@ def _source(
         longest=stream.longest,
         adopt_max_tokens=adoptable_tokens(job),
         memory=gpu_memory(job),
-        rooms=None if not endless or (held := recompute_memory(job, config)) is None else held.rooms(),
+        rooms=None if held is None else held.rooms(),
         no_chunks=job.trainer.chunks_refused(),
         say=messages.append,
     )
