@@ -17,7 +17,7 @@ from wlb_megatron.doctor import findings
 from wlb_megatron.doctor.findings import FIX, Finding
 from wlb_megatron.doctor.megatron_checks import megatron, self_test, untried_step
 from wlb_megatron.doctor.software import apex, flash_attention, python, torch_and_gpus, transformer_engine
-from wlb_megatron.errors import WlbError
+from wlb_megatron.errors import PREFIX, WlbError
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -84,4 +84,4 @@ def examine(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return " ".join(str(error).replace(PREFIX, "").split()) or type(error).__name__
