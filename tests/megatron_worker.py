@@ -180,8 +180,7 @@ def watch() -> None:
         chunks = with_known_weights(prepare(chunks, settings))
         seen["waits"] = [chunk.config.batch_p2p_sync for chunk in chunks]
         if "WORKER_DOUBLES" in os.environ:
-            for chunk in chunks:
-                chunk.__class__ = DoubledLosses
+            chunks = [DOUBLES[os.environ["WORKER_DOUBLES"]](chunk) for chunk in chunks]
         if os.environ.get("WORKER_LOGITS"):
             for chunk in chunks:
                 if hasattr(chunk, "output_layer"):
@@ -264,6 +263,45 @@ class DoubledLosses(GPTModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
         return output * 2 if self.post_process else output
+
+
+def of_a_class_of_its_own(chunk: Any) -> Any:
+    chunk.__class__ = DoubledLosses
+    return chunk
+
+
+def with_a_hook(chunk: Any) -> Any:
+    chunk.register_forward_hook(lambda module, _, output: output * 2 if module.post_process else output)
+    return chunk
+
+
+def with_another_forward(chunk: Any) -> Any:
+    """On the class itself, as a library patches it: it cannot be seen beforehand."""
+    GPTModel.forward = _doubled(GPTModel.forward)
+    return chunk
+
+
+def in_place(chunk: Any) -> Any:
+    GPTModel.forward = _doubled(GPTModel.forward, in_place=True)
+    return chunk
+
+
+def _doubled(forward: Any, *, in_place: bool = False) -> Any:
+    def doubled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        if not self.post_process:
+            return output
+        return output.mul_(2) if in_place else output * 2
+
+    return doubled
+
+
+DOUBLES = {
+    "class": of_a_class_of_its_own,
+    "hook": with_a_hook,
+    "patch": with_another_forward,
+    "patch in place": in_place,
+}
 
 
 def watch_deferred_losses() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from megatron_combinations import CHUNKS, EP, FP8_DELAYED, MOE, OVERLAPS
-from megatron_runs import MACHINE, MODEL, TRAINING, differences, numbers, train, write_corpus
+from megatron_runs import MACHINE, MODEL, TRAINING, differences, launch, numbers, train, write_corpus
 
 pytestmark = pytest.mark.megatron
 
@@ -110,14 +110,43 @@ def test_losses_and_gradients_equal_the_single_process(name: str, corpus: Path, 
         assert set(rank["waits"]) == {False}  # the host does not wait for the device after a transfer
 
 
-def test_a_model_that_changes_its_losses_trains_with_them(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["class", "hook"])
+def test_a_model_that_changes_its_losses_trains_with_them(what: str, corpus: Path, tmp_path: Path) -> None:
     """Its losses stay in the forward: a deferred loss would come after the change."""
-    whole = run(corpus, tmp_path / "whole", 1, "--wlb-chunks off --wlb-max-tokens 256", WORKER_DOUBLES="1")
-    chunks = run(corpus, tmp_path / "chunks", 1, CHUNKS, WORKER_DOUBLES="1")
+    whole = run(
+        corpus, tmp_path / "whole", 1, "--wlb-chunks off --wlb-max-tokens 256", WORKER_DOUBLES="class"
+    )
+    chunks = run(corpus, tmp_path / "chunks", 1, CHUNKS, WORKER_DOUBLES=what)
     assert chunks_of_a_document(chunks) >= 2
     loss, gradient, parameter = differences(whole, chunks, ITERATIONS, numbers(chunks))
     assert loss <= 1e-6
     assert gradient <= 1e-5, parameter
+
+
+@pytest.mark.parametrize("what", ["patch", "patch in place"])
+def test_a_change_of_losses_that_was_not_seen_beforehand_ends_the_job_with_a_line(
+    what: str, corpus: Path, tmp_path: Path
+) -> None:
+    """Lost with the change, every loss was 0, and the first stage waited for gradients that never came."""
+    base = [flag for part in (MODEL, MACHINE, TRAINING, PP2, CHUNKS) for flag in part.split()]
+    base += [
+        "--data-path",
+        str(corpus),
+        "--global-batch-size",
+        "8",
+        "--train-iters",
+        "3",
+        "--wlb-max-delay",
+        "0",
+    ]
+    done = launch(base, 2, out=tmp_path / "out", timeout=60, WORKER_DOUBLES=what)
+    assert done.returncode == 1
+    lines = [
+        line
+        for line in done.stderr.splitlines()
+        if "the model's output was changed after its forward" in line
+    ]
+    assert lines and all("error: rank 1 on " in line and "--wlb-chunks off" in line for line in lines)
 
 
 @pytest.mark.parametrize("virtual", ["", f"{VIRTUAL} 2"])

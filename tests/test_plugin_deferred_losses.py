@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from wlb_megatron.plugin.step.deferred_losses import (
+    claim,
     deferred_of,
     deferring,
     returns_its_losses,
     wrap_backward_step,
     wrap_postprocess,
 )
+from wlb_megatron.refusals import RefusedHere
 
+CONFIG = SimpleNamespace(finalize_model_grads_func=None)
 LABELS = torch.tensor([[3, 1, 4, 1]])
 MASK = torch.tensor([[1.0, 1.0, 0.0, 1.0]])
 
@@ -77,19 +80,24 @@ def test_value_and_gradients_are_those_of_the_forward_and_no_logits_wait(model: 
     model.zero_grad(set_to_none=True)
     model.made.clear()
     waiting, timers = [], Timers()
-    with deferring(True):
+    reduced: list[Any] = []
+    config = SimpleNamespace(finalize_model_grads_func=lambda chunks, count: reduced.append((chunks, count)))
+    before = config.finalize_model_grads_func
+    with deferring(True, config, 3):
         for batch in batches:
             output = model(batch)
-            deferred = deferred_of(output)
+            deferred = claim(output)
             assert deferred is not None
-            waiting.append(deferred.begin(sum_of_losses, MASK, output))
+            waiting.append(deferred.begin(sum_of_losses, output))
         assert model.made == []
         step = wrap_backward_step(backward)
         for output, count, _ in reversed(waiting):
-            assert count == 3
+            assert count == 0  # tokens are counted when the loss has run
             step(None, [output], None, SimpleNamespace(scale=0.5, timers=timers))
             gc.collect()
             assert model.made[-1]() is None  # its logits are gone before the next micro-batch's come
+        config.finalize_model_grads_func([model], sum(count for _, count, _ in waiting))
+    assert reduced == [([model], 9)] and config.finalize_model_grads_func is before
     assert timers == [("start", "backward-compute", 2), "stop"] * 3
     for (loss, _, logged), (_, _, filled) in zip(expected, waiting, strict=True):
         assert torch.equal(filled["lm loss"], logged["lm loss"]) and filled["lm loss"][0] == loss
@@ -102,15 +110,15 @@ def test_a_forward_outside_of_such_a_step_or_without_gradients_or_on_an_earlier_
     model: Model,
 ) -> None:
     tokens = torch.randn(4, 8)
-    with torch.no_grad(), deferring(True):
+    with torch.no_grad(), deferring(True, CONFIG, 0):
         assert deferred_of(model(tokens)) is None
-    with deferring(True):
+    with deferring(True, CONFIG, 0):
         model.post_process = False
         assert deferred_of(model(tokens)) is None
     model.post_process = True
-    with deferring(False):
+    with deferring(False, CONFIG, 1):
         assert deferred_of([model(tokens)]) is None
-    with pytest.raises(ValueError, match="a fault"), deferring(True):
+    with pytest.raises(ValueError, match="a fault"), deferring(True, CONFIG, 1):
         raise ValueError("a fault")
     assert deferred_of(model(tokens)) is None and len(model.made) == 4
 
@@ -144,8 +152,70 @@ def test_losses_of_a_model_that_may_change_them_are_not_deferred(capsys: pytest.
     assert told.startswith("> wlb_megatron: Forward does not return its losses as GPTModel does")
 
 
+class Doubling(torch.nn.Module):
+    """A wrapper of a script's own."""
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args) * 2
+
+
+def hooked(model: Any, how: str) -> None:
+    getattr(model, how)(lambda *_: None)
+
+
+SEEN = {
+    "a hook on DDP": lambda outer: hooked(outer, "register_forward_hook"),
+    "a hook on the model": lambda outer: hooked(outer.module, "register_forward_hook"),
+    "a hook of its backward": lambda outer: hooked(outer, "register_full_backward_hook"),
+    "a wrapper of the script's own": lambda outer: setattr(outer, "__class__", Doubling),
+    "another forward of a wrapper": lambda outer: setattr(outer, "forward", lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("what", SEEN)
+def test_losses_on_whose_way_something_may_read_or_change_them_are_not_deferred(what: str) -> None:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    model, outer = GPTModel.__new__(GPTModel), torch.nn.Module()
+    torch.nn.Module.__init__(model)
+    outer.module = model
+    assert returns_its_losses([outer])
+    SEEN[what](outer)
+    assert not returns_its_losses([outer])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x * 1.0, lambda x: x.mul_(1), lambda x: [x], lambda x: None],
+    ids=["another tensor", "in place", "in a list", "nothing"],
+)
+def test_an_output_that_was_changed_after_the_forward_ends_the_job_with_a_cure(
+    change: Any, model: Model
+) -> None:
+    with (
+        pytest.raises(RefusedHere, match=r"was changed after its forward.*--wlb-chunks off"),
+        deferring(True, CONFIG, 2),
+    ):
+        claim(change(model(torch.randn(4, 8))))
+    with deferring(False, CONFIG, 1):
+        assert claim(change(model(torch.randn(4, 8)))) is None
+
+
+@pytest.mark.parametrize(("begun", "run"), [(0, 0), (1, 1), (2, 1)])
+def test_a_step_with_fewer_losses_than_micro_batches_is_an_error(begun: int, run: int, model: Model) -> None:
+    says = f"of 2 micro-batches {begun} have begun their losses and {run} run them"
+    with pytest.raises(RefusedHere, match=says), deferring(True, CONFIG, 2):
+        outputs = [model(torch.randn(4, 8)) for _ in range(begun)]
+        for output in outputs:
+            deferred_of(output).begin(sum_of_losses, output)  # type: ignore[union-attr]
+        for output in outputs[:run]:
+            wrap_backward_step(backward)(None, output, None, SimpleNamespace(scale=1.0, timers=None))
+
+
 def test_a_backward_before_the_forwards_end_is_an_error(model: Model) -> None:
-    with deferring(True):
-        output = model(torch.randn(4, 8))
-    with pytest.raises(RuntimeError, match="before the end of its forward"):
-        wrap_backward_step(backward)(None, output, None, SimpleNamespace(timers=None))
+    step = wrap_backward_step(backward)
+    with (
+        pytest.raises(RuntimeError, match="before the end of its forward"),
+        deferring(True, CONFIG, 1),
+    ):
+        step(None, model(torch.randn(4, 8)), None, SimpleNamespace(timers=None))

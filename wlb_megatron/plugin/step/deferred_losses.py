@@ -5,8 +5,9 @@ the document has tokens: 262,144 tokens and a vocabulary of 48,000 take 50 GB, a
 layers' keys and activations needed 37 GiB. Nothing needs a loss before its backward, so it is made then. Nothing is
 computed twice.
 
-Not with FSDP, whose parameters are gathered for a forward of the whole model. Nor with a script's own model that may
-change the losses of GPTModel before it returns them.
+Not with FSDP, whose parameters are gathered for a forward of the whole model. Nor where something between GPTModel and
+the loss function may read the losses or change them: a script's own model or wrapper, or a hook. What is not seen
+beforehand ends the job: an output that is not the one that was made, and a step with fewer losses than micro-batches.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from wlb_megatron.plugin.job_state import part
+from wlb_megatron.refusals import RefusedHere
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
 """Loss, number of tokens, and what is logged, from the losses of tokens: Megatron's loss function."""
@@ -34,69 +36,126 @@ class DeferredLoss:
         self._logged: dict[str, torch.Tensor] = {}
 
     def begin(
-        self, function: LossFunction, loss_mask: torch.Tensor, output: torch.Tensor
+        self, function: LossFunction, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Stands for `function` in the forward: a loss of 0 and the number of tokens. What is logged is filled in by
-        `run`; Megatron reads it after the step."""
-        count = loss_mask.sum().to(torch.int)
+        """Stands for `function` in the forward: a loss and a number of tokens of 0. `run` fills in what is logged,
+        which Megatron reads after the step, and counts the tokens."""
         self._function = function
-        self._logged = {"lm loss": torch.stack([torch.zeros_like(output), count.to(output.dtype)])}
-        return output, count, self._logged
+        part(Deferring).begun += 1
+        return output, torch.zeros((), dtype=torch.int, device=output.device), self._logged
 
     def run(self) -> torch.Tensor:
         """The loss, from which the backward begins. It is made once: schedules hold a model's output until after its
         backward, and with it what its losses are made of."""
         if self._function is None or self._losses is None:
             raise RuntimeError("a micro-batch's backward has come before the end of its forward, or twice")
-        loss, _, logged = self._function(self._losses())
+        loss, count, logged = self._function(self._losses())
         self._function = self._losses = None
-        for name, values in logged.items():
-            self._logged[name].copy_(values)
+        self._logged.update(logged)
+        step = part(Deferring)
+        step.run += 1
+        step.tokens = count if step.tokens is None else step.tokens + count
         return loss
 
 
 @dataclass(slots=True)
 class Deferring:
-    """active: the step that runs defers losses. told: what keeps losses in the forward has been printed."""
+    """active: the step that runs defers losses. made: that of the forward that runs. begun, run: losses of the step.
+    tokens: that those run have counted. told: what keeps losses in the forward has been printed."""
 
     active: bool = False
+    made: DeferredLoss | None = None
+    begun: int = 0
+    run: int = 0
+    tokens: torch.Tensor | None = None
     told: bool = False
 
 
 @contextmanager
-def deferring(wanted: bool) -> Iterator[None]:
-    """Defer the losses of a step, if wanted."""
-    state = part(Deferring)
-    state.active = wanted
+def deferring(wanted: bool, config: Any, micro_batches: int) -> Iterator[None]:
+    """Defer the losses of a step, if wanted.
+
+    config: the model's, whose function for reducing gradients gets the tokens that losses have counted. micro_batches:
+    of the step, whose losses this stage makes; 0 on all but the last. RefusedHere where it has made another number.
+    """
+    if not wanted:
+        yield
+        return
+    state, finalize = part(Deferring), config.finalize_model_grads_func
+    state.active, state.made, state.begun, state.run, state.tokens = True, None, 0, 0, None
+
+    def finalize_counted(model: Any, num_tokens: Any, *rest: Any, **more: Any) -> Any:
+        if state.tokens is not None:
+            num_tokens = num_tokens + state.tokens.to(num_tokens.dtype)
+        return finalize(model, num_tokens, *rest, **more)
+
+    config.finalize_model_grads_func = finalize_counted
     try:
         yield
     finally:
-        state.active = False
+        state.active, config.finalize_model_grads_func = False, finalize
+    if not state.begun == state.run == micro_batches:
+        raise _lost(
+            f"of {micro_batches} micro-batches {state.begun} have begun their losses and {state.run} run them"
+        )
+
+
+def _lost(what: str) -> RefusedHere:
+    return RefusedHere(
+        f"wlb_megatron: {what}. Losses of documents in chunks are made right before the backward, so nothing between "
+        "GPTModel and the loss function may change its output: add --wlb-chunks off, or leave out the wrapper that does"
+    )
 
 
 def returns_its_losses(model: Any) -> bool:
     """Whether this model (a list of a stage's chunks, or the model as Megatron wraps it) returns what
     GPTModel._postprocess does.
 
-    False where a script's class overrides that or forward, or holds the GPTModel inside. Printed the first time.
+    False where a script's class overrides that or forward, or holds the GPTModel inside, or where a hook or a wrapper
+    may read or change losses. Printed the first time.
     """
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.training import print_rank_0
 
-    model = model[-1] if isinstance(model, list) else model  # the last chunk makes the losses
-    while hasattr(model, "module"):  # DDP and mixed precision wrap it
-        model = model.module
-    own = type(model)
-    if all(getattr(own, name, None) is getattr(GPTModel, name) for name in ("forward", "_postprocess")):
-        return True
+    changes = _what_may_change(
+        model[-1] if isinstance(model, list) else model
+    )  # the last chunk makes the losses
     state = part(Deferring)
-    if not state.told:
+    if changes is not None and not state.told:
         state.told = True
         print_rank_0(
-            f"> wlb_megatron: {own.__name__} does not return its losses as GPTModel does, so those of documents in "
-            "chunks stay in the forward: logits of all chunks are kept at once, which estimates of memory leave out"
+            f"> wlb_megatron: {changes}, so those of documents in chunks stay in the forward: logits of all chunks are "
+            "kept at once, which estimates of memory leave out"
         )
-    return False
+    return changes is None
+
+
+def _what_may_change(model: Any) -> str | None:
+    """What may read or change losses on their way through the model and its wrappers, None where nothing does."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    while True:
+        own = type(model)
+        if model._forward_hooks or model._backward_hooks or model._backward_pre_hooks:
+            return f"a hook on {own.__name__} may read or change its losses"
+        if not hasattr(model, "module"):
+            break
+        package = str(getattr(own.forward, "__module__", "")).split(".")[0]
+        if "forward" in vars(model) or package not in ("megatron", "torch"):
+            return f"{own.__name__} may read or change losses"
+        model = model.module  # DDP and mixed precision wrap it
+    if all(getattr(own, name, None) is getattr(GPTModel, name) for name in ("forward", "_postprocess")):
+        return None
+    return f"{own.__name__} does not return its losses as GPTModel does"
+
+
+def claim(output: Any) -> DeferredLoss | None:
+    """That of a model's output, when its forward has ended; None where losses are not deferred. RefusedHere where the
+    output is not the one that was made, or was changed in place."""
+    state = part(Deferring)
+    made, state.made = state.made, None
+    if made is not None and (getattr(output, "deferred_loss", None) is not made or output._version):
+        raise _lost("the model's output was changed after its forward, and its loss would be lost")
+    return made
 
 
 def deferred_of(output: Any) -> DeferredLoss | None:
@@ -111,7 +170,8 @@ def wrap_postprocess(original: Callable[..., Any]) -> Callable[..., Any]:
         if not (part(Deferring).active and self.post_process and torch.is_grad_enabled()):
             return original(self, hidden_states, *args, **kwargs)
         output: Any = torch.zeros((), device=hidden_states.device)
-        output.deferred_loss = DeferredLoss(partial(original, self, hidden_states, *args, **kwargs))
+        losses = DeferredLoss(partial(original, self, hidden_states, *args, **kwargs))
+        output.deferred_loss = part(Deferring).made = losses
         return output
 
     return _postprocess

@@ -16,7 +16,7 @@ from wlb_megatron.plugin.model import document_balance
 from wlb_megatron.plugin.model.routing import stage_padding_mask, stage_part
 from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.ranks.groups import process_group
-from wlb_megatron.plugin.step.deferred_losses import deferred_of
+from wlb_megatron.plugin.step.deferred_losses import claim
 from wlb_megatron.plugin.step.loss_checks import to_check
 from wlb_megatron.plugin.step.recomputation import prepare_forward
 from wlb_megatron.plugin.step.rehearsal import REHEARSAL
@@ -61,12 +61,10 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         output = model(
             tokens, position_ids, None, labels=labels, loss_mask=loss_mask, packed_seq_params=params, **routed
         )
+    deferred = claim(output)
     document_balance.begin_backward(documents, output)
     function = partial(sum_of_losses if planned.iteration == REHEARSAL else loss_per_token, loss_mask)
-    deferred = deferred_of(output)
-    if deferred is not None and loss_mask is not None:
-        return output, partial(deferred.begin, function, loss_mask)
-    return output, function
+    return output, function if deferred is None else partial(deferred.begin, function)
 
 
 def sum_of_losses(

@@ -178,6 +178,9 @@ def _divided_losses(
 
 def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*, data_iterator: Any, num_microbatches: int, **kwargs: Any) -> Any:
+        from megatron.core import parallel_state
+        from megatron.core.utils import get_model_config
+
         from wlb_megatron.plugin.logs import logged_losses, timers, trace
         from wlb_megatron.plugin.plans.iterators import draw_step, planned_iterator
         from wlb_megatron.plugin.step import grouped_steps, recomputation
@@ -187,7 +190,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
 
         # Model chunks of a stage have an iterator each, all the plugin's same one.
         first = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        source = planned_iterator(first)
+        source, training = planned_iterator(first), not kwargs.get("forward_only")
         if source is None:
             return forward_backward(data_iterator=data_iterator, num_microbatches=num_microbatches, **kwargs)
 
@@ -204,12 +207,17 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             if training:
                 logged_losses.begin_step(batches[0].planned)
             running = grouped_steps.running(groups, len(batches), chunks)
-            deferred = deferring(bool(groups) and source.defers_losses and returns_its_losses(model))
+            is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            deferred = deferring(
+                bool(groups) and source.defers_losses and returns_its_losses(model),
+                get_model_config(model[0] if isinstance(model, list) else model),
+                len(batches) if is_last else 0,
+            )
             drawn = [_drawn(batches, ahead), *(_drawn(batches) for _ in range(chunks - 1))]
             planned = [batch.planned for batch in batches]
             kept = recomputation.planned(planned, model) if training else nullcontext()
             try:
-                with running, deferred, divided, kept:
+                with running, kept, divided, deferred:  # what is counted is then divided
                     return forward_backward(
                         data_iterator=drawn if chunks > 1 else drawn[0],
                         num_microbatches=len(batches),
@@ -223,7 +231,6 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             source.draw_ahead(count)
             timers.add("wlb-draw", time.perf_counter() - began)
 
-        training = not kwargs.get("forward_only")
         longest = source.take_rehearsal() if training else None
         if longest is not None:
             repeated = longest.batches

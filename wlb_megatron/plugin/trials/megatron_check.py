@@ -108,7 +108,7 @@ def _step(
     right_loss, predictions = loss_of(weights, documents, shape, aux, z)
     right = torch.autograd.grad(right_loss, list(weights.values()))
     model.zero_grad_buffer()
-    with deferring(deferred):
+    with deferring(deferred, model.config, len(documents)):
         losses = get_forward_backward_func()(
             forward_step_func=_forward_step,
             data_iterator=_batches(rank, documents),
@@ -199,7 +199,7 @@ def _batches(rank: int, documents: list[list[Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _forward_step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
-    from wlb_megatron.plugin.step.deferred_losses import deferred_of
+    from wlb_megatron.plugin.step.deferred_losses import claim
     from wlb_megatron.plugin.step.forward_step import sum_of_losses
 
     batch = next(data_iterator)
@@ -211,8 +211,8 @@ def _forward_step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[
         loss_mask=batch["loss_mask"],
         packed_seq_params=batch["params"],
     )
-    function, deferred = partial(sum_of_losses, batch["loss_mask"]), deferred_of(output)
-    return output, function if deferred is None else partial(deferred.begin, function, batch["loss_mask"])
+    function, deferred = partial(sum_of_losses, batch["loss_mask"]), claim(output)
+    return output, function if deferred is None else partial(deferred.begin, function)
 
 
 if __name__ == "__main__":
