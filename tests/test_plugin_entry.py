@@ -53,6 +53,7 @@ def test_the_list_of_flags_is_frozen() -> None:
         "--wlb-regather-keys",
         "--wlb-rehearsal",
         "--wlb-release",
+        "--wlb-replace-script-functions",
         "--wlb-sft-assistant-only",
         "--wlb-sft-drop-tools",
         "--wlb-sft-mask-data",

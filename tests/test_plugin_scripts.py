@@ -78,7 +78,14 @@ def test_a_wrapped_script_of_ones_own_trains_with_its_flags(start: str, corpus: 
     *entry_words, script = start.split()
     done = run(
         [
-            *(*entry_words, str(tmp_path / script), *flags(), "--team", "us", "--wlb-packing", "varlen"),
+            *(
+                *entry_words,
+                str(tmp_path / script),
+                *flags(),
+                "--team",
+                "us",
+                "--wlb-replace-script-functions",
+            ),
             *("--global-batch-size", "2", "--train-iters", "2", "--data-path", str(corpus)),
         ]
     )
@@ -86,6 +93,20 @@ def test_a_wrapped_script_of_ones_own_trains_with_its_flags(start: str, corpus: 
     assert "trained by us" in done.stdout
     assert "[wlb] iteration 2" in done.stdout
     assert len(logged_losses(done.stdout)) == 2
+
+
+@pytest.mark.megatron
+def test_a_step_and_data_of_a_scripts_own_are_refused_with_their_lines(corpus: Path, tmp_path: Path) -> None:
+    """They were replaced without a word."""
+    (tmp_path / "users_script.py").write_text(USERS_SCRIPT)
+    arguments = [str(tmp_path / "users_script.py"), *flags(), "--data-path", str(corpus)]
+    arguments += ["--global-batch-size", "2", "--train-iters", "2"]
+    done = forked_ranks.run(["-m", "wlb_megatron.launch"], arguments, 1, cpu_environment(), timeout=60)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("wlb_megatron refuses")]
+    place = f"never ({tmp_path / 'users_script.py'}:8)"
+    assert f"the script's own forward step {place}, dataset provider {place}: " in line
+    assert "--wlb-replace-script-functions" in line and "Traceback" not in done.stderr
 
 
 @pytest.mark.megatron

@@ -220,6 +220,11 @@ class WlbConfig:
         "or if nothing else changed, every corpus begins an epoch. A job that is queued again with the flag continues "
         "that order, so it may be given at any start (default: such a checkpoint is refused)",
     )
+    replace_script_functions: bool = _setting(
+        False,
+        "replace the script's own forward step and dataset provider, and a loss function that the plugin cannot call, "
+        "though they do more than Megatron's (default: such a script is refused)",
+    )
     log: str | None = _setting(
         None, "append one JSON line for each trained iteration to this file (path; default: no file)"
     )

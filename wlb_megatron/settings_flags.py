@@ -23,6 +23,7 @@ NOT_HERE = (
         "plan_process",
         "profile",
         "rehearsal",
+        "replace_script_functions",
         "sft_assistant_only",
         "sft_drop_tools",
         "sft_mask_data",

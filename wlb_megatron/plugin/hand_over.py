@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin import script_functions
 from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.full_disk import name_full_disk
@@ -29,6 +30,12 @@ def wrap_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
         if start.validated and start.opened is None:  # --wlb-off
             return original(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs).arguments
+        script = part(script_functions.Script)
+        script.step, script.provider = (
+            arguments["forward_step_func"],
+            arguments["train_valid_test_dataset_provider"],
+        )
+        checked(script_functions.settle)
         arguments["train_valid_test_dataset_provider"] = _DatasetProvider(
             arguments["train_valid_test_dataset_provider"]
         )

@@ -23,6 +23,7 @@ from wlb_megatron.arguments import (
     name_flag,
 )
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.plugin import script_functions
 from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
 from wlb_megatron.plugin.flags.least_numbers import too_small
 from wlb_megatron.plugin.flags.limits import fit_to_memory
@@ -145,6 +146,9 @@ def _take_over(args: Any) -> None:
     opened = part(Start).opened = _open(args, full_validation)
     if (train := opened.sources.get("train")) is not None and train.train_samples is not None:
         args.train_samples = train.train_samples
+    script = part(script_functions.Script)
+    script.replace, script.fp16 = opened.job.given.replace_script_functions, bool(args.fp16)
+    script_functions.settle()
     _set_what_plans_need(args, opened.job)
 
 

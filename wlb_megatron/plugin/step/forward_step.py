@@ -1,7 +1,8 @@
-"""Megatron's forward_step for planned micro-batches, and the loss per token."""
+"""Megatron's forward_step for planned micro-batches, and the loss per token, or the script's own loss function."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,13 @@ from wlb_megatron.plugin.model import document_balance
 from wlb_megatron.plugin.model.routing import stage_padding_mask, stage_part
 from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.ranks.groups import process_group
+from wlb_megatron.plugin.script_functions import loss_to_call
 from wlb_megatron.plugin.step.deferred_losses import claim
 from wlb_megatron.plugin.step.loss_checks import to_check
 from wlb_megatron.plugin.step.recomputation import prepare_forward
 from wlb_megatron.plugin.step.rehearsal import REHEARSAL
 
+LossFunction = Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
 stimer = StragglerDetector()
 SPIKY_LOSS_FACTOR = 10
 
@@ -63,8 +66,16 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         )
     deferred = claim(output)
     document_balance.begin_backward(documents, output)
-    function = partial(sum_of_losses if planned.iteration == REHEARSAL else loss_per_token, loss_mask)
+    function = partial(_loss_function(model, rehearses=planned.iteration == REHEARSAL), loss_mask)
     return output, function if deferred is None else partial(deferred.begin, function)
+
+
+def _loss_function(model: Any, *, rehearses: bool) -> LossFunction:
+    """Of a loss mask and a model's output. A rehearsal leaves the script's own, and what it counts, alone."""
+    if rehearses:
+        return sum_of_losses
+    distills = getattr(get_args(), "modelopt_enabled", False)
+    return loss_to_call(model, distills=distills) or loss_per_token
 
 
 def sum_of_losses(
