@@ -95,6 +95,64 @@ def test_a_wrapped_script_of_ones_own_trains_with_its_flags(start: str, corpus: 
     assert len(logged_losses(done.stdout)) == 2
 
 
+HELPER = """
+from megatron.training import pretrain as run_pretrain
+held = [run_pretrain]
+"""
+ENABLED_LATE = """
+import helper
+from wlb_megatron import enable
+enable()
+"""
+
+
+@pytest.mark.megatron
+def test_a_script_trains_though_a_helper_took_pretrain_by_name_before(corpus: Path, tmp_path: Path) -> None:
+    """Megatron trained without the plugin, and the run succeeded."""
+    done = run_late("helper.run_pretrain", corpus, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "[wlb] iteration 2" in done.stdout
+
+
+@pytest.mark.megatron
+def test_a_pretrain_that_was_held_out_of_sight_ends_with_a_line_at_its_first_step(
+    corpus: Path, tmp_path: Path
+) -> None:
+    done = run_late("helper.held[0]", corpus, tmp_path)
+    assert done.returncode == 1
+    assert "the data of this training step are not the plugin's" in done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+STEP_OF_ITS_OWN = """
+import torch
+from functools import partial
+def loss(mask, output):
+    return output.sum(), torch.tensor(output.numel(), dtype=torch.int), {}
+def batches():
+    while True:
+        yield torch.arange(65)[None]
+def step(data_iterator, model):
+    ids = next(data_iterator)
+    mask = torch.ones(1, 1, 64, 64, dtype=torch.bool).triu(1)
+    return model(ids[:, :-1], torch.arange(64)[None], mask, labels=ids[:, 1:]), partial(loss, None)
+def provider(samples, vp_stage=None):
+    return batches(), None, None
+provider.is_distributed = True
+"""
+
+
+def run_late(pretrain: str, corpus: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A script that enables the plugin after a helper has been imported, with a step, a loss and data of its own."""
+    body = USERS_SCRIPT.replace("pretrain(settings, never, ModelType.encoder_or_decoder, never)", "PRETRAIN")
+    call = f"{pretrain}(settings, provider, ModelType.encoder_or_decoder, step)"
+    (folder / "helper.py").write_text(HELPER)
+    (folder / "script.py").write_text(ENABLED_LATE + STEP_OF_ITS_OWN + body.replace("PRETRAIN", call))
+    arguments = [*flags(), "--global-batch-size", "2", "--train-iters", "2", "--data-path", str(corpus)]
+    arguments += ["--wlb-replace-script-functions"]
+    return forked_ranks.run([str(folder / "script.py")], arguments, 1, cpu_environment(), timeout=60)
+
+
 @pytest.mark.megatron
 def test_a_step_and_data_of_a_scripts_own_are_refused_with_their_lines(corpus: Path, tmp_path: Path) -> None:
     """They were replaced without a word."""

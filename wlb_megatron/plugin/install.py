@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import sys
+from types import ModuleType
 from typing import Any
 
 from wlb_megatron.plugin import hooks
@@ -88,11 +89,12 @@ def _function(symbol: Any) -> Any:
 
 
 def _aliases(originals: list[Any]) -> dict[int, list[tuple[Any, str]]]:
-    """By id of each object: where loaded modules of Megatron's, or the running script, hold it by name."""
+    """By id of each object: where loaded modules hold it by name, Megatron's and any other's."""
     aliases: dict[int, list[tuple[Any, str]]] = {id(original): [] for original in originals}
-    for name, module in sorted(sys.modules.items()):
-        if name == "__main__" or name.startswith("megatron."):
-            for alias, value in sorted(vars(module).items()):
+    for _, module in sorted(sys.modules.items()):
+        # Some are no modules, and to ask one that loads itself late for an attribute would load it.
+        if isinstance(module, ModuleType):
+            for alias, value in list(object.__getattribute__(module, "__dict__").items()):
                 if id(value) in aliases:
                     aliases[id(value)].append((module, alias))
     return aliases

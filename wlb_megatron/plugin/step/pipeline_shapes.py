@@ -18,6 +18,7 @@ from typing import Any
 from wlb_megatron.pipeline.orders import backward_turns, interleaved
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
+from wlb_megatron.refusals import RefusedHere
 
 Shape = tuple[int, int, int]
 
@@ -187,11 +188,17 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         from wlb_megatron.plugin.step.deferred_losses import deferring, returns_its_losses
         from wlb_megatron.plugin.step.loss_checks import begin_step as begin_losses
         from wlb_megatron.plugin.step.rehearsal import REHEARSAL, rehearse, same_again
+        from wlb_megatron.plugin.take_over import Start
 
         # Model chunks of a stage have an iterator each, all the plugin's same one.
         first = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         source, training = planned_iterator(first), not kwargs.get("forward_only")
         if source is None:
+            if training and part(Start).opened is not None:
+                raise RefusedHere(
+                    "wlb_megatron: the data of this training step are not the plugin's, so the script has called a "
+                    "pretrain() that it held before enable(): call enable() before anything imports megatron.training"
+                )
             return forward_backward(data_iterator=data_iterator, num_microbatches=num_microbatches, **kwargs)
 
         def step(batches: Sequence[LoadedMicroBatch]) -> Any:
