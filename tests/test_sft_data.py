@@ -243,6 +243,15 @@ def test_bad_lines_are_listed_with_file_and_number_or_skipped_and_counted(
         made_of(jsonl, tokenizer, tmp_path / "k")
 
 
+def test_texts_that_spell_a_special_token_are_counted_and_said(tokenizer: Path, tmp_path: Path) -> None:
+    from wlb_megatron.plugin.sft.indexed import described
+
+    spelled = [{**USER, "content": "hello <eos>"}, ANSWER]
+    jsonl = write_jsonl(tmp_path / "c.jsonl", [spelled, [USER, ANSWER]])
+    indexed = made_of(jsonl, tokenizer, tmp_path, "default")
+    assert indexed.counts.special_text == 1 and "in 1 the text of a turn spells" in described(indexed)
+
+
 def test_a_file_that_trains_nothing_is_refused(tokenizer: Path, tmp_path: Path) -> None:
     for text in (b"", b"\n\n", b"{\n"):
         (tmp_path / "c.jsonl").write_bytes(text)

@@ -113,6 +113,7 @@ LAYOUTS = {
     "TP2 with SP": (2, {"tensor": 2}, "--sequence-parallel --make-vocab-size-divisible-by 64"),
     "DP2": (2, {}, ""),
     "PP2": (2, {"pipeline": 2}, ""),
+    "CP2, processes that plan and read": (2, {"context": 2}, "--wlb-plan-process always --num-workers 1"),
     "PP2 x CP2": (4, {"pipeline": 2, "context": 2}, ""),
     "VPP2": (2, {"pipeline": 2}, "--num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),
     "dynamic groups": (2, {}, "--wlb-cp-mode dynamic"),
@@ -155,6 +156,7 @@ def test_conversations_above_the_window_train_whole_in_chunks(
     ranks = train([*flags(**parallel), *data, *RUN], 2 * len(parallel), tmp_path / "ours")
     documents = trained_documents(ranks)
     assert {6, 7} & {*documents}
+    assert any(count == 0 for rank in ranks for _, count in rank["losses"])
     compare(ranks, oracle([*flags(), *data], long_conversations, documents, tmp_path / "oracle"))
 
 

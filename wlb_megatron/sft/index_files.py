@@ -52,7 +52,8 @@ class Counts:
     """What a jsonl (or a part of it) came to.
 
     lines: with a record. conversations, tokens, targets: written. longest: tokens of a conversation. without_target:
-    conversations that train nothing, left out. bad_lines: left out.
+    conversations that train nothing, left out. bad_lines: left out. special_text: conversations with the text of a
+    special token in a turn, which becomes that token.
     """
 
     lines: int = 0
@@ -62,6 +63,7 @@ class Counts:
     longest: int = 0
     without_target: int = 0
     bad_lines: int = 0
+    special_text: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         added = {name: value + getattr(other, name) for name, value in asdict(self).items()}

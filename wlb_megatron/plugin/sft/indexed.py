@@ -82,4 +82,9 @@ def described(indexed: Indexed) -> str:
         line += f"; {counts.bad_lines:,} bad lines left out"
     if counts.without_target:
         line += f"; {counts.without_target:,} conversations without a target left out"
+    if counts.special_text:
+        line += (
+            f"; WARNING: in {counts.special_text:,} the text of a turn spells a special token and becomes it, as in "
+            "Megatron"
+        )
     return line

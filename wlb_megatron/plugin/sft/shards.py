@@ -78,13 +78,15 @@ def make_shard(
             if not shard.begin and number == 1:
                 line = line.removeprefix(BYTE_ORDER_MARK)
             try:
-                made = [tokenizer.tokenize(each) for each in conversations_of(line, reading)]
+                read = conversations_of(line, reading)
+                made = [tokenizer.tokenize(each) for each in read]
             except BadLine as reason:
                 counts += Counts(lines=1, bad_lines=1)
                 bad += [(number, str(reason))] * (len(bad) < MOST_BAD)
                 made = []
             else:
-                counts += Counts(lines=bool(made))
+                spelled = sum(map(tokenizer.holds_special_text, read))
+                counts += Counts(lines=bool(made), special_text=spelled)
             for tokens, mask in made:
                 targets = int(mask.sum())
                 if not targets:

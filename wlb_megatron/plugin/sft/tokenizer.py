@@ -44,6 +44,10 @@ class ConversationTokenizer:
         config = self._megatron._prompt_config
         self._template: str | None = config.custom_chat_template
         self._check_template()
+        special = {str(token) for token in self._hugging_face.all_special_tokens}
+        # identity is for turns that are written out already, special tokens and all.
+        named = special if tokenizing.prompt_format != "identity" else set()
+        self._special = re.compile("|".join(map(re.escape, sorted(named))) or r"(?!)")
         self.token_ids = int(self._megatron.vocab_size)
         self.digest = self._digest(config)
 
@@ -64,6 +68,10 @@ class ConversationTokenizer:
         mask = np.asarray(trained, dtype=np.uint8)
         mask[:1] = 0
         return np.asarray(tokens, dtype=np.int64), mask
+
+    def holds_special_text(self, conversation: Conversation) -> bool:
+        """Whether a turn's text spells a special token, such as one that ends a turn."""
+        return any(self._special.search(str(turn.get("content") or "")) for turn in conversation)
 
     def notes(self) -> list[str]:
         """What the log says of this format, a line each."""
