@@ -442,7 +442,7 @@ def test_a_full_dev_shm_ends_the_run_with_the_cure(
     loader = make_loader(corpus, sampler, Layout(0, 1, 8, True), workers=1, ahead=1, pin_memory=False)
     monkeypatch.setattr(place, fails)
     with pytest.raises(
-        RefusedHere, match=r"^wlb_megatron: /dev/shm is full.*--shm-size.*--num-workers 0"
+        RefusedHere, match=r"^wlb_megatron: error: /dev/shm is full.*--shm-size.*--num-workers 0"
     ) as refused:
         next(MicroBatchIterator(loader))
     assert len(str(refused.value).splitlines()) == 1

@@ -35,7 +35,7 @@ def one_of_two(rank: int, port: int, out: Path, failing: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     failures.begin()
     if rank == failing:
-        with pytest.raises(RefusedHere, match=r"^wlb_megatron: the disk is gone$"):
+        with pytest.raises(RefusedHere, match=r"^wlb_megatron: error: the disk is gone$"):
             next(MicroBatchIterator(Loader(WlbError("the disk is gone"))))  # type: ignore[arg-type]
         os._exit(0)
     with pytest.raises(RefusedHere) as refused:
@@ -47,8 +47,8 @@ def one_of_two(rank: int, port: int, out: Path, failing: int) -> None:
 @pytest.mark.parametrize(
     ("failing", "line"),
     [
-        (1, r"^wlb_megatron: rank 1 on \S+ has ended: the disk is gone$"),
-        (0, r"^wlb_megatron: the process that serves torch's store has ended \(rank 0, "),
+        (1, r"^wlb_megatron: error: rank 1 on \S+ has ended: the disk is gone$"),
+        (0, r"^wlb_megatron: error: the process that serves torch's store has ended \(rank 0, "),
     ],
 )
 def test_the_other_ranks_end_with_the_line_of_the_one_that_failed(

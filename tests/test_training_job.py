@@ -42,7 +42,7 @@ ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
         "model.experts.balancing",
         ("seq_aux_loss",),
     ),
-    (MOE, "memory", None),
+    (MOE, "model.experts.memory.chosen", 2),
     (MLA, "model.kv_heads", 16),
     (MLA, "model.head_dim", 192),
     (MLA, "model.value_dim", 96),

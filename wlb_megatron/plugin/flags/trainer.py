@@ -7,12 +7,13 @@ from typing import Any
 
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.plugin.flags.trained_model import balancing_of
-from wlb_megatron.plugin.step.grouped_steps import interleaves_as_known
 from wlb_megatron.plugin.trials.versions import megatron_version
 
 
 def trainer_of(args: Any) -> Trainer:
     """args: Megatron's validated arguments; what a release does not know is taken as not given."""
+    # Imported here, because it imports torch, which the process that plans has no use for.
+    from wlb_megatron.plugin.step.grouped_steps import interleaves_as_known
 
     def setting(name: str) -> Any:
         return getattr(args, name, None)
