@@ -76,6 +76,7 @@ def schemes(window: int) -> dict[str, list[str]]:
             for layers in range(1, 17)
         },
         "ours-full": ["--wlb-recompute", "off"],
+        "ours-vpp2": ["--num-virtual-stages-per-pipeline-rank", "2"],
         "ours-80": ["--wlb-gpu-memory", "74.5"],
         "ours-80-full": ["--wlb-gpu-memory", "74.5", "--wlb-recompute", "off"],
     }

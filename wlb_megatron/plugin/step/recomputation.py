@@ -25,6 +25,7 @@ from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.plans.planning import PlannedMicroBatch
 from wlb_megatron.recompute.kept_layers import KeptLayers, plan_kept_layers
 from wlb_megatron.recompute.step_layers import stage_orders
+from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.workload.memory import GIB
 from wlb_megatron.workload.stage_memory import StageMemory
 
@@ -138,9 +139,18 @@ def planned(batches: Sequence[PlannedMicroBatch], model: Any) -> Iterator[None]:
     if not state.flags:
         state.flags = [_flags_of(decoder.config) for decoder in decoders]
     state.numbers = _plan(state, batches, decoders).recomputed
+    rehearsed = batches[0].iteration < 0
     try:
         yield
-        _measure(state, rehearsed=batches[0].iteration < 0)
+        _measure(state, rehearsed=rehearsed)
+    except torch.OutOfMemoryError as error:
+        if rehearsed:
+            raise  # the rehearsal says what to do
+        raise RefusedHere(
+            f"memory ran out in a step that was planned to take {state.last.planned / GIB:.1f} of "
+            f"{state.last.available / GIB:.1f} GiB beside weights and optimizer: raise --wlb-memory-margin (now "
+            f"{state.margin:g}), or set --wlb-recompute off ({str(error).splitlines()[0]})"
+        ) from None
     finally:
         state.numbers = None
         for decoder, flags in zip(decoders, state.flags, strict=True):
