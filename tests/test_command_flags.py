@@ -14,6 +14,7 @@ from wlb_megatron.analyze.analyze_command import add_analyze
 from wlb_megatron.cli import _Parser, main
 from wlb_megatron.errors import WlbError
 from wlb_megatron.settings_flags import NOT_HERE, add_layout, add_settings
+from wlb_megatron.simulator.inspected_job import add_inspected_job
 from wlb_megatron.simulator.reproduction import reproduce_command as reproduction
 from wlb_megatron.simulator.simulate import add_simulate
 
@@ -28,6 +29,7 @@ CHUNKS = f"{NO_HOST} --chunks auto --micro-batch-cost 0 --quadratic-at 8 --pp 4 
 WAITING = f"{WHOLE} --pp 1 --dp 1 --iterations 8 --lengths 128,20,30,40,9,8,120,17,20,6,30,12,5,22,31"
 SHAPE = "--hidden-size 256 --num-attention-heads 4"
 EXPERTS = f"{NO_HOST} --num-experts 4 --chunks on"
+FULL = f"{NO_HOST} --recompute full --vocab-size 512 --window 16384 --lengths 300,40,9000,16384,1700,128,330"
 
 
 SIMULATE = {
@@ -55,7 +57,11 @@ SIMULATE = {
     "max-documents": ("3", WHOLE),
     "overlong": ("drop", NO_HOST),
     "regather-keys": ("", NO_HOST),
-    "recompute": ("full", NO_HOST),
+    "recompute": ("selective", NO_HOST),
+    "recompute-method": ("block", f"{FULL} --wlb-recompute off"),
+    "recompute-num-layers": ("8", f"{FULL} --wlb-recompute off --recompute-method block"),
+    "wlb-recompute": ("off", FULL),
+    "memory-margin": ("0.15", f"{FULL} --gpu-memory 2.5"),
     "iterations": ("2", NO_HOST),
     "warm-up": ("3", NO_HOST),
     "seed": ("7", NO_HOST),
@@ -131,7 +137,6 @@ def test_the_table_holds_every_flag_of_simulate_and_analyze_takes_the_same() -> 
     simulate = flags_of([add_layout, add_settings, add_simulate])
     assert simulate == set(SIMULATE) | set(ELSEWHERE["simulate"])
     assert flags_of([add_layout, add_settings, add_analyze]) == simulate - {"trace"} | {
-        "gpu-memory",
         "no-split",
         "pictures",
         "token-weights",
@@ -150,6 +155,8 @@ def test_every_flag_of_simulate_changes_what_is_simulated(capsys: pytest.Capture
     assert not idle
 
 
+KNOWN = "--model 550M --recompute full --gpu-memory 200"
+OWN = "--hidden-size 1024 --num-attention-heads 8 --recompute full --gpu-memory 80"
 INSPECT = {
     "lengths": ("30,40", ""),
     "window": ("128", ""),
@@ -174,11 +181,26 @@ INSPECT = {
     "max-documents": ("2", ""),
     "overlong": ("drop", ""),
     "iterations": ("1", ""),
+    "model": ("7B", KNOWN),
+    "num-layers": ("8", KNOWN),
+    "hidden-size": ("2048", OWN),
+    "num-attention-heads": ("16", OWN),
+    "num-query-groups": ("2", OWN),
+    "kv-channels": ("256", OWN),
+    "ffn-hidden-size": ("512", OWN),
+    "swiglu": ("", OWN),
+    "vocab-size": ("512", OWN),
+    "recompute": ("selective", KNOWN),
+    "recompute-method": ("block", KNOWN),
+    "recompute-num-layers": ("2", KNOWN),
+    "wlb-recompute": ("off", KNOWN),
+    "gpu-memory": ("40", KNOWN),
+    "memory-margin": ("0.2", KNOWN),
 }
 
 
 def test_every_flag_of_inspect_changes_its_plans_or_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = flags_of([add_layout, add_settings]) | {"pp", "vpp", "iterations"}
+    shown = flags_of([add_layout, add_settings, add_inspected_job]) | {"pp", "vpp", "iterations"}
     refused = {"cp-mode": "dynamic", "regather-keys": "", "solver-seconds": "2"}
     assert shown == set(INSPECT) | set(refused)
     base = "--lengths 64,40,9,64,17,28,33,50,100,8,8,8 --window 64 --micro-batches 2 --cp 2 --thresholds 60"
@@ -253,10 +275,25 @@ def test_every_flag_of_reproduce_reaches_what_is_reproduced(
         ),
         ("analyze --seq-length 64", "wlb_megatron: error: --seq-length is spelled --window here"),
         ("inspect --tensor-model-parallel-size 2", "--tensor-model-parallel-size is spelled --tp here"),
-        ("simulate --recompute-granularity full", "--recompute-granularity is spelled --recompute here"),
         ("simulate --global-batch-size 8", "--global-batch-size is given by --micro-batches here"),
         ("analyze --multi-latent-attention", "approximate multi-latent attention by --kv-channels"),
-        ("inspect --model 7B", "unrecognized arguments: --model 7B (see wlb-megatron inspect --help)"),
+        ("inspect --num-experts 2", "unrecognized arguments: --num-experts 2 (see wlb-megatron inspect"),
+        ("inspect --model 7B", "--model changes nothing without --gpu-memory"),
+        (
+            "inspect --gpu-memory 80",
+            "--gpu-memory changes nothing without a model (--model or --hidden-size)",
+        ),
+        ("inspect --memory-margin 0.2", "--memory-margin changes nothing without a model"),
+        ("inspect --wlb-recompute off", "--wlb-recompute changes nothing without a model"),
+        ("inspect --recompute full", "--recompute-granularity changes nothing without a model"),
+        (
+            "inspect --model 7B --gpu-memory 80 --wlb-recompute off",
+            "changes nothing without --recompute-gran",
+        ),
+        (
+            "{} --model 7B --gpu-memory 80 --recompute-method block",
+            "changes nothing without --recompute-gran",
+        ),
         ("{} --solver-seconds 2", "without --packing fixed-solver or --cp-mode dynamic"),
         ("{} --packing original --thresholds 9", "changes nothing without --packing varlen"),
         ("{} --packing fixed-greedy --max-delay 3", "changes nothing without --packing varlen"),
@@ -348,7 +385,7 @@ def test_messages_name_the_commands_flags(capsys: pytest.CaptureFixture[str]) ->
     shown = lines_of(capsys, f"simulate {job} --max-delay 3 --micro-batches 2 --iterations 1")
     assert "documents in chunks: no (not with --max-delay 3)" in shown
     _, _, err = call(capsys, *f"simulate {job} --gpu-memory 64 --chunks off --micro-batches 8".split())
-    assert "raise --cp or --tp, use --recompute full, or lower --window" in err
+    assert "raise --cp or --tp, use --recompute-granularity full, or lower --window" in err
 
 
 def test_the_help_of_every_flag_says_what_it_is_and_its_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from packing_oracle import QUICK_PACKINGS
 from wlb_megatron.config import SHARDINGS, WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans
+from wlb_megatron.recompute.kept_layers import Load
+from wlb_megatron.recompute.step_layers import stage_orders
+from wlb_megatron.workload.stage_memory import ModelChunk, StageMemory
 
 Rows = list[list[int]]
 
@@ -297,3 +301,83 @@ def test_segments_of_one_piece_on_a_rank_never_touch() -> None:
 def test_settings_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(WlbError, match=message):
         inspect([4, 12], 16, **options)
+
+
+# --- with a model: which layers each step keeps ---
+
+LENGTHS = (300, 40, 9, 64, 17, 128, 33, 50, 20, 8) * 3
+
+MEMORY = "--hidden-size 64 --num-attention-heads 4 --num-layers 8 --vocab-size 64 --recompute full"
+KEPT = {
+    "whole documents": f"--pp 2 --chunks off {MEMORY} --gpu-memory 0.0048",
+    "chunks": f"--pp 2 --cp 2 --chunks on {MEMORY} --gpu-memory 0.0030",
+    "a model chunk for each half": f"--pp 2 --vpp 2 --dp 2 --chunks off {MEMORY} --gpu-memory 0.0033",
+    "blocks": f"--pp 2 --chunks off {MEMORY} --recompute-method block --recompute-num-layers 3 --gpu-memory 0.0048",
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_layers_of_the_json_fit_at_every_event_of_each_stage(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from recompute_oracle import by_the_flags, held_bytes
+    from test_cli import call
+
+    job = f"--window 64 --micro-batches 6 --lengths {','.join(map(str, LENGTHS))} {KEPT[name]}"
+    code, out, err = call(capsys, "inspect", *job.split(), "--json", "-")
+    assert code == 0, err
+    shown = json.loads(out)
+    flags = dict(zip(job.split()[::2], job.split()[1::2], strict=False))
+    cp, vpp, dp = (int(flags.get(f"--{size}", 1)) for size in ("cp", "vpp", "dp"))
+    stages = []
+    for stage in shown["stages"]:
+        available, chunks = stage.pop("available"), [ModelChunk(**chunk) for chunk in stage.pop("chunks")]
+        assert sum(chunk.layers for chunk in chunks) == 4 and len(chunks) == vpp
+        stages.append((available, StageMemory(chunks=tuple(chunks), **stage)))
+    kept = of_flags = 0
+    for iteration in shown["iterations"]:
+        for rank in range(dp):
+            mine = [entry for entry in iteration["micro_batches"] if entry["dp"] == rank]
+            loads, groups = _loads_of_json(mine, cp)
+            orders = stage_orders(len(stages), len(mine), vpp, groups)
+            for at, (order, (available, memory)) in enumerate(zip(orders, stages, strict=True)):
+                recomputed = [entry["recomputed"][at] for entry in mine]
+                floor = by_the_flags(loads, memory)
+                if recomputed != floor:
+                    assert max(held_bytes(order, loads, memory, recomputed)) <= available
+                kept, of_flags = kept + sum(map(sum, recomputed)), of_flags + sum(map(sum, floor))
+    assert 0 < kept < of_flags, "some layers are kept, and not all"
+
+
+def _loads_of_json(rows: list[dict[str, Any]], cp: int) -> tuple[list[Load], list[int]]:
+    """Loads of a data-parallel rank's micro-batches, and the sizes of the groups that share a document."""
+    sizes = [1]
+    loads = []
+    for before, row, after in zip([{}, *rows], rows, [*rows[1:], {}], strict=False):
+        prefixes = row.get("prefix", [0] * len(row["documents"]))
+        following = {
+            piece[0]
+            for piece, prefix in zip(after.get("documents", ()), after.get("prefix", ()), strict=False)
+            if prefix
+        }
+        own = earlier = 0
+        for (document, start, end), prefix in zip(row["documents"], prefixes, strict=True):
+            if prefix or document in following:
+                own, earlier = own + end - start, earlier + prefix
+        if before:
+            sizes = [*sizes[:-1], sizes[-1] + 1] if any(prefixes) else [*sizes, 1]
+        tokens = sum(end - start for _, start, end in row["documents"])
+        held = [-(-size // cp) for size in (tokens, own, earlier)]
+        loads.append(Load(held[0], 1, *held[1:]))
+    return loads, sizes
+
+
+def test_without_a_model_nothing_is_said_of_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    from test_cli import call
+
+    job = ["inspect", "--lengths", "30,40,9", "--window", "64", "--json", "-"]
+    shown = json.loads(call(capsys, *job)[1])
+    assert list(shown) == ["iterations"]
+    assert set(shown["iterations"][0]["micro_batches"][0]) == {"dp", "documents", "ranks"}
+    off = f"{MEMORY} --gpu-memory 1 --wlb-recompute off".split()
+    assert list(json.loads(call(capsys, *job, *off)[1])) == ["iterations"]

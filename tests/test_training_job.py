@@ -14,6 +14,7 @@ from training_jobs import VALIDATED, training_job
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags.training_job import TrainingJob
+from wlb_megatron.workload.memory import Experts
 
 MOE = {"num_experts": 8, "moe_ffn_hidden_size": 1024, "moe_router_topk": 2}
 MLA = {
@@ -42,7 +43,7 @@ ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
         "model.experts.balancing",
         ("seq_aux_loss",),
     ),
-    (MOE, "model.experts.memory.chosen", 2),
+    (MOE, "model.experts.memory", Experts(8, 1024)),
     (MLA, "model.kv_heads", 16),
     (MLA, "model.head_dim", 192),
     (MLA, "model.value_dim", 96),
@@ -65,6 +66,12 @@ ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
     ({"validation_set_names": ["a", "b"]}, "evaluation.names", ("a", "b")),
     ({"distributed_backend": "gloo"}, "device.on_gpu", False),
     ({"distributed_backend": "gloo"}, "memory", None),
+    (
+        {"distributed_backend": "gloo", "wlb_gpu_memory": 40.0, "num_layers": 6},
+        "memory.stage_layers",
+        6,
+    ),
+    ({"recompute_method": "block", "recompute_num_layers": 3}, "recompute_blocks", 3),
     ({"local_rank": 3, "rank": 11}, "device.index", 3),
     ({"local_rank": 3, "rank": 11}, "device.rank", 11),
     ({"skip_train": True}, "trains", False),

@@ -34,6 +34,7 @@ from wlb_megatron.settings_flags import (
     settings,
 )
 from wlb_megatron.simulator.divisible import check_vpp
+from wlb_megatron.simulator.inspected_job import add_inspected_job, read_inspected_job
 from wlb_megatron.simulator.reproduction.reproduce_command import add_reproduce
 from wlb_megatron.simulator.simulate import add_simulate, print_simulation, run_simulate
 from wlb_megatron.whole_files import write_whole
@@ -127,6 +128,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
         type=whole(1, RANKS),
         help="model chunks of a pipeline stage, for the interleaved schedule (default: 1)",
     )
+    add_inspected_job(parser)
     parser.add_argument("--iterations", type=whole(1), help="iterations to show (default: all)")
     parser.add_argument(
         "--json",
@@ -172,6 +174,7 @@ def _inspect(args: argparse.Namespace) -> None:
         pp=args.pp,
         vpp=args.vpp,
         iterations=args.iterations,
+        job=read_inspected_job(args),
         say=messages.append,
     )
     for line in map(renamed, messages):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
@@ -22,6 +22,7 @@ from wlb_megatron.packing.varlen.varlen_packer import lmax
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.sharding.cut import cut_plans, pad
+from wlb_megatron.simulator.job import Job
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.micro_batch import MICRO_BATCH_TOKENS
@@ -42,18 +43,22 @@ def inspect_plans(
     pp: int = 1,
     vpp: int = 1,
     iterations: int | None = None,
+    job: Job | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Plans of one pass over the documents, without a shuffle; at most `iterations` of them.
 
     lengths: integers[n], tokens of each document; ids are positions in it. micro_batches: windows of one
     data-parallel rank. The plan may make more micro-batches of them; they are shown in the order of their forwards.
-    say: called with the lines that a run prints at start.
+    job: the same job with its model and a GPU's memory, by which work and Lmax are counted and layers kept. say:
+    called with the lines that a run prints at start.
 
     Returns {"iterations": [{"arrived", "micro_batches", "waiting"}, ...]}. Every piece and segment is [id, start,
     end) within its document; padding is [-1, 0, tokens]. If documents come in chunks, a micro-batch's "prefix" gives,
-    for each of its "documents", the number of its earlier tokens that it attends to, 0 for a whole one. WlbError on
-    settings that cannot work.
+    for each of its "documents", the number of its earlier tokens that it attends to, 0 for a whole one. Where steps
+    plan what they recompute, its "recomputed" gives the layers of each stage's model chunks that it recomputes, and
+    "stages" what each pipeline stage holds (StageMemory), with "available" bytes for it. WlbError on settings that
+    cannot work.
     """
     for name, value in (
         ("micro-batches", micro_batches),
@@ -80,6 +85,7 @@ def inspect_plans(
         stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
         if problem := nothing_predicted(lengths, rules):
             say(f"WARNING: {problem}")
+        config = config if job is None else job.with_lmax(config)
         if config.packing == "varlen" and (config.chunks == "off" or holds_whole(config, window, alignment)):
             # Any window can be looked at, a multiple of CP x TP or not: a padded micro-batch keeps within Lmax.
             config = replace(config, max_tokens=lmax(config, window, alignment))
@@ -88,11 +94,7 @@ def inspect_plans(
         planner = plan_job(
             stream,
             config,
-            CostModel(
-                QUADRATIC_AT if config.quadratic_at is None else config.quadratic_at,
-                config.document_cost or 0.0,
-                MICRO_BATCH_TOKENS * cp if config.micro_batch_cost is None else config.micro_batch_cost,
-            ),
+            _cost(config, cp) if job is None else job.cost(config),
             window=window,
             micro_batches=micro_batches,
             dp=dp,
@@ -100,11 +102,32 @@ def inspect_plans(
             vpp=vpp,
             sample=sample_lengths(lengths, longest, config.overlong),
             longest=stream.longest,
+            rooms=None if job is None else job.rooms(config),
             say=say,
         )
-    plans = islice(iter(planner.next_iteration, None), iterations)
+    plans = list(islice(iter(planner.next_iteration, None), iterations))
     chunked = isinstance(planner.packer, ChunkPacker)
-    return {"iterations": [_show(plan, config.sharding, cp, alignment, chunked) for plan in plans]}
+    shown: dict[str, Any] = {
+        "iterations": [_show(plan, config.sharding, cp, alignment, chunked) for plan in plans]
+    }
+    kept = None if job is None else job.kept_layers(plans, config)
+    if job is not None and kept is not None:
+        for iteration, step in zip(shown["iterations"], kept, strict=True):
+            for at, micro_batch in enumerate(iteration["micro_batches"]):
+                stages = step[micro_batch["dp"]]
+                micro_batch["recomputed"] = [list(stage.recomputed[at // dp]) for stage in stages]
+        shown["stages"] = [
+            {"available": size, **asdict(stage)} for stage, size in zip(*job.stages(), strict=True)
+        ]
+    return shown
+
+
+def _cost(config: WlbConfig, cp: int) -> CostModel:
+    return CostModel(
+        QUADRATIC_AT if config.quadratic_at is None else config.quadratic_at,
+        config.document_cost or 0.0,
+        MICRO_BATCH_TOKENS * cp if config.micro_batch_cost is None else config.micro_batch_cost,
+    )
 
 
 def _show(plan: IterationPlan, sharding: str, cp: int, alignment: int, chunked: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ holds at each event is known before the step, and so is how many more layers eac
 
 Example: 2 stages, micro-batches of 4, 4, 8 tokens, one layer a stage, 10 bytes a kept token, 1 a recomputed one. The
 first stage runs F0 F1 B0 F2 B1 B2. With all recomputed it holds at most 4 + 8 = 12 bytes. With 90 bytes to use, it can
-keep micro-batches 0 and 1 (4 * 10 + 4 * 10 = 80), but not 1 and 2 (40 + 80); micro-batch 2 is recomputed.
+keep micro-batches 0 and 2 (40 + 4, then 4 + 80), but not 1 and 2 (40 + 80); micro-batch 1 is recomputed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from wlb_megatron.pipeline.orders import Step
 from wlb_megatron.workload.stage_memory import StageMemory
 
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
-ROUNDS = 4
-"""How often events are priced by how full they are before layers are kept in the order of what they save for the
-price. One round prices all events alike; more than four gained nothing on 400 random steps."""
+ROUNDS = 5
+"""How often layers are kept in another order; the best is taken. The first order prices all events alike, the next by
+how full they were. The last goes by what is saved alone: where little fits, one large item can be worth more than all
+that fit beside it. More gained nothing on 400 random steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +89,16 @@ class _Stage:
         fixed = np.multiply.outer(tokens, floors) + np.multiply.outer(chunk_tokens, layers * memory.keys)
         fixed[:, 0] += tokens * memory.ends
         self.filled = self._held(fixed.ravel())
-        last = steps[:, 1] == number - 1
-        for way in (False, True):
-            at = backward == way
-            work_bytes = np.array(
-                [chunk.working + chunk.remade if way else chunk.forward for chunk in memory.chunks]
-            )
-            need = tokens[steps[at, 0]] * work_bytes[steps[at, 1]] + earlier[steps[at, 0]] * memory.attended
-            self.filled[at] += np.maximum(need, tokens[steps[at, 0]] * memory.loss * last[at])
+        bytes_of = np.array([(c.forward, c.working, c.remade) for c in memory.chunks], dtype=np.int64)
+        forward, working, remade = bytes_of[steps[:, 1]].T
+        at_work, loss = tokens[steps[:, 0]], memory.loss * (steps[:, 1] == number - 1)
+        read = earlier[steps[:, 0]] * memory.attended
+        need = np.maximum(at_work * np.where(backward, working, forward) + read, at_work * loss)
+        again = np.maximum(at_work * (working + remade) + read, at_work * loss) - need
+        self.filled += need + again * backward
+        # What the backward of an item needs less if it begins with a layer that is kept.
+        self.freed = np.empty_like(self.begin)
+        self.freed[item[backward]] = again[backward]
 
     def _held(self, sizes: IntArray) -> IntArray:
         """Bytes held at each event, if each item holds its size from its forward to its backward."""
@@ -107,30 +111,40 @@ class _Stage:
         number = len(self.chunks)
         recomputed = [chunk.recomputed for chunk in self.chunks] * (len(self.tokens) // number)
         floor = int(self.filled.max())
-        if floor >= available:
-            return KeptLayers(_rows(recomputed, number), floor, floor <= available)
+        if floor > available:
+            return KeptLayers(_rows(recomputed, number), floor, False)
         best, saved = recomputed, -1
         price = np.ones(len(self.filled))
-        for _ in range(ROUNDS):
-            slack, chosen = self._keep(price, available)
+        for turn in range(ROUNDS):
+            slack, chosen = self._keep(self._worth(price if turn + 1 < ROUNDS else None), available)
             time = sum(
                 int(work) * (self.chunks[item % number].recomputed - layers)
                 for item, (work, layers) in enumerate(zip(self.work, chosen, strict=True))
             )
             if time > saved:
                 best, saved, most = chosen, time, available - int(slack.min())
-            price *= 0.25 + np.clip(1 - slack / available, 0, 1) ** 4
+            # Only sums, products and quotients, which round alike on every processor.
+            full = np.square(np.clip(1 - slack / max(1, available), 0, 1))
+            price *= 0.25 + full * full
             price /= price.max()
         return KeptLayers(_rows(best, number), most, True)
 
-    def _keep(self, price: npt.NDArray[np.float64], available: int) -> tuple[IntArray, list[int]]:
-        """What is left at each event, and the recomputed layers of each item: those with the most work for the price of
-        the bytes they hold are kept first."""
-        slack = available - self.filled
+    def _worth(self, price: FloatArray | None) -> FloatArray:
+        """What keeping a layer of each item saves for the price of the bytes that it holds; None: what keeping all
+        layers of the item saves, whatever they hold."""
+        if price is None:
+            most = [chunk.recomputed for chunk in self.chunks]
+            return self.work * np.resize(most, len(self.work)).astype(np.float64)
         until = np.concatenate(([0.0], np.cumsum(price)))
         cost = self.tokens * (until[self.end + 1] - until[self.begin])
-        first = np.lexsort((np.arange(len(cost)), -(self.work / np.maximum(cost, 1e-9))))
-        chosen = [0] * len(cost)
+        return self.work / np.maximum(cost, 1e-9)
+
+    def _keep(self, worth: FloatArray, available: int) -> tuple[IntArray, list[int]]:
+        """What is left at each event, and the recomputed layers of each item, if items keep as many layers as fit,
+        those of most worth first."""
+        slack = available - self.filled
+        first = np.lexsort((np.arange(len(worth)), -worth))
+        chosen = [0] * len(worth)
         number = len(self.chunks)
         for item in first.tolist():
             chunk, tokens = self.chunks[item % number], int(self.tokens[item])
@@ -139,12 +153,13 @@ class _Stage:
             layer = tokens * (chunk.kept - chunk.input)
             once = tokens * chunk.switched
             during = int(slack[begin:end].min()) - once
-            after = int(slack[end]) + tokens * chunk.remade - once
-            more = min(during, after) // layer if layer > 0 else 0
-            more = max(0, min(more, chunk.recomputed))
-            if more:
+            freed = int(self.freed[item])
+            after = int(slack[end]) + freed - once
+            room = min(during, after)
+            more = min(room // layer if layer else chunk.recomputed, chunk.recomputed) if room >= 0 else 0
+            if more > 0:
                 slack[begin : end + 1] -= once + more * layer
-                slack[end] += tokens * chunk.remade
+                slack[end] += freed
                 chosen[item] -= more
         return slack, chosen
 

@@ -21,6 +21,7 @@ from wlb_megatron.packing.foresee import nothing_predicted, too_small
 from wlb_megatron.packing.job import plan_job, sample_lengths_of
 from wlb_megatron.packing.memory_limits import MARGIN, GpuMemory, no_memory_for_chunks, with_lmax
 from wlb_megatron.packing.planner import Planner
+from wlb_megatron.pipeline.step_law import StageRoom
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.recompute.kept_layers import KeptLayers
 from wlb_megatron.recompute.step_layers import loads_of, plan_step_layers, recomputed_array
@@ -34,6 +35,7 @@ from wlb_megatron.workload.cost_model import CostModel, document_cost, quadratic
 from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.memory import Experts, weights_problem
 from wlb_megatron.workload.profile import Profile
+from wlb_megatron.workload.stage_memory import StageMemory
 
 DEFAULT_GIB = 80.0
 """GPU memory for which `analyze` says what fits, if no flag gives one."""
@@ -48,7 +50,7 @@ class Job:
     * seed: of the shuffle, None for the given order.
     * trainer: settings that decide about documents in chunks.
     * experts: of every layer; None: a dense model.
-    * gib: memory of a GPU, by which Lmax is set; None: Lmax ignores memory.
+    * gib: memory of a GPU, by which Lmax is set; None: Lmax ignores memory. margin: share of it that is left free.
     * messages: lines to show the user.
     """
 
@@ -62,6 +64,7 @@ class Job:
     trainer: Trainer = field(default_factory=Trainer)
     experts: Experts | None = None
     gib: float | None = None
+    margin: float = MARGIN
     messages: tuple[str, ...] = ()
 
     @property
@@ -124,9 +127,7 @@ class Job:
                 alignment=self.alignment,
                 sample=sample_lengths_of(stream, len(lengths)),
                 memory=self.memory(self.gib or DEFAULT_GIB),
-                rooms=self._gpu(self.gib or DEFAULT_GIB, config).rooms()
-                if self.plans_recomputation(config)
-                else None,
+                rooms=self.rooms(config),
                 no_chunks=self.trainer.chunks_refused(),
                 longest=stream.longest,
                 say=say,
@@ -153,19 +154,19 @@ class Job:
     def weights_problem(self) -> str | None:
         """A line with the figure and the cure, if weights, gradients and optimizer state alone do not fit a GPU."""
         gpu = self._gpu(self.gib or DEFAULT_GIB)
-        problem = weights_problem(gpu.shape, gpu.layout, gpu.size, margin=MARGIN, experts=self.experts)
+        problem = weights_problem(gpu.shape, gpu.layout, gpu.size, margin=self.margin, experts=self.experts)
         assumed = (
             f" ({DEFAULT_GIB:g} GiB a GPU is assumed; --gpu-memory changes it)" if self.gib is None else ""
         )
         return problem and f"will not run: {problem}{assumed}"
 
-    def _gpu(self, gib: float, config: WlbConfig | None = None) -> GpuMemory:
+    def _gpu(self, gib: float) -> GpuMemory:
         return gpu_memory(
             *(self.model, self.trainer, gib),
             window=self.window,
             micro_batches=self.micro_batches,
             alignment=self.alignment,
-            margin=MARGIN if config is None else config.memory_margin,
+            margin=self.margin,
             experts=self.experts,
         )
 
@@ -197,19 +198,26 @@ class Job:
         """Whether each step recomputes only the layers that it cannot keep."""
         return (config.recompute, self.model.recompute, config.cp_mode) == ("auto", "full", "fixed")
 
+    def rooms(self, config: WlbConfig) -> tuple[StageRoom, StageRoom] | None:
+        """What the first and the last stage can keep of a step, None where steps run the flags."""
+        return self._gpu(self.gib or DEFAULT_GIB).rooms() if self.plans_recomputation(config) else None
+
+    def stages(self) -> tuple[list[StageMemory], list[int]]:
+        """What each pipeline stage holds of a step, and its bytes for that."""
+        gpu, stages = self._gpu(self.gib or DEFAULT_GIB), range(self.model.layout.pp)
+        return [gpu.stage(stage) for stage in stages], [gpu.available(stage) for stage in stages]
+
     def kept_layers(
         self, plans: Sequence[IterationPlan], config: WlbConfig
     ) -> list[list[list[KeptLayers]]] | None:
         """Kept layers [iteration][dp][stage], None where steps run the flags."""
         if not self.plans_recomputation(config):
             return None
-        gpu, layout = self._gpu(self.gib or DEFAULT_GIB, config), self.model.layout
-        stages = [gpu.stage(stage) for stage in range(layout.pp)]
-        available = [gpu.available(stage) for stage in range(layout.pp)]
+        stages, available = self.stages()
         return [
             plan_step_layers(
                 [
-                    loads_of(column, self.alignment, layout.cp)
+                    loads_of(column, self.alignment, self.model.layout.cp)
                     for column in zip(*plan.micro_batches, strict=True)
                 ],
                 groups,

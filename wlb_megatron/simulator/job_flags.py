@@ -36,26 +36,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         type=whole(1, RANKS),
         help="model chunks of a pipeline stage, for the interleaved schedule (default: 1)",
     )
-    add(
-        "--recompute-granularity",
-        "--recompute",
-        choices=RECOMPUTE,
-        default="none",
-        help="activations that are recomputed in backward (default: none)",
-    )
-    add(
-        "--recompute-method",
-        choices=("uniform", "block"),
-        default="uniform",
-        help="with --recompute-granularity full: uniform recomputes all layers, in units of --recompute-num-layers; "
-        "block only so many of a model chunk (default: uniform)",
-    )
-    add(
-        "--recompute-num-layers",
-        type=whole(1),
-        default=1,
-        help="layers of a unit (uniform), or of a model chunk that are recomputed (block; default: 1)",
-    )
+    add_recompute(parser)
     add(
         "--iterations",
         type=whole(1),
@@ -77,6 +58,38 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="write all figures as JSON to this file, or to stdout for -, instead of a table",
     )
+    add_model(parser)
+    _add_trainer(parser)
+    add_assumptions(parser, Assumptions())
+
+
+def add_recompute(parser: argparse.ArgumentParser) -> None:
+    """Megatron's flags of recomputation."""
+    add = parser.add_argument
+    add(
+        "--recompute-granularity",
+        "--recompute",
+        choices=RECOMPUTE,
+        default="none",
+        help="activations that are recomputed in backward (default: none)",
+    )
+    add(
+        "--recompute-method",
+        choices=("uniform", "block"),
+        default="uniform",
+        help="with --recompute-granularity full: uniform recomputes all layers, in units of --recompute-num-layers; "
+        "block only so many of a model chunk (default: uniform)",
+    )
+    add(
+        "--recompute-num-layers",
+        type=whole(1),
+        default=1,
+        help="layers of a unit (uniform), or of a model chunk that are recomputed (block; default: 1)",
+    )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The model's shape, named as Megatron's flags."""
     model = parser.add_argument_group(
         "model",
         "a known shape, or your own: give --hidden-size and --num-attention-heads; the rest defaults as in Megatron",
@@ -107,8 +120,6 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         help="gated feed-forward (default: the known shape's; for your own off)",
     )
     model("--vocab-size", type=whole(1), help="rows of the embedding (default: the known shape's)")
-    _add_trainer(parser)
-    add_assumptions(parser, Assumptions())
 
 
 def _add_trainer(parser: argparse.ArgumentParser) -> None:
@@ -219,6 +230,7 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
                 f"{iterations} iterations are looked at, not {ITERATIONS}: each takes some {documents:,} documents "
                 "(--iterations)",
             )
+    _refuse_idle_recompute(args)
     kind = args.moe_router_load_balancing_type
     if args.cp_mode == "dynamic" and kind not in (None, "none"):
         raise WlbError(
@@ -258,8 +270,24 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
         trainer=read_trainer(args),
         experts=_experts(dense, args),
         gib=args.gpu_memory,
+        margin=args.memory_margin,
         messages=messages,
     )
+
+
+def _refuse_idle_recompute(args: argparse.Namespace) -> None:
+    """WlbError for what changes nothing where no layers are recomputed in full."""
+    if args.recompute_granularity == "full":
+        return
+    changed = {
+        "--recompute-method block": args.recompute_method == "block",
+        f"--recompute-num-layers {args.recompute_num_layers}": args.recompute_num_layers > 1,
+        f"--wlb-recompute {args.recompute}": args.recompute != "auto",
+    }
+    for flag in (flag for flag, given in changed.items() if given):
+        raise WlbError(
+            f"{flag} changes nothing without --recompute-granularity full: add that, or leave it out"
+        )
 
 
 _MEASURED = ("matmul_rate", "memory_rate", "activation_passes", "ffn_passes", "optimizer_bytes")

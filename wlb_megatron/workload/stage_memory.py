@@ -32,7 +32,8 @@ class ModelChunk:
     and of one that is recomputed alone. floor: of all layers by the user's flags. switched: what the first layer that
     is kept beyond the flags adds besides, because another method of recomputation then runs (uniform units,
     multi-token prediction). forward, working: of the layer at work in a forward and in a backward. remade: what a
-    backward that begins with a recomputed layer needs beside `working`.
+    backward by the flags needs beside `working`, if it begins with recomputed layers: what they keep until it has
+    passed them. One that begins with a kept layer has freed it before a layer is made again.
     """
 
     layers: int
@@ -107,6 +108,7 @@ def _chunk(
         floor = (-(-layers // unit) + depths) * first_input
         # Blocks keep an input for each layer, not for each unit, and all of multi-token prediction.
         switched = layers * first_input + depths * kept - floor
+    begins_kept = layers + depths > recomputed and layout.recompute_block
     # Gradients of a layer take what its activations do; sequence parallelism gathers an input and a gradient. Keys are
     # gathered again where they are not kept.
     at_work = layer + 2 * shape.hidden * shape.dtype_bytes + keys
@@ -119,5 +121,5 @@ def _chunk(
         switched=switched,
         forward=layer + keys,
         working=at_work + keys * (not layout.keep_keys),
-        remade=unit * kept + keys * layout.keep_keys,
+        remade=0 if begins_kept else unit * kept,
     )

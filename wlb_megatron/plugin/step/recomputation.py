@@ -37,8 +37,8 @@ FORGET = 8
 by all of it."""
 
 TELLING = 2
-"""A step tells something of the estimate if its peak is at least the budget divided by this. What a small one holds is
-mostly of fixed size."""
+"""A step tells something of the estimate if its peak, planned or measured, is at least the budget divided by this. What
+a small one holds is mostly of fixed size."""
 
 RETRIED = 1100
 """Thousandths by which the scale grows after a step in which the allocator had to free its cache and try again."""
@@ -287,7 +287,7 @@ def corrected(scale: int, step: StepMemory, *, retried: bool = False) -> int:
     """
     if retried:
         return scale * RETRIED // 1000
-    if step.planned * TELLING < step.available:
+    if max(step.planned, step.measured) * TELLING < step.available:
         return scale
     ratio = scale * step.measured // max(1, step.planned)
     return ratio if ratio > scale else max(LEAST_SCALE, scale - (scale - ratio) // FORGET)

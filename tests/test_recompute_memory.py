@@ -1,0 +1,261 @@
+"""What planned recomputation takes a stage to hold, what the law expects it to keep, how measurements correct it."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb_megatron.packing.memory_limits import GpuMemory
+from wlb_megatron.pipeline.step_law import StageRoom, StepLaw, most_held
+from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes
+from wlb_megatron.workload.chunk_memory import attended_bytes
+from wlb_megatron.workload.memory import (
+    GIB,
+    Experts,
+    ParallelLayout,
+    StageShape,
+    layer_bytes,
+    micro_batch_bytes,
+    waiting_loss_bytes,
+    working_bytes,
+)
+from wlb_megatron.workload.stage_memory import StageMemory, stage_memory
+
+TINY = StageShape(hidden=4, ffn=8, layers=4, heads=2, kv_heads=1, head_dim=2, vocab=16)
+FULL = ParallelLayout(recompute="full", pipeline=2)
+KEPT, INPUT = 32 + 24 + 8 + 48, 8
+"""Of TINY: a layer's norms and inputs, queries with outputs, keys and values, feed-forward; and its input. Bytes."""
+
+
+def only_chunk(layout: ParallelLayout, stage: int = 0, **more: int) -> object:
+    (chunk,) = stage_memory(TINY, layout, stage, [4], **more).chunks  # type: ignore[arg-type]
+    return chunk
+
+
+@pytest.mark.parametrize(("unit", "inputs"), [(1, 4), (2, 2), (3, 2), (4, 1), (9, 1)])
+def test_uniform_units_keep_one_input_each_and_blocks_one_of_each_layer(unit: int, inputs: int) -> None:
+    chunk = only_chunk(replace(FULL, recompute_layers=unit))
+    assert (chunk.layers, chunk.recomputed, chunk.kept, chunk.input) == (4, 4, KEPT, INPUT)
+    assert (chunk.floor, chunk.switched) == (inputs * INPUT, (4 - inputs) * INPUT)
+    assert chunk.remade == min(unit, 4) * KEPT
+
+
+def test_blocks_keep_the_layers_that_the_flags_do_not_recompute() -> None:
+    block = replace(FULL, recompute_block=True, recompute_layers=3)
+    chunk = only_chunk(block)
+    assert (chunk.recomputed, chunk.floor, chunk.switched) == (3, 3 * INPUT + KEPT, 0)
+    assert chunk.remade == 0, "the backward begins with a kept layer, and frees it"
+    every = only_chunk(replace(block, recompute_layers=9))
+    assert (every.recomputed, every.floor, every.remade) == (4, 4 * INPUT, KEPT)
+
+
+def test_blocks_keep_multi_token_predictions_layers_which_uniform_recomputes() -> None:
+    assert only_chunk(FULL, 0, depths=2) == only_chunk(FULL), "they are on the last stage"
+    chunk = only_chunk(FULL, 1, depths=2)
+    assert (chunk.floor, chunk.switched) == (6 * INPUT, 2 * (KEPT - INPUT))
+    block = only_chunk(replace(FULL, recompute_block=True, recompute_layers=4), 1, depths=2)
+    assert (block.floor, block.switched, block.remade) == (4 * INPUT + 2 * KEPT, 0, 0)
+    first, last = stage_memory(TINY, FULL, 1, [2, 2], depths=1).chunks
+    assert (first.floor, last.floor) == (2 * INPUT, 3 * INPUT)
+
+
+def test_exchanged_keys_are_kept_or_gathered_again() -> None:
+    keys = 2 * 2 * 2 * 2  # two ranks' key and value of two channels in two bytes
+    kept = only_chunk(replace(FULL, context=2))
+    again = only_chunk(replace(FULL, context=2, keep_keys=False))
+    assert (kept.kept, again.kept) == (KEPT + keys, KEPT)
+    assert again.working - kept.working == keys
+    assert kept.working + kept.remade == again.working + again.remade
+
+
+def test_keys_for_later_chunks_are_held_with_their_fp32_gradients() -> None:
+    memory = stage_memory(TINY, FULL, 1, [4])
+    assert memory.keys == 2 * 2 * (2 + 4)
+    assert memory.attended == attended_bytes(TINY, FULL)
+    assert memory.loss > 0 == stage_memory(TINY, FULL, 0, [4]).loss
+    in_forward = stage_memory(TINY, replace(FULL, losses_in_forward=True), 1, [4])
+    assert in_forward.ends - memory.ends == 4 * 16, "the softmax in fp32"
+
+
+def test_experts_hold_a_row_for_each_that_a_token_passes() -> None:
+    routed = (3 * 6 + 2 * 4) * 2 * 2  # two of width 6, in two bytes
+    dense = layer_bytes(TINY, FULL) - 3 * 8 * 2
+    assert layer_bytes(TINY, FULL, Experts(8, 6, imbalance=100)) == dense + routed
+    assert layer_bytes(TINY, FULL, Experts(8, 6)) == dense + routed * 3 // 2
+    assert only_chunk(FULL, experts=Experts(8, 6)).kept == dense + routed * 3 // 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("unit", [1, 2, 4])
+@pytest.mark.parametrize("context", [1, 2])
+@pytest.mark.parametrize("keep", [True, False])
+def test_by_the_flags_a_stage_holds_what_lmax_counts(unit: int, context: int, keep: bool) -> None:
+    layout = replace(FULL, recompute_layers=unit, context=context, keep_keys=keep)
+    for stage in (0, 1):
+        memory = stage_memory(TINY, layout, stage, [4])
+        (chunk,) = memory.chunks
+        kept = micro_batch_bytes(TINY, layout, stage) + waiting_loss_bytes(TINY, layout, stage)
+        assert chunk.floor + memory.ends == kept
+        assert max(chunk.working + chunk.remade, memory.loss) == working_bytes(TINY, layout, stage)
+
+
+def test_what_recomputes_no_layers_has_nothing_to_plan() -> None:
+    for how in ("none", "selective"):
+        layout = replace(FULL, recompute=how)
+        with pytest.raises(ValueError, match="no number of layers to plan"):
+            stage_memory(TINY, layout, 0, [4])
+        assert GpuMemory(GIB, TINY, layout, 64, 1).rooms() is None
+
+
+def test_each_stage_has_its_own_layers_weights_and_room() -> None:
+    gpu = GpuMemory(GIB, TINY, replace(FULL, context=2), 64, 1, margin=0.25, layers=((1, 2), (4, 4)))
+    assert gpu.room == GIB * 3 // 4
+    assert [chunk.layers for chunk in gpu.stage(0).chunks] == [1, 2]
+    assert [chunk.layers for chunk in gpu.stage(0, [3]).chunks] == [3]
+    assert gpu.weights(0) < gpu.weights(1)
+    assert gpu.available(0) == gpu.room - gpu.weights(0)
+    assert replace(gpu, size=1).available(0) == 0
+    first, last = gpu.rooms() or ()
+    assert first.available == 2 * gpu.available(0), "of tokens over both context ranks"
+    assert first.more == 3 * (gpu.stage(0).chunks[0].kept - INPUT) and first.keys == 3 * gpu.stage(0).keys
+    assert last.floor == 8 * INPUT + gpu.stage(1).ends
+
+
+# --- the law ---
+
+ROOM = StageRoom(available=100, floor=2, more=8, working=1, keys=3)
+
+
+def test_a_room_keeps_what_is_left_over_the_floor() -> None:
+    assert ROOM.kept(15, 10, chunked=False) == 500
+    assert ROOM.kept(15, 10, chunked=True) == 125, "45 more bytes for keys"
+    assert ROOM.kept(1, 1, chunked=False) == 1000
+    assert ROOM.kept(60, 10, chunked=False) == 0
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 500)), min_size=1, max_size=16)
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS, st.integers(1, 5), st.sampled_from((1000, 625, 250)), st.integers(0, 10**5), st.data())
+def test_a_step_that_keeps_layers_is_never_longer_than_one_that_runs_the_flags(
+    step: list[tuple[int, int]], stages: int, again: int, available: int, data: st.DataObject
+) -> None:
+    works, tokens = map(list, zip(*step, strict=True))
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=16))
+    groups = tuple(sizes[: len(works)]) if sum(sizes[: len(works)]) == len(works) else None
+    flags = StepLaw(pp=stages, backward=(2000 + again, 1000), again=again)
+    room = replace(ROOM, available=available)
+    kept = replace(flags, rooms=(room, room))
+    assert kept.rank(works, groups, tokens) <= flags.rank(works, groups) == flags.rank(works, groups, tokens)
+    assert kept.rank(works, groups) == flags.rank(works, groups), "without tokens nothing is kept"
+    whole = replace(flags, rooms=(replace(room, available=10**9),) * 2)
+    none = StepLaw(pp=stages).rank([whole.ideal(work) for work in works], groups)
+    assert whole.rank(works, groups, tokens) == pytest.approx(none, abs=len(works) + stages)
+    assert flags.ideal(works[0]) == works[0]
+
+
+def test_the_stage_with_the_least_room_decides() -> None:
+    law = StepLaw(pp=2, backward=(3, 1), again=1000)
+    wide, none = replace(ROOM, available=10**6), replace(ROOM, available=0)
+    works, tokens = [40] * 4, [5] * 4
+    full = law.rank(works)
+    assert replace(law, rooms=(wide, none)).rank(works, None, tokens) == full
+    assert replace(law, rooms=(none, wide)).rank(works, None, tokens) == full
+    assert replace(law, rooms=(wide, wide)).rank(works, None, tokens) == full * 3 // 4
+
+
+def test_the_last_stage_holds_fewer_micro_batches_than_the_first() -> None:
+    law = StepLaw(pp=3)
+    tokens = [5, 3, 4, 1]
+    assert [most_held(tokens, (1,) * 4, law, ahead) for ahead in (None, 0)] == [12, 5]
+    assert most_held(tokens, (2, 1, 1), law, 1) == 9
+
+
+# --- corrections ---
+
+
+def test_measurements_raise_the_estimate_at_once_and_lower_it_slowly() -> None:
+    pytest.importorskip("torch")
+    from wlb_megatron.plugin.step.recomputation import LEAST_SCALE, StepMemory, corrected
+
+    def after(scale: int, planned: int, measured: int, **how: object) -> int:
+        return corrected(scale, StepMemory(available=100, planned=planned, measured=measured), **how)  # type: ignore[arg-type]
+
+    assert after(1000, 50, 60) == 1200
+    assert after(1200, 50, 40) == 1200 - (1200 - 960) // 8
+    assert after(1200, 50, 40, forget=1) == 960, "the rehearsed step tells at once"
+    assert after(1000, 10, 20) == 1000, "a small step tells nothing"
+    assert after(1000, 40, 80) == 2000, "but one that was taken to be small does"
+    assert after(1000, 50, 60, retried=True) == 1100
+    assert after(LEAST_SCALE, 90, 1) == LEAST_SCALE
+    scale = 1500
+    for _ in range(60):
+        scale = after(scale, 80, 80 * 1000 // scale)
+    assert 1000 <= scale <= 1010, "the estimate settles where planned and measured agree"
+
+
+# --- what both models know ---
+
+BOTH = {
+    # of the memory model: of the time model
+    **{"tensor": "layout.tp", "context": "layout.cp", "pipeline": "layout.pp", "data": "layout.dp"},
+    **{"virtual": "layout.chunks", "keep_keys": "regather"},
+    **{
+        "recompute": "recompute",
+        "recompute_layers": "recompute_layers",
+        "recompute_block": "recompute_blocks",
+    },
+    **{name: f"shape.{name}" for name in ("hidden", "ffn", "layers", "heads", "kv_heads", "vocab", "gated")},
+    "head_dim": "shape.channels",
+}
+MEMORY_ALONE = {
+    "group": "an interleaved schedule takes stages of micro-batches at a time in both; more only holds more",
+    "micro_batches": "each plan brings its own number",
+    "sequence": "the time model assumes it with tensor parallelism",
+    "distributed_optimizer": "the time model assumes it",
+    "fully_sharded": "hidden behind layers, as far as Assumptions.dp_exposed says",
+    "losses_in_forward": "the same work at another time; pipelines exclude FSDP",
+    "tied": "the same matrices are multiplied",
+    "dropout": "refused in attention, and a mask of a byte elsewhere",
+    "dtype_bytes": "kernel tables and rates are of bf16",
+    "losses": "further depths are refused by chunks, and predicted as none",
+}
+TIME_ALONE = {
+    **dict.fromkeys(("assumptions", "measured", "costs"), "rates"),
+    **dict.fromkeys(("shape", "layout"), "compared field by field"),
+}
+
+
+def test_every_flag_of_the_memory_model_is_one_of_the_time_model_or_has_a_reason_and_the_reverse() -> None:
+    memory = {field.name for kind in (ParallelLayout, StageShape) for field in fields(kind)}
+    assert memory == set(BOTH) | set(MEMORY_ALONE) and not set(BOTH) & set(MEMORY_ALONE)
+    time = {field.name for field in fields(LayerModel)} - set(TIME_ALONE)
+    time |= {f"shape.{field.name}" for field in fields(ModelShape)}
+    time |= {f"layout.{field.name}" for field in fields(ParallelSizes)}
+    assert time == set(BOTH.values())
+
+
+def test_every_flag_of_planned_recomputation_reaches_what_a_stage_holds() -> None:
+    """Not the layout of stages, which decides who holds what: a stage's events and layers are given."""
+    layout = ParallelLayout(recompute="full", tensor=2, context=2, pipeline=2, recompute_layers=2)
+    plain: StageMemory = stage_memory(TINY, layout, 1, [4])
+    changed = {
+        **{"tensor": 1, "context": 1, "sequence": True, "losses_in_forward": True, "keep_keys": False},
+        **{"recompute_layers": 1, "recompute_block": True, "pipeline": 3},
+    }
+    for name, value in changed.items():
+        other = stage_memory(TINY, replace(layout, **{name: value}), 1, [4])  # type: ignore[arg-type]
+        assert other != plain, name
+    others = {
+        "pipeline",
+        "data",
+        "virtual",
+        "group",
+        "micro_batches",
+        "distributed_optimizer",
+        "fully_sharded",
+    }
+    assert {field.name for field in fields(layout)} == set(changed) | others | {"recompute"}
