@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +15,17 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.chunk_packer import held
 from wlb_megatron.packing.memory_limits import describe_memory, no_memory_for_chunks
+from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plugin.flags.limits import (
     adoptable_tokens,
     document_memory,
     fit_to_memory,
     gpu_memory,
     model_and_layout,
+    recompute_memory,
 )
 from wlb_megatron.plugin.flags.training_job import TrainingJob
+from wlb_megatron.plugin.plans.first_lines import _of_recomputation
 from wlb_megatron.workload.chunk_memory import chunked_bytes
 from wlb_megatron.workload.memory import (
     GIB,
@@ -255,3 +259,36 @@ def test_each_further_token_predicted_takes_a_layer_and_logits() -> None:
     plain, further = (shapes(training_job(mtp_num_layers=depths)) for depths in (None, 2))
     assert further[0].layers == plain[0].layers + 2
     assert logits_bytes(*further) == 3 * logits_bytes(*plain)
+
+
+# --- what a job's log says of it ---
+
+
+def of_recomputation(**flags: Any) -> list[str]:
+    job = training_job(**{"recompute_granularity": "full", "pipeline_model_parallel_size": 2} | flags)
+    memory = recompute_memory(job, job.given)
+    law = StepLaw(pp=2, backward=(3, 1), again=1000, rooms=memory.rooms() if memory else None)
+    packer = SimpleNamespace(max_tokens=49152, law=law)
+    planner = SimpleNamespace(packer=packer)
+    return list(_of_recomputation(job, SimpleNamespace(config=job.given, planner=planner)))  # type: ignore[arg-type]
+
+
+def test_the_log_says_at_start_what_steps_recompute() -> None:
+    (line,) = of_recomputation(wlb_gpu_memory=20.0)
+    found = re.fullmatch(
+        r"recomputes only what does not fit 18\.0 GiB of a GPU \(20\.0 less --wlb-memory-margin 0\.1\): of the layers "
+        r"that the flags recompute about (\d+)% in a usual step, (\d+)% in the fullest",
+        line,
+    )
+    assert found, line
+    usual, fullest = map(int, found.groups())
+    assert 0 < usual < fullest < 100
+    assert "about 0% in a usual step, 0% in the fullest" in of_recomputation(wlb_gpu_memory=140.0)[0]
+
+
+def test_where_the_flags_run_in_every_step_only_dynamic_groups_need_a_reason() -> None:
+    (line,) = of_recomputation(wlb_gpu_memory=20.0, wlb_cp_mode="dynamic")
+    assert line.startswith("recomputes as the flags say in every step: the groups of --wlb-cp-mode dynamic")
+    assert of_recomputation(wlb_gpu_memory=20.0, wlb_recompute="off") == []
+    assert of_recomputation(wlb_gpu_memory=20.0, recompute_granularity="selective") == []
+    assert of_recomputation(distributed_backend="gloo") == [], "nothing says what fits"

@@ -231,6 +231,28 @@ def test_a_timeline_runs_groups_backwards_last_first_and_names_their_documents(t
     assert len({*colours[:4]}) == 1 and colours[0] not in colours[4:]
 
 
+def test_a_timeline_shades_what_backwards_recompute_of_each_stage(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    shown = []
+    monkeypatch.setattr(pyplot, "close", shown.append)
+    steps = [
+        Drawn("all", [1.0, 1.0], again=[[1.0, 1.0]] * 2),
+        Drawn("half", [1.0, 1.0], again=[[0.0, 0.5], [0, 0]]),
+    ]
+    everything, half = draw_timelines(tmp_path / "timeline.png", steps, 2)
+    assert everything == pytest.approx(3 / 2), "two even micro-batches on two stages"
+    assert half < 3 / 2, "one stage repeats less"
+    axes = [axes for axes in shown[0].axes if axes.get_title(loc="left")]
+    shades = [[bar for bar in each.patches if bar.get_alpha() is not None] for each in axes]
+    assert [len(bars) for bars in shades] == [4, 1]
+    forward = 1 / 8  # of a work of 2: each micro-batch a forward, a backward of two and one again
+    assert all(bar.get_width() == pytest.approx(forward) for bar in shades[0])
+    assert shades[1][0].get_width() == pytest.approx(0.5 / 3.5 / 2)
+    starts = {bar.get_x() for bar in axes[0].patches if bar.get_hatch()}
+    assert {bar.get_x() for bar in shades[0]} == starts, "it comes first in a backward"
+    assert "dark: recomputed" in axes[-1].get_xlabel()
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
 def test_a_browser_shows_the_page_without_a_network(out, tmp_path):
     command = [

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from wlb_megatron.analyze.comparison import Analysis
-from wlb_megatron.analyze.measure import JobLayout, Measured
+from wlb_megatron.analyze.measure import Measured
 from wlb_megatron.documents.blocks import Lengths, blocks
 from wlb_megatron.errors import WlbError
 from wlb_megatron.extras import install
 from wlb_megatron.plan import IterationPlan, MicroBatch
+from wlb_megatron.recompute.step_layers import recomputed_array
 from wlb_megatron.report.timeline import Drawn, draw_timelines
+from wlb_megatron.simulator.iteration import recomputed_by_flags
 from wlb_megatron.whole_files import renamed_at_end
 
 _MOST_EVENTS = 512
@@ -44,7 +46,7 @@ def draw_all(folder: Path, analysis: Analysis) -> list[Path]:
     ]
     drawn = [_save(folder / f"{name}.png", draw) for name, draw in pictures.items()]
     step = _save(folder / "step.png", lambda axes: draw_step(axes, runs), height=6.0)
-    return [step, _draw_timeline(folder / "timeline.png", measured, layout, shown), *drawn]
+    return [step, _draw_timeline(folder / "timeline.png", analysis, shown), *drawn]
 
 
 def _save(path: Path, draw: Callable[[Any], None], height: float = 4.2) -> Path:
@@ -191,20 +193,24 @@ def _columns(plan: IterationPlan) -> list[tuple[int, MicroBatch]]:
     ]
 
 
-def _draw_timeline(
-    path: Path, measured: Sequence[tuple[str, Measured]], layout: JobLayout, iteration: int
-) -> Path:
+def _draw_timeline(path: Path, analysis: Analysis, iteration: int) -> Path:
     """Of each, the same iteration on its slowest data-parallel rank, by simulated times."""
-    most = max(1, _MOST_EVENTS // (2 * layout.pp))
+    model, stages = analysis.job.model, range(analysis.layout.pp)
+    most = max(1, _MOST_EVENTS // (2 * len(stages)))
     plans = []
-    for name, figures in measured:
+    for (name, figures), run in zip(analysis.measured, analysis.runs, strict=True):
         times = figures.simulated.micro_batches[iteration]
-        slowest = int((times.sum(axis=0) + (layout.pp - 1) * times.max(axis=0)).argmax())
+        slowest = int((times.sum(axis=0) + (len(stages) - 1) * times.max(axis=0)).argmax())
         title = name + (f", first {most} micro-batches" if len(times) > most else "")
         # A step that is drawn in part is drawn without its groups, which may reach beyond that part.
         whole = len(times) <= most and bool(figures.orders)
         groups = figures.orders[iteration][slowest] if whole else None
         chunked = figures.chunked[iteration][slowest][:most] if figures.orders else ()
-        plans.append(Drawn(title, times[:most, slowest].tolist(), groups, chunked))
-    draw_timelines(path, plans, layout.pp)
+        numbers = recomputed_by_flags(times[None].astype(np.int64), model)[0]
+        if run.kept is not None:
+            numbers = recomputed_array(run.kept[iteration])
+        layers = np.array([sum(model.layers_of(p, c) for c in range(model.layout.chunks)) for p in stages])
+        again = numbers[slowest].sum(axis=1)[:, :most] / layers[:, None]
+        plans.append(Drawn(title, times[:most, slowest].tolist(), groups, chunked, again.tolist()))
+    draw_timelines(path, plans, len(stages))
     return path

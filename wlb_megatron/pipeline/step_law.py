@@ -78,16 +78,16 @@ class StepLaw:
         """
         return max(work + self.per_micro_batch, sum(self.least))
 
-    def _repeated(self, tokens: Sequence[int] | None, groups: Sequence[int] | None) -> int:
-        """Thousandths of a forward that the backwards of a step repeat. tokens: of its micro-batches."""
-        if self.rooms is None or tokens is None:
-            return self.again
+    def kept(self, tokens: Sequence[int], groups: Sequence[int] | None = None) -> int:
+        """Thousandths of the layers recomputed by the flags that a step can keep on its first and its last stage.
+        tokens: of its micro-batches. 0 where each step runs the flags."""
+        if self.rooms is None:
+            return 0
         sizes = groups or (1,) * len(tokens)
-        shares = [
+        return min(
             room.kept(most_held(tokens, sizes, self, stage), max(tokens), chunked=max(sizes) > 1)
             for room, stage in zip(self.rooms, (0, self.pp - 1), strict=True)
-        ]
-        return self.again * (1000 - min(shares)) // 1000
+        )
 
     @property
     def held_at_once(self) -> int:
@@ -133,11 +133,13 @@ class StepLaw:
         if groups is not None and self.per_chunk and max(groups) > 1:
             chunk = [size > 1 for size in groups for _ in range(size)]
             works = [work + self.per_chunk * in_chunk for work, in_chunk in zip(works, chunk, strict=True)]
-        occupied, repeated = list(map(self.occupied, works)), self._repeated(tokens, groups)
+        occupied = list(map(self.occupied, works))
         longer, once = self.backward
-        if repeated != self.again:  # a backward of the flags, less the forwards that are not repeated
-            longer, once = 1000 * longer - once * (self.again - repeated), 1000 * once
-        whole = (1000 if repeated != self.again else 1) * sum(self.backward)
+        whole = longer + once
+        if tokens is not None and (kept := self.kept(tokens, groups)):
+            # A backward of the flags, less the forwards that this step does not repeat.
+            longer, once = 1000 * longer - once * (self.again * kept // 1000), 1000 * once
+            whole *= 1000
         if self.pp == 1:
             return sum(occupied) * (longer + once) // whole
         none = [0] * (-len(works) % self.group if self.vpp > 1 else 0)

@@ -7,18 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from wlb_megatron.pipeline.schedule import pipeline_events
 from wlb_megatron.whole_files import renamed_at_end
 
 
 class Drawn(NamedTuple):
     """A step to draw. work: of each micro-batch. groups: sizes of those whose backwards run last first, None: all 1.
-    documents: of each micro-batch the document that it has a chunk of, -1 where it has none; none at all: ()."""
+    documents: of each micro-batch the document that it has a chunk of, -1 where it has none; none at all: (). again:
+    the share of its forward that a backward repeats, of each [stage][micro-batch]; nowhere: ()."""
 
     title: str
     work: Sequence[float]
     groups: Sequence[int] | None = None
     documents: Sequence[int] = ()
+    again: Sequence[Sequence[float]] = ()
 
     def document(self, micro_batch: int) -> int:
         return self.documents[micro_batch] if self.documents else -1
@@ -38,11 +43,11 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
     """Draw a 1F1B step for each plan, one above the other on one time axis.
 
     Micro-batches are shaded by work; those that share a document in chunks have the document's color, which a legend
-    tells.
+    tells. What a backward repeats of its forward is darker.
 
-    A micro-batch's forward takes its work, its backward `backward` times that, on each of `stages` equal stages:
-    the times are simulated from work. The unit of time is the step's own work on one stage, so that steps of
-    different work compare: 1 would be a stage that never waits. Returns each step's length in it. Writes a PNG,
+    A micro-batch's forward takes its work, its backward `backward` times that and what it repeats, on each of `stages`
+    equal stages: the times are simulated from work. The unit of time is the step's own work on one stage, so that steps
+    of different work compare: 1 would be a stage that never waits. Returns each step's length in it. Writes a PNG,
     whole or not at all.
     """
     import matplotlib
@@ -50,10 +55,19 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shares = [[w / ((1 + backward) * sum(plan.work)) for w in plan.work] for plan in plans]
+    repeated = [_repeated(plan, stages) for plan in plans]
+    forwards = [
+        np.array(plan.work) / ((1 + backward + again.max(axis=0)) * sum(plan.work))
+        for plan, again in zip(plans, repeated, strict=True)
+    ]
     steps = [
-        pipeline_events(share, [backward * s for s in share], stages, groups=plan.groups)
-        for plan, share in zip(plans, shares, strict=True)
+        pipeline_events(
+            np.broadcast_to(forward, again.shape)[:, None],
+            ((backward + again) * forward)[:, None],
+            stages,
+            groups=plan.groups,
+        )
+        for plan, forward, again in zip(plans, forwards, repeated, strict=True)
     ]
     lengths = [max(event.end for event in events) for events in steps]
     heaviest = max(max(plan.work) / sum(plan.work) for plan in plans)
@@ -63,7 +77,9 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
     shades, hues = pyplot.get_cmap("Greys"), pyplot.get_cmap("tab10")
     if not any(map(_colors, plans)):
         shades = pyplot.get_cmap("viridis_r")
-    for plan, events, length, axes in zip(plans, steps, lengths, rows[:, 0], strict=True):
+    for plan, events, forward, again, length, axes in zip(
+        plans, steps, forwards, repeated, lengths, rows[:, 0], strict=True
+    ):
         colors = _colors(plan)
         for event in events:
             share = plan.work[event.micro_batch] / sum(plan.work) / heaviest
@@ -78,6 +94,17 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
                 linewidth=1.2 if len(plan.work) <= CROWDED else 0.4,
                 hatch="//" if event.backward else None,
             )
+            made_again = again[event.stage, event.micro_batch] * forward[event.micro_batch]
+            if event.backward and made_again:
+                axes.barh(
+                    event.stage,
+                    made_again,
+                    left=event.start,
+                    height=0.86,
+                    color="black",
+                    alpha=0.35,
+                    linewidth=0,
+                )
             if event.end - event.start < LEGIBLE * max(lengths):
                 continue
             axes.text(
@@ -105,7 +132,9 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
         axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
         axes.invert_yaxis()
     rows[-1, 0].set_xlabel(
-        "time (the step's work on a stage = 1, simulated from work; hatched: backward; number: micro-batch)",
+        "time (the step's work on a stage = 1, simulated from work; hatched: backward"
+        + ("; dark: recomputed" if any(again.any() for again in repeated) else "")
+        + "; number: micro-batch)",
         labelpad=4 + 14 * -(-min(NAMED, len(_colors(plans[-1]))) // COLUMNS)
         if plans
         else 4,  # below the legend
@@ -116,6 +145,11 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
         figure.savefig(scratch, dpi=120)
     pyplot.close(figure)
     return lengths
+
+
+def _repeated(plan: Drawn, stages: int) -> npt.NDArray[np.float64]:
+    """float[stage, micro-batch], see Drawn.again."""
+    return np.array(plan.again if plan.again else np.zeros((stages, len(plan.work))), dtype=np.float64)
 
 
 def _colors(plan: Drawn) -> dict[int, int]:

@@ -8,11 +8,14 @@ import torch
 
 from wlb_megatron.attention.kernels.kernel_choice import NAMES
 from wlb_megatron.documents.stream import DocumentStream
+from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
+from wlb_megatron.plugin.flags.limits import recompute_memory
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans.source import Source
+from wlb_megatron.workload.memory import GIB
 from wlb_megatron.workload.profile import Profile, host_name
 
 
@@ -31,6 +34,8 @@ def first_lines(job: TrainingJob, source: Source, backend: str, steps: int | Non
     packer = source.planner.packer
     if job.trains and isinstance(packer, VarlenPacker) and packer.longest_delay:
         yield _of_delay(packer, equal=weighs_equally(source.config, packer))
+    if job.trains:
+        yield from _of_recomputation(job, source)
     if job.profile is not None:
         yield _of_profile(job.profile, job)
     elif kernels_of(job)[0] == "fa4" and backend != "fa4":
@@ -50,6 +55,27 @@ def _of_delay(packer: VarlenPacker, *, equal: bool) -> str:
     return (
         f"documents of {packer.thresholds[0]:,} tokens or more may wait up to {packer.longest_delay} iterations. They "
         f"train in fuller steps, {weight}"
+    )
+
+
+def _of_recomputation(job: TrainingJob, source: Source) -> Iterator[str]:
+    """What steps recompute of the layers that the flags name, or why all of these."""
+    if (job.recompute, source.config.recompute) != ("full", "auto"):
+        return
+    if source.config.cp_mode == "dynamic":
+        yield "recomputes as the flags say in every step: the groups of --wlb-cp-mode dynamic are planned with that"
+    memory, packer = recompute_memory(job, source.config), source.planner.packer
+    if memory is None or packer.law.rooms is None:
+        return
+    windows, window = memory.layout.micro_batches, memory.window
+    longest = packer.max_tokens
+    count = -(-windows * window // longest) if isinstance(packer, ChunkPacker) else windows
+    fullest = packer.law.kept([longest] * count, (count,) if isinstance(packer, ChunkPacker) else None)
+    usual = packer.law.kept([window] * windows)
+    yield (
+        f"recomputes only what does not fit {memory.room / GIB:.1f} GiB of a GPU ({memory.size / GIB:.1f} less "
+        f"--wlb-memory-margin {memory.margin:g}): of the layers that the flags recompute about {1 - usual / 1000:.0%} "
+        f"in a usual step, {1 - fullest / 1000:.0%} in the fullest"
     )
 
 
