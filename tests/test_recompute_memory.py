@@ -197,6 +197,25 @@ def test_measurements_raise_the_estimate_at_once_and_lower_it_slowly() -> None:
     assert 1000 <= scale <= 1010, "the estimate settles where planned and measured agree"
 
 
+def test_a_megatron_whose_forward_does_not_read_the_number_runs_the_flags(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("megatron.core")
+    from wlb_megatron.plugin.job_state import part
+    from wlb_megatron.plugin.step import recomputation
+
+    how = {"margin": 0.1, "cap": None, "on_gpu": False, "in_step": False}
+    gpu = GpuMemory(GIB, TINY, FULL, 64, 1)
+    none = replace(gpu, layout=replace(FULL, recompute="none"))
+    assert recomputation.begin(None, **how) is recomputation.begin(none, **how) is None  # type: ignore[arg-type]
+    monkeypatch.setattr(recomputation.inspect, "getsource", lambda _: "recompute_num_layers is read once")
+    line = recomputation.begin(gpu, **how)  # type: ignore[arg-type]
+    assert line is not None and line.startswith("recomputes as the flags say in every step: this Megatron's")
+    assert not part(recomputation.Recomputation).active
+    monkeypatch.undo()
+    assert recomputation._unread() is None
+
+
 # --- what both models know ---
 
 BOTH = {
