@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from wlb_megatron.packing.memory_limits import GpuMemory
 from wlb_megatron.pipeline.step_law import StageRoom, StepLaw, most_held
+from wlb_megatron.recompute.kept_layers import KeptLayers, Load
 from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes
 from wlb_megatron.workload.chunk_memory import attended_bytes
 from wlb_megatron.workload.memory import (
@@ -214,6 +216,45 @@ def test_a_megatron_whose_forward_does_not_read_the_number_runs_the_flags(
     assert not part(recomputation.Recomputation).active
     monkeypatch.undo()
     assert recomputation._unread() is None
+
+
+def test_each_forward_has_its_own_number_and_the_flags_are_back_after_the_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("megatron.core")
+    from wlb_megatron.plugin.step import recomputation
+
+    config = SimpleNamespace(recompute_method="uniform", recompute_num_layers=2)
+    decoder = SimpleNamespace(config=config, num_layers_per_pipeline_rank=4)
+    model = SimpleNamespace(module=SimpleNamespace(decoder=decoder))
+    state = recomputation.Recomputation(active=True, margin=0.1)
+    monkeypatch.setattr(recomputation, "part", lambda _: state)
+    monkeypatch.setattr(recomputation, "_measure", lambda *_, **__: None)
+
+    def plan(*_: object) -> KeptLayers:
+        state.memory = stage_memory(TINY, replace(FULL, recompute_layers=2), 0, [4])
+        state.last = recomputation.StepMemory(recomputed=5, by_flags=12, layers=12)
+        return KeptLayers(((4,), (1,), (0,)), 0, True)
+
+    monkeypatch.setattr(recomputation, "_plan", plan)
+    batches = [SimpleNamespace(loads=(Load(1, 1),), iteration=0)] * 3
+    flags = ("uniform", 2)
+
+    def set_in(step: int) -> tuple[str, int]:
+        recomputation.prepare_forward(model, step)
+        return config.recompute_method, config.recompute_num_layers
+
+    assert set_in(1) == flags, "outside of a step"
+    with recomputation.planned(batches, model):  # type: ignore[arg-type]
+        assert [set_in(step) for step in (1, 0, 2)] == [("block", 1), flags, ("block", 0)]
+    assert (config.recompute_method, config.recompute_num_layers) == flags
+    with pytest.raises(torch.OutOfMemoryError), recomputation.planned(batches, model):  # type: ignore[arg-type]
+        set_in(1)
+        raise torch.OutOfMemoryError("no memory")
+    assert (config.recompute_method, config.recompute_num_layers) == flags
+    assert "raise --wlb-memory-margin (now 0.1), or set --wlb-recompute off" in capsys.readouterr().err
+    assert set_in(2) == flags
 
 
 # --- what both models know ---

@@ -48,13 +48,15 @@ RETRIED = 1100
 class StepMemory:
     """What the step that ran last, or runs, was planned with and took. Bytes above what was allocated when it began.
 
-    available: for activations. recomputed, layers: of all micro-batches, the layers that are recomputed, of all.
+    available: for activations. recomputed, by_flags, layers: of all micro-batches, the layers that are recomputed, that
+    the flags would recompute, and all.
     """
 
     available: int = 0
     planned: int = 0
     measured: int = 0
     recomputed: int = 0
+    by_flags: int = 0
     layers: int = 0
 
 
@@ -144,8 +146,8 @@ def planned(batches: Sequence[PlannedMicroBatch], model: Any) -> Iterator[None]:
         yield
         _measure(state, rehearsed=rehearsed)
     except torch.OutOfMemoryError as error:
-        if rehearsed:
-            raise  # the rehearsal says what to do
+        if rehearsed or state.last.recomputed == state.last.by_flags:
+            raise  # the rehearsal says what to do, and the flags are not ours
         raise RefusedHere(
             f"memory ran out in a step that was planned to take {state.last.planned / GIB:.1f} of "
             f"{state.last.available / GIB:.1f} GiB beside weights and optimizer: raise --wlb-memory-margin (now "
@@ -229,6 +231,7 @@ def _plan(state: Recomputation, batches: Sequence[PlannedMicroBatch], decoders: 
         available=available,
         planned=kept.peak * state.scale // 1000,
         recomputed=sum(map(sum, numbers)),
+        by_flags=len(numbers) * sum(chunk.recomputed for chunk in state.memory.chunks),
         layers=len(numbers) * sum(chunk.layers for chunk in state.memory.chunks),
     )
     return kept
