@@ -91,3 +91,14 @@ def test_ranks_that_meet_keep_the_same_layers_whatever_memory_they_have(corpus: 
         by_stage.setdefault(rank["place"]["pp"], []).append(rank["recomputed"])
     assert all(first == second for first, second in by_stage.values())
     assert by_stage[0][0] != by_stage[1][0]  # stages plan by themselves
+
+
+def test_multi_token_prediction_trains_the_same_though_blocks_keep_its_layer(
+    corpus: Path, tmp_path: Path
+) -> None:
+    flags = f"{PP2} {UNIFORM} {WHOLE} --mtp-num-layers 1 --wlb-gpu-memory 1"
+    full = run(corpus, tmp_path / "full", 2, f"{flags} --wlb-recompute off")
+    kept = run(corpus, tmp_path / "kept", 2, flags, WORKER_AVAILABLE="340000")
+    check_equal(full, kept)
+    last = [number for step in kept[1]["recomputed"] for row in step for number in row]
+    assert set(last) > {2}, "some micro-batches run the flags, some blocks"
