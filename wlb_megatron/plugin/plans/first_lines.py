@@ -9,12 +9,14 @@ import torch
 from wlb_megatron.attention.kernels.kernel_choice import NAMES
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
+from wlb_megatron.packing.packer import read_per_window
 from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.plugin.flags.limits import recompute_memory
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans.source import Source
+from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 from wlb_megatron.workload.memory import GIB
 from wlb_megatron.workload.profile import Profile, host_name
 
@@ -68,10 +70,14 @@ def _of_recomputation(job: TrainingJob, source: Source) -> Iterator[str]:
     if memory is None or packer.law.rooms is None:
         return
     windows, window = memory.layout.micro_batches, memory.window
+    work = windows * window * UNITS_PER_TOKEN
     longest = packer.max_tokens
     count = -(-windows * window // longest) if isinstance(packer, ChunkPacker) else windows
     fullest = packer.law.kept([longest] * count, (count,) if isinstance(packer, ChunkPacker) else None)
-    usual = packer.law.kept([window] * windows)
+    # Even micro-batches of a step's tokens, as many as take the least time.
+    numbers = packer.law.counts(windows, read_per_window(source.config.micro_batches_per_window))
+    even = min(numbers, key=lambda number: (packer.law.estimate(number, work), number))
+    usual = packer.law.kept([-(-windows * window // even)] * even)
     yield (
         f"recomputes only what does not fit {memory.room / GIB:.1f} GiB of a GPU ({memory.size / GIB:.1f} less "
         f"--wlb-memory-margin {memory.margin:g}): of the layers that the flags recompute about {1 - usual / 1000:.0%} "
