@@ -181,7 +181,7 @@ def test_what_a_checkpoint_refuses_is_told_once_a_node(corpus: Path, tmp_path: P
         (["--wlb-quadratic-at", "77"], "cannot resume with another cost model: --wlb-quadratic-at was"),
         (
             ["--global-batch-size", "4"],
-            "wlb_megatron: the checkpoint's learning rate cannot go on (OptimizerParam",
+            "the checkpoint's learning rate cannot go on (OptimizerParam",
         ),
     ):
         done = launch([*arguments, *changed], 2, timeout=LIMIT)

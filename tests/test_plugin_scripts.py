@@ -161,7 +161,7 @@ def test_a_step_and_data_of_a_scripts_own_are_refused_with_their_lines(corpus: P
     arguments += ["--global-batch-size", "2", "--train-iters", "2"]
     done = forked_ranks.run(["-m", "wlb_megatron.launch"], arguments, 1, cpu_environment(), timeout=60)
     assert done.returncode == 1
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("wlb_megatron refuses")]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("wlb_megatron: error: ")]
     place = f"never ({tmp_path / 'users_script.py'}:8)"
     assert f"the script's own forward step {place}, dataset provider {place}: " in line
     assert "--wlb-replace-script-functions" in line and "Traceback" not in done.stderr

@@ -75,12 +75,12 @@ PACKERS = {"sorted": SortedPacker, "cut": CutPacker}
 @contextmanager
 def packing_of(arm: str) -> Iterator[None]:
     """Within it `--wlb-packing original` is this arm's packer, if the arm has one of its own."""
-    usual = factory.OriginalPacker
-    factory.OriginalPacker = PACKERS.get(arm, usual)  # type: ignore[misc]
+    usual = factory.FIXED["original"]
+    factory.FIXED["original"] = PACKERS.get(arm, usual)
     try:
         yield
     finally:
-        factory.OriginalPacker = usual  # type: ignore[misc]
+        factory.FIXED["original"] = usual
 
 
 def unmasked(batch: LoadedMicroBatch) -> LoadedMicroBatch:
