@@ -16,7 +16,7 @@ from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.plan import validate
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
-from wlb_megatron.settings_flags import add_layout, add_settings, settings
+from wlb_megatron.settings_flags import add_layout, add_settings, complete_layout, settings
 from wlb_megatron.simulator.job import Job
 from wlb_megatron.simulator.job_flags import add_job, read_job
 from wlb_megatron.workload.memory import GIB
@@ -37,7 +37,9 @@ def parsed(flags: str) -> argparse.Namespace:
     add_layout(parser)
     add_settings(parser)
     add_job(parser)
-    return parser.parse_args(f"--lengths 8 --window 8192 --micro-batches 4 --pp 4 {flags}".split())
+    args = parser.parse_args(f"--lengths 8 --window 8192 --micro-batches 4 --pp 4 {flags}".split())
+    complete_layout(args)
+    return args
 
 
 def job(flags: str = "") -> Job:

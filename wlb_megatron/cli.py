@@ -11,30 +11,38 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from wlb_megatron import __version__
 from wlb_megatron.analyze.analyze_command import add_analyze, run_analyze
 from wlb_megatron.analyze.output import as_json, print_analysis
 from wlb_megatron.arguments import name_flag
-from wlb_megatron.bounds import RANKS, whole
+from wlb_megatron.bounds import whole
 from wlb_megatron.doctor.doctor_command import add_doctor
+from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.documents.lengths import read_lengths
 from wlb_megatron.documents.writing.text_corpus import add_corpus
 from wlb_megatron.errors import PREFIX, WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.patching import add_patch
+from wlb_megatron.plugin.flags.data_paths import DataPaths, training_corpora
 from wlb_megatron.plugin.sft.index_command import add_sft_index
 from wlb_megatron.profiler.profile_command import add_profile
 from wlb_megatron.report.watch.watch_command import add_watch
 from wlb_megatron.settings_flags import (
     UsageError,
     add_layout,
+    add_pipeline,
     add_settings,
+    complete_layout,
     explain_unknown,
     renamed,
     settings,
 )
 from wlb_megatron.simulator.divisible import check_vpp
 from wlb_megatron.simulator.inspected_job import add_inspected_job, read_inspected_job
+from wlb_megatron.simulator.known_models import PRESETS
+from wlb_megatron.simulator.launch_flags import launch_parser, notes_of, read_launch
 from wlb_megatron.simulator.reproduction.reproduce_command import add_reproduce
 from wlb_megatron.simulator.simulate import add_simulate, print_simulation, run_simulate
 from wlb_megatron.whole_files import write_whole
@@ -47,11 +55,28 @@ class _Parser(argparse.ArgumentParser):
         args: argparse.Namespace,
         commands: Mapping[str, argparse.ArgumentParser],
     ) -> None:
-        """Fill in args. UsageError for flags that the command does not take."""
-        _, unknown = self.parse_known_args(arguments, args)
+        """Fill in args. What follows -- is a launch command of training; flags before it count more, a known model's
+        less. UsageError for flags that the command does not take."""
+        own = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
+        _, unknown = self.parse_known_args(own, args)
+        command = commands[args.command]
         if unknown:
-            takes = commands[args.command]._option_string_actions
-            raise UsageError(explain_unknown(unknown, takes, args.command))
+            raise UsageError(explain_unknown(unknown, command._option_string_actions, args.command))
+        launched = "--" in arguments
+        if launched and not hasattr(args, "data_path"):
+            raise UsageError(f"{args.command} takes no launch command: leave out what follows --")
+        launch = read_launch(arguments[len(own) + 1 :])
+        preset = PRESETS.get(getattr(args, "model", None) or "")
+        words = [*(preset or "").split(), *launch.flags]
+        passed_over: list[str] = []
+        if words:
+            chosen = argparse.Namespace(command=args.command)
+            _, passed_over = launch_parser(command).parse_known_args(words, chosen)
+            command.parse_known_args(own[1:], chosen)
+            vars(args).update(vars(chosen))
+        if hasattr(args, "data_path"):
+            args.launched, args.notes = launched, tuple(notes_of(passed_over))
+            args.world_size = args.world_size or launch.world
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
@@ -121,13 +146,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     )
     add_layout(parser)
     add_settings(parser)
-    parser.add_argument("--pp", default=1, type=whole(1, RANKS), help="pipeline-parallel size (default: 1)")
-    parser.add_argument(
-        "--vpp",
-        default=1,
-        type=whole(1, RANKS),
-        help="model chunks of a pipeline stage, for the interleaved schedule (default: 1)",
-    )
+    add_pipeline(parser)
     add_inspected_job(parser)
     parser.add_argument("--iterations", type=whole(1), help="iterations to show (default: all)")
     parser.add_argument(
@@ -161,10 +180,11 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
+    lengths = _lengths(args)
     check_vpp(args.pp, args.vpp)
-    messages: list[str] = []
+    messages: list[str] = list(args.notes)
     shown = inspect_plans(
-        read_lengths(args.lengths),
+        lengths,
         settings(args),
         window=args.window,
         micro_batches=args.micro_batches,
@@ -189,7 +209,7 @@ def _inspect(args: argparse.Namespace) -> None:
 
 
 def _analyze(args: argparse.Namespace) -> None:
-    analysis = run_analyze(args, read_lengths(args.lengths), settings(args))
+    analysis = run_analyze(args, _lengths(args), settings(args))
     if args.json is None:
         print_analysis(analysis)
     else:
@@ -197,11 +217,28 @@ def _analyze(args: argparse.Namespace) -> None:
 
 
 def _simulate(args: argparse.Namespace) -> None:
-    report = run_simulate(args, read_lengths(args.lengths), settings(args))
+    report = run_simulate(args, _lengths(args), settings(args))
     if args.json is not None:
         write_json(report, args.json)
     else:
         print_simulation(report)
+
+
+def _lengths(args: argparse.Namespace) -> Lengths:
+    """Tokens of each document of the job. Fills in the layout, and the corpora that its flags name."""
+    complete_layout(args)
+    if args.split is None and args.data_path:
+        args.split = "969,30,1"  # as Megatron does
+    args.corpora = tuple(training_corpora(DataPaths.of(args)))
+    if args.lengths is not None:
+        if args.corpora:
+            raise UsageError("--lengths and --data-path both say which documents: give one")
+        return read_lengths(args.lengths)
+    if not args.corpora:
+        raise UsageError("no documents: give --lengths, or the job's --data-path")
+    if len(args.corpora) == 1:
+        return args.corpora[0].lengths
+    return np.concatenate([corpus.lengths for corpus in args.corpora])
 
 
 def write_json(value: Any, path: str) -> None:

@@ -60,28 +60,102 @@ _HERE = (
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
-    """Flags that say which documents, and how they are laid out over GPUs."""
+    """Flags that say which documents, and how they are laid out over GPUs: by Megatron's names, or shorter ones."""
+    parser.set_defaults(launched=False, notes=(), corpora=())
     add = parser.add_argument
     add(
         "--lengths",
-        required=True,
-        help="tokens of each document: a list such as 4,12, a .npy of integers, or a Megatron .idx (required)",
+        help="tokens of each document: a list such as 4,12, a .npy of integers, or a Megatron .idx (this or "
+        "--data-path is required)",
     )
-    add("--window", required=True, type=whole(1, TOKENS), help="--seq-length of the run (tokens; required)")
+    add(
+        "--data-path", nargs="*", metavar="WORD", help="prefixes of the corpora, with weights (default: none)"
+    )
+    add("--data-args-path", metavar="PATH", help="a file that holds --data-path (default: none)")
+    add("--per-split-data-args-path", metavar="PATH", help="a JSON file of each part's (default: none)")
+    for part in ("train", "valid", "test"):
+        add(
+            f"--{part}-data-path", nargs="*", metavar="WORD", help=f"prefixes of {part} alone (default: none)"
+        )
+    add("--split", help="shares of train, valid and test in --data-path (default: 969,30,1, as Megatron's)")
+    add(
+        "--seq-length",
+        "--window",
+        dest="window",
+        type=whole(1, TOKENS),
+        help="tokens of a window (required)",
+    )
     add(
         "--micro-batches",
-        default=1,
         type=whole(1),
         help="windows of a data-parallel rank in an iteration: --global-batch-size over --dp (default: 1)",
     )
-    add("--dp", default=1, type=whole(1, RANKS), help="data-parallel size (default: 1)")
-    add("--cp", default=1, type=whole(1, RANKS), help="context-parallel size (default: 1)")
     add(
-        "--tp",
-        default=1,
-        type=whole(1, RANKS),
-        help="tensor-parallel size; a micro-batch is padded to a multiple of --cp x --tp tokens (default: 1)",
+        "--global-batch-size",
+        type=whole(1),
+        help="windows of an iteration over all data-parallel ranks; instead of --micro-batches (default: none)",
     )
+    add(
+        "--micro-batch-size",
+        type=whole(1),
+        default=1,
+        help="windows of a micro-batch; predicted as 1 (default: 1)",
+    )
+    add("--world-size", type=whole(1, RANKS), help="GPUs of the job, from which --dp follows (default: none)")
+    add("--dp", type=whole(1, RANKS), help="data-parallel size (default: 1, or what --world-size says)")
+    _size(parser, "--context-parallel-size", "--cp", "context-parallel size")
+    more = "tensor-parallel size; a micro-batch is padded to a multiple of --cp x --tp tokens"
+    _size(parser, "--tensor-model-parallel-size", "--tp", more)
+
+
+def add_pipeline(parser: argparse.ArgumentParser) -> None:
+    """Flags of the pipeline."""
+    _size(parser, "--pipeline-model-parallel-size", "--pp", "pipeline-parallel size")
+    more = "model chunks of a pipeline stage, for the interleaved schedule"
+    _size(parser, "--num-virtual-stages-per-pipeline-rank", "--vpp", more)
+
+
+def _size(parser: argparse.ArgumentParser, flag: str, short: str, text: str) -> None:
+    kind = whole(1, RANKS)
+    parser.add_argument(flag, short, dest=short[2:], default=1, type=kind, help=f"{text} (default: 1)")
+
+
+def complete_layout(args: argparse.Namespace) -> None:
+    """Fills in the data-parallel size and the windows of a rank, as the flags give them. WlbError where they do not fit
+    together."""
+    if args.window is None:
+        raise UsageError("--seq-length (or --window) is required: tokens of a window")
+    ranks = args.tp * args.cp * args.pp
+    if args.world_size is not None:
+        if args.world_size % ranks:
+            raise UsageError(
+                f"{args.world_size} GPUs are not a multiple of --tp {args.tp} x --cp {args.cp} x --pp {args.pp}: "
+                "change one"
+            )
+        dp = args.world_size // ranks
+        if args.dp not in (None, dp):
+            raise UsageError(
+                f"--dp {args.dp} is not what --world-size {args.world_size} says ({dp}): drop one"
+            )
+        args.dp = dp
+    elif args.dp is None and args.launched:
+        raise UsageError(
+            "the launch command does not say how many GPUs it takes: give --world-size before --"
+        )
+    args.dp = args.dp or 1
+    if args.micro_batches is not None and args.global_batch_size is not None:
+        raise UsageError(
+            "--micro-batches and --global-batch-size say the same: give one (the first is of a data-parallel rank)"
+        )
+    if args.micro_batch_size > 1:
+        args.notes += ("note: --micro-batch-size is not predicted: micro-batches of one window are",)
+    if args.global_batch_size is not None:
+        if args.global_batch_size % args.dp:
+            raise UsageError(
+                f"--global-batch-size {args.global_batch_size} is not a multiple of the data-parallel size {args.dp}"
+            )
+        args.micro_batches = args.global_batch_size // args.dp
+    args.micro_batches = args.micro_batches or 1
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -95,14 +169,14 @@ def add_setting(parser: argparse.ArgumentParser, name: str) -> None:
     """The flag of one field of WlbConfig."""
     setting = next(setting for setting in fields(WlbConfig) if setting.name == name)
     flag, help_text = "--" + name.replace("_", "-"), renamed(setting.metadata["help"])
-    if name in WHOLE_NAMES:
-        flag = f"--wlb-{name}"
+    training = f"--wlb-{name.replace('_', '-')}"
+    flags = [training] if name in WHOLE_NAMES else [training, flag]
     if setting.default is False:
-        parser.add_argument(flag, action="store_true", help=help_text)
+        parser.add_argument(*flags, dest=name, action="store_true", help=help_text)
         return
     default = f" (default: {setting.default})" if setting.default is not None else ""
     parser.add_argument(
-        flag,
+        *flags,
         default=setting.default,
         dest=name,
         type=setting.metadata.get("type", str),
@@ -175,8 +249,6 @@ def explain_unknown(given: Sequence[str], takes: Container[str], command: str) -
             return f"{flag} is spelled {here} here"
         if plain.removeprefix("--").replace("-", "_") in NOT_HERE:
             return f"{flag} only affects training: leave it out here"
-        if flag == "--global-batch-size" and "--micro-batches" in takes:
-            return f"{flag} is given by --micro-batches here: divide it by --dp"
         if flag in _LATENT and "--kv-channels" in takes:
             return (
                 f"{flag} is not taken here: approximate multi-latent attention by --kv-channels, the mean channels of "

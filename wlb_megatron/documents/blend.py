@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.indexed import IndexedCorpus
 from wlb_megatron.documents.target_masks import Kept, MaskedCorpus
@@ -161,16 +162,28 @@ class Blend:
 
         Corpora that have weight 0, or no token in this part, are left out; the list may be empty.
         """
-        if part not in SPLITS:
-            raise WlbError(f"unknown part {part!r}; choose {', '.join(SPLITS)}")
-        chosen = []
-        for at, reader in enumerate(self.readers):
-            begin, end = 0, len(reader)
-            if split is not None:
-                begin, end = split_bounds(split, len(reader))[SPLITS.index(part)]
-            lengths = reader.index.lengths[begin:end]
-            weight = float(lengths.sum()) if self.weights is None else self.weights[at]
-            if weight > 0 and lengths.any():
-                targets = reader.digest() if isinstance(reader, MaskedCorpus) else ""
-                chosen.append(Corpus(self.paths[at], lengths, self.first_ids[at] + begin, weight, targets))
-        return chosen
+        lengths = [reader.index.lengths for reader in self.readers]
+        return part_corpora(self.paths, lengths, self.weights, split, part)
+
+
+def part_corpora(
+    paths: Sequence[str],
+    lengths: Sequence[Lengths],
+    weights: Sequence[float] | None,
+    split: str | None = None,
+    part: str = "train",
+) -> list[Corpus]:
+    """The corpora of a part, see Blend.corpora. lengths: of all documents of each path."""
+    if part not in SPLITS:
+        raise WlbError(f"unknown part {part!r}; choose {', '.join(SPLITS)}")
+    chosen, first_id = [], 0
+    for at, (path, documents) in enumerate(zip(paths, lengths, strict=True)):
+        begin, end = 0, len(documents)
+        if split is not None:
+            begin, end = split_bounds(split, len(documents))[SPLITS.index(part)]
+        own = documents[begin:end]
+        weight = float(own.sum()) if weights is None else weights[at]
+        if weight > 0 and own.any():
+            chosen.append(Corpus(path, own, first_id + begin, weight))
+        first_id += len(documents)
+    return chosen

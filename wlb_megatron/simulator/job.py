@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+import numpy as np
+
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
-from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.documents.whole_documents import longest_whole
 from wlb_megatron.dynamic.blocks import Stage
@@ -29,7 +31,7 @@ from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.sharding.cut import cut_plans, orders_of
 from wlb_megatron.simulator.groups import simulate_groups
 from wlb_megatron.simulator.iteration import Orders, Shards, Simulated, simulate
-from wlb_megatron.simulator.memory import gpu_memory
+from wlb_megatron.simulator.memory import MemoryChoices, gpu_memory
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.workload.cost_model import CostModel, document_cost, quadratic_at
 from wlb_megatron.workload.kernel_table import h100
@@ -52,6 +54,7 @@ class Job:
     * experts: of every layer; None: a dense model.
     * gib: memory of a GPU, by which Lmax is set; None: Lmax ignores memory. margin: share of it that is left free.
     * messages: lines to show the user.
+    * corpora: of a blend, in the order and by the weights of training; (): one corpus, of the lengths alone.
     """
 
     model: LayerModel
@@ -66,6 +69,8 @@ class Job:
     gib: float | None = None
     margin: float = MARGIN
     messages: tuple[str, ...] = ()
+    corpora: tuple[Corpus, ...] = ()
+    choices: MemoryChoices = field(default_factory=MemoryChoices)
 
     @property
     def alignment(self) -> int:
@@ -102,7 +107,8 @@ class Job:
             config = self.with_lmax(config)
             longest = self.longest(config)
             rules = Rules(longest, config.overlong, self.seed, endless=True)
-            stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
+            corpora = self.corpora or (Corpus("--lengths", np.asarray(lengths)),)
+            stream = DocumentStream(corpora, rules)
             step = self.window * self.micro_batches * layout.dp
             if problem := nothing_predicted(lengths, rules) or too_small(lengths, step):
                 raise WlbError(problem)
@@ -168,6 +174,7 @@ class Job:
             alignment=self.alignment,
             margin=self.margin,
             experts=self.experts,
+            choices=self.choices,
         )
 
     def run(self, lengths: Lengths, config: WlbConfig, progress: Callable[[], None] = lambda: None) -> Run:

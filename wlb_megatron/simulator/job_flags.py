@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from wlb_megatron.bounds import RANKS, SEED, whole
+from wlb_megatron.bounds import RANKS, SEED, real, whole
 from wlb_megatron.documents.blocks import Lengths, blocks
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
+from wlb_megatron.settings_flags import add_pipeline
 from wlb_megatron.simulator.calibration import profiled_shape
 from wlb_megatron.simulator.divisible import check_divisible
 from wlb_megatron.simulator.job import Job
+from wlb_megatron.simulator.known_models import PRESETS
+from wlb_megatron.simulator.memory import MemoryChoices
 from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes
 from wlb_megatron.simulator.reproduction.paper import SHAPES
 from wlb_megatron.simulator.reproduction.reproduce_command import add_assumptions, read_assumptions
 from wlb_megatron.workload.assumptions import Assumptions
+from wlb_megatron.workload.cost_model import latent_parameters
 from wlb_megatron.workload.memory import RECOMPUTE, Experts
 from wlb_megatron.workload.profile import Profile
 
@@ -29,12 +33,16 @@ MOST_PLANNED = 200_000
 def add_job(parser: argparse.ArgumentParser) -> None:
     """The flags beyond layout and settings. Model flags are named as Megatron's."""
     add = parser.add_argument
-    add("--pp", default=1, type=whole(1, RANKS), help="pipeline-parallel size (default: 1)")
+    add_pipeline(parser)
     add(
-        "--vpp",
-        default=1,
-        type=whole(1, RANKS),
-        help="model chunks of a pipeline stage, for the interleaved schedule (default: 1)",
+        "--num-layers-per-virtual-pipeline-stage",
+        type=whole(1),
+        help="layers of a model chunk; instead of --vpp (default: none)",
+    )
+    add(
+        "--recompute-activations",
+        action="store_true",
+        help="the same as --recompute selective (default: off)",
     )
     add_recompute(parser)
     add(
@@ -60,6 +68,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     )
     add_model(parser)
     _add_trainer(parser)
+    _add_run(parser)
     add_assumptions(parser, Assumptions())
 
 
@@ -96,8 +105,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     ).add_argument
     model(
         "--model",
-        choices=SHAPES,
-        help="a known shape; the other model flags override parts of it (default: 7B)",
+        choices=[*SHAPES, *PRESETS],
+        help="a known shape, or a model that people know; the other model flags override parts of it (default: 7B)",
     )
     model("--num-layers", type=whole(1), help="layers of the model (default: the known shape's)")
     model("--hidden-size", type=whole(1), help="channels of a token (default: the known shape's)")
@@ -107,6 +116,31 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         type=whole(1),
         help="key-value heads (default: the known shape's; for your own as many as query heads)",
     )
+    model(
+        "--group-query-attention",
+        action="store_true",
+        help="as Megatron needs with --num-query-groups (default: off)",
+    )
+    model(
+        "--multi-latent-attention", action="store_true", help="keys and values are compressed (default: off)"
+    )
+    model("--q-lora-rank", type=whole(1), help="channels of a compressed query (default: not compressed)")
+    model(
+        "--kv-lora-rank",
+        type=whole(1),
+        default=32,
+        help="channels of compressed keys and values (default: 32)",
+    )
+    model(
+        "--qk-head-dim",
+        type=whole(1),
+        default=128,
+        help="channels of a query's head without positions (default: 128)",
+    )
+    model(
+        "--qk-pos-emb-head-dim", type=whole(1), default=64, help="its channels with positions (default: 64)"
+    )
+    model("--v-head-dim", type=whole(1), default=128, help="channels of a value's head (default: 128)")
     model("--kv-channels", type=whole(1), help="channels of a head (default: hidden size over heads)")
     model(
         "--ffn-hidden-size",
@@ -142,7 +176,13 @@ def _add_trainer(parser: argparse.ArgumentParser) -> None:
         help="channels of an expert's feed-forward layer (default: --ffn-hidden-size)",
     )
     add(
+        "--moe-shared-expert-intermediate-size",
+        type=whole(1),
+        help="channels of the shared experts, which every token passes (default: none)",
+    )
+    add(
         "--moe-router-load-balancing-type",
+        nargs="+",
         choices=BALANCING,
         help="loss that balances the experts (default: aux_loss)",
     )
@@ -179,12 +219,55 @@ def _add_trainer(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    """Megatron's flags that a launch command has and that change memory or what follows from a step's time. Commands
+    without a launch command assume the first four."""
+    add = parser.add_argument_group("run", "further flags of a launch command").add_argument
+    assumed = "assumed without a launch command"
+    add(
+        "--sequence-parallel",
+        action="store_true",
+        help=f"tensor-parallel ranks share activations ({assumed})",
+    )
+    add(
+        "--use-distributed-optimizer",
+        action="store_true",
+        help=f"ranks share the optimizer's state ({assumed})",
+    )
+    add(
+        "--overlap-grad-reduce",
+        action="store_true",
+        help=f"gradients are reduced during the backward ({assumed})",
+    )
+    add(
+        "--untie-embeddings-and-output-weights",
+        action="store_true",
+        help=f"the output layer has weights of its own ({assumed})",
+    )
+    add(
+        "--hidden-dropout",
+        type=real(0, 1),
+        help="share of dropped activations (default: 0; of a launch command 0.1)",
+    )
+    add(
+        "--train-iters",
+        type=whole(1, LARGEST_RUN),
+        help="iterations of the run, for its days (default: none)",
+    )
+    add(
+        "--train-samples", type=whole(1, LARGEST_RUN), help="windows of the run, for its days (default: none)"
+    )
+
+
+LARGEST_RUN = 1 << 40
+
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 """Megatron's kinds of routers' losses that training takes."""
 
 _EXPERTS = (
     "moe_router_topk",
     "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
     "moe_router_load_balancing_type",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
@@ -202,7 +285,7 @@ def read_trainer(args: argparse.Namespace) -> Trainer:
         experts=args.num_experts or 0,
         expert=args.expert_model_parallel_size or 1,
         expert_tensor=args.expert_tensor_parallel_size,
-        balancing=(args.moe_router_load_balancing_type or BALANCING[0],),
+        balancing=tuple(args.moe_router_load_balancing_type or BALANCING[:1]),
         shards_weights=args.use_megatron_fsdp or args.use_torch_fsdp2,
         mtp=args.mtp_num_layers,
         offloads=args.fine_grained_activation_offloading,
@@ -221,18 +304,18 @@ def usual_iterations(lengths: Lengths, tokens: int) -> tuple[int, int]:
 def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
     """The job that the flags describe. lengths: of the documents that it is to look at. WlbError on what cannot be."""
     iterations, warm_up = args.iterations or ITERATIONS, WARM_UP
-    messages: tuple[str, ...] = ()
+    messages: tuple[str, ...] = tuple(args.notes)
     if args.iterations is None and lengths is not None:
         iterations, documents = usual_iterations(lengths, args.window * args.micro_batches * args.dp)
         if iterations < ITERATIONS:
             warm_up = min(warm_up, iterations)
-            messages = (
+            messages += (
                 f"{iterations} iterations are looked at, not {ITERATIONS}: each takes some {documents:,} documents "
                 "(--iterations)",
             )
     _refuse_idle_recompute(args)
-    kind = args.moe_router_load_balancing_type
-    if args.cp_mode == "dynamic" and kind not in (None, "none"):
+    kind = " ".join(args.moe_router_load_balancing_type or ("none",))
+    if args.cp_mode == "dynamic" and kind != "none":
         raise WlbError(
             f"--cp-mode dynamic cannot be combined with --moe-router-load-balancing-type {kind}: a router's loss "
             "would depend on the groups; use none, or --cp-mode fixed"
@@ -240,6 +323,9 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
     assumptions, measured, profile = read_assumptions(args)
     if profile is not None:
         _refuse_measured(args)
+    _complete_model(args)
+    if args.launched and not args.overlap_grad_reduce:
+        assumptions = replace(assumptions, dp_exposed=1.0)
     with explain_bad_values():
         layout = ParallelSizes(tp=args.tp, cp=args.cp, pp=args.pp, dp=args.dp, chunks=args.vpp)
         dense = read_shape(args, profile)
@@ -272,6 +358,8 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
         gib=args.gpu_memory,
         margin=args.memory_margin,
         messages=messages,
+        corpora=args.corpora,
+        choices=_memory_choices(args) if args.launched else MemoryChoices(),
     )
 
 
@@ -288,6 +376,38 @@ def _refuse_idle_recompute(args: argparse.Namespace) -> None:
         raise WlbError(
             f"{flag} changes nothing without --recompute-granularity full: add that, or leave it out"
         )
+
+
+def _memory_choices(args: argparse.Namespace) -> MemoryChoices:
+    return MemoryChoices(
+        distributed_optimizer=args.use_distributed_optimizer,
+        sequence=args.sequence_parallel,
+        tied=not args.untie_embeddings_and_output_weights,
+        dropout=args.hidden_dropout != 0,
+    )
+
+
+def _complete_model(args: argparse.Namespace) -> None:
+    """Fills in what other flags of Megatron's say. WlbError where they do not fit together."""
+    if args.recompute_activations:
+        if args.recompute_granularity == "full":
+            raise WlbError(
+                "--recompute-activations is selective recomputation, not full: drop one of the two"
+            )
+        args.recompute_granularity = "selective"
+    layers = args.num_layers_per_virtual_pipeline_stage
+    if layers is not None:
+        if args.vpp > 1 or args.num_layers is None or args.num_layers % (args.pp * layers):
+            raise WlbError(
+                f"--num-layers-per-virtual-pipeline-stage {layers} must divide --num-layers over {args.pp} stages, and "
+                "stands in place of --num-virtual-stages-per-pipeline-rank"
+            )
+        args.vpp = args.num_layers // args.pp // layers
+    if args.launched and not args.group_query_attention:
+        args.num_query_groups = None  # Megatron ignores it then
+    if args.multi_latent_attention:
+        args.num_query_groups = None
+        args.kv_channels = (args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim) // 2
 
 
 _MEASURED = ("matmul_rate", "memory_rate", "activation_passes", "ffn_passes", "optimizer_bytes")
@@ -310,7 +430,7 @@ def _refuse_measured(args: argparse.Namespace) -> None:
 
 def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> ModelShape:
     """The profiled model, else a known one, of which flags change parts; else all by flags and Megatron's defaults."""
-    known = SHAPES[args.model or "7B"]
+    known = SHAPES.get(args.model or "7B", SHAPES["7B"])
     flags = {
         "layers": args.num_layers,
         "hidden": args.hidden_size,
@@ -324,12 +444,13 @@ def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> Mode
     flags_set = {name: value for name, value in flags.items() if value is not None}
     if profile is not None:
         return replace(profiled_shape(profile, known.layers), **flags_set)
-    if args.model is not None or args.hidden_size is None:
+    if args.model in SHAPES or args.hidden_size is None:
         return replace(known, **flags_set)
     hidden, heads = args.hidden_size, args.num_attention_heads
     if not heads:
         raise WlbError("--hidden-size needs --num-attention-heads; give both, or --model")
     ffn = int(4 * hidden * 2 / 3) // 64 * 64 if args.swiglu else 4 * hidden
+    latent = (args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim)
     plain = ModelShape(
         layers=known.layers,
         hidden=hidden,
@@ -338,6 +459,9 @@ def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> Mode
         ffn=ffn,
         vocab=known.vocab,
         gated=False,
+        projections=latent_parameters(hidden, heads, args.q_lora_rank or 0, args.kv_lora_rank, latent)
+        if args.multi_latent_attention
+        else None,
     )
     return replace(plain, **flags_set)
 
@@ -347,11 +471,12 @@ def _experts(dense: ModelShape, args: argparse.Namespace) -> Experts | None:
         return None
     ffn = args.moe_ffn_hidden_size or dense.ffn
     parallel, tensor = args.expert_model_parallel_size or 1, args.expert_tensor_parallel_size or args.tp
-    return Experts(args.num_experts, ffn, parallel, tensor)
+    return Experts(args.num_experts, ffn, parallel, tensor, args.moe_router_topk or 2)
 
 
 def activated(shape: ModelShape, args: argparse.Namespace) -> ModelShape:
     """With experts, the shape of what a token passes, as training's plans count it."""
     if args.num_experts is None:
         return shape
-    return replace(shape, ffn=(args.moe_ffn_hidden_size or shape.ffn) * (args.moe_router_topk or 2))
+    one, shared = args.moe_ffn_hidden_size or shape.ffn, args.moe_shared_expert_intermediate_size or 0
+    return replace(shape, ffn=one * (args.moe_router_topk or 2) + shared)

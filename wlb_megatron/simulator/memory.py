@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.packing.memory_limits import MARGIN, GpuMemory
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.workload.memory import GIB, Experts, ParallelLayout, StageShape
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryChoices:
+    """Megatron's flags that change memory alone; by default as the commands assume where no launch command says."""
+
+    distributed_optimizer: bool = True
+    sequence: bool = True
+    tied: bool = False
+    dropout: bool = False
 
 
 def gpu_memory(
@@ -18,13 +30,12 @@ def gpu_memory(
     alignment: int,
     margin: float = MARGIN,
     experts: Experts | None = None,
+    choices: MemoryChoices | None = None,
 ) -> GpuMemory:
-    """The GPU's memory as the planner counts it.
-
-    Assumes sequence parallelism with tensor parallelism, and the distributed optimizer. gib: of a GPU. micro_batches:
+    """The GPU's memory as the planner counts it. gib: of a GPU. micro_batches:
     windows of a data-parallel rank and step.
     """
-    shape, sizes = model.shape, model.layout
+    shape, sizes, choices = model.shape, model.layout, choices or MemoryChoices()
     described = StageShape(
         hidden=shape.hidden,
         ffn=shape.ffn,
@@ -34,6 +45,8 @@ def gpu_memory(
         head_dim=shape.head_dim,
         vocab=shape.vocab,
         gated=shape.gated,
+        tied=choices.tied,
+        dropout=choices.dropout,
         losses=1 + trainer.mtp,
     )
     layout = ParallelLayout(
@@ -44,8 +57,8 @@ def gpu_memory(
         virtual=sizes.chunks,
         group=sizes.pp,
         micro_batches=micro_batches,
-        sequence=sizes.tp > 1,
-        distributed_optimizer=True,
+        sequence=sizes.tp > 1 and choices.sequence,
+        distributed_optimizer=choices.distributed_optimizer,
         fully_sharded=trainer.shards_weights,
         losses_in_forward=trainer.shards_weights,
         recompute=model.recompute,

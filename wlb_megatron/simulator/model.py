@@ -34,7 +34,8 @@ FORWARD_SHARE = 1 / 3.5
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A decoder-only transformer. kv_heads: fewer than heads under GQA. channels: of a head, if not hidden / heads.
-    gated: the feed-forward has three matrices, not two.
+    gated: the feed-forward has three matrices, not two. projections: weights of a layer's attention where heads do not
+    say them (multi-latent attention).
     """
 
     layers: int
@@ -45,6 +46,7 @@ class ModelShape:
     vocab: int = 128_256
     channels: int | None = None
     gated: bool = True
+    projections: int | None = None
 
     @property
     def head_dim(self) -> int:
@@ -52,7 +54,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        attention = self.projections or self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return attention + (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property

@@ -9,8 +9,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from wlb_megatron.documents.blend import SPLITS, Blend, parse_blend
+from wlb_megatron.documents.blend import SPLITS, Blend, parse_blend, part_corpora
 from wlb_megatron.documents.corpus import Corpus
+from wlb_megatron.documents.indexed import read_index
 from wlb_megatron.documents.target_masks import Kept
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags.index_checks import checked_elsewhere
@@ -37,6 +38,19 @@ class DataPaths:
         if by_part is None:
             return cls(tuple(_common_values(args) or ()), args.split)
         return cls(by_part={part: tuple(values) for part, values in by_part.items()})
+
+    def of_part(self, part: str) -> tuple[str, ...]:
+        return self.common if self.by_part is None else self.by_part[part]
+
+
+def training_corpora(paths: DataPaths) -> list[Corpus]:
+    """The corpora that train, from their .idx alone; [] where none is named. WlbError if one cannot be read."""
+    words = paths.of_part("train")
+    if not words:
+        return []
+    prefixes, weights = parse_blend(words)
+    lengths = [read_index(prefix).lengths for prefix in prefixes]
+    return part_corpora(prefixes, lengths, weights, paths.split)
 
 
 def prefixes_of(paths: DataPaths) -> list[str]:
@@ -68,7 +82,7 @@ def documents(
 
     opened: blends that other parts have read, which this one shares: an index is checked once.
     """
-    key = paths.common if paths.by_part is None else paths.by_part[part]
+    key = paths.of_part(part)
     if part != "train" and (not key or (paths.split is None and paths.by_part is None)):
         return None  # without a split, all documents train
     opened = {} if opened is None else opened

@@ -56,7 +56,8 @@ def add_assumptions(parser: argparse.ArgumentParser, defaults: Assumptions) -> N
         "(default: h100)",
     )
     parser.add_argument(
-        "--profile",
+        *("--wlb-profile", "--profile"),
+        dest="profile",
         metavar="PATH",
         help="file of wlb-megatron profile; what it measured replaces the kernel table and the assumptions about it "
         "(default: none)",

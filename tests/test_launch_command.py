@@ -1,0 +1,174 @@
+"""A launch command of training, pasted after --: the commands read from it what they need."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_cli import call
+
+from wlb_megatron import cli
+from wlb_megatron.documents.blend import part_corpora
+from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.stream import DocumentStream
+from wlb_megatron.errors import WlbError
+from wlb_megatron.simulator.job_flags import read_job
+from wlb_megatron.simulator.launch_flags import MEGATRON, PASSED_OVER, Launch, read_launch
+
+pytestmark = pytest.mark.usefixtures("quick_thresholds")
+
+ROOT = Path(__file__).resolve().parents[1]
+JOB = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64 --global-batch-size 8"
+
+
+def write_index(prefix: Path, lengths: Any) -> None:
+    """An .idx alone, of documents of one sequence each."""
+    tokens = np.asarray(lengths, dtype="<i4")
+    offsets = np.concatenate([[0], np.cumsum(tokens[:-1], dtype="<i8") * 2]).astype("<i8")
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(tokens), len(tokens) + 1)
+    bounds = np.arange(len(tokens) + 1, dtype="<i8")
+    Path(f"{prefix}.idx").write_bytes(header + tokens.tobytes() + offsets.tobytes() + bounds.tobytes())
+
+
+def readme_command() -> list[str]:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = [block.replace("\\\n", " ") for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)]
+    (line,) = [line for block in blocks for line in block.splitlines() if "--train-iters 10000" in line]
+    return shlex.split(line)
+
+
+def analyzed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    own = ["analyze", "--no-split", "--iterations", "2", "--warm-up", "1", "--json", "-"]
+    code, out, err = call(capsys, *own, *words)
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_the_readmes_command_is_predicted_as_it_is_pasted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = np.random.default_rng(3).integers(100, 20000, 600)
+    write_index(tmp_path / "corpus_text_document", lengths)
+    words = [word.replace("~/data/corpus", str(tmp_path / "corpus")) for word in readme_command()]
+    shown = analyzed(capsys, "--", *words)
+    np.save(tmp_path / "train.npy", lengths[:594])  # --split 990,10,0
+    short = (
+        f"--lengths {tmp_path / 'train.npy'} --window 65536 --micro-batches 8 --tp 2 --cp 2 --pp 2 --recompute full "
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8 "
+        "--swiglu"
+    )
+    same = analyzed(capsys, *short.split())
+    assert shown["results"] == same["results"] and shown["layout"] == same["layout"]
+    assert shown["documents"] == 594
+
+
+@pytest.mark.parametrize(
+    ("command", "launch"),
+    [
+        ("--num-layers 2", Launch(("--num-layers", "2"))),
+        ("torchrun --nproc-per-node 8 --nnodes=2 p.py --a 1", Launch(("--a", "1"), 16)),
+        ("torchrun --nproc_per_node=4 -m wlb_megatron.launch x/p.py --a", Launch(("--a",), 4)),
+        (
+            "OMP=1 python -m torch.distributed.run --nproc-per-node 2 -m wlb_megatron.pretrain_gpt",
+            Launch((), 2),
+        ),
+        ("torchrun --nproc-per-node gpu p.py --a", Launch(("--a",))),
+        ("python p.py --a", Launch(("--a",))),
+        ("srun -N 2 python -m wlb_megatron.launch p.py --a", Launch(("--a",))),
+    ],
+)
+def test_a_command_is_split_at_its_script(command: str, launch: Launch) -> None:
+    assert read_launch(command.split()) == launch
+
+
+def test_each_flag_that_is_read_or_noted_is_one_of_megatrons() -> None:
+    arguments = pytest.importorskip("megatron.training.arguments")
+    import argparse
+
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    known = parser._option_string_actions
+    assert not MEGATRON - known.keys()
+    assert len(PASSED_OVER.keys() & known.keys()) >= len(PASSED_OVER) - 2  # of other releases
+
+
+def test_a_flag_before_the_command_counts_more(capsys: pytest.CaptureFixture[str]) -> None:
+    job = f"{JOB} --tensor-model-parallel-size 2".split()
+    lengths = ["--lengths", "20,30,64,9,40", "--world-size", "8"]
+    assert analyzed(capsys, *lengths, "--", *job)["layout"]["dp"] == 4
+    assert analyzed(capsys, *lengths, "--tp", "1", "--", *job)["layout"]["tp"] == 1
+
+
+def test_what_the_prediction_leaves_out_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    own = "analyze --no-split --iterations 1 --lengths 20,30,64 --world-size 1 --"
+    code, out, _ = call(
+        capsys, *own.split(), *JOB.split(), "--fp8-format", "hybrid", "--lr", "1e-4", "--profile"
+    )
+    assert code == 0 and out.count("note: ") == 1
+    assert "note: --fp8-format is not predicted: times are of bf16" in out
+
+
+@pytest.mark.parametrize(
+    ("own", "job", "message"),
+    [
+        ("--lengths 8,9", JOB, "give --world-size before --"),
+        (
+            "--lengths 8,9 --world-size 3",
+            JOB,
+            "--global-batch-size 8 is not a multiple of the data-parallel size 3",
+        ),
+        ("--world-size 1", JOB, "no documents: give --lengths, or the job's --data-path"),
+        ("--world-size 1 --lengths 8,9 --micro-batches 2", JOB, "say the same: give one"),
+        ("--world-size 1 --lengths 8,9 --lr 1", JOB, "unrecognized arguments: --lr 1"),
+        ("--world-size 1 --lengths 8,9", f"make {JOB}", "no training script"),
+        ("--world-size 2 --dp 1 --lengths 8,9", JOB, "--dp 1 is not what --world-size 2 says (2)"),
+        (
+            "--world-size 1 --lengths 8,9",
+            JOB.replace("--seq-length 64", ""),
+            "--seq-length (or --window) is required",
+        ),
+    ],
+)
+def test_a_command_that_does_not_say_all_is_refused_in_one_line(
+    own: str, job: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = call(capsys, "analyze", *own.split(), "--", *job.split())
+    assert (code, out, err.count("\n")) == (2, "", 1) and message in err, err
+
+
+def test_a_blend_is_packed_in_the_order_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pieces are those of a stream over the same corpora and weights, whichever flag names them."""
+    random = np.random.default_rng(5)
+    lengths = [random.integers(1, 64, 90), random.integers(1, 20, 50)]
+    paths = [str(tmp_path / name) for name in "ab"]
+    for path, tokens in zip(paths, lengths, strict=True):
+        write_index(Path(path), tokens)
+    words = f"0.3 {paths[0]} 0.7 {paths[1]}"
+    (tmp_path / "words").write_text(words)
+    (tmp_path / "parts").write_text(json.dumps({"train": words.split(), "valid": [], "test": []}))
+    planned: list[Any] = []
+
+    def plan(args: Any, documents: Any, config: Any) -> None:
+        planner = read_job(args, documents).planner(documents, config)
+        planned.append([piece for _ in range(9) for piece in planner.next_iteration().arrived])
+        raise WlbError("seen")
+
+    monkeypatch.setattr(cli, "run_analyze", plan)
+    for form, split in {
+        f"--data-path {words} --split 80,10,10": "80,10,10",
+        f"--data-path {words}": "969,30,1",
+        f"--data-args-path {tmp_path / 'words'} --split 80,10,10": "80,10,10",
+        f"--train-data-path {words}": None,
+        f"--per-split-data-args-path {tmp_path / 'parts'}": None,
+    }.items():
+        job = f"{JOB} {form} --seed 7 --wlb-packing original".split()
+        assert cli.main(["analyze", "--world-size", "1", "--", *job]) == 2
+        corpora = part_corpora(paths, lengths, [0.3, 0.7], split)
+        stream = DocumentStream(corpora, Rules(64, seed=7, endless=True))
+        arrived = planned.pop()
+        assert len(arrived) > 200 and arrived == [stream.next() for _ in arrived]

@@ -1,0 +1,38 @@
+"""Models that people know, in Megatron's flags, from their published configurations."""
+
+from __future__ import annotations
+
+_COMMON = "--normalization RMSNorm --swiglu --untie-embeddings-and-output-weights"
+
+
+def _dense(layers: int, hidden: int, ffn: int, heads: int, vocab: int) -> str:
+    return (
+        f"{_COMMON} --num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --num-attention-heads {heads} "
+        f"--group-query-attention --num-query-groups 8 --kv-channels 128 --vocab-size {vocab}"
+    )
+
+
+def _experts(count: int, chosen: int, ffn: int) -> str:
+    return f"--num-experts {count} --moe-router-topk {chosen} --moe-ffn-hidden-size {ffn}"
+
+
+_LATENT = (
+    "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
+    "--v-head-dim 128"
+)
+
+PRESETS = {
+    "llama3-8b": _dense(32, 4096, 14336, 32, 128256),
+    "llama3-70b": _dense(80, 8192, 28672, 64, 128256),
+    "llama3-405b": _dense(126, 16384, 53248, 128, 128256),
+    "qwen3-8b": _dense(36, 4096, 12288, 32, 151936),
+    "qwen3-30b-a3b": _dense(48, 2048, 6144, 32, 151936).replace("groups 8", "groups 4")
+    + f" {_experts(128, 8, 768)}",
+    "qwen3-235b-a22b": _dense(94, 4096, 12288, 64, 151936).replace("groups 8", "groups 4")
+    + f" {_experts(128, 8, 1536)}",
+    "deepseek-v3": f"{_COMMON} --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
+    f"--vocab-size 129280 {_LATENT} {_experts(256, 8, 2048)} --moe-shared-expert-intermediate-size 2048",
+    "mixtral-8x7b": f"{_dense(32, 4096, 14336, 32, 32000)} {_experts(8, 2, 14336)}",
+    "mixtral-8x22b": f"{_dense(56, 6144, 16384, 48, 32768)} {_experts(8, 2, 16384)}",
+}
+"""DeepSeek-V3's first three layers have no experts; here all have. Its multi-token prediction is left out."""
