@@ -21,9 +21,11 @@ def no_job_before() -> None:
 
 @pytest.fixture
 def quick_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that let thresholds be found, which takes longest, and test something else."""
+    """For tests that let thresholds be found or settings searched, which takes longest, and test something else."""
+    from wlb_megatron.analyze import analyze_command
     from wlb_megatron.packing.varlen import thresholds
 
+    monkeypatch.setattr(analyze_command, "SEARCH", "none")
     monkeypatch.setattr(thresholds, "ITERATIONS", 16)
 
 

@@ -253,17 +253,17 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
         ("analyze --iterations 0", "--iterations: '0' is not a whole number from 1"),
         ("analyze --seed -2", "--seed: '-2' is not a whole number from -1"),
         (
-            "simulate --num-query-groups 5",
+            "analyze --num-query-groups 5",
             "--num-attention-heads 32 is not a multiple of --num-query-groups 5",
         ),
         (
-            "simulate --tp 3 --window 18",
+            "analyze --tp 3 --window 18",
             "--num-attention-heads 32 is not a multiple of the tensor-parallel size 3",
         ),
-        ("simulate --matmul-rate nan", "--matmul-rate: 'nan' is not a number from 0"),
-        ("simulate --matmul-rate 0", "wlb_megatron: error: --matmul-rate must be positive, got 0.0"),
-        ("simulate --tp-exposed 2", "wlb_megatron: error: --tp-exposed is a share from 0 to 1, got 2.0"),
-        ("simulate --step-overhead -1", "--step-overhead: '-1' is not a number from 0"),
+        ("analyze --matmul-rate nan", "--matmul-rate: 'nan' is not a number from 0"),
+        ("analyze --matmul-rate 0", "wlb_megatron: error: --matmul-rate must be positive, got 0.0"),
+        ("analyze --tp-exposed 2", "wlb_megatron: error: --tp-exposed is a share from 0 to 1, got 2.0"),
+        ("analyze --step-overhead -1", "--step-overhead: '-1' is not a number from 0"),
         (
             "profile --out p.json --tp 3",
             "--num-attention-heads 32 is not a multiple of the tensor-parallel size 3",
@@ -277,7 +277,7 @@ def test_numbers_that_are_none_or_do_not_divide_are_refused_by_their_flag(
     command: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, *flags = command.split()
-    layout = ["--lengths", "4,12", "--window", "16"] if name in ("analyze", "simulate") else []
+    layout = ["--lengths", "4,12", "--window", "16"] if name == "analyze" else []
     code, _, err = call(capsys, name, *layout, *flags)
     assert code == 2 and message in err and err.count("\n") == 1, err
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from test_cli import NUMPY_ALONE, call, run
 
-from wlb_megatron.analyze.comparison import Analysis, Gain, flags_of
+from wlb_megatron.analyze.comparison import Analysis, Gain
 from wlb_megatron.analyze.comparison import analyze as analyze_job
 from wlb_megatron.analyze.measure import JobLayout, rank_work, spread
 from wlb_megatron.analyze.output import figures, print_analysis
+from wlb_megatron.analyze.settings_as_flags import flags_of
 from wlb_megatron.arguments import add_arguments, config_from_args
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.inspect_plans import inspect_plans
@@ -287,28 +288,7 @@ def test_the_models_shape_sets_where_attention_costs_as_much_as_the_rest(
     assert call(capsys, *command, "--hidden-size", "4096")[0] == 2
 
 
-def test_analyze_and_simulate_predict_the_same_gain_of_random_jobs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    random = np.random.default_rng(11)
-    np.save(tmp_path / "lengths.npy", np.minimum(random.lognormal(6.0, 1.4, 4000), 8192).astype(np.int64))
-    for _ in range(3):
-        pp, vpp = (int(random.choice(sizes)) for sizes in ([1, 2, 4], [1, 2]))
-        flags = (
-            f"--lengths {tmp_path / 'lengths.npy'} --window 8192 --micro-batches 4 --iterations 6 --warm-up 2 "
-            f"--model {random.choice(['550M', '7B'])} --cp {random.choice([1, 2, 4])} --pp {pp} "
-            f"--vpp {vpp if pp > 1 else 1} --dp {random.choice([1, 2])} --tp {random.choice([1, 2])} "
-            f"--host-launch {random.choice([0, 1])} --json -"
-        ).split()
-        speedups = []
-        for command, key in (("analyze --no-split", "predicted_speedup"), ("simulate", "speedup")):
-            code, out, err = call(capsys, *command.split(), *flags)
-            assert code == 0, err
-            speedups.append(json.loads(out)[key])
-        assert speedups[0] == pytest.approx(speedups[1], abs=0.005)
-
-
-@pytest.mark.parametrize("command", ["analyze", "simulate", "inspect"])
+@pytest.mark.parametrize("command", ["analyze", "inspect"])
 def test_what_only_training_does_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     small = f"{command} --lengths 9,30,64 --window 64".split()
     for flags in ("--rehearsal always", "--fresh-order", "--regather-keys banana"):
@@ -319,7 +299,7 @@ def test_what_only_training_does_is_refused(command: str, capsys: pytest.Capture
     )
 
 
-def test_what_each_part_gains_is_what_simulate_says_of_it(
+def test_what_each_part_gains_is_what_its_settings_gain(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     np.save(tmp_path / "lengths.npy", 256 * some_lengths(600))
@@ -327,7 +307,7 @@ def test_what_each_part_gains_is_what_simulate_says_of_it(
     job += " --host-launch 0 --iterations 6 --warm-up 4 --json -"
 
     def report_of(command: str, flags: str = "") -> dict[str, Any]:
-        code, out, err = call(capsys, command, *job.split(), *flags.split())
+        code, out, err = call(capsys, *command.split(), *job.split(), *flags.split())
         assert code == 0, err
         return json.loads(out)
 
@@ -346,12 +326,12 @@ def test_what_each_part_gains_is_what_simulate_says_of_it(
         "long documents in chunks": "--chunks on",
         "fixed windows, balanced": "--packing fixed-greedy --chunks off",
     }.items():
-        assert gains[name]["by_token"] == pytest.approx(report_of("simulate", flags)["speedup"], abs=1e-9), (
-            name
-        )
-    alone = report_of("simulate", f"{one_whole} --max-delay 0 --thresholds none --sharding per-sequence")[
-        "speedup"
-    ]
+        assert gains[name]["by_token"] == pytest.approx(
+            report_of("analyze --no-split", flags)["predicted_speedup"], abs=1e-9
+        ), name
+    alone = report_of(
+        "analyze --no-split", f"{one_whole} --max-delay 0 --thresholds none --sharding per-sequence"
+    )["predicted_speedup"]
     assert gains["packing of whole documents"]["alone"] == pytest.approx(alone)
     best = max(1.0, analysis["predicted_speedup"], *(gain["by_token"] for gain in gains.values()))
     assert analysis["predicted_speedup"] <= analysis["recommended"]["by_token"] <= best
@@ -378,8 +358,8 @@ def test_without_a_mask_every_window_is_one_document(capsys: pytest.CaptureFixtu
     assert code == 0
     report = json.loads(out)
     rate = report["results"]["after"]["tokens_per_second"] / report["speedup_over_unmasked"]
-    code, out, _ = call(capsys, "simulate", "--lengths", "4096", *job)
-    assert rate == pytest.approx(json.loads(out)["schemes"][0]["tokens_per_second"])
+    code, out, _ = call(capsys, "analyze", "--no-split", "--lengths", "4096", *job)
+    assert rate == pytest.approx(json.loads(out)["results"]["before"]["tokens_per_second"])
 
 
 def test_the_longest_micro_batch_that_fits_is_trainings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -427,8 +407,8 @@ def test_nothing_is_recommended_where_weights_alone_do_not_fit(
     code, out, _ = call(capsys, *f"analyze {job} --no-split --json -".split())
     report = json.loads(out)
     assert report["flags"] is report["recommended"] is None and cure in report["weights_problem"]
-    assert "will not run: weights" in call(capsys, *f"simulate {job}".split())[1]
-    for command in ("analyze", "simulate"):
+    assert "will not run: weights" in call(capsys, *f"analyze --no-split {job}".split())[1]
+    for command in ("analyze",):
         code, out, err = call(capsys, *f"{command} {job} --gpu-memory 80".split())
         assert (code, out, err.count("\n")) == (2, "", 1) and "will not run: weights" in err
     assert call(capsys, *f"analyze {job} --no-split --gpu-memory 4000".split())[0] == 0

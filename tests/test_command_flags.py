@@ -16,7 +16,6 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.settings_flags import NOT_HERE, add_layout, add_settings
 from wlb_megatron.simulator.inspected_job import add_inspected_job
 from wlb_megatron.simulator.reproduction import reproduce_command as reproduction
-from wlb_megatron.simulator.simulate import add_simulate
 
 pytestmark = pytest.mark.usefixtures("quick_thresholds")
 
@@ -32,7 +31,7 @@ EXPERTS = f"{NO_HOST} --num-experts 4 --chunks on"
 FULL = f"{NO_HOST} --recompute full --vocab-size 512 --window 16384 --lengths 300,40,9000,16384,1700,128,330"
 
 
-SIMULATE = {
+ANALYZE = {
     # flag: (value, the flags beside it)
     "lengths": ("300,40", NO_HOST),
     "window": ("256", NO_HOST),
@@ -104,13 +103,19 @@ SIMULATE = {
     "kernel-table": ("h200", NO_HOST),
 }
 
+QUICK = "analyze --no-split --search none"
+
 ELSEWHERE = {
-    "simulate": {
+    "analyze": {
         "json": "is how all others are looked at",
         "trace": "test_simulator_schemes.py",
         "profile": "test_simulator_profile.py",
         "gpu-memory": "test_job_flags.py",
         "cp-mode": "test_job_flags.py",
+        "no-split": "test_cli_analyze.py",
+        "pictures": "test_cli_analyze.py",
+        "token-weights": "test_cli_analyze.py",
+        "search": "test_search.py",
         "solver-seconds": "bounds a search by the clock, and is refused where there is none, below",
     },
 }
@@ -144,29 +149,23 @@ def names(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def json_of(capsys: pytest.CaptureFixture[str], command: str, flags: str) -> Any:
-    code, out, err = call(capsys, command, *flags.split(), "--json", "-")
+    code, out, err = call(capsys, *command.split(), *flags.split(), "--json", "-")
     assert code == 0, err
     return json.loads(out)
 
 
-def test_the_table_holds_every_flag_of_simulate_and_analyze_takes_the_same() -> None:
-    simulate = flags_of([add_layout, add_settings, add_simulate])
-    assert simulate == set(SIMULATE) | set(ELSEWHERE["simulate"])
-    assert flags_of([add_layout, add_settings, add_analyze]) == simulate - {"trace"} | {
-        "no-split",
-        "pictures",
-        "token-weights",
-    }
+def test_the_table_holds_every_flag_of_analyze() -> None:
+    assert flags_of([add_layout, add_settings, add_analyze]) == set(ANALYZE) | set(ELSEWHERE["analyze"])
 
 
-def test_every_flag_of_simulate_changes_what_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_flag_of_analyze_changes_what_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     before: dict[str, Any] = {}
     idle = []
-    for flag, (value, beside) in SIMULATE.items():
+    for flag, (value, beside) in ANALYZE.items():
         flags = f"{LENGTHS} {LAYOUT} {beside}"
         if beside not in before:
-            before[beside] = json_of(capsys, "simulate", flags)["schemes"]
-        if json_of(capsys, "simulate", f"{flags} --{flag} {value}")["schemes"] == before[beside]:
+            before[beside] = json_of(capsys, QUICK, flags)["results"]
+        if json_of(capsys, QUICK, f"{flags} --{flag} {value}")["results"] == before[beside]:
             idle.append(flag)
     assert not idle
 
@@ -241,11 +240,7 @@ REPRODUCE = {
     "micro-batches-per-window": "2",
     "no-large-job": "",
     "kernel-table": "h200",
-    **{
-        name: SIMULATE[name][0]
-        for name in SIMULATE
-        if name.replace("-", "_") in vars(reproduction.REPRODUCED)
-    },
+    **{name: ANALYZE[name][0] for name in ANALYZE if name.replace("-", "_") in vars(reproduction.REPRODUCED)},
 }
 
 
@@ -314,7 +309,7 @@ def test_every_flag_of_reproduce_reaches_what_is_reproduced(
 def test_what_would_change_nothing_is_refused_in_one_line(
     command: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("inspect", "analyze", "simulate") if "{}" in command else ("",):
+    for name in ("inspect", "analyze") if "{}" in command else ("",):
         words = command.format(name).split()
         layout = ["--out", "d"] if words[0] == "reproduce" else ["--lengths", "9,30", "--window", "64"]
         code, _, err = call(capsys, *words, *layout)
@@ -327,7 +322,7 @@ def lines_of(capsys: pytest.CaptureFixture[str], flags: str) -> list[str]:
     return out.splitlines()
 
 
-@pytest.mark.parametrize("command", ["analyze --no-split", "simulate"])
+@pytest.mark.parametrize("command", ["analyze --no-split"])
 def test_a_corpus_that_predicts_nothing_is_refused_in_one_line_as_in_training(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -338,7 +333,7 @@ def test_a_corpus_that_predicts_nothing_is_refused_in_one_line_as_in_training(
     assert not any("nothing to train" in line for line in lines_of(capsys, f"{job} --lengths 1,0,1,2"))
 
 
-@pytest.mark.parametrize("command", ["analyze --no-split", "simulate"])
+@pytest.mark.parametrize("command", ["analyze --no-split"])
 def test_a_step_of_hundreds_of_epochs_is_refused_at_once(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -354,7 +349,7 @@ def test_inspects_warnings_leave_its_json_alone(capsys: pytest.CaptureFixture[st
     assert json.loads(out)["iterations"]
 
 
-@pytest.mark.parametrize("command", ["inspect", "analyze --no-split", "simulate"])
+@pytest.mark.parametrize("command", ["inspect", "analyze --no-split"])
 def test_thresholds_and_delay_are_not_ignored_where_documents_train_in_chunks(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -373,7 +368,7 @@ def test_thresholds_and_delay_are_not_ignored_where_documents_train_in_chunks(
     assert any("in chunks: yes" in line for line in lines_of(capsys, f"{job} --chunks on --max-delay 0"))
 
 
-@pytest.mark.parametrize("command", ["analyze --no-split", "simulate"])
+@pytest.mark.parametrize("command", ["analyze --no-split"])
 def test_a_gpus_memory_that_sets_nothing_is_warned_of(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -391,9 +386,11 @@ def test_a_gpus_memory_that_sets_nothing_is_warned_of(
 
 def test_messages_name_the_commands_flags(capsys: pytest.CaptureFixture[str]) -> None:
     job = "--lengths 900,4096,300,2000 --window 4096 --pp 2"
-    shown = lines_of(capsys, f"simulate {job} --max-delay 3 --micro-batches 2 --iterations 1")
+    shown = lines_of(capsys, f"analyze --no-split {job} --max-delay 3 --micro-batches 2 --iterations 1")
     assert "documents in chunks: no (not with --max-delay 3)" in shown
-    _, _, err = call(capsys, *f"simulate {job} --gpu-memory 64 --chunks off --micro-batches 8".split())
+    _, _, err = call(
+        capsys, *f"analyze --no-split {job} --gpu-memory 64 --chunks off --micro-batches 8".split()
+    )
     assert "raise --cp or --tp, use --recompute-granularity full, or lower --window" in err
 
 
@@ -409,7 +406,7 @@ def test_the_help_of_every_flag_says_what_it_is_and_its_default(monkeypatch: pyt
 
     monkeypatch.setattr(_Parser, "parse_args", stop)
     assert main([]) == 2
-    assert len(parsers) == 10
+    assert len(parsers) == 9
     for command, parser in parsers.items():
         for action in parser._actions:
             text = action.help or ""

@@ -1,4 +1,4 @@
-"""A job given to analyze and simulate decides about chunks as Megatron's arguments do in training."""
+"""A job given to analyze decides about chunks as Megatron's arguments do in training."""
 
 from __future__ import annotations
 
@@ -180,22 +180,16 @@ def test_ranks_that_share_experts_are_timed_in_one_order() -> None:
     assert any(order != other for order, other in alone) and all(order == other for order, other in joined)
 
 
-def test_dynamic_groups_are_planned_and_timed_alike_by_both_commands(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dynamic_groups_are_planned_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "lengths.npy", np.tile([3000, 40000, 900, 65536, 1200, 2500, 9000], 9))
     flags = f"--lengths {tmp_path / 'lengths.npy'} --window 65536 --micro-batches 2 --cp 2 --dp 2 --json -"
     flags += " --host-launch 0 --iterations 3 --warm-up 1 --max-delay 0 --cp-mode "
     speedups = {}
-    for command, key in (("analyze --no-split", "predicted_speedup"), ("simulate", "speedup")):
-        for mode in ("fixed", "dynamic"):
-            code, out, err = call(capsys, *command.split(), *flags.split(), mode)
-            assert code == 0, err
-            speedups[command, mode] = json.loads(out)[key]
-    assert speedups["simulate", "dynamic"] == pytest.approx(
-        speedups["analyze --no-split", "dynamic"], abs=0.005
-    )
-    assert speedups["simulate", "dynamic"] > speedups["simulate", "fixed"] + 0.01
+    for mode in ("fixed", "dynamic"):
+        code, out, err = call(capsys, "analyze", "--no-split", *flags.split(), mode)
+        assert code == 0, err
+        speedups[mode] = json.loads(out)["predicted_speedup"]
+    assert speedups["dynamic"] > speedups["fixed"] + 0.01
 
 
 def test_every_document_of_an_iteration_is_in_one_of_its_groups() -> None:
@@ -211,17 +205,16 @@ def test_every_document_of_an_iteration_is_in_one_of_its_groups() -> None:
 
 def test_dynamic_groups_are_refused_where_training_refuses_them(capsys: pytest.CaptureFixture[str]) -> None:
     for command, flags, message in (
-        ("simulate", "--num-experts 4 --moe-router-load-balancing-type aux_loss", "a router's loss"),
         ("analyze", "--num-experts 4 --moe-router-load-balancing-type aux_loss", "a router's loss"),
-        ("simulate", "--trace t.json", "--trace supports only fixed groups"),
-        ("inspect", "", "use wlb-megatron analyze or simulate"),
+        ("analyze", "--trace t.json", "--trace supports only fixed groups"),
+        ("inspect", "", "use wlb-megatron analyze"),
     ):
         arguments = f"{command} --lengths 9 --window 64 --cp-mode dynamic {flags}".split()
         code, _, err = call(capsys, *arguments)
         assert code == 2 and message in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["analyze", "simulate"])
+@pytest.mark.parametrize("command", ["analyze"])
 def test_chunks_that_cannot_be_trained_are_refused_with_the_cure(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,7 +226,7 @@ def test_chunks_that_cannot_be_trained_are_refused_with_the_cure(
     assert code == 2 and "--moe-router-topk needs --num-experts" in err
 
 
-@pytest.mark.parametrize("command", ["analyze", "simulate"])
+@pytest.mark.parametrize("command", ["analyze"])
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

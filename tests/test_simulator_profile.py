@@ -137,18 +137,13 @@ def test_assumptions_calibrated_by_a_profile_give_its_layers_time(profile: Profi
     assert calibrated(Assumptions(matmul_rate=1e14), profile).matmul_rate == 1e14  # as the user gave it
 
 
-@pytest.mark.parametrize("command", ["simulate", "analyze"])
-def test_commands_take_a_profile(path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_analyze_takes_a_profile(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--lengths", "3000,9000,100,16384,700", "--window", "16384", "--iterations", "2", "--json", "-"]
-    if command == "simulate":
-        flags += ["--tp", "4", "--cp", "2", "--profile", str(path), "--num-layers", "4", "--tp-exposed", "0"]
-    else:
-        flags += ["--tp", "4", "--profile", str(path), "--num-layers", "4"]
-    assert main([command, *flags]) == 0
+    flags += ["--tp", "4", "--cp", "2", "--profile", str(path), "--num-layers", "4", "--tp-exposed", "0"]
+    assert main(["analyze", "--no-split", "--search", "none", *flags]) == 0
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert report["quadratic_at"] == pytest.approx(read_profile(path).costs.quadratic_at, rel=0.15)
-    if command == "simulate":
-        assert report["profile"].startswith("a GPU, torch 2")
+    assert report["profile"].startswith("a GPU, torch 2")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +158,7 @@ def test_a_profile_of_another_layout_or_shape_is_refused_in_one_line(
     path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     arguments = ["--lengths", "300", "--window", "512", "--profile", str(path), *flags]
-    assert main(["simulate", *arguments]) == 2
+    assert main(["analyze", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 

@@ -111,7 +111,18 @@ def test_large_jobs_are_planned_and_simulated_whole():
 
 def _simulate(*more: str) -> list[str]:
     return [
-        *("simulate", "--lengths", "500,3000,700,900,8000,1200,400", "--window", "8192", "--model", "550M"),
+        *(
+            "analyze",
+            "--no-split",
+            "--search",
+            "none",
+            "--lengths",
+            "500,3000,700,900,8000,1200,400",
+            "--window",
+            "8192",
+            "--model",
+            "550M",
+        ),
         *(
             "--micro-batches",
             "4",
@@ -130,20 +141,22 @@ def _simulate(*more: str) -> list[str]:
     ]
 
 
-def test_simulate_tells_both_ways_and_writes_a_trace(tmp_path: Path, capsys):
+def test_analyze_tells_both_ways_and_writes_a_trace(tmp_path: Path, capsys):
     trace, figures = tmp_path / "step.json", tmp_path / "figures.json"
     assert main(_simulate("--vpp", "2", "--trace", str(trace), "--json", str(figures))) == 0
     report = json.loads(figures.read_text())
-    assert report["simulated"] is True and report["gpus"] == 8
-    assert [row["packing"] for row in report["schemes"]] == ["original", "varlen"]
-    assert 0 < report["speedup"] <= report["bound"]
+    assert report["gpus"] == 8
+    assert 0 < report["predicted_speedup"] <= report["bound"]
     events = json.loads(trace.read_text())["traceEvents"]
     work = [e for e in events if e["ph"] == "X"]
     # 2 pipelines, 2 stages, 2 chunks, 4 micro-batches, forward and backward
     assert len(work) == 2 * 2 * 2 * 4 * 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["figures.json", "step.json"]
     assert main(_simulate()) == 0
-    assert "8 GPUs, 3 iterations, simulated" in capsys.readouterr().out
+    assert "3 iterations, mean / most" in capsys.readouterr().out
+    assert main(["simulate", "--model", "550M"]) == 2
+    printed = capsys.readouterr().err
+    assert "wlb-megatron analyze --no-split --search none" in printed and printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -157,7 +170,7 @@ def test_simulate_tells_both_ways_and_writes_a_trace(tmp_path: Path, capsys):
         (["--trace", "/no/such/folder/t.json"], "give another --trace"),
     ],
 )
-def test_simulate_refuses_in_one_line(flags, message, capsys):
+def test_analyze_refuses_in_one_line(flags, message, capsys):
     assert main(_simulate(*flags)) == 2
     printed = capsys.readouterr().err
     assert message in printed and printed.count("\n") == 1

@@ -44,7 +44,6 @@ from wlb_megatron.simulator.inspected_job import add_inspected_job, read_inspect
 from wlb_megatron.simulator.known_models import PRESETS
 from wlb_megatron.simulator.launch_flags import launch_parser, notes_of, read_launch
 from wlb_megatron.simulator.reproduction.reproduce_command import add_reproduce
-from wlb_megatron.simulator.simulate import add_simulate, print_simulation, run_simulate
 from wlb_megatron.whole_files import write_whole
 
 
@@ -57,6 +56,10 @@ class _Parser(argparse.ArgumentParser):
     ) -> None:
         """Fill in args. What follows -- is a launch command of training; flags before it count more, a known model's
         less. UsageError for flags that the command does not take."""
+        if arguments[:1] == ["simulate"]:
+            raise UsageError(
+                "simulate is part of analyze now: wlb-megatron analyze --no-split --search none, with the same flags"
+            )
         own = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
         _, unknown = self.parse_known_args(own, args)
         command = commands[args.command]
@@ -92,11 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(
         dest="command",
         required=True,
-        metavar="inspect | analyze | simulate | reproduce | profile | watch | corpus | sft-index | patch | doctor",
+        metavar="inspect | analyze | reproduce | profile | watch | corpus | sft-index | patch | doctor",
     )
     _add_inspect(commands.add_parser("inspect", help="show the plans of documents of given lengths"))
     _add_analyze(commands.add_parser("analyze", help="predict what balancing gains on your documents"))
-    _add_simulate(commands.add_parser("simulate", help="simulate training steps of a model on a cluster"))
     add_reproduce(commands.add_parser("reproduce", help="simulate the WLB-LLM paper's tables"))
     add_profile(commands.add_parser("profile", help="measure a model's costs on this GPU"))
     add_watch(commands.add_parser("watch", help="show a run from its --wlb-log, on a terminal or as a page"))
@@ -168,17 +170,6 @@ def _add_analyze(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_analyze)
 
 
-def _add_simulate(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Simulates training steps of the same shuffled documents in arrival order and as set here. Attention takes the "
-        "times of a kernel table, or a profile's; all else follows assumed rates (docs/simulation.md)."
-    )
-    add_layout(parser)
-    add_settings(parser)
-    add_simulate(parser)
-    parser.set_defaults(run=_simulate)
-
-
 def _inspect(args: argparse.Namespace) -> None:
     lengths = _lengths(args)
     check_vpp(args.pp, args.vpp)
@@ -214,14 +205,6 @@ def _analyze(args: argparse.Namespace) -> None:
         print_analysis(analysis)
     else:
         write_json(as_json(analysis), args.json)
-
-
-def _simulate(args: argparse.Namespace) -> None:
-    report = run_simulate(args, _lengths(args), settings(args))
-    if args.json is not None:
-        write_json(report, args.json)
-    else:
-        print_simulation(report)
 
 
 def _lengths(args: argparse.Namespace) -> Lengths:

@@ -74,7 +74,7 @@ def inspect_plans(
     if config.cp_mode != "fixed":
         raise WlbError(
             "--wlb-cp-mode dynamic is planned by a model's predicted times, which inspect does not know: use "
-            "wlb-megatron analyze or simulate, or leave it out"
+            "wlb-megatron analyze, or leave it out"
         )
     if config.regather_keys:
         raise WlbError("--wlb-regather-keys changes no plan, which is all that inspect shows: leave it out")

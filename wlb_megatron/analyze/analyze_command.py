@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import replace
 from pathlib import Path
 
 from wlb_megatron.analyze.comparison import Analysis, analyze, planned
 from wlb_megatron.analyze.pictures import draw_all, need_matplotlib
+from wlb_megatron.analyze.search import search, settings_tried
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
+from wlb_megatron.pipeline.groups import documents_in_chunks
 from wlb_megatron.report.progress import progress
+from wlb_megatron.report.trace import chrome_trace
 from wlb_megatron.settings_flags import add_setting
+from wlb_megatron.simulator.iteration import group_events
+from wlb_megatron.simulator.job import Job, Run
 from wlb_megatron.simulator.job_flags import add_job, read_job
+from wlb_megatron.whole_files import write_whole
+
+SEARCH = "schedule"
+"""What is searched, if no flag says."""
 
 
 def add_analyze(parser: argparse.ArgumentParser) -> None:
-    """The flags beyond layout and settings: simulate's, and pictures."""
+    """The flags beyond layout and settings."""
     add_job(parser)
     add_setting(parser, "token_weights")  # plans do not depend on it, a token's weight in the gradient does
     parser.add_argument(
         "--no-split",
         action="store_true",
         help="leave out the gain of each part, which takes most of the time",
+    )
+    parser.add_argument(
+        "--search",
+        choices=("none", "schedule", "layout"),
+        default=SEARCH,
+        help="what else to try on the same model, documents and GPUs: none; schedule (virtual stages, recomputation, "
+        "chunks, micro-batches a window); layout (also tensor, context and pipeline parallelism; default: schedule)",
+    )
+    parser.add_argument(
+        "--trace", metavar="PATH", help="write the slowest iteration, as set, as a trace for ui.perfetto.dev"
     )
     parser.add_argument(
         "--pictures",
@@ -36,12 +56,19 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
     """Analyze as the flags say, with progress on stderr, and draw the pictures if asked for."""
     if args.pictures is not None:
         need_matplotlib()
+    if args.trace is not None and config.cp_mode == "dynamic":
+        raise WlbError("--trace supports only fixed groups: leave out --trace or --cp-mode dynamic")
     config = replace(config, token_weights=args.token_weights)
     job = read_job(args, lengths)
     model_known = args.model is not None or args.hidden_size is not None or job.profile is not None
     settings = 2 if args.no_split else planned(config, job)
     with progress(settings * (job.warm_up + job.iterations)) as tick:
         analysis = analyze(lengths, config, job, lambda: tick("planning"), split=not args.no_split)
+    if args.search != "none" and analysis.weights_problem is None and config.cp_mode == "fixed":
+        with progress(settings_tried(job, config, args.search)) as tick:
+            analysis = replace(analysis, searched=search(lengths, config, job, args.search, tick))
+    if args.trace is not None:
+        _write_trace(Path(args.trace), analysis.runs[1], job)
     if args.pictures is not None:
         folder = Path(args.pictures)
         try:
@@ -50,3 +77,14 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
         except OSError as error:
             raise WlbError(f"cannot write to {folder}: {error.strerror}; give another --pictures") from None
     return replace(analysis, assumed=not model_known)
+
+
+def _write_trace(path: Path, run: Run, job: Job) -> None:
+    """Of the slowest iteration."""
+    slowest = int(run.timed.steps.argmax())
+    assert run.shards is not None
+    plan = run.plans[job.warm_up + slowest]
+    columns = zip(*plan.micro_batches, strict=True)
+    documents = [documents_in_chunks([micro_batch.pieces for micro_batch in column]) for column in columns]
+    events = group_events([run.shards[slowest]], job.model, orders=job.orders([plan]))
+    write_whole(path, json.dumps(chrome_trace(events, documents=documents)) + "\n", "--trace")

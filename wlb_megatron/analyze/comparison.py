@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from wlb_megatron.analyze.credit import others, parts
 from wlb_megatron.analyze.fits import Fits, fits
 from wlb_megatron.analyze.measure import JobLayout, Measured, measure
+from wlb_megatron.analyze.recomputation import Recomputed, by_recomputation
+from wlb_megatron.analyze.search import Searched
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
@@ -18,10 +20,10 @@ from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.job import arrival_order
 from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
-from wlb_megatron.settings_flags import idle
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.simulator.job import DEFAULT_GIB, Job, Run
+from wlb_megatron.simulator.reproduction.schemes import perfectly_balanced
 
 NOISE = 0.01
 """Settings are recommended over arrival order, and other settings over the user's, only if they gain more than this
@@ -56,10 +58,12 @@ class Analysis:
     * gains: of the parts, each with all before it, and of other settings.
     * unmasked: nanoseconds per token of windows whose documents attend to each other, as Megatron trains without
       document masks.
+    * balanced: the same of a perfectly balanced plan of the documents as set.
     * assumed: no model was given, so the figures are a known one's.
     * equal_weights: whether a token weighs the same in every step of the settings, see token_weights.py.
     * weights_problem: a line if the weights alone do not fit a GPU. Nothing is then recommended.
-    * runs: of before and after.
+    * runs: of before and after. recomputed: their speeds by kind of recomputation.
+    * searched: other settings of the schedule or the layout.
     """
 
     lengths: Lengths
@@ -74,10 +78,13 @@ class Analysis:
     messages: tuple[str, ...]
     gains: tuple[Gain, ...]
     unmasked: float
+    balanced: float
     memory: Fits | None
     weights_problem: str | None
     runs: tuple[Run, Run]
     assumed: bool = False
+    recomputed: tuple[Recomputed | None, Recomputed | None] = (None, None)
+    searched: Searched | None = None
 
     @property
     def measured(self) -> list[tuple[str, Measured]]:
@@ -98,6 +105,11 @@ class Analysis:
     def over_unmasked(self) -> float:
         """Time per trained token of Megatron without a mask, over the given settings'."""
         return self.unmasked / self.after.simulated.ns_per_token
+
+    @property
+    def bound(self) -> float:
+        """Speed-up by token of a perfectly balanced plan."""
+        return self.before.simulated.ns_per_token / self.balanced
 
     @property
     def _alike(self) -> list[Gain]:
@@ -134,23 +146,6 @@ class Analysis:
         return max(steady, key=lambda gain: gain.equal_work, default=None)
 
 
-def flags_of(config: WlbConfig) -> str:
-    """The flags to copy to the training command, without those that are defaults."""
-    plain, flags = WlbConfig(), []
-    for field in fields(WlbConfig):
-        value = getattr(config, field.name)
-        if value != getattr(plain, field.name) and _matters(field.name, config):
-            flag = f"--wlb-{field.name.replace('_', '-')}"
-            flags.append(flag if value is True else f"{flag} {value}")
-    return " ".join(flags)
-
-
-def _matters(name: str, config: WlbConfig) -> bool:
-    """Whether the setting does anything with this packing."""
-    of_varlen = ("micro_batches_per_window", "chunks")
-    return name not in {"gpu_memory", *idle(config)} and (config.packing == "varlen" or name not in of_varlen)
-
-
 def analyze(
     lengths: Lengths,
     config: WlbConfig,
@@ -176,7 +171,7 @@ def analyze(
 
     packer = after.planner.packer
     memory = job.memory(DEFAULT_GIB if job.gib is None else job.gib)
-    chunked = isinstance(packer, ChunkPacker)
+    chunked, weights = isinstance(packer, ChunkPacker), job.weights_problem()
     return Analysis(
         lengths=lengths,
         config=config,
@@ -190,9 +185,11 @@ def analyze(
         messages=after.messages,
         gains=_gains(config, job, runs, before) if split else (),
         unmasked=_unmasked(job),
+        balanced=perfectly_balanced(after.plans[job.warm_up :], job.model).ns_per_token,
         memory=None if memory is None else fits(memory, in_chunks=chunked),
-        weights_problem=job.weights_problem(),
+        weights_problem=weights,
         runs=(before, after),
+        recomputed=(None, None) if weights else (by_recomputation(job, before), by_recomputation(job, after)),
     )
 
 

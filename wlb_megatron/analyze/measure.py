@@ -125,21 +125,25 @@ class Measured:
 
     @property
     def waiting(self) -> dict[str, float]:
-        """What a step spends besides its GPUs' computation, as shares of that, mean over iterations.
+        """See `waiting`."""
+        return waiting(self.simulated, self.layout)
 
-        They add up to step_over_ideal - 1. fill: filling and draining a pipeline of equal micro-batches.
-        micro_batches: differences between micro-batches and stages, transfers, hosts. cp_ranks, dp_ranks: waiting for
-        the slowest rank. after: gradients, optimizer, between steps.
-        """
-        simulated = self.simulated
-        ideal, paced = simulated.busy.mean(axis=(1, 2, 3)), simulated.paced.mean(axis=(1, 2))
-        counts = np.array([len(times) for times in simulated.micro_batches])
-        fill = paced * (self.layout.pp - 1) / self.layout.vpp / counts
-        cp, dp = paced - ideal, simulated.paced.mean(axis=2).max(axis=1) - paced
-        between = simulated.pipeline - paced - fill - dp
-        after = simulated.steps - simulated.pipeline
-        shares = {"fill": fill, "micro_batches": between, "cp_ranks": cp, "dp_ranks": dp, "after": after}
-        return {name: float((ns / ideal).mean()) for name, ns in shares.items()}
+
+def waiting(simulated: Simulated, layout: JobLayout) -> dict[str, float]:
+    """What a step spends besides its GPUs' computation, as shares of that, mean over iterations.
+
+    They add up to step_over_ideal - 1. fill: filling and draining a pipeline of equal micro-batches.
+    micro_batches: differences between micro-batches and stages, transfers, hosts. cp_ranks, dp_ranks: waiting for
+    the slowest rank. after: gradients, optimizer, between steps.
+    """
+    ideal, paced = simulated.busy.mean(axis=(1, 2, 3)), simulated.paced.mean(axis=(1, 2))
+    counts = np.array([len(times) for times in simulated.micro_batches])
+    fill = paced * (layout.pp - 1) / layout.vpp / counts
+    cp, dp = paced - ideal, simulated.paced.mean(axis=2).max(axis=1) - paced
+    between = simulated.pipeline - paced - fill - dp
+    after = simulated.steps - simulated.pipeline
+    shares = {"fill": fill, "micro_batches": between, "cp_ranks": cp, "dp_ranks": dp, "after": after}
+    return {name: float((ns / ideal).mean()) for name, ns in shares.items()}
 
 
 def measure(

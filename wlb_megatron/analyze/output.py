@@ -6,15 +6,19 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
-from wlb_megatron.analyze.comparison import NOISE, Analysis, Gain, flags_of
+from wlb_megatron.analyze.comparison import NOISE, Analysis, Gain
 from wlb_megatron.analyze.measure import Measured, spread
+from wlb_megatron.analyze.recomputation import Recomputed
+from wlb_megatron.analyze.search import Found, Searched
+from wlb_megatron.analyze.settings_as_flags import flags_of
 from wlb_megatron.documents.blocks import blocks
 from wlb_megatron.report.table import print_table
 from wlb_megatron.settings_flags import renamed
+from wlb_megatron.workload.memory import GIB
 
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
-    lengths, layout = analysis.lengths, analysis.layout
+    lengths, layout, job = analysis.lengths, analysis.layout, analysis.job
     runs = analysis.weights_problem is None
     best, steadier = (analysis.best, analysis.steadier) if runs else (None, None)
     return {
@@ -36,6 +40,12 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "predicted_speedup": analysis.speedup,
         "equal_work_speedup": analysis.equal_work_speedup,
         "speedup_over_unmasked": analysis.over_unmasked,
+        "bound": analysis.bound,
+        "gpus": job.model.layout.gpus,
+        "model": asdict(job.model.shape),
+        "kernel_table": job.model.measured.device,
+        "profile": None if job.profile is None else job.profile.describe(),
+        "assumptions": asdict(job.model.assumptions),
         "gains": [_gain(gain) for gain in analysis.gains],
         "fits": None if analysis.memory is None else analysis.memory._asdict(),
         "weights_problem": analysis.weights_problem and renamed(analysis.weights_problem),
@@ -43,6 +53,29 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "flags": best and flags_of(best.config),
         "steadier": steadier and _gain(steadier),
         "steadier_flags": steadier and flags_of(steadier.config),
+        "recomputation": {
+            key: recomputed and asdict(recomputed)
+            for key, recomputed in zip(("before", "after"), analysis.recomputed, strict=True)
+        },
+        "search": None if analysis.searched is None else _search(analysis.searched),
+    }
+
+
+def _search(searched: Searched) -> dict[str, Any]:
+    def row(found: Found) -> dict[str, Any]:
+        return {
+            "flags": found.flags,
+            "tokens_per_second": found.tokens_per_second,
+            "slowest_ms": found.slowest,
+            "memory_gib": found.memory / GIB,
+            "why": found.why,
+        }
+
+    given = searched.given
+    return {
+        "tried": searched.tried,
+        "given": None if given is None else row(given),
+        "best": [row(found) for found in searched.best],
     }
 
 
@@ -68,6 +101,7 @@ def figures(measured: Measured, *, equal_weights: bool = False) -> dict[str, Any
         "long_documents_weight": 1.0 if equal_weights else measured.long_weight,
         "step_ms": asdict(spread(measured.steps)),
         "tokens_per_second": 1e9 / measured.simulated.ns_per_token,
+        "time_imbalance": measured.simulated.imbalance,
         "step_over_ideal": measured.simulated.step_over_ideal,
         "waiting": measured.waiting,
         "micro_batches": asdict(spread([len(times) for times in measured.simulated.micro_batches])),
@@ -126,8 +160,60 @@ def print_analysis(analysis: Analysis) -> None:
             ["", "alone", "with those above", "at equal work", "slowest step"],
             [_gain_row(gain) for gain in analysis.gains],
         )
+    _print_recomputed(*analysis.recomputed)
     for line in (*_weights(analysis), *_ending(analysis)):
         print(line)
+    if analysis.searched is not None:
+        _print_search(analysis.searched)
+
+
+def _print_recomputed(before: Recomputed | None, after: Recomputed | None) -> None:
+    if before is None or after is None:
+        return
+
+    def cell(speed: float | None, block: int | None = None) -> str:
+        if speed is None:
+            return "does not fit"
+        return f"{speed:,.0f}" + ("" if block is None else f" ({block} of a chunk)")
+
+    print_table(
+        "recomputation (tokens a second)",
+        ["", "arrival order", "as set"],
+        [
+            ["all layers", cell(before.full), cell(after.full)],
+            ["the same layers in each step (block)", *(cell(r.static, r.block) for r in (before, after))],
+            ["planned by step (--wlb-recompute auto)", cell(before.planned), cell(after.planned)],
+            ["no layers", cell(before.none), cell(after.none)],
+        ],
+    )
+
+
+def _print_search(searched: Searched) -> None:
+    given, best = searched.given, searched.best
+    print()
+    if not best:
+        print(f"search: none of {searched.tried} settings is faster than the job as given")
+        return
+    shown = [found for found in (given, *best) if found is not None]
+    rows = [
+        [
+            "as given" if found is given else f"{number}",
+            f"{found.tokens_per_second:,.0f}",
+            "" if given is None else f"{found.tokens_per_second / given.tokens_per_second:.2f} x",
+            f"{found.memory / GIB:.1f}",
+            f"{found.slowest:,.0f}",
+        ]
+        for number, found in enumerate(shown, 0 if given else 1)
+    ]
+    print_table(
+        f"search: the best of {searched.tried} settings, few iterations of each",
+        ["", "tokens a second", "over as given", "GiB at most", "slowest step, ms"],
+        rows,
+    )
+    for number, found in enumerate(best, 1):
+        print(f"{number}: {found.flags}")
+        if found.why:
+            print(f"   {found.why}")
 
 
 def _job_lines(analysis: Analysis, report: dict[str, Any]) -> list[str]:
@@ -140,6 +226,9 @@ def _job_lines(analysis: Analysis, report: dict[str, Any]) -> list[str]:
         f"{layout.gpus} GPUs: TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}; "
         f"{analysis.job.micro_batches} windows of {analysis.layout.window:,} per data-parallel rank and step",
         f"model of {shape.layers} layers of {shape.hidden}{assumed}; work = d + d*d/{report['quadratic_at']:,.0f}",
+        f"times of {analysis.job.profile.describe()}; what it has not measured is assumed"
+        if analysis.job.profile
+        else f"kernel times of {analysis.job.model.measured.device}; rates and network are assumed (--help)",
         *map(renamed, analysis.messages),
     ]
 
@@ -154,6 +243,7 @@ def _verdict(analysis: Analysis) -> list[str]:
     lines += [
         f"predicted speed-up over arrival order with the same mask: {analysis.speedup:.3f} by token, "
         f"{analysis.equal_work_speedup:.3f} at equal work",
+        f"of a perfectly balanced plan of the same documents: {analysis.bound:.3f} by token",
         f"over Megatron without a document mask, which attends over whole windows: {over:.3f} by token",
     ]
     best = analysis.best

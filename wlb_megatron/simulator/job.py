@@ -19,6 +19,7 @@ from wlb_megatron.dynamic.plan import StepPlan, fixed_groups
 from wlb_megatron.dynamic.plan_step import plan_step
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
+from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.foresee import nothing_predicted, too_small
 from wlb_megatron.packing.job import plan_job, sample_lengths_of
 from wlb_megatron.packing.memory_limits import MARGIN, GpuMemory, no_memory_for_chunks, with_lmax
@@ -55,6 +56,7 @@ class Job:
     * gib: memory of a GPU, by which Lmax is set; None: Lmax ignores memory. margin: share of it that is left free.
     * messages: lines to show the user.
     * corpora: of a blend, in the order and by the weights of training; (): one corpus, of the lengths alone.
+    * quick: plan without learning from a sample of the documents, and one data-parallel rank's kept layers for all.
     """
 
     model: LayerModel
@@ -71,6 +73,7 @@ class Job:
     messages: tuple[str, ...] = ()
     corpora: tuple[Corpus, ...] = ()
     choices: MemoryChoices = field(default_factory=MemoryChoices)
+    quick: bool = False
 
     @property
     def alignment(self) -> int:
@@ -131,7 +134,7 @@ class Job:
                 pp=layout.pp,
                 vpp=layout.chunks,
                 alignment=self.alignment,
-                sample=sample_lengths_of(stream, len(lengths)),
+                sample=None if self.quick else sample_lengths_of(stream, len(lengths)),
                 memory=self.memory(self.gib or DEFAULT_GIB),
                 rooms=self.rooms(config),
                 no_chunks=self.trainer.chunks_refused(),
@@ -156,6 +159,25 @@ class Job:
     def memory(self, gib: float) -> GpuMemory | None:
         """None with experts: the tokens per expert, which decide what activations take, are not known ahead."""
         return None if self.trainer.experts else self._gpu(gib)
+
+    @property
+    def gpu(self) -> GpuMemory:
+        """A GPU's memory, of the size given or assumed."""
+        return self._gpu(self.gib or DEFAULT_GIB)
+
+    def fullest(self, run: Run) -> int | None:
+        """Bytes of the fullest GPU: what the steps of a run hold where they keep what fits, else what the longest
+        micro-batches may need. None where it is not estimated."""
+        memory = self.memory(self.gib or DEFAULT_GIB)
+        if run.kept is not None:
+            gpu = self._gpu(self.gib or DEFAULT_GIB, run.config)
+            stages = [(stage, kept) for step in run.kept for rank in step for stage, kept in enumerate(rank)]
+            return max(gpu.weights(stage) + kept.peak for stage, kept in stages)
+        if memory is None:
+            return None
+        packer = run.planner.packer
+        chunked, whole = memory.needed(replace(run.config, max_tokens=packer.max_tokens), self.window)
+        return chunked if isinstance(packer, ChunkPacker) else max(whole, chunked * (not whole))
 
     def weights_problem(self) -> str | None:
         """A line with the figure and the cure, if weights, gradients and optimizer state alone do not fit a GPU."""
@@ -220,20 +242,18 @@ class Job:
         """Kept layers [iteration][dp][stage], None where steps run the flags."""
         if not self.plans_recomputation(config):
             return None
+        layout = self.model.layout
         stages, available = self.stages()
-        return [
-            plan_step_layers(
-                [
-                    loads_of(column, self.alignment, self.model.layout.cp)
-                    for column in zip(*plan.micro_batches, strict=True)
-                ],
-                groups,
-                stages,
-                available,
-                in_step=self.trainer.in_step,
-            )
-            for plan, groups in zip(plans, self.orders(plans), strict=True)
-        ]
+        planned = []
+        for plan, groups in zip(plans, self.orders(plans), strict=True):
+            columns = list(zip(*plan.micro_batches, strict=True))
+            if self.quick:  # the rank with most tokens stands for all
+                most = max(range(len(columns)), key=lambda rank: sum(m.tokens for m in columns[rank]))
+                columns, groups = columns[most : most + 1], groups[most : most + 1]
+            loads = [loads_of(column, self.alignment, layout.cp) for column in columns]
+            kept = plan_step_layers(loads, groups, stages, available, in_step=self.trainer.in_step)
+            planned.append(kept * (layout.dp // len(kept)))
+        return planned
 
     def groups(
         self, plans: Sequence[IterationPlan], planner: Planner, config: WlbConfig

@@ -1,0 +1,85 @@
+"""Predicts the same plans under each kind of recomputation: in full, the best static block, planned by step, none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from wlb_megatron.analyze.candidates import with_recompute
+from wlb_megatron.plan import IterationPlan
+from wlb_megatron.recompute.kept_layers import KeptLayers, floor_peak
+from wlb_megatron.recompute.step_layers import loads_of, recomputed_array, stage_orders
+from wlb_megatron.simulator.iteration import simulate
+from wlb_megatron.simulator.job import DEFAULT_GIB, Job, Run
+
+LOOKED = 24
+"""Iterations of a run that are looked at."""
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """Tokens a second of one run by kind of recomputation; None: it does not fit. block: layers of a model chunk that
+    the best static block recomputes."""
+
+    full: float | None
+    static: float | None
+    block: int | None
+    planned: float | None
+    none: float | None
+
+
+def by_recomputation(job: Job, run: Run) -> Recomputed | None:
+    """None with dynamic groups, which are planned otherwise."""
+    if run.shards is None:
+        return None
+    job = with_recompute(replace(job, gib=job.gib or DEFAULT_GIB, quick=True), "full")
+    plans, shards = run.plans[job.warm_up :][:LOOKED], run.shards[:LOOKED]
+    orders = job.orders(plans)
+    kept = job.kept_layers(plans, replace(run.config, recompute="auto"))
+    assert kept is not None
+
+    def speed(like: Job, planned: Sequence[Sequence[Sequence[KeptLayers]]] | None = None) -> float:
+        again = None if planned is None else [recomputed_array(step) for step in planned]
+        return 1e9 / simulate(shards, like.model, orders=orders, recomputed=again).ns_per_token
+
+    stages = [stage for step in kept for rank in step for stage in rank]
+    fits = all(stage.fits for stage in stages)
+    most = max(job.model.layers_of(0, chunk) for chunk in range(job.model.layout.chunks))
+    block = _least_block(job, plans, most) if fits else None
+    nothing = fits and not any(sum(map(sum, stage.recomputed)) for stage in stages)
+    return Recomputed(
+        full=speed(job) if fits else None,
+        static=None if block is None else speed(with_recompute(job, "full", block)),
+        block=block,
+        planned=speed(job, kept) if fits else None,
+        none=speed(with_recompute(job, "none")) if nothing else None,
+    )
+
+
+def _least_block(job: Job, plans: Sequence[IterationPlan], most: int) -> int | None:
+    """The fewest layers of a model chunk whose recomputation lets all these steps fit; None where not even all do."""
+    low, high = 1, most
+    if not _all_fit(with_recompute(job, "full", most), plans):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if _all_fit(with_recompute(job, "full", middle), plans):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _all_fit(job: Job, plans: Sequence[IterationPlan]) -> bool:
+    gpu, layout = job.gpu, job.model.layout
+    for plan, groups in zip(plans, job.orders(plans), strict=True):
+        columns = list(zip(*plan.micro_batches, strict=True))
+        rank = max(range(len(columns)), key=lambda at: sum(m.tokens for m in columns[at]))
+        loads = loads_of(columns[rank], job.alignment, layout.cp)
+        stages = stage_orders(layout.pp, len(loads), layout.chunks, groups[rank])
+        if any(
+            floor_peak(order, loads, gpu.stage(stage)) > gpu.available(stage)
+            for stage, order in enumerate(stages)
+        ):
+            return False
+    return True

@@ -1,0 +1,202 @@
+"""Finds the settings that train most tokens a second: few iterations of many settings, then more of the best."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from wlb_megatron.analyze.candidates import (
+    Candidate,
+    as_given,
+    changes,
+    chunk_choices,
+    layouts,
+    micro_batch_counts,
+    schedules,
+    with_recompute,
+)
+from wlb_megatron.analyze.measure import JobLayout, waiting
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.documents.blocks import Lengths
+from wlb_megatron.errors import WlbError
+from wlb_megatron.simulator.iteration import Simulated
+from wlb_megatron.simulator.job import Job, Run
+
+SHOWN = 5
+QUICK, LONGER = (4, 2), (16, 6)
+"""Iterations and warm-up of a first look, and of the best."""
+
+FINALISTS = 6
+LAYOUTS_KEPT = 3
+"""Layouts whose schedules are searched."""
+
+SAMPLE = 1 << 16
+"""Documents of each corpus that a first look draws from: a large index is not hashed for each setting."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A candidate, simulated. flags: how it differs from the job as given. memory: bytes of the fullest GPU. why: the
+    difference in one line."""
+
+    candidate: Candidate
+    flags: str
+    tokens_per_second: float
+    slowest: float
+    memory: int
+    waits: dict[str, float]
+    compute: float
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Searched:
+    """given: the job as given, None where it does not fit. best: best first. tried: settings looked at."""
+
+    given: Found | None
+    best: tuple[Found, ...]
+    tried: int
+
+
+def search(
+    lengths: Lengths, config: WlbConfig, job: Job, kind: str, tick: Callable[[str], None] = lambda _: None
+) -> Searched:
+    """kind: "schedule" or "layout". tick: called after each simulated setting."""
+    given = as_given(job, config)
+    few = _drawn(lengths)
+    starts, tried = [given], 0
+    pool = _pool() if kind == "layout" else None
+    with pool or nullcontext():
+
+        def simulated(candidates: Iterable[Candidate], looks: tuple[int, int]) -> list[Found]:
+            nonlocal tried
+            chosen = list(candidates)
+            tried += len(chosen)
+            quick = looks == QUICK or kind == "layout"
+            jobs = [(few if quick else lengths, _limited(one, looks, quick), given) for one in chosen]
+            results = map(_found, jobs) if pool is None else pool.map(_found, jobs)
+            found = []
+            for result, one in zip(results, chosen, strict=True):
+                tick("searching")
+                if result is not None:
+                    found.append(replace(result, candidate=one))
+            return sorted(found, key=lambda one: -one.tokens_per_second)
+
+        if kind == "layout":
+            first = simulated([one for layout in layouts(given) for one in _likely(layout)], QUICK)
+            kept = list(dict.fromkeys(one.candidate.job.model.layout for one in first))[:LAYOUTS_KEPT]
+            starts += [
+                next(one.candidate for one in first if one.candidate.job.model.layout == layout)
+                for layout in kept
+            ]
+        looked = simulated([other for start in starts for other in (start, *schedules(start))], QUICK)
+        more = [other for one in looked[: FINALISTS // 2] for other in micro_batch_counts(one.candidate)]
+        looked = sorted([*looked, *simulated(more, QUICK)], key=lambda one: -one.tokens_per_second)
+        finalists = _unlike(looked, FINALISTS)
+        final = simulated(finalists, LONGER)
+        own = next(iter(simulated([given], LONGER)), None)
+    best = [one for one in final if own is None or one.tokens_per_second > own.tokens_per_second]
+    return Searched(own, tuple(replace(one, why=_why(own, one)) for one in best[:SHOWN]), tried)
+
+
+def settings_tried(job: Job, config: WlbConfig, kind: str) -> int:
+    """About how many settings a search looks at, for a progress bar."""
+    given = as_given(job, config)
+    starts = [given, *list(layouts(given))[:LAYOUTS_KEPT]] if kind == "layout" else [given]
+    first = 2 * sum(1 for _ in layouts(given)) if kind == "layout" else 0
+    return first + sum(1 + len(schedules(start)) for start in starts) + 3 * (FINALISTS // 2) + FINALISTS + 1
+
+
+def _likely(candidate: Candidate) -> list[Candidate]:
+    """A layout in chunks and whole, with full recomputation, of which each step keeps what fits: a first look then asks
+    for little memory."""
+    job = with_recompute(candidate.job, "full")
+    return [Candidate(job, config) for config in chunk_choices(candidate.config)]
+
+
+def _unlike(found: Sequence[Found], most: int) -> list[Candidate]:
+    """The first of each speed: settings with the same one are the same in effect."""
+    kept = {round(one.tokens_per_second): one.candidate for one in reversed(found)}
+    return [kept[speed] for speed in sorted(kept, reverse=True)[:most]]
+
+
+def _drawn(lengths: Lengths) -> Lengths:
+    if len(lengths) <= SAMPLE:
+        return lengths
+    return np.asarray(lengths[np.sort(np.random.default_rng(0).choice(len(lengths), SAMPLE, replace=False))])
+
+
+def _limited(candidate: Candidate, looks: tuple[int, int], quick: bool) -> Candidate:
+    iterations, warm_up = looks
+    job = candidate.job
+    iterations, warm_up = min(iterations, job.iterations), min(warm_up, job.warm_up)
+    corpora = () if quick else job.corpora
+    return replace(
+        candidate, job=replace(job, quick=quick, corpora=corpora, iterations=iterations, warm_up=warm_up)
+    )
+
+
+def _found(asked: tuple[Lengths, Candidate, Candidate]) -> Found | None:
+    """None where the settings cannot train, or do not fit."""
+    lengths, candidate, given = asked
+    try:
+        run = candidate.job.run(lengths, candidate.config)
+        memory = candidate.job.fullest(run)
+    except WlbError:
+        return None
+    if memory is None or memory > candidate.job.gpu.room:
+        return None
+    timed = run.timed
+    shares = waiting(timed, JobLayout.of(candidate.job))
+    return Found(
+        candidate,
+        changes(given, candidate),
+        1e9 / timed.ns_per_token,
+        float(timed.steps.max() / 1e6),
+        memory,
+        shares,
+        _compute(run, timed),
+    )
+
+
+def _compute(run: Run, timed: Simulated) -> float:
+    """GPU nanoseconds of computing for each token."""
+    return float(timed.busy.sum() / timed.tokens.sum())
+
+
+PARTS = {
+    "compute": "recomputation and kernels",
+    "fill": "filling and draining",
+    "micro_batches": "unlike micro-batches, stages, hosts",
+    "cp_ranks": "context-parallel ranks",
+    "dp_ranks": "data-parallel ranks",
+    "after": "gradients and optimizer",
+}
+
+
+def _why(given: Found | None, found: Found) -> str:
+    """What changed most, in percent of the given job's time for a token."""
+    if given is None:
+        return "the job as given does not fit"
+
+    def parts(one: Found) -> dict[str, float]:
+        return {"compute": one.compute, **{name: one.compute * share for name, share in one.waits.items()}}
+
+    before, after = parts(given), parts(found)
+    whole = sum(before.values())
+    shares = {name: 100 * (after[name] - before[name]) / whole for name in PARTS}
+    largest = sorted(shares.items(), key=lambda item: -abs(item[1]))[:3]
+    return "; ".join(f"{PARTS[name]} {share:+.0f} %" for name, share in largest if abs(share) >= 0.5)
+
+
+def _pool() -> ProcessPoolExecutor:
+    context = multiprocessing.get_context(
+        "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+    )
+    return ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=context)
