@@ -139,7 +139,7 @@ OF_LAUNCH_COMMANDS = {
     ),
     *("use-distributed-optimizer", "overlap-grad-reduce", "untie-embeddings-and-output-weights"),
     *("train-iters", "train-samples", "multi-latent-attention", "q-lora-rank", "kv-lora-rank", "qk-head-dim"),
-    *("qk-pos-emb-head-dim", "v-head-dim", "moe-shared-expert-intermediate-size"),
+    *("qk-pos-emb-head-dim", "v-head-dim", "moe-shared-expert-intermediate-size", "expert-imbalance"),
 }
 """See test_launch_command.py."""
 

@@ -22,7 +22,7 @@ from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.iteration import simulate
-from wlb_megatron.simulator.job import DEFAULT_GIB, Job, Run
+from wlb_megatron.simulator.job import Job, Run
 from wlb_megatron.simulator.reproduction.schemes import perfectly_balanced
 
 NOISE = 0.01
@@ -61,6 +61,7 @@ class Analysis:
     * balanced: the same of a perfectly balanced plan of the documents as set.
     * assumed: no model was given, so the figures are a known one's.
     * equal_weights: whether a token weighs the same in every step of the settings, see token_weights.py.
+    * fullest: bytes of the fullest GPU as set; None: not estimated.
     * weights_problem: a line if the weights alone do not fit a GPU. Nothing is then recommended.
     * runs: of before and after. recomputed: their speeds by kind of recomputation.
     * searched: other settings of the schedule or the layout.
@@ -79,7 +80,8 @@ class Analysis:
     gains: tuple[Gain, ...]
     unmasked: float
     balanced: float
-    memory: Fits | None
+    memory: Fits
+    fullest: int | None
     weights_problem: str | None
     runs: tuple[Run, Run]
     assumed: bool = False
@@ -170,7 +172,7 @@ def analyze(
         return measure(run.plans, run.shards, run.timed, *settings)
 
     packer = after.planner.packer
-    memory = job.memory(DEFAULT_GIB if job.gib is None else job.gib)
+    memory = job.gpu
     chunked, weights = isinstance(packer, ChunkPacker), job.weights_problem()
     return Analysis(
         lengths=lengths,
@@ -186,7 +188,8 @@ def analyze(
         gains=_gains(config, job, runs, before) if split else (),
         unmasked=_unmasked(job),
         balanced=perfectly_balanced(after.plans[job.warm_up :], job.model).ns_per_token,
-        memory=None if memory is None else fits(memory, in_chunks=chunked),
+        memory=fits(memory, in_chunks=chunked),
+        fullest=job.fullest(after),
         weights_problem=weights,
         runs=(before, after),
         recomputed=(None, None) if weights else (by_recomputation(job, before), by_recomputation(job, after)),

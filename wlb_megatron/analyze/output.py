@@ -30,6 +30,8 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "quadratic_at": analysis.job.cost(analysis.config).quadratic_at,
         "max_tokens": analysis.capacity,
         "thresholds": analysis.thresholds,
+        "epoch": _epoch(analysis),
+        "memory_gib": analysis.fullest and analysis.fullest / GIB,
         "said": list(analysis.messages),
         "results": {
             key: {"packing": name, **figures(measured, equal_weights=equal)}
@@ -47,7 +49,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "profile": None if job.profile is None else job.profile.describe(),
         "assumptions": asdict(job.model.assumptions),
         "gains": [_gain(gain) for gain in analysis.gains],
-        "fits": None if analysis.memory is None else analysis.memory._asdict(),
+        "fits": analysis.memory._asdict(),
         "weights_problem": analysis.weights_problem and renamed(analysis.weights_problem),
         "recommended": best and _gain(best),
         "flags": best and flags_of(best.config),
@@ -77,6 +79,16 @@ def _search(searched: Searched) -> dict[str, Any]:
         "given": None if given is None else row(given),
         "best": [row(found) for found in searched.best],
     }
+
+
+def _epoch(analysis: Analysis) -> dict[str, Any]:
+    """Steps and tokens of an epoch, and how long the run takes in arrival order and as set (days)."""
+    job = analysis.job
+    windows = job.micro_batches * job.model.layout.dp
+    tokens = int(analysis.lengths.sum())
+    steps = job.length.steps(windows)
+    days = [steps and steps * float(m.steps.mean()) / 86_400_000 for m in (analysis.before, analysis.after)]
+    return {"tokens": tokens, "steps": tokens / (windows * job.window), "run_steps": steps, "run_days": days}
 
 
 def _gain(gain: Gain) -> dict[str, Any]:
@@ -229,8 +241,36 @@ def _job_lines(analysis: Analysis, report: dict[str, Any]) -> list[str]:
         f"times of {analysis.job.profile.describe()}; what it has not measured is assumed"
         if analysis.job.profile
         else f"kernel times of {analysis.job.model.measured.device}; rates and network are assumed (--help)",
+        *_run_lines(report["epoch"]),
         *map(renamed, analysis.messages),
+        *_memory_lines(analysis),
     ]
+
+
+def _run_lines(epoch: dict[str, Any]) -> list[str]:
+    line = f"an epoch takes {epoch['steps']:,.1f} steps"
+    if epoch["run_steps"]:
+        before, after = epoch["run_days"]
+        line += (
+            f"; {epoch['run_steps']:,} steps take {before:,.2f} days in arrival order, {after:,.2f} as set"
+        )
+    return [line]
+
+
+def _memory_lines(analysis: Analysis) -> list[str]:
+    """What the fullest GPU holds, or why that is not known."""
+    if analysis.fullest is None:
+        return ["memory is not estimated, because groups of --cp-mode dynamic are planned by time alone"]
+    experts = analysis.job.experts
+    lines = []
+    if experts is not None:
+        lines.append(
+            f"memory assumes that the fullest rank's experts get {experts.imbalance / 100:g} times the mean of tokens "
+            "(--expert-imbalance)"
+        )
+    run = analysis.runs[1]
+    how = "steps keep the layers that fit" if run.kept is not None else "with the longest micro-batches"
+    return [*lines, f"as set, the fullest GPU holds {analysis.fullest / GIB:.1f} GiB at most ({how})"]
 
 
 def _verdict(analysis: Analysis) -> list[str]:
@@ -280,7 +320,7 @@ def _ending(analysis: Analysis) -> list[str]:
     if analysis.weights_problem is not None:
         return ["flags: none recommended, because the weights do not fit (see above)"]
     memory, window = analysis.memory, analysis.layout.window
-    if memory is not None:
+    if analysis.fullest is not None:
         how = "documents in chunks" if memory.in_chunks else "whole documents"
         most = f"micro-batches up to {memory.micro_batch:,} tokens, windows up to {memory.window:,} ({how})"
         if memory.window < window or not memory.micro_batch:

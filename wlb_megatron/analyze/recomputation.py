@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from wlb_megatron.analyze.candidates import with_recompute
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.recompute.kept_layers import KeptLayers, floor_peak
-from wlb_megatron.recompute.step_layers import loads_of, recomputed_array, stage_orders
+from wlb_megatron.recompute.step_layers import joined_loads, loads_of, recomputed_array, stage_orders
 from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.simulator.job import DEFAULT_GIB, Job, Run
 
@@ -35,8 +35,9 @@ def by_recomputation(job: Job, run: Run) -> Recomputed | None:
     job = with_recompute(replace(job, gib=job.gib or DEFAULT_GIB, quick=True), "full")
     plans, shards = run.plans[job.warm_up :][:LOOKED], run.shards[:LOOKED]
     orders = job.orders(plans)
-    kept = job.kept_layers(plans, replace(run.config, recompute="auto"))
+    kept = run.kept or job.kept_layers(plans, replace(run.config, recompute="auto"))
     assert kept is not None
+    kept = kept[:LOOKED]
 
     def speed(like: Job, planned: Sequence[Sequence[Sequence[KeptLayers]]] | None = None) -> float:
         again = None if planned is None else [recomputed_array(step) for step in planned]
@@ -75,7 +76,8 @@ def _all_fit(job: Job, plans: Sequence[IterationPlan]) -> bool:
     for plan, groups in zip(plans, job.orders(plans), strict=True):
         columns = list(zip(*plan.micro_batches, strict=True))
         rank = max(range(len(columns)), key=lambda at: sum(m.tokens for m in columns[at]))
-        loads = loads_of(columns[rank], job.alignment, layout.cp)
+        ranks = columns if job.trainer.in_step else columns[rank : rank + 1]
+        loads = joined_loads([loads_of(column, job.alignment, layout.cp) for column in ranks])
         stages = stage_orders(layout.pp, len(loads), layout.chunks, groups[rank])
         if any(
             floor_peak(order, loads, gpu.stage(stage)) > gpu.available(stage)

@@ -44,6 +44,20 @@ DEFAULT_GIB = 80.0
 """GPU memory for which `analyze` says what fits, if no flag gives one."""
 
 
+@dataclass(frozen=True)
+class RunLength:
+    """How long a run trains, by Megatron's flags. iterations: --train-iters. samples: windows, --train-samples."""
+
+    iterations: int | None = None
+    samples: int | None = None
+
+    def steps(self, windows: int) -> int | None:
+        """Steps of the run; windows: of a step. None where no flag says it."""
+        if self.iterations is None and self.samples is not None:
+            return -(-self.samples // windows)
+        return self.iterations
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A job that the commands plan and simulate.
@@ -56,6 +70,7 @@ class Job:
     * gib: memory of a GPU, by which Lmax is set; None: Lmax ignores memory. margin: share of it that is left free.
     * messages: lines to show the user.
     * corpora: of a blend, in the order and by the weights of training; (): one corpus, of the lengths alone.
+    * length: of the run.
     * quick: plan without learning from a sample of the documents, and one data-parallel rank's kept layers for all.
     """
 
@@ -73,6 +88,7 @@ class Job:
     messages: tuple[str, ...] = ()
     corpora: tuple[Corpus, ...] = ()
     choices: MemoryChoices = field(default_factory=MemoryChoices)
+    length: RunLength = field(default_factory=RunLength)
     quick: bool = False
 
     @property
@@ -157,7 +173,7 @@ class Job:
         return [*self.trainer.chunks_refused(), *no_memory_for_chunks(self.with_lmax(config), memory)]
 
     def memory(self, gib: float) -> GpuMemory | None:
-        """None with experts: the tokens per expert, which decide what activations take, are not known ahead."""
+        """By which plans are made. None with experts, as in training: how many tokens they get is assumed (`gpu`)."""
         return None if self.trainer.experts else self._gpu(gib)
 
     @property
@@ -167,14 +183,14 @@ class Job:
 
     def fullest(self, run: Run) -> int | None:
         """Bytes of the fullest GPU: what the steps of a run hold where they keep what fits, else what the longest
-        micro-batches may need. None where it is not estimated."""
-        memory = self.memory(self.gib or DEFAULT_GIB)
+        micro-batches may need. None with dynamic groups, for which it is not estimated."""
+        if run.config.cp_mode == "dynamic":
+            return None
+        memory = self.gpu
         if run.kept is not None:
             gpu = self._gpu(self.gib or DEFAULT_GIB, run.config)
             stages = [(stage, kept) for step in run.kept for rank in step for stage, kept in enumerate(rank)]
             return max(gpu.weights(stage) + kept.peak for stage, kept in stages)
-        if memory is None:
-            return None
         packer = run.planner.packer
         chunked, whole = memory.needed(replace(run.config, max_tokens=packer.max_tokens), self.window)
         return chunked if isinstance(packer, ChunkPacker) else max(whole, chunked * (not whole))

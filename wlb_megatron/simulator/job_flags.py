@@ -12,7 +12,7 @@ from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.settings_flags import add_pipeline
 from wlb_megatron.simulator.calibration import profiled_shape
 from wlb_megatron.simulator.divisible import check_divisible
-from wlb_megatron.simulator.job import Job
+from wlb_megatron.simulator.job import Job, RunLength
 from wlb_megatron.simulator.known_models import PRESETS
 from wlb_megatron.simulator.memory import MemoryChoices
 from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes
@@ -187,6 +187,11 @@ def _add_trainer(parser: argparse.ArgumentParser) -> None:
         help="loss that balances the experts (default: aux_loss)",
     )
     add(
+        "--expert-imbalance",
+        type=real(1, 1e6),
+        help="tokens of the fullest rank's experts over the mean, for memory (factor; default: 1.5)",
+    )
+    add(
         "--expert-model-parallel-size",
         type=whole(1, RANKS),
         help="ranks that the experts are spread over (default: 1)",
@@ -269,6 +274,7 @@ _EXPERTS = (
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
     "moe_router_load_balancing_type",
+    "expert_imbalance",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
@@ -357,6 +363,7 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
         experts=_experts(dense, args),
         gib=args.gpu_memory,
         margin=args.memory_margin,
+        length=RunLength(args.train_iters, args.train_samples),
         messages=messages,
         corpora=args.corpora,
         choices=_memory_choices(args) if args.launched else MemoryChoices(),
@@ -471,7 +478,14 @@ def _experts(dense: ModelShape, args: argparse.Namespace) -> Experts | None:
         return None
     ffn = args.moe_ffn_hidden_size or dense.ffn
     parallel, tensor = args.expert_model_parallel_size or 1, args.expert_tensor_parallel_size or args.tp
-    return Experts(args.num_experts, ffn, parallel, tensor, args.moe_router_topk or 2)
+    return Experts(
+        args.num_experts,
+        ffn,
+        parallel,
+        tensor,
+        args.moe_router_topk or 2,
+        round(100 * (args.expert_imbalance or 1.5)),
+    )
 
 
 def activated(shape: ModelShape, args: argparse.Namespace) -> ModelShape:

@@ -48,6 +48,8 @@ def gpu_memory(
         tied=choices.tied,
         dropout=choices.dropout,
         losses=1 + trainer.mtp,
+        experts=experts,
+        projections=shape.projections,
     )
     layout = ParallelLayout(
         tensor=sizes.tp,

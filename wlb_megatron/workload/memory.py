@@ -21,6 +21,20 @@ LEAST, MOST = (5, 4), 4
 GIB = 1 << 30
 
 
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Experts of every layer. ffn: width of one, which replaces StageShape.ffn. parallel, tensor:
+    expert_model_parallel_size, expert_tensor_parallel_size. chosen: experts that a token passes (moe_router_topk).
+    imbalance: assumed tokens of the fullest rank's experts over the mean, in percent."""
+
+    count: int
+    ffn: int
+    parallel: int = 1
+    tensor: int = 1
+    chosen: int = 2
+    imbalance: int = 150
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShape:
     """The fullest pipeline stage of a dense GPT, in Megatron's arguments:
@@ -29,8 +43,9 @@ class StageShape:
     (num_layers / pipeline size, rounded up). heads: num_attention_heads. kv_heads: num_query_groups under
     group_query_attention, else heads. head_dim: kv_channels. vocab: padded_vocab_size. gated: swiglu. tied: not
     untie_embeddings_and_output_weights. dropout: hidden_dropout > 0. dtype_bytes: 2 with bf16 or fp16, else 4.
-    losses: of a token, 1 + mtp_num_layers; each has logits.
-    Experts are not described (how many tokens one gets is not known ahead).
+    losses: of a token, 1 + mtp_num_layers; each has logits. experts: of every layer; how many tokens they get is
+    assumed.
+    projections: weights of a layer's attention where heads do not say them (multi-latent attention).
     """
 
     hidden: int
@@ -45,6 +60,8 @@ class StageShape:
     dropout: bool = False
     dtype_bytes: int = 2
     losses: int = 1
+    experts: Experts | None = None
+    projections: int | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -86,20 +103,6 @@ class ParallelLayout:
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"unknown recompute {self.recompute!r}; choose {', '.join(RECOMPUTE)}")
         _check_positive(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """Experts of every layer. ffn: width of one, which replaces StageShape.ffn. parallel, tensor:
-    expert_model_parallel_size, expert_tensor_parallel_size. chosen: experts that a token passes (moe_router_topk).
-    imbalance: assumed tokens of the fullest rank's experts over the mean, in percent."""
-
-    count: int
-    ffn: int
-    parallel: int = 1
-    tensor: int = 1
-    chosen: int = 2
-    imbalance: int = 150
 
 
 def fit_max_tokens(
@@ -192,7 +195,8 @@ def weight_bytes(
     bf16: 2 + 4 + 12 bytes a parameter, the 12 spread over data x context ranks by the distributed optimizer, all 18
     by FSDP. An expert's are spread over the ranks that hold a copy of it.
     """
-    matrices = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
+    experts = experts or shape.experts
+    matrices = shape.projections or 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
     whole = 2 * shape.layers * shape.hidden  # norms
     if experts is None:
         matrices += _ffn_parameters(shape, shape.ffn)
@@ -331,7 +335,7 @@ def layer_bytes(shape: StageShape, layout: ParallelLayout, experts: Experts | No
     output 1h; FFN's first output 4h and second input 4h. In 2 bytes 32h, and 2h of dropout masks: the paper's 34h.
     Each expert that a token passes has its own FFN, and a row of what it takes in and of what it gives back.
     """
-    b, tp = shape.dtype_bytes, layout.tensor
+    b, tp, experts = shape.dtype_bytes, layout.tensor, experts or shape.experts
     spread = spread_elements(shape.hidden, layout) * (4 * b + 2 * shape.dropout)
     heads = -(-shape.heads // tp)
     attention = heads * (2 * shape.head_dim * b + 4)  # q, output; log-sum-exp in fp32
@@ -374,5 +378,5 @@ def is_last(layout: ParallelLayout, stage: int) -> bool:
 def _check_positive(sizes: StageShape | ParallelLayout) -> None:
     for field in fields(sizes):
         value = getattr(sizes, field.name)
-        if not isinstance(value, bool | str) and value < 1:
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise ValueError(f"{field.name} must be at least 1, got {value}")
