@@ -81,7 +81,7 @@ def chunk_choices(config: WlbConfig) -> list[WlbConfig]:
 
 
 def with_layout(job: Job, layout: ParallelSizes, micro_batches: int) -> Job:
-    trainer = replace(job.trainer, stages=layout.pp, virtual=layout.chunks, tensor=layout.tp)
+    trainer = replace(job.trainer, stages=layout.pp, tensor=layout.tp)
     return replace(job, model=replace(job.model, layout=layout), micro_batches=micro_batches, trainer=trainer)
 
 
