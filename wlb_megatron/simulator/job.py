@@ -188,7 +188,7 @@ class Job:
             return None
         memory = self.gpu
         if run.kept is not None:
-            gpu = self.gpu
+            gpu = memory
             stages = [(stage, kept) for step in run.kept for rank in step for stage, kept in enumerate(rank)]
             return max(gpu.weights(stage) + kept.peak for stage, kept in stages)
         packer = run.planner.packer
