@@ -34,6 +34,7 @@ def test_the_list_of_flags_is_frozen() -> None:
         "--wlb-chunks",
         "--wlb-cp-mode",
         "--wlb-document-cost",
+        "--wlb-dry-run",
         "--wlb-fresh-order",
         "--wlb-gpu-memory",
         "--wlb-graph-seconds",
@@ -68,6 +69,7 @@ def test_the_list_of_flags_is_frozen() -> None:
         "--wlb-trace",
         "--wlb-trace-iteration",
         "--wlb-train-epochs",
+        "--wlb-world-size",
     ]
 
 

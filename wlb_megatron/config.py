@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from wlb_megatron.bounds import COUNT, LARGEST, SECONDS, TOKENS
+from wlb_megatron.bounds import COUNT, LARGEST, RANKS, SECONDS, TOKENS
 
 TOKEN_WEIGHTS = ("auto", "step", "equal")
 PACKINGS = ("original", "fixed-greedy", "fixed-solver", "varlen")
@@ -244,5 +244,13 @@ class WlbConfig:
     )
     trace_iteration: int = _setting(
         10, "the iteration to trace, 2 or later (iteration)", type=int, within=(1, LARGEST)
+    )
+    dry_run: bool = _setting(
+        False,
+        "check the flags as for --wlb-world-size GPUs, in one process and without a GPU. Print what is set, "
+        "planned and predicted. Exit with 0, or with 2 and the line of a refusal (default: train)",
+    )
+    world_size: int | None = _setting(
+        None, "GPUs of the job of --wlb-dry-run (count; default: the launcher's)", type=int, within=(1, RANKS)
     )
     off: bool = _setting(False, "leave Megatron unchanged: the launcher only runs the script")

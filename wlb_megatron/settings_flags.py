@@ -14,6 +14,7 @@ from wlb_megatron.errors import WlbError
 
 NOT_HERE = (
     *(
+        "dry_run",
         "fresh_order",
         "graph_seconds",
         "kernels",
@@ -30,6 +31,7 @@ NOT_HERE = (
         "sft_skip_bad_lines",
         "token_weights",
         "train_epochs",
+        "world_size",
     ),
     *("trace", "trace_iteration"),
 )

@@ -20,6 +20,7 @@ from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.job import arrival_order
 from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
+from wlb_megatron.recompute.step_layers import recomputed_array
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.simulator.job import Job, Run
@@ -61,7 +62,7 @@ class Analysis:
     * balanced: the same of a perfectly balanced plan of the documents as set.
     * assumed: no model was given, so the figures are a known one's.
     * equal_weights: whether a token weighs the same in every step of the settings, see token_weights.py.
-    * fullest: bytes of the fullest GPU as set; None: not estimated.
+    * fullest: bytes of the fullest GPU as set, and of its weights and their states; None: not estimated.
     * weights_problem: a line if the weights alone do not fit a GPU. Nothing is then recommended.
     * runs: of before and after. recomputed: their speeds by kind of recomputation.
     * searched: other settings of the schedule or the layout.
@@ -81,7 +82,7 @@ class Analysis:
     unmasked: float
     balanced: float
     memory: Fits
-    fullest: int | None
+    fullest: tuple[int, int] | None
     weights_problem: str | None
     runs: tuple[Run, Run]
     assumed: bool = False
@@ -187,7 +188,7 @@ def analyze(
         messages=after.messages,
         gains=_gains(config, job, runs, before) if split else (),
         unmasked=_unmasked(job),
-        balanced=perfectly_balanced(after.plans[job.warm_up :], job.model).ns_per_token,
+        balanced=_balanced(job, after),
         memory=fits(memory, in_chunks=chunked),
         fullest=job.fullest(after),
         weights_problem=weights,
@@ -244,6 +245,12 @@ def _gains(config: WlbConfig, job: Job, runs: _Runs, before: Run) -> tuple[Gain,
         with suppress(WlbError):
             gains.append(gain(*setting))
     return tuple(gains)
+
+
+def _balanced(job: Job, run: Run) -> float:
+    """Nanoseconds per token of the run's documents, spread evenly."""
+    again = None if run.kept is None else [recomputed_array(step) for step in run.kept]
+    return perfectly_balanced(run.plans[job.warm_up :], job.model, again).ns_per_token
 
 
 def _work_per_token(run: Run) -> float:

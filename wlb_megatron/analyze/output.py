@@ -31,7 +31,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "max_tokens": analysis.capacity,
         "thresholds": analysis.thresholds,
         "epoch": _epoch(analysis),
-        "memory_gib": analysis.fullest and analysis.fullest / GIB,
+        "memory_gib": analysis.fullest and analysis.fullest[0] / GIB,
         "said": list(analysis.messages),
         "results": {
             key: {"packing": name, **figures(measured, equal_weights=equal)}
@@ -265,12 +265,13 @@ def _memory_lines(analysis: Analysis) -> list[str]:
     lines = []
     if experts is not None:
         lines.append(
-            f"memory assumes that the fullest rank's experts get {experts.imbalance / 100:g} times the mean of tokens "
+            f"memory: the fullest rank's experts get {experts.imbalance / 100:g} times the mean of tokens "
             "(--expert-imbalance)"
         )
-    run = analysis.runs[1]
-    how = "steps keep the layers that fit" if run.kept is not None else "with the longest micro-batches"
-    return [*lines, f"as set, the fullest GPU holds {analysis.fullest / GIB:.1f} GiB at most ({how})"]
+    whole, weights = (size / GIB for size in analysis.fullest)
+    kept = "; steps keep what fits" if analysis.runs[1].kept is not None else ""
+    parts = f"{weights:.1f} of weights and optimizer, {whole - weights:.1f} of activations"
+    return [*lines, f"fullest GPU: {whole:.1f} GiB at most ({parts}{kept})"]
 
 
 def _verdict(analysis: Analysis) -> list[str]:

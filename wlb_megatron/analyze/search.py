@@ -147,10 +147,10 @@ def _found(asked: tuple[Lengths, Candidate, Candidate]) -> Found | None:
     lengths, candidate, given = asked
     try:
         run = candidate.job.run(lengths, candidate.config)
-        memory = candidate.job.fullest(run)
+        fullest = candidate.job.fullest(run)
     except WlbError:
         return None
-    if memory is None or memory > candidate.job.gpu.room:
+    if fullest is None or fullest[0] > candidate.job.gpu.room:
         return None
     timed = run.timed
     shares = waiting(timed, JobLayout.of(candidate.job))
@@ -159,7 +159,7 @@ def _found(asked: tuple[Lengths, Candidate, Candidate]) -> Found | None:
         changes(given, candidate),
         1e9 / timed.ns_per_token,
         float(timed.steps.max() / 1e6),
-        memory,
+        fullest[0],
         shares,
         _compute(run, timed),
     )

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,21 +150,36 @@ def _take_over(args: Any) -> None:
     script.replace, script.fp16 = opened.job.given.replace_script_functions, bool(args.fp16)
     script_functions.settle()
     _set_what_plans_need(args, opened.job)
+    if args.wlb_dry_run:
+        raise DryRunPassed(args)
+
+
+class DryRunPassed(Exception):
+    """Megatron and the plugin take the flags of a --wlb-dry-run. args: as they are set."""
+
+
+ASSUMED_GIB = 80.0
+"""A GPU's memory in a dry run, if no flag gives it."""
 
 
 def _open(args: Any, full_validation: bool) -> Opened:
     """Refuse what is not handled, and open the corpus."""
-    versions.check_transformer_engine(args.transformer_impl)
+    dry = args.wlb_dry_run  # on any machine: what only GPUs can tell is left out
+    if not dry:
+        versions.check_transformer_engine(args.transformer_impl)
     try:
         from_flags = config_from_args(args)
+        if dry and from_flags.gpu_memory is None:
+            from_flags = replace(from_flags, gpu_memory=ASSUMED_GIB)
         refuse_unsupported(args, from_flags)
         job = TrainingJob.of(args, from_flags, full_validation=full_validation)
         config = complete(job)
         refuse_other_form(job.model.depths)
         _refuse_misfits(job, config)
         check_outputs(config)
-        try_transformer_engine(job)
-        kernels_of(job)
+        if not dry:
+            try_transformer_engine(job)
+            kernels_of(job)
         job, config = with_targets(job, config, _say)
         config = fit_to_memory(job, config)
         return Opened(job, open_sources(job, config), args.save)

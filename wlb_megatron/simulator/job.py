@@ -181,19 +181,23 @@ class Job:
         """A GPU's memory, of the size given or assumed."""
         return self._gpu(self.gib or DEFAULT_GIB)
 
-    def fullest(self, run: Run) -> int | None:
-        """Bytes of the fullest GPU: what the steps of a run hold where they keep what fits, else what the longest
-        micro-batches may need. None with dynamic groups, for which it is not estimated."""
+    def fullest(self, run: Run) -> tuple[int, int] | None:
+        """Bytes of the fullest GPU, and of its weights, gradients and optimizer state.
+
+        What the steps of a run hold where they keep what fits, else what the longest micro-batches may need. None with
+        dynamic groups, for which it is not estimated.
+        """
         if run.config.cp_mode == "dynamic":
             return None
         memory = self.gpu
         if run.kept is not None:
             gpu = memory
             stages = [(stage, kept) for step in run.kept for rank in step for stage, kept in enumerate(rank)]
-            return max(gpu.weights(stage) + kept.peak for stage, kept in stages)
+            return max((gpu.weights(stage) + kept.peak, gpu.weights(stage)) for stage, kept in stages)
         packer = run.planner.packer
         chunked, whole = memory.needed(replace(run.config, max_tokens=packer.max_tokens), self.window)
-        return chunked if isinstance(packer, ChunkPacker) else max(whole, chunked * (not whole))
+        weights = max(memory.weights(stage) for stage in range(self.model.layout.pp))
+        return (chunked if isinstance(packer, ChunkPacker) else max(whole, chunked * (not whole))), weights
 
     def weights_problem(self) -> str | None:
         """A line with the figure and the cure, if weights, gradients and optimizer state alone do not fit a GPU."""

@@ -26,7 +26,7 @@ from wlb_megatron.sharding.cut import cut_plans
 from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard_all
-from wlb_megatron.simulator.iteration import Shards, Simulated, by_count, run_steps
+from wlb_megatron.simulator.iteration import Recomputed, Shards, Simulated, by_count, run_steps
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.reproduction.paper import Setting
 from wlb_megatron.workload.cost_model import CostModel
@@ -138,11 +138,14 @@ def _faster(first: list[ShardPlan], second: list[ShardPlan], model: LayerModel) 
     return [a if x <= y else b for a, b, x, y in zip(first, second, *times, strict=True)]
 
 
-def perfectly_balanced(plans: Sequence[IterationPlan], model: LayerModel) -> Simulated:
+def perfectly_balanced(
+    plans: Sequence[IterationPlan], model: LayerModel, recomputed: Recomputed | None = None
+) -> Simulated:
     """A bound: the documents of these plans, with their work spread evenly over all micro-batches and context ranks.
 
     Each iteration keeps its documents and its number of micro-batches. Each document takes the rate of a whole one on
-    one rank, with one kernel call per direction and no exchange of keys.
+    one rank, with one kernel call per direction and no exchange of keys. recomputed: layers of each micro-batch, see
+    simulate.
     """
     layout = model.layout
     grids = [[one for row in plan.micro_batches for one in row] for plan in plans]
@@ -167,6 +170,7 @@ def perfectly_balanced(plans: Sequence[IterationPlan], model: LayerModel) -> Sim
         shape = len(chosen), len(plans[chosen[0]].micro_batches), layout.dp
         each = np.broadcast_to(whole[chosen, None, None, None], (*shape, layout.cp))
         held = np.broadcast_to(tokens[chosen, None, None], shape)
-        return run_steps(held, model.attention_ways(each), model, blocking=True)
+        again = None if recomputed is None else np.stack([recomputed[at] for at in chosen])
+        return run_steps(held, model.attention_ways(each), model, blocking=True, recomputed=again)
 
     return by_count([len(plan.micro_batches) for plan in plans], several)
