@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
+from wlb_megatron.errors import fatal
 from wlb_megatron.plugin.launch import main
 
 
@@ -17,7 +18,7 @@ def dry_run(arguments: Sequence[str], run: Callable[[], None]) -> int:
     """
     world = _world_size(arguments)
     if world is None:
-        print("wlb_megatron: --wlb-dry-run needs --wlb-world-size, the GPUs of the job", file=sys.stderr)
+        print(fatal("--wlb-dry-run needs --wlb-world-size, the GPUs of the job"), file=sys.stderr)
         return 2
     if int(os.environ.get("RANK", "0")) > 0:
         return 0  # rank 0 speaks for all
@@ -33,7 +34,7 @@ def dry_run(arguments: Sequence[str], run: Callable[[], None]) -> int:
     except Refused as refused:
         print(refused, file=sys.stderr)
         return 2
-    print("wlb_megatron: the script ended before Megatron had checked its flags", file=sys.stderr)
+    print(fatal("the script ended before Megatron had checked its flags"), file=sys.stderr)
     return 2
 
 
