@@ -592,3 +592,31 @@ def test_bad_input_is_one_line_and_exit_code_2(
     code, out, err = call(capsys, *command, *change.split())
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
+
+
+def test_a_choice_of_chunks_that_is_not_the_fastest_names_the_trade(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever is chosen: if the other is faster by token in the same simulation, a line says so, and its price."""
+    from wlb_megatron.packing.chunks import choose_chunks
+
+    np.save(tmp_path / "lengths.npy", 256 * some_lengths(600))
+    job = f"analyze --no-split --lengths {tmp_path / 'lengths.npy'} --window 16384 --micro-batches 4"
+    job += " --cp 2 --pp 4 --dp 2 --iterations 6 --warm-up 4 --model 550M --json -"
+    reports = {}
+    for pays, chunks in ((9.0, "on"), (0.0, "off")):  # always in chunks, always whole
+        monkeypatch.setattr(choose_chunks, "PAYS", pays)
+        for flags in ("", f" --chunks {chunks}"):
+            code, out, err = call(capsys, *f"{job}{flags}".split())
+            assert code == 0, err
+            reports[chunks, bool(flags)] = json.loads(out)
+    speeds = {chunks: reports[chunks, True]["predicted_speedup"] for chunks in ("on", "off")}
+    slower, faster = sorted(speeds, key=lambda chunks: speeds[chunks])
+    assert speeds[faster] > 1.01 * speeds[slower]
+    assert reports[faster, False]["trade"] is None and reports[slower, True]["trade"] is None
+    trade = reports[slower, False]["trade"]
+    assert trade["flag"] == f"--wlb-chunks {faster}"
+    assert trade["other"][0] == pytest.approx(speeds[faster]) and trade["chosen"][0] == pytest.approx(
+        speeds[slower]
+    )
+    assert trade["other"][1] == pytest.approx(reports[faster, True]["results"]["after"]["step_ms"]["max"])

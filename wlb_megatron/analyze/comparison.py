@@ -52,11 +52,22 @@ class Gain:
 
 
 @dataclass(frozen=True)
+class Trade:
+    """The choice between documents in chunks and whole, where whole steps are not alike: of each, the speed-up by
+    token, the slowest step (ms), and the tokens of the fullest step over the mean."""
+
+    chosen: tuple[float, float, float]
+    other: tuple[float, float, float]
+    flag: str
+
+
+@dataclass(frozen=True)
 class Analysis:
     """Before (arrival order, per-sequence sharding) and after (the given settings), with the settings that were
     derived.
 
     * gains: of the parts, each with all before it, and of other settings.
+    * trade: what the other choice of chunks would bring, where `auto` did not take the faster one by token.
     * unmasked: nanoseconds per token of windows whose documents attend to each other, as Megatron trains without
       document masks.
     * balanced: the same of a perfectly balanced plan of the documents as set.
@@ -79,6 +90,7 @@ class Analysis:
     after: Measured
     messages: tuple[str, ...]
     gains: tuple[Gain, ...]
+    trade: Trade | None
     unmasked: float
     balanced: float
     memory: Fits
@@ -187,6 +199,7 @@ def analyze(
         after=measured(after),
         messages=after.messages,
         gains=_gains(config, job, runs, before) if split else (),
+        trade=_trade(config, job, runs, before, after),
         unmasked=_unmasked(job),
         balanced=_balanced(job, after),
         memory=fits(memory, in_chunks=chunked),
@@ -199,7 +212,7 @@ def analyze(
 
 def planned(config: WlbConfig, job: Job) -> int:
     """Settings that `analyze` plans: for a progress bar."""
-    return 2 + len(parts(config, job)) + len(others(config))
+    return 3 + len(parts(config, job)) + len(others(config))
 
 
 class _Runs:
@@ -245,6 +258,29 @@ def _gains(config: WlbConfig, job: Job, runs: _Runs, before: Run) -> tuple[Gain,
         with suppress(WlbError):
             gains.append(gain(*setting))
     return tuple(gains)
+
+
+def _trade(config: WlbConfig, job: Job, runs: _Runs, before: Run, after: Run) -> Trade | None:
+    """None where `auto` had no choice, or took the faster one."""
+    fixed = config.chunks == "auto" and config.packing == "varlen" and config.cp_mode == "fixed"
+    chunked = isinstance(after.planner.packer, ChunkPacker)
+    if not fixed or job.model.layout.pp == 1 or (not chunked and (config.max_delay or job.no_chunks(config))):
+        return None
+    other = replace(
+        config, chunks="off" if chunked else "on", overlong=config.overlong.replace("chunk", "split")
+    )
+    try:
+        run = runs.of(other)
+    except WlbError:
+        return None
+
+    def figures(run: Run) -> tuple[float, float, float]:
+        timed = run.timed
+        speed = before.timed.ns_per_token / timed.ns_per_token
+        return speed, float(timed.steps.max()) / 1e6, float(timed.tokens.max() / timed.tokens.mean())
+
+    taken, left = figures(after), figures(run)
+    return Trade(taken, left, f"--wlb-chunks {other.chunks}") if left[0] > taken[0] * (1 + NOISE) else None
 
 
 def _balanced(job: Job, run: Run) -> float:

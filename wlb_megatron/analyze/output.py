@@ -6,7 +6,7 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
-from wlb_megatron.analyze.comparison import NOISE, Analysis, Gain
+from wlb_megatron.analyze.comparison import NOISE, STEADY, Analysis, Gain, Trade
 from wlb_megatron.analyze.measure import Measured, spread
 from wlb_megatron.analyze.recomputation import Recomputed
 from wlb_megatron.analyze.search import Found, Searched
@@ -48,6 +48,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "kernel_table": job.model.measured.device,
         "profile": None if job.profile is None else job.profile.describe(),
         "assumptions": asdict(job.model.assumptions),
+        "trade": analysis.trade and asdict(analysis.trade),
         "gains": [_gain(gain) for gain in analysis.gains],
         "fits": analysis.memory._asdict(),
         "weights_problem": analysis.weights_problem and renamed(analysis.weights_problem),
@@ -287,6 +288,7 @@ def _verdict(analysis: Analysis) -> list[str]:
         f"of a perfectly balanced plan of the same documents: {analysis.bound:.3f} by token",
         f"over Megatron without a document mask, which attends over whole windows: {over:.3f} by token",
     ]
+    lines += _trade_lines(analysis.trade)
     best = analysis.best
     if best.config is analysis.config or analysis.weights_problem is not None:
         return lines
@@ -300,6 +302,18 @@ def _verdict(analysis: Analysis) -> list[str]:
     return [*lines, f"better: {best.name}{above}: {_gains_of(best)}"]
 
 
+def _trade_lines(trade: Trade | None) -> list[str]:
+    """Why the choice of chunks is not the faster one by token."""
+    if trade is None:
+        return []
+    (speed, slowest, spread_), (other, other_slowest, other_spread) = trade.chosen, trade.other
+    return [
+        f"{trade.flag} is faster by token: {other:.3f}, not {speed:.3f}. The trade: a slowest step of "
+        f"{other_slowest / 1000:,.1f} s, not {slowest / 1000:,.1f},",
+        f"and {other_spread:.2f} times the mean of tokens in the fullest step, not {spread_:.2f}",
+    ]
+
+
 def _gains_of(gain: Gain) -> str:
     return f"{gain.by_token:.3f} by token, {gain.equal_work:.3f} at equal work"
 
@@ -308,7 +322,12 @@ def _steadier(analysis: Analysis) -> list[str]:
     """What to choose where steps must be alike."""
     best, steadier = analysis.best, analysis.steadier
     if steadier is None:
-        return []
+        none = analysis.gains and best.slowest > STEADY
+        return (
+            [f"steadier: none found; the slowest step is {best.slowest:.2f} x arrival order's"]
+            if none
+            else []
+        )
     slowest = f"slowest step {steadier.slowest:.2f} x, not {best.slowest:.2f} x"
     return [
         f"steadier: {steadier.name}: {_gains_of(steadier)}, {slowest}",
