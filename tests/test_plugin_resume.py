@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from copy import copy
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -18,10 +19,12 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blend import Blend
 from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
+from wlb_megatron.packing.choices import began_otherwise, chosen, saved_choices
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.token_weights import weighs_equally
+from wlb_megatron.pipeline.step_law import StageRoom
 from wlb_megatron.plugin.flags.rank_counts import RankCounts
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.plans import checkpoint, resume
@@ -169,6 +172,26 @@ def test_a_run_in_chunks_keeps_its_weights_on_a_layout_where_documents_wait() ->
     load(argparse.Namespace(wlb_state=state))
     now, (line,) = gone_on(source(), megatron(TRAINED))
     assert line.startswith("--wlb-token-weights stays step") and now.config.token_weights == "step"
+
+
+def test_a_run_goes_on_in_chunks_or_whole_and_by_the_law_it_began_with_until_a_flag_says_otherwise() -> None:
+    """Of commit 9513cca, whose law knew no memory. This run would take the other kind, by a law that does."""
+    chunks, whole = (MAKERS[name]().planner.packer for name in ("documents in chunks", "documents wait"))
+    rooms = (StageRoom(1 << 30, 1, 9),) * 2
+    for name, now in (("documents in chunks", whole), ("documents wait", chunks)):
+        saved = saved_choices(json.loads(saved_states("9513cca")[name]["state"]))
+        assert saved["chunks"] == (name == "documents in chunks") and not saved["keeps_layers"]
+        config = began_otherwise(WlbConfig(), now, saved)
+        assert config is not None and config.chunks == ("on" if saved["chunks"] else "off")
+        assert began_otherwise(WlbConfig(chunks="on"), now, saved) is None
+        same = whole if now is chunks else chunks
+        assert began_otherwise(WlbConfig(), same, saved) is None
+        packer = copy(same)
+        packer.law = replace(same.law, rooms=rooms)
+        assert (
+            began_otherwise(WlbConfig(), packer, saved) == WlbConfig()
+        )  # the packer is made anew, without rooms
+        assert chosen(WlbConfig(), packer)["keeps_layers"]
 
 
 def test_a_state_of_another_iteration_than_the_checkpoint_is_refused() -> None:
