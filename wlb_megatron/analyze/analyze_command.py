@@ -61,11 +61,11 @@ def run_analyze(args: argparse.Namespace, lengths: Lengths, config: WlbConfig) -
     config = replace(config, token_weights=args.token_weights)
     job = read_job(args, lengths)
     model_known = args.model is not None or args.hidden_size is not None or job.profile is not None
-    settings = 3 if args.no_split else planned(config, job)
+    settings = 2 if args.no_split else planned(config, job)
     with progress(settings * (job.warm_up + job.iterations)) as tick:
         analysis = analyze(lengths, config, job, lambda: tick("planning"), split=not args.no_split)
     if args.search != "none" and analysis.weights_problem is None and config.cp_mode == "fixed":
-        with progress(settings_tried(job, config, args.search)) as tick:
+        with progress(settings_tried(job, config, args.search), lines=args.search == "layout") as tick:
             analysis = replace(analysis, searched=search(lengths, config, job, args.search, tick))
     if args.trace is not None:
         _write_trace(Path(args.trace), analysis.runs[1], job)
