@@ -345,7 +345,7 @@ def test_epochs_end_the_run_and_a_resumed_run_is_the_same_to_the_last_bit(
     other = launch(
         [*run, *save, "--load", str(tmp_path / "saved"), "--sft-tokenizer-prompt-format", "default"], 2
     )
-    assert other.returncode != 0 and "digest of targets was" in other.stderr, other.stderr[-6000:]
+    assert other.returncode != 0 and "digest of targets was" in other.stderr
     for rank, again in zip(whole, resumed, strict=True):
         count = len(again["losses"])
         assert 0 < count < len(rank["losses"]) and again["losses"] == rank["losses"][-count:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -163,7 +164,13 @@ class Blend:
         Corpora that have weight 0, or no token in this part, are left out; the list may be empty.
         """
         lengths = [reader.index.lengths for reader in self.readers]
-        return part_corpora(self.paths, lengths, self.weights, split, part)
+        chosen = part_corpora(self.paths, lengths, self.weights, split, part)
+        digests = {
+            path: reader.digest()
+            for path, reader in zip(self.paths, self.readers, strict=True)
+            if isinstance(reader, MaskedCorpus)
+        }
+        return [replace(corpus, targets=digests.get(corpus.name, "")) for corpus in chosen]
 
 
 def part_corpora(
