@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sft_data import EOS, MARKED, TEMPLATE, VOCABULARY, build_tokenizer, conversations, write_jsonl
 
+from wlb_megatron.cli import main
 from wlb_megatron.documents.indexed import IndexedCorpus
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.sft.shared_build import Patience, build_shared
@@ -382,3 +383,24 @@ def test_random_files_with_faults_are_either_refused_by_line_or_trained(
             assert [
                 int(line.split(":")[1]) for line in str(raised.value).splitlines()[1:] if ":" in line
             ] == wrong
+
+
+def test_sft_index_takes_a_job_s_flags_in_their_own_names(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table of docs/sft.md pasted; a tokenizer that is not there is named with its flag."""
+    pytest.importorskip("transformers")
+    jsonl = tmp_path / "conversations.jsonl"
+    jsonl.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in conversations(3)) + "{}\n")
+    flags = [
+        "--sft-tokenizer-prompt-format",
+        "nemotron-nano-v2",
+        "--data-cache-path",
+        str(tmp_path / "cache"),
+    ]
+    command = ["sft-index", str(jsonl), *flags, "--wlb-sft-skip-bad-lines", "--wlb-sft-drop-tools"]
+    assert main([*command, "--tokenizer-model", str(tokenizer)]) == 0
+    assert list((tmp_path / "cache").rglob("*.mask"))
+    missing = tmp_path / "absent"
+    assert main([*command, "--tokenizer-model", str(missing)]) == 2
+    assert f"there is no folder {missing}: correct --tokenizer-model" in capsys.readouterr().err

@@ -26,16 +26,19 @@ def add_sft_index(parser: argparse.ArgumentParser) -> None:
     )
     add("--data-cache-path", type=Path, help="as the job's (folder; default: cache/ beside each jsonl)")
     add(
+        "--wlb-sft-assistant-only",
         "--sft-assistant-only",
         action="store_true",
         help="train only what a chat template marks by {%% generation %%}",
     )
     add(
+        "--wlb-sft-drop-tools",
         "--sft-drop-tools",
         action="store_true",
         help="accept tools and their turns, which nemotron formats leave out",
     )
     add(
+        "--wlb-sft-skip-bad-lines",
         "--sft-skip-bad-lines",
         action="store_true",
         help="leave out lines that cannot be trained, and count them",
@@ -50,9 +53,9 @@ def _run(args: argparse.Namespace) -> None:
     tokenizing = Tokenizing(
         tokenizer=args.tokenizer_model,
         prompt_format=args.sft_tokenizer_prompt_format,
-        assistant_only=args.sft_assistant_only,
-        skips_bad=args.sft_skip_bad_lines,
-        drops_tools=args.sft_drop_tools,
+        assistant_only=args.wlb_sft_assistant_only,
+        skips_bad=args.wlb_sft_skip_bad_lines,
+        drops_tools=args.wlb_sft_drop_tools,
     )
     for indexed in index_all(
         args.jsonl, tokenizing, args.data_cache_path, say=print, processes=args.processes

@@ -8,6 +8,7 @@ import json
 import re
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,9 @@ def _load(tokenizing: Tokenizing) -> Any:
             from megatron.training.tokenizer.sft_tokenizer import SFTTokenizer
         except ImportError as error:
             raise WlbError(f"this Megatron has no SFT tokenizer ({error}): use 0.17.1 or later") from None
+    named = Path(tokenizing.tokenizer)
+    if (named.is_absolute() or tokenizing.tokenizer.startswith(".")) and not named.is_dir():
+        raise WlbError(f"there is no folder {named}: correct --tokenizer-model")
     try:
         return SFTTokenizer(tokenizing.tokenizer, tokenizing.prompt_format)
     except ImportError:
