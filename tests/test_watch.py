@@ -38,7 +38,14 @@ def line(iteration: int, **changes: Any) -> str:
     }
     figures |= {"cp_imbalance": 1.01, "dp_imbalance": 1.02, "plan_wait_ms": 0.5, "token_delay": 0.4}
     figures |= {"waiting_documents": 7, "most_epochs": 0.25, "memory_peak_gb": 61.5, "update_skipped": 0}
-    figures |= {"slowest_rank": 3, "slowest_host": "node<7>", "slowest_excess": 0.2, "epochs": None}
+    figures |= {"recomputed_share": 0.25, "peak_gib": 20.0 + iteration % 2, "planned_peak_gib": 21.5}
+    figures |= {
+        "available_gib": 30.0,
+        "slowest_rank": 3,
+        "slowest_host": "node<7>",
+        "slowest_excess": 0.2,
+        "epochs": None,
+    }
     return json.dumps(figures | changes) + "\n"
 
 
@@ -63,6 +70,8 @@ def test_the_terminal_shows_what_the_log_says(log: Path, capsys: pytest.CaptureF
         "step over ideal": "1.200 (max/mean work: micro-batches 1.050, DP 1.020, CP 1.010)",
         "slowest rank": "3 on node<7>: 20% over the median, at most 100 ms a step",
         "memory, last rank": "61.5 GB at most",
+        "layers recomputed, last rank": "25.0%",
+        "memory of a step": "21.0 GiB at most, 21.5 planned of 30.0",
         "mean token delay": "0.400 iterations, 7 pieces wait",
         "tokens an iteration": "900 to 1,100",
         "wait for plans": "0.5 ms a step",
@@ -125,7 +134,7 @@ def test_the_page_needs_nothing_else_and_escapes_what_it_shows(log: Path, tmp_pa
     parsed = _parse(page.read_text())
     assert not parsed.fetched and not parsed.pictures and "<script" not in page.read_text()
     assert "3 on node<7>: 20% over the median, at most 100 ms a step" in parsed.cells
-    assert page.read_text().count("<svg") == 6
+    assert page.read_text().count("<svg") == 7
 
 
 def test_long_lines_are_thinned_by_medians() -> None:
@@ -160,4 +169,4 @@ def test_a_browser_shows_the_page(log: Path, tmp_path: Path) -> None:
     dom = subprocess.run(
         [*browser, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120
     ).stdout
-    assert "600 of 800 (75.0%)" in dom and dom.count("<polyline") == 9
+    assert "600 of 800 (75.0%)" in dom and dom.count("<polyline") == 10

@@ -19,6 +19,7 @@ KEPT = (
         "cp_imbalance",
     ),
     *("dp_imbalance", "plan_wait_ms", "token_delay", "waiting_documents", "most_epochs", "memory_peak_gb"),
+    *("recomputed_share", "peak_gib", "planned_peak_gib", "available_gib"),
     *("slowest_rank", "slowest_host", "slowest_excess", "micro_batches", "update_skipped"),
 )
 """Figures that are shown, so that weeks of a run fit into memory."""

@@ -45,6 +45,17 @@ def summary(log: RunLog) -> list[tuple[str, str]]:
         shown.append(("slowest rank", f"{who}: {excess:.0%} over the median, {cost}"))
     if "memory_peak_gb" in last:
         shown.append(("memory, last rank", f"{last['memory_peak_gb']:.1f} GB at most"))
+    if (recomputed := _median(latest, "recomputed_share")) is not None:
+        shown.append(("layers recomputed, last rank", f"{recomputed:.1%}"))
+    if peaks := _with(latest, "peak_gib", "planned_peak_gib", "available_gib"):
+        step = max(peaks, key=lambda row: row["peak_gib"])
+        planned, available = step["planned_peak_gib"], step["available_gib"]
+        shown.append(
+            (
+                "memory of a step",
+                f"{step['peak_gib']:.1f} GiB at most, {planned:.1f} planned of {available:.1f}",
+            )
+        )
     delay = _median(latest, "token_delay")
     if delay is not None:
         shown.append(

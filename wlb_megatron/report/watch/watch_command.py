@@ -81,6 +81,7 @@ def run_page(log: RunLog, reload: int | None = None) -> str:
         ),
         chart("tokens an iteration", [("tokens", log.column("tokens"))]),
         chart("delay (iterations)", [("mean of tokens", log.column("token_delay"))]),
+        chart("layers recomputed (share)", [("of all layers", log.column("recomputed_share"))]),
         chart("slowest rank", [("over the median", log.column("slowest_excess"))]),
     ]
     table = Section(
