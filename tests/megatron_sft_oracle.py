@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.datasets import utils as datasets
-from megatron.core.enums import ModelType
 from megatron.core.tokenizers.text.libraries.sft_tokenizer import IGNORE_INDEX, SFTTokenizer
-from megatron.training import argument_utils, arguments, get_args, pretrain
-from megatron_worker import norms_for_sequence_parallelism, save_when_reduced, seen, with_known_weights
-
-from wlb_megatron.plugin.hand_over import wrap_compile_helpers
+from megatron.training import get_args
+from megatron_stock import train
+from megatron_worker import seen
 
 
 class Conversations(torch.utils.data.Dataset):
@@ -63,16 +60,4 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
 
 if __name__ == "__main__":
     del __file__  # else the process that collects what checkpoint writers say imports all this again
-    save_when_reduced()
-    norms_for_sequence_parallelism()
-    datasets.compile_helpers = wrap_compile_helpers(datasets.compile_helpers)
-    args = arguments.parse_and_validate_args()
-    config = argument_utils.gpt_config_from_args(args)
-    config.pre_wrap_hooks.append(with_known_weights)
-    provider.is_distributed = True  # type: ignore[attr-defined]
-    pretrain(
-        argument_utils.pretrain_cfg_container_from_args(args, config),
-        train_valid_test_dataset_provider=provider,
-        model_type=ModelType.encoder_or_decoder,
-        forward_step_func=forward_step,
-    )
+    train(provider, forward_step)

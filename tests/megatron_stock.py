@@ -57,18 +57,23 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     return model(batch["tokens"], positions, None, labels=batch["labels"]), loss
 
 
-if __name__ == "__main__":
-    del __file__  # else the process that collects what checkpoint writers say imports all this again
+def train(provider: Any, forward_step: Any) -> None:
+    """Megatron's own training from the known weights; what it saw is saved at the end."""
     save_when_reduced()
     norms_for_sequence_parallelism()
     datasets.compile_helpers = wrap_compile_helpers(datasets.compile_helpers)
     args = arguments.parse_and_validate_args()
     config = argument_utils.gpt_config_from_args(args)
     config.pre_wrap_hooks.append(with_known_weights)
-    provider.is_distributed = True  # type: ignore[attr-defined]
+    provider.is_distributed = True
     pretrain(
         argument_utils.pretrain_cfg_container_from_args(args, config),
         train_valid_test_dataset_provider=provider,
         model_type=ModelType.encoder_or_decoder,
         forward_step_func=forward_step,
     )
+
+
+if __name__ == "__main__":
+    del __file__  # else the process that collects what checkpoint writers say imports all this again
+    train(provider, forward_step)

@@ -37,7 +37,12 @@ def line(iteration: int, **changes: Any) -> str:
         "imbalance": 1.05,
     }
     figures |= {"cp_imbalance": 1.01, "dp_imbalance": 1.02, "plan_wait_ms": 0.5, "token_delay": 0.4}
-    figures |= {"waiting_documents": 7, "most_epochs": 0.25, "memory_peak_gb": 61.5, "update_skipped": 0}
+    figures |= {
+        "waiting_documents": 7,
+        "most_epochs": 0.25,
+        "memory_peak_gb": 61.5 - iteration % 2,
+        "update_skipped": 0,
+    }
     figures |= {"recomputed_share": 0.25, "peak_gib": 20.0 + iteration % 2, "planned_peak_gib": 21.5}
     figures |= {
         "available_gib": 30.0,

@@ -42,12 +42,13 @@ _NO_FIGURES = "figures of an iteration are not reported"
 class Figures:
     """pending: of the iteration that is not yet logged, and when it began (perf_counter). drift: of measured from
     predicted times. thrown_away: what iterations held, since the last line, whose update Megatron threw away (in fp16,
-    where a gradient overflows)."""
+    where a gradient overflows). memory_peak: bytes, of all steps; steps that plan what they recompute reset torch's."""
 
     pending: tuple[dict[str, Any], float] | None = None
     drift: Drift = field(default_factory=Drift)
     progress: Progress = field(default_factory=Progress)
     thrown_away: Counter[str] = field(default_factory=Counter)
+    memory_peak: int = 0
 
 
 def stepped(
@@ -104,7 +105,8 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
                 figures |= state.progress.add(figures["iteration"], get_args().train_iters)
                 figures |= stragglers.figures()
                 if get_args().distributed_backend == "nccl":
-                    figures["memory_peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+                    state.memory_peak = max(state.memory_peak, torch.cuda.max_memory_allocated())
+                    figures["memory_peak_gb"] = round(state.memory_peak / 1e9, 2)
                 figures |= {"measured_ms": seconds * 1e3, "tokens_per_second_per_gpu": rate}
                 _report(figures | {"update_skipped": skipped})
         return result

@@ -43,12 +43,12 @@ def summary(log: RunLog) -> list[tuple[str, str]]:
         who, excess = f"{last['slowest_rank']} on {last['slowest_host']}", last["slowest_excess"]
         cost = f"at most {excess * (pace or 0):,.0f} ms a step"
         shown.append(("slowest rank", f"{who}: {excess:.0%} over the median, {cost}"))
-    if "memory_peak_gb" in last:
-        shown.append(("memory, last rank", f"{last['memory_peak_gb']:.1f} GB at most"))
+    if peaks := [row["memory_peak_gb"] for row in rows if "memory_peak_gb" in row]:
+        shown.append(("memory, last rank", f"{max(peaks):.1f} GB at most"))
     if (recomputed := _median(latest, "recomputed_share")) is not None:
         shown.append(("layers recomputed, last rank", f"{recomputed:.1%}"))
-    if peaks := _with(latest, "peak_gib", "planned_peak_gib", "available_gib"):
-        step = max(peaks, key=lambda row: row["peak_gib"])
+    if planned_steps := _with(latest, "peak_gib", "planned_peak_gib", "available_gib"):
+        step = max(planned_steps, key=lambda row: row["peak_gib"])
         planned, available = step["planned_peak_gib"], step["available_gib"]
         shown.append(
             (
