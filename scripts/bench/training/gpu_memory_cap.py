@@ -2,9 +2,10 @@
 
 python -m scripts.bench.training.gpu_memory_cap --cases dense:80:300,experts:60:100 --lengths LENGTHS.npy --out out/cap
 
-A case is KIND:GB:STEPS. dense: PP=2, 16 layers of 2048, one micro-batch a window, so that micro-batches are long.
-experts: EP=2 over DP=2, 8 layers of 8 experts, 2 for a token. Each rank's torch may reserve GB x 10^9 bytes. Printed:
-steps trained, the share of layers recomputed, and the peak over what was available, planned and measured.
+A case is KIND:GB:STEPS. dense: PP=2, 56 layers of 1024, one micro-batch a window, so that micro-batches are long.
+experts: EP=2 over DP=2, 16 layers of 8 experts, 2 for a token. Layers are small, so that a step takes a second and
+yet fills the memory. Each rank's torch may reserve GB x 10^9 bytes. Printed: steps trained, the share of layers
+recomputed, and the peak over what was available, planned and measured.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from scripts.bench.training.gpu_train import MODEL, TRAINING, corpus, finish
 from scripts.environment import ROOT, free_port
 from wlb_megatron.report.files import write_csv
 
+NARROW = MODEL.replace("2048", "1024").replace("5632", "2816").replace("heads 16", "heads 8")
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 KINDS = {
-    "dense": f"--num-layers 16 --pipeline-model-parallel-size 2 --global-batch-size 2 {RECOMPUTE} "
+    "dense": f"--num-layers 56 --pipeline-model-parallel-size 2 --global-batch-size 2 {RECOMPUTE} "
     "--wlb-micro-batches-per-window 1 --wlb-chunks off",
-    "experts": f"--num-layers 8 --expert-model-parallel-size 2 --global-batch-size 4 {RECOMPUTE} --num-experts 8 "
-    "--moe-router-topk 2 --moe-ffn-hidden-size 5632 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 "
+    "experts": f"--num-layers 16 --expert-model-parallel-size 2 --global-batch-size 2 {RECOMPUTE} --num-experts 8 "
+    "--moe-router-topk 2 --moe-ffn-hidden-size 2816 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 "
     "--moe-router-load-balancing-type aux_loss --moe-grouped-gemm",
 }
 
@@ -52,9 +54,9 @@ def run_case(
             "127.0.0.1",
         ),
         *("--master-port", str(free_port()), "-m", "scripts.bench.training.capped_run"),
-        *(MODEL.split() + TRAINING.split() + KINDS[kind].split()),
+        *(NARROW.split() + TRAINING.split() + KINDS[kind].split()),
         *("--data-path", str(prefix), "--wlb-log", str(figures), "--train-iters", str(steps)),
-        *("--seq-length", "65536", "--max-position-embeddings", "131072"),
+        *("--seq-length", "32768", "--max-position-embeddings", "65536"),
     ]
     status = finish(command, environment, log, limit)
     rows = (
