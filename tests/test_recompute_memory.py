@@ -219,6 +219,49 @@ def test_a_megatron_whose_forward_does_not_read_the_number_runs_the_flags(
     assert recomputation._unread() is None
 
 
+@pytest.mark.parametrize(
+    ("setting", "registered", "growing", "line"),
+    [
+        (None, False, True, "sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: mixed lengths"),
+        (None, True, False, "leaves 1/7 of the memory to fragments: less if --use-nccl-ub is off"),
+        ("expandable_segments:True", False, True, None),
+        (
+            "max_split_size_mb:512",
+            False,
+            False,
+            "leaves 1/7 of the memory to fragments: less if PYTORCH_CUDA",
+        ),
+    ],
+)
+def test_the_allocator_grows_its_segments_or_a_part_is_left_to_fragments(
+    setting: str | None, registered: bool, growing: bool, line: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("megatron.core")
+    from wlb_megatron.plugin.step import recomputation
+
+    settings = [setting or ""]
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if setting is not None:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    monkeypatch.setattr(
+        torch.cuda.memory,
+        "_snapshot",
+        lambda: {"allocator_settings": {"expandable_segments": "True" in settings[-1]}},
+    )
+    grows, said = recomputation._grow_segments(registered)
+    assert grows is growing and (said or "").startswith(line or "") and (said is None) == (line is None)
+
+    state = recomputation.Recomputation(gpu=GpuMemory(GIB, TINY, FULL, 64, 1), on_gpu=True, growing=grows)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70, 70))
+    monkeypatch.setattr(recomputation, "_cap_of_torch", lambda total: total)
+    for name in ("memory_allocated", "memory_reserved", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    assert recomputation._available(state, 0) == (0, 70 if growing else 60)
+
+
 def test_each_forward_has_its_own_number_and_the_flags_are_back_after_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -43,15 +43,16 @@ def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement
 
     spans, traced = common_store("trace"), _traced(source.config, job)
     remember(source, source.planner.snapshot())
-    left_off = recomputation.begin(
+    line = recomputation.begin(
         recompute_memory(job, source.config),
         margin=source.config.memory_margin,
         cap=source.config.gpu_memory,
         on_gpu=job.device.on_gpu,
         in_step=job.trainer.in_step,
+        registered=getattr(get_args(), "nccl_ub", False),
     )
-    if left_off:
-        print_rank_0(f"> wlb_megatron: {left_off}")
+    if line:
+        print_rank_0(f"> wlb_megatron: {line}")
     settings, layout = reporting(shard_settings(source, job), job, source.config), rank_layout(job)
     make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
     processes: list[Child] = []

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +45,10 @@ a small one holds is mostly of fixed size."""
 RETRIED = 1100
 """Thousandths by which the scale grows after a step in which the allocator had to free its cache and try again."""
 
+FRAGMENTS = 7
+"""Where the allocator's segments cannot grow, one part in so many is left to fragments. On H200s of 60 GB, the first
+full step left 7.8 of 55.8 GiB in pieces too small for its tensors (gpu_memory_cap)."""
+
 
 @dataclass(slots=True)
 class StepMemory:
@@ -64,7 +70,8 @@ class StepMemory:
 class Recomputation:
     """active: steps plan it. memory: of this stage. gpu: of the job, by the memory model. scale: measured over
     estimated bytes, in thousandths. numbers: layers to recompute [micro-batch][model chunk] in the step that
-    runs, None outside of one. flags: method and number of each model chunk, as Megatron was given them.
+    runs, None outside of one. flags: method and number of each model chunk, as Megatron was given them. growing: the
+    allocator's segments grow.
     """
 
     active: bool = False
@@ -82,15 +89,23 @@ class Recomputation:
     flags: list[tuple[str, int]] = field(default_factory=list)
     last: StepMemory = field(default_factory=StepMemory)
     suspended: bool = False
+    growing: bool = True
 
 
 def begin(
-    gpu: GpuMemory | None, *, margin: float, cap: float | None, on_gpu: bool, in_step: bool
+    gpu: GpuMemory | None,
+    *,
+    margin: float,
+    cap: float | None,
+    on_gpu: bool,
+    in_step: bool,
+    registered: bool = False,
 ) -> str | None:
-    """Plan recomputation from the next step on; a line for the log where it is left off. None where it is planned.
+    """Plan recomputation from the next step on. Returns a line for the log: why it is left off, or of the allocator.
 
     gpu: None where nothing says what fits. cap: of --wlb-gpu-memory (GiB). in_step: data-parallel ranks meet in every
-    forward and backward. Called on every rank, once Megatron's groups of ranks are made.
+    forward and backward. registered: NCCL registers buffers (--use-nccl-ub). Called on every rank, once Megatron's
+    groups of ranks are made.
     """
     if gpu is None or gpu.layout.recompute != "full":
         return None
@@ -100,7 +115,29 @@ def begin(
     state.active, state.gpu, state.margin, state.on_gpu = True, gpu, margin, on_gpu
     state.cap = None if cap is None else int(cap * GIB)
     state.group = _meeting_ranks(gpu, in_step)
-    return None
+    if not on_gpu:
+        return None
+    state.growing, line = _grow_segments(registered)
+    return line
+
+
+def _grow_segments(registered: bool) -> tuple[bool, str | None]:
+    """Let the segments of torch's allocator grow, if nobody has said how it allocates. Whether they do, and a line.
+
+    Micro-batches differ in length: a fixed segment that held one's tensors has no room for the next one's.
+    """
+    by_user = any(f"PYTORCH_{device}ALLOC_CONF" in os.environ for device in ("", "CUDA_", "HIP_"))
+    with contextlib.suppress(RuntimeError, KeyError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a newer torch renames the setter
+        if not by_user and not registered:  # NCCL cannot register segments that grow
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        if torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]:
+            line = (
+                "sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: mixed lengths fragment fixed segments"
+            )
+            return True, None if by_user else line
+    cure = "--use-nccl-ub is off" if registered else "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True"
+    return False, f"leaves 1/{FRAGMENTS} of the memory to fragments: less if {cure}"
 
 
 def _unread() -> str | None:
@@ -251,7 +288,8 @@ def _available(state: Recomputation, stage: int) -> tuple[int, int]:
     usable = min(int(total * share) - others, int(cap * share))
     torch.cuda.reset_peak_memory_stats()
     coming = max(0, state.optimizer - allocated)
-    return allocated, max(0, usable - allocated - coming)
+    left = max(0, usable - allocated - coming)
+    return allocated, left if state.growing else left - left // FRAGMENTS
 
 
 def _cap_of_torch(total: int) -> int:
