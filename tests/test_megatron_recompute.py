@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +85,22 @@ def test_kept_layers_change_no_bit_of_losses_and_gradients(name: str, corpus: Pa
 
 
 def test_ranks_that_meet_keep_the_same_layers_whatever_memory_they_have(corpus: Path, tmp_path: Path) -> None:
-    flags = f"{PP2} --context-parallel-size 2 {UNIFORM} {CHUNKS} --wlb-gpu-memory 1"
+    log = tmp_path / "steps.jsonl"
+    flags = f"{PP2} --context-parallel-size 2 {UNIFORM} {CHUNKS} --wlb-gpu-memory 1 --wlb-log {log}"
     ranks = run(corpus, tmp_path, 4, flags, WORKER_AVAILABLE="200000,250000,180000,250000")
     by_stage: dict[int, list[Any]] = {}
     for rank in ranks:
         by_stage.setdefault(rank["place"]["pp"], []).append(rank["recomputed"])
     assert all(first == second for first, second in by_stage.values())
     assert by_stage[0][0] != by_stage[1][0]  # stages plan by themselves
+    for step, line in enumerate(log.read_text(encoding="utf-8").splitlines()):
+        stages = [by_stage[stage][0][step] for stage in (0, 1)]
+        numbers = [number for stage in stages for row in stage for number in row]
+        logged = json.loads(line)
+        assert logged["recomputed_share"] == sum(numbers) / (2 * len(numbers)), (
+            "the share of both stages' layers"
+        )
+        assert logged["fullest_stage"] in (0, 1)
 
 
 def test_multi_token_prediction_trains_the_same_though_blocks_keep_its_layer(

@@ -75,7 +75,7 @@ def test_the_terminal_shows_what_the_log_says(log: Path, capsys: pytest.CaptureF
         "step over ideal": "1.200 (max/mean work: micro-batches 1.050, DP 1.020, CP 1.010)",
         "slowest rank": "3 on node<7>: 20% over the median, at most 100 ms a step",
         "memory, last rank": "61.5 GB at most",
-        "layers recomputed, last rank": "25.0%",
+        "layers recomputed": "25.0%",
         "memory of a step": "21.0 GiB at most, 21.5 planned of 30.0",
         "mean token delay": "0.400 iterations, 7 pieces wait",
         "tokens an iteration": "900 to 1,100",

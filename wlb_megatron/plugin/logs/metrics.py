@@ -29,7 +29,7 @@ from wlb_megatron.plugin.logs.progress import Progress, describe
 from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.plans.planning import PlannedIteration, PlannedMicroBatch
-from wlb_megatron.plugin.step.recomputation import Recomputation
+from wlb_megatron.plugin.step.recomputation import steps_of_all_stages
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.workload.memory import GIB
 
@@ -80,7 +80,6 @@ def stepped(
             "predicted_ms": planned.predicted_ms,
             **passes.figures(planned.stream, corpora),
         }
-        figures |= recomputation_figures()
         if config.log_plans and planned.plan is not None:
             figures["lengths"] = plan_lengths(planned.plan)
         part(Figures).pending = ({**figures, "iteration": iteration}, began)
@@ -103,7 +102,7 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
                 rate = figures["tokens"] / seconds / torch.distributed.get_world_size()
                 skipped = int(signature.bind(*args, **kwargs).arguments["skipped_iter"])
                 figures |= state.progress.add(figures["iteration"], get_args().train_iters)
-                figures |= stragglers.figures()
+                figures |= stragglers.figures() | recomputation_figures()
                 if get_args().distributed_backend == "nccl":
                     state.memory_peak = max(state.memory_peak, torch.cuda.max_memory_allocated())
                     figures["memory_peak_gb"] = round(state.memory_peak / 1e9, 2)
@@ -250,16 +249,19 @@ def step_figures(batches: Sequence[LoadedMicroBatch], quadratic_at: float) -> di
 
 
 def recomputation_figures() -> dict[str, Any]:
-    """Where steps plan what they recompute, of this rank's stage: the share of layers recomputed, and the peak of
-    memory above what was allocated before the step, planned and measured (GiB; measured 0 without a GPU)."""
-    step = part(Recomputation).last
-    if not step.layers:
+    """Where steps plan what they recompute: the share of all stages' layers that the last step recomputed. Of the stage
+    that came closest to its limit, the peak above what was allocated before the step, planned and measured (GiB;
+    measured 0 without a GPU). Stages are those of the first replica."""
+    steps = [step for step in steps_of_all_stages() if step.layers]
+    if not steps:
         return {}
+    fullest = max(steps, key=lambda step: (step.measured or step.planned) / max(1, step.available))
     return {
-        "recomputed_share": step.recomputed / step.layers,
-        "planned_peak_gib": step.planned / GIB,
-        "peak_gib": step.measured / GIB,
-        "available_gib": step.available / GIB,
+        "recomputed_share": sum(step.recomputed for step in steps) / sum(step.layers for step in steps),
+        "fullest_stage": steps.index(fullest),
+        "planned_peak_gib": fullest.planned / GIB,
+        "peak_gib": fullest.measured / GIB,
+        "available_gib": fullest.available / GIB,
     }
 
 

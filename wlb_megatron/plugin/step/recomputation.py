@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from wlb_megatron.packing.memory_limits import GpuMemory
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.plans.planning import PlannedMicroBatch
+from wlb_megatron.plugin.ranks.plan_store import common_store
 from wlb_megatron.recompute.kept_layers import KeptLayers, plan_kept_layers
 from wlb_megatron.recompute.step_layers import stage_orders
 from wlb_megatron.refusals import RefusedHere
@@ -64,6 +66,7 @@ class StepMemory:
     recomputed: int = 0
     by_flags: int = 0
     layers: int = 0
+    iteration: int = -1
 
 
 @dataclass(slots=True)
@@ -71,7 +74,7 @@ class Recomputation:
     """active: steps plan it. memory: of this stage. gpu: of the job, by the memory model. scale: measured over
     estimated bytes, in thousandths. numbers: layers to recompute [micro-batch][model chunk] in the step that
     runs, None outside of one. flags: method and number of each model chunk, as Megatron was given them. growing: the
-    allocator's segments grow.
+    allocator's segments grow. store: where the stages of the first replica say what their last step took.
     """
 
     active: bool = False
@@ -90,6 +93,7 @@ class Recomputation:
     last: StepMemory = field(default_factory=StepMemory)
     suspended: bool = False
     growing: bool = True
+    store: Any = None
 
 
 def begin(
@@ -115,6 +119,7 @@ def begin(
     state.active, state.gpu, state.margin, state.on_gpu = True, gpu, margin, on_gpu
     state.cap = None if cap is None else int(cap * GIB)
     state.group = _meeting_ranks(gpu, in_step)
+    state.store = common_store("step memory") if gpu.layout.pipeline > 1 else None
     if not on_gpu:
         return None
     state.growing, line = _grow_segments(registered)
@@ -182,6 +187,7 @@ def planned(batches: Sequence[PlannedMicroBatch], model: Any) -> Iterator[None]:
     try:
         yield
         _measure(state, rehearsed=rehearsed)
+        _tell(state)
     except torch.OutOfMemoryError as error:
         if rehearsed or state.last.recomputed == state.last.by_flags:
             raise  # the rehearsal says what to do, and the flags are not ours
@@ -270,6 +276,7 @@ def _plan(state: Recomputation, batches: Sequence[PlannedMicroBatch], decoders: 
         recomputed=sum(map(sum, numbers)),
         by_flags=len(numbers) * sum(chunk.recomputed for chunk in state.memory.chunks),
         layers=len(numbers) * sum(chunk.layers for chunk in state.memory.chunks),
+        iteration=batches[0].iteration,
     )
     return kept
 
@@ -307,6 +314,34 @@ def _agreed(state: Recomputation, available: int) -> int:
     dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=state.group)
     least, state.scale = figures.tolist()
     return -least
+
+
+def _tell(state: Recomputation) -> None:
+    """Say what the step took, for the log. One replica's stages do: their number is small, whatever the job's size."""
+    from megatron.core import parallel_state
+
+    first = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    ) == (0, 0)
+    if state.store is not None and first and state.last.iteration >= 0:
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        state.store.set(str(stage), json.dumps(astuple(state.last)))
+
+
+def steps_of_all_stages() -> list[StepMemory]:
+    """What the last step took on each stage of the first replica; on this rank's alone where one has not said it.
+
+    Asked after Megatron has clipped gradients by their norm over all stages, for which each has run its backwards.
+    """
+    state = part(Recomputation)
+    if state.store is None or state.gpu is None:
+        return [state.last]
+    stages = [str(stage) for stage in range(state.gpu.layout.pipeline)]
+    if not state.store.check(stages):
+        return [state.last]
+    steps = [StepMemory(*json.loads(text)) for text in state.store.multi_get(stages)]
+    return steps if all(step.iteration == state.last.iteration for step in steps) else [state.last]
 
 
 def _measure(state: Recomputation, *, rehearsed: bool) -> None:

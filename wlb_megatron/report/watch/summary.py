@@ -46,7 +46,7 @@ def summary(log: RunLog) -> list[tuple[str, str]]:
     if peaks := [row["memory_peak_gb"] for row in rows if "memory_peak_gb" in row]:
         shown.append(("memory, last rank", f"{max(peaks):.1f} GB at most"))
     if (recomputed := _median(latest, "recomputed_share")) is not None:
-        shown.append(("layers recomputed, last rank", f"{recomputed:.1%}"))
+        shown.append(("layers recomputed", f"{recomputed:.1%}"))
     if planned_steps := _with(latest, "peak_gib", "planned_peak_gib", "available_gib"):
         step = max(planned_steps, key=lambda row: row["peak_gib"])
         planned, available = step["planned_peak_gib"], step["available_gib"]
