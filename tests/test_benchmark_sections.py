@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 COLUMNS = (
@@ -210,7 +211,7 @@ def test_peers_are_compared_with_a_reference_that_ran_later_and_keep_rows_that_w
             return 0
 
     monkeypatch.setattr(gpu_peers, "WarmRanks", Ranks)
-    monkeypatch.setattr(gpu_peers, "write_documents", lambda *_: 4)
+    monkeypatch.setattr(gpu_peers, "write_corpus", lambda *_: gpu_peers.Corpus(4))
     peers = tmp_path / "peers.csv"
 
     def rows(*options: str) -> dict[str, tuple[str, str]]:
@@ -244,3 +245,25 @@ def test_documents_for_peers_fill_each_steps_windows_in_the_order_that_the_plugi
     taken = [piece for _ in wanted if (piece := stream.next()) is not None]
     assert [piece.tokens for piece in taken] == wanted
     assert [piece.document for piece in taken] == order.tolist()
+
+
+def test_conversations_for_peers_lie_in_the_packs_of_first_fit_and_are_counted_by_pack(
+    tmp_path: Path,
+) -> None:
+    from scripts.bench.training.peer_documents import answers, first_fit, write_conversations
+    from wlb_megatron.documents.target_masks import Kept, MaskedCorpus
+
+    assert first_fit([60, 50, 61, 7, 64], 128, 4) == [[60, 50, 7], [61, 64]]
+    assert first_fit([61, 63], 125, 4) == [[61], [63]]  # of 64 tokens each
+    kinds = answers(np.random.default_rng(0), 4000)
+    assert kinds[0] == 0 and 0.19 < kinds.mean() < 0.81
+    items = write_conversations(tmp_path / "c", np.array([16, 40, 90, 128]), 128, 10)
+    assert all(np.sum(-(-items.lengths[items.packs == pack] // 4) * 4) <= 128 for pack in range(10))
+    corpus = MaskedCorpus(tmp_path / "c", Kept(128, "drop"))
+    order = np.load(tmp_path / "c.order.npy")
+    assert corpus.index.lengths[order].tolist() == items.lengths.tolist()
+    assert corpus.counts[order].tolist() == items.targets.tolist() and items.targets.all()
+    held = np.flatnonzero((items.packs == 1) | (items.packs == 2))
+    of_packs = (items.lengths[held].sum(), items.targets[held].sum(), len(held))
+    assert items.sums(1, 3, packed=True) == of_packs
+    assert items.sums(int(held[0]), int(held[-1]) + 1, packed=False) == of_packs

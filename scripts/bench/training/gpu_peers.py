@@ -14,6 +14,10 @@ Each of the three has its own rank processes, which train run after run (scripts
 and import while the documents are written. A run that fails or takes longer than --limit keeps the steps that it
 printed; its row's `ended` says so. --earlier PEERS.CSV adds the rows of another call, if it had the same options.
 
+With --conversations all train the same long-tailed conversations, with masks (peer_documents.py). A row has trained
+tokens (targets) per second beside tokens per second, and the padding: what the model computed above the conversations'
+tokens, over all that it computed. Steps of the three hold nearly, not exactly, the same ones; losses are not compared.
+
 Runs that read one document an item use --num-workers 0: through worker processes each step waits for some 900 small
 tensors, which on two H200s made it 1.8 times as long as that of --sft (`dcp-cp2-workers`).
 """
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import math
 import os
 import re
@@ -34,12 +39,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from scripts.bench.training.gpu_train import MODEL, STEP, TRAINING
-from scripts.bench.training.peer_documents import write_documents
+from scripts.bench.training.peer_documents import Items, write_conversations, write_documents
 from scripts.environment import ROOT
 from scripts.warm_ranks import WarmRanks
-from wlb_megatron.documents.synthetic import paper_like
+from wlb_megatron.documents.synthetic import lognormal, paper_like
 from wlb_megatron.report.files import write_csv
 
+SFT = ["--sft", "--wlb-sft-mask-data"]
 OURS = ["--split", "1,0,0", "--wlb-max-delay", "0", "--wlb-chunks", "off"]
 THEIRS = """--calculate-per-token-loss --no-create-attention-mask-in-dataloader --dataloader-type single --split 1,0,0
 --moe-token-dispatcher-type alltoall --null-tokenizer-eod-id 256 --null-tokenizer-pad-id 257 --vocab-size 258"""
@@ -49,9 +55,11 @@ ALONE = [*BALANCED, "--thd-max-packed-sequences", "1"]
 DYNAMIC = [*VARLEN, "--dynamic-context-parallel"]
 CP = ["--context-parallel-size", "2"]
 RANK = "scripts.bench.training.peer_run"
-PEAK = re.compile(r"\[peer\] rank \d+ peak MB: (\d+), held before: (\d+)")
+PEAK = re.compile(r"\[peer\] rank \d+ peak MB: (\d+), held before: (\d+), computed: (\d+)")
 IMPORTS = 120.0
 """Most that the processes may take to import (seconds)."""
+SHORTEST = 16
+"""Tokens of a conversation."""
 Team = tuple[str, int]
 """Whose rank processes: a run's code, and how many."""
 
@@ -81,6 +89,14 @@ RUNS = {
     "reference": Run("megatron", 1, ALONE, 1.0, few=True),
     "reference-cp2": Run("megatron", 2, [*ALONE, *CP], 0.5, few=True),
 }
+CONVERSATIONS = {
+    "ours-cp2": Run("-", 2, [*SFT, *OURS, *CP]),
+    "sft-cp2": RUNS["sft-cp2"],
+    "ours-dp2": Run("-", 2, [*SFT, *OURS]),
+    "sft-dp2": RUNS["sft-dp2"],
+    "balanced-cp2": RUNS["balanced-cp2"],
+    "balanced-dp2": RUNS["balanced-dp2"],
+}
 
 
 def main() -> None:
@@ -88,11 +104,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--megatron", type=Path, required=True, help="folder with dev's megatron/, pretrain_gpt.py"
+        "--megatron", type=Path, help="folder with dev's megatron/, pretrain_gpt.py (for its runs)"
     )
     parser.add_argument("--main", type=Path, required=True, help="the same of main")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "peers", help="folder of results")
-    parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument("--runs", nargs="+", choices=list(RUNS), help="default: all")
+    parser.add_argument("--conversations", action="store_true", help="with masks, of any length")
     parser.add_argument(
         "--lengths", type=Path, help=".npy of document lengths (default: seeded, long-tailed)"
     )
@@ -107,13 +124,14 @@ def main() -> None:
     parser.add_argument("--earlier", type=Path, help="peers.csv of an earlier call, whose rows are added")
     parser.add_argument("--extra", default="", help="further flags for every run")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + options.seconds
-    lengths = (
-        paper_like(100_000, window=options.seq_length)
-        if options.lengths is None
-        else np.load(options.lengths, allow_pickle=False)
-    )
+    runs = CONVERSATIONS if options.conversations else RUNS
+    names = options.runs or list(runs)
+    if unknown := set(names) - set(runs):
+        parser.error(f"--conversations has no runs {sorted(unknown)}")
+    if options.megatron is None and any(runs[name].code == "megatron" for name in names):
+        parser.error("--megatron is needed for these --runs")
+    options.out.mkdir(parents=True, exist_ok=True)
     earlier = [] if options.earlier is None else read_rows(options.earlier)
     for column, flag in (("window", "seq_length"), ("windows", "windows"), ("layers", "layers")):
         if others := {row[column] for row in earlier} - {str(getattr(options, flag))}:
@@ -122,27 +140,28 @@ def main() -> None:
             )
     call = 1 + max((int(row["call"]) for row in earlier), default=0)
     prefix, count = options.out / "corpus" / "documents", options.iterations + 2
-    teams = {(RUNS[name].code, RUNS[name].gpus): ranks(RUNS[name].gpus) for name in options.runs}
+    teams = {(runs[name].code, runs[name].gpus): ranks(runs[name].gpus) for name in names}
     try:
         with ThreadPoolExecutor() as pool:
             imports = [pool.submit(begin, team, teams[team], options) for team in teams]
-            documents = write_documents(prefix, lengths, options.seq_length, options.windows, count)
+            corpus = write_corpus(prefix, count, options)
             failed = [team for team, imported in zip(teams, imports, strict=True) if imported.result()]
         print(f"documents written and all imported; failed: {failed or 'none'}", flush=True)
         rows = {row["run"]: row for row in earlier}
         losses = {name: [float(loss) for loss in row["losses"].split()] for name, row in rows.items()}
-        for name in options.runs:
-            run, left = RUNS[name], until - time.monotonic()
+        for name in names:
+            run, left = runs[name], until - time.monotonic()
             if left < 10.0:
                 print(f"{name}: no time left", flush=True)
                 continue
             began = time.monotonic()
             team = teams[run.code, run.gpus]
-            steps, row = train(name, run, team, documents, min(left, options.limit), options)
+            steps, row = train(name, run, team, corpus, min(left, options.limit), options)
             losses[name] = [step["loss"] for step in steps[: options.checked]]
-            rows[name] = {"call": call, **row}
-            # All of them anew: the reference may be the run that ended now.
-            rows = {each: {**row, **compare(each, losses)} for each, row in rows.items()}
+            rows[name] = {"call": call, **row, "losses": " ".join(map(str, losses[name]))}
+            if not options.conversations:
+                # All of them anew: the reference may be the run that ended now.
+                rows = {each: {**row, **compare(each, losses)} for each, row in rows.items()}
             write_csv(options.out / "peers.csv", list(rows.values()))
             cells = ", ".join(f"{key} {value}" for key, value in rows[name].items())
             print(f"{cells}; {time.monotonic() - began:.0f} s", flush=True)
@@ -150,6 +169,28 @@ def main() -> None:
         for team in teams.values():
             team.close()
     table(list(rows.values()))
+
+
+class Corpus(NamedTuple):
+    """documents: a step's. items: of conversations, None for documents."""
+
+    documents: int
+    items: Items | None = None
+
+
+def write_corpus(prefix: Path, steps: int, options: argparse.Namespace) -> Corpus:
+    window, windows = options.seq_length, options.windows
+    if options.lengths is not None:
+        lengths = np.load(options.lengths, allow_pickle=False)
+    elif options.conversations:
+        lengths = np.maximum(lognormal(100_000, mean=1200, longest=window), SHORTEST)
+    else:
+        lengths = paper_like(100_000, window=window)
+    if not options.conversations:
+        return Corpus(write_documents(prefix, lengths, window, windows, steps))
+    items = write_conversations(prefix, lengths, window, windows * steps)
+    of_pack = len(items.packs) / (int(items.packs[-1]) + 1)
+    return Corpus(2 * round(of_pack * windows / 2), items)  # for two ranks
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -180,18 +221,20 @@ def begin(team: Team, processes: WarmRanks, options: argparse.Namespace) -> int:
 
 
 def train(
-    name: str, run: Run, team: WarmRanks, documents: int, limit: float, options: argparse.Namespace
+    name: str, run: Run, team: WarmRanks, corpus: Corpus, limit: float, options: argparse.Namespace
 ) -> tuple[list[dict[str, float]], dict[str, Any]]:
     """ms and loss of each step that was printed, and the run's row."""
     window, log = options.seq_length, options.out / f"{name}.log"
-    batch = documents if "--use-varlen-dataset" in run.flags else options.windows
+    batch = corpus.documents if "--use-varlen-dataset" in run.flags else options.windows
+    figures = options.out / f"{name}.jsonl"
+    figures.unlink(missing_ok=True)
     arguments = [
         *(MODEL.split() + TRAINING.split() + options.extra.split()),
         *("--num-layers", str(options.layers), "--data-path", str(options.out / "corpus" / "documents")),
         *("--seq-length", str(window), "--max-position-embeddings", str(2 * window)),
         *("--train-iters", str(options.iterations)),
         *("--global-batch-size", str(batch), *(["--exit-interval", str(options.checked)] if run.few else [])),
-        *([] if run.code == "-" else THEIRS.split()),
+        *(["--wlb-log", str(figures)] if run.code == "-" else THEIRS.split()),
         *(["--max-seqlen-per-dp-cp-rank", str(int(run.per_rank * window))] if run.per_rank else []),
         *run.flags,
     ]
@@ -203,14 +246,48 @@ def train(
     if status:
         print(text[-3000:], f"\n{name}: {ended}, see {log}", flush=True)
         team.start()  # others import while the next run trains
-    return steps, summary(name, run, steps, PEAK.findall(text), ended, options)
+    ranks = PEAK.findall(text)
+    row = summary(name, run, steps, ranks, ended, options)
+    if corpus.items is not None:
+        computed = sum(int(count) for *_, count in ranks) if len(steps) == options.iterations else math.nan
+        row |= rates(run, steps, batch, corpus.items, computed, figures, options.warm_up)
+    return steps, row
+
+
+def rates(
+    run: Run,
+    steps: list[dict[str, float]],
+    batch: int,
+    items: Items,
+    computed: float,
+    figures: Path,
+    warm_up: int,
+) -> dict[str, float]:
+    """Of the steps after the warm-up, but for padding: of all. computed: tokens of all ranks' models."""
+
+    def trained(first: int, end: int) -> tuple[int, int, int]:
+        if run.code != "-":
+            return items.sums(batch * first, batch * end, packed="--sft" in run.flags)
+        rows = [json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines()][first:end]
+        return (*(sum(row[name] for row in rows) for name in ("tokens", "targets")), 0)
+
+    seconds = sum(step["ms"] for step in steps[warm_up:]) / 1e3 or math.nan
+    tokens, targets, _ = trained(warm_up, len(steps))
+    every, _, conversations = trained(0, len(steps))
+    # VarlenDataset leaves out each conversation's last token, which predicts nothing.
+    needed = every - (conversations if "--use-varlen-dataset" in run.flags else 0)
+    return {
+        "tokens_per_s": round(tokens / seconds, 1),
+        "targets_per_s": round(targets / seconds, 1),
+        "padding": round(1 - needed / computed, 5),
+    }
 
 
 def summary(
     name: str,
     run: Run,
     steps: list[dict[str, float]],
-    memory: list[tuple[str, str]],
+    ranks: list[tuple[str, str, str]],
     ended: str,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
@@ -218,7 +295,7 @@ def summary(
     nan, tokens = float("nan"), options.seq_length * options.windows
     timed = [step["ms"] for step in steps[options.warm_up :]]
     ms = timed or [nan]
-    peak, held = max(((float(most), float(before)) for most, before in memory), default=(nan, nan))
+    peak, held = max(((float(most), float(before)) for most, before, _ in ranks), default=(nan, nan))
     return {
         "run": name,
         "gpus": run.gpus,
@@ -242,17 +319,23 @@ def compare(name: str, losses: dict[str, list[float]]) -> dict[str, Any]:
     return {
         "loss_off_most": round(max(off), 5),
         "loss_off_mean": round(sum(off) / len(off), 5),
-        "losses": " ".join(map(str, losses[name])),
     }
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    print(f"\n{'run':15} {'tokens/s':>9} {'ms':>8} {'peak MB':>8} {'loss off, most':>15} {'mean':>9}")
+    columns = [
+        "tokens_per_s",
+        "targets_per_s",
+        "padding",
+        "median_ms",
+        "peak_mb",
+        "loss_off_most",
+        "loss_off_mean",
+    ]
+    shown = [column for column in columns if any(column in row for row in rows)]
+    print("\n" + f"{'run':15}" + "".join(f"{column:>15}" for column in shown))
     for row in rows:
-        print(
-            f"{row['run']:15} {row['tokens_per_s']:>9} {row['median_ms']:>8} {row['peak_mb']:>8} "
-            f"{row['loss_off_most']:>15} {row['loss_off_mean']:>9}"
-        )
+        print(f"{row['run']:15}" + "".join(f"{row.get(column, ''):>15}" for column in shown))
 
 
 if __name__ == "__main__":

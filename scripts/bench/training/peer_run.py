@@ -3,8 +3,9 @@
 torchrun --nproc-per-node 2 -m scripts.bench.training.peer_run CHECKOUT|- <Megatron's flags>
 
 Megatron's datasets of conversations get a stand-in below them that reads the documents of --data-path: --sft packs of
-whole documents, --use-varlen-dataset one document each. All that follows is the checkout's own code. A last line tells
-the rank's peak memory. Without flags it only imports what a run needs.
+whole documents, --use-varlen-dataset one document each. Where PREFIX.mask is there, its ones are the trained tokens.
+All that follows is the checkout's own code. A last line tells the rank's peak memory, and the tokens that its model
+computed, with padding. Without flags it only imports what a run needs.
 """
 
 from __future__ import annotations
@@ -30,14 +31,27 @@ class Documents:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         self._index = IndexedDataset(prefix)
+        lengths = self._index.sequence_lengths
+        self._begins = np.cumsum(lengths) - lengths
+        masks = Path(f"{prefix}.mask")
+        self._mask = np.memmap(masks, dtype=np.uint8, mode="r") if masks.exists() else None
         self._packs: Sequence[Any] = np.load(f"{prefix}.order.npy")[:, None]
 
     def __len__(self) -> int:
         return len(self._packs)
 
     def __getitem__(self, item: int) -> list[dict[str, Any]]:
-        """A conversation begins where the role is system."""
-        return [{"role": "system", "content": self._index[int(number)]} for number in self._packs[item]]
+        """A conversation begins where the role is system. content: tokens and targets."""
+        return [{"role": "system", "content": self._targets(int(number))} for number in self._packs[item]]
+
+    def _targets(self, number: int) -> tuple[Any, Any]:
+        """A document's tokens, the first of which none predicts."""
+        tokens = self._index[number].astype(np.int64)
+        targets = np.concatenate([[IGNORED], tokens[1:]])
+        if self._mask is not None:
+            begin = int(self._begins[number])
+            targets[self._mask[begin : begin + len(tokens)] == 0] = IGNORED
+        return tokens, targets
 
 
 class Packs(Documents):
@@ -50,9 +64,30 @@ class Packs(Documents):
 
 
 def tokens_and_targets(_: Any, conversation: list[dict[str, Any]], **__: Any) -> tuple[Any, Any]:
-    """For tokenize_conversation: a document's tokens, the first of which none predicts."""
-    tokens = conversation[0]["content"].astype(np.int64)
-    return tokens, np.concatenate([[IGNORED], tokens[1:]])
+    """For tokenize_conversation."""
+    tokens, targets = conversation[0]["content"]
+    return tokens, targets
+
+
+computed = 0
+"""Tokens that the model of this rank has computed, with padding."""
+
+
+def count_computed() -> None:
+    from megatron.core.models.gpt import GPTModel
+
+    model: Any = GPTModel
+    usual = model.forward
+    if hasattr(usual, "counts"):  # by an earlier run of this process
+        return
+
+    def forward(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        global computed
+        computed += input_ids.numel()
+        return usual(self, input_ids, *args, **kwargs)
+
+    forward.counts = True  # type: ignore[attr-defined]
+    model.forward = forward
 
 
 def import_checkout(checkout: Path) -> None:
@@ -80,6 +115,7 @@ def run_checkout(checkout: Path) -> None:
 
 
 def main() -> None:
+    global computed
     checkout, *arguments = sys.argv[1:]
     if checkout == "-":
         from wlb_megatron.plugin import pretrain_gpt
@@ -90,6 +126,8 @@ def main() -> None:
     sys.argv = ["pretrain_gpt.py", *arguments]
     import torch
 
+    count_computed()
+    computed = 0
     cuda = torch.cuda.is_available()
     held = torch.cuda.memory_allocated() if cuda else 0
     try:
@@ -99,7 +137,7 @@ def main() -> None:
             run_checkout(Path(checkout).resolve())
     finally:
         peak = torch.cuda.max_memory_allocated() if cuda else 0
-        memory = f"peak MB: {peak / 1e6:.0f}, held before: {held / 1e6:.0f}"
+        memory = f"peak MB: {peak / 1e6:.0f}, held before: {held / 1e6:.0f}, computed: {computed}"
         print(f"[peer] rank {os.environ.get('RANK', '0')} {memory}", flush=True)
 
 
