@@ -318,13 +318,15 @@ def _agreed(state: Recomputation, available: int) -> int:
 
 def _tell(state: Recomputation) -> None:
     """Say what the step took, for the log. One replica's stages do: their number is small, whatever the job's size."""
+    if state.store is None or state.last.iteration < 0:
+        return
     from megatron.core import parallel_state
 
-    first = (
+    ranks = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    ) == (0, 0)
-    if state.store is not None and first and state.last.iteration >= 0:
+    )
+    if ranks == (0, 0):
         stage = parallel_state.get_pipeline_model_parallel_rank()
         state.store.set(str(stage), json.dumps(astuple(state.last)))
 
