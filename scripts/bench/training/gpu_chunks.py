@@ -2,9 +2,9 @@
 
 python3 -m scripts.bench.training.gpu_chunks --lengths LENGTHS --out out/chunks
 
-losses: one checkpoint, four runs from it on the same documents, none delayed: --stages pipeline stages, each a GPU,
-with chunks and with whole documents, and one GPU with one and with two micro-batches a window. What the last two
-differ by is bf16's own noise. long: documents of four windows, as chunks (--wlb-overlong chunk). whole: as a window of
+losses: one checkpoint, runs from it on the same documents, none delayed: --stages pipeline stages, each a GPU, with
+chunks (of one and of two virtual stages) and with whole documents, and one GPU with one and with two micro-batches a
+window. What the last two differ by is bf16's own noise. long: documents of four windows, as chunks (--wlb-overlong chunk). whole: as a window of
 their own, which must not fit: 262,144 tokens and 128,256 words are 67 GB of logits in bf16, 134 GB in fp32. The model
 has 8 layers of 2048, with full recompute; --vocabulary is the long document's. Logs and losses.csv go to --out.
 """
@@ -24,12 +24,15 @@ from wlb_megatron.report.files import write_csv
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 WHOLE = ["--wlb-chunks", "off", "--wlb-max-delay", "0", "--wlb-micro-batches-per-window"]
 
+VIRTUAL = ["--num-virtual-stages-per-pipeline-rank", "2"]
+
 
 def layouts(stages: int) -> dict[str, tuple[int, list[str]]]:
     """Name: (GPUs, flags). No documents wait, so an iteration has the same ones in each."""
     pipeline = pipelined(stages)
     return {
         f"pp{stages}-chunks": (stages, [*pipeline, "--wlb-chunks", "on"]),
+        f"pp{stages}-vpp2-chunks": (stages, [*pipeline, *VIRTUAL, "--wlb-chunks", "on"]),
         **({f"pp{stages}-whole": (stages, [*pipeline, *WHOLE, "2"])} if stages > 1 else {}),
         "pp1-one": (1, [*WHOLE, "1"]),
         "pp1-two": (1, [*WHOLE, "2"]),
@@ -47,6 +50,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "chunks", help="folder of results")
     parser.add_argument("--lengths", type=Path, help=".npy of document lengths, below a window (for losses)")
     parser.add_argument("--sections", default="losses,long,whole", help="comma list (default: all three)")
+    parser.add_argument("--runs", help="comma list for losses, pp1-one among them (default: all)")
     parser.add_argument("--stages", type=int, default=2, help="pipeline stages and GPUs (default: 2)")
     parser.add_argument("--iterations", type=int, default=20, help="compared (default: 20)")
     parser.add_argument("--window", type=int, default=65536, help="tokens (default: 65536)")
@@ -88,12 +92,13 @@ def losses(options: argparse.Namespace) -> None:
     ):
         return
     later = job(options, extra=f"{quiet} --load {saved} --finetune")
+    known = layouts(options.stages)
     rows = {
-        name: run(f"{name}-module", gpus, flags, prefix, later)
-        for name, (gpus, flags) in layouts(options.stages).items()
+        name: run(f"{name}-module", *known[name], prefix, later)
+        for name in (options.runs.split(",") if options.runs else known)
     }
     write_csv(options.out / "losses.csv", [row for run_rows in rows.values() for row in run_rows])
-    base = {row["iteration"]: row for row in rows["pp1-one"]}
+    base = {row["iteration"]: row for row in rows.get("pp1-one", [])}
     for name, run_rows in rows.items():
         same = [(row, base[row["iteration"]]) for row in run_rows if row["iteration"] in base]
         if not same:

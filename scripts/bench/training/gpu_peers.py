@@ -248,7 +248,7 @@ def train(
         team.start()  # others import while the next run trains
     ranks = PEAK.findall(text)
     row = summary(name, run, steps, ranks, ended, options)
-    if corpus.items is not None:
+    if corpus.items is not None and steps:
         computed = sum(int(count) for *_, count in ranks) if len(steps) == options.iterations else math.nan
         row |= rates(run, steps, batch, corpus.items, computed, figures, options.warm_up)
     return steps, row
