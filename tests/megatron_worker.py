@@ -251,6 +251,9 @@ def save_when_reduced() -> None:
                 "pp": parallel_state.get_pipeline_model_parallel_rank(),
                 "gated": get_args().swiglu,
                 "etp": parallel_state.get_expert_tensor_parallel_rank(),
+                "layers": sum(
+                    isinstance(part, TransformerLayer) for chunk in model for part in chunk.modules()
+                ),
             }
         seen["recomputed"].append(part(recomputation.Recomputation).numbers)
         torch.save(seen, OUT / f"rank{torch.distributed.get_rank()}.pt")

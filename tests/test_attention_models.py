@@ -9,6 +9,8 @@ import contextlib
 import math
 import os
 import socket
+from functools import partial
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,12 +20,16 @@ from megatron.core import parallel_state
 from megatron.core.fusions import fused_softmax
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from wlb_megatron.attention.core_attention import packed_seq_params, window_of
 from wlb_megatron.plugin.model import spec
 from wlb_megatron.sharding.select import shard
+from wlb_megatron.workload.memory import Experts, ParallelLayout, StageShape, layer_bytes
 
 LENGTHS = [23, 1, 30, 2, 8]
 VOCABULARY = 64
@@ -202,3 +208,64 @@ def test_the_models_differ_where_their_names_say():
     plain = output()
     for name in ("window in some layers", "off-by-one softmax", "YaRN", "no positions", "softmax scale"):
         assert (output(**MODELS[name]) - plain).abs().max() > 1e-2 * plain.abs().max(), name
+
+
+class GroupedMatrices(torch.autograd.Function):
+    """One matrix product an expert, which keeps what Transformer Engine's GroupedLinear does: its input."""
+
+    @staticmethod
+    def forward(ctx, rows, weights, counts):
+        ctx.save_for_backward(rows, weights)
+        return torch.cat([part @ weight.T for part, weight in zip(rows.split(counts), weights, strict=True)])
+
+
+class GroupedLinear(torch.nn.Module):
+    def __init__(self, experts, inputs, outputs, **_):
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.randn(experts, outputs, inputs))
+
+    def forward(self, rows, counts):
+        return GroupedMatrices.apply(rows, self.weights, counts), None
+
+
+@pytest.mark.parametrize("kind", ["dense", "one expert after the other", "grouped", "shared experts"])
+def test_feed_forward_layers_keep_the_bytes_that_the_memory_model_counts(kind, monkeypatch):
+    """Of all tensors that autograd saves, each storage once, beside the weights."""
+    for name in ("Stream", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: MagicMock())
+    shared = 48 if kind == "shared experts" else 0
+    experts = None if kind == "dense" else Experts(8, 96, imbalance=100, shared=shared)
+    options = {
+        **{"num_moe_experts": 8, "moe_ffn_hidden_size": 96, "moe_token_dispatcher_type": "alltoall"},
+        **{"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01},
+    }
+    config = TransformerConfig(
+        **{"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4},
+        **{"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False},
+        **{"bias_activation_fusion": True, "bf16": True, "params_dtype": torch.bfloat16},
+        **{"use_cpu_initialization": True, "moe_shared_expert_intermediate_size": shared or None},
+        **(options if experts else {}),
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    made = get_gpt_layer_local_spec(num_experts=8 if experts else None).submodules.mlp
+    make = partial(build_module, made) if isinstance(made, ModuleSpec) else made
+    more = {} if experts else {"is_mtp_layer": False}
+    layer = make(config=config, pg_collection=groups, **more)
+    if kind == "grouped":
+        layer.experts = TEGroupedMLP(8, config, GroupedMLPSubmodules(GroupedLinear, GroupedLinear), groups)
+    layer.train().bfloat16()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    hidden = torch.randn(256, 1, 64, dtype=torch.bfloat16, requires_grad=True) * 1
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(hidden)
+    saved = sum(kept[at].untyped_storage().nbytes() for at in kept.keys() - weights)
+    shape = StageShape(hidden=64, ffn=96, layers=1, heads=4, kv_heads=4, head_dim=16, vocab=8)
+    attention = layer_bytes(shape, ParallelLayout()) - 3 * 96 * 2
+    counted = layer_bytes(shape, ParallelLayout(), experts) - attention + 64 * 2
+    assert saved == pytest.approx(256 * counted, rel=0.002)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron_combinations import EP, MOE, OVERLAPS
+from megatron_combinations import EP, FP8_DELAYED, FSDP2, HETEROGENEOUS, MEGATRON_FSDP, MOE, OVERLAPS
 from megatron_runs import MACHINE, MODEL, TRAINING, train
 
 pytestmark = pytest.mark.megatron
@@ -16,40 +18,80 @@ pytestmark = pytest.mark.megatron
 ITERATIONS = 3
 PP2 = "--pipeline-model-parallel-size 2"
 UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LATENT = (
+    "--multi-latent-attention --no-rope-fusion --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 "
+    "--qk-pos-emb-head-dim 4 --v-head-dim 8"
+)
 CHUNKS = "--wlb-chunks on --wlb-quadratic-at 80 --wlb-micro-batch-cost 2 --wlb-max-tokens 80"
 WHOLE = "--wlb-chunks off --wlb-max-tokens 128"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """available: bytes of each rank for activations. in_step: data-parallel ranks meet inside layers, too, as tensor-
+    and context-parallel ones always do. without: a flag of the small model that is left out. needs: a package."""
+
+    processes: int = 2
+    flags: str = ""
+    recompute: str = UNIFORM
+    documents: str = WHOLE
+    available: str
+    in_step: bool = False
+    without: str = ""
+    needs: str = ""
+
+
 ROWS = {
-    # processes, layout, recomputation, documents, bytes of a rank for activations
-    "one stage": (1, "", UNIFORM, WHOLE, "350000"),
-    "PP2, chunks": (2, PP2, UNIFORM, CHUNKS, "300000"),
-    "PP2, units of two layers": (2, PP2, UNIFORM.replace("layers 1", "layers 2"), WHOLE, "400000"),
-    "PP2, blocks of one layer": (2, PP2, UNIFORM.replace("uniform", "block"), CHUNKS, "400000"),
-    "PP2xCP2, memory of ranks differs": (
-        4,
-        f"{PP2} --context-parallel-size 2",
-        UNIFORM,
-        CHUNKS,
-        "200000,180000",
+    "one stage": Row(processes=1, available="350000"),
+    "PP2, chunks": Row(flags=PP2, documents=CHUNKS, available="300000"),
+    "PP2, units of two layers": Row(
+        flags=PP2, recompute=UNIFORM.replace("layers 1", "layers 2"), available="400000"
     ),
-    "TP2 with SP, memory of ranks differs": (
-        *(2, "--tensor-model-parallel-size 2 --sequence-parallel", UNIFORM, WHOLE, "210000,200000"),
+    "PP2, blocks of one layer": Row(
+        flags=PP2, recompute=UNIFORM.replace("uniform", "block"), documents=CHUNKS, available="400000"
     ),
-    "DP2xPP2, overlaps, replicas differ": (
-        4,
-        f"{PP2} {OVERLAPS}",
-        UNIFORM,
-        CHUNKS,
-        "300000,250000,350000,250000",
+    "PP2xCP2": Row(
+        processes=4,
+        flags=f"{PP2} --context-parallel-size 2",
+        documents=CHUNKS,
+        available="200000,250000,180000,250000",
     ),
-    "EP2xPP2, memory of ranks differs": (
-        *(4, f"{PP2} {EP} {MOE.replace('0.01', '0')}", UNIFORM, CHUNKS, "700000,600000,700000,650000"),
+    "TP2 with SP": Row(flags="--tensor-model-parallel-size 2 --sequence-parallel", available="210000,200000"),
+    "DP2xPP2, overlaps": Row(
+        processes=4,
+        flags=f"{PP2} {OVERLAPS}",
+        documents=CHUNKS,
+        available="300000,250000,350000,250000",
     ),
-    "VPP2 on PP2": (*(2, f"{PP2} --num-virtual-stages-per-pipeline-rank 2", UNIFORM, WHOLE, "350000"),),
+    "EP2xPP2": Row(
+        processes=4,
+        flags=f"{PP2} {EP} {MOE.replace('0.01', '0')}",
+        documents=CHUNKS,
+        available="700000,600000,700000,650000",
+        in_step=True,
+    ),
+    "VPP2 on PP2": Row(flags=f"{PP2} --num-virtual-stages-per-pipeline-rank 2", available="350000"),
+    "torch FSDP2, latent attention": Row(
+        flags=f"{FSDP2} {LATENT}", available="420000,400000", in_step=True, without="--group-query-attention"
+    ),
+    "Megatron-FSDP": Row(flags=MEGATRON_FSDP, available="420000,400000", in_step=True, needs="einops"),
+    "heterogeneous layers on uneven stages": Row(
+        flags=f"{PP2} --decoder-first-pipeline-num-layers 1 --use-rope-scaling "
+        f"--use-rotary-position-embeddings --heterogeneous-layers-config-encoded-json {HETEROGENEOUS}",
+        documents=CHUNKS,
+        available="300000",
+    ),
+    "FP8 delayed, DP2": Row(flags=FP8_DELAYED, documents=CHUNKS, available="700000,600000", in_step=True),
+    "routers' losses over all ranks, DP2": Row(
+        flags=MOE.replace("type aux", "type global_aux"), available="700000,600000", in_step=True
+    ),
 }
 
 
-def run(corpus: Path, out: Path, processes: int, flags: str, **environment: str) -> list[dict[str, Any]]:
-    base = [flag for part in (MODEL, MACHINE, TRAINING) for flag in part.split()]
+def run(
+    corpus: Path, out: Path, processes: int, flags: str, without: str = "", **environment: str
+) -> list[dict[str, Any]]:
+    base = [flag for part in (MODEL, MACHINE, TRAINING) for flag in part.split() if flag != without]
     arguments = [*base, *flags.split(), "--num-layers", "4", "--data-path", str(corpus)]
     arguments += ["--global-batch-size", "8", "--train-iters", str(ITERATIONS), "--wlb-max-delay", "0"]
     arguments += ["--wlb-micro-batches-per-window", "2"]
@@ -66,41 +108,35 @@ def check_equal(ranks: list[dict[str, Any]], others: list[dict[str, Any]]) -> No
 
 @pytest.mark.parametrize("name", ROWS)
 def test_kept_layers_change_no_bit_of_losses_and_gradients(name: str, corpus: Path, tmp_path: Path) -> None:
-    processes, layout, recompute, documents, available = ROWS[name]
-    flags = f"{layout} {recompute} {documents} --wlb-gpu-memory 1"
-    full = run(corpus, tmp_path / "full", processes, f"{flags} --wlb-recompute off")
-    kept = run(corpus, tmp_path / "kept", processes, flags, WORKER_AVAILABLE=available)
+    row = ROWS[name]
+    if row.needs and find_spec(row.needs) is None:
+        pytest.skip(f"Megatron needs the package {row.needs} for it")
+    log = tmp_path / "steps.jsonl"
+    flags = f"{row.flags} {row.recompute} {row.documents} --wlb-gpu-memory 1"
+    full = run(corpus, tmp_path / "full", row.processes, f"{flags} --wlb-recompute off", row.without)
+    memory = {"WORKER_AVAILABLE": row.available}
+    kept = run(corpus, tmp_path / "kept", row.processes, f"{flags} --wlb-log {log}", row.without, **memory)
     check_equal(full, kept)
-    layers = 4 // max(1, 1 + max(rank["place"]["pp"] for rank in kept))
+    planned: dict[tuple[int, int], list[Any]] = {}
     for rank in kept:
+        place, numbers = rank["place"], rank["recomputed"]
+        alike = planned.setdefault((place["pp"], 0 if row.in_step else place["dp"]), numbers)
+        assert numbers == alike, "ranks that meet keep the same layers, whatever memory they have"
         counts = [entry[0] for entry in rank["documents"]]
-        for iteration, (numbers, layers_run) in enumerate(
-            zip(rank["recomputed"], rank["layers_run"], strict=True)
-        ):
+        for iteration, (step, layers_run) in enumerate(zip(numbers, rank["layers_run"], strict=True)):
             # Every micro-batch through every layer once, and once more through each layer that was to be recomputed.
-            micro_batches = counts.count(iteration) // len(numbers[0])
-            assert layers_run == micro_batches * layers + sum(map(sum, numbers))
+            micro_batches = counts.count(iteration) // len(step[0])
+            assert layers_run == micro_batches * place["layers"] + sum(map(sum, step))
+    assert len({str(numbers) for numbers in planned.values()}) == len(planned), (
+        "the others plan by themselves"
+    )
     flat = [number for rank in kept for step in rank["recomputed"] for row in step for number in row]
     assert len(set(flat)) > 1, "the memory is such that some are kept, some are not"
-
-
-def test_ranks_that_meet_keep_the_same_layers_whatever_memory_they_have(corpus: Path, tmp_path: Path) -> None:
-    log = tmp_path / "steps.jsonl"
-    flags = f"{PP2} --context-parallel-size 2 {UNIFORM} {CHUNKS} --wlb-gpu-memory 1 --wlb-log {log}"
-    ranks = run(corpus, tmp_path, 4, flags, WORKER_AVAILABLE="200000,250000,180000,250000")
-    by_stage: dict[int, list[Any]] = {}
-    for rank in ranks:
-        by_stage.setdefault(rank["place"]["pp"], []).append(rank["recomputed"])
-    assert all(first == second for first, second in by_stage.values())
-    assert by_stage[0][0] != by_stage[1][0]  # stages plan by themselves
+    replica = {rank["place"]["pp"]: rank for rank in reversed(kept) if rank["place"]["dp"] == 0}.values()
     for step, line in enumerate(log.read_text(encoding="utf-8").splitlines()):
-        stages = [by_stage[stage][0][step] for stage in (0, 1)]
-        numbers = [number for stage in stages for row in stage for number in row]
-        logged = json.loads(line)
-        assert logged["recomputed_share"] == sum(numbers) / (2 * len(numbers)), (
-            "the share of both stages' layers"
-        )
-        assert logged["fullest_stage"] in (0, 1)
+        recomputed = sum(number for rank in replica for row in rank["recomputed"][step] for number in row)
+        layers = sum(rank["place"]["layers"] * len(rank["recomputed"][step]) for rank in replica)
+        assert json.loads(line)["recomputed_share"] == recomputed / layers, "of all stages"
 
 
 def test_multi_token_prediction_trains_the_same_though_blocks_keep_its_layer(

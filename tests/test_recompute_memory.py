@@ -85,11 +85,17 @@ def test_keys_for_later_chunks_are_held_with_their_fp32_gradients() -> None:
 
 
 def test_experts_hold_a_row_for_each_that_a_token_passes() -> None:
-    routed = (3 * 6 + 2 * 4) * 2 * 2  # two of width 6, in two bytes
-    dense = layer_bytes(TINY, FULL) - 3 * 8 * 2
-    assert layer_bytes(TINY, FULL, Experts(8, 6, imbalance=100)) == dense + routed
-    assert layer_bytes(TINY, FULL, Experts(8, 6)) == dense + routed * 3 // 2
-    assert only_chunk(FULL, experts=Experts(8, 6)).kept == dense + routed * 3 // 2  # type: ignore[arg-type]
+    routed = (3 * 6 + 4) * 2 * 2  # two of width 6 and an input each, in two bytes
+    every = layer_bytes(TINY, FULL) - 3 * 8 * 2 + 8 * 12 + 2 * 30
+    assert layer_bytes(TINY, FULL, Experts(8, 6, imbalance=100)) == every + routed
+    assert layer_bytes(TINY, FULL, Experts(8, 6)) == every + routed * 3 // 2
+    assert only_chunk(FULL, experts=Experts(8, 6)).kept == every + routed * 3 // 2  # type: ignore[arg-type]
+    shared = Experts(8, 6, imbalance=100, shared=5)
+    assert layer_bytes(TINY, FULL, shared) == every + routed + 3 * 5 * 2
+    # Two tensor-parallel ranks cut experts and gather their inputs, or each has half of the tokens.
+    both = replace(FULL, tensor=2, sequence=True)
+    cut, apart = (layer_bytes(TINY, both, Experts(8, 6, 1, tensor, imbalance=100)) for tensor in (2, 1))
+    assert cut - apart == 4 // 2 * 2 * 2
 
 
 @pytest.mark.parametrize("unit", [1, 2, 4])
@@ -198,6 +204,10 @@ def test_measurements_raise_the_estimate_at_once_and_lower_it_slowly() -> None:
     for _ in range(60):
         scale = after(scale, 80, 80 * 1000 // scale)
     assert 1000 <= scale <= 1010, "the estimate settles where planned and measured agree"
+    steps = 0
+    while scale > 750:  # experts that get equally many tokens, though half more were assumed
+        scale, steps = after(scale, 80, 80 * 730 // scale, least=600), steps + 1
+    assert steps <= 30
 
 
 def test_a_megatron_whose_forward_does_not_read_the_number_runs_the_flags(

@@ -485,6 +485,7 @@ def _experts(dense: ModelShape, args: argparse.Namespace) -> Experts | None:
         tensor,
         args.moe_router_topk or 2,
         round(100 * (args.expert_imbalance or 1.5)),
+        args.moe_shared_expert_intermediate_size or 0,
     )
 
 

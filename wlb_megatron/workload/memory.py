@@ -25,7 +25,8 @@ GIB = 1 << 30
 class Experts:
     """Experts of every layer. ffn: width of one, which replaces StageShape.ffn. parallel, tensor:
     expert_model_parallel_size, expert_tensor_parallel_size. chosen: experts that a token passes (moe_router_topk).
-    imbalance: assumed tokens of the fullest rank's experts over the mean, in percent."""
+    imbalance: assumed tokens of the fullest rank's experts over the mean, in percent. shared: width of what every token
+    passes beside them (moe_shared_expert_intermediate_size)."""
 
     count: int
     ffn: int
@@ -33,6 +34,7 @@ class Experts:
     tensor: int = 1
     chosen: int = 2
     imbalance: int = 150
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +203,7 @@ def weight_bytes(
     if experts is None:
         matrices += _ffn_parameters(shape, shape.ffn)
     else:
+        matrices += _ffn_parameters(shape, experts.shared)
         whole += shape.layers * shape.hidden * experts.count  # routers
     embeddings = is_first(stage) + is_last(layout, stage)
     if shape.tied and layout.pipeline == 1:
@@ -333,7 +336,8 @@ def layer_bytes(shape: StageShape, layout: ParallelLayout, experts: Experts | No
 
     Elements, plain heads, ffn 4h: inputs of two norms and of the two matrices behind them 4h; q, k, v 3h, attention's
     output 1h; FFN's first output 4h and second input 4h. In 2 bytes 32h, and 2h of dropout masks: the paper's 34h.
-    Each expert that a token passes has its own FFN, and a row of what it takes in and of what it gives back.
+    Each expert that a token passes has its own FFN and its own copy of the input, which expert-tensor-parallel ranks
+    gather. Routing keeps 12 bytes for each expert (scores, sorted places) and 30 for each of those that a token passes.
     """
     b, tp, experts = shape.dtype_bytes, layout.tensor, experts or shape.experts
     spread = spread_elements(shape.hidden, layout) * (4 * b + 2 * shape.dropout)
@@ -341,10 +345,12 @@ def layer_bytes(shape: StageShape, layout: ParallelLayout, experts: Experts | No
     attention = heads * (2 * shape.head_dim * b + 4)  # q, output; log-sum-exp in fp32
     attention += kv_elements(shape, layout) * b
     matrices = 3 if shape.gated else 2
+    every = -(-(shape.ffn if experts is None else experts.shared) // tp) * matrices * b
     if experts is None:
-        return spread + attention + -(-shape.ffn // tp) * matrices * b
-    routed = -(-(matrices * experts.ffn + 2 * shape.hidden) // tp) * experts.chosen
-    return spread + attention + -(-routed * b * experts.imbalance // 100)
+        return spread + attention + every
+    routing = spread_elements(12 * experts.count + 30 * experts.chosen, layout)
+    row = -(-(matrices * experts.ffn + experts.tensor * shape.hidden) // tp)
+    return spread + attention + every + routing + -(-row * experts.chosen * b * experts.imbalance // 100)
 
 
 def gathered_keys_bytes(shape: StageShape, layout: ParallelLayout) -> int:

@@ -4,9 +4,10 @@ python3 -m scripts.bench.training.gpu_chunks --lengths LENGTHS --out out/chunks
 
 losses: one checkpoint, runs from it on the same documents, none delayed: --stages pipeline stages, each a GPU, with
 chunks (of one and of two virtual stages) and with whole documents, and one GPU with one and with two micro-batches a
-window. What the last two differ by is bf16's own noise. long: documents of four windows, as chunks (--wlb-overlong chunk). whole: as a window of
-their own, which must not fit: 262,144 tokens and 128,256 words are 67 GB of logits in bf16, 134 GB in fp32. The model
-has 8 layers of 2048, with full recompute; --vocabulary is the long document's. Logs and losses.csv go to --out.
+window. What the last two differ by is bf16's own noise. long: documents of four windows, as chunks (--wlb-overlong
+chunk). whole: as a window of their own, which must not fit: 262,144 tokens and 128,256 words are 67 GB of logits in
+bf16, 134 GB in fp32. The model has 8 layers of 2048, with full recompute; --vocabulary is the long document's. Logs and
+losses.csv go to --out.
 """
 
 from __future__ import annotations

@@ -130,7 +130,10 @@ def _experts(args: Any) -> Experts | None:
         return None
     one, chosen = args.moe_ffn_hidden_size or args.ffn_hidden_size, args.moe_router_topk
     tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    memory = ExpertsMemory(args.num_experts, one, args.expert_model_parallel_size or 1, tensor, chosen)
+    memory = ExpertsMemory(
+        *(args.num_experts, one, args.expert_model_parallel_size or 1, tensor, chosen),
+        shared=getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
+    )
     return Experts(count=args.num_experts, ffn=one * chosen, balancing=balancing_of(args), memory=memory)
 
 

@@ -17,7 +17,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ from wlb_megatron.workload.memory import GIB
 from wlb_megatron.workload.stage_memory import StageMemory
 
 LEAST_SCALE = 800
-"""Measured over estimated memory is taken to be at least this many thousandths: another step may hold other things."""
+"""Measured over estimated memory is taken to be at least this many thousandths: another step may hold other things.
+With experts of what they hold if all get equally many tokens."""
 
 FORGET = 8
 """A step that needs less than estimated lowers the scale by this part of the difference. One that needs more raises it
@@ -72,9 +73,9 @@ class StepMemory:
 @dataclass(slots=True)
 class Recomputation:
     """active: steps plan it. memory: of this stage. gpu: of the job, by the memory model. scale: measured over
-    estimated bytes, in thousandths. numbers: layers to recompute [micro-batch][model chunk] in the step that
-    runs, None outside of one. flags: method and number of each model chunk, as Megatron was given them. growing: the
-    allocator's segments grow. store: where the stages of the first replica say what their last step took.
+    estimated bytes, in thousandths; least: it goes no lower. numbers: layers to recompute [micro-batch][model chunk] in
+    the step that runs, None outside of one. flags: method and number of each model chunk, as Megatron was given them.
+    growing: the allocator's segments grow. store: where the stages of the first replica say what their last step took.
     """
 
     active: bool = False
@@ -85,6 +86,7 @@ class Recomputation:
     cap: int | None = None
     on_gpu: bool = False
     scale: int = 1000
+    least: int = LEAST_SCALE
     optimizer: int = 0
     retries: int = 0
     began: int = 0
@@ -261,7 +263,11 @@ def _plan(state: Recomputation, batches: Sequence[PlannedMicroBatch], decoders: 
         parallel_state.get_pipeline_model_parallel_world_size(),
     )
     if state.memory is None:
-        state.memory = state.gpu.stage(stage, [decoder.num_layers_per_pipeline_rank for decoder in decoders])
+        layers = [decoder.num_layers_per_pipeline_rank for decoder in decoders]
+        state.memory = state.gpu.stage(stage, layers)
+        if state.gpu.experts is not None:
+            even = replace(state.gpu, experts=replace(state.gpu.experts, imbalance=100)).stage(stage, layers)
+            state.least = LEAST_SCALE * even.chunks[0].kept // state.memory.chunks[0].kept
         state.optimizer = state.gpu.weights(stage)
     state.began, available = _available(state, stage)
     available = _agreed(state, available)
@@ -354,11 +360,11 @@ def _measure(state: Recomputation, *, rehearsed: bool) -> None:
     retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     if not rehearsed:
         state.optimizer = 0  # its states are allocated from the first step's end on
-    state.scale = corrected(state.scale, state.last, retried=retries > state.retries)
+    state.scale = corrected(state.scale, state.last, state.least, retried=retries > state.retries)
     state.retries = retries
 
 
-def corrected(scale: int, step: StepMemory, *, retried: bool = False) -> int:
+def corrected(scale: int, step: StepMemory, least: int = LEAST_SCALE, *, retried: bool = False) -> int:
     """Measured over estimated bytes, in thousandths, after a step: up at once, down slowly.
 
     Planned 50 with scale 1000 and measured 60 of available 100: 1200. Measured 40 then: 1200 - (1200 - 960) / 8.
@@ -368,4 +374,4 @@ def corrected(scale: int, step: StepMemory, *, retried: bool = False) -> int:
     if max(step.planned, step.measured) * TELLING < step.available:
         return scale
     ratio = scale * step.measured // max(1, step.planned)
-    return ratio if ratio > scale else max(LEAST_SCALE, scale - (scale - ratio) // FORGET)
+    return ratio if ratio > scale else max(least, scale - (scale - ratio) // FORGET)
