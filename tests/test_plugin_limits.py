@@ -286,9 +286,19 @@ def test_the_log_says_at_start_what_steps_recompute() -> None:
     assert "about 0% in a usual step, 0% in the fullest" in of_recomputation(wlb_gpu_memory=140.0)[0]
 
 
-def test_where_the_flags_run_in_every_step_only_dynamic_groups_need_a_reason() -> None:
+def test_where_the_flags_run_in_every_step_a_line_says_why() -> None:
+    begun = "recomputes as the flags say in every step: "
     (line,) = of_recomputation(wlb_gpu_memory=20.0, wlb_cp_mode="dynamic")
-    assert line.startswith("recomputes as the flags say in every step: the groups of --wlb-cp-mode dynamic")
+    assert line.startswith(f"{begun}the groups of --wlb-cp-mode dynamic")
+    routed = {"wlb_gpu_memory": 20.0, "num_experts": 4, "moe_router_load_balancing_type": ["global_aux_loss"]}
+    (line,) = of_recomputation(**routed)
+    assert line.startswith(f"{begun}global_aux_loss would come to other values")
+    for kept in (
+        {"pipeline_model_parallel_size": 1, "wlb_chunks": "off"},
+        {"moe_router_load_balancing_type": "aux_loss"},
+    ):
+        (line,) = of_recomputation(**(routed | kept))
+        assert line.startswith("recomputes only what does not fit")
     assert of_recomputation(wlb_gpu_memory=20.0, wlb_recompute="off") == []
     assert of_recomputation(wlb_gpu_memory=20.0, recompute_granularity="selective") == []
     assert of_recomputation(distributed_backend="gloo") == [], "nothing says what fits"

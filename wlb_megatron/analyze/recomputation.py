@@ -29,8 +29,8 @@ class Recomputed:
 
 
 def by_recomputation(job: Job, run: Run) -> Recomputed | None:
-    """None with dynamic groups, which are planned otherwise."""
-    if run.shards is None:
+    """None with dynamic groups, which are planned otherwise, and where kept layers would change what is computed."""
+    if run.shards is None or job.trainer.counts_in_order(run.config.chunks):
         return None
     job = with_recompute(replace(job, gib=job.gib or DEFAULT_GIB, quick=True), "full")
     plans, shards = run.plans[job.warm_up :][:LOOKED], run.shards[:LOOKED]

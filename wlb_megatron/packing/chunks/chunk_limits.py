@@ -77,6 +77,16 @@ class Trainer:
         )
         return [(flag, cure) for applies, flag, cure in rows if applies]
 
+    def counts_in_order(self, chunks: str) -> bool:
+        """Whether a layer computes something else where some micro-batches keep it and others recompute it.
+
+        global_aux_loss is a mean over the micro-batches so far. One that is kept is counted in its forward, one that is
+        recomputed before its backward. They come in the same order on a single stage without chunks alone. chunks: of
+        --wlb-chunks.
+        """
+        in_turn = self.stages == 1 and chunks == "off"
+        return self.experts > 0 and "global_aux_loss" in self.balancing and not in_turn
+
     @property
     def in_step(self) -> bool:
         """Whether data-parallel ranks need the same order of forwards and backwards, and so the same groups."""
