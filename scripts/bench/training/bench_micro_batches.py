@@ -50,6 +50,7 @@ def main() -> None:
             warm_up=options.warm_up,
             layers=int(layers),
             script=None,
+            model="2048",
             warm_ranks=True,
             spans=True,
         )

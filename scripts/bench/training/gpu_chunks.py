@@ -69,6 +69,7 @@ def job(options: argparse.Namespace, **changed: Any) -> argparse.Namespace:
     usual = {
         "out": options.out,
         "script": None,
+        "model": "2048",
         "extra": RECOMPUTE,
         "layers": 8,
         "seq_length": options.window,

@@ -45,7 +45,8 @@ from scripts.warm_ranks import WarmRanks
 from wlb_megatron.documents.synthetic import lognormal, paper_like
 from wlb_megatron.report.files import write_csv
 
-SFT = ["--sft", "--wlb-sft-mask-data"]
+SFT = ["--sft", "--wlb-sft-mask-data", "--wlb-rehearsal", "off"]
+"""Forwards of a rehearsal would count as padding."""
 OURS = ["--split", "1,0,0", "--wlb-max-delay", "0", "--wlb-chunks", "off"]
 THEIRS = """--calculate-per-token-loss --no-create-attention-mask-in-dataloader --dataloader-type single --split 1,0,0
 --moe-token-dispatcher-type alltoall --null-tokenizer-eod-id 256 --null-tokenizer-pad-id 257 --vocab-size 258"""
