@@ -13,6 +13,8 @@ import torch
 from megatron_combinations import EP, FP8_DELAYED, FSDP2, HETEROGENEOUS, MEGATRON_FSDP, MOE, OVERLAPS
 from megatron_runs import MACHINE, MODEL, TRAINING, train
 
+from wlb_megatron.plugin.trials.versions import megatron_version
+
 pytestmark = pytest.mark.megatron
 
 ITERATIONS = 3
@@ -29,7 +31,8 @@ WHOLE = "--wlb-chunks off --wlb-max-tokens 128"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """available: bytes of each rank for activations. in_step: data-parallel ranks meet inside layers, too, as tensor-
-    and context-parallel ones always do. without: a flag of the small model that is left out. needs: a package."""
+    and context-parallel ones always do. without: a flag of the small model that is left out. needs: a package. since:
+    the first release that trains it so, started without a checkout."""
 
     processes: int = 2
     flags: str = ""
@@ -39,6 +42,7 @@ class Row:
     in_step: bool = False
     without: str = ""
     needs: str = ""
+    since: float = 0.17
 
 
 ROWS = {
@@ -65,14 +69,19 @@ ROWS = {
     ),
     "EP2xPP2": Row(
         processes=4,
-        flags=f"{PP2} {EP} {MOE.replace('0.01', '0')}",
+        flags=f"{PP2} {EP} {MOE}",
         documents=CHUNKS,
         available="700000,600000,700000,650000",
         in_step=True,
+        since=0.18,
     ),
     "VPP2 on PP2": Row(flags=f"{PP2} --num-virtual-stages-per-pipeline-rank 2", available="350000"),
     "torch FSDP2, latent attention": Row(
-        flags=f"{FSDP2} {LATENT}", available="420000,400000", in_step=True, without="--group-query-attention"
+        flags=f"{FSDP2} {LATENT}",
+        available="420000,400000",
+        in_step=True,
+        without="--group-query-attention",
+        since=0.19,
     ),
     "Megatron-FSDP": Row(flags=MEGATRON_FSDP, available="420000,400000", in_step=True, needs="einops"),
     "heterogeneous layers on uneven stages": Row(
@@ -80,10 +89,14 @@ ROWS = {
         f"--use-rotary-position-embeddings --heterogeneous-layers-config-encoded-json {HETEROGENEOUS}",
         documents=CHUNKS,
         available="300000",
+        since=0.19,
     ),
     "FP8 delayed, DP2": Row(flags=FP8_DELAYED, documents=CHUNKS, available="700000,600000", in_step=True),
     "routers' losses over all ranks, DP2": Row(
-        flags=MOE.replace("type aux", "type global_aux"), available="700000,600000", in_step=True
+        flags=MOE.replace("type aux", "type global_aux"),
+        available="700000,600000",
+        in_step=True,
+        since=0.18,
     ),
 }
 
@@ -96,6 +109,11 @@ def run(
     arguments += ["--global-batch-size", "8", "--train-iters", str(ITERATIONS), "--wlb-max-delay", "0"]
     arguments += ["--wlb-micro-batches-per-window", "2"]
     return train(arguments, processes, out, **environment)  # type: ignore[arg-type]
+
+
+def skip_before(release: float) -> None:
+    if float(".".join(megatron_version().split(".")[:2])) < release:
+        pytest.skip(f"not in a Megatron before {release}")
 
 
 def check_equal(ranks: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
@@ -112,6 +130,7 @@ def test_kept_layers_change_no_bit_of_losses_and_gradients(name: str, corpus: Pa
     if row.needs and find_spec(row.needs) is None:
         pytest.skip(f"Megatron needs the package {row.needs} for it")
     log = tmp_path / "steps.jsonl"
+    skip_before(row.since)
     flags = f"{row.flags} {row.recompute} {row.documents} --wlb-gpu-memory 1"
     full = run(corpus, tmp_path / "full", row.processes, f"{flags} --wlb-recompute off", row.without)
     memory = {"WORKER_AVAILABLE": row.available}
@@ -142,6 +161,7 @@ def test_kept_layers_change_no_bit_of_losses_and_gradients(name: str, corpus: Pa
 def test_multi_token_prediction_trains_the_same_though_blocks_keep_its_layer(
     corpus: Path, tmp_path: Path
 ) -> None:
+    skip_before(0.19)
     flags = f"{PP2} {UNIFORM} {WHOLE} --mtp-num-layers 1 --wlb-gpu-memory 1"
     full = run(corpus, tmp_path / "full", 2, f"{flags} --wlb-recompute off")
     kept = run(corpus, tmp_path / "kept", 2, flags, WORKER_AVAILABLE="340000")

@@ -13,6 +13,7 @@ from training_jobs import training_job
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.packing.chunks.chunk_packer import held
 from wlb_megatron.packing.memory_limits import describe_memory, no_memory_for_chunks
 from wlb_megatron.pipeline.step_law import StepLaw
@@ -287,18 +288,25 @@ def test_the_log_says_at_start_what_steps_recompute() -> None:
 
 
 def test_where_the_flags_run_in_every_step_a_line_says_why() -> None:
-    begun = "recomputes as the flags say in every step: "
+    begun = "recomputes as the flags say in every step"
     (line,) = of_recomputation(wlb_gpu_memory=20.0, wlb_cp_mode="dynamic")
-    assert line.startswith(f"{begun}the groups of --wlb-cp-mode dynamic")
+    assert line.startswith(f"{begun}: the groups of --wlb-cp-mode dynamic")
     routed = {"wlb_gpu_memory": 20.0, "num_experts": 4, "moe_router_load_balancing_type": ["global_aux_loss"]}
     (line,) = of_recomputation(**routed)
-    assert line.startswith(f"{begun}global_aux_loss would come to other values")
+    assert line.startswith(f"{begun}, for kept layers would change global_aux_loss")
     for kept in (
         {"pipeline_model_parallel_size": 1, "wlb_chunks": "off"},
         {"moe_router_load_balancing_type": "aux_loss"},
     ):
         (line,) = of_recomputation(**(routed | kept))
         assert line.startswith("recomputes only what does not fit")
+    old = Trainer(experts=4, release="0.17.1")
+    assert (old.keeping_changes("off") or "").startswith("routers' counts")
+    assert (
+        replace(old, experts=0).keeping_changes("on")
+        is replace(old, release="0.18.2").keeping_changes("on")
+        is None
+    )
     assert of_recomputation(wlb_gpu_memory=20.0, wlb_recompute="off") == []
     assert of_recomputation(wlb_gpu_memory=20.0, recompute_granularity="selective") == []
     assert of_recomputation(distributed_backend="gloo") == [], "nothing says what fits"

@@ -30,7 +30,7 @@ class Recomputed:
 
 def by_recomputation(job: Job, run: Run) -> Recomputed | None:
     """None with dynamic groups, which are planned otherwise, and where kept layers would change what is computed."""
-    if run.shards is None or job.trainer.counts_in_order(run.config.chunks):
+    if run.shards is None or job.trainer.keeping_changes(run.config.chunks):
         return None
     job = with_recompute(replace(job, gib=job.gib or DEFAULT_GIB, quick=True), "full")
     plans, shards = run.plans[job.warm_up :][:LOOKED], run.shards[:LOOKED]

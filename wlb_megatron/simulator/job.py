@@ -246,7 +246,7 @@ class Job:
     def plans_recomputation(self, config: WlbConfig) -> bool:
         """Whether each step recomputes only the layers that it cannot keep."""
         planned = (config.recompute, self.model.recompute, config.cp_mode) == ("auto", "full", "fixed")
-        return planned and not self.trainer.counts_in_order(config.chunks)
+        return planned and self.trainer.keeping_changes(config.chunks) is None
 
     def rooms(self, config: WlbConfig) -> tuple[StageRoom, StageRoom] | None:
         """What the first and the last stage can keep of a step, None where steps run the flags."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 LEAST_RELEASE = (0, 17)
 """The first megatron-core whose schedule can run more forwards ahead."""
 
+PADDING_SEEN = (0, 18)
+"""The first whose block gives the padding mask to layers that it does not recompute."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
@@ -77,15 +80,20 @@ class Trainer:
         )
         return [(flag, cure) for applies, flag, cure in rows if applies]
 
-    def counts_in_order(self, chunks: str) -> bool:
-        """Whether a layer computes something else where some micro-batches keep it and others recompute it.
+    def keeping_changes(self, chunks: str) -> str | None:
+        """What comes out otherwise where some micro-batches keep a layer that others recompute; None: nothing.
 
         global_aux_loss is a mean over the micro-batches so far. One that is kept is counted in its forward, one that is
-        recomputed before its backward. They come in the same order on a single stage without chunks alone. chunks: of
-        --wlb-chunks.
+        recomputed before its backward. They come in the same order on a single stage without chunks alone. Before 0.18
+        Megatron's block gives layers that it does not recompute no padding mask. chunks: of --wlb-chunks.
         """
-        in_turn = self.stages == 1 and chunks == "off"
-        return self.experts > 0 and "global_aux_loss" in self.balancing and not in_turn
+        if self.experts == 0:
+            return None
+        if "global_aux_loss" in self.balancing and (self.stages > 1 or chunks != "off"):
+            return "global_aux_loss, a mean over the micro-batches so far (without a pipeline, --wlb-chunks off helps)"
+        if self.release is not None and _parts(self.release) < PADDING_SEEN:
+            return "routers' counts, for a kept layer of this Megatron's sees no padding mask (before 0.18)"
+        return None
 
     @property
     def in_step(self) -> bool:

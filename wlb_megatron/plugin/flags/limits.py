@@ -48,7 +48,7 @@ def recompute_memory(job: TrainingJob, config: WlbConfig) -> GpuMemory | None:
     """By which each step keeps layers; None where steps run the flags of recomputation. Experts' tokens are assumed
     uneven (workload.memory.Experts)."""
     planned = (config.recompute, job.recompute, config.cp_mode) == ("auto", "full", "fixed")
-    return _gpu_memory(job) if planned and not job.trainer.counts_in_order(config.chunks) else None
+    return _gpu_memory(job) if planned and job.trainer.keeping_changes(config.chunks) is None else None
 
 
 def document_memory(job: TrainingJob, config: WlbConfig) -> Bound | None:

@@ -66,11 +66,8 @@ def _of_recomputation(job: TrainingJob, source: Source) -> Iterator[str]:
         return
     if source.config.cp_mode == "dynamic":
         yield "recomputes as the flags say in every step: the groups of --wlb-cp-mode dynamic are planned with that"
-    elif job.trainer.counts_in_order(source.config.chunks):
-        yield (
-            "recomputes as the flags say in every step: global_aux_loss would come to other values where some "
-            "micro-batches keep their layers (without a pipeline, --wlb-chunks off avoids that)"
-        )
+    elif changed := job.trainer.keeping_changes(source.config.chunks):
+        yield f"recomputes as the flags say in every step, for kept layers would change {changed}"
     memory, packer = recompute_memory(job, source.config), source.planner.packer
     if memory is None or packer.law.rooms is None:
         return
