@@ -7,9 +7,6 @@ from dataclasses import dataclass
 LEAST_RELEASE = (0, 17)
 """The first megatron-core whose schedule can run more forwards ahead."""
 
-PADDING_SEEN = (0, 18)
-"""The first whose block gives the padding mask to layers that it does not recompute."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
@@ -19,7 +16,8 @@ class Trainer:
     balancing: kinds of routers' losses. shards_weights: FSDP of either kind. shares_scales: FP8 whose scales come from
     the largest values of all data-parallel ranks. offloads: offloads activations in the order of micro-batches.
     offloads_layers: offloads whole layers. replays_routes: experts' choices are recorded and replayed. release: of
-    megatron-core. unknown_schedule: it interleaves stages in a way that the plugin does not know.
+    megatron-core. unknown_schedule: it interleaves stages in a way that the plugin does not know. hides_padding: its
+    block gives layers that it does not recompute no padding mask.
     """
 
     stages: int = 1
@@ -36,6 +34,7 @@ class Trainer:
     replays_routes: bool = False
     release: str | None = None
     unknown_schedule: bool = False
+    hides_padding: bool = False
 
     def chunks_refused(self) -> list[tuple[str, str]]:
         """(flag, cure) of each setting under which a step cannot run in groups of micro-batches."""
@@ -84,15 +83,15 @@ class Trainer:
         """What comes out otherwise where some micro-batches keep a layer that others recompute; None: nothing.
 
         global_aux_loss is a mean over the micro-batches so far. One that is kept is counted in its forward, one that is
-        recomputed before its backward. They come in the same order on a single stage without chunks alone. Before 0.18
-        Megatron's block gives layers that it does not recompute no padding mask. chunks: of --wlb-chunks.
+        recomputed before its backward. They come in the same order on a single stage without chunks alone. chunks: of
+        --wlb-chunks.
         """
         if self.experts == 0:
             return None
         if "global_aux_loss" in self.balancing and (self.stages > 1 or chunks != "off"):
             return "global_aux_loss, a mean over the micro-batches so far (without a pipeline, --wlb-chunks off helps)"
-        if self.release is not None and _parts(self.release) < PADDING_SEEN:
-            return "routers' counts, for a kept layer of this Megatron's sees no padding mask (before 0.18)"
+        if self.hides_padding:
+            return "routers' counts, for this Megatron's kept layers see no padding mask (0.17, dev)"
         return None
 
     @property

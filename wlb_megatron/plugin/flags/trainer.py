@@ -13,6 +13,8 @@ from wlb_megatron.plugin.trials.versions import megatron_version
 def trainer_of(args: Any) -> Trainer:
     """args: Megatron's validated arguments; what a release does not know is taken as not given."""
     # Imported here, because it imports torch, which the process that plans has no use for.
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
     from wlb_megatron.plugin.step.grouped_steps import interleaves_as_known
 
     def setting(name: str) -> Any:
@@ -32,6 +34,8 @@ def trainer_of(args: Any) -> Trainer:
         offloads_layers=bool(setting("cpu_offloading") or setting("cpu_offloading_num_layers")),
         replays_routes=bool(setting("moe_enable_routing_replay")),
         release=megatron_version(),
+        # Where the block has this function itself (0.17, dev). megatron.core.recompute (0.18, main) hands the mask on.
+        hides_padding=hasattr(TransformerBlock, "_checkpointed_forward"),
         unknown_schedule=bool(setting("virtual_pipeline_model_parallel_size")) and not interleaves_as_known(),
     )
 
