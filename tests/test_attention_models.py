@@ -248,9 +248,10 @@ def test_feed_forward_layers_keep_the_bytes_that_the_memory_model_counts(kind, m
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     made = get_gpt_layer_local_spec(num_experts=8 if experts else None).submodules.mlp
-    make = partial(build_module, made) if isinstance(made, ModuleSpec) else made
+    old = isinstance(made, ModuleSpec)
     more = {} if experts else {"is_mtp_layer": False}
-    layer = make(config=config, pg_collection=groups, **more)
+    how = {} if old and not experts else {"pg_collection": groups, **more}
+    layer = (partial(build_module, made) if old else made)(config=config, **how)
     if kind == "grouped":
         layer.experts = TEGroupedMLP(8, config, GroupedMLPSubmodules(GroupedLinear, GroupedLinear), groups)
     layer.train().bfloat16()

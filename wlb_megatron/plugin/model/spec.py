@@ -161,5 +161,7 @@ def plan_positions(model: Any) -> None:
     latent = None  # one for all layers: their frequencies are the same, and then made once a micro-batch
     for module in list(model.modules()):
         if isinstance(module, Attention) and getattr(module, "rotary_pos_emb", None) is not None:
-            latent = latent or PlannedRotaryEmbedding(module.rotary_pos_emb, packed=True)
+            # Megatron's dev branch drops the batch dimension only of its own packed format, which is not the plan's.
+            packed = "if thd_packed_seq:" not in inspect.getsource(module.get_query_key_value_tensors)
+            latent = latent or PlannedRotaryEmbedding(module.rotary_pos_emb, packed)
             module.rotary_pos_emb = latent
