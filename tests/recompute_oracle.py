@@ -31,7 +31,7 @@ def held_bytes(
             layers += load.tokens * (
                 chunk.switched + (chunk.recomputed - number) * (chunk.kept - chunk.input)
             )
-        layers += load.chunk_tokens * chunk.layers * memory.keys
+        layers += load.chunk_tokens * (chunk.layers + chunk.depths) * memory.keys
         if step.chunk == 0:
             layers += load.tokens * memory.ends
         stored[step.micro_batch, step.chunk] = layers  # a backward holds it until its end

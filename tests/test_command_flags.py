@@ -73,7 +73,7 @@ ANALYZE = {
     "ffn-hidden-size": ("512", f"{SHAPE} --host-launch 0 --chunks off"),
     "swiglu": ("", f"{SHAPE} --host-launch 0 --chunks off"),
     "vocab-size": ("512", NO_HOST),
-    "mtp-num-layers": ("1", CHUNKS),
+    "mtp-num-layers": ("1", f"{FULL} --gpu-memory 2.5"),
     "fine-grained-activation-offloading": ("", CHUNKS),
     "cpu-offloading-num-layers": ("1", CHUNKS),
     "num-experts": ("4", NO_HOST),

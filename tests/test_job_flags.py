@@ -83,7 +83,7 @@ def test_documents_train_in_chunks_unless_the_trainer_cannot() -> None:
     def chunked(flags: str) -> bool:
         return isinstance(job(flags).planner(LENGTHS, settings(parsed(flags))).packer, ChunkPacker)
 
-    assert chunked("--num-experts 8") and not chunked("--mtp-num-layers 1 --thresholds none")
+    assert chunked("--num-experts 8") and not chunked("--cpu-offloading-num-layers 1 --thresholds none")
 
 
 def test_iterations_of_tiny_documents_are_few_unless_asked_for() -> None:
@@ -218,10 +218,13 @@ def test_dynamic_groups_are_refused_where_training_refuses_them(capsys: pytest.C
 def test_chunks_that_cannot_be_trained_are_refused_with_the_cure(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = f"{command} --lengths 9,30,64 --window 64 --pp 2 --micro-batches 2 --chunks on --mtp-num-layers 1"
+    flags = f"{command} --lengths 9,30,64 --window 64 --pp 2 --micro-batches 2 --chunks on"
+    flags += " --fine-grained-activation-offloading"
     code, _, err = call(capsys, *flags.split())
     assert code == 2 and err.count("\n") == 1
-    assert "--chunks on cannot be combined with --mtp-num-layers" in err and "train whole documents" in err
+    assert (
+        "--chunks on cannot be combined with --fine-grained-activation" in err and "recompute instead" in err
+    )
     code, _, err = call(capsys, *f"{command} --lengths 9 --window 64 --moe-router-topk 2".split())
     assert code == 2 and "--moe-router-topk needs --num-experts" in err
 

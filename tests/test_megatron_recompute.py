@@ -166,7 +166,7 @@ def test_multi_token_prediction_trains_the_same_though_blocks_keep_its_layer(
     corpus: Path, tmp_path: Path
 ) -> None:
     skip_before(0.19)
-    flags = f"{PP2} {UNIFORM} {WHOLE} --mtp-num-layers 1 --wlb-gpu-memory 1"
+    flags = f"{PP2} {UNIFORM} {CHUNKS} --mtp-num-layers 1 --wlb-gpu-memory 1"
     full = run(corpus, tmp_path / "full", 2, f"{flags} --wlb-recompute off")
     kept = run(corpus, tmp_path / "kept", 2, flags, WORKER_AVAILABLE="340000")
     check_equal(full, kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +23,9 @@ from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import install
 from wlb_megatron.plugin.logs import logged_losses
 from wlb_megatron.plugin.plans.data import PackedDocuments
-from wlb_megatron.plugin.plans.loaded import Layout
+from wlb_megatron.plugin.plans.loaded import HeldTokens, Layout
 from wlb_megatron.plugin.plans.planning import PlannedMicroBatch
 from wlb_megatron.plugin.step.multi_token import (
-    next_in_document,
     refuse_other_form,
     wrap_is_inference_linear,
     wrap_roll_tensor,
@@ -34,55 +34,38 @@ from wlb_megatron.plugin.step.multi_token import (
 )
 from wlb_megatron.refusals import Refused
 from wlb_megatron.sharding.cut import pad
-from wlb_megatron.sharding.following import following
-from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard
 
-SHARDINGS = ["per-sequence", "per-document", "hybrid"]
+SUMMARY = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
 
 
-def test_the_worked_example_of_two_ranks() -> None:
-    plan = ShardPlan(
-        np.array([4, 2]), (np.array([[0, 0, 1], [0, 3, 4], [1, 0, 1]]), np.array([[0, 1, 3], [1, 1, 2]]))
-    )
-    assert following(plan).tolist() == [3, 6, 5, 4, 1, 6]
+def held_of(
+    corpus: Blend, pieces: list[Piece], cp: int, depths: int, predictions: tuple[int, ...]
+) -> list[HeldTokens]:
+    """What each rank holds of one micro-batch."""
+    padded = pad(tuple(pieces), 2 * cp)
+    plan = shard(np.array([piece.tokens for piece in padded]), cp, "per-document")
+    planned = PlannedMicroBatch(0, 0, padded, plan, SUMMARY, 0.0, predictions=predictions)
+    layouts = [Layout(rank, 1, 8, True, follows=depths) for rank in range(cp)]
+    return [held for layout in layouts if (held := PackedDocuments(corpus, layout)[planned].held) is not None]
 
 
-@settings(deadline=None, max_examples=80)
-@given(
-    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=10).filter(sum),
-    cp=st.sampled_from([1, 2, 3, 4]),
-    sharding=st.sampled_from(SHARDINGS),
-)
-def test_following_is_the_next_token_of_the_same_piece(lengths: list[int], cp: int, sharding: str) -> None:
-    lengths = [*lengths, -sum(lengths) % cp]
-    plan = shard(np.array(lengths), cp, sharding)
-    held = [
-        (piece, position)
-        for rows in plan.ranks
-        for piece, start, end in rows.tolist()
-        for position in range(start, end)
-    ]
-    for at, after in zip(held, following(plan).tolist(), strict=True):
-        piece, position = at
-        if position + 1 < lengths[piece]:
-            assert held[after] == (piece, position + 1)
-        else:
-            assert after == plan.tokens
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
-def test_one_rank_rolls_as_megatron_does_for_packed_sequences(dtype: torch.dtype) -> None:
+def test_rows_are_what_megatron_rolls_for_packed_sequences(tmp_path: Path) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-    lengths = [5, 1, 9, 2]
+    lengths, number = [5, 1, 9, 3], np.random.default_rng(1)
+    rewrite_corpus(tmp_path / "documents", [number.integers(1, 99, size, np.int32) for size in lengths])
+    pieces = [Piece(0, document, 0, size) for document, size in enumerate(lengths)]
+    (held,) = held_of(Blend([str(tmp_path / "documents")]), pieces, 1, 2, (1, 1, 1))
     bounds = torch.tensor(np.concatenate(([0], np.cumsum(lengths))), dtype=torch.int32)
-    values = torch.arange(1, 18).to(dtype)[None]
-    expected = roll_tensor(values, packed_seq_params=PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds))
-    after = torch.from_numpy(following(shard(np.array(lengths), 1, "per-document")).astype(np.int32))
-    rolled = next_in_document(values, after, None)
-    assert torch.equal(rolled[0], expected[0]) and rolled[1] == expected[1]
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds)
+    roll = getattr(roll_tensor, "__wlb_original__", roll_tensor)
+    for rows in (held.tokens, held.labels, held.loss_mask, held.position_ids):
+        expected = rows[:1]
+        for depth in (1, 2):
+            expected = roll(expected, packed_seq_params=params)[0]
+            assert torch.equal(rows[depth : depth + 1], expected)
 
 
 def test_a_linear_layer_is_none_of_inference_where_transformer_engine_is_missing() -> None:
@@ -104,25 +87,21 @@ def test_a_micro_batch_that_was_not_planned_for_it_is_an_error() -> None:
             roll(rolled, packed_seq_params=WlbPackedSeqParams())
 
 
-def test_a_micro_batch_brings_the_factors_of_its_whole_iteration(tmp_path: Path) -> None:
+def test_the_mask_has_the_factors_of_the_whole_iteration(tmp_path: Path) -> None:
     """Of 128 predictions in the iteration 64 are left after a roll and none after two: factors 2 and 0. The ranks of
     the micro-batch hold 6 of its own predictions: a document of 7 tokens has 6, its first 4 tokens alone have 4."""
     rewrite_corpus(tmp_path / "documents", [np.arange(7, dtype=np.int32), np.arange(2, dtype=np.int32)])
     corpus = Blend([str(tmp_path / "documents")])
-    summary = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
-    for pieces, predicted in (
-        ([Piece(0, 0, 0, 7), Piece(0, 1, 0, 2)], 7),
-        ([Piece(0, 0, 0, 4), Piece(0, 1, 0, 2)], 5),
-        ([Piece(0, 0, 4, 7)], 2),
+    for pieces, predicted, further in (
+        ([Piece(0, 0, 0, 7), Piece(0, 1, 0, 2)], 7, 5),
+        ([Piece(0, 0, 0, 4), Piece(0, 1, 0, 2)], 5, 3),
+        ([Piece(0, 0, 4, 7)], 2, 1),
     ):
-        padded = pad(tuple(pieces), 4)
-        plan = shard(np.array([piece.tokens for piece in padded]), 2, "per-document")
-        planned = PlannedMicroBatch(0, 0, padded, plan, summary, 0.0, predictions=(128, 64, 0))
-        ranks = [PackedDocuments(corpus, Layout(rank, 1, 8, True, follows=2))[planned] for rank in range(2)]
-        assert sum(batch.held.predicted for batch in ranks) == predicted
-        assert [batch.held.predicted for batch in ranks] == [float(b.held.loss_mask.sum()) for b in ranks]
-        assert all(batch.factors == (2.0, 0.0) for batch in ranks)
-        assert all(batch.following.tolist() == following(plan).tolist() for batch in ranks)
+        ranks = held_of(corpus, pieces, 2, 2, (128, 64, 0))
+        assert sum(held.predicted for held in ranks) == predicted
+        assert [held.predicted for held in ranks] == [float(held.loss_mask[0].sum()) for held in ranks]
+        masks = torch.cat([held.loss_mask for held in ranks], dim=1)
+        assert masks.sum(1).tolist() == [predicted, 2 * further, 0] and masks[1].unique().tolist() == [0, 2]
 
 
 def one_at_a_time(tensor: torch.Tensor, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,19 +111,30 @@ def one_at_a_time(tensor: torch.Tensor, **more: Any) -> tuple[torch.Tensor, torc
 
 
 @pytest.mark.parametrize("roll", [wrap_roll_tensor(lambda *_: None), one_at_a_time], ids=["release", "dev"])
-def test_the_sum_told_leaves_each_depth_its_factor_alone(roll: Any) -> None:
+def test_a_roll_gives_the_next_row_and_leaves_each_depth_its_factor_alone(roll: Any) -> None:
     """Megatron multiplies by (predictions without a roll / the sum it gets, at least 1)."""
-    after = torch.tensor([1, 2, 4, 4], dtype=torch.int32)
-    for mask in ([1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]):
-        params = WlbPackedSeqParams(following=after, factors=iter([1.25, 4.0]), predicted=sum(mask))
-        rolled = torch.tensor([mask])
-        for factor in (1.25, 4.0):
-            expected = [factor * float(rolled[0, at] != 0) if at < 4 else 0.0 for at in after.tolist()]
-            rolled, total = roll(rolled, packed_seq_params=params, cp_group=None)
-            weighed = rolled * sum(mask) / total.clamp(min=1)
-            assert weighed.tolist() == [expected] and type(weighed) is torch.Tensor
-    padding = torch.tensor([[False, False, False, True]])
+    of_depths = torch.tensor([[1.0, 1.0, 0.0], [1.25, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    tokens, labels, positions = (torch.arange(9).reshape(3, 3) + more for more in (0, 100, 200))
+    params = WlbPackedSeqParams(further=(tokens, labels, of_depths, positions), predicted=2.0)
+    mask, rolled, copied = of_depths[:1], [tokens[:1], positions[:1], labels[:1]], labels[:1].clone()
+    for depth in (1, 2):
+        mask, total = roll(mask, packed_seq_params=params, cp_group=None)
+        weighed = mask * 2.0 / total.clamp(min=1)
+        assert torch.equal(weighed, of_depths[depth : depth + 1]) and type(weighed) is torch.Tensor
+        rolled = [roll(tensor, packed_seq_params=params)[0] for tensor in rolled]
+        for tensor, rows in zip(rolled, (tokens, positions, labels), strict=True):
+            assert torch.equal(tensor, rows[depth : depth + 1])
+        copied = roll(copied, packed_seq_params=params)[0]
+        assert torch.equal(copied, rolled[2])
+    padding = torch.tensor([[False, False, True]])
     assert roll(padding, packed_seq_params=params)[0] is padding
+    for not_planned in (
+        mask,
+        tokens[:1].clone(),
+        of_depths[:1].clone(),
+    ):  # a third depth, a second copy, a copied mask
+        with pytest.raises(WlbError, match="not planned"):
+            roll(not_planned, packed_seq_params=params)
 
 
 def test_a_log_of_sums_over_predictions_is_not_corrected_for_micro_batches(
@@ -178,18 +168,22 @@ def test_a_log_of_sums_over_predictions_is_not_corrected_for_micro_batches(
         ),
         max_size=8,
     ),
+    at=st.lists(st.integers(1, 8), max_size=3),
     further=st.integers(0, 3),
 )
 def test_predictions_are_those_counted_token_by_token(
-    pieces: list[tuple[int, int, int]], further: int
+    pieces: list[tuple[int, int, int]], at: list[int], further: int
 ) -> None:
     expected = []
     for depth in range(further + 1):
-        places = [(n, at, end) for n, start, end in pieces for at in range(start, end)]
-        expected.append(sum(at + 1 < n and at + depth < end and at + depth + 1 < n for n, at, end in places))
-    made = [Piece(0, number, start, end) for number, (_, start, end) in enumerate(pieces)]
-    lengths = np.array([length for length, _, _ in pieces], dtype=np.int64)
-    assert predictions(made, lengths, further) == tuple(expected)
+        places = [(n, place, end) for n, start, end in pieces for place in range(start, end)]
+        expected.append(sum(p + 1 < n and p + depth < end and p + depth + 1 < n for n, p, end in places))
+    made, lengths = [], []
+    for number, (length, start, end) in enumerate(pieces):  # each in chunks
+        cuts = sorted({start, *(start + cut for cut in at if start + cut < end), end})
+        made += [Piece(0, number, a, b, a - start) for a, b in pairwise(cuts)]
+        lengths += [length] * (len(cuts) - 1)
+    assert predictions(made, np.array(lengths, dtype=np.int64), further) == tuple(expected)
 
 
 @pytest.mark.megatron

@@ -162,8 +162,8 @@ def test_digests_of_cuts_tell_segments_order_and_number_of_calls_apart() -> None
         ShardPlan(lengths, (rows[0][::-1], rows[1])),
         ShardPlan(lengths, (rows[0][:1], np.concatenate((rows[0][1:], rows[1])))),
         ShardPlan(lengths, rows, one_call=True),
-        ShardPlan(lengths, rows, chunks=Chunks(1, np.array([4, 0]), (cached, cached[:0]), np.array([1]))),
-        ShardPlan(lengths, rows, chunks=Chunks(1, np.array([4, 0]), (cached[:0], cached), np.array([1]))),
+        ShardPlan(lengths, rows, chunks=Chunks(1, np.array([4, 0]), (cached, cached[:0]), np.array([0, 1]))),
+        ShardPlan(lengths, rows, chunks=Chunks(1, np.array([4, 0]), (cached[:0], cached), np.array([0, 1]))),
     ]
     assert len({digest_of_cuts([cut]) for cut in cuts}) == len(cuts)
     assert digest_of_cuts(cuts[:1]) == digest_of_cuts(

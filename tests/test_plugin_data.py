@@ -60,9 +60,11 @@ def planned(pieces: list[Piece], cp: int, sharding: str) -> PlannedMicroBatch:
     return PlannedMicroBatch(0, 0, padded, plan, SUMMARY, 0.0)
 
 
-def read(corpus: Blend, micro_batch: PlannedMicroBatch, rank: int) -> dict[str, list[float]]:
-    held = PackedDocuments(corpus, Layout(rank, 1, 8, True))[micro_batch].held
-    return {key: getattr(held, key)[0].tolist() for key in ("tokens", "labels", "loss_mask", "position_ids")}
+def read(corpus: Blend, micro_batch: PlannedMicroBatch, rank: int, depth: int = 0) -> dict[str, list[float]]:
+    held = PackedDocuments(corpus, Layout(rank, 1, 8, True, follows=depth))[micro_batch].held
+    return {
+        key: getattr(held, key)[depth].tolist() for key in ("tokens", "labels", "loss_mask", "position_ids")
+    }
 
 
 def corpus_of(folder: Path, documents: list[list[int]]) -> Blend:
@@ -141,30 +143,35 @@ def test_a_chunks_last_token_predicts_the_first_of_the_next_and_positions_go_on(
     }
 
 
+@pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_chunks_over_ranks_hold_together_what_the_whole_document_does(
-    cp: int, sharding: str, tmp_path: Path
+    cp: int, sharding: str, depth: int, tmp_path: Path
 ) -> None:
-    """Tokens, labels, masks and positions of every token; of a part [3, 41) of a document, too, cut from its front."""
+    """Tokens, labels, masks and positions of every token, and what they are `depth` tokens later in the document; of a
+    part [3, 40) of a document, too, cut from its front and its end."""
     documents = [list(range(100 * d, 100 * d + n)) for d, n in ((1, 41), (2, 30), (3, 7))]
     corpus = corpus_of(tmp_path, documents)
     iteration = [
         [Piece(0, 0, 3, 17), Piece(0, 1, 0, 9)],
         [Piece(0, 1, 9, 10, 9), Piece(0, 0, 17, 19, 14)],
-        [Piece(0, 2, 0, 7), Piece(0, 0, 19, 41, 16), Piece(0, 1, 10, 30, 10)],
+        [Piece(0, 2, 0, 7), Piece(0, 0, 19, 40, 16), Piece(0, 1, 10, 30, 10)],
     ]
     held = []
     for micro_batch in chunked(iteration, cp, sharding):
         for rank in range(cp):
-            rows = read(corpus, micro_batch, rank)
-            held += [row for row in zip(*rows.values(), strict=True) if row[0] >= 100]
+            now, later = read(corpus, micro_batch, rank)["tokens"], read(corpus, micro_batch, rank, depth)
+            held += [row for row in zip(now, *later.values(), strict=True) if row[0] >= 100]
     expected = []
-    for d, first in ((0, 3), (1, 0), (2, 0)):
-        tokens = documents[d]
-        for at in range(first, len(tokens)):
-            label = tokens[at + 1] if at + 1 < len(tokens) else 0
-            expected.append((tokens[at], label, float(label > 0), at - first))
+    for d, first, end in ((0, 3, 40), (1, 0, 30), (2, 0, 7)):
+        for at in range(first, end):
+            token, label = (
+                [*documents[d], 0][at + depth + place] if at + depth < end else 0 for place in (0, 1)
+            )
+            expected.append(
+                (documents[d][at], token, label, float(label > 0), (at + depth - first) * (token > 0))
+            )
     assert sorted(held) == sorted(expected)
 
 
@@ -487,10 +494,10 @@ def test_the_loader_pins_every_tensor_of_a_micro_batch(
         return {name: value for name, value in values.items() if torch.is_tensor(value)}
 
     actual, expected = tensors(pinned) | tensors(pinned.held), tensors(loaded) | tensors(loaded.held)
-    assert len(actual) == 8 and list(actual) == list(expected)
+    assert len(actual) == 7 and list(actual) == list(expected)
     assert all(any(value is tensor for tensor in pinned_tensors) for value in actual.values())
     assert all(torch.equal(value, expected[name]) for name, value in actual.items())
-    assert pinned.planned is loaded.planned and pinned.factors == (2.0,) and pinned.held.predicted == 2.0
+    assert pinned.planned is loaded.planned and pinned.held.predicted == 2.0
 
 
 def test_workers_outlive_the_signal_that_tells_the_trainer_to_save_and_exit(tmp_path: Path) -> None:
@@ -521,7 +528,7 @@ def test_files_of_two_iterations_of_many_micro_batches_a_window_are_counted(tmp_
     loader = make_loader(
         corpus,
         items,  # type: ignore[arg-type]
-        Layout(0, 1, 8, True, routes=True, follows=1),
+        Layout(0, 1, 8, True, routes=True, follows=1, by_document=True),
         workers=1,
         ahead=read_ahead(1, 8),
         pin_memory=False,

@@ -305,7 +305,6 @@ def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(
     for name, flag in {
         "fine_grained_activation_offloading": "--fine-grained-activation-offloading",
         "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
-        "mtp_num_layers": "--mtp-num-layers",
     }.items():
         ((refused, cure),) = trainer_with(**{name: 2}).chunks_refused()
         assert refused.startswith(flag) and cure

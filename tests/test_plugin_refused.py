@@ -74,7 +74,7 @@ WRONG: dict[str, str] = {
     "--wlb-overlong keep": "invalid choice",
     "--wlb-overlong chunk --wlb-chunks off": "use --wlb-overlong split",
     "--wlb-overlong chunk --max-position-embeddings 64": "the longest document that is to train whole",
-    "--wlb-overlong chunk --mtp-num-layers 1": "--wlb-overlong chunk cannot be combined with --mtp-num-layers: ",
+    "--wlb-overlong chunk --cpu-offloading-num-layers 1": "chunk cannot be combined with --cpu-offloading-num-layers: ",
     "--wlb-cp-mode some": "invalid choice",
     "--wlb-rehearsal maybe": "invalid choice",
     "--wlb-max-tokens many": "invalid int value",

@@ -64,6 +64,7 @@ def test_blocks_keep_multi_token_predictions_layers_which_uniform_recomputes() -
     assert (block.floor, block.switched, block.remade) == (4 * INPUT + 2 * KEPT, 0, 0)
     first, last = stage_memory(TINY, FULL, 1, [2, 2], depths=1).chunks
     assert (first.floor, last.floor) == (2 * INPUT, 3 * INPUT)
+    assert (first.depths, last.depths) == (0, 1), "keys of documents in chunks, beside the layers'"
 
 
 def test_exchanged_keys_are_kept_or_gathered_again() -> None:
@@ -131,6 +132,10 @@ def test_each_stage_has_its_own_layers_weights_and_room() -> None:
     assert first.available == 2 * gpu.available(0), "of tokens over both context ranks"
     assert first.more == 3 * (gpu.stage(0).chunks[0].kept - INPUT) and first.keys == 3 * gpu.stage(0).keys
     assert last.floor == 8 * INPUT + gpu.stage(1).ends
+    first, last = replace(gpu, depths=2).rooms() or ()
+    assert (first.keys, last.keys) == (3 * gpu.stage(0).keys, 10 * gpu.stage(1).keys), (
+        "multi-token prediction's, too"
+    )
 
 
 # --- the law ---
@@ -337,7 +342,7 @@ MEMORY_ALONE = {
     "dropout": "refused in attention, and a mask of a byte elsewhere",
     "dtype_bytes": "kernel tables and rates are of bf16",
     "experts": "a token's work is that of the experts it passes, which the time model takes as ffn",
-    "losses": "further depths are refused by chunks, and predicted as none",
+    "losses": "further depths are predicted as none",
 }
 TIME_ALONE = {
     **dict.fromkeys(("assumptions", "measured", "costs"), "rates"),

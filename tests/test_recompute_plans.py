@@ -41,6 +41,7 @@ def chunk_of(draw: random.Random, most_layers: int) -> ModelChunk:
         forward=draw.randint(0, kept),
         working=draw.randint(0, 2 * kept),
         remade=draw.choice((0, kept)),
+        depths=layers % 2,
     )
 
 

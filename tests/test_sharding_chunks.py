@@ -271,7 +271,7 @@ def test_a_prefix_that_earlier_micro_batches_do_not_hold_is_refused(micro_batche
 def test_a_plan_with_wrong_prefixes_is_told_what_is_wrong(change, says):
     rows = np.array([[0, 0, 4, 0, 0, 8], [0, 4, 8, 0, 0, 8]])
     plan = ShardPlan(
-        np.array([2]), (np.array([[0, 8, 10]]),), chunks=Chunks(1, np.array([8]), (rows,), np.array([]))
+        np.array([2]), (np.array([[0, 8, 10]]),), chunks=Chunks(1, np.array([8]), (rows,), np.array([0]))
     )
     validate(plan)
     with pytest.raises(ValueError, match=says):

@@ -148,11 +148,13 @@ def test_bytes_of_a_document_in_chunks_are_the_hand_computed_ones() -> None:
     assert chunked_bytes(SMALL, ParallelLayout(), longest=50, held=150, document=100) == (
         weights + held + 100 * each
     )
-    # Only the last stage has the norm. Losses in the forward keep a softmax of 32 words in fp32.
+    # Only the last stage has the norm. Losses in the forward keep a softmax of 32 words in fp32. Three losses have
+    # three norms, whose outputs are kept once more together.
     two = ParallelLayout(pipeline=2, micro_batches=2)
     early = dataclasses.replace(two, losses_in_forward=True)
     assert [waiting_loss_bytes(SMALL, two, stage) for stage in (0, 1)] == [0, 32]
     assert [waiting_loss_bytes(SMALL, early, stage) for stage in (0, 1)] == [0, 32 + 4 * 32]
+    assert waiting_loss_bytes(dataclasses.replace(SMALL, losses=3), early, 1) == 3 * (48 + 4 * 32)
 
 
 @pytest.mark.parametrize("context", [1, 2])

@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Iterator
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +45,13 @@ class WlbPackedSeqParams(PackedSeqParams):
 
     layout: DeviceLayout | None = None
     group: Any = None  # the ranks that share the micro-batch; None: Megatron's context-parallel group
-    following: Tensor | None = None  # int32[T] of sharding.following, for multi-token prediction
-    predicted: float = 0.0  # how many of the rank's tokens predict a next token
-    factors: Iterator[float] | None = (
-        None  # of each depth's losses in multi-token prediction, see multi_token.py
-    )
+    # For multi-token prediction (plugin/step/multi_token.py): tokens, labels, loss mask and positions, a row for each
+    # depth; how many of the rank's tokens predict a next one; whether Megatron has copied the labels; the depth at
+    # which a layer runs.
+    further: tuple[Tensor, ...] | None = None
+    predicted: float = 0.0
+    copied: bool = False
+    depth: int = 0
 
 
 def packed_seq_params(
@@ -127,7 +129,7 @@ class WlbCoreAttention:
         self._windowed = window_of(config) is not None and is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
-        self._cache = KeyCache()
+        self._caches: defaultdict[int, KeyCache] = defaultdict(KeyCache)
 
     def forward(
         self,
@@ -168,7 +170,7 @@ class WlbCoreAttention:
             self.keep_keys,
             sink=getattr(self, "softmax_offset", None),  # the parent's, of its softmax type
             windowed=self._windowed,
-            cache=self._cache,
+            cache=self._caches[packed_seq_params.depth],
         )
         return out if query.dim() == 4 else out.flatten(1).unsqueeze(1)
 

@@ -16,11 +16,17 @@ def predictions(pieces: Sequence[Piece], lengths: npt.NDArray[np.int64], further
 
     lengths: int64[n], tokens of each piece's document. A document's last token predicts nothing. A piece's last token
     predicts the next token if the document continues, but no further one, because that lies outside the piece.
-    Example: a document of 5 tokens has 4, 3, 2 predictions; its first 4 tokens alone have 4, 3, 2, too.
+    Chunks predict together what the document does. Example: a document of 5 tokens has 4, 3, 2 predictions; its first 4
+    tokens alone have 4, 3, 2, too. Its chunks of 2 and 3 tokens count as 2, 1, 0 and 2, 2, 2.
     """
-    bounds = np.array([(piece.start, piece.end) for piece in pieces], dtype=np.int64).reshape(-1, 2)
-    counts = np.minimum(bounds[:, 1], lengths - 1) - bounds[:, 0]
-    return tuple(int(np.maximum(counts - depth, 0).sum()) for depth in range(further + 1))
+    bounds = [(piece.start - piece.prefix, piece.start, piece.end) for piece in pieces]
+    begin, *ends = np.array(bounds, dtype=np.int64).reshape(-1, 3).T
+    # Up to a chunk's end, less up to its start.
+    before, counts = (np.minimum(end, lengths - 1) - begin for end in ends)
+    return tuple(
+        int((np.maximum(counts - depth, 0) - np.maximum(before - depth, 0)).sum())
+        for depth in range(further + 1)
+    )
 
 
 def predictions_in(corpus: Blend, further: int, pieces: Sequence[Piece]) -> tuple[int, ...]:
@@ -42,7 +48,7 @@ def _targets(
         if not further and piece.start == 0 and piece.end == length:
             whole.append(piece.document)
             continue
-        mask = corpus.targets(piece.document, piece.start + 1, min(piece.end + 1, length))
-        counts += [int(mask[depth:].sum()) for depth in range(further + 1)]
+        mask = corpus.targets(piece.document, piece.start - piece.prefix + 1, min(piece.end + 1, length))
+        counts += [int(mask[max(depth, piece.prefix) :].sum()) for depth in range(further + 1)]
     counts[0] += int(corpus.targets_of(np.array(whole, dtype=np.int64)).sum())
     return tuple(counts.tolist())

@@ -93,7 +93,7 @@ class GpuMemory:
             floor=sum(chunk.floor for chunk in chunks) + held.ends,
             more=more,
             working=max(held.loss, *(chunk.working for chunk in chunks)),
-            keys=held.keys * sum(chunk.layers for chunk in chunks),
+            keys=held.keys * sum(chunk.layers + chunk.depths for chunk in chunks),
         )
 
     def whole(self) -> int:

@@ -239,6 +239,13 @@ HOOKS: tuple[Hook, ...] = (
         optional=True,
     ),
     Hook(
+        "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.forward",
+        ("input_ids", "packed_seq_params"),
+        "keeps keys of documents in chunks apart where one layer predicts several tokens",
+        multi_token.wrap_layer_forward,
+        since=(0, 17),
+    ),
+    Hook(
         "megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
         ("module",),
         "lets multi-token prediction run without Transformer Engine, on which this question fails then",

@@ -85,7 +85,7 @@ class _Stage:
         tokens, work, chunk_tokens, earlier = of_load.T.astype(np.int64)
         self.tokens, self.work = np.repeat(tokens, number), np.repeat(work, number)
         floors = np.array([chunk.floor for chunk in memory.chunks])
-        layers = np.array([chunk.layers for chunk in memory.chunks])
+        layers = np.array([chunk.layers + chunk.depths for chunk in memory.chunks])
         fixed = np.multiply.outer(tokens, floors) + np.multiply.outer(chunk_tokens, layers * memory.keys)
         fixed[:, 0] += tokens * memory.ends
         self.filled = self._held(fixed.ravel())

@@ -51,15 +51,22 @@ def links_of(micro_batches: Sequence[Sequence[Piece]]) -> tuple[Link, ...]:
     return tuple(links)
 
 
-def prefixes_of(micro_batches: Sequence[npt.ArrayLike], links: Sequence[Link]) -> list[IntArray]:
-    """int64[n] for each micro-batch: earlier tokens that each piece attends to. micro_batches: lengths of the pieces,
-    in tokens.
+def around(
+    micro_batches: Sequence[npt.ArrayLike], links: Sequence[Link]
+) -> tuple[list[IntArray], list[IntArray]]:
+    """Two int64[n] for each micro-batch: earlier tokens that each piece attends to, and later ones that attend to it.
+
+    micro_batches: lengths of the pieces, in tokens. Example: chunks of 5, 3 and 2 tokens have 0, 5 and 8 before them,
+    and 5, 2 and 0 after them.
     """
     lengths = [np.asarray(micro_batch, dtype=np.int64) for micro_batch in micro_batches]
-    prefixes = [np.zeros_like(micro_batch) for micro_batch in lengths]
-    for index, piece, earlier, earlier_piece in sorted(links):
+    prefixes, rests = ([np.zeros_like(micro_batch) for micro_batch in lengths] for _ in range(2))
+    ordered = sorted(links)
+    for index, piece, earlier, earlier_piece in ordered:
         prefixes[index][piece] = prefixes[earlier][earlier_piece] + lengths[earlier][earlier_piece]
-    return prefixes
+    for index, piece, earlier, earlier_piece in reversed(ordered):
+        rests[earlier][earlier_piece] = rests[index][piece] + lengths[index][piece]
+    return prefixes, rests
 
 
 class Holders:
@@ -67,22 +74,21 @@ class Holders:
 
     def __init__(self, links: Sequence[Link]) -> None:
         self._links: dict[int, list[Link]] = {}
-        self._continued: dict[int, set[int]] = {}
         for link in links:
             self._links.setdefault(link.micro_batch, []).append(link)
-            self._continued.setdefault(link.earlier, set()).add(link.earlier_piece)
         self._plans: dict[int, ShardPlan] = {}
 
-    def chunks(self, index: int, prefixes: IntArray, cp_size: int) -> Chunks | None:
-        """What micro-batch `index` shares with others, once all before it are `settled`. prefixes: int64[n] tokens."""
-        links, continued = self._links.get(index, []), sorted(self._continued.get(index, ()))
-        if not links and not continued:
+    def chunks(self, index: int, prefixes: IntArray, rests: IntArray, cp_size: int) -> Chunks | None:
+        """What micro-batch `index` shares with others, once all before it are `settled`. prefixes, rests: see
+        `around`."""
+        links = self._links.get(index, [])
+        if not links and not rests.any():
             return None
         cached = tuple(
             np.concatenate([np.empty((0, 6), np.int64), *(self._held(link, rank) for link in links)])
             for rank in range(cp_size)
         )
-        return Chunks(index, prefixes, cached, np.array(continued, dtype=np.int64))
+        return Chunks(index, prefixes, cached, rests)
 
     def settled(self, index: int, plan: ShardPlan) -> None:
         if plan.chunks is not None:

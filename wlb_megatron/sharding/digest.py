@@ -16,7 +16,7 @@ def digest_of_cuts(shards: Iterable[ShardPlan]) -> bytes:
     for shard in shards:
         arrays = [shard.lengths, shard.prefixes, *shard.ranks]
         if shard.chunks is not None:
-            arrays += [shard.chunks.continued, *shard.chunks.cached]
+            arrays += [shard.chunks.rests, *shard.chunks.cached]
         sizes = [int(shard.one_call), len(shard.ranks), *map(len, arrays)]
         for array in (np.array(sizes), *arrays):
             digest.update(np.ascontiguousarray(array, dtype=np.int64))

@@ -27,13 +27,18 @@ class Chunks:
     * cached: one int64[k, 6] per CP rank, the keys of prefixes that it holds: rows (piece index, start, end,
       micro-batch, piece index there, end of that piece). Rows of one earlier piece are adjacent, in the order in
       which the rank holds them there. Over all ranks, the rows of a piece tile [0, prefix).
-    * continued: int64[c], ascending: pieces to which later micro-batches attend.
+    * rests: int64[n], later tokens of its document that attend to each piece.
     """
 
     micro_batch: int
     prefixes: IntArray
     cached: tuple[IntArray, ...]
-    continued: IntArray
+    rests: IntArray
+
+    @property
+    def continued(self) -> IntArray:
+        """int64[c], ascending: pieces to which later micro-batches attend."""
+        return np.flatnonzero(self.rests)
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,11 @@ class ShardPlan:
     def prefixes(self) -> IntArray:
         """int64[n]: earlier tokens of its document that each piece attends to."""
         return np.zeros_like(self.lengths) if self.chunks is None else self.chunks.prefixes
+
+    @cached_property
+    def rests(self) -> IntArray:
+        """int64[n]: later tokens of its document that attend to each piece."""
+        return np.zeros_like(self.lengths) if self.chunks is None else self.chunks.rests
 
     @cached_property
     def piece_starts(self) -> IntArray:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.config import SHARDINGS
-from wlb_megatron.sharding.chunks import Holders, Link, prefixes_of
+from wlb_megatron.sharding.chunks import Holders, Link, around
 from wlb_megatron.sharding.cuts.hybrid import mix
 from wlb_megatron.sharding.cuts.per_document import document_cuts
 from wlb_megatron.sharding.cuts.per_sequence import sequence_cuts
@@ -45,14 +45,17 @@ def shard_all(
     """
     if kind not in SHARDINGS:
         raise ValueError(f"unknown sharding {kind!r}; choose one of {', '.join(SHARDINGS)}")
-    pieces = PieceList.of(micro_batches, prefixes_of(micro_batches, links) if links else None)
+    prefixes, rests = around(micro_batches, links) if links else (None, [])
+    pieces = PieceList.of(micro_batches, prefixes)
     choices = _choices(pieces, cp_size, kind, table or h100())
     if not links:
         return _fastest(choices, table or h100())
     # Only once earlier micro-batches are cut is it known which rank holds a prefix's keys.
     holders, chosen = Holders(links), []
     for index, first in enumerate(pieces.first[:-1].tolist()):
-        chunks = holders.chunks(index, pieces.prefixes[first : pieces.first[index + 1]], cp_size)
+        chunks = holders.chunks(
+            index, pieces.prefixes[first : pieces.first[index + 1]], rests[index], cp_size
+        )
         of_micro_batch = {name: [replace(plans[index], chunks=chunks)] for name, plans in choices.items()}
         chosen += _fastest(of_micro_batch, table or h100())
         holders.settled(index, chosen[-1])

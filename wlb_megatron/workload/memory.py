@@ -285,13 +285,13 @@ def logits_bytes(shape: StageShape, layout: ParallelLayout) -> int:
 def waiting_loss_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
     """What the end of the last stage keeps for each token held of a group of micro-batches that share a document.
 
-    The final norm's input and output. The output layer and the loss run right before the backward. A loss that runs in
-    the forward keeps its softmax in fp32.
+    The final norm's input and output of each loss; with several, their outputs once more, as one tensor. The output
+    layer and the losses run right before the backward. A loss that runs in the forward keeps its softmax in fp32.
     """
     if not is_last(layout, stage):
         return 0
-    norm = 2 * spread_elements(shape.hidden, layout) * shape.dtype_bytes
-    return norm + (4 * -(-shape.vocab // layout.tensor) if layout.losses_in_forward else 0)
+    norm = (2 + (shape.losses > 1)) * spread_elements(shape.hidden, layout) * shape.dtype_bytes
+    return shape.losses * (norm + (4 * -(-shape.vocab // layout.tensor) if layout.losses_in_forward else 0))
 
 
 def chunks_in_flight(layout: ParallelLayout, stage: int) -> int:

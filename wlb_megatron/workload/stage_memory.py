@@ -28,7 +28,8 @@ from wlb_megatron.workload.memory import (
 class ModelChunk:
     """One model chunk (virtual stage) of a pipeline stage, in bytes for each token held of a micro-batch.
 
-    layers: of the chunk. recomputed: how many of them the user's flags recompute. kept, input: of a layer that is kept,
+    layers: of the chunk. depths: its layers of multi-token prediction besides. recomputed: how many of `layers` the
+    user's flags recompute. kept, input: of a layer that is kept,
     and of one that is recomputed alone. floor: of all layers by the user's flags. switched: what the first layer that
     is kept beyond the flags adds besides, because another method of recomputation then runs (uniform units,
     multi-token prediction). forward, working: of the layer at work in a forward and in a backward. remade: what a
@@ -45,6 +46,7 @@ class ModelChunk:
     forward: int = 0
     working: int = 0
     remade: int = 0
+    depths: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,4 +124,5 @@ def _chunk(
         forward=layer + keys,
         working=at_work + keys * (not layout.keep_keys),
         remade=0 if begins_kept else unit * kept,
+        depths=depths,
     )

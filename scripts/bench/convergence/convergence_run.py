@@ -41,7 +41,7 @@ class HeldOut:
         classes = np.searchsorted(self._ends, lengths)
         rows = planned.shard.ranks[0]
         index = torch.from_numpy(np.repeat(classes[rows[:, 0]], rows[:, 2] - rows[:, 1])).to(losses.device)
-        mask = held.loss_mask.to(losses.device).view(-1).double()
+        mask = held.loss_mask[0].to(losses.device).double()
         kinds = len(self._ends)
         sums = torch.stack(
             [

@@ -51,11 +51,6 @@ class Trainer:
                 "release that was tried",
             ),
             (
-                self.mtp > 0,
-                "--mtp-num-layers",
-                "a chunk's last tokens would have no further tokens to predict; train whole documents",
-            ),
-            (
                 self.experts > 0 and "seq_aux_loss" in self.balancing,
                 "--moe-router-load-balancing-type seq_aux_loss",
                 "it is a mean over a document, whose chunks are routed one after the other; use aux_loss",

@@ -63,34 +63,43 @@ class PackedDocuments(Dataset[LoadedMicroBatch]):
         )
 
     def _read(self, planned: PlannedMicroBatch, rank: int) -> HeldTokens:
-        plan = planned.shard
+        plan, rows = planned.shard, 1 + self.layout.follows
         size = plan.tokens_per_rank[rank]
-        tokens = np.zeros(size, dtype=np.int64)
-        labels = np.zeros(size, dtype=np.int64)
-        mask = np.zeros(size, dtype=np.float32)
+        tokens, labels, positions = (np.zeros((rows, size), dtype=np.int64) for _ in range(3))
+        mask = np.zeros((rows, size), dtype=np.float32)
+        positions[0] = plan.positions(rank)
+        ends = plan.prefixes + plan.lengths + plan.rests
         at = 0
         for index, start, end in plan.ranks[rank].tolist():
             piece = planned.pieces[index]
-            length = end - start
             if piece.document != PADDING:
                 # One token more than held, for the last label. A document's last token predicts nothing; the
                 # last token of a piece cut off earlier still predicts the token that really follows it, so does a
-                # chunk's.
-                first = piece.start - piece.prefix + start
-                last = min(first + length + 1, self._corpus.length(piece.document))
+                # chunk's. Further rows go on into the next chunks, but not beyond the last one. Of a document of 7
+                # tokens the chunk [3, 6) has the rows 3 4 5, 4 5 6, 5 6 0.
+                first, whole = piece.start - piece.prefix + start, int(ends[index])
+                last = min(
+                    first + min(end + rows - 1, whole) - start + 1, self._corpus.length(piece.document)
+                )
                 read = self._corpus.read(piece.document, first, last)
                 self._check_ids(piece.document, first, read)
-                tokens[at : at + length] = read[:length]
-                predicted = len(read) - 1
-                labels[at : at + predicted] = read[1:]
-                mask[at : at + predicted] = self._corpus.targets(piece.document, first + 1, last)
-            at += length
+                targets = self._corpus.targets(piece.document, first + 1, last)
+                for row in range(rows):
+                    length = max(0, min(end + row, whole) - start - row)
+                    tokens[row, at : at + length] = read[row : row + length]
+                    positions[row, at : at + length] = np.arange(start + row, start + row + length)
+                    predicted = max(0, min(length, len(read) - 1 - row))
+                    labels[row, at : at + predicted] = read[row + 1 : row + 1 + predicted]
+                    mask[row, at : at + predicted] = targets[row : row + predicted]
+            at += end - start
+        for row, count in enumerate(planned.predictions[1:], 1):  # see multi_token.py
+            mask[row] *= planned.predictions[0] / count if count else 0.0
         return HeldTokens(
-            tokens=torch.from_numpy(tokens)[None],
-            labels=torch.from_numpy(labels)[None],
-            loss_mask=torch.from_numpy(mask)[None],
-            position_ids=torch.from_numpy(plan.positions(rank))[None],
-            predicted=float(mask.sum()),
+            tokens=torch.from_numpy(tokens),
+            labels=torch.from_numpy(labels),
+            loss_mask=torch.from_numpy(mask),
+            position_ids=torch.from_numpy(positions),
+            predicted=float(mask[0].sum()),
         )
 
     def _check_ids(self, document: int, first: int, read: np.ndarray) -> None:

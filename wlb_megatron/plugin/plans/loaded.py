@@ -11,7 +11,6 @@ import torch
 from wlb_megatron.plan import PADDING
 from wlb_megatron.plugin.plans.planning import PlannedMicroBatch, RankGroup
 from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
-from wlb_megatron.sharding.following import following
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -51,8 +50,9 @@ class Layout:
 class HeldTokens:
     """The t tokens that this rank embeds or scores, in the order in which it holds them.
 
-    tokens, labels, position_ids: int64[1, t]. loss_mask: float32[1, t], 1 where a token predicts its label.
-    predicted: the sum of the mask.
+    tokens, labels, position_ids: int64[1 + follows, t]. loss_mask: float32[1 + follows, t]. Row k is what is k tokens
+    later in the same document, 0 beyond its end: for multi-token prediction. The mask is 1 where a token predicts its
+    label, and in row k the factor of that depth's losses. predicted: the sum of the mask's row 0.
     """
 
     tokens: torch.Tensor
@@ -73,8 +73,7 @@ class LoadedMicroBatch:
     bounds: int64[n + 1], cumulative lengths of the n real documents that end here; one in chunks counts whole, with
     its last chunk. held: None on a pipeline stage that neither embeds nor scores. padding_mask: bool[1, t], True where
     a token is padding; for routers alone. document_of: int64[t], index of each token's piece; for routers that balance
-    each document. following: int32[T], where each token's next one is held, and factors: of the losses at each depth;
-    both for multi-token prediction.
+    each document.
     """
 
     planned: PlannedMicroBatch
@@ -84,8 +83,6 @@ class LoadedMicroBatch:
     held: HeldTokens | None = None
     padding_mask: torch.Tensor | None = None
     document_of: torch.Tensor | None = None
-    following: torch.Tensor | None = None
-    factors: tuple[float, ...] = ()
 
     def pin_memory(self) -> LoadedMicroBatch:
         """torch's data loader calls this with pin_memory=True; it does not look into a dataclass by itself."""
@@ -121,17 +118,12 @@ def from_plan(planned: PlannedMicroBatch, layout: Layout) -> LoadedMicroBatch:
     if planned.group is not None:
         # Megatron sums over all ranks and divides by the context-parallel size: one rank reports, so many times.
         real = np.tile(real, layout.cp_size) if layout.cp_rank == 0 and len(real) else np.zeros(1, np.int64)
-    padding = document_of = after = None
-    factors: tuple[float, ...] = ()
+    padding = document_of = None
     if layout.routes:
         padding = torch.from_numpy(padding_mask(planned, layout.cp_rank))[None]
     if layout.by_document:
         rows = planned.shard.ranks[layout.cp_rank]
         document_of = torch.from_numpy(np.repeat(rows[:, 0], rows[:, 2] - rows[:, 1]).astype(np.int64))
-    if layout.follows:
-        after = torch.from_numpy(following(planned.shard).astype(np.int32))
-        first, *further = planned.predictions
-        factors = tuple(first / count if count else 0.0 for count in further)
     return LoadedMicroBatch(
         planned,
         layout,
@@ -139,8 +131,6 @@ def from_plan(planned: PlannedMicroBatch, layout: Layout) -> LoadedMicroBatch:
         torch.from_numpy(np.concatenate(([0], np.cumsum(real))).astype(np.int64)),
         padding_mask=padding,
         document_of=document_of,
-        following=after,
-        factors=factors,
     )
 
 

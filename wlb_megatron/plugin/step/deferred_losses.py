@@ -164,11 +164,21 @@ def deferred_of(output: Any) -> DeferredLoss | None:
 
 
 def wrap_postprocess(original: Callable[..., Any]) -> Callable[..., Any]:
-    """GPTModel._postprocess that ends before the output layer where losses are deferred."""
+    """GPTModel._postprocess that ends before the output layer where losses are deferred.
+
+    Layers of multi-token prediction run in the forward: later chunks read their keys.
+    """
 
     def _postprocess(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         if not (part(Deferring).active and self.post_process and torch.is_grad_enabled()):
             return original(self, hidden_states, *args, **kwargs)
+        if kwargs.get("mtp_in_postprocess"):
+            self.post_process = False  # ends after these layers
+            try:
+                hidden_states = original(self, hidden_states, *args, **kwargs)
+            finally:
+                self.post_process = True
+            kwargs["mtp_in_postprocess"] = False
         output: Any = torch.zeros((), device=hidden_states.device)
         losses = DeferredLoss(partial(original, self, hidden_states, *args, **kwargs))
         output.deferred_loss = part(Deferring).made = losses

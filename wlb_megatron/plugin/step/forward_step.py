@@ -39,11 +39,13 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         planned, held = batch.planned, batch.held
         trace.begin_micro_batch(planned.index)
         tokens = labels = loss_mask = position_ids = None
+        rows = None
         if held is not None:
-            tokens, labels, loss_mask, position_ids = (
+            rows = tuple(
                 tensor.cuda(non_blocking=True)
                 for tensor in (held.tokens, held.labels, held.loss_mask, held.position_ids)
             )
+            tokens, labels, loss_mask, position_ids = (of_depths[:1] for of_depths in rows)
         routed, spread = {}, batch.layout.activation_divisor > 1  # under sequence parallelism
         if batch.padding_mask is not None:
             padding = batch.padding_mask.cuda(non_blocking=True)
@@ -55,9 +57,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         document_balance.begin(documents)
         group = process_group(planned.group)
         params = packed_seq_params(batch.attention, batch.layout.cp_rank, group=group)
-        if batch.following is not None:
-            params.following = batch.following.cuda(non_blocking=True)
-            params.factors, params.predicted = iter(batch.factors), 0.0 if held is None else held.predicted
+        params.further, params.predicted = rows, 0.0 if held is None else held.predicted
     timers("batch-generator").stop()
     prepare_forward(model, planned.index)
     with stimer:

@@ -1,14 +1,16 @@
 """Multi-token prediction over planned micro-batches.
 
 A layer that predicts one token further takes inputs, labels and loss mask from one place later in the same document.
-Megatron rolls them by its own layout of packed sequences; here they are taken by the plan's, wherever the next token is
-held.
+Megatron rolls them by its own layout of packed sequences, with a message to the neighbor at each roll. Here each rank
+has read them with its tokens, a row for each depth (HeldTokens): also where the next token is in the document's next
+chunk, or on another rank. A roll gives the next row.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs import logged_losses
 from wlb_megatron.refusals import Refused
+
+UNPLANNED = "multi-token prediction got a micro-batch that was not planned for it"
 
 
 def wrap_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,7 +36,7 @@ def wrap_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if tensor is None or not _planned(packed_seq_params, shifts):
             return original(tensor, shifts, dims, cp_group, packed_seq_params, **rest)
-        return _rolled(tensor, packed_seq_params, cp_group)
+        return _rolled(tensor, packed_seq_params)
 
     return roll_tensor
 
@@ -51,7 +55,7 @@ def wrap_roll_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if not _planned(packed_seq_params, shifts):
             return original(tensors, shifts, dims, cp_group, packed_seq_params, *rest, **more)
-        rolled = [_rolled(tensor, packed_seq_params, cp_group) for tensor in tensors]
+        rolled = [_rolled(tensor, packed_seq_params) for tensor in tensors]
         return [
             CountedMask.of(later, total) if later.is_floating_point() else later for later, total in rolled
         ]
@@ -81,19 +85,54 @@ def _planned(params: Any, shifts: int) -> bool:
 
     if not isinstance(params, WlbPackedSeqParams):
         return False
-    if params.following is None or shifts != -1:
-        raise WlbError("multi-token prediction got a micro-batch that was not planned for it")
+    if params.further is None or shifts != -1:
+        raise WlbError(UNPLANNED)
     return True
 
 
-def _rolled(tensor: torch.Tensor, params: Any, cp_group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor one place later, and its sum as Megatron gets it."""
+def _rolled(tensor: torch.Tensor, params: Any) -> tuple[torch.Tensor, Any]:
+    """The row after the tensor's, and what Megatron gets as the sum of a mask.
+
+    Each depth's losses count in the gradient as if they were as many as the first predictions: times (predictions of
+    the iteration / those left at this depth). Megatron takes both counts of its own micro-batch, which would make a
+    document's weight depend on which others share it. It multiplies the masked losses by (what the rank predicts
+    without a roll / the sum it gets, at least 1), so it gets just that and the mask has the factor.
+    """
     if tensor.dtype is torch.bool:
         return tensor, tensor.sum()  # routers' padding mask: padding stays where it is
-    group = params.group or cp_group
-    if not tensor.is_floating_point():  # inputs and labels
-        return next_in_document(tensor, params.following, group)
-    return next_mask(tensor, params, group)
+    found = [(rows, row) for rows in params.further if (row := _row(tensor, rows)) is not None]
+    if not found and not params.copied and not tensor.is_floating_point():
+        params.copied = True  # releases copy the labels, before they roll them first
+        found = [(params.further[1], 0)]
+    if not found or found[0][1] + 1 == len(found[0][0]):
+        raise WlbError(UNPLANNED)
+    rows, row = found[0]
+    later = rows[row + 1 : row + 2]
+    if not later.is_floating_point():
+        return later, None
+    part(logged_losses.LoggedLosses).predicted = params.predicted
+    return later, later.new_full((), params.predicted)
+
+
+def _row(tensor: torch.Tensor, rows: torch.Tensor) -> int | None:
+    """Which of the rows the tensor is, None if none."""
+    if tensor.untyped_storage().data_ptr() != rows.untyped_storage().data_ptr():
+        return None
+    return int(tensor.storage_offset() - rows.storage_offset()) // rows.shape[1]
+
+
+def wrap_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """MultiTokenPredictionLayer.forward, whose attention is told the depth: with --mtp-use-repeated-layer one layer
+    keeps a chunk's keys of each."""
+
+    def forward(self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        if _planned(packed_seq_params, -1):
+            depth = _row(kwargs["input_ids"], packed_seq_params.further[0])
+            packed_seq_params = copy(packed_seq_params)
+            packed_seq_params.depth = depth
+        return original(self, *args, packed_seq_params=packed_seq_params, **kwargs)
+
+    return forward
 
 
 def wrap_is_inference_linear(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,35 +173,3 @@ def refuse_other_form(depths: int) -> None:
             "--mtp-num-layers: this Megatron rolls labels and masks in a form that the plugin "
             "does not know; use a release, or leave the flag out."
         )
-
-
-def next_mask(mask: torch.Tensor, params: Any, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss mask one place later times the depth's factor, and its sum as Megatron gets it.
-
-    Each depth's losses count in the gradient as if they were as many as the first predictions: times (predictions of
-    the iteration / those left at this depth). Megatron takes both counts of its own micro-batch, which would make a
-    document's weight depend on which others share it. It multiplies the masked losses by (what the rank predicts
-    without a roll / the sum it gets, at least 1), so it gets just that and the mask has the factor.
-    """
-    part(logged_losses.LoggedLosses).predicted = params.predicted
-    later, _ = next_in_document((mask != 0).to(mask.dtype), params.following, group)
-    return later * next(params.factors), mask.new_full((), params.predicted)
-
-
-def next_in_document(
-    tensor: torch.Tensor, following: torch.Tensor, group: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values of the next tokens of the same documents (0 where there is none), and their sum over all ranks.
-
-    tensor: [1, t], a value for each of the rank's tokens. following: int32[T] of sharding.following. group: the ranks
-    that share the micro-batch, unless this one holds all of it; they exchange 8 bytes a token.
-    """
-    size = len(following) // tensor.numel()  # ranks hold equally many tokens
-    rank = 0 if size == 1 else torch.distributed.get_rank(group)
-    values = tensor.new_zeros(len(following) + 1)  # the last one is what follows a document's end
-    if size == 1:
-        values[:-1] = tensor.flatten()
-    else:
-        torch.distributed.all_gather_into_tensor(values[:-1], tensor.flatten(), group=group)
-    later = values.index_select(0, following)
-    return later.chunk(size)[rank].view(tensor.shape), later.sum()

@@ -126,14 +126,15 @@ def _of_windows(tokens: int, window: int) -> tuple[Piece, ...]:
 
 
 def _read(plan: ShardPlan, corpus: Blend, layout: Layout, seed: int) -> HeldTokens:
-    """Tokens of the corpus, each of which predicts the next one."""
+    """Tokens of the corpus, each of which predicts the next ones."""
+    rows = np.arange(1 + layout.follows)[:, None]
     index = plan.packed_index(layout.cp_rank)
-    ids = torch.from_numpy(text(corpus, plan.tokens + 1, seed, layout.vocabulary))
+    ids = torch.from_numpy(text(corpus, plan.tokens + len(rows), seed, layout.vocabulary))
     return HeldTokens(
-        tokens=ids[index][None],
-        labels=ids[index + 1][None],
-        loss_mask=torch.ones(1, len(index)),
-        position_ids=torch.from_numpy(plan.positions(layout.cp_rank))[None],
+        tokens=ids[index + rows],
+        labels=ids[index + rows + 1],
+        loss_mask=torch.ones(len(rows), len(index)),
+        position_ids=torch.from_numpy(plan.positions(layout.cp_rank) + rows * 0),
         predicted=float(len(index)),
     )
 
