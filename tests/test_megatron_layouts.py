@@ -98,15 +98,19 @@ def test_logged_losses_are_means_over_the_planned_micro_batches_and_leave_out_th
     corpus: Path,
 ) -> None:
     """Routers' and multi-token losses, too: Megatron adds them up until it logs them, and divides by the micro-batches
-    that its own calculator has. In twice as many micro-batches the same documents have nearly the same balance, and the
-    same mean over tokens of all other losses."""
+    that its own calculator has. In more micro-batches, or in chunks, the same documents have nearly the same balance,
+    and the same mean over tokens of all other losses."""
     routers = MOE.replace(
         "aux_loss --moe-aux-loss-coeff 0.01", "aux_loss global_aux_loss --moe-aux-loss-coeff 0.01 0.01"
     )
     arguments = [*flags(), *RUN, *routers.split(), "--moe-z-loss-coeff", "0.01", "--mtp-num-layers", "1"]
     losses = []
-    for rehearsal, per_window in (("never", "1"), ("always", "1"), ("never", "2")):
+    for rehearsal, per_window, chunks in (
+        *(("never", "1", "off"), ("always", "1", "off")),
+        *(("never", "2", "off"), ("never", "2", "on")),
+    ):
         plans = ["--wlb-rehearsal", rehearsal, "--wlb-micro-batches-per-window", per_window]
+        plans += ["--wlb-chunks", chunks, "--wlb-max-delay", "0"]
         done = launch([*arguments, "--data-path", str(corpus), *plans], 1)
         assert done.returncode == 0, failure(done)
         losses.append(losses_of(done.stdout))
@@ -115,9 +119,10 @@ def test_logged_losses_are_means_over_the_planned_micro_batches_and_leave_out_th
     }
     assert losses[1] == losses[0]
     first = len(losses[0]) // 2  # of these are the first of two iterations, before any weight has changed
-    for at, ((name, value), (same, twice)) in enumerate(zip(losses[0], losses[2], strict=True)):
+    for at, ((name, value), *others) in enumerate(zip(losses[0], *losses[2:], strict=True)):
         by_token = at < first and not name.endswith("balancing_loss")
-        assert name == same and twice == pytest.approx(value, rel=2e-6 if by_token else 0.25), name
+        for same, other in others:
+            assert name == same and other == pytest.approx(value, rel=2e-6 if by_token else 0.25), name
 
 
 def losses_of(log: str) -> list[tuple[str, float]]:

@@ -12,6 +12,8 @@ import torch
 from megatron_runs import LENGTHS, failure, flags, launch, logged_losses, train, write_corpus
 from test_megatron_layouts import mean_losses, trained
 
+from wlb_megatron.plugin.trials.versions import megatron_version
+
 pytestmark = pytest.mark.megatron
 
 RUN = ["--global-batch-size", "4", "--train-iters", "4", "--split", "80,20,0", "--eval-iters", "2"]
@@ -146,7 +148,8 @@ def test_a_count_of_samples_that_is_not_the_plans_ends_the_job_with_one_line(
 def test_whole_documents_over_virtual_stages_stay_whole_until_a_flag_says_otherwise(
     corpus: Path, tmp_path: Path
 ) -> None:
-    """As in checkpoints from before chunks ran there. A new run of these flags trains in chunks."""
+    """As in checkpoints from before chunks ran there, or ran with multi-token prediction. A new run of these flags
+    trains in chunks."""
     job = [
         *flags(pipeline=2),
         *TWO_CHUNKS,
@@ -159,6 +162,7 @@ def test_whole_documents_over_virtual_stages_stay_whole_until_a_flag_says_otherw
     ]
     job += ["--data-path", str(corpus), "--save", str(tmp_path / "saved"), "--save-interval", "1"]
     job += ["--wlb-quadratic-at", "20", "--wlb-micro-batch-cost", "1", "--exit-interval", "1"]
+    job += ["--mtp-num-layers", "1"] if megatron_version() >= "0.19" else []  # wheels before build none
     train([*job, "--wlb-chunks", "off"], 2, tmp_path / "first")
     cut = {}
     for name, more in (("resumed", ["--load", str(tmp_path / "saved")]), ("new", [])):
