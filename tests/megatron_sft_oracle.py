@@ -1,7 +1,8 @@
 """A run without the plugin: each conversation alone, a micro-batch of its own, by Megatron's own SFT tokenizer.
 
 ORACLE_JSONL: of one conversation a line. ORACLE_DOCUMENTS: the lines that one step trains. Losses and gradients as
-megatron_worker.py saves them.
+megatron_worker.py saves them. Losses of multi-token prediction count as many times as in a step of all conversations:
+Megatron counts, at each depth, those of a micro-batch alone.
 """
 
 from __future__ import annotations
@@ -13,9 +14,28 @@ from typing import Any
 
 import torch
 from megatron.core.tokenizers.text.libraries.sft_tokenizer import IGNORE_INDEX, SFTTokenizer
+from megatron.core.transformer import multi_token_prediction
 from megatron.training import get_args
 from megatron_stock import train
 from megatron_worker import seen
+
+depths: list[int] = []
+"""Targets of all conversations that are predicted 1, 2, .. tokens ahead."""
+rolled: list[torch.Tensor] = []
+"""Of this micro-batch: how many it has of them one token ahead, a time for each depth begun."""
+
+
+def roll_for_the_step(roll: Any) -> Any:
+    """roll_tensor that tells of a mask the number of targets by which Megatron's ratio is that of the step."""
+
+    def roll_tensor(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        later, count = roll(tensor, *args, **kwargs)
+        if tensor.is_floating_point():
+            rolled.append(rolled[0] if rolled else tensor.sum())
+            count = rolled[0] * depths[len(rolled)] / depths[0]
+        return later, count
+
+    return roll_tensor
 
 
 class Conversations(torch.utils.data.Dataset):
@@ -28,6 +48,11 @@ class Conversations(torch.utils.data.Dataset):
         self._messages = [
             json.loads(lines[n])["messages"] for n in json.loads(os.environ["ORACLE_DOCUMENTS"])
         ]
+
+        for depth in range((args.mtp_num_layers or 0) + 1):
+            targets = [self[n]["labels"][depth:] for n in range(len(self))]
+            depths.append(sum(int((each != IGNORE_INDEX).sum()) for each in targets))
+        multi_token_prediction.roll_tensor = roll_for_the_step(multi_token_prediction.roll_tensor)
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -49,6 +74,7 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     positions = torch.arange(batch["tokens"].shape[1])[None]
     mask = (batch["labels"] != IGNORE_INDEX).float()
     labels = batch["labels"].clamp(min=0)
+    rolled.clear()
 
     def loss(output: torch.Tensor) -> Any:
         total, count = (output.float() * mask).sum(), mask.sum().int()

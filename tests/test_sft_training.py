@@ -193,25 +193,30 @@ def test_equal_weights_divide_by_the_targets_that_windows_have_in_the_mean(
         assert direction > 1 - 1e-6, name
 
 
-@pytest.mark.parametrize("parallel", [{}, {"context": 2}, {"pipeline": 2}])
+@pytest.mark.parametrize(
+    ("parallel", "prompt_format"),
+    [({"context": 2}, "nemotron-nano-v2"), ({"pipeline": 2}, "default")],
+    ids=str,
+)
 def test_multi_token_prediction_trains_the_targets_alone(
-    parallel: dict[str, int], tokenizer: Path, tmp_path: Path
+    parallel: dict[str, int], prompt_format: str, tokenizer: Path, conversations: Path, tmp_path: Path
 ) -> None:
-    """One conversation in a step, where Megatron's own factors of the depths are those of the whole step."""
-    data = jsonl_of([[(6, 19), (3, 9)]], tmp_path / "one.jsonl")
-    more = [
-        "--mtp-num-layers",
-        "2",
-        "--global-batch-size",
-        "1",
-        "--train-iters",
-        "1",
-        "--wlb-token-weights",
-        "step",
-    ]
-    ranks = train([*flags(**parallel), *sft(tokenizer, data), *more], 2 if parallel else 1, tmp_path / "ours")
-    arguments = [*flags(), *sft(tokenizer, data), *more[:2]]
-    compare(ranks, oracle(arguments, data, [0], tmp_path / "oracle"))
+    """Several conversations in a micro-batch. In `default` each depth has fewer targets than the one before."""
+    data, depths = sft(tokenizer, conversations, prompt_format), ["--mtp-num-layers", "2"]
+    ranks = train([*flags(**parallel), *data, *RUN, *depths], 2, tmp_path / "ours")
+    documents = trained_documents(ranks)
+    assert len(documents) > 4
+    compare(ranks, oracle([*flags(), *data, *depths], conversations, documents, tmp_path / "oracle"))
+
+
+def test_further_predictions_count_on_a_rank_that_has_no_first_ones(tokenizer: Path, tmp_path: Path) -> None:
+    """CP2 of 64 tokens, of which 49 to 63 are targets: rank 1 holds 16 to 47. Token 47 predicts only 49 and 50."""
+    data = sft(tokenizer, jsonl_of([[(35, 12)]], tmp_path / "one.jsonl"))
+    more = [*RUN, "--global-batch-size", "1", "--wlb-sharding", "per-sequence", "--mtp-num-layers", "2"]
+    ranks = train([*flags(context=2), *data, *more], 2, tmp_path / "ours")
+    assert [rank["losses"][0][1] for rank in ranks] == [15, 0]
+    arguments = [*flags(), *data, "--mtp-num-layers", "2"]
+    compare(ranks, oracle(arguments, tmp_path / "one.jsonl", [0], tmp_path / "oracle"))
 
 
 def test_evaluation_and_the_log_count_targets(tokenizer: Path, conversations: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from wlb_megatron.plugin.ranks.groups import process_group
 from wlb_megatron.plugin.script_functions import loss_to_call
 from wlb_megatron.plugin.step.deferred_losses import claim
 from wlb_megatron.plugin.step.loss_checks import to_check
+from wlb_megatron.plugin.step.multi_token import CountedMask
 from wlb_megatron.plugin.step.recomputation import prepare_forward
 from wlb_megatron.plugin.step.rehearsal import REHEARSAL
 
@@ -58,11 +59,16 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         group = process_group(planned.group)
         params = packed_seq_params(batch.attention, batch.layout.cp_rank, group=group)
         params.further, params.predicted = rows, 0.0 if held is None else held.predicted
+        told = loss_mask
+        if rows is not None and len(rows[0]) > 1 and not params.predicted:
+            # Tokens may predict only further ones (targets). Megatron multiplies those losses by the mask's sum.
+            params.predicted = 1.0
+            told = CountedMask.of(rows[2][:1], rows[2].new_ones(()))
     timers("batch-generator").stop()
     prepare_forward(model, planned.index)
     with stimer:
         output = model(
-            tokens, position_ids, None, labels=labels, loss_mask=loss_mask, packed_seq_params=params, **routed
+            tokens, position_ids, None, labels=labels, loss_mask=told, packed_seq_params=params, **routed
         )
     deferred = claim(output)
     document_balance.begin_backward(documents, output)
