@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from wlb_megatron.documents.indexed import IndexedCorpus
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.sft.shared_build import Patience, build_shared
 from wlb_megatron.sft.conversations import BadLine, Reading, conversations_of
-from wlb_megatron.sft.index_files import Counts, Tokenizing, lines_before, lines_of, shards_of
+from wlb_megatron.sft.index_files import Tokenizing, lines_before, lines_of, shards_of
 
 USER, ANSWER, SYSTEM = (
     {"role": "user", "content": "hello"},
@@ -39,6 +40,9 @@ BAD: dict[str, tuple[bytes, str]] = {
     "no JSON": (b"{messages", "is not JSON"),
     "two objects": (line_of(USER, ANSWER) * 2, "more than one JSON value"),
     "a list": (b"[1]", "is a JSON list"),
+    "null": (b"null", "is a JSON null"),
+    "half a pair in a key": (b'{"\\ud800": 1}', "(keys: \\ud800)"),
+    "a line end in a key": (b'{"a\\nb": 1}', "(keys: a b)"),
     "nesting": (b'{"messages": ' + b"[" * 200_000, "nested too deep"),
     "no UTF-8": (b'{"messages": "\xff"}', "not UTF-8"),
     "duplicate keys": (b'{"messages": [], "messages": []}', "has the key messages twice"),
@@ -237,8 +241,8 @@ def test_bad_lines_are_listed_with_file_and_number_or_skipped_and_counted(
     listed = str(raised.value).splitlines()[1:3]
     assert [line.split(":")[1] for line in listed] == ["4", "7"] and "follows assistant" in listed[1]
     with pytest.raises(WlbError, match=f"{jsonl}:4: "):
-        made_of(jsonl, tokenizer, tmp_path / "small", shard_bytes=200)
-    skipped = made_of(jsonl, tokenizer, tmp_path / "k", skips_bad=True, shard_bytes=200)
+        made_of(jsonl, tokenizer, tmp_path / "small", processes=1, shard_bytes=200)
+    skipped = made_of(jsonl, tokenizer, tmp_path / "k", skips_bad=True, processes=1, shard_bytes=200)
     assert (skipped.counts.conversations, skipped.counts.bad_lines, skipped.counts.lines) == (6, 2, 8)
     with pytest.raises(WlbError, match=f"{jsonl}:7: "):  # the files are there, but the flag is not
         made_of(jsonl, tokenizer, tmp_path / "k")
@@ -360,29 +364,81 @@ def test_a_lock_whose_owner_died_is_taken_over_and_an_error_reaches_those_who_wa
     assert waited and not made.exists()
 
 
-def test_random_files_with_faults_are_either_refused_by_line_or_trained(
-    tokenizer: Path, tmp_path: Path
+def any_line(generator: random.Random, good: list[bytes], bad: list[bytes]) -> bytes:
+    kind, line = generator.random(), generator.choice(good)
+    if kind < 0.2:
+        return generator.choice([*bad, b"", b" \t"])
+    if kind > 0.4:
+        return line
+    at, byte = generator.randrange(len(line)), generator.choice(b'"\\{}[],: \x00\xe2u0a\x7f')
+    return line[:at] + generator.choice([b"", bytes([byte])]) + line[at + generator.randint(0, 1) :]
+
+
+def expected(megatron: Any, line: bytes) -> list[tuple[list[int], list[int]]] | None:
+    """Tokens and mask of each conversation of the line; None if it is a bad one."""
+    try:
+        text = line.decode()
+        if not text.strip():
+            return []
+        record, parts = json.loads(text, object_pairs_hook=once), []
+        assert not record.get("tools")
+        for turn in record["messages"]:
+            role, content = turn["role"], turn["content"]
+            assert role in ("system", "user", "assistant") and not turn.get("tool_calls")
+            assert isinstance(content, str) and (content.strip() or role == "system")
+            if role == "system" or not parts:
+                parts.append([])
+            parts[-1].append(turn)
+        assert parts
+        for part in parts:
+            assert part[0]["role"] != "assistant" and any(turn["role"] == "assistant" for turn in part)
+        made = [megatron.tokenize_conversation(part, True, False) for part in parts]
+    except Exception:
+        return None
+    return [(tokens.tolist(), [0, *(targets[1:] != -100).astype(int).tolist()]) for tokens, targets in made]
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
+
+
+def test_200_random_files_with_faults_are_either_refused_by_line_or_trained(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """60 files of good and bad lines: the bad ones' numbers are listed, and skipped they leave the good ones."""
+    """Good lines, bad ones, and good ones with a byte changed, taken away or put in, in shards of any size. The bad
+    ones' numbers are listed; skipped, they leave the tokens and targets of the others, as Megatron has them."""
+    from megatron.core.tokenizers.text.libraries.sft_tokenizer import SFTTokenizer
+
+    from wlb_megatron.plugin.sft import indexed
+    from wlb_megatron.plugin.sft.tokenizer import ConversationTokenizer
+
+    monkeypatch.setattr(indexed, "ConversationTokenizer", cache(ConversationTokenizer))
     generator = random.Random(5)
-    good = [line_of(*each) for each in conversations(40, seed=3, longest=4)]
+    good = [line_of(*each) for each in conversations(30, seed=3, longest=4)]
+    good += [line.replace(b"yes", b"\\u0079es").replace(b'{"m', b' {"id": null, "m') for line in good[:9]]
     bad = [line for name, (line, _) in BAD.items() if name != "nesting"]
-    for number in range(60):
-        rows = [
-            generator.choice(bad) if generator.random() < 0.2 else generator.choice(good) for _ in range(9)
-        ]
-        wrong = [at for at, row in enumerate(rows, 1) if row in bad]
+    trained = cache(partial(expected, SFTTokenizer(str(tokenizer), "nemotron-nano-v2")))
+    for number in range(200):
+        rows = [any_line(generator, good, bad) for _ in range(generator.randint(1, 8))]
         jsonl = tmp_path / f"{number}.jsonl"
-        jsonl.write_bytes(b"\n".join(rows))
-        if len(wrong) < len(rows):
-            counts: Counts = made_of(jsonl, tokenizer, tmp_path / "k", skips_bad=True).counts
-            assert (counts.conversations, counts.bad_lines) == (len(rows) - len(wrong), len(wrong))
-        if wrong:
+        end = generator.choice([b"\n", b"\r\n"])
+        jsonl.write_bytes(
+            generator.choice([b"", b"\xef\xbb\xbf"]) + end.join(rows) + end * generator.randint(0, 2)
+        )
+        documents = [trained(row) for row in rows]
+        wrong = [at for at, made in enumerate(documents, 1) if made is None]
+        shards = {"processes": 1, "shard_bytes": generator.choice([50, 300, 1 << 20])}
+        kept = [each for made in documents for each in made or ()]
+        if kept:
+            made = made_of(jsonl, tokenizer, tmp_path / "k", skips_bad=True, **shards)
+            assert (made.counts.bad_lines, documents_of(made)) == (len(wrong), kept)
+        if wrong or not kept:
             with pytest.raises(WlbError) as raised:
-                made_of(jsonl, tokenizer, tmp_path / "k")
-            assert [
-                int(line.split(":")[1]) for line in str(raised.value).splitlines()[1:] if ":" in line
-            ] == wrong
+                made_of(jsonl, tokenizer, tmp_path / "k", **shards)
+            listed = [line.split(":")[1] for line in str(raised.value).splitlines()[1:] if ":" in line]
+            some = len(listed) if listed and not kept else len(wrong)  # a build ends at the first bad shard
+            assert listed == [str(at) for at in wrong[:some]]
 
 
 def test_sft_index_takes_a_job_s_flags_in_their_own_names(

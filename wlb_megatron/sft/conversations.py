@@ -20,7 +20,10 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class BadLine(Exception):
-    """Why a line cannot be trained; its text is the reason."""
+    """Why a line cannot be trained; its text is the reason, a line that can be printed."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(" ".join(reason.encode("utf-8", "backslashreplace").decode().split()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +40,10 @@ def conversations_of(line: bytes, reading: Reading) -> list[Conversation]:
 
     BadLine for anything else than an object with a list `messages` of turns.
     """
-    record = _parse(line)
-    if record is None:
+    text = _text(line)
+    if not text:
         return []
+    record = _parse(text)
     if not isinstance(record, dict):
         raise BadLine(f"is a JSON {_kind(record)}, not an object with messages")
     if "messages" not in record:
@@ -60,13 +64,16 @@ def conversations_of(line: bytes, reading: Reading) -> list[Conversation]:
     return conversations
 
 
-def _parse(line: bytes) -> Any:
-    """The line's JSON; None if it is blank."""
+def _text(line: bytes) -> str:
     try:
-        text = line.decode("utf-8").strip()
-        return json.loads(text, object_pairs_hook=_unique) if text else None
+        return line.decode("utf-8").strip()
     except UnicodeDecodeError:
         raise BadLine("is not UTF-8") from None
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise BadLine("is nested too deep") from None
     except json.JSONDecodeError as error:

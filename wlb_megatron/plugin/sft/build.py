@@ -6,6 +6,7 @@ Shards that an earlier build has made are kept. The folder gets its name when al
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -213,12 +214,14 @@ def _join(
     shutil.rmtree(joined, ignore_errors=True)
     joined.mkdir()
     builder = IndexedDatasetBuilder(str(joined / f"{into.stem}.bin"), dtype=token_type(tokenizer.token_ids))
+    gc.freeze()  # Megatron's builder collects garbage after each shard: 0.2 s of all that was imported
     with (joined / f"{into.stem}.mask").open("wb") as masks:
         for shard, about in abouts:
             if about["counts"]["conversations"]:
                 builder.add_index(str(shard.prefix))
                 with Path(f"{shard.prefix}.mask").open("rb") as part:
                     shutil.copyfileobj(part, masks)
+    gc.unfreeze()
     builder.finalize(str(joined / f"{into.stem}.idx"))
     about = {
         "counts": asdict(counts),
