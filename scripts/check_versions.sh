@@ -4,9 +4,10 @@
 # `-m wlb_megatron.pretrain_gpt`, and with a clone of Megatron-LM its branches by the launcher and patched. Prints a
 # table; fails if one way in differs. Without FLAGS it then compares losses and gradients of each with one process:
 # routers' losses under context and tensor parallelism, multi-token prediction, and a virtual pipeline beside a busy
-# process, several times, because what is sent too early or too late shows only in some runs; and looks for flags that
-# docs/megatron_flags.md does not have. (A run takes 15 s on two cores. A row that times
-# out on a machine with other work was starved: the wait for a send is the one that Megatron 0.18 has.)
+# process, several times, because what is sent too early or too late shows only in some runs. It compares the targets of
+# --sft with each release's own, and looks for flags that docs/megatron_flags.md does not have. (A run takes 15 s on two
+# cores. A row that times out on a machine with other work was starved: the wait for a send is the one that Megatron
+# 0.18 has.)
 # usage: scripts/check_versions.sh [CLONE [FLAGS ..]]     FLAGS: another layout of the two processes
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -57,14 +58,22 @@ train() { # train NAME MEGATRON ENTRY..: a row of the table
     fi
 }
 
-flags() { # flags NAME MEGATRON: whether docs/megatron_flags.md has every flag of its parser
+passes() { # passes NAME MEGATRON WHAT PYTEST..: whether these tests pass with it
     [ "$compared" = 1 ] || return 0
-    if PYTHONPATH="$PYTHONPATH:$2:$scratch/needs" "$python" -m pytest -q "$root/tests/test_megatron_flags.py" >"$scratch/log" 2>&1; then
-        echo "$1 docs/megatron_flags.md has every flag"
+    local name=$1 megatron=$2 what=$3
+    shift 3
+    if (cd "$root/tests" && PYTHONPATH="$PYTHONPATH:$megatron:$scratch/needs" "$python" -m pytest -q "$@") >"$scratch/log" 2>&1; then
+        echo "$name $what"
     else
         grep -E '^E ' "$scratch/log" | head -2
         failed=1
     fi
+}
+
+own() { # own NAME MEGATRON: its parser's flags, and what it trains of conversations
+    passes "$1" "$2" "docs/megatron_flags.md has every flag" test_megatron_flags.py
+    passes "$1" "$2" "--sft has the targets of its tokenizer and SFTDataset" \
+        test_sft_data.py test_sft_training.py -k "tokens_and_targets or targets_are_those"
 }
 
 compare() { # compare NAME MEGATRON: rows of tests/megatron_combinations.py against one process
@@ -86,7 +95,7 @@ for version in "${wheels[@]}"; do
     "$python" -m pip install --quiet --no-deps --target "$scratch/$version" "megatron-core==$version" \
         2>"$scratch/pip.log" || { cat "$scratch/pip.log"; exit 1; }
     train "$version -m wlb_megatron.pretrain_gpt" "$scratch/$version" -m wlb_megatron.pretrain_gpt
-    flags "$version" "$scratch/$version"
+    own "$version" "$scratch/$version"
     compare "$version" "$scratch/$version"
 done
 [ -n "$clone" ] || exit "$failed"
@@ -102,7 +111,7 @@ for branch in "${branches[@]}"; do
     cp "$scratch"/0.19.2/megatron/core/datasets/helpers_cpp*.so "$tree/megatron/core/datasets/" # else make builds them
     commit=$(git -C "$clone" rev-parse --short "$name")
     train "$branch $commit launcher" "" -m wlb_megatron.launch "$tree/pretrain_gpt.py"
-    flags "$branch" "$tree"
+    own "$branch" "$tree"
     compare "$branch" "$tree"
     "$python" -m wlb_megatron.cli patch --apply "$tree" >/dev/null
     train "$branch $commit patched" "" "$tree/pretrain_gpt.py"

@@ -43,6 +43,17 @@ def build_tokenizer(
     return folder
 
 
+def megatron_tokenizer(folder: Path, prompt_format: str) -> Any:
+    """Megatron's own. Before 0.18 it was written for transformers 4, whose templates give tokens, not a dict."""
+    from megatron.core.tokenizers.text.libraries.sft_tokenizer import SFTTokenizer
+
+    made = SFTTokenizer(str(folder), prompt_format)
+    if not hasattr(made, "_extract_token_ids"):
+        apply = made._tokenizer.apply_chat_template
+        made._tokenizer.apply_chat_template = lambda *args, **more: apply(*args, return_dict=False, **more)
+    return made
+
+
 def words(generator: random.Random, count: int) -> str:
     return " ".join(generator.choice(WORDS) for _ in range(count))
 

@@ -16,7 +16,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sft_data import EOS, MARKED, TEMPLATE, VOCABULARY, build_tokenizer, conversations, write_jsonl
+from sft_data import (
+    EOS,
+    MARKED,
+    TEMPLATE,
+    VOCABULARY,
+    build_tokenizer,
+    conversations,
+    megatron_tokenizer,
+    write_jsonl,
+)
 
 from wlb_megatron.cli import main
 from wlb_megatron.documents.indexed import IndexedCorpus
@@ -148,18 +157,24 @@ def test_tokens_and_targets_are_those_of_megatrons_tokenizer(
 ) -> None:
     """Lines of one, two and three conversations; targets where Megatron's are not -100, but for a first token's."""
     pytest.importorskip("transformers")
-    from megatron.core.tokenizers.text.libraries.sft_tokenizer import SFTTokenizer
-
     parts = conversations(12)
     lines = [parts[0], parts[1] + parts[2], parts[3] + parts[4] + parts[5], *parts[6:]]
-    made = documents_of(
-        made_of(write_jsonl(tmp_path / "c.jsonl", lines), tokenizer, tmp_path / "k", prompt_format)
-    )
-    megatron = SFTTokenizer(str(tokenizer), prompt_format)
-    assert len(made) == len(parts)
-    for (tokens, mask), part in zip(made, parts, strict=True):
-        expected, targets = megatron.tokenize_conversation(part, True, False)
-        assert tokens == expected.tolist()
+    jsonl = write_jsonl(tmp_path / "c.jsonl", lines)
+    megatron = megatron_tokenizer(tokenizer, prompt_format)
+    try:
+        expected = [megatron.tokenize_conversation(part, True, False) for part in parts]
+    except (
+        AssertionError
+    ):  # identity of 0.17, and of main: it masks turns, whose tokens must not depend on the next
+        assert prompt_format == "identity"
+        with pytest.raises(
+            WlbError, match="Megatron's tokenizer fails on it: AssertionError: expected turn tokens"
+        ):
+            made_of(jsonl, tokenizer, tmp_path / "k", prompt_format)
+        return
+    made = documents_of(made_of(jsonl, tokenizer, tmp_path / "k", prompt_format))
+    for (tokens, mask), (wanted, targets) in zip(made, expected, strict=True):
+        assert tokens == wanted.tolist()
         assert mask == [0, *(targets[1:] != -100).astype(int).tolist()]
 
 
@@ -408,8 +423,6 @@ def test_200_random_files_with_faults_are_either_refused_by_line_or_trained(
 ) -> None:
     """Good lines, bad ones, and good ones with a byte changed, taken away or put in, in shards of any size. The bad
     ones' numbers are listed; skipped, they leave the tokens and targets of the others, as Megatron has them."""
-    from megatron.core.tokenizers.text.libraries.sft_tokenizer import SFTTokenizer
-
     from wlb_megatron.plugin.sft import indexed
     from wlb_megatron.plugin.sft.tokenizer import ConversationTokenizer
 
@@ -418,7 +431,7 @@ def test_200_random_files_with_faults_are_either_refused_by_line_or_trained(
     good = [line_of(*each) for each in conversations(30, seed=3, longest=4)]
     good += [line.replace(b"yes", b"\\u0079es").replace(b'{"m', b' {"id": null, "m') for line in good[:9]]
     bad = [line for name, (line, _) in BAD.items() if name != "nesting"]
-    trained = cache(partial(expected, SFTTokenizer(str(tokenizer), "nemotron-nano-v2")))
+    trained = cache(partial(expected, megatron_tokenizer(tokenizer, "nemotron-nano-v2")))
     for number in range(200):
         rows = [any_line(generator, good, bad) for _ in range(generator.randint(1, 8))]
         jsonl = tmp_path / f"{number}.jsonl"

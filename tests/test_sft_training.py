@@ -23,7 +23,7 @@ from megatron_runs import (
     whole_gradients,
     without_plugin,
 )
-from sft_data import build_tokenizer, conversation, write_jsonl
+from sft_data import build_tokenizer, conversation, megatron_tokenizer, write_jsonl
 
 from scripts.environment import ROOT, cpu_environment
 
@@ -258,16 +258,16 @@ def test_targets_are_those_of_megatrons_dataset_with_one_conversation_a_line(
     """In the nemotron formats. Its lines are padded to the window; its label of token i is our token i + 1."""
     from types import SimpleNamespace
 
-    from megatron.core.tokenizers.text.libraries.sft_tokenizer import SFTTokenizer
     from megatron.training.datasets.sft_dataset import SFTDataset
 
-    theirs = SFTTokenizer(str(tokenizer), "nemotron-nano-v2")
+    theirs = megatron_tokenizer(tokenizer, "nemotron-nano-v2")
     config = SimpleNamespace(
         tokenizer=SimpleNamespace(
             eod=theirs.eod, pad=theirs.pad_id, tokenize_conversation=theirs.tokenize_conversation
         ),
         **{"sequence_length": 128, "context_parallel_size": 1, "reset_position_ids": False},
         **{"create_attention_mask": False, "reset_attention_mask": False},
+        **{"dynamic_context_parallel": False, "sequence_parallel_size": 1},  # dev
     )
     dataset = SFTDataset.__new__(SFTDataset)
     lines = conversations.read_text().splitlines()
