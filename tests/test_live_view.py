@@ -163,10 +163,23 @@ def figures_of(**changes: Any) -> dict[str, Any]:
 def test_the_log_line_puts_the_predicted_beside_the_measured_time() -> None:
     assert metrics.log_line(figures_of(), None).endswith("| ms: 812.3, predicted 790.1")
     assert metrics.log_line(figures_of(), 1.0278).endswith("predicted 790.1 (x 1.028 so far)")
+    gained = metrics.log_line(figures_of(), 1.0278, gain=1.1832)
+    assert gained.endswith("(x 1.028 so far) | predicted gain over arrival order: 1.183 so far")
     assert "predicted" not in metrics.log_line(figures_of(predicted_ms=None), 1.0)
     assert "| sharding: 3 hybrid, 1 per-document | ms" in metrics.log_line(
         figures_of(shardings={"hybrid": 3, "per-document": 1}), None
     )
+
+
+def test_a_gpus_rates_and_memory_stand_in_the_log_line_alone_where_there_are_any() -> None:
+    kept = {"recomputed_share": 0.125, "planned_peak_gib": 58.9, "peak_gib": 60.1, "available_gib": 66.2}
+    line = metrics.log_line(figures_of(tflops_per_gpu=412.34, **kept), None)
+    assert "700 so far, 62/s/GPU, 412 TFLOP/s/GPU |" in line
+    assert "| layers recomputed: 12.5%, peak GiB: 60.10 of 66.20, planned 58.90 |" in line
+    on_cpu = figures_of(**kept | {"peak_gib": 0.0})
+    del on_cpu["tokens_per_second_per_gpu"]
+    line = metrics.log_line(on_cpu, None)
+    assert "GPU" not in line and "GiB" not in line and "700 so far | delayed" in line
 
 
 def test_the_log_line_tells_epochs_and_what_was_left_out() -> None:
@@ -390,8 +403,11 @@ def test_a_run_reports_predicted_and_measured_times_and_traces_an_iteration(
     for row in rows:
         assert row["predicted_ms"] > 0 and row["measured_ms"] > 0
         assert f"ms: {row['measured_ms']:.1f}, predicted {row['predicted_ms']:.1f}" in done.stdout
+        assert "tokens_per_second_per_gpu" not in row and "tflops_per_gpu" not in row, "figures of a GPU"
         assert [len(ranks) for ranks in row["lengths"]] == [1] * 4
         assert sum(n for micro_batch in row["lengths"] for n in micro_batch[0]) == row["tokens"]
+    gain = sum(row["arrival_ms"] for row in rows) / sum(row["predicted_ms"] for row in rows)
+    assert f"predicted gain over arrival order: {gain:.3f} so far\n" in done.stdout
     events = [event for event in json.loads(traced.read_text())["traceEvents"] if event["ph"] == "X"]
     # Two stages, four micro-batches, forward and backward of each; stage 1 cannot begin before stage 0 has ended.
     assert sorted((e["tid"], e["name"]) for e in events) == sorted(

@@ -96,6 +96,14 @@ def printed_count(*args, **kwargs):
 
 training.num_floating_point_operations = printed_count
 from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.logs import flops, metrics
+report = metrics._report
+
+def reported(figures):
+    print(f"LOGGED {flops.logged_operations()!r}", flush=True)
+    report(figures)
+
+metrics._report = reported
 from wlb_megatron.plugin import pretrain_gpt
 pretrain_gpt.main()
 """
@@ -108,11 +116,14 @@ def test_a_run_logs_the_flops_of_the_mean_iteration(corpus: Path, tmp_path: Path
     arguments += ["--train-iters", "6", "--log-interval", "3"]
     done = forked_ranks.run([str(tmp_path / "script.py")], arguments, 1, cpu_environment(), timeout=200)
     assert done.returncode == 0, failure(done)
-    values = [float(value) for value in re.findall(r"FLOPS (\S+)", done.stdout)]
+    values = [float(value) for value in re.findall(r"FLOPS (\S+)\n(?!LOGGED)", done.stdout)]
     # The loop counts each iteration; the log counts after iterations 1, 3 and 6.
     first, logged, second, third, mean, *rest = values
     assert first == logged and mean == pytest.approx((first + second + third) / 3, rel=1e-9)
     assert "[wlb]" in done.stdout  # the other wrappers still find training_log's parameters by name
+    # What the plugin's own figures count is each iteration's, not the mean.
+    logged_each = [float(value) for value in re.findall(r"LOGGED (\S+)", done.stdout)]
+    assert logged_each == pytest.approx([first, second, third, *rest[:3]], rel=1e-9)
     assert rest[3] == pytest.approx(sum(rest[:3]) / 3, rel=1e-9) and len(set(rest[:3])) > 1
 
 

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -26,11 +27,13 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.job import plan_job
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.plugin.logs.prediction import UntilItFails
+from wlb_megatron.plan import IterationPlan
+from wlb_megatron.plugin.logs.prediction import ArrivalOrder, UntilItFails
 from wlb_megatron.plugin.plans import planning_process
 from wlb_megatron.plugin.plans.planning import PlanAhead, PlannedIteration, ShardSettings, plan_iterations
 from wlb_megatron.plugin.plans.planning_process import check_alive, in_a_process, plan_in_a_process
 from wlb_megatron.sharding.digest import digest_of_cuts
+from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import h100
 
@@ -268,3 +271,37 @@ def test_a_process_plans_large_iterations_of_packers_that_plan_alone(tmp_path: P
     assert in_a_process(planner, WlbConfig(plan_process="always"), mean_length=200.0)
     assert in_a_process(planner, WlbConfig(balance_batches=2), mean_length=2.0)
     assert not in_a_process(planner, WlbConfig(cp_mode="dynamic"), mean_length=2.0)
+
+
+def took(plan: IterationPlan, shards: Sequence[ShardPlan]) -> float:
+    """A step of two data-parallel ranks that wait for each other: the slower one's work."""
+    assert [shard.tokens for shard in shards] == [
+        row[1].tokens + row[1].tokens % 2 for row in plan.micro_batches
+    ]
+    return max(
+        sum(micro_batch.work for micro_batch in column) for column in zip(*plan.micro_batches, strict=True)
+    )
+
+
+def predicting(blend: Blend) -> ShardSettings:
+    settings = replace(settings_of(blend), predict=took)
+    return replace(settings, arrival_order=partial(ArrivalOrder, settings, CostModel(200.0, 0.0), 2))
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_what_a_run_would_take_in_arrival_order_is_that_of_the_very_documents_trained(
+    in_process: bool, tmp_path: Path
+) -> None:
+    """Against a run of its own in arrival order: equal where all documents have trained, near it before."""
+    blend = corpora(tmp_path)
+    plan = plan_in_a_process if in_process else plan_iterations
+    planned = list(plan(planner_of(blend, endless=False), predicting(blend)))
+    plain = list(plan_iterations(planner_of(blend, endless=False, packing="original"), predicting(blend)))
+    alone = [iteration.predicted_ms or 0.0 for iteration in plain]
+    assert [iteration.arrival_ms for iteration in plain] == pytest.approx(alone, rel=1e-9)
+    beside = [iteration.arrival_ms or 0.0 for iteration in planned]
+    assert sum(beside) == pytest.approx(sum(alone), rel=1e-9)
+    half = len(plain) // 2
+    trained = sum(iteration.micro_batches[0].summary.tokens for iteration in planned[:half])
+    arrived = sum(iteration.micro_batches[0].summary.tokens for iteration in plain[:half])
+    assert sum(beside[:half]) / trained == pytest.approx(sum(alone[:half]) / arrived, rel=0.02)

@@ -32,6 +32,8 @@ def line(iteration: int, **changes: Any) -> str:
     figures |= {"seconds_left": 3600.0, "time": 1.8e9 + iteration, "started": 1.8e9, "measured_ms": 500.0}
     figures |= {
         "predicted_ms": 400.0,
+        "arrival_ms": 472.0 + 8 * (iteration % 2),
+        "tflops_per_gpu": 411.6,
         "tokens_per_second_per_gpu": 250.0,
         "step_over_ideal": 1.2,
         "imbalance": 1.05,
@@ -70,8 +72,9 @@ def test_the_terminal_shows_what_the_log_says(log: Path, capsys: pytest.CaptureF
         "iteration": "600 of 800 (75.0%)",
         "time left": "60 min",
         "tokens": "600,000, 0.25 epochs",
-        "step": "500 ms, 2,000 tokens/s, 250 a GPU",
+        "step": "500 ms, 2,000 tokens/s, 250 a GPU (412 TFLOP/s)",
         "measured over predicted": "1.250",
+        "gain over arrival order": "1.190 so far, predicted",
         "step over ideal": "1.200 (max/mean work: micro-batches 1.050, DP 1.020, CP 1.010)",
         "slowest rank": "3 on node<7>: 20% over the median, at most 100 ms a step",
         "memory, last rank": "61.5 GB at most",
@@ -139,7 +142,7 @@ def test_the_page_needs_nothing_else_and_escapes_what_it_shows(log: Path, tmp_pa
     parsed = _parse(page.read_text())
     assert not parsed.fetched and not parsed.pictures and "<script" not in page.read_text()
     assert "3 on node<7>: 20% over the median, at most 100 ms a step" in parsed.cells
-    assert page.read_text().count("<svg") == 7
+    assert page.read_text().count("<svg") == 8
 
 
 def test_long_lines_are_thinned_by_medians() -> None:
@@ -174,4 +177,4 @@ def test_a_browser_shows_the_page(log: Path, tmp_path: Path) -> None:
     dom = subprocess.run(
         [*browser, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120
     ).stdout
-    assert "600 of 800 (75.0%)" in dom and dom.count("<polyline") == 10
+    assert "600 of 800 (75.0%)" in dom and dom.count("<polyline") == 12

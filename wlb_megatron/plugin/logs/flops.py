@@ -22,11 +22,13 @@ from wlb_megatron.plugin.job_state import part
 @dataclass(slots=True)
 class Counted:
     """Tokens and squared lengths. here: of this rank's micro-batches since the last step's count, None outside of a
-    step. step: of the last step, over all data-parallel ranks. passed: of the iterations since the last line."""
+    step. step: of the last step, over all data-parallel ranks. passed: of the iterations since the last line. logged:
+    of the iteration that was logged last."""
 
     here: list[int] | None = None
     step: tuple[float, float] | None = None
     passed: list[tuple[Any, ...]] = field(default_factory=list)
+    logged: tuple[Any, ...] | None = None
 
 
 def count_segments(bounds: Sequence[torch.Tensor]) -> None:
@@ -78,6 +80,7 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = signature.bind(*args, **kwargs).arguments
         ours = set(_TOTALS) <= set(signature.parameters)
         last = tuple(arguments.get(name) for name in _TOTALS) if ours else counted.step
+        counted.logged = last
         if last is None or None in last:
             return original(*args, **kwargs)
         counted.passed.append(last)
@@ -93,6 +96,19 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(**arguments)
 
     return training_log
+
+
+def logged_operations() -> float | None:
+    """FLOPs of the iteration logged last: the model's own of its documents, forward and backward, by Megatron's
+    formula. None where they were not counted."""
+    counted = part(Counted)
+    if counted.logged is None or None in counted.logged:
+        return None
+    if hasattr(training, "update_seqlen_stats_from_cu_seqlens"):
+        totals = dict(zip(_TOTALS, counted.logged, strict=True))
+        return float(training.num_floating_point_operations(get_args(), 1, **totals))
+    counted.step = counted.logged  # the log's own was a mean
+    return float(training.num_floating_point_operations(get_args(), 1))
 
 
 _TOTALS = ("total_real_tokens_in_batch", "seqlen_squared_sum_in_batch")

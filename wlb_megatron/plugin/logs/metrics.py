@@ -42,13 +42,15 @@ _NO_FIGURES = "figures of an iteration are not reported"
 class Figures:
     """pending: of the iteration that is not yet logged, and when it began (perf_counter). drift: of measured from
     predicted times. thrown_away: what iterations held, since the last line, whose update Megatron threw away (in fp16,
-    where a gradient overflows). memory_peak: bytes, of all steps; steps that plan what they recompute reset torch's."""
+    where a gradient overflows). memory_peak: bytes, of all steps; steps that plan what they recompute reset torch's.
+    predicted: milliseconds since the start in arrival order, and as planned."""
 
     pending: tuple[dict[str, Any], float] | None = None
     drift: Drift = field(default_factory=Drift)
     progress: Progress = field(default_factory=Progress)
     thrown_away: Counter[str] = field(default_factory=Counter)
     memory_peak: int = 0
+    predicted: tuple[float, float] = 0.0, 0.0
 
 
 def stepped(
@@ -78,6 +80,7 @@ def stepped(
             "put_back": planned.put_back,
             "consumed_tokens": planned.trained,
             "predicted_ms": planned.predicted_ms,
+            "arrival_ms": planned.arrival_ms,
             **passes.figures(planned.stream, corpora),
         }
         if config.log_plans and planned.plan is not None:
@@ -92,6 +95,8 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     def training_log(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
+        from wlb_megatron.plugin.logs import flops
+
         result, state = original(*args, **kwargs), part(Figures)
         with never_fatal("the ranks' pace is not measured"):
             _warn(stragglers.after_iteration(int(signature.bind(*args, **kwargs).arguments["iteration"])))
@@ -99,14 +104,17 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
             (figures, began), state.pending = state.pending, None
             with never_fatal(_NO_FIGURES):
                 seconds = time.perf_counter() - began
-                rate = figures["tokens"] / seconds / torch.distributed.get_world_size()
+                gpus = torch.distributed.get_world_size()
                 skipped = int(signature.bind(*args, **kwargs).arguments["skipped_iter"])
                 figures |= state.progress.add(figures["iteration"], get_args().train_iters)
                 figures |= stragglers.figures() | recomputation_figures()
                 if get_args().distributed_backend == "nccl":
                     state.memory_peak = max(state.memory_peak, torch.cuda.max_memory_allocated())
                     figures["memory_peak_gb"] = round(state.memory_peak / 1e9, 2)
-                figures |= {"measured_ms": seconds * 1e3, "tokens_per_second_per_gpu": rate}
+                    figures["tokens_per_second_per_gpu"] = figures["tokens"] / seconds / gpus
+                    if (operations := flops.logged_operations()) is not None:
+                        figures["tflops_per_gpu"] = operations / 1e12 / seconds / gpus
+                figures["measured_ms"] = seconds * 1e3
                 _report(figures | {"update_skipped": skipped})
         return result
 
@@ -118,14 +126,16 @@ def _report(figures: dict[str, Any]) -> None:
 
     args, iteration, state = get_args(), figures["iteration"], part(Figures)
     warning = None
-    if figures["predicted_ms"] is not None:
-        warning = state.drift.add(figures["predicted_ms"], figures["measured_ms"])
+    if (predicted := figures["predicted_ms"]) is not None:
+        warning = state.drift.add(predicted, figures["measured_ms"])
+        if (arrival := figures["arrival_ms"]) is not None:
+            state.predicted = state.predicted[0] + arrival, state.predicted[1] + predicted
     if figures.get("update_skipped"):
         state.thrown_away.update(iterations=1, documents=figures["documents"], tokens=figures["tokens"])
     with never_fatal("the log line is not printed"):
         if iteration % args.log_interval == 0:
-            on_gpu = args.distributed_backend == "nccl"
-            print(log_line(figures, state.drift.scale, state.thrown_away, on_gpu=on_gpu), flush=True)
+            gain = state.predicted[0] / state.predicted[1] if state.predicted[1] else None
+            print(log_line(figures, state.drift.scale, state.thrown_away, gain=gain), flush=True)
             state.thrown_away.clear()
         if warning is not None:
             alone = "no rank computes slower alone: look at the network, or at work that plans do not count"
@@ -177,12 +187,16 @@ def log_line(
     scale: float | None,
     thrown_away: Mapping[str, int] = MappingProxyType({}),
     *,
-    on_gpu: bool = True,
+    gain: float | None = None,
 ) -> str:
     """One line of an iteration. scale: measured over predicted time, as the run's first iterations tell it.
-    thrown_away: iterations, documents and tokens whose update was not applied, since the last line. on_gpu: else the
-    rate is of no use."""
-    rate = f", {figures['tokens_per_second_per_gpu']:.0f}/s/GPU" if on_gpu else ""
+    thrown_away: iterations, documents and tokens whose update was not applied, since the last line. gain: arrival
+    order's predicted time over this one's, so far. A CPU's figures have no rates and no memory."""
+    rate = "".join(
+        f", {figures[name]:.0f}{unit}"
+        for name, unit in (("tokens_per_second_per_gpu", "/s/GPU"), ("tflops_per_gpu", " TFLOP/s/GPU"))
+        if name in figures
+    )
     line = (
         f" [wlb] iteration {figures['iteration']}{describe(figures)} | imbalance (max/mean work): micro-batches "
         f"{figures['imbalance']:.3f}, CP ranks {figures['cp_imbalance']:.3f} | step over ideal: "
@@ -201,14 +215,17 @@ def log_line(
     if figures.get("shardings"):
         line += " | sharding: " + ", ".join(f"{n} {kind}" for kind, n in figures["shardings"].items())
     if "recomputed_share" in figures:
+        line += f" | layers recomputed: {figures['recomputed_share']:.1%}"
+    if figures.get("peak_gib"):
         line += (
-            f" | layers recomputed: {figures['recomputed_share']:.1%}, peak GiB: {figures['peak_gib']:.2f} of "
-            f"{figures['available_gib']:.2f}, planned {figures['planned_peak_gib']:.2f}"
+            f", peak GiB: {figures['peak_gib']:.2f} of {figures['available_gib']:.2f}, planned "
+            f"{figures['planned_peak_gib']:.2f}"
         )
     if figures["predicted_ms"] is None:
         return line
     line += f" | ms: {figures['measured_ms']:.1f}, predicted {figures['predicted_ms']:.1f}"
-    return line if scale is None else line + f" (x {scale:.3f} so far)"
+    line += "" if scale is None else f" (x {scale:.3f} so far)"
+    return line if gain is None else line + f" | predicted gain over arrival order: {gain:.3f} so far"
 
 
 def _targets(figures: Mapping[str, Any]) -> str:

@@ -12,19 +12,25 @@ import numpy.typing as npt
 
 from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.plan import StepPlan
+from wlb_megatron.packing.fixed.baselines import cut_windows, freeze, price
 from wlb_megatron.packing.memory_limits import GpuMemory
+from wlb_megatron.packing.planner import Planner
+from wlb_megatron.packing.saved_pieces import Waiting
+from wlb_megatron.packing.varlen.assign import in_given_order
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.flags.trained_model import LARGE_VOCABULARY
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs.reporting import never_fatal
+from wlb_megatron.plugin.plans.planning import ShardSettings
 from wlb_megatron.recompute.step_layers import loads_of, plan_step_layers, recomputed_array
-from wlb_megatron.sharding.cut import orders_of
+from wlb_megatron.sharding.cut import cut, orders_of, pad
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.calibration import with_links
 from wlb_megatron.simulator.groups import simulate_groups
 from wlb_megatron.simulator.iteration import cut_of, run_steps
 from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes, Times
 from wlb_megatron.workload.assumptions import Assumptions
+from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 
@@ -139,6 +145,48 @@ class UntilItFails:
             return self._predict(*args)
         self._failed = True
         return None
+
+
+class ArrivalOrder:
+    """The same documents as Megatron packs them, in windows of arrival order cut per sequence, with the same mask.
+
+    Called with plan after plan, it tells the predicted milliseconds of each one's documents. A document that waits
+    counts in the iteration that trains it, so sums over iterations compare the very documents trained. Example: windows
+    of works 6, 6 take 10 ms each. If work 3 of the 12 waits, they count 20 * 9 / 12 = 15 ms so far.
+    """
+
+    def __init__(self, settings: ShardSettings, cost: CostModel, dp: int, planner: Planner) -> None:
+        """planner: before its next plan; its counts are read after each. cost: prices documents. dp: data-parallel
+        ranks."""
+        self._settings, self._cost, self._dp, self._planner = settings, cost, dp, planner
+        self._window = planner.global_tokens // planner.packer.bins
+        self._samples = planner.samples
+        self._before, self._arrived = price(planner.packer.waiting, cost), 0  # work
+        self._left: list[Waiting] = []
+        self._taken = self._told = 0.0  # milliseconds
+
+    def __call__(self, plan: IterationPlan) -> float | None:
+        windows, self._samples = self._planner.samples - self._samples, self._planner.samples
+        self._arrived += price(plan.arrived, self._cost)
+        items = [*self._left, *(Waiting(piece, plan.iteration) for piece in plan.arrived)]
+        filled, self._left = cut_windows(items, self._window, windows, len(items))
+        if filled:
+            grid = in_given_order(freeze(filled, windows, self._cost), self._dp)
+            predicted = self._predict(IterationPlan(plan.iteration, (), grid, ()))
+            if predicted is None:
+                return None
+            self._taken += predicted
+        packed = self._arrived - price([item.piece for item in self._left], self._cost)
+        trained = self._before + self._arrived - price(plan.waiting, self._cost)
+        told, self._told = self._told, self._taken * trained / max(1, packed)
+        return self._told - told
+
+    def _predict(self, plan: IterationPlan) -> float | None:
+        of = self._settings
+        assert of.predict is not None
+        padded = [pad(row[of.dp_rank].pieces, of.alignment) for row in plan.micro_batches]
+        lengths = [np.array([piece.tokens for piece in pieces], dtype=np.int64) for pieces in padded]
+        return of.predict(plan, cut(lengths, of.cp_size, "per-sequence", of.table))
 
 
 def _model_or_none(

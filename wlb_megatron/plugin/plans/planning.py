@@ -80,7 +80,8 @@ class PlannedIteration:
     state: makes the JSON-able state when called; stream: the document stream's part of it. samples: of all
     iterations so far, in micro-batches by Megatron's count. trained: their tokens.
     put_back: pieces so far that arrived an iteration later, as their bound on delay could not be promised.
-    predicted_ms: of the whole iteration. plan: of all data-parallel ranks. Both None where they are not known.
+    predicted_ms: of the whole iteration; arrival_ms: of its documents in arrival order. plan: of all data-parallel
+    ranks. None where they are not known.
     """
 
     micro_batches: tuple[PlannedMicroBatch, ...]
@@ -92,6 +93,7 @@ class PlannedIteration:
     put_back: int = 0
     predicted_ms: float | None = None
     plan: IterationPlan | None = None
+    arrival_ms: float | None = None
 
 
 def nothing_counted(_: Sequence[Piece]) -> tuple[int, ...]:
@@ -104,6 +106,7 @@ class ShardSettings:
     """How a data-parallel rank's micro-batches are padded and cut.
 
     predict: milliseconds of an iteration from its plan and shard plans, where this process reports them.
+    arrival_order: begins the same prediction in arrival order, of plans one after another (prediction.ArrivalOrder).
     predictions: of an iteration's pieces, where losses are scaled by them.
     in_step: data-parallel ranks meet in every forward and backward (experts, FSDP): all must run the same order.
     keeps_layers: each step plans what it recomputes.
@@ -116,6 +119,7 @@ class ShardSettings:
     sharding: str
     table: KernelTable
     predict: Callable[[IterationPlan, Sequence[ShardPlan]], float | None] | None = None
+    arrival_order: Callable[[Planner], Callable[[IterationPlan], float | None]] | None = None
     predictions: Callable[[Sequence[Piece]], tuple[int, ...]] = nothing_counted
     in_step: bool = False
     keeps_layers: bool = False
@@ -126,6 +130,7 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
     # Ranks whose kernel tables differ would cut alike micro-batches differently.
     summariser = Summariser(packed_waiting(planner.packer.state()))
     digest = hashlib.blake2b(settings.table.to_json().encode(), digest_size=8)
+    in_arrival_order = None if settings.arrival_order is None else settings.arrival_order(planner)
     while True:
         start = time.perf_counter()
         plan = planner.next_iteration()
@@ -157,7 +162,8 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
             for index, (pieces, shard_plan) in enumerate(zip(padded, shards, strict=True))
         )
         predicted = None if settings.predict is None else settings.predict(plan, shards)
-        yield planned_iteration(planner, micro_batches, digest, predicted, plan)
+        arrival = None if in_arrival_order is None else in_arrival_order(plan)
+        yield planned_iteration(planner, micro_batches, digest, predicted, plan, arrival)
 
 
 def planned_iteration(
@@ -166,6 +172,7 @@ def planned_iteration(
     digest: Any,
     predicted_ms: float | None,
     plan: IterationPlan,
+    arrival_ms: float | None,
 ) -> PlannedIteration:
     """The iteration that the planner has just planned, with its state after it."""
     return PlannedIteration(
@@ -178,6 +185,7 @@ def planned_iteration(
         planner.put_back,
         predicted_ms,
         plan,
+        arrival_ms,
     )
 
 

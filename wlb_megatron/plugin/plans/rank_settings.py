@@ -14,9 +14,10 @@ from wlb_megatron.documents.predictions import predictions_in
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.flags.limits import recompute_memory
 from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.plugin.logs.prediction import predictor
+from wlb_megatron.plugin.logs.prediction import ArrivalOrder, predictor
 from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans.agreement import shared_gpu
+from wlb_megatron.plugin.plans.cost_settings import cost_model
 from wlb_megatron.plugin.plans.data import MicroBatchSampler, make_loader, read_ahead
 from wlb_megatron.plugin.plans.loaded import Layout, LoadedMicroBatch
 from wlb_megatron.plugin.plans.planning import ShardSettings, nothing_counted
@@ -25,7 +26,7 @@ from wlb_megatron.workload.kernel_table import h100, of_gpu
 
 
 def reporting(settings: ShardSettings, job: TrainingJob, config: WlbConfig) -> ShardSettings:
-    """On the rank that logs: with the prediction of each iteration's time."""
+    """On the rank that logs: with the prediction of each iteration's time, as planned and in arrival order."""
     from megatron.training.utils import is_last_rank
 
     if not is_last_rank():
@@ -39,7 +40,10 @@ def reporting(settings: ShardSettings, job: TrainingJob, config: WlbConfig) -> S
         memory=recompute_memory(job, config),
         table=settings.table,
     )
-    return replace(settings, predict=predict)
+    settings = replace(settings, predict=predict)
+    return replace(
+        settings, arrival_order=partial(ArrivalOrder, settings, cost_model(job, config), job.sizes.data)
+    )
 
 
 def _predictions(source: Source, job: TrainingJob) -> Callable[[Sequence[Piece]], tuple[int, ...]]:

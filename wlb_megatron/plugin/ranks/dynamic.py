@@ -132,6 +132,7 @@ def plan_groups(
     digest = hashlib.blake2b(digest_size=8)
     for size, table in zip(dynamic.sizes, dynamic.tables, strict=True):
         digest.update(f"{size} {table.to_json()}".encode())
+    in_arrival_order = None if shards.arrival_order is None else shards.arrival_order(planner)
     for number in itertools.count():
         start = time.perf_counter()
         plan = planner.next_iteration()
@@ -161,7 +162,8 @@ def plan_groups(
                 )
             )
         predicted = None if dynamic.predict is None else dynamic.predict(steps, tokens)
-        yield planned_iteration(planner, tuple(micro_batches), digest, predicted, plan)
+        arrival = None if in_arrival_order is None else in_arrival_order(plan)
+        yield planned_iteration(planner, tuple(micro_batches), digest, predicted, plan, arrival)
 
 
 def padded_group(group: Group, pieces: Sequence[Piece], shards: ShardSettings) -> tuple[Piece, ...]:

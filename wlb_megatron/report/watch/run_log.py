@@ -13,6 +13,8 @@ KEPT = (
     *(
         "measured_ms",
         "predicted_ms",
+        "arrival_ms",
+        "tflops_per_gpu",
         "tokens_per_second_per_gpu",
         "step_over_ideal",
         "imbalance",

@@ -24,14 +24,21 @@ def summary(log: RunLog) -> list[tuple[str, str]]:
     if pace := _median(latest, "measured_ms"):
         rates = [{"rate": 1e3 * row["tokens"] / row["measured_ms"]} for row in _with(latest, "measured_ms")]
         rate = _median(rates, "rate")
-        gpu = _median(latest, "tokens_per_second_per_gpu")
-        shown.append(("step", f"{pace:,.0f} ms, {rate or 0:,.0f} tokens/s, {gpu or 0:,.0f} a GPU"))
+        text = f"{pace:,.0f} ms, {rate or 0:,.0f} tokens/s"
+        if gpu := _median(latest, "tokens_per_second_per_gpu"):
+            text += f", {gpu:,.0f} a GPU"
+        if operations := _median(latest, "tflops_per_gpu"):
+            text += f" ({operations:,.0f} TFLOP/s)"
+        shown.append(("step", text))
     ratios = [
         {"of": row["measured_ms"] / row["predicted_ms"]}
         for row in _with(latest, "measured_ms", "predicted_ms")
     ]
     if ratio := _median(ratios, "of"):
         shown.append(("measured over predicted", f"{ratio:.3f}"))
+    if both := _with(rows, "arrival_ms", "predicted_ms"):
+        gain = sum(row["arrival_ms"] for row in both) / sum(row["predicted_ms"] for row in both)
+        shown.append(("gain over arrival order", f"{gain:.3f} so far, predicted"))
     if over := _median(latest, "step_over_ideal"):
         parts = [
             f"{name} {value:.3f}"

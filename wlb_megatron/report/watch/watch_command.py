@@ -20,8 +20,8 @@ from wlb_megatron.whole_files import write_whole
 def add_watch(parser: argparse.ArgumentParser) -> None:
     """Flags of `wlb-megatron watch`."""
     parser.description = (
-        "Shows a run from its --wlb-log: progress, time left, speed, balance, slow ranks, restarts. Figures of now are "
-        "medians of the last 100 iterations."
+        "Shows a run from its --wlb-log: progress, time left, speed, gain over arrival order, balance, slow ranks, "
+        "restarts. Figures of now are medians of the last 100 iterations."
     )
     parser.add_argument("log", metavar="STEPS.jsonl", type=Path, help="the file of --wlb-log")
     parser.add_argument(
@@ -69,8 +69,16 @@ def run_page(log: RunLog, reload: int | None = None) -> str:
     done = share(log)
     bar = "" if done is None else f'<progress value="{done:.4f}" max="1">{done:.1%}</progress>'
     charts = [
-        chart("step (ms)", [(name, log.column(f"{name}_ms")) for name in ("measured", "predicted")]),
+        chart(
+            "step (ms)",
+            [
+                ("measured", log.column("measured_ms")),
+                ("predicted", log.column("predicted_ms")),
+                ("predicted in arrival order", log.column("arrival_ms")),
+            ],
+        ),
         chart("tokens/s/GPU", [("measured", log.column("tokens_per_second_per_gpu"))]),
+        chart("TFLOP/s/GPU", [("of the model", log.column("tflops_per_gpu"))]),
         chart(
             "over even work",
             [
