@@ -11,6 +11,13 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 """As in runs of Megatron: importing the compiler takes longer than all that it would compile."""
 
 
+def without(program: str, reason: str) -> None:
+    """Skip a test where a program is not installed; fail it where WLB_TESTS_NEED (browser,slurm,mount) names it."""
+    if program in os.environ.get("WLB_TESTS_NEED", "").split(","):
+        pytest.fail(f"{reason}, and WLB_TESTS_NEED asks for it")
+    pytest.skip(reason)
+
+
 @pytest.fixture(autouse=True)
 def no_job_before() -> None:
     """What a test leaves in the plugin's state is not the next one's."""

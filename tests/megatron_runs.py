@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,18 @@ def gpu_environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "4",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, *, kilobytes: int) -> Iterator[bool]:
+    """A file system of so much in `folder` while the block runs, which gets False where none can be mounted."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, check=False).returncode == 0
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def launch(

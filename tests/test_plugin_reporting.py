@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import socket
-import subprocess
 from argparse import Namespace
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Any
 import forked_ranks
 import pytest
 import torch.distributed as dist
-from megatron_runs import cpu_environment, failure, flags, launch
+from conftest import without
+from megatron_runs import cpu_environment, failure, flags, launch, small_disk
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin.job_state import begin_job, part
@@ -76,11 +76,9 @@ def test_a_full_disk_at_a_save_is_named_with_the_room_it_has(corpus: Path, tmp_p
     """A file system of 400 kB, which the second save does not fit."""
     small = tmp_path / "small"
     small.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(small)], check=False
-    ).returncode:
-        pytest.skip("a small file system cannot be mounted here")
-    try:
+    with small_disk(small, kilobytes=400) as mounted:
+        if not mounted:
+            without("mount", "a small file system cannot be mounted here")
         arguments = [*flags(), "--data-path", str(corpus), "--split", "1,0,0", "--global-batch-size", "2"]
         arguments += [
             "--train-iters",
@@ -93,8 +91,6 @@ def test_a_full_disk_at_a_save_is_named_with_the_room_it_has(corpus: Path, tmp_p
             "torch_dist",
         ]
         done = launch(arguments, 1)
-    finally:
-        subprocess.run(["umount", "-l", str(small)], check=True)
     assert done.returncode == 1, failure(done)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(

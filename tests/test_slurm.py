@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from megatron_runs import ROOT, cpu_environment, flags
+from conftest import without
+from megatron_runs import ROOT, cpu_environment, flags, small_disk
 from slurm_cluster import ask, cluster, missing, wait_for
 
 SCRIPT = ROOT / "scripts" / "pretrain.sbatch"
@@ -303,7 +305,7 @@ fi
 def test_slurm_goes_on_without_a_node_that_failed_and_keeps_second_jobs_out(tmp_path: Path) -> None:
     reason = missing()
     if reason is not None:
-        pytest.skip(reason)
+        without("slurm", reason)
     trainer = tmp_path / "trainer"
     trainer.write_text(STANDING_IN)
     trainer.chmod(0o755)
@@ -344,45 +346,68 @@ def test_slurm_goes_on_without_a_node_that_failed_and_keeps_second_jobs_out(tmp_
 def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     reason = missing()
     if reason is not None:
-        pytest.skip(reason)
+        without("slurm", reason)
     with cluster(tmp_path) as environment:
         yield environment
 
 
 @pytest.mark.megatron
-def test_slurm_trains_over_two_tasks_and_goes_on_after_a_requeue(
+def test_slurm_goes_on_after_a_requeue_and_in_a_new_job_after_a_full_disk(
     slurm: dict[str, str], corpus: Path, tmp_path: Path
 ) -> None:
-    """Signalled as at the time limit: both tasks save, the job requeues itself, resumes, and ends when trained."""
-    log = tmp_path / "job.log"
+    """Signalled as at the time limit: both tasks save, the job requeues itself and resumes. Its last save does not fit
+    its disk: it ends, and says so last. With more room a new job of its name goes on from the first save."""
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
     sized = ["--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", "--gpus-per-node=0"]
     environment = {**cpu_environment(), **slurm}
     environment["PYTHONPATH"] = cpu_environment()["PYTHONPATH"]
-    answer = ask(
-        ["sbatch", *sized, f"--output={log}", str(edited(tmp_path, corpus))],
-        environment,
-    )
-    submitted = re.search(r"Submitted batch job (\d+)", answer)
-    assert submitted, answer
-    job = submitted[1]
+    script = str(edited(tmp_path, corpus))
 
-    def logged(text: str) -> bool:
-        return log.exists() and text in log.read_text()
+    def submit() -> tuple[str, Path]:
+        answer = ask(
+            ["sbatch", *sized, f"--output={tmp_path}/job-%j.log", f"--chdir={tmp_path}", script], environment
+        )
+        submitted = re.search(r"Submitted batch job (\d+)", answer)
+        assert submitted, answer
+        return submitted[1], tmp_path / f"job-{submitted[1]}.log"
 
-    try:
-        wait_for(lambda: logged("[wlb] iteration 3 ") or logged("ended with"), 120)
+    def wait(log: Path, text: str, seconds: float) -> None:
+        try:
+            wait_for(
+                lambda: log.exists() and re.search(f"{text}|ended with status", log.read_text()), seconds
+            )
+        except TimeoutError as error:
+            daemons = "".join(path.read_text()[-1500:] for path in sorted(tmp_path.glob("slurm*.log")))
+            pytest.fail(f"{error}\n{log.read_text()[-6000:] if log.exists() else ''}\n{daemons}")
+
+    with small_disk(checkpoints, kilobytes=5000) as mounted:
+        job, log = submit()
+        wait(log, r"\[wlb\] iteration 3 ", 120)
         ask(["scancel", "--batch", "--signal=USR1", job], slurm)
-        wait_for(lambda: logged("queues itself again") or logged("ended with"), 90)
-        wait_for(lambda: logged("ended with status"), 150)
-    except TimeoutError as error:
-        daemons = "".join(path.read_text()[-1500:] for path in sorted(tmp_path.glob("slurm*.log")))
-        pytest.fail(f"{error}\n{log.read_text()[-6000:] if log.exists() else answer}\n{daemons}")
-    text = log.read_text()
-    assert f"job {job}, start 0, from iteration 0," in text
-    stopped = int(re.search(rf"stopped at iteration (\d+) of {STEPS}", text)[1])  # type: ignore[index]
-    assert 3 <= stopped < STEPS
-    assert f"job {job}, start 1, from iteration {stopped}," in text
-    assert f"ended with status 0 at iteration {STEPS} of {STEPS}" in text
-    trained = [int(number) for number in re.findall(r"\[wlb\] iteration (\d+) ", text)]
-    assert trained == list(range(1, STEPS + 1))
-    assert "Traceback" not in text
+        wait(log, "queues itself again", 90)
+        if mounted:
+            room = shutil.disk_usage(checkpoints).free - (64 << 10)
+            (checkpoints / "of_another_user").write_bytes(bytes(room))
+        wait(log, "ended with status", 150)
+        text = log.read_text()
+        assert f"job {job}, start 0, from iteration 0," in text
+        stopped = int(re.search(rf"stopped at iteration (\d+) of {STEPS}", text)[1])  # type: ignore[index]
+        assert 3 <= stopped < STEPS
+        assert f"job {job}, start 1, from iteration {stopped}," in text
+        trained = [int(number) for number in re.findall(r"\[wlb\] iteration (\d+) ", text)]
+        assert trained == list(range(1, STEPS + 1))
+        if mounted:
+            last = text.strip().splitlines()[-1]
+            assert re.search(rf"ended with status (1|143) at iteration {stopped} of {STEPS};", last), last
+            assert (
+                f"wlb_megatron: error: cannot save a checkpoint in {checkpoints}: No space left on device"
+                in last
+            )
+            (checkpoints / "of_another_user").unlink()
+            job, log = submit()
+            wait(log, "ended with status", 150)
+            text = log.read_text()
+            assert f"job {job}, start 0, from iteration {stopped}," in text
+        assert f"ended with status 0 at iteration {STEPS} of {STEPS}" in text
+        assert "Traceback" not in text

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import without
 from test_report_pages import _parse
 
 from wlb_megatron.cli import main
@@ -152,9 +153,10 @@ def test_long_lines_are_thinned_by_medians() -> None:
     assert chart("nothing", [("empty", []), ("one", [(1, 2.0)])]) == ""
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium or Chrome here (Debian: apt-get install chromium)")
 def test_a_browser_shows_the_page(log: Path, tmp_path: Path) -> None:
     """Drawn without a network: every line within its picture, and the table's figures in the document."""
+    if BROWSER is None:
+        without("browser", "no chromium or Chrome here (Debian: apt-get install chromium)")
     page, shot = tmp_path / "page.html", tmp_path / "page.png"
     assert main(["watch", str(log), "--html", str(page)]) == 0
     assert BROWSER is not None
