@@ -604,8 +604,8 @@ def test_a_choice_of_chunks_that_is_not_the_fastest_names_the_trade(
     job = f"analyze --no-split --lengths {tmp_path / 'lengths.npy'} --window 16384 --micro-batches 4"
     job += " --cp 2 --pp 4 --dp 2 --iterations 6 --warm-up 4 --model 550M --json -"
     reports = {}
-    for pays, chunks in ((9.0, "on"), (0.0, "off")):  # always in chunks, always whole
-        monkeypatch.setattr(choose_chunks, "PAYS", pays)
+    for alike, chunks in ((9.0, "on"), (0.0, "off")):  # always in chunks, always whole
+        monkeypatch.setattr(choose_chunks, "ALIKE", alike)
         for flags in ("", f" --chunks {chunks}"):
             code, out, err = call(capsys, *f"{job}{flags}".split())
             assert code == 0, err

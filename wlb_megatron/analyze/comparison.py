@@ -11,7 +11,7 @@ import numpy as np
 from wlb_megatron.analyze.credit import others, parts
 from wlb_megatron.analyze.fits import Fits, fits
 from wlb_megatron.analyze.measure import JobLayout, Measured, measure
-from wlb_megatron.analyze.recomputation import LOOKED, Recomputed, by_recomputation
+from wlb_megatron.analyze.recomputation import Recomputed, by_recomputation
 from wlb_megatron.analyze.search import Searched
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
@@ -199,7 +199,7 @@ def analyze(
         after=measured(after),
         messages=after.messages,
         gains=_gains(config, job, runs, before) if split else (),
-        trade=_trade(config, job, lengths, before, after),
+        trade=_trade(config, job, runs, before, after),
         unmasked=_unmasked(job),
         balanced=_balanced(job, after),
         memory=fits(memory, in_chunks=chunked),
@@ -260,31 +260,23 @@ def _gains(config: WlbConfig, job: Job, runs: _Runs, before: Run) -> tuple[Gain,
     return tuple(gains)
 
 
-def _trade(config: WlbConfig, job: Job, lengths: Lengths, before: Run, after: Run) -> Trade | None:
-    """By the first LOOKED iterations. None where `auto` had no choice, or took the faster one."""
+def _trade(config: WlbConfig, job: Job, runs: _Runs, before: Run, after: Run) -> Trade | None:
+    """None where `auto` had no choice, or took the faster one."""
     fixed = config.chunks == "auto" and config.packing == "varlen" and config.cp_mode == "fixed"
     chunked = isinstance(after.planner.packer, ChunkPacker)
     if not fixed or job.model.layout.pp == 1 or (not chunked and (config.max_delay or job.no_chunks(config))):
         return None
-    other = replace(
-        config, chunks="off" if chunked else "on", overlong=config.overlong.replace("chunk", "split")
-    )
-    looked = min(LOOKED, job.iterations)
+    overlong = config.overlong.replace("chunk", "split")
+    other = replace(config, chunks="off" if chunked else "on", overlong=overlong)
     try:
-        run = replace(job, iterations=looked).run(lengths, other)
+        run = runs.of(other)
     except WlbError:
         return None
 
-    def per_token(run: Run) -> float:
-        return float(run.timed.steps[:looked].sum() / run.timed.tokens[:looked].sum())
-
     def figures(run: Run) -> tuple[float, float, float]:
-        steps, tokens = run.timed.steps[:looked], run.timed.tokens[:looked]
-        return (
-            per_token(before) / per_token(run),
-            float(steps.max()) / 1e6,
-            float(tokens.max() / tokens.mean()),
-        )
+        steps, tokens = run.timed.steps, run.timed.tokens
+        speed = before.timed.ns_per_token / run.timed.ns_per_token
+        return speed, float(steps.max()) / 1e6, float(tokens.max() / tokens.mean())
 
     taken, left = figures(after), figures(run)
     return Trade(taken, left, f"--wlb-chunks {other.chunks}") if left[0] > taken[0] * (1 + NOISE) else None

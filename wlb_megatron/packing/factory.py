@@ -8,7 +8,7 @@ from functools import partial
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.chunks.choose_chunks import choose_chunks, holds_whole, with_chunks
+from wlb_megatron.packing.chunks.choose_chunks import Times, choose_chunks, holds_whole, with_chunks
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.fixed.baselines import FixedGreedyPacker, OriginalPacker
 from wlb_megatron.packing.fixed.solver import FixedSolverPacker
@@ -47,6 +47,7 @@ def make_packer(
     adopt_max_tokens: int = 0,
     no_chunks: Sequence[tuple[str, str]] = (),
     rooms: tuple[StageRoom, StageRoom] | None = None,
+    times: Times | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Packer:
     """The packer that `config.packing` names.
@@ -61,6 +62,7 @@ def make_packer(
     * adopt_max_tokens: a loaded state keeps its own Lmax if that, padded, is at most this many tokens.
     * no_chunks: (flag, cure) of each setting under which documents cannot train in chunks.
     * rooms: of the first and the last stage, where steps keep as many layers as fit.
+    * times: simulates plans, by which `chunks=auto` chooses; None: the packer's law does.
     * say: called with a line on whether documents train in chunks, and why.
 
     Raises ValueError on settings that cannot work.
@@ -91,7 +93,7 @@ def make_packer(
     if config.packing == "varlen":
         return _make_varlen(
             *(config, cost, window, micro_batches, alignment, sample, ranks),
-            *(longest or window, adopt_max_tokens, no_chunks, say),
+            *(longest or window, adopt_max_tokens, no_chunks, times, say),
         )
     for asked, flag in (
         (config.chunks == "on", "--wlb-chunks on"),
@@ -120,6 +122,7 @@ def _make_varlen(
     longest: int,
     adopt_max_tokens: int,
     no_chunks: Sequence[tuple[str, str]],
+    times: Times | None,
     say: Callable[[str], None],
 ) -> Packer:
 
@@ -154,7 +157,7 @@ def _make_varlen(
     chunks, why = choose_chunks(
         *(config, cost, short, ranks, per_window, sample, longest),
         *(holds_whole(config, window, alignment), no_chunks),
-        partial(whole, thresholds=usual),
+        *(partial(whole, thresholds=usual), times),
     )
     say(f"documents in chunks: {'yes' if chunks else 'no'} ({why})")
     if chunks and short.capacity * MOST_PER_WINDOW < window:

@@ -26,14 +26,13 @@ from wlb_megatron.packing.memory_limits import MARGIN, GpuMemory, no_memory_for_
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.pipeline.step_law import StageRoom
 from wlb_megatron.plan import IterationPlan
-from wlb_megatron.recompute.kept_layers import KeptLayers
-from wlb_megatron.recompute.step_layers import loads_of, plan_step_layers, recomputed_array
 from wlb_megatron.sharding.alignment import multiple
-from wlb_megatron.sharding.cut import cut_plans, orders_of
+from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.simulator.groups import simulate_groups
-from wlb_megatron.simulator.iteration import Orders, Shards, Simulated, simulate
+from wlb_megatron.simulator.iteration import Orders, Shards, Simulated
 from wlb_megatron.simulator.memory import MemoryChoices, gpu_memory
 from wlb_megatron.simulator.model import LayerModel
+from wlb_megatron.simulator.plan_times import Kept, PlanTimes
 from wlb_megatron.workload.cost_model import CostModel, document_cost, quadratic_at
 from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.memory import Experts, weights_problem
@@ -155,6 +154,7 @@ class Job:
                 rooms=self.rooms(config),
                 no_chunks=self.trainer.chunks_refused(),
                 longest=stream.longest,
+                times=self.times(config),
                 say=say,
             )
 
@@ -236,12 +236,19 @@ class Job:
 
     def cut(self, run: Run, config: WlbConfig) -> Run:
         """The same plans, sharded by these settings and timed."""
-        looked, layout = run.plans[self.warm_up :], self.model.layout
-        shards = cut_plans(looked, layout.cp, self.alignment, config.sharding, self.model.table)
-        orders, kept = self.orders(looked), self.kept_layers(looked, config)
-        recomputed = None if kept is None else [recomputed_array(step) for step in kept]
-        simulated = simulate(shards, self.model, orders=orders, recomputed=recomputed)
+        simulated, shards, kept = self.times(config).simulated(run.plans[self.warm_up :])
         return replace(run, config=config, simulated=simulated, shards=shards, kept=kept)
+
+    def times(self, config: WlbConfig) -> PlanTimes:
+        """The law of this job's steps."""
+        return PlanTimes(
+            model=self.model,
+            alignment=self.alignment,
+            sharding=config.sharding,
+            in_step=self.trainer.in_step,
+            memory=self.gpu if self.plans_recomputation(config) else None,
+            quick=self.quick,
+        )
 
     def plans_recomputation(self, config: WlbConfig) -> bool:
         """Whether each step recomputes only the layers that it cannot keep."""
@@ -250,31 +257,16 @@ class Job:
 
     def rooms(self, config: WlbConfig) -> tuple[StageRoom, StageRoom] | None:
         """What the first and the last stage can keep of a step, None where steps run the flags."""
-        return self._gpu(self.gib or DEFAULT_GIB).rooms() if self.plans_recomputation(config) else None
+        return self.gpu.rooms() if self.plans_recomputation(config) else None
 
     def stages(self) -> tuple[list[StageMemory], list[int]]:
         """What each pipeline stage holds of a step, and its bytes for that."""
         gpu, stages = self._gpu(self.gib or DEFAULT_GIB), range(self.model.layout.pp)
         return [gpu.stage(stage) for stage in stages], [gpu.available(stage) for stage in stages]
 
-    def kept_layers(
-        self, plans: Sequence[IterationPlan], config: WlbConfig
-    ) -> list[list[list[KeptLayers]]] | None:
+    def kept_layers(self, plans: Sequence[IterationPlan], config: WlbConfig) -> Kept | None:
         """Kept layers [iteration][dp][stage], None where steps run the flags."""
-        if not self.plans_recomputation(config):
-            return None
-        layout = self.model.layout
-        stages, available = self.stages()
-        planned = []
-        for plan, groups in zip(plans, self.orders(plans), strict=True):
-            columns = list(zip(*plan.micro_batches, strict=True))
-            if self.quick:  # the rank with most tokens stands for all
-                most = max(range(len(columns)), key=lambda rank: sum(m.tokens for m in columns[rank]))
-                columns, groups = columns[most : most + 1], groups[most : most + 1]
-            loads = [loads_of(column, self.alignment, layout.cp) for column in columns]
-            kept = plan_step_layers(loads, groups, stages, available, in_step=self.trainer.in_step)
-            planned.append(kept * (layout.dp // len(kept)))
-        return planned
+        return self.times(config).kept_layers(plans)
 
     def groups(
         self, plans: Sequence[IterationPlan], planner: Planner, config: WlbConfig
@@ -325,7 +317,7 @@ class Run:
     simulated: Simulated | None = None
     shards: Shards | None = None
     steps: Sequence[StepPlan] | None = None
-    kept: Sequence[Sequence[Sequence[KeptLayers]]] | None = None
+    kept: Kept | None = None
 
     @property
     def timed(self) -> Simulated:

@@ -4,31 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.packer import Packer, Ranks
+from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.delay_bound import Limits
-from wlb_megatron.packing.varlen.thresholds import MOST_AT_ONCE, MOST_BINS, sampled, step_over_ideal
+from wlb_megatron.packing.varlen.thresholds import MOST_AT_ONCE, MOST_BINS, Repeated, sampled, step_over_ideal
+from wlb_megatron.plan import IterationPlan
 from wlb_megatron.workload.cost_model import CostModel
 
 LONGEST = (3, 4)
 """The longest micro-batch of a plan with chunks, in windows. A longer document is cut into chunks."""
 
 PAYS = 0.98
-"""Chunks are used if their predicted step takes at most this share of the step with whole documents."""
+"""Chunks are used if their step, by the packer's law, takes at most this share of the step with whole documents."""
 
-PAYS_IN_MEMORY = 1.01
-"""The same where steps keep the layers that fit. With chunks no document waits and steps are alike, which is worth a
-hundredth. On two H200s, 16 layers of 4096, both were predicted alike and chunks trained 1.8 % more tokens
-(docs/measured.md)."""
+ALIKE = 1.01
+"""The same by simulated times, or by the law where it knows which layers a step keeps. With chunks no document waits
+and steps are alike, which is worth a hundredth. On two H200s, 16 layers of 4096, both were predicted alike and chunks
+trained 1.8 % more tokens (docs/measured.md)."""
 
+SETTLE, LOOKED, AT_ONCE = 16, (8, 48), 1024
+"""What is simulated for a choice: iterations that only fill the queues, the fewest and most iterations that are timed,
+and about how many documents one has. Of more, fewer data-parallel ranks are looked at."""
 
-def pays(cut: float, uncut: float, ranks: Ranks) -> bool:
-    """Whether chunks are used. cut, uncut: predicted steps over ideal."""
-    return cut <= (PAYS if ranks.rooms is None else PAYS_IN_MEMORY) * uncut
+Times = Callable[[Sequence[IterationPlan]], npt.NDArray[np.float64]]
+"""Simulated time of each plan, in nanoseconds, see simulator.plan_times."""
 
 
 def holds_whole(config: WlbConfig, window: int, alignment: int = 1) -> bool:
@@ -65,10 +73,11 @@ def choose_chunks(
     fits_whole: bool,
     refused: Sequence[tuple[str, str]],
     whole: Callable[[Limits, Ranks], Packer],
+    times: Times | None = None,
 ) -> ChunkChoice:
     """limits: of the plan with chunks. sample: lengths of documents (tokens); longest: of all. fits_whole: see
     holds_whole. refused: (flag, cure) of each setting that chunks cannot be trained with. whole: the packer without
-    chunks, for limits.bins windows on ranks.
+    chunks, for limits.bins windows on ranks. times: simulates plans; None: the packer's law predicts them.
 
     WlbError where chunks are asked for, by --wlb-chunks or by --wlb-overlong, and refused. A delay that is given acts:
     where chunks may be left out, they are.
@@ -83,10 +92,12 @@ def choose_chunks(
         flag, cure = refused[0]
         if asked is not None:
             raise WlbError(f"{asked[0]} cannot be combined with {flag}: {cure}, or {asked[1]}")
-        predicted = None
+        lost = ""
         if ranks.pp > 1 and sample and longest <= limits.window and fits_whole and config.cp_mode == "fixed":
-            predicted = _predicted(cost, limits, ranks, per_window, sample, whole)
-        return ChunkChoice(False, f"not with {flag}{_lost(predicted, ranks)}")
+            predicted = _predicted(cost, limits, ranks, per_window, sample, whole, times)
+            lost = f"; chunks would shorten the predicted step by {1 - predicted.gain:.0%}"
+            lost = lost if predicted.pays else "; chunks would bring nothing"
+        return ChunkChoice(False, f"not with {flag}{lost}")
     if config.chunks == "on":
         return ChunkChoice(True, "--wlb-chunks on")
     if longest > limits.window:
@@ -97,10 +108,16 @@ def choose_chunks(
         return ChunkChoice(False, "there is no pipeline to fill")
     if not sample:
         return ChunkChoice(False, "no documents to predict from")
-    cut, uncut = _predicted(cost, limits, ranks, per_window, sample, whole)
-    return ChunkChoice(
-        pays(cut, uncut, ranks), f"predicted step over ideal: {cut:.2f} in chunks, {uncut:.2f} whole"
-    )
+    predicted = _predicted(cost, limits, ranks, per_window, sample, whole, times)
+    return ChunkChoice(predicted.pays, predicted.why)
+
+
+class _Predicted(NamedTuple):
+    """gain: the step in chunks over that with whole documents."""
+
+    pays: bool
+    gain: float
+    why: str
 
 
 def _predicted(
@@ -110,27 +127,35 @@ def _predicted(
     per_window: float | None,
     sample: Sequence[int],
     whole: Callable[[Limits, Ranks], Packer],
-) -> tuple[float, float]:
-    """Predicted steps over ideal: in chunks, and with whole documents. See choose_chunks."""
+    times: Times | None,
+) -> _Predicted:
+    """See choose_chunks."""
     lengths = sampled(sample)
-    fill = MOST_AT_ONCE * int(lengths.sum()) // (len(lengths) * limits.window)  # so many windows
-    windows = min(limits.bins // ranks.dp, MOST_BINS, max(1, fill))
-    few, one_rank = replace(limits, bins=windows), ranks._replace(dp=1)
-    cut, uncut = (
-        step_over_ideal(lengths, windows * limits.window, packer, cost.per_earlier_key)
-        for packer in (ChunkPacker(cost, few, one_rank, per_window=per_window), whole(few, one_rank))
-    )
-    return cut, uncut
+    windows, mean = limits.bins // ranks.dp, int(lengths.sum()) / len(lengths)
+    at_once = MOST_AT_ONCE if times is None else AT_ONCE
+    fill = max(1, int(at_once * mean) // limits.window)  # so many windows
+    windows = min(windows, fill) if times is not None else min(windows, fill, MOST_BINS)
+    dp = 1 if times is None else min(ranks.dp, max(1, fill // windows))
+    few, on = replace(limits, bins=windows * dp), ranks._replace(dp=dp)
+    packers = ChunkPacker(cost, few, on, per_window=per_window), whole(few, on)
+    tokens = few.bins * limits.window
+    if times is None:
+        cut, uncut = (step_over_ideal(lengths, tokens, packer, cost.per_earlier_key) for packer in packers)
+        pays = cut <= (PAYS if ranks.rooms is None else ALIKE) * uncut
+        return _Predicted(
+            pays, cut / uncut, f"predicted step over ideal: {cut:.2f} in chunks, {uncut:.2f} whole"
+        )
+    looked = min(LOOKED[1], max(LOOKED[0], int(LOOKED[0] * at_once * mean) // tokens))
+    cut, uncut = (_per_work(lengths, tokens, packer, looked, times) for packer in packers)
+    speed = f"{uncut / cut:.3f} times as fast as whole documents"
+    return _Predicted(cut <= ALIKE * uncut, cut / uncut, f"predicted: {speed}")
 
 
-def _lost(predicted: tuple[float, float] | None, ranks: Ranks) -> str:
-    """What a setting costs that keeps chunks off, for a message; empty where nothing is predicted."""
-    if predicted is None:
-        return ""
-    cut, uncut = predicted
-    if not pays(cut, uncut, ranks):
-        return "; chunks would bring nothing"
-    return f"; chunks would shorten the predicted step by {1 - cut / uncut:.0%}"
+def _per_work(lengths: np.ndarray, tokens: int, packer: Packer, looked: int, times: Times) -> float:
+    """Simulated nanoseconds for a unit of work. A token's would depend on which documents come first."""
+    planner = Planner(Repeated(lengths), packer, global_tokens=tokens)
+    plans = list(islice(iter(planner.next_iteration, None), SETTLE + looked))[SETTLE:]
+    return float(times(plans).sum()) / max(1, sum(plan.ideal for plan in plans))
 
 
 def _asked_for(config: WlbConfig) -> tuple[str, str] | None:

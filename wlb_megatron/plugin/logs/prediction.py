@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.plan import StepPlan
 from wlb_megatron.packing.fixed.baselines import cut_windows, freeze, price
@@ -29,6 +30,7 @@ from wlb_megatron.simulator.calibration import with_links
 from wlb_megatron.simulator.groups import simulate_groups
 from wlb_megatron.simulator.iteration import cut_of, run_steps
 from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes, Times
+from wlb_megatron.simulator.plan_times import PlanTimes
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.costs import Costs
@@ -110,6 +112,25 @@ def _recomputed(
 MOST_PLANNED = 64
 """Stages, of all data-parallel ranks, whose kept layers are planned for one prediction: each takes about a millisecond.
 """
+
+
+def plan_times(job: TrainingJob, config: WlbConfig, memory: GpuMemory | None) -> PlanTimes | None:
+    """The law by which `auto` chooses between chunks and whole documents, as `analyze` does: alike on all ranks.
+
+    None where it says nothing: a schedule that the simulator does not take, or CPUs without a profile.
+    """
+    if job.profile is None and not job.device.on_gpu:
+        return None
+    model = _model_or_none(job, None if job.profile is None else job.profile.costs)
+    if model is None:
+        return None
+    return PlanTimes(
+        model=model,
+        alignment=job.alignment,
+        sharding=config.sharding,
+        in_step=job.trainer.in_step,
+        memory=memory,
+    )
 
 
 def group_predictor(job: TrainingJob, costs: Costs | None, cost: GroupCost) -> PredictGroups:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.plugin.logs.prediction import layer_model
 from wlb_megatron.workload.cost_model import (
     CostModel,
     backward_over_forward,
@@ -48,20 +47,9 @@ def cost_model(job: TrainingJob, config: WlbConfig) -> CostModel:
         per_micro_batch.own,
         per_micro_batch.least,
         per_micro_batch.chunk,
-        _per_earlier_key(job),
-        backward_over_forward(job.recomputed_share),
+        backward=backward_over_forward(job.recomputed_share),
     )
     return cost.with_micro_batch_cost(config.micro_batch_cost)
-
-
-def _per_earlier_key(job: TrainingJob) -> float:
-    """See CostModel. The network is the simulator's assumed one; 0 where its figures, a GPU's, say nothing."""
-    if job.sizes.context == 1 or (job.profile is None and not job.device.on_gpu):
-        return 0.0
-    try:
-        return layer_model(job, None if job.profile is None else job.profile.costs).cost().per_earlier_key
-    except ValueError:  # a schedule that the simulator does not take; nor does it take chunks
-        return 0.0
 
 
 def micro_batch_cost(job: TrainingJob) -> MicroBatchCost:

@@ -26,6 +26,7 @@ from wlb_megatron.plugin.flags.limits import (
 )
 from wlb_megatron.plugin.flags.open_files import allow_open_files
 from wlb_megatron.plugin.flags.training_job import TrainingJob
+from wlb_megatron.plugin.logs.prediction import plan_times
 from wlb_megatron.plugin.plans.cost_settings import cost_model
 from wlb_megatron.plugin.plans.data import files_of_workers
 
@@ -202,6 +203,7 @@ def _source(
         adopt_max_tokens=adoptable_tokens(job),
         memory=gpu_memory(job),
         rooms=None if held is None else held.rooms(),
+        times=plan_times(weighed, config, held) if endless else None,
         no_chunks=job.trainer.chunks_refused(),
         say=messages.append,
     )

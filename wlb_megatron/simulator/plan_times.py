@@ -1,0 +1,72 @@
+"""How long a job's plans take: cut over context ranks, with the layers that each step keeps, and simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.packing.memory_limits import GpuMemory
+from wlb_megatron.plan import IterationPlan
+from wlb_megatron.recompute.kept_layers import KeptLayers
+from wlb_megatron.recompute.step_layers import loads_of, plan_step_layers, recomputed_array
+from wlb_megatron.sharding.cut import cut_plans, orders_of
+from wlb_megatron.simulator.iteration import Orders, Shards, Simulated, simulate
+from wlb_megatron.simulator.model import LayerModel
+
+Kept = Sequence[Sequence[Sequence[KeptLayers]]]
+"""Kept layers [iteration][dp][stage]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanTimes:
+    """The law by which commands predict steps, and by which training chooses between chunks and whole documents.
+
+    alignment: a micro-batch's tokens are padded to a multiple of it. in_step: data-parallel ranks run the same groups
+    of micro-batches. memory: by which each step keeps layers; None: steps run the flags of recomputation. quick: the
+    kept layers of one data-parallel rank, that with most tokens, stand for all.
+    """
+
+    model: LayerModel
+    alignment: int
+    sharding: str
+    in_step: bool = False
+    memory: GpuMemory | None = None
+    quick: bool = False
+
+    def __call__(self, plans: Sequence[IterationPlan]) -> npt.NDArray[np.float64]:
+        """float[n]: nanoseconds of each iteration. Its plans may be of fewer data-parallel ranks than the job has."""
+        dp = len(plans[0].micro_batches[0])
+        few = replace(self.model, layout=replace(self.model.layout, dp=dp))
+        return replace(self, model=few, quick=True).simulated(plans)[0].steps
+
+    def simulated(self, plans: Sequence[IterationPlan]) -> tuple[Simulated, Shards, Kept | None]:
+        """The plans' times, how their micro-batches are cut, and the layers that they keep."""
+        shards = cut_plans(plans, self.model.layout.cp, self.alignment, self.sharding, self.model.table)
+        kept = self.kept_layers(plans)
+        again = None if kept is None else [recomputed_array(step) for step in kept]
+        return simulate(shards, self.model, orders=self.orders(plans), recomputed=again), shards, kept
+
+    def orders(self, plans: Sequence[IterationPlan]) -> Orders:
+        return orders_of(plans, in_step=self.in_step)
+
+    def kept_layers(self, plans: Sequence[IterationPlan]) -> Kept | None:
+        """None where steps run the flags."""
+        memory, layout = self.memory, self.model.layout
+        if memory is None:
+            return None
+        layers = [[self.model.layers_of(p, c) for c in range(layout.chunks)] for p in range(layout.pp)]
+        stages = [memory.stage(stage, layers[stage]) for stage in range(layout.pp)]
+        available = [memory.available(stage) for stage in range(layout.pp)]
+        planned = []
+        for plan, groups in zip(plans, self.orders(plans), strict=True):
+            columns = list(zip(*plan.micro_batches, strict=True))
+            if self.quick:
+                most = max(range(len(columns)), key=lambda rank: sum(m.tokens for m in columns[rank]))
+                columns, groups = columns[most : most + 1], groups[most : most + 1]
+            loads = [loads_of(column, self.alignment, layout.cp) for column in columns]
+            kept = plan_step_layers(loads, groups, stages, available, in_step=self.in_step)
+            planned.append(kept * (layout.dp // len(kept)))
+        return planned
