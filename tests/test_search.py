@@ -35,7 +35,11 @@ def searched(capsys: pytest.CaptureFixture[str], lengths: str, flags: str) -> An
 
 
 def test_the_best_schedule_is_as_fast_by_its_flags(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = searched(capsys, lengths, "--search schedule")["search"]
+    shown = searched(capsys, lengths, "--search schedule")
+    found, as_set = shown["search"], shown["results"]["after"]["tokens_per_second"]
+    assert found["given"]["tokens_per_second"] == pytest.approx(as_set)
+    assert shown["recomputation"]["after"]["planned"] == pytest.approx(as_set)
+    assert shown["flags"] == found["best"][0]["flags"], "what is recommended is the best that was found"
     speeds = [row["tokens_per_second"] for row in found["best"]]
     assert speeds == sorted(speeds, reverse=True) and speeds[0] > found["given"]["tokens_per_second"]
     assert len({row["flags"] for row in found["best"]}) == len(speeds) <= 5

@@ -12,7 +12,7 @@ from wlb_megatron.analyze.credit import others, parts
 from wlb_megatron.analyze.fits import Fits, fits
 from wlb_megatron.analyze.measure import JobLayout, Measured, measure
 from wlb_megatron.analyze.recomputation import Recomputed, by_recomputation
-from wlb_megatron.analyze.search import Searched
+from wlb_megatron.analyze.search import Found, Searched
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
@@ -147,6 +147,15 @@ class Analysis:
         enough = self.speedup * (1 + NOISE)
         better = [gain for gain in self._alike if gain.by_token > enough and gain.slowest <= slowest]
         return max(better, key=lambda gain: gain.by_token, default=as_set)
+
+    @property
+    def found(self) -> Found | None:
+        """The search's best, if it is faster than `best` by more than noise."""
+        if self.searched is None or not self.searched.best:
+            return None
+        first = self.searched.best[0]
+        enough = (1 + NOISE) * self.best.by_token * 1e9 / self.before.simulated.ns_per_token
+        return first if first.tokens_per_second > enough else None
 
     @property
     def steadier(self) -> Gain | None:

@@ -53,7 +53,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "fits": analysis.memory._asdict(),
         "weights_problem": analysis.weights_problem and renamed(analysis.weights_problem),
         "recommended": best and _gain(best),
-        "flags": best and flags_of(best.config),
+        "flags": analysis.found.flags if analysis.found else best and flags_of(best.config),
         "steadier": steadier and _gain(steadier),
         "steadier_flags": steadier and flags_of(steadier.config),
         "recomputation": {
@@ -174,10 +174,13 @@ def print_analysis(analysis: Analysis) -> None:
             [_gain_row(gain) for gain in analysis.gains],
         )
     _print_recomputed(*analysis.recomputed)
-    for line in (*_weights(analysis), *_ending(analysis)):
+    for line in _weights(analysis):
         print(line)
     if analysis.searched is not None:
         _print_search(analysis.searched)
+        print()
+    for line in _ending(analysis):
+        print(line)
 
 
 def _print_recomputed(before: Recomputed | None, after: Recomputed | None) -> None:
@@ -219,10 +222,13 @@ def _print_search(searched: Searched) -> None:
         for number, found in enumerate(shown, 0 if given else 1)
     ]
     print_table(
-        f"search: the best of {searched.tried} settings, few iterations of each",
+        f"search: the best of {searched.tried} settings, first {searched.iterations} iterations of each",
         ["", "tokens a second", "over as given", "GiB at most", "slowest step, ms"],
         rows,
     )
+    if searched.lmax is not None:
+        what = f"with micro-batches up to {searched.lmax:,} tokens" if searched.lmax else "does not fit"
+        print(f"as given {what}: unlike above, memory bounds all of these (--gpu-memory)")
     for number, found in enumerate(best, 1):
         print(f"{number}: {found.flags}")
         if found.why:
@@ -355,6 +361,9 @@ def _ending(analysis: Analysis) -> list[str]:
             if memory.micro_batch < analysis.capacity:
                 lines.append("training would lower Lmax to that; --gpu-memory does so here")
     flags = flags_of(analysis.best.config) or "none, the defaults do this"
+    if (found := analysis.found) is not None:
+        speed = found.tokens_per_second * analysis.after.simulated.ns_per_token / 1e9
+        flags = f"{found.flags} ({speed:.2f} x as set, the first of the search; your other flags stay)"
     return [*lines, f"{ready}: {flags}", *_steadier(analysis)]
 
 

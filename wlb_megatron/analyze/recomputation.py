@@ -12,9 +12,6 @@ from wlb_megatron.recompute.step_layers import joined_loads, loads_of, recompute
 from wlb_megatron.simulator.iteration import simulate
 from wlb_megatron.simulator.job import DEFAULT_GIB, Job, Run
 
-LOOKED = 24
-"""Iterations of a run that are looked at."""
-
 
 @dataclass(frozen=True)
 class Recomputed:
@@ -33,11 +30,10 @@ def by_recomputation(job: Job, run: Run) -> Recomputed | None:
     if run.shards is None or job.trainer.keeping_changes(run.config.chunks):
         return None
     job = with_recompute(replace(job, gib=job.gib or DEFAULT_GIB, quick=True), "full")
-    plans, shards = run.plans[job.warm_up :][:LOOKED], run.shards[:LOOKED]
+    plans, shards = run.plans[job.warm_up :], run.shards
     orders = job.orders(plans)
     kept = run.kept or job.kept_layers(plans, replace(run.config, recompute="auto"))
     assert kept is not None
-    kept = kept[:LOOKED]
 
     def speed(like: Job, planned: Sequence[Sequence[Sequence[KeptLayers]]] | None = None) -> float:
         again = None if planned is None else [recomputed_array(step) for step in planned]

@@ -25,12 +25,16 @@ from wlb_megatron.analyze.measure import JobLayout, waiting
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
-from wlb_megatron.simulator.iteration import Simulated
+from wlb_megatron.packing.memory_limits import lmax as usual_lmax
 from wlb_megatron.simulator.job import Job, Run
 
 SHOWN = 5
-QUICK, LONGER = (4, 2), (16, 6)
-"""Iterations and warm-up of a first look, and of the best."""
+QUICK = (4, 2)
+"""Iterations and warm-up of a first look."""
+
+MOST_PLANNED, LEAST = 20_000, 16
+"""The best are simulated over as many iterations as the job, or as many as hold about MOST_PLANNED documents, but over
+at least LEAST."""
 
 FINALISTS = 6
 LAYOUTS_KEPT = 3
@@ -42,8 +46,9 @@ SAMPLE = 1 << 16
 
 @dataclass(frozen=True)
 class Found:
-    """A candidate, simulated. flags: how it differs from the job as given. memory: bytes of the fullest GPU. why: the
-    difference in one line."""
+    """A candidate, simulated. flags: how it differs from the job as given. slowest: step (ms). memory: bytes of the
+    fullest GPU. waits: shares of a step's computing. compute: GPU nanoseconds for each token. why: the difference in
+    one line."""
 
     candidate: Candidate
     flags: str
@@ -57,18 +62,22 @@ class Found:
 
 @dataclass(frozen=True)
 class Searched:
-    """given: the job as given, None where it does not fit. best: best first. tried: settings looked at."""
+    """given: the job as given, None where it does not fit. best: best first. tried: settings looked at. iterations: of
+    these; speeds are in proportion to that of the job as given over all its iterations. lmax: tokens of a micro-batch
+    by memory, where the job as given is simulated with that and not with its own; 0: it does not fit."""
 
     given: Found | None
     best: tuple[Found, ...]
     tried: int
+    iterations: int
+    lmax: int | None = None
 
 
 def search(
-    lengths: Lengths, config: WlbConfig, job: Job, kind: str, tick: Callable[[str], None] = lambda _: None
+    lengths: Lengths, run: Run, job: Job, kind: str, tick: Callable[[str], None] = lambda _: None
 ) -> Searched:
-    """kind: "schedule" or "layout". tick: called after each simulated setting."""
-    given = as_given(job, config)
+    """run: of the job as given. kind: "schedule" or "layout". tick: called after each simulated setting."""
+    given = as_given(job, run.config)
     few = _drawn(lengths)
     starts, tried = [given], 0
     pool = _pool() if kind == "layout" else None
@@ -78,8 +87,8 @@ def search(
             nonlocal tried
             chosen = list(candidates)
             tried += len(chosen)
-            quick = looks == QUICK or kind == "layout"
-            jobs = [(few if quick else lengths, _limited(one, looks, quick), given) for one in chosen]
+            quick = looks == QUICK
+            jobs = [(few if quick else lengths, _limited(one, looks, quick=quick), given) for one in chosen]
             results = map(_found, jobs) if pool is None else pool.map(_found, jobs)
             found = []
             for result, one in zip(results, chosen, strict=True):
@@ -95,14 +104,33 @@ def search(
                 next(one.candidate for one in first if one.candidate.job.model.layout == layout)
                 for layout in kept
             ]
-        looked = simulated([other for start in starts for other in (start, *schedules(start))], QUICK)
+
+        def tried_of(start: Candidate) -> list[Candidate]:
+            return ([] if start == given else [start]) + schedules(start)
+
+        looked = simulated([other for start in starts for other in tried_of(start)], QUICK)
         more = [other for one in looked[: FINALISTS // 2] for other in micro_batch_counts(one.candidate)]
         looked = sorted([*looked, *simulated(more, QUICK)], key=lambda one: -one.tokens_per_second)
-        finalists = _unlike(looked, FINALISTS)
-        final = simulated(finalists, LONGER)
-        own = next(iter(simulated([given], LONGER)), None)
+        documents = sum(len(plan.arrived) for plan in run.plans) // len(run.plans)
+        iterations = min(job.iterations, max(LEAST, MOST_PLANNED // max(1, documents)))
+        final = simulated(_unlike(looked, FINALISTS), (iterations, job.warm_up))
+        alike = _lmax(given) in (run.config.max_tokens, usual_lmax(run.config, job.window))
+        own = _found_of(run, given, given, iterations) if alike else None
+        if not alike:
+            own = next(iter(simulated([given], (iterations, job.warm_up))), None)
+    if own is not None and alike:
+        scale = 1e9 / run.timed.ns_per_token / own.tokens_per_second
+        own, *final = (replace(one, tokens_per_second=scale * one.tokens_per_second) for one in (own, *final))
     best = [one for one in final if own is None or one.tokens_per_second > own.tokens_per_second]
-    return Searched(own, tuple(replace(one, why=_why(own, one)) for one in best[:SHOWN]), tried)
+    best = [replace(one, why=_why(own, one)) for one in best[:SHOWN]]
+    return Searched(own, tuple(best), tried, iterations, None if alike else _lmax(given))
+
+
+def _lmax(given: Candidate) -> int | None:
+    try:
+        return given.job.with_lmax(given.config).max_tokens
+    except WlbError:  # nothing fits
+        return 0
 
 
 def settings_tried(job: Job, config: WlbConfig, kind: str) -> int:
@@ -147,27 +175,25 @@ def _found(asked: tuple[Lengths, Candidate, Candidate]) -> Found | None:
     lengths, candidate, given = asked
     try:
         run = candidate.job.run(lengths, candidate.config)
-        fullest = candidate.job.fullest(run)
+        return _found_of(run, candidate, given, len(run.timed.steps))
     except WlbError:
         return None
+
+
+def _found_of(run: Run, candidate: Candidate, given: Candidate, iterations: int) -> Found | None:
+    """The figures of the first iterations. None where the run does not fit."""
+    fullest, timed = candidate.job.fullest(run), run.timed.first(iterations)
     if fullest is None or fullest[0] > candidate.job.gpu.room:
         return None
-    timed = run.timed
-    shares = waiting(timed, JobLayout.of(candidate.job))
     return Found(
         candidate,
         changes(given, candidate),
         1e9 / timed.ns_per_token,
         float(timed.steps.max() / 1e6),
         fullest[0],
-        shares,
-        _compute(run, timed),
+        waiting(timed, JobLayout.of(candidate.job)),
+        float(timed.busy.sum() / timed.tokens.sum()),
     )
-
-
-def _compute(run: Run, timed: Simulated) -> float:
-    """GPU nanoseconds of computing for each token."""
-    return float(timed.busy.sum() / timed.tokens.sum())
 
 
 PARTS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,10 @@ class Simulated:
     tokens: npt.NDArray[np.int64]
     paced: FloatArray
     pipeline: FloatArray
+
+    def first(self, count: int) -> Simulated:
+        """The first iterations alone."""
+        return Simulated(*(getattr(self, each.name)[:count] for each in fields(self)))
 
     @property
     def ns_per_token(self) -> float:
