@@ -32,6 +32,11 @@ MOE = (
 )
 ALLGATHER = MOE.replace("alltoall", "allgather")
 BY_DOCUMENT = MOE.replace("type aux", "type seq_aux")
+BY_DOCUMENT_ALONE = (
+    MOE.replace("aux_loss --moe-aux-loss-coeff 0.01", "aux_loss seq_aux_loss --moe-aux-loss-coeff 0 0.1")
+    + " --moe-z-loss-coeff 0.01"
+)
+"""Those losses of routers that do not depend on which documents share a micro-batch."""
 SHARDED = "--use-distributed-optimizer"
 OVERLAPS = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 MEGATRON_FSDP = (
@@ -159,7 +164,7 @@ IN_CHUNKS: tuple[Combination, ...] = (
     _in_chunks(", CP2", 2, 2, f"{CP} 2", processes=4),
     _in_chunks(", TP2+SP", 2, 2, f"{TP} 2 --sequence-parallel", processes=4),
     _in_chunks(", DP2, distributed optimizer", 2, 2, OVERLAPS, processes=4),
-    _in_chunks(", EP2", 2, 2, EP, MOE.replace("0.01", "0"), 4),
+    _in_chunks(", EP2", 2, 2, EP, BY_DOCUMENT_ALONE, 4),
     _in_chunks(", tied embeddings", 2, 2, without="--untie-embeddings-and-output-weights"),
     _in_chunks(", full recompute", 2, 2, f"{RECOMPUTE} uniform"),
     _in_chunks(
@@ -172,6 +177,21 @@ IN_CHUNKS: tuple[Combination, ...] = (
         2,
         f"{PP} 2 --pipeline-model-parallel-layout Ett|t|ttt|tL {CHUNKS}",
         f"--num-layers 7 {WHOLE}",
+    ),
+    *(
+        Combination(
+            f"chunks, seq_aux_loss, {name}",
+            *(processes, f"{layout} {CHUNKS}", f"{FOUR} {BY_DOCUMENT_ALONE} {WHOLE}"),
+        )
+        for name, processes, layout in (
+            ("PP2", 2, f"{PP} 2"),
+            ("PP2xCP2", 4, f"{PP} 2 {CP} 2"),
+            ("TP2xPP2+SP", 4, f"{PP} 2 {TP} 2 --sequence-parallel"),
+            ("EP2xPP2", 4, f"{PP} 2 {EP}"),
+            ("VPP2 on PP2", 2, VPP),
+            ("VPP2 on PP2, CP2, full recompute", 4, f"{VPP} {CP} 2 {RECOMPUTE} uniform"),
+            ("DP2 on one stage, overlaps", 2, OVERLAPS),
+        )
     ),
 )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_combinations import CHUNKS, EP, FP8_DELAYED, MOE, OVERLAPS
+from megatron_combinations import BY_DOCUMENT_ALONE, CHUNKS, EP, FP8_DELAYED, OVERLAPS
 from megatron_runs import MACHINE, MODEL, TRAINING, differences, launch, numbers, train, write_corpus
 
 from wlb_megatron.plugin.trials.versions import megatron_version
@@ -29,10 +29,10 @@ ROWS = {
     "PP2xCP2": (4, f"{PP2} --context-parallel-size 2", ""),
     "TP2xPP2+SP": (4, f"{PP2} --tensor-model-parallel-size 2 --sequence-parallel", ""),
     "DP2xPP2, overlaps": (4, f"{PP2} {OVERLAPS}", ""),
-    "PP2, full recompute": (
+    "PP2, full recompute, routers' losses by document": (
         2,
         f"{PP2} {RECOMPUTE} full --recompute-method uniform --recompute-num-layers 1",
-        "",
+        BY_DOCUMENT_ALONE,
     ),
     "PP2xCP2, selective recompute, keys sent again": (
         4,
@@ -52,7 +52,11 @@ ROWS = {
         f"{PP2} {RECOMPUTE} full --recompute-method uniform --recompute-num-layers 1",
         FP8_DELAYED,
     ),
-    "EP2xPP2, ranks that share experts in step": (4, f"{PP2} {EP}", MOE.replace("0.01", "0")),
+    "EP2xPP2, ranks that share experts in step, routers' losses by document": (
+        4,
+        f"{PP2} {EP}",
+        BY_DOCUMENT_ALONE,
+    ),
     "PP2 of 2 chunks, CP2, full recompute": (
         4,
         f"{PP2} {VIRTUAL} 2 --context-parallel-size 2 {RECOMPUTE} full --recompute-method uniform "
@@ -75,7 +79,11 @@ ROWS = {
         f"{PP2} {VIRTUAL} 2 {RECOMPUTE} full --recompute-method uniform --recompute-num-layers 1",
         "--num-layers 4 --mtp-num-layers 2 --mtp-use-repeated-layer",
     ),
-    "EP2, PP2 of 2 chunks": (4, f"{PP2} {VIRTUAL} 2 {EP}", f"--num-layers 4 {MOE.replace('0.01', '0')}"),
+    "EP2, PP2 of 2 chunks, routers' losses by document": (
+        4,
+        f"{PP2} {VIRTUAL} 2 {EP}",
+        f"--num-layers 4 {BY_DOCUMENT_ALONE}",
+    ),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_combinations import MOE
+from megatron_combinations import CHUNKS, MOE, RECOMPUTE
 from megatron_runs import differences, failure, flags, launch, mean_losses, train, whole_gradients
 
 from wlb_megatron.plugin.trials.versions import megatron_version
@@ -133,7 +133,7 @@ def losses_of(log: str) -> list[tuple[str, float]]:
 
 ROUTERS = MOE.replace("aux_loss --moe-aux-loss-coeff", "aux_loss seq_aux_loss --moe-aux-loss-coeff 0.01")
 LOGGED = [*RUN, *ROUTERS.split(), "--moe-z-loss-coeff", "0.01", "--num-layers", "4", "--train-iters", "1"]
-LOGGED += ["--wlb-micro-batches-per-window", "1", "--wlb-chunks", "off"]
+LOGGED += ["--wlb-micro-batches-per-window", "1", "--wlb-chunks", "off", "--wlb-max-delay", "0"]
 EXPERTS = {
     "in all layers": "--mtp-num-layers 2" if megatron_version() >= "0.19" else "",  # wheels before build none
     "in the first half": "--moe-layer-freq [1,1,0,0]",
@@ -172,3 +172,14 @@ def test_every_loss_in_the_log_is_that_of_the_single_process(
     single, ranks = logged(experts, 1), logged(experts, 4, more, **parallel)
     assert {"load_balancing_loss", "seq_load_balancing_loss", "z_loss"} < single.keys()
     assert ranks == pytest.approx(single, rel=2e-6)
+
+
+def test_logged_losses_by_token_and_by_document_are_those_of_whole_documents_where_these_are_in_chunks(
+    logged: Callable[..., dict[str, float]],
+) -> None:
+    """A document's loss is logged once, with its last chunk. Another balancing loss depends on the micro-batches."""
+    name, by_micro_batch = "in the first half", "load_balancing_loss"
+    whole, chunks = logged(name, 1), logged(name, 2, f"{CHUNKS} {RECOMPUTE} uniform", pipeline=2)
+    assert chunks[by_micro_batch] != pytest.approx(whole[by_micro_batch], rel=1e-3)
+    assert chunks | {by_micro_batch: 0} == pytest.approx(whole | {by_micro_batch: 0}, rel=2e-6)
+    assert "seq_load_balancing_loss" in whole

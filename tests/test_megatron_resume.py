@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_combinations import BY_DOCUMENT
 from megatron_runs import LENGTHS, failure, flags, launch, logged_losses, train, write_corpus
 from test_megatron_layouts import mean_losses, trained
 
@@ -145,14 +146,13 @@ def test_a_count_of_samples_that_is_not_the_plans_ends_the_job_with_one_line(
     assert "8 samples with this iteration, Megatron counts 8 and a global batch of 4" in line
 
 
-def test_whole_documents_over_virtual_stages_stay_whole_until_a_flag_says_otherwise(
-    corpus: Path, tmp_path: Path
-) -> None:
-    """As in checkpoints from before chunks ran there, or ran with multi-token prediction. A new run of these flags
-    trains in chunks."""
+def test_whole_documents_stay_whole_until_a_flag_says_otherwise(corpus: Path, tmp_path: Path) -> None:
+    """As in checkpoints from before chunks ran over virtual stages, with multi-token prediction, and with seq_aux_loss.
+    A new run of these flags trains in chunks."""
     job = [
         *flags(pipeline=2),
         *TWO_CHUNKS,
+        *BY_DOCUMENT.split(),
         "--num-layers",
         "4",
         "--global-batch-size",

@@ -14,7 +14,13 @@ from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import install
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.model import document_balance
-from wlb_megatron.plugin.model.document_balance import Documents, balance, wrap_apply_seq_aux_loss
+from wlb_megatron.plugin.model.document_balance import (
+    Documents,
+    balance,
+    chunks_of,
+    wrap_apply_seq_aux_loss,
+    wrap_routing,
+)
 from wlb_megatron.plugin.model.routing import (
     stage_padding_mask,
     wrap_apply_expert_bias,
@@ -23,8 +29,10 @@ from wlb_megatron.plugin.model.routing import (
 )
 from wlb_megatron.plugin.plans.loaded import padding_mask
 from wlb_megatron.plugin.plans.planning import PlannedMicroBatch
-from wlb_megatron.sharding.cut import pad
+from wlb_megatron.sharding.chunks import links_of
+from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.sharding.select import shard
+from wlb_megatron.workload.kernel_table import h100
 
 SUMMARY = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
 
@@ -121,6 +129,19 @@ def routed(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torc
     return (scores * real).requires_grad_(), routes & real, index
 
 
+class Router:
+    """As far as the balance of documents looks at one. ranks: that hold parts of its tokens."""
+
+    topk, training, score_function = 2, True, "softmax"
+    config = SimpleNamespace(moe_router_fusion=False)
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.tp_cp_group = SimpleNamespace(size=lambda: ranks)
+
+    def get_aux_loss_coeff(self, kind: str) -> float:
+        return float(kind == "seq_aux_loss")
+
+
 def test_a_documents_balance_is_megatrons_of_it_alone_and_weighs_by_its_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -137,23 +158,86 @@ def test_a_documents_balance_is_megatrons_of_it_alone_and_weighs_by_its_tokens(
     )
     right = right / sum(LENGTHS_OF[:3])
     (wanted,) = torch.autograd.grad(right, scores)
-    alone = SimpleNamespace(size=lambda: 1)
-    loss, tokens = balance(scores, routes, Documents(index, 4), 2, alone)
+    loss, tokens = balance(Router(), scores, routes, Documents(index, 4))
     assert tokens == 15 and torch.allclose(loss.double(), right, rtol=1e-6)
-    halves, pair = (
-        (index % 2 == 0, index % 2 == 1, torch.arange(18) % 3 == 0),
-        SimpleNamespace(size=lambda: 2),
-    )
+    halves, pair = (index % 2 == 0, index % 2 == 1, torch.arange(18) % 3 == 0), Router(2)
     for mine in (halves[0], halves[2]):
         other = Documents(index[~mine], 4)
         theirs = torch.zeros(4, 4).index_add_(0, other.index, routes[~mine].float())
         monkeypatch.setattr(
             torch.distributed, "all_reduce", lambda counts, group, theirs=theirs: counts.add_(theirs)
         )
-        part, tokens = balance(scores[mine], routes[mine], Documents(index[mine], 4), 2, pair)
+        part, tokens = balance(pair, scores[mine], routes[mine], Documents(index[mine], 4))
         assert tokens == 15
         (gradient,) = torch.autograd.grad(part, scores)
         assert torch.allclose(gradient[mine], wanted[mine], rtol=1e-5) and not gradient[~mine].any()
+
+
+IN_CHUNKS = (
+    (Piece(0, 0, 0, 4), Piece(0, 1, 0, 3)),
+    (Piece(0, 0, 4, 7, 4), Piece(0, 2, 0, 2)),
+    (Piece(0, 0, 7, 9, 7),),
+)
+"""Three micro-batches: a document of 9 tokens in chunks, and two whole ones."""
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_chunks_balance_as_their_document_whole_whether_their_layer_is_recomputed_or_not(
+    recomputed: bool,
+) -> None:
+    """Values add up to the whole documents', and each token's gradient is that of its whole document."""
+    from megatron.core.transformer.moe.moe_utils import (
+        compute_routing_scores_for_aux_loss,
+        switch_load_balancing_loss_func,
+    )
+
+    logits = torch.randn(14, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    document = torch.tensor(
+        [piece.document for row in IN_CHUNKS for piece in row for _ in range(piece.tokens)]
+    )
+    routes, scores = compute_routing_scores_for_aux_loss(logits, 2, "softmax")
+    right = sum(
+        length * switch_load_balancing_loss_func(scores[mine], routes[mine].sum(0), length, 2, 4, 1.0)
+        for mine, length in ((document == at, int((document == at).sum())) for at in range(3))
+    )
+    (wanted,) = torch.autograd.grad(right, logits)
+    lengths = [np.array([piece.tokens for piece in row]) for row in IN_CHUNKS]
+    plans = cut(lengths, 1, "per-document", h100(), links_of(IN_CHUNKS))
+    micro_batches = [
+        Documents(
+            torch.arange(len(row)).repeat_interleave(torch.tensor(size)),
+            len(row),
+            chunks_of(row, plan.chunks),
+        )
+        for row, size, plan in zip(IN_CHUNKS, lengths, plans, strict=True)
+    ]
+    router, held = Router(), logits.split([7, 5, 2])
+
+    def loss_of(at: int) -> torch.Tensor:
+        routes, scores = compute_routing_scores_for_aux_loss(held[at], 2, "softmax")
+        loss, tokens = balance(router, scores, routes, micro_batches[at])
+        return loss * tokens
+
+    losses = {}
+    for at, documents in enumerate(micro_batches):
+        document_balance.begin(documents)
+        if recomputed:
+            with torch.no_grad():
+                assert wrap_routing(lambda _, logits, mask: logits)(router, held[at][:, None]).shape[1] == 1
+        else:
+            losses[at] = loss_of(at)
+        if at == 1 and not recomputed:
+            with pytest.raises(RuntimeError, match="before the forward of its document's last one"):
+                losses[0].backward(retain_graph=True)
+    total, gradient = 0.0, torch.zeros_like(wanted)
+    for at in (2, 1, 0):
+        loss = losses[at] if at in losses else loss_of(at)
+        total += float(loss.detach())
+        gradient += torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    assert total == pytest.approx(float(right.detach()), rel=1e-6)
+    assert torch.allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
+    document_balance.forget_chunks()
+    assert not part(document_balance.Routed).whole
 
 
 def test_routers_of_a_layer_that_is_recomputed_get_its_own_micro_batchs_documents() -> None:

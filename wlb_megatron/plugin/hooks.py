@@ -335,6 +335,12 @@ HOOKS: tuple[Hook, ...] = (
         document_balance.wrap_apply_seq_aux_loss,
     ),
     Hook(
+        "megatron.core.transformer.moe.router:TopKRouter.routing",
+        ("logits", "padding_mask"),
+        "counts the routes of documents in chunks in a forward that will be recomputed",
+        document_balance.wrap_routing,
+    ),
+    Hook(
         "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
         ("routing_map", "padding_mask"),
         "experts' biases leave out padding, on which Megatron up to 0.19 fails",

@@ -5,16 +5,17 @@ Two things are mended here, for the log alone; gradients are right either way.
 
 * The plan may make another number of micro-batches. With 4 windows a step and 16 micro-batches the log would show four
   times too much.
-* Multi-token prediction's losses and z-losses are means over the tokens that a rank holds of a micro-batch. Ranks and
-  micro-batches hold unequally many, so a mean of these means depends on the layout. Weighed by its tokens over the mean
-  number of tokens, each mean counts as it should: of 2 tokens with mean 9 and 6 with mean 5 (4 in the mean), (9 * 2/4 +
-  5 * 6/4) / 2 is 6, the mean over all 8.
+* Multi-token prediction's losses and z-losses are means over the tokens that a rank holds of a micro-batch, losses by
+  document (seq_aux_loss) over a micro-batch's. Ranks and micro-batches hold unequally many, so a mean of these means
+  depends on the layout. Weighed by its tokens over the mean number of tokens, each mean counts as it should: of 2
+  tokens with mean 9 and 6 with mean 5 (4 in the mean), (9 * 2/4 + 5 * 6/4) / 2 is 6, the mean over all 8.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,12 +27,14 @@ from wlb_megatron.plugin.plans.planning import PlannedMicroBatch
 @dataclass(slots=True)
 class LoggedLosses:
     """factor: Megatron's number of micro-batches over the plan's, of the step just trained. step: the first micro-batch
-    of the step that runs, None before any. z_weight: of the z-loss that a router is making, None outside of one.
-    predicted: this rank's first predictions of the micro-batch whose further ones are scored."""
+    of the step that runs, None before any. weight: of the mean over tokens that a router is making, None outside of
+    one. averages: ranks that it is a mean of, where Megatron may leave them out. predicted: this rank's first
+    predictions of the micro-batch whose further ones are scored."""
 
     factor: float = 1.0
     step: PlannedMicroBatch | None = None
-    z_weight: Any = None
+    weight: Any = None
+    averages: Any = None
     predicted: float = 0.0
 
 
@@ -57,9 +60,23 @@ def wrap_report(original: Callable[..., Any]) -> Callable[..., Any]:
     return report
 
 
-def _weight(tokens: Any, step: PlannedMicroBatch, step_tokens: int, group: Any) -> Any:
-    """Of a mean over `tokens`, where all ranks of `group` have `step_tokens` of these in the step."""
-    return tokens * (step.steps * group.size() / max(step_tokens, 1))
+def _weight(tokens: Any, step: PlannedMicroBatch, step_tokens: int, ranks: int) -> Any:
+    """Of a mean over `tokens`, where `ranks` ranks together have `step_tokens` of these in the step."""
+    return tokens * (step.steps * ranks / max(step_tokens, 1))
+
+
+@contextmanager
+def weighed(tokens: Any, ranks: int, averages: Any = None) -> Iterator[None]:
+    """A router logs a mean over `tokens` in here, which is then averaged over so many ranks. averages: these ranks, to
+    be given to Megatron."""
+    state = part(LoggedLosses)
+    if state.step is not None:
+        state.weight = _weight(tokens, state.step, state.step.summary.tokens, ranks)
+        state.averages = averages
+    try:
+        yield
+    finally:
+        state.weight = state.averages = None
 
 
 def _averaging() -> Any:
@@ -73,28 +90,24 @@ def wrap_apply_z_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     """TopKRouter.apply_z_loss, which notes the weight of its mean."""
 
     def apply_z_loss(self: Any, logits: Any, padding_mask: Any = None) -> Any:
-        state = part(LoggedLosses)
-        if state.step is not None:
-            tokens = logits.shape[0] if padding_mask is None else (~padding_mask).sum()
-            state.z_weight = _weight(tokens, state.step, state.step.summary.tokens, _averaging())
-        try:
+        tokens, ranks = logits.shape[0] if padding_mask is None else (~padding_mask).sum(), _averaging()
+        with weighed(tokens, ranks.size(), ranks):
             return original(self, logits, padding_mask=padding_mask)
-        finally:
-            state.z_weight = None
 
     return apply_z_loss
 
 
 def wrap_record(original: Callable[..., Any]) -> Callable[..., Any]:
-    """MoEMetricsTracker.record, before 0.18 save_to_aux_losses_tracker: z-losses weighed, and averaged over all ranks,
-    which releases before 0.19 leave out."""
+    """MoEMetricsTracker.record, before 0.18 save_to_aux_losses_tracker: means over tokens weighed, z-losses averaged
+    over all ranks, which releases before 0.19 leave out."""
 
     def record(*args: Any, **kwargs: Any) -> Any:
-        weight = part(LoggedLosses).z_weight
-        if weight is None:
+        state = part(LoggedLosses)
+        if state.weight is None:
             return original(*args, **kwargs)
         *name, value, layer, layers = args
-        return original(*name, value * weight, layer, layers, **kwargs | {"avg_group": _averaging()})
+        averages = {} if state.averages is None else {"avg_group": state.averages}
+        return original(*name, value * state.weight, layer, layers, **kwargs | averages)
 
     return record
 
@@ -155,7 +168,7 @@ def wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
     def save(loss: Any, *rest: Any, avg_group: Any = None, **more: Any) -> None:
         state = part(LoggedLosses)
         if state.step is not None and state.step.predictions and avg_group is not None:
-            weight = _weight(state.predicted, state.step, state.step.predictions[0], avg_group)
+            weight = _weight(state.predicted, state.step, state.step.predictions[0], avg_group.size())
             loss = loss * weight if weight else loss.new_zeros(())
         original(loss, *rest, avg_group=avg_group, **more)
 

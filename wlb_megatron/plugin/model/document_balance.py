@@ -4,33 +4,91 @@ Megatron takes it of the whole packed sequence. Here a document's tokens are sum
 document weighs by its tokens, so that its part does not depend on which others share its micro-batch. Routers are not
 given the micro-batch that they route: it is noted before its forward, and again when its backward begins, for layers
 that are recomputed.
+
+A document in chunks is routed over several micro-batches. The gradient of a score is the share of the whole document's
+routes, and all its chunks run forward before the first of them runs backward. So each forward adds its routes to the
+document's, and the backward takes the shares of all. The last chunk logs the whole document's loss. Chunks of 6 and 2
+tokens, of which 3 and 2 go to an expert: in both backwards its share is 5/8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.logs.logged_losses import weighed
+from wlb_megatron.sharding.segments import Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Piece `piece` of a micro-batch. document: epoch, document, and where its part of the document starts. before:
+    tokens of earlier chunks."""
+
+    piece: int
+    document: tuple[int, int, int]
+    before: int
+    last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """index: int64[t], of which of `count` documents each of the tokens is that a router here gets; padding is one."""
+    """index: int64[t], of which of `count` documents each of the tokens is that a router here gets; padding is one.
+    chunks: those of them that are chunks."""
 
     index: Tensor
     count: int
+    chunks: tuple[Chunk, ...] = ()
+
+
+@dataclass(slots=True)
+class WholeDocument:
+    """What a router has seen of a document in chunks. counts, sums: float32[experts], its routes on all ranks and the
+    sums of this rank's scores. chunks: tokens before each of those seen. complete: the last one is among them."""
+
+    counts: Tensor
+    sums: Tensor
+    chunks: set[int] = field(default_factory=set)
+    complete: bool = False
 
 
 @dataclass(slots=True)
 class Routed:
-    """documents: of the micro-batch whose tokens routers get now."""
+    """documents: of the micro-batch whose tokens routers get now. whole: the step's documents in chunks, by router and
+    document."""
 
     documents: Documents | None = None
+    whole: dict[tuple[Any, tuple[int, int, int]], WholeDocument] = field(default_factory=dict)
+
+
+def chunks_of(pieces: Sequence[Piece], shared: Chunks | None) -> tuple[Chunk, ...]:
+    """The pieces that continue an earlier micro-batch's, or that a later one continues. shared: ShardPlan.chunks."""
+    if shared is None:
+        return ()
+    continued = set(shared.continued.tolist())
+    return tuple(
+        Chunk(
+            at, (piece.epoch, piece.document, piece.start - piece.prefix), piece.prefix, at not in continued
+        )
+        for at, piece in enumerate(pieces)
+        if piece.prefix or at in continued
+    )
+
+
+def forget_chunks() -> None:
+    """Drop what routers have seen of documents in chunks. Call it where a step begins, ends or fails."""
+    part(Routed).whole.clear()
+
+
+def noted() -> Documents | None:
+    """Whose tokens are routed now."""
+    return part(Routed).documents
 
 
 def begin(documents: Documents | None) -> None:
@@ -50,41 +108,117 @@ def wrap_apply_seq_aux_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     def _apply_seq_aux_loss(
         self: Any, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, *rest: Any, **more: Any
     ) -> Any:
+        from megatron.core import parallel_state
+
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         documents = part(Routed).documents
         if documents is None or coefficient == 0:
             return original(self, probs, scores_for_aux_loss, routing_map, *rest, **more)
         group = self.tp_cp_group
-        loss, tokens = balance(scores_for_aux_loss, routing_map, documents, self.topk, group)
-        return self.attach_and_log_load_balancing_loss(
-            probs,
-            coefficient,
-            coefficient * loss,
-            "seq_load_balancing_loss",
-            group,
-            valid_token_count=tokens / group.size(),  # see routing.wrap_token_counts
-        )
+        loss, tokens = balance(self, scores_for_aux_loss, routing_map, documents)
+        with weighed(tokens, parallel_state.get_data_parallel_world_size()):
+            return self.attach_and_log_load_balancing_loss(
+                probs,
+                coefficient,
+                coefficient * loss,
+                "seq_load_balancing_loss",
+                group,
+                valid_token_count=tokens / group.size(),  # see routing.wrap_token_counts
+            )
 
     return _apply_seq_aux_loss
 
 
-def balance(
-    scores: Tensor, routes: Tensor, documents: Documents, topk: int, group: Any
-) -> tuple[Tensor, Tensor]:
+def wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """TopKRouter.routing that counts the routes of chunks, too, in a forward that will be recomputed.
+
+    Megatron takes no balancing loss there, and the first recomputation, of a last chunk, needs all routes.
+    """
+
+    def routing(
+        self: Any, logits: Tensor, padding_mask: Tensor | None = None, *rest: Any, **more: Any
+    ) -> Any:
+        documents = part(Routed).documents
+        counts = self.training and not torch.is_grad_enabled() and self.get_aux_loss_coeff("seq_aux_loss")
+        if counts and documents is not None and documents.chunks:
+            from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
+
+            routes, scores = compute_routing_scores_for_aux_loss(
+                logits.view(-1, logits.shape[-1]),
+                self.topk,
+                self.score_function,
+                fused=self.config.moe_router_fusion,
+                padding_mask=None if padding_mask is None else padding_mask.reshape(-1),
+            )
+            _count(self, scores, routes, documents)
+        return original(self, logits, padding_mask, *rest, **more)
+
+    return routing
+
+
+def balance(router: Any, scores: Tensor, routes: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
     """This rank's part of the loss, a mean over the micro-batch's tokens; and how many these are.
 
     scores: [t, experts], 0 where a token is padding. routes: bool[t, experts], False there. Of a document of n tokens
     it is experts x sum over experts of (mean score) x (share of the routes), and the documents weigh by n. Parts add
-    up over `group`: scores are a rank's own, routes are counted over all.
+    up over the router's ranks: scores are a rank's own, routes are counted over all. Its value has a document in chunks
+    in the last one, its gradient in each.
     """
-    experts = scores.shape[1]
-    counts = routes.new_zeros((documents.count, experts), dtype=torch.float32)
+    counts, whole = _count(router, scores, routes, documents)
+    tokens = counts.sum() / router.topk
+    loss: Tensor = _ScoresTimesShares.apply(scores.float(), documents.index, counts, whole)
+    return scores.shape[1] * loss / tokens.clamp(min=1), tokens
+
+
+def _count(
+    router: Any, scores: Tensor, routes: Tensor, documents: Documents
+) -> tuple[Tensor, list[tuple[Chunk, WholeDocument]]]:
+    """Routes of each document on all ranks, float32[documents, experts]. And each chunk's whole document, to which the
+    chunk is added."""
+    counts = routes.new_zeros((documents.count, routes.shape[1]), dtype=torch.float32)
     counts.index_add_(0, documents.index, routes.float())
-    if group.size() > 1:
-        torch.distributed.all_reduce(counts, group=group)
-    lengths = counts.sum(1) / topk
-    shares = counts / (topk * lengths.clamp(min=1)).unsqueeze(1)
-    # n x (sum of scores / n) x share, of each token's document.
-    sums = (scores.float() * shares.index_select(0, documents.index)).sum()
-    tokens = lengths.sum()
-    return experts * sums / tokens.clamp(min=1), tokens
+    if router.tp_cp_group.size() > 1:
+        torch.distributed.all_reduce(counts, group=router.tp_cp_group)
+    whole = []
+    for chunk in documents.chunks:
+        nothing = WholeDocument(*counts.new_zeros((2, counts.shape[1])))
+        document = part(Routed).whole.setdefault((router, chunk.document), nothing)
+        if chunk.before not in document.chunks:  # a layer that is recomputed routes it twice
+            document.chunks.add(chunk.before)
+            document.complete = chunk.last
+            document.counts += counts[chunk.piece]
+            mine = (documents.index == chunk.piece).unsqueeze(1)
+            document.sums += (scores.detach().float() * mine).sum(0)
+        whole.append((chunk, document))
+    return counts, whole
+
+
+class _ScoresTimesShares(torch.autograd.Function):
+    """Sum over tokens and experts of a score times the expert's share of the routes of the token's document.
+
+    scores: float32[t, experts]; the rest as in Documents and _count.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, index: Tensor, counts: Tensor, whole: Sequence[tuple[Chunk, WholeDocument]]
+    ) -> Tensor:
+        ctx.index, ctx.counts, ctx.whole = index, counts, whole
+        shares = _shares(counts)
+        for chunk, _ in whole:
+            shares[chunk.piece] = 0
+        loss = (scores * shares.index_select(0, index)).sum()
+        return sum((d.sums @ _shares(d.counts) for chunk, d in whole if chunk.last), loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        for chunk, document in ctx.whole:
+            if not document.complete:
+                raise RuntimeError("backward of a chunk before the forward of its document's last one")
+            ctx.counts[chunk.piece] = document.counts
+        return (gradient * _shares(ctx.counts)).index_select(0, ctx.index), None, None, None
+
+
+def _shares(counts: Tensor) -> Tensor:
+    """Of each expert: float32[.., experts] from counts of routes."""
+    return counts / counts.sum(-1, keepdim=True).clamp(min=1)

@@ -54,7 +54,8 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         documents = None
         if batch.document_of is not None:
             index = stage_part(batch.document_of.cuda(non_blocking=True), spread)
-            documents = document_balance.Documents(index, len(planned.pieces))
+            chunks = document_balance.chunks_of(planned.pieces, planned.shard.chunks)
+            documents = document_balance.Documents(index, len(planned.pieces), chunks)
         document_balance.begin(documents)
         group = process_group(planned.group)
         params = packed_seq_params(batch.attention, batch.layout.cp_rank, group=group)

@@ -24,6 +24,7 @@ import torch
 from wlb_megatron.attention.key_cache import clear_caches
 from wlb_megatron.pipeline.orders import grouped_orders, interleaved
 from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.model import document_balance
 from wlb_megatron.plugin.step.recompute_scales import put_scales, take_scales
 
 
@@ -50,13 +51,14 @@ class GroupedStep:
         self._alone = stages == 1
         steps = grouped_orders(stages, sizes, chunks)[0]
         self._backwards = [(step.micro_batch, step.chunk) for step in steps if step.backward]
-        self._kept: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+        self._kept: dict[tuple[int, int], tuple[Any, Any, Any, Any]] = {}
         self._forwards: Counter[int] = Counter()
         self._done = 0
 
     def keep(self, chunk: int, input_tensor: Any, output_tensor: Any) -> None:
-        """Tensors of the forward that has just run, through this model chunk, and the scales for its recomputation."""
-        self._kept[self._forwards[chunk], chunk] = input_tensor, output_tensor, take_scales()
+        """Tensors of the forward that has just run, through this model chunk, and what its recomputation needs."""
+        again = take_scales(), document_balance.noted()
+        self._kept[self._forwards[chunk], chunk] = input_tensor, output_tensor, *again
         self._forwards[chunk] += 1
 
     def backward(self, call: Callable[..., Any], gradient: Any, rest: tuple[Any, ...]) -> Any:
@@ -82,8 +84,9 @@ class GroupedStep:
                 f"backward of micro-batch {micro_batch} in model chunk {chunk} before its forward: this Megatron's "
                 "schedule is not the one that wlb_megatron was tried with; set --wlb-chunks off"
             )
-        inputs, outputs, scales = self._kept.pop((micro_batch, chunk))
+        inputs, outputs, scales, documents = self._kept.pop((micro_batch, chunk))
         put_scales(scales)
+        document_balance.begin(documents)
         self._done += 1
         result = call(inputs, outputs, gradient, *rest)
         # Megatron's own lists hold both until the turn of the oldest has come: free what they are not needed for.
@@ -118,6 +121,7 @@ def running(sizes: Sequence[int], micro_batches: int, chunks: int = 1) -> Iterat
     if sum(sizes) != micro_batches:
         raise RuntimeError(f"groups of {list(sizes)} for {micro_batches} micro-batches")
     clear_caches()
+    document_balance.forget_chunks()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     part(Running).step = GroupedStep(sizes, stages, chunks)
     try:
@@ -125,6 +129,7 @@ def running(sizes: Sequence[int], micro_batches: int, chunks: int = 1) -> Iterat
     finally:
         part(Running).step = None
         clear_caches()  # of a step that has failed; after a whole one nothing is left
+        document_balance.forget_chunks()
 
 
 def wrap_forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
