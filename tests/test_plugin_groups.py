@@ -318,8 +318,6 @@ def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(
         assert trainer_with().chunks_refused() == []
     by_document = {"num_experts": 4, "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}
     assert trainer_with(**by_document).chunks_refused() == []
-    repeated = {**by_document, "mtp_num_layers": 2, "mtp_use_repeated_layer": True}
-    assert "seq_aux_loss" in trainer_with(**repeated).chunks_refused()[-1][0]
     monkeypatch.setattr(trainer, "megatron_version", lambda: "0.16.2")
     ((refused, _),) = trainer_with().chunks_refused()
     assert refused.startswith("megatron-core 0.16.2")

@@ -231,6 +231,7 @@ def test_chunks_balance_as_their_document_whole_whether_their_layer_is_recompute
                 losses[0].backward(retain_graph=True)
     total, gradient = 0.0, torch.zeros_like(wanted)
     for at in (2, 1, 0):
+        document_balance.begin(micro_batches[at], again=True)
         loss = losses[at] if at in losses else loss_of(at)
         total += float(loss.detach())
         gradient += torch.autograd.grad(loss, logits, retain_graph=True)[0]

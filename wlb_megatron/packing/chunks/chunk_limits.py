@@ -13,11 +13,11 @@ class Trainer:
     """Megatron's settings that decide about chunks.
 
     stages: of the pipeline. tensor, expert, expert_tensor: parallel sizes. mtp: further tokens that are predicted.
-    repeats_mtp: by one layer again and again. balancing: kinds of routers' losses. shards_weights: FSDP of either kind.
-    shares_scales: FP8 whose scales come from the largest values of all data-parallel ranks. offloads: offloads
-    activations in the order of micro-batches. offloads_layers: offloads whole layers. replays_routes: experts' choices
-    are recorded and replayed. release: of megatron-core. unknown_schedule: it interleaves stages in a way that the
-    plugin does not know. hides_padding: its block gives layers that it does not recompute no padding mask.
+    balancing: kinds of routers' losses. shards_weights: FSDP of either kind. shares_scales: FP8 whose scales come from
+    the largest values of all data-parallel ranks. offloads: offloads activations in the order of micro-batches.
+    offloads_layers: offloads whole layers. replays_routes: experts' choices are recorded and replayed. release: of
+    megatron-core. unknown_schedule: it interleaves stages in a way that the plugin does not know. hides_padding: its
+    block gives layers that it does not recompute no padding mask.
     """
 
     stages: int = 1
@@ -29,7 +29,6 @@ class Trainer:
     shards_weights: bool = False
     shares_scales: bool = False
     mtp: int = 0
-    repeats_mtp: bool = False
     offloads: bool = False
     offloads_layers: bool = False
     replays_routes: bool = False
@@ -50,11 +49,6 @@ class Trainer:
                 "--num-virtual-stages-per-pipeline-rank / --num-layers-per-virtual-pipeline-stage",
                 "this Megatron's interleaved schedule is not the one that was tried; use one model chunk a stage, or a "
                 "release that was tried",
-            ),
-            (
-                self.experts > 0 and self.mtp > 1 and self.repeats_mtp and "seq_aux_loss" in self.balancing,
-                "--mtp-use-repeated-layer with --moe-router-load-balancing-type seq_aux_loss",
-                "one router routes a chunk several times, and counts it once; drop one of them",
             ),
             (
                 self.offloads,

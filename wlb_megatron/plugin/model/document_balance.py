@@ -13,6 +13,7 @@ tokens, of which 3 and 2 go to an expert: in both backwards its share is 5/8.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,43 +29,43 @@ from wlb_megatron.sharding.segments import Chunks
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Piece `piece` of a micro-batch. document: epoch, document, and where its part of the document starts. before:
-    tokens of earlier chunks."""
+    """Piece `piece` of a micro-batch. document: epoch, document, and where its part of the document starts."""
 
     piece: int
     document: tuple[int, int, int]
-    before: int
     last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
     """index: int64[t], of which of `count` documents each of the tokens is that a router here gets; padding is one.
-    chunks: those of them that are chunks."""
+    chunks: those of them that are chunks. calls: of each router so far; a layer of multi-token prediction may be used
+    several times."""
 
     index: Tensor
     count: int
     chunks: tuple[Chunk, ...] = ()
+    calls: Counter[Any] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
 class WholeDocument:
     """What a router has seen of a document in chunks. counts, sums: float32[experts], its routes on all ranks and the
-    sums of this rank's scores. chunks: tokens before each of those seen. complete: the last one is among them."""
+    sums of this rank's scores. complete: its last chunk is among them."""
 
     counts: Tensor
     sums: Tensor
-    chunks: set[int] = field(default_factory=set)
     complete: bool = False
 
 
 @dataclass(slots=True)
 class Routed:
-    """documents: of the micro-batch whose tokens routers get now. whole: the step's documents in chunks, by router and
-    document."""
+    """documents: of the micro-batch whose tokens routers get now; again: in its backward. whole: the step's documents
+    in chunks, by router, its call in a micro-batch, and document."""
 
     documents: Documents | None = None
-    whole: dict[tuple[Any, tuple[int, int, int]], WholeDocument] = field(default_factory=dict)
+    again: bool = False
+    whole: dict[tuple[Any, int, tuple[int, int, int]], WholeDocument] = field(default_factory=dict)
 
 
 def chunks_of(pieces: Sequence[Piece], shared: Chunks | None) -> tuple[Chunk, ...]:
@@ -73,9 +74,7 @@ def chunks_of(pieces: Sequence[Piece], shared: Chunks | None) -> tuple[Chunk, ..
         return ()
     continued = set(shared.continued.tolist())
     return tuple(
-        Chunk(
-            at, (piece.epoch, piece.document, piece.start - piece.prefix), piece.prefix, at not in continued
-        )
+        Chunk(at, (piece.epoch, piece.document, piece.start - piece.prefix), at not in continued)
         for at, piece in enumerate(pieces)
         if piece.prefix or at in continued
     )
@@ -91,15 +90,15 @@ def noted() -> Documents | None:
     return part(Routed).documents
 
 
-def begin(documents: Documents | None) -> None:
-    """Note whose tokens are routed from now on."""
-    part(Routed).documents = documents
+def begin(documents: Documents | None, *, again: bool = False) -> None:
+    """Note whose tokens are routed from now on. again: in a backward, so that what has counted does not count twice."""
+    part(Routed).documents, part(Routed).again = documents, again
 
 
 def begin_backward(documents: Documents | None, output: Any) -> None:
     """Note it again when the backward of the micro-batch that gave `output` begins."""
     if documents is not None and output.requires_grad:
-        output.register_hook(lambda _: begin(documents))
+        output.register_hook(lambda _: begin(documents, again=True))
 
 
 def wrap_apply_seq_aux_loss(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,17 +178,18 @@ def _count(
     counts.index_add_(0, documents.index, routes.float())
     if router.tp_cp_group.size() > 1:
         torch.distributed.all_reduce(counts, group=router.tp_cp_group)
-    whole = []
+    state, whole = part(Routed), []
+    documents.calls[router] -= state.again  # the last call is recomputed first
     for chunk in documents.chunks:
         nothing = WholeDocument(*counts.new_zeros((2, counts.shape[1])))
-        document = part(Routed).whole.setdefault((router, chunk.document), nothing)
-        if chunk.before not in document.chunks:  # a layer that is recomputed routes it twice
-            document.chunks.add(chunk.before)
+        document = state.whole.setdefault((router, documents.calls[router], chunk.document), nothing)
+        if not state.again:
             document.complete = chunk.last
             document.counts += counts[chunk.piece]
             mine = (documents.index == chunk.piece).unsqueeze(1)
             document.sums += (scores.detach().float() * mine).sum(0)
         whole.append((chunk, document))
+    documents.calls[router] += not state.again
     return counts, whole
 
 

@@ -86,7 +86,7 @@ class GroupedStep:
             )
         inputs, outputs, scales, documents = self._kept.pop((micro_batch, chunk))
         put_scales(scales)
-        document_balance.begin(documents)
+        document_balance.begin(documents, again=True)
         self._done += 1
         result = call(inputs, outputs, gradient, *rest)
         # Megatron's own lists hold both until the turn of the oldest has come: free what they are not needed for.
