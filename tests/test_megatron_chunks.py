@@ -79,10 +79,10 @@ ROWS = {
         f"{PP2} {VIRTUAL} 2 {RECOMPUTE} full --recompute-method uniform --recompute-num-layers 1",
         "--num-layers 4 --mtp-num-layers 2 --mtp-use-repeated-layer",
     ),
-    "EP2, PP2 of 2 chunks, routers' losses by document": (
+    "EP2, PP2 of 2 chunks, routers' losses by document, MTP": (
         4,
         f"{PP2} {VIRTUAL} 2 {EP}",
-        f"--num-layers 4 {BY_DOCUMENT_ALONE}",
+        f"--num-layers 4 {BY_DOCUMENT_ALONE} --mtp-num-layers 1",
     ),
 }
 
