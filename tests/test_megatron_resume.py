@@ -163,7 +163,10 @@ def test_whole_documents_stay_whole_until_a_flag_says_otherwise(corpus: Path, tm
     job += ["--data-path", str(corpus), "--save", str(tmp_path / "saved"), "--save-interval", "1"]
     job += ["--wlb-quadratic-at", "20", "--wlb-micro-batch-cost", "1", "--exit-interval", "1"]
     job += ["--mtp-num-layers", "1"] if megatron_version() >= "0.19" else []  # wheels before build none
-    train([*job, "--wlb-chunks", "off"], 2, tmp_path / "first")
+    done = launch([*job, "--wlb-chunks", "off"], 2, out=tmp_path / "first")
+    assert "no (not with --wlb-chunks off; chunks would shorten the predicted step by" in done.stdout, (
+        failure(done)
+    )
     cut = {}
     for name, more in (("resumed", ["--load", str(tmp_path / "saved")]), ("new", [])):
         done = launch([*job, *more], 2, out=tmp_path / name)

@@ -368,3 +368,5 @@ def test_chunks_that_are_asked_for_are_refused_by_the_flag_that_keeps_them_out()
         chosen(chunks="on", no_chunks=[("--flag", "drop it")])
     with pytest.raises(WlbError, match="needs --wlb-packing varlen"):
         chosen(chunks="on", packing="original")
+    _, (line,) = chosen(packing="original")
+    assert line.startswith("documents in chunks: no (not with --wlb-packing original; ")

@@ -108,6 +108,10 @@ def make_packer(
         )
     if config.packing not in FIXED:
         raise WlbError(f"unknown packing {config.packing!r}: choose {', '.join(FIXED)} or varlen")
+    if pp > 1:
+        say(
+            f"documents in chunks: no (not with --wlb-packing {config.packing}; see analyze --packing varlen)"
+        )
     return FIXED[config.packing](config, cost, window=window, bins=micro_batches * dp, ranks=ranks)
 
 

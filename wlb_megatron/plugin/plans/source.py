@@ -186,9 +186,16 @@ def _source(
     held = recompute_memory(job, config) if endless and keeps_layers else None
     # The law without memory took every full recomputation for one of all layers.
     weighed = job if keeps_layers else replace(job, recompute_blocks=None)
+    no_chunks, planned = job.trainer.chunks_refused(), config
+    if endless and job.given.chunks == config.chunks == "off" and overlong != "chunk":
+        # Whole documents as auto takes them, so that the line on chunks says what the flag costs.
+        no_chunks, planned = (
+            [("--wlb-chunks off", "leave it out"), *no_chunks],
+            replace(config, chunks="auto"),
+        )
     planner = plan_job(
         stream,
-        config,
+        planned,
         cost_model(weighed, config),
         window=window,
         micro_batches=windows,
@@ -204,7 +211,7 @@ def _source(
         memory=gpu_memory(job),
         rooms=None if held is None else held.rooms(),
         times=plan_times(weighed, config, held) if endless else None,
-        no_chunks=job.trainer.chunks_refused(),
+        no_chunks=no_chunks,
         say=messages.append,
     )
     samples = None
