@@ -451,6 +451,9 @@ def group_micro_batches(sizes: str) -> None:
 
 if __name__ == "__main__":
     del __file__  # else the process that collects what checkpoint writers say imports all this again
+    if "WORKER_NODES" in os.environ:  # each rank is a node, with a folder of its own
+        os.chdir(f"{os.environ['WORKER_NODES']}/{os.environ['RANK']}")
+        os.environ["LOCAL_RANK"] = "0"
     watch()
     watch_deferred_losses()
     if EXACT:

@@ -160,6 +160,27 @@ def test_conversations_above_the_window_train_whole_in_chunks(
     compare(ranks, oracle([*flags(), *data], long_conversations, documents, tmp_path / "oracle"))
 
 
+def test_nodes_without_a_shared_folder_tokenize_each_and_one_with_other_tokens_is_named(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    """Two ranks as two nodes, each with its own jsonl and --data-cache-path. Then a word differs: lengths do not."""
+    data = sft(tokenizer, Path("c.jsonl"))
+    arguments = [*flags(), *data, *RUN, "--data-cache-path", "cache"]
+    for node in "01":
+        (tmp_path / node).mkdir()
+        jsonl_of(TURNS, tmp_path / node / "c.jsonl")
+    train(arguments, 2, tmp_path / "same", WORKER_NODES=str(tmp_path))
+    assert all(list((tmp_path / node).glob("cache/wlb_sft/*/c.mask")) for node in "01")
+    other = tmp_path / "1" / "c.jsonl"
+    other.write_text(other.read_text().replace("yes", "no", 1))
+    done = launch(arguments, 2, out=tmp_path / "other", WORKER_NODES=str(tmp_path))
+    assert done.returncode != 0
+    assert re.search(
+        r"ranks would plan differently: 1 as rank . \(.*\); 1 as rank . \(.*\): .*--sft: a node's own jsonl",
+        failure(done),
+    )
+
+
 def mask_of(data: Path, cache: Path) -> tuple[np.ndarray, list[int]]:
     """The mask that a run wrote, and the documents' lengths."""
     from wlb_megatron.documents.indexed import read_index

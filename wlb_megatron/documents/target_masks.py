@@ -73,12 +73,13 @@ class MaskedCorpus(IndexedCorpus):
         return mask
 
     def digest(self) -> str:
-        """Of the targets of each document; and of tokenizer, template and format where index.json tells them. (Not of
-        the jsonl's time: it may be copied.)"""
+        """Of the targets of each document; and of all tokens, tokenizer, template and format where index.json tells
+        them. (Not of the jsonl's time: it may be copied.)"""
         digest = hashlib.sha256(self.counts.tobytes())
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             about = json.loads((self.index.path.parent / "index.json").read_text(encoding="utf-8"))
             made_of = {name: value for name, value in about["key"].items() if name != "file"}
+            made_of |= {"tokens": about["tokens"]} if "tokens" in about else {}
             digest.update(json.dumps(made_of, sort_keys=True).encode())
         return digest.hexdigest()[:16]
 

@@ -5,7 +5,7 @@ and the number of each document's pack, in this order, from PREFIX.packs.npy.
 
 Conversations are of any length, so that no system's steps need hold the same ones; all read them in the order of the
 packs of --sft. Megatron-LM has no packer: its packs are Megatron-Bridge's default, first fit of shuffled conversations
-(first_fit_shuffle of its packing_utils.py), each rounded up to the 4 tokens that --sft pads it to at CP=2.
+(first_fit_shuffle), each rounded up to the 4 tokens that --sft pads it to at CP=2.
 """
 
 from __future__ import annotations

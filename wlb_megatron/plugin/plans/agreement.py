@@ -33,8 +33,9 @@ _PLANS = "plans"
 """What all ranks compare; ranks that share micro-batches compare their cuts, too."""
 
 _DIFFERS = (
-    "the corpus, its index, the --wlb flags, a profile or the GPUs' memory (it decides Lmax: set --wlb-max-tokens) "
-    "differ between nodes; make them the same everywhere"
+    "the corpus, its index (--sft: a node's own jsonl, tokenizer, template or transformers), the --wlb flags, a "
+    "profile or the GPUs' memory (it decides Lmax: set --wlb-max-tokens) differ between nodes; make them the same "
+    "everywhere"
 )
 _CUT_DIFFERS = (
     "the documents are the same, their cut over context-parallel ranks is not: the kernel times planned by, this "

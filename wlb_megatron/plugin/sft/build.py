@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import json
 import os
 import shutil
@@ -226,6 +227,7 @@ def _join(
     about = {
         "counts": asdict(counts),
         "key": key,
+        "tokens": _sha256(joined / f"{into.stem}.bin"),
         "jsonl": str(shards[0].jsonl),
         "notes": tokenizer.notes(),
         "bad": listed(shards) if counts.bad_lines else [],
@@ -236,3 +238,11 @@ def _join(
     if not into.done:
         raise WlbError(f"cannot write {into.folder}: remove what is there")
     shutil.rmtree(into.partial, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
