@@ -41,13 +41,16 @@ def lengths_of(dice: np.random.Generator, window: int) -> np.ndarray:
     return np.clip(kinds[dice.integers(len(kinds))], 1, window).astype(np.int64)
 
 
-def digest(packing: str, chunks: str, share: float, dp: int, pp: int, corpora: int) -> str:
+def digest(packing: str, chunks: str, share: float, dp: int, pp: int, corpora: int, spread: str) -> str:
     """Of so many corpora's plans, as 16 hexadecimal digits."""
     total = hashlib.sha256()
     for seed in range(corpora):
         dice = np.random.default_rng([seed, dp, pp])
         window = int(dice.choice([16, 500, 4096, 32768]))
-        config = WlbConfig(packing=packing, chunks=chunks, max_tokens=int(window * share), balance_batches=2)
+        lmax = int(window * share)
+        config = WlbConfig(
+            packing=packing, chunks=chunks, max_tokens=lmax, balance_batches=2, batch_spread=spread
+        )
         cost = CostModel(window * float(dice.choice([0.3, 1, 4])), 0.5, window * float(dice.choice([0, 0.1])))
         windows = int(dice.integers(1, 9))
         packer = make_packer(config, cost, window=window, micro_batches=windows, dp=dp, pp=pp)
@@ -60,12 +63,13 @@ def digest(packing: str, chunks: str, share: float, dp: int, pp: int, corpora: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plans", type=int, default=1000, help="over all families, about")
+    parser.add_argument("--batch-spread", default="auto", help="as --wlb-batch-spread (default: auto)")
     args = parser.parse_args()
     families = list(product(PACKERS, (1, 2, 4), (1, 2, 4, 8)))
     corpora = -(-args.plans // (ITERATIONS * len(families)))
     for (packing, chunks, share), dp, pp in families:
         name = f"{packing:14}chunks={chunks:4}lmax={share:<5}dp={dp} pp={pp}"
-        print(name, digest(packing, chunks, share, dp, pp, corpora), flush=True)
+        print(name, digest(packing, chunks, share, dp, pp, corpora, args.batch_spread), flush=True)
 
 
 if __name__ == "__main__":

@@ -184,6 +184,8 @@ def test_a_gpus_rates_and_memory_stand_in_the_log_line_alone_where_there_are_any
 
 def test_the_log_line_tells_epochs_and_what_was_left_out() -> None:
     assert "| epochs: 0.250 |" in metrics.log_line(figures_of(), None)
+    assert "spread" not in metrics.log_line(figures_of(), None)
+    assert ", 3 steps above --wlb-batch-spread |" in metrics.log_line(figures_of(above_spread=3), None)
     blend = {f"data/{name}": n / 10 for n, name in enumerate(["web", "code", "books", "wiki", "law", "math"])}
     chunks = metrics.log_line(figures_of(documents_in_chunks=3, chunks=11), None)
     assert "micro-batches, 3 documents in 11 chunks |" in chunks

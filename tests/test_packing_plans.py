@@ -56,6 +56,7 @@ varlen_settings = st.fixed_dictionaries(
         "max_delay": st.integers(0, 6),
         "thresholds": st.sampled_from(["auto", "none", "12", "6,13,24", "1"]),
         "release": st.sampled_from(["balance", "full"]),
+        "batch_spread": st.sampled_from(["auto", "none", "1", "1.2"]),
     }
 )
 
@@ -95,6 +96,51 @@ def test_an_endless_stream_never_gives_an_empty_micro_batch(
         finite=False,
     )
     assert max(delays(plans).values()) <= chosen["max_delay"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    document_lengths().filter(bool),
+    sizes(),
+    varlen_settings,
+    st.sampled_from([0, 1, 3, 1000]),
+    st.sampled_from(["1", "2", "auto"]),
+)
+def test_only_documents_that_the_bound_on_delay_demands_exceed_the_batch_spread_and_such_steps_are_counted(
+    lengths: list[int], size: dict[str, Any], chosen: dict[str, Any], max_delay: int, per_window: str
+) -> None:
+    chosen |= {"max_delay": max_delay, "micro_batches_per_window": per_window}
+    planner = make_planner(lengths, **size, **chosen, endless=True, chunks="off")
+    plans = run(planner, most=12)
+    percent = {"auto": 150, "1": 100, "1.2": 120, "none": 10**9}[chosen["batch_spread"]]
+    batch = size["micro_batches"] * size["dp"] * WINDOW
+    above = [plan for plan in plans if 100 * sum(p.tokens for p in trained(plan)) > percent * batch]
+    assert planner.above_spread == len(above)
+    assert not above or max_delay < 1000
+    for plan in above:  # with a delay of 0 each document is due as it arrives
+        assert max_delay == 0 or not set(trained(plan)) & set(plan.arrived)
+
+
+def test_a_batch_spread_evens_steps_and_counts_those_in_chunks_that_exceed_it() -> None:
+    lengths = [3, 24, 1, 7, 20, 2, 5, 11] * 9
+
+    def tokens(spread: str, chunks: str) -> tuple[float, int]:
+        planner = make_planner(
+            lengths, window=24, micro_batches=4, pp=4, endless=True, batch_spread=spread, chunks=chunks
+        )
+        plans = run(planner, most=40)
+        return max(sum(p.tokens for p in trained(plan)) for plan in plans) / 96, planner.above_spread
+
+    (free, uncounted), (bound, above) = tokens("none", "off"), tokens("1.25", "off")
+    assert free > 1.3 and bound <= 1.25 and uncounted == above == 0
+    most, above = tokens("1.01", "on")
+    assert most > 1.01 and above > 0, "no document in chunks waits"
+
+
+@pytest.mark.parametrize("text", ["0.9", "nan", "wide", "-1", "inf"])
+def test_a_batch_spread_that_is_no_multiple_of_a_batch_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"--wlb-batch-spread '{text}' is neither auto, none, nor a number"):
+        make_planner([5], window=24, micro_batches=1, batch_spread=text)
 
 
 @pytest.mark.parametrize(("packing", "batches"), [("original", 1), ("fixed-greedy", 1), ("fixed-greedy", 3)])

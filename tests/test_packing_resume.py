@@ -108,6 +108,7 @@ def draw_run(rng: np.random.Generator, packing: str) -> Run:
         max_tokens=[None, -(-window * 5 // 4 // 8) * 8 + 8, 2 * window, 3 * window][rng.integers(4)],
         max_delay=int(rng.choice([0, 1, 2, 5, 16])),
         thresholds=str(rng.choice(thresholds)),
+        batch_spread=("auto", "none", "1", "1.25")[window // 8 % 4],
         balance_batches=int(rng.integers(1, 5)),
         max_documents=int(rng.choice([3, 8, 4096], p=[0.1, 0.1, 0.8])),
         solver_seconds=0.01,

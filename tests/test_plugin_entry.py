@@ -31,6 +31,7 @@ def test_the_list_of_flags_is_frozen() -> None:
     )
     assert option_strings == [
         "--wlb-balance-batches",
+        "--wlb-batch-spread",
         "--wlb-chunks",
         "--wlb-cp-mode",
         "--wlb-document-cost",

@@ -166,6 +166,31 @@ def test_a_state_of_an_earlier_commit_goes_on_with_its_order_its_delays_and_its_
     assert now.config.token_weights == json.loads(of_then["state"])["token_weights"]
 
 
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "fixed windows"])
+def test_a_run_keeps_its_batch_spread_and_an_earlier_commits_has_none_until_the_flag_is_given(
+    name: str,
+) -> None:
+    def resumed(state: str | dict[str, Any], spread: str, at: int = TRAINED) -> Source:
+        load(argparse.Namespace(wlb_state=state if isinstance(state, str) else json.dumps(state)))
+        first = MAKERS[name]()
+        return gone_on(replace(first, config=replace(first.config, batch_spread=spread)), megatron(at))[0]
+
+    of_then = saved_states("9513cca")[name]["state"]
+    assert resumed(of_then, "auto").planner.packer.batch_spread is None
+    now = resumed(of_then, "1.2")
+    assert now.planner.packer.batch_spread == 150, "of the packer that the flag made"
+    now.planner.packer.batch_spread = 101  # as 1.01 makes it
+    for _ in range(8):
+        now.planner.next_iteration()
+    resume.remember(now, now.planner.snapshot())
+    again = resumed(saved(megatron(0)), "auto", TRAINED + 8)
+    assert again.planner.packer.batch_spread == 101
+    assert again.planner.above_spread == now.planner.above_spread
+    assert [again.planner.next_iteration() for _ in range(4)] == [
+        now.planner.next_iteration() for _ in range(4)
+    ]
+
+
 def test_a_run_in_chunks_keeps_its_weights_on_a_layout_where_documents_wait() -> None:
     """There auto would be equal, which changes the gradient's scale within the run."""
     state = saved_states("9513cca")["documents in chunks"]["state"]

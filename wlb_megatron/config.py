@@ -74,6 +74,13 @@ class WlbConfig:
         "shortest documents of each outlier queue, in which long documents wait: auto (chosen on a sample of the "
         "index), none (no document waits), or lengths such as 49152,90112 (tokens). Not used with chunks",
     )
+    batch_spread: str = _setting(
+        "auto",
+        "most tokens of a step over those of a global batch: auto (1.5 in a new run; a checkpoint's run keeps its own, "
+        "and has none if it began before this flag), none, or a number from 1. Documents that must train by "
+        "--wlb-max-delay, and those in chunks, may exceed it; the log counts such steps. In simulation 1.5 costs up to "
+        "0.5 % of the tokens a second, 1.25 up to 1 %, where whole documents wait",
+    )
     release: str = _setting(
         "balance",
         "when an outlier queue releases documents: balance (those that make this iteration's micro-batches most even, "

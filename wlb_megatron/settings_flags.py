@@ -212,7 +212,7 @@ def idle(config: WlbConfig) -> dict[str, str]:
     solves = config.packing == "fixed-solver" or config.cp_mode == "dynamic"
     counts = config.release == "balance" and config.cp_mode == "fixed"
     rows = (
-        (varlen, ("max_tokens", "thresholds", "max_delay", "release"), "--packing varlen"),
+        (varlen, ("max_tokens", "thresholds", "max_delay", "batch_spread", "release"), "--packing varlen"),
         (fixed, ("balance_batches",), "--packing fixed-greedy or fixed-solver"),
         (solves, ("solver_seconds",), "--packing fixed-solver or --cp-mode dynamic"),
         (counts, ("micro_batches_per_window",), "--release balance and --cp-mode fixed"),

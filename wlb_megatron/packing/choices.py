@@ -22,13 +22,14 @@ def chosen(config: WlbConfig, packer: Packer) -> dict[str, Any]:
 
     token_weights: step or equal. fresh_order: the order of documents was begun as --wlb-fresh-order asks, which is not
     done again when the job is requeued. chunks: whether long documents train in chunks. keeps_layers: micro-batches are
-    chosen by a law that knows what recomputation each number of them costs.
+    chosen by a law that knows what recomputation each number of them costs. batch_spread: see Packer.
     """
     return {
         "token_weights": _token_weights(config, packer),
         "fresh_order": config.fresh_order,
         "chunks": isinstance(packer, ChunkPacker),
         "keeps_layers": packer.law.rooms is not None,
+        "batch_spread": packer.batch_spread,
     }
 
 
@@ -36,11 +37,15 @@ def saved_choices(state: Mapping[str, Any] | None) -> dict[str, Any]:
     """The choices of the run that saved this packing state. Empty where there is none, or it cannot be read.
 
     States without a record of choices hold token_weights by itself. Those of 0.1.0 do not: a token weighed by its step
-    there. Whether documents were in chunks is among their packer's settings.
+    there. Whether documents were in chunks is among their packer's settings. None of them bounds a step's tokens.
     """
     if not state:
         return {}
-    before = {"token_weights": state.get("token_weights", "step"), "keeps_layers": False}
+    before = {
+        "token_weights": state.get("token_weights", "step"),
+        "keeps_layers": False,
+        "batch_spread": None,
+    }
     with suppress(LookupError, TypeError):  # a damaged state is told when it is loaded
         before["chunks"] = "chunks" in state["planner"]["packer"]["settings"]
     return {**before, **state.get("choices", {})}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from wlb_megatron.bounds import COUNT
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.choose_chunks import Times, choose_chunks, holds_whole, with_chunks
@@ -29,6 +30,22 @@ FIXED: dict[str, type[OriginalPacker | FixedGreedyPacker]] = {
 
 MAX_DELAY = 16
 """Default limit of a document's wait, in iterations."""
+
+BATCH_SPREAD = 150
+"""Default most tokens of a step, in percent of a global batch's."""
+
+
+def read_spread(text: str) -> int | None:
+    """Percent of a global batch's tokens from `config.batch_spread`; None for none."""
+    if text in ("auto", "none"):
+        return BATCH_SPREAD if text == "auto" else None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value <= COUNT:
+        raise WlbError(f"--wlb-batch-spread {text!r} is neither auto, none, nor a number from 1")
+    return round(100 * value)
 
 
 def make_packer(
@@ -139,7 +156,10 @@ def _make_varlen(
         per_window = 1
     thresholds_set = read_thresholds(config.thresholds)
     by_balance = config.release == "balance"
-    limits = Limits(micro_batches * ranks.dp, window, window, config.max_documents, max_delay)
+    limits = Limits(
+        *(micro_batches * ranks.dp, window, window, config.max_documents, max_delay),
+        read_spread(config.batch_spread),
+    )
 
     def whole(few: Limits, on: Ranks, thresholds: Sequence[int]) -> VarlenPacker:
         capacity = lmax(config, window, alignment)

@@ -90,6 +90,10 @@ class Packer(Protocol):
     most_pieces: int
     """Pieces that can train for each window of a global batch at most: no more are taken in."""
 
+    batch_spread: int | None
+    """Percent of a global batch's tokens that a step should not exceed; None: no bound. It may change between two
+    calls of `pack`."""
+
     intake_batches: int
     """Global batches taken in at once at most; in the other iterations nothing arrives."""
 

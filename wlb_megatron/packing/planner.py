@@ -70,6 +70,7 @@ class Planner:
         self.taken = 0  # tokens; a Python integer, so it does not end at 2**31
         self.put_back = 0  # pieces, so far
         self.trained = 0  # tokens of all iterations so far
+        self.above_spread = 0  # iterations so far with more tokens than packer.batch_spread
         self.until: int | None = None  # samples after which the run ends
         self._supplied = 0  # pieces were taken in up to this iteration
         self._put_back: deque[Piece] = deque()
@@ -123,6 +124,8 @@ class Planner:
         self.iteration += 1
         self.samples += batch.bins
         self.trained += trained
+        spread = self.packer.batch_spread
+        self.above_spread += spread is not None and 100 * trained > spread * self._tokens(batch.bins)
         return plan
 
     def _next_batch(self) -> Batch:
@@ -168,6 +171,7 @@ class Planner:
             "supplied": self._supplied,
             "taken": self.taken,
             "trained": self.trained,
+            "above_spread": self.above_spread,
             "ended": self._ended,
             "put_back": [list(piece[:4]) for piece in self._put_back],
             "put_back_so_far": self.put_back,
@@ -212,6 +216,7 @@ class Planner:
         self._waiting = self.packer.waiting
         waiting = sum(piece.tokens for piece in self._waiting)
         self.trained = int(state.get("trained", self.taken - waiting))  # states saved before it was counted
+        self.above_spread = int(state.get("above_spread", 0))
         self._supplied = int(state["supplied"])
         self._ended = (
             bool(state["ended"]) and self.until is None

@@ -68,6 +68,7 @@ class ChunkPacker:
         above the window."""
         self._cost = cost
         self._limits = limits
+        self.batch_spread = limits.spread
         self._ranks = ranks
         self._per_window = per_window
         self.bins = limits.bins

@@ -90,6 +90,7 @@ class OriginalPacker:
     """Windows filled in arrival order, given to ranks in that order."""
 
     intake_batches = 1
+    batch_spread: int | None = None  # a step has a global batch's tokens
 
     def __init__(
         self, config: WlbConfig, cost: CostModel, *, window: int, bins: int, ranks: Ranks = ONE_RANK
@@ -144,6 +145,7 @@ class FixedGreedyPacker:
     """
 
     name = "fixed-greedy"
+    batch_spread: int | None = None
 
     def __init__(
         self, config: WlbConfig, cost: CostModel, *, window: int, bins: int, ranks: Ranks = ONE_RANK

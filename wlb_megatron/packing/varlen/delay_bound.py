@@ -20,7 +20,8 @@ class Limits:
 
     bins: micro-batches of the global batch, none empty. window: tokens of the longest piece. capacity: Lmax, the most
     tokens of a micro-batch, more than the window. max_documents: most pieces of a micro-batch. max_delay: a piece
-    that arrives in iteration i trains in iteration i + max_delay at the latest.
+    that arrives in iteration i trains in iteration i + max_delay at the latest. spread: most tokens of a step, in
+    percent of a global batch's; None: no bound.
     """
 
     bins: int
@@ -28,6 +29,7 @@ class Limits:
     capacity: int
     max_documents: int
     max_delay: int
+    spread: int | None = None
 
     def share(self, item: Item) -> int:
         """The most of `whole` that a piece may take."""

@@ -17,11 +17,11 @@ from itertools import islice
 from typing import NamedTuple
 
 from wlb_megatron.packing.varlen.outlier_queues import Item, OutlierQueues
-from wlb_megatron.packing.varlen.release import FULL, SCALE, THIN, URGENCY, Situation
+from wlb_megatron.packing.varlen.release import FULL, HELD_SHORT, SCALE, THIN, URGENCY, Situation
 from wlb_megatron.pipeline.step_law import StepLaw
 
 MOST = 200
-"""An iteration trains at most this percentage of a global batch's tokens, unless its bound on delay demands more."""
+"""Outliers bring an iteration to at most this percentage of a global batch's tokens, whatever --wlb-batch-spread."""
 
 RISE = 4
 """Factor on the price of waiting. A pipeline's bubble is a larger share of a step than imbalance is, and the price
@@ -54,11 +54,14 @@ def choose_height(
     may get. dp: data-parallel ranks.
     """
 
+    # Outliers may take the place of short documents, which then wait for the next iteration.
+    most = min(now.most_tokens + now.short_tokens, now.global_tokens * MOST // 100)
+
     def value(height: int) -> tuple[int, list[int]]:
         released, after, gain = list(due), lot, 0
         for level in reversed(range(len(released))):
             for item in islice(queues.levels[level], released[level], None):
-                if item.work > height or after.tokens + item.tokens > now.global_tokens * MOST // 100:
+                if item.work > height or after.tokens + item.tokens > most:
                     break
                 released[level] += 1
                 after = after.with_item(item)
@@ -66,6 +69,10 @@ def choose_height(
                 gain += item.work * (
                     RISE * now.price + URGENCY * age * age // (now.max_delay * now.max_delay or 1)
                 )
+        over = min(max(0, after.tokens - now.most_tokens), now.short_tokens)
+        waits = now.short_work * over // max(now.short_tokens, 1)
+        gain -= waits * HELD_SHORT
+        after = after._replace(work=after.work - waits, tokens=after.tokens - over)
         return gain // max(now.mean_work, 1) - _cost(after, now, law, counts, dp), released
 
     heights = [lot.largest, *(max(item.work for item in level) for level in queues.levels if level)]

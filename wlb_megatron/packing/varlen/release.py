@@ -15,7 +15,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import NamedTuple
 
-from wlb_megatron.packing.varlen.bins import Bins
+from wlb_megatron.packing.varlen.bins import UNBOUNDED, Bins
 from wlb_megatron.packing.varlen.outlier_queues import OutlierQueues
 
 SCALE = 1 << 20
@@ -50,6 +50,8 @@ class Situation(NamedTuple):
     short_largest: int
     global_tokens: int
     """Of a global batch: bins x window."""
+    most_tokens: int = UNBOUNDED
+    """That the step may train."""
 
 
 class ReleaseChoice(NamedTuple):
@@ -64,23 +66,28 @@ def choose_release(queues: OutlierQueues, must: ReleaseChoice, now: Situation) -
     heights = [max(item.work for item in level) for level in queues.levels if level]
     floor = max(must.bins.work)
     ceilings = [floor, *(height for height in heights if height > floor)]
-    best = max(((_value(c := _fill(queues, must, h), queues, now), -i, h, c) for i, h in enumerate(ceilings)))
+    room = now.most_tokens - sum(must.bins.tokens)
+    best = max(
+        ((_value(c := _fill(queues, must, h, room), queues, now), -i, h, c) for i, h in enumerate(ceilings))
+    )
     for percent in STRETCH:
-        choice = _fill(queues, must, best[2] * percent // 100)
+        choice = _fill(queues, must, best[2] * percent // 100, room)
         value = _value(choice, queues, now)
         if value > best[0]:
             best = (value, best[1], best[2], choice)
     return best[3]
 
 
-def _fill(queues: OutlierQueues, must: ReleaseChoice, ceiling: int) -> ReleaseChoice:
-    """Empties the queues into the bins under the ceiling, longest level first, each until its oldest does not fit."""
+def _fill(queues: OutlierQueues, must: ReleaseChoice, ceiling: int, room: int) -> ReleaseChoice:
+    """Empties the queues into the bins under the ceiling, longest level first, each until its oldest does not fit.
+    room: tokens that this may add."""
     bins, counts = must.bins.copy(), must.counts.copy()
     for i in reversed(range(len(counts))):
         for item in islice(queues.levels[i], counts[i], None):
-            if not bins.add(item, ceiling):
+            if item.tokens > room or not bins.add(item, ceiling):
                 break
             counts[i] += 1
+            room -= item.tokens
     return ReleaseChoice(counts, bins)
 
 
@@ -91,12 +98,14 @@ def _value(choice: ReleaseChoice, queues: OutlierQueues, now: Situation) -> int:
         for item in islice(level, count):
             age = now.iteration - item.entry
             gain += item.work * (now.price + URGENCY * age * age // (now.max_delay * now.max_delay or 1))
-    largest, total = choice.bins.poured(now.short_work, now.short_tokens)
+    placed = sum(choice.bins.tokens)
+    tokens = min(now.short_tokens, max(0, now.most_tokens - placed))
+    largest, total = choice.bins.poured(now.short_work * tokens // max(now.short_tokens, 1), tokens)
     if not total:
         return 0
     largest = max(largest, now.short_largest)
     held = now.short_work + sum(choice.bins.work) - total
     imbalance = largest * len(choice.bins.work) * SCALE // total - SCALE
-    missing = max(0, now.global_tokens * FULL // 100 - sum(choice.bins.tokens) - now.short_tokens)
+    missing = max(0, now.global_tokens * FULL // 100 - placed - tokens)
     thin = missing * missing * THIN // (now.global_tokens * now.global_tokens)
     return (gain - held * HELD_SHORT) // max(now.mean_work, 1) - imbalance - thin

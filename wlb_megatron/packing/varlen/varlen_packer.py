@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate, islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -44,6 +46,17 @@ class _Ready(NamedTuple):
     counts: list[int]
     leftovers: list[Item]
     short: list[Item]
+
+    def within(self, room: int) -> tuple[_Ready, list[Item]]:
+        """The same with as many leftovers and short items, oldest first, as have at most so many tokens; and the
+        rest."""
+        others = [*self.leftovers, *self.short]
+        sums = list(accumulate(map(_TOKENS, others), initial=0))
+        if sums[-1] <= room:
+            return self, []
+        kept = max(bisect_right(sums, room) - 1, 0)
+        short = others[len(self.leftovers) : kept]
+        return self._replace(leftovers=self.leftovers[:kept], short=short), others[kept:]
 
 
 def lmax(config: WlbConfig, window: int, alignment: int = 1) -> int:
@@ -100,6 +113,7 @@ class VarlenPacker:
         self._cost = cost
         self.bins = limits.bins
         self._limits = limits
+        self.batch_spread = limits.spread
         self._ranks = ranks
         self.law = ranks.law(cost)
         self._per_window = per_window
@@ -174,6 +188,8 @@ class VarlenPacker:
             self._queues
         ):
             released.append(self._queues.pop_oldest())
+        room = self._most_tokens() - sum(map(_TOKENS, due)) - sum(map(_TOKENS, released))
+        (_, _, leftovers, short), waits = ready.within(room)
         others = by_falling_work([*released, *leftovers, *short])
 
         def fill(number: int) -> tuple[Bins, list[Item]]:
@@ -181,7 +197,7 @@ class VarlenPacker:
             return bins, left + bins.add_all(others)
 
         works = [item.work for item in (*due, *others)]
-        return arrange(
+        grid, left = arrange(
             fill,
             numbers,
             (len(works), sum(works), max(works, default=0)),
@@ -189,21 +205,24 @@ class VarlenPacker:
             self._ranks,
             self.law,
         )
+        return Arranged(grid, [*left, *waits])
 
     def _balance(self, iteration: int, ready: _Ready) -> Arranged:
         """Packs as many micro-batches as windows, of similar work."""
         due, counts, leftovers, short = ready
         bins, left = self._place_due(due, self._limits.bins)
-        choice = self._release_levels(ReleaseChoice(counts, bins))
+        now = self._situation(iteration, leftovers + short)
+        choice = self._release_levels(ReleaseChoice(counts, bins), now)
         if self._by_balance:
-            choice = choose_release(self._queues, choice, self._situation(iteration, leftovers + short))
+            choice = choose_release(self._queues, choice, now)
         bins = choice.bins
         self._queues.release(choice.counts)
         for _ in range(
             min(self._limits.bins - len(bins.items) - len(leftovers) - len(short), len(self._queues))
         ):
             bins.add(self._queues.pop_oldest())
-        left += bins.add_all(by_falling_work(leftovers))
+        (_, _, leftovers, short), waits = ready.within(self._most_tokens() - sum(bins.tokens))
+        left += [*waits, *bins.add_all(by_falling_work(leftovers))]
         left += bins.add_all(by_falling_work(short))
         contents = bins.contents()
         improve_bins(contents, bins.work, self._limits.capacity, self._limits.max_documents)
@@ -252,15 +271,19 @@ class VarlenPacker:
             left = [item for item in due if not bins.add_shortest(item)]
         return bins, left
 
-    def _release_levels(self, must: ReleaseChoice) -> ReleaseChoice:
+    def _release_levels(self, must: ReleaseChoice, now: Situation) -> ReleaseChoice:
         """A level that holds as many as there are bins gives one to each. Without a choice by balance, one of which
         a document is due gives what it has, too: alone it would stand out."""
         counts, bins = must
+        room = now.most_tokens - sum(bins.tokens)
         for i, level in enumerate(self._queues.levels):
             full = len(level) >= self._limits.bins
             wanted = self._limits.bins if full or (counts[i] and not self._by_balance) else 0
-            while counts[i] < min(wanted, len(level)) and bins.add(level[counts[i]]):
+            for item in islice(level, counts[i], wanted):
+                if item.tokens > room or not bins.add(item):
+                    break
                 counts[i] += 1
+                room -= item.tokens
         return must
 
     def _situation(self, iteration: int, short: list[Item]) -> Situation:
@@ -273,7 +296,14 @@ class VarlenPacker:
             short_tokens=sum(map(_TOKENS, short)),
             short_largest=max(map(_WORK, short), default=0),
             global_tokens=self._limits.bins * self._limits.window,
+            most_tokens=self._most_tokens(),
         )
+
+    def _most_tokens(self) -> int:
+        """Of a step, unless the bound on delay demands more."""
+        if self.batch_spread is None:
+            return UNBOUNDED
+        return self._limits.bins * self._limits.window * self.batch_spread // 100
 
     def _put_back(self, iteration: int) -> tuple[Piece, ...]:
         """Drop those of this iteration's arrivals that cannot be promised to train within their bound."""

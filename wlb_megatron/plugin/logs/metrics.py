@@ -78,6 +78,7 @@ def stepped(
         figures |= {
             "plan_wait_ms": waited * 1e3,
             "put_back": planned.put_back,
+            "above_spread": planned.above_spread,
             "consumed_tokens": planned.trained,
             "predicted_ms": planned.predicted_ms,
             "arrival_ms": planned.arrival_ms,
@@ -202,7 +203,7 @@ def log_line(
         f"{figures['imbalance']:.3f}, CP ranks {figures['cp_imbalance']:.3f} | step over ideal: "
         f"{figures['step_over_ideal']:.3f} with {figures['micro_batches']} micro-batches{_in_chunks(figures)} | "
         f"tokens: {figures['tokens']}{_targets(figures)}, "
-        f"{figures['consumed_tokens']} so far{rate} | "
+        f"{figures['consumed_tokens']} so far{rate}{_above_spread(figures)} | "
         f"delayed documents: {figures['delayed']} | mean token delay: {figures['token_delay']:.3f} | "
         f"plan ms: {figures['plan_ms']:.2f} (waited {figures['plan_wait_ms']:.2f})"
     )
@@ -230,6 +231,11 @@ def log_line(
 
 def _targets(figures: Mapping[str, Any]) -> str:
     return f" ({figures['targets']} targets)" if "targets" in figures else ""
+
+
+def _above_spread(figures: Mapping[str, Any]) -> str:
+    count = figures.get("above_spread")
+    return f", {count} steps above --wlb-batch-spread" if count else ""
 
 
 def _in_chunks(figures: Mapping[str, Any]) -> str:

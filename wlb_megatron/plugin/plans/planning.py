@@ -80,6 +80,7 @@ class PlannedIteration:
     state: makes the JSON-able state when called; stream: the document stream's part of it. samples: of all
     iterations so far, in micro-batches by Megatron's count. trained: their tokens.
     put_back: pieces so far that arrived an iteration later, as their bound on delay could not be promised.
+    above_spread: iterations so far with more tokens than --wlb-batch-spread.
     predicted_ms: of the whole iteration; arrival_ms: of its documents in arrival order. plan: of all data-parallel
     ranks. None where they are not known.
     """
@@ -91,6 +92,7 @@ class PlannedIteration:
     samples: int = 0
     trained: int = 0
     put_back: int = 0
+    above_spread: int = 0
     predicted_ms: float | None = None
     plan: IterationPlan | None = None
     arrival_ms: float | None = None
@@ -183,6 +185,7 @@ def planned_iteration(
         planner.samples,
         planner.trained,
         planner.put_back,
+        planner.above_spread,
         predicted_ms,
         plan,
         arrival_ms,

@@ -67,6 +67,8 @@ def restore(
     if at.begun:
         lines = _continue(source, at, micro_batch_size)
         saved = saved_choices(checkpoint.loaded_state())
+        if saved and source.config.batch_spread == "auto":
+            source.planner.packer.batch_spread = saved["batch_spread"]
         config, said = keep(source.config, source.planner.packer, saved)
         source, lines = replace(source, config=config), [*lines, *said]
     elif source.config.fresh_order:
