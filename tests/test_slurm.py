@@ -83,19 +83,29 @@ echo "$PYTORCH_CUDA_ALLOC_CONF $CUDA_DEVICE_MAX_CONNECTIONS $SRUN_CPUS_PER_TASK"
 """
 
 
+SCONTROL = """#!/usr/bin/env bash
+# Stands for scontrol: expands the job's nodes and lists of names, knows the job's EXCLUDED nodes, notes all else.
+case "$1 $2 $3" in
+    "show hostnames node[7-9]") printf 'node%s\\n' 7 8 9 ;;
+    "show hostnames "*) tr , '\\n' <<<"$3" ;;
+    "show job "*) echo "   ReqNodeList=(null) ExcNodeList=${EXCLUDED:-(null)}" ;;
+    *) echo "$*" >>"$TOLD/scontrol" ;;
+esac
+"""
+
+
 def run_with_stubs(
     script: Path, folder: Path, status: int, saved: str, *flags: str, signal: str = "", **exported: str
 ) -> tuple[int, str, list[str]]:
     """A batch script run with a srun that starts three tasks here: exit code, log, and srun's arguments."""
     (folder / "bin").mkdir(exist_ok=True)
-    hosts, asked = "printf 'node%s\\n' 7 8 9", 'echo "$*" >>"$TOLD/scontrol"'
     for name, text in (
         ("srun", SRUN),
         ("python3", TRAINER),
         ("scancel", "#!/usr/bin/env bash\n"),
         ("squeue", '#!/usr/bin/env bash\n[ "$2" != --jobs=40120 ] || echo 40120 is running\n'),
         ("sinfo", "#!/usr/bin/env bash\nprintf 'node%s\\n' $USABLE\n"),
-        ("scontrol", f'#!/usr/bin/env bash\nif [ "$1" = show ]; then {hosts}; else {asked}; fi\n'),
+        ("scontrol", SCONTROL),
     ):
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
@@ -218,17 +228,24 @@ def test_a_run_that_fails_is_queued_again_only_where_it_had_come_further(
 
 
 @pytest.mark.parametrize(
-    ("usable", "goes_on_without"), [("6 7 8 9", "node8"), ("7 8 9", ""), ("6 7 9 8 8", "node8")]
+    ("usable", "excluded", "goes_on_without"),
+    [
+        ("6 7 8 9", "", "node8"),
+        ("7 8 9", "", ""),
+        ("6 7 9 8 8", "", "node8"),
+        ("5 6 7 8 9", "node5", "node5,node8"),  # by a flag, or since an earlier failure
+        ("5 7 8 9", "node5", ""),
+    ],
 )
 def test_a_node_whose_task_failed_is_left_out_where_there_are_others(
-    usable: str, goes_on_without: str, tmp_path: Path
+    usable: str, excluded: str, goes_on_without: str, tmp_path: Path
 ) -> None:
     (tmp_path / "checkpoints" / "night").mkdir(parents=True)
-    _, log, _ = run_with_stubs(SCRIPT, tmp_path, 1, "700", USABLE=usable)
+    _, log, _ = run_with_stubs(SCRIPT, tmp_path, 1, "700", USABLE=usable, EXCLUDED=excluded)
     asked = (tmp_path / "scontrol").read_text().splitlines()
     assert asked[0] == "requeue 40123"
     assert asked[1:] == [f"update JobId=40123 ExcNodeList={goes_on_without}"] * bool(goes_on_without)
-    assert ("goes on without node8" in log) == bool(goes_on_without)
+    assert (f"goes on without {goes_on_without.replace(',', ' ')}" in log) == bool(goes_on_without)
 
 
 def test_why_a_run_failed_is_told_in_the_jobs_log_and_a_full_disk_ends_it(tmp_path: Path) -> None:
