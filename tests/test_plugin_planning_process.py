@@ -28,7 +28,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.job import plan_job
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan
-from wlb_megatron.plugin.logs.prediction import ArrivalOrder, UntilItFails
+from wlb_megatron.plugin.logs.prediction import UntilItFails, in_arrival_order
 from wlb_megatron.plugin.plans import planning_process
 from wlb_megatron.plugin.plans.planning import PlanAhead, PlannedIteration, ShardSettings, plan_iterations
 from wlb_megatron.plugin.plans.planning_process import check_alive, in_a_process, plan_in_a_process
@@ -285,7 +285,21 @@ def took(plan: IterationPlan, shards: Sequence[ShardPlan]) -> float:
 
 def predicting(blend: Blend) -> ShardSettings:
     settings = replace(settings_of(blend), predict=took)
-    return replace(settings, arrival_order=partial(ArrivalOrder, settings, CostModel(200.0, 0.0), 2))
+    return replace(settings, arrival_order=partial(in_arrival_order, settings, CostModel(200.0, 0.0), 2))
+
+
+def test_a_gain_that_cannot_be_told_does_not_end_planning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It fails at its start, without a cost model, and at its first plan, with a padding that is no number."""
+    settings = predicting(corpora(tmp_path))
+    for wrong, cost in ((settings, None), (replace(settings, alignment="odd"), CostModel(200.0, 0.0))):  # type: ignore[arg-type]
+        begin = partial(in_arrival_order, wrong, cost, 2)  # type: ignore[arg-type]
+        planner = planner_of(corpora(tmp_path))
+        planned = list(islice(plan_iterations(planner, replace(settings, arrival_order=begin)), 3))
+        assert all(iteration.arrival_ms is None and iteration.predicted_ms for iteration in planned)
+    said = capsys.readouterr().out
+    assert "no gain over arrival order, the simulator failed" in said and "no more predicted times" in said
 
 
 @pytest.mark.parametrize("in_process", [False, True])

@@ -39,6 +39,9 @@ from wlb_megatron.workload.kernel_table import KernelTable, h100
 PredictGroups = Callable[[StepPlan, Sequence[int]], float | None]
 """Milliseconds of an iteration from its groups and the tokens of its documents."""
 
+PredictPlan = Callable[[IterationPlan], float | None]
+"""Milliseconds of the documents of each of consecutive plans."""
+
 Predict = Callable[[IterationPlan, Sequence[ShardPlan]], float | None]
 """Milliseconds of an iteration from its plan and the shard plans of this data-parallel rank's micro-batches."""
 
@@ -156,7 +159,7 @@ class UntilItFails:
     An object, so that it can be sent to the process that plans.
     """
 
-    def __init__(self, predict: Callable[..., float]) -> None:
+    def __init__(self, predict: Callable[..., float | None]) -> None:
         self._predict, self._failed = predict, False
 
     def __call__(self, *args: Any) -> float | None:
@@ -166,6 +169,13 @@ class UntilItFails:
             return self._predict(*args)
         self._failed = True
         return None
+
+
+def in_arrival_order(settings: ShardSettings, cost: CostModel, dp: int, planner: Planner) -> PredictPlan:
+    """What tells the milliseconds of each plan's documents in arrival order, until it fails."""
+    with never_fatal("no gain over arrival order, the simulator failed"):
+        return UntilItFails(ArrivalOrder(settings, cost, dp, planner))
+    return nothing_predicted
 
 
 class ArrivalOrder:

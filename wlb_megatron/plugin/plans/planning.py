@@ -108,7 +108,7 @@ class ShardSettings:
     """How a data-parallel rank's micro-batches are padded and cut.
 
     predict: milliseconds of an iteration from its plan and shard plans, where this process reports them.
-    arrival_order: begins the same prediction in arrival order, of plans one after another (prediction.ArrivalOrder).
+    arrival_order: begins the same prediction in arrival order, of consecutive plans (prediction.in_arrival_order).
     predictions: of an iteration's pieces, where losses are scaled by them.
     in_step: data-parallel ranks meet in every forward and backward (experts, FSDP): all must run the same order.
     keeps_layers: each step plans what it recomputes.

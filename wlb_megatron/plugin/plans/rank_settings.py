@@ -14,7 +14,7 @@ from wlb_megatron.documents.predictions import predictions_in
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.flags.limits import recompute_memory
 from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.plugin.logs.prediction import ArrivalOrder, predictor
+from wlb_megatron.plugin.logs.prediction import in_arrival_order, predictor
 from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans.agreement import shared_gpu
 from wlb_megatron.plugin.plans.cost_settings import cost_model
@@ -42,7 +42,7 @@ def reporting(settings: ShardSettings, job: TrainingJob, config: WlbConfig) -> S
     )
     settings = replace(settings, predict=predict)
     return replace(
-        settings, arrival_order=partial(ArrivalOrder, settings, cost_model(job, config), job.sizes.data)
+        settings, arrival_order=partial(in_arrival_order, settings, cost_model(job, config), job.sizes.data)
     )
 
 
