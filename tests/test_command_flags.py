@@ -90,6 +90,7 @@ ANALYZE = {
     "memory-rate": ("1e11", NO_HOST),
     "nvlink-rate": ("1e6", "--model 550M --host-launch 0 --chunks off"),
     "network-rate": ("1e6", NO_HOST),
+    "network-gbps": ("0.016", NO_HOST),
     "node": ("2", NO_HOST),
     "nvlink-latency": ("1", "--model 550M --host-launch 0 --chunks off"),
     "network-latency": ("1", NO_HOST),
@@ -139,7 +140,7 @@ OF_LAUNCH_COMMANDS = {
         "sequence-parallel",
         "hidden-dropout",
     ),
-    *("use-distributed-optimizer", "overlap-grad-reduce", "untie-embeddings-and-output-weights"),
+    *("use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather", "untie-embeddings-and-output-weights"),
     *("train-iters", "train-samples", "multi-latent-attention", "q-lora-rank", "kv-lora-rank", "qk-head-dim"),
     *("qk-pos-emb-head-dim", "v-head-dim", "moe-shared-expert-intermediate-size", "expert-imbalance"),
 }
@@ -243,6 +244,7 @@ REPRODUCE = {
     "micro-batches-per-window": "2",
     "no-large-job": "",
     "kernel-table": "h200",
+    "network-gbps": "0.016",
     **{name: ANALYZE[name][0] for name in ANALYZE if name.replace("-", "_") in vars(reproduction.REPRODUCED)},
 }
 

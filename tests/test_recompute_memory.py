@@ -335,7 +335,7 @@ MEMORY_ALONE = {
     "group": "an interleaved schedule takes stages of micro-batches at a time in both; more only holds more",
     "micro_batches": "each plan brings its own number",
     "sequence": "the time model assumes it with tensor parallelism",
-    "distributed_optimizer": "the time model assumes it",
+    "distributed_optimizer": "of the time model's sharing",
     "fully_sharded": "hidden behind layers, as far as Assumptions.dp_exposed says",
     "losses_in_forward": "the same work at another time; pipelines exclude FSDP",
     "tied": "the same matrices are multiplied",
@@ -346,6 +346,7 @@ MEMORY_ALONE = {
 }
 TIME_ALONE = {
     **dict.fromkeys(("assumptions", "measured", "costs"), "rates"),
+    "sharing": "what ranks exchange once a step",
     **dict.fromkeys(("shape", "layout"), "compared field by field"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from wlb_megatron.sharding.predict import predict
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.simulator.iteration import group_events, simulate
 from wlb_megatron.simulator.lengths import long_tailed, rescale
-from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes
+from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes, Sharing
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.kernel_table import h100, of_gpu
+from wlb_megatron.workload.memory import Experts
 
 SMALL = ModelShape(layers=8, hidden=1024, heads=8, kv_heads=2, ffn=2048, vocab=1000)
 FREE = Assumptions(
@@ -144,6 +146,30 @@ def test_gradient_reduction_shows_where_it_is_not_hidden():
     assert steps[1.0] == pytest.approx(alone + reduce + gather)
     # Hidden behind the only micro-batch's forward and backward, which together take `alone`.
     assert steps[0.0] == pytest.approx(reduce + gather)
+
+
+def test_each_flag_of_sharing_changes_what_a_step_waits_for():
+    """Two data-parallel ranks, whose link is so slow that little is hidden; times by hand from the parameters."""
+    slow = replace(FREE, nvlink_rate=1e9, optimizer_bytes=0)
+    plan = shard([4096], 1, "per-document")
+    alone = simulate([[[plan]]], _model()).steps[0]
+
+    def step(**flags: Any) -> float:
+        return simulate([[[plan, plan]]], replace(_model(slow, dp=2), sharing=Sharing(**flags))).steps[0]
+
+    parameters = 8 * SMALL.layer_parameters + 2 * 1000 * 1024
+    reduce, gather = 4 * parameters * 0.5, 2 * parameters * 0.5
+    assert step(reduce_overlaps=False, gather_overlaps=False) == pytest.approx(alone + reduce + gather)
+    assert step() < step(gather_overlaps=False) < step(reduce_overlaps=False, gather_overlaps=False)
+    assert step(distributed=False, reduce_overlaps=False) == pytest.approx(alone + 2 * reduce)
+    # 8 experts, 2 of which a token passes, on each of the two ranks or half of them: 8 layers of three matrices.
+    one = 3 * 1024 * 1024
+    for parallel, copies in ((1, 2), (2, 1)):
+        experts = Experts(count=8, ffn=1024, parallel=parallel, tensor=1, chosen=2)
+        dense, held = parameters - 8 * 2 * one, 8 * 8 * one / parallel
+        expected = 6 * (dense + held * (copies > 1)) * 0.5
+        shown = step(experts=experts, reduce_overlaps=False, gather_overlaps=False)
+        assert shown == pytest.approx(alone + expected)
 
 
 def test_cost_for_packing_weighs_attention_against_all_else():

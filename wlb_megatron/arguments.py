@@ -30,6 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             options["default"] = None if setting.metadata.get("depends") else setting.default
             options["type"] = setting.metadata.get("type", str)
             options["choices"] = setting.metadata.get("choices")
+            if "commands" in setting.metadata:  # a value that training refuses, with a line of its own
+                choices = setting.metadata["choices"]
+                shown = [choice for choice in choices if choice not in setting.metadata["commands"]]
+                options["metavar"] = "{" + ",".join(shown) + "}"
             if setting.default is not None:
                 options["help"] += f" (default: {setting.default})"
         group.add_argument(flag, **options)

@@ -26,9 +26,9 @@ class WlbConfig:
     packing: str = _setting(
         "varlen",
         "how documents become micro-batches: original (arrival order, windows of --seq-length), fixed-greedy "
-        "(windows of equal work), fixed-solver (the same by an exact solver, only in planning commands), varlen "
-        "(micro-batches of variable length)",
+        "(windows of equal work), varlen (micro-batches of variable length)",
         choices=PACKINGS,
+        commands=("fixed-solver", "fixed-greedy by an exact solver, to compare with"),
     )
     sharding: str = _setting(
         "adaptive",
@@ -90,7 +90,7 @@ class WlbConfig:
     )
     balance_batches: int = _setting(
         1,
-        "fixed-greedy and fixed-solver balance windows over this many global batches (iterations)",
+        "packings of fixed windows balance them over this many global batches (iterations)",
         type=int,
         within=(1, COUNT),
     )
@@ -102,7 +102,7 @@ class WlbConfig:
     )
     solver_seconds: float = _setting(
         1.0,
-        "time limit of the solver for one plan of dynamic groups, or of fixed-solver (seconds)",
+        "time limit of the solver for one plan (seconds)",
         type=float,
         within=(1e-3, SECONDS),
     )

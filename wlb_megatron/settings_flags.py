@@ -176,6 +176,8 @@ def add_setting(parser: argparse.ArgumentParser, name: str) -> None:
     if setting.default is False:
         parser.add_argument(*flags, dest=name, action="store_true", help=help_text)
         return
+    if "commands" in setting.metadata:
+        help_text += "; here also {} ({})".format(*setting.metadata["commands"])
     default = f" (default: {setting.default})" if setting.default is not None else ""
     parser.add_argument(
         *flags,

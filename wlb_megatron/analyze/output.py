@@ -247,7 +247,9 @@ def _job_lines(analysis: Analysis, report: dict[str, Any]) -> list[str]:
         f"model of {shape.layers} layers of {shape.hidden}{assumed}; work = d + d*d/{report['quadratic_at']:,.0f}",
         f"times of {analysis.job.profile.describe()}; what it has not measured is assumed"
         if analysis.job.profile
-        else f"kernel times of {analysis.job.model.measured.device}; rates and network are assumed (--help)",
+        else f"kernel times of {analysis.job.model.measured.device}; other rates are assumed (--help)",
+        f"network assumed: {analysis.job.model.assumptions.network_rate * 8e-9:,.0f} Gbit/s a GPU between nodes of "
+        f"{analysis.job.model.assumptions.node} (--network-gbps)",
         *_run_lines(report["epoch"]),
         *map(renamed, analysis.messages),
         *_memory_lines(analysis),

@@ -344,10 +344,14 @@ def _stage_times(layer: FloatArray, ends: tuple[FloatArray, FloatArray], model: 
 def _after(forward: FloatArray, backward: FloatArray, model: LayerModel, n: int) -> FloatArray:
     """float[n, P]: gradient reduction, optimizer and parameter gather that a stage adds to its pipeline.
 
-    Overlapped, the reduction runs beside the backward of the last micro-batch, the gather beside the next
+    Overlapped, as flags say, the reduction runs beside the backward of the last micro-batch, the gather beside the next
     iteration's first forward, for which this one's first stands; the longer of the two in each pair is what shows.
     """
-    layout, assumed = model.layout, model.assumptions
+    layout, sharing = model.layout, model.sharing
+    shown = [
+        model.assumptions.dp_exposed if overlaps else 1.0
+        for overlaps in (sharing.reduce_overlaps, sharing.gather_overlaps)
+    ]
     after = np.empty((n, layout.pp))
     for stage in range(layout.pp):
         reduce, gather = model.gradient_sync_ns(stage)
@@ -356,8 +360,8 @@ def _after(forward: FloatArray, backward: FloatArray, model: LayerModel, n: int)
             forward[:, stage, :, 0].sum(axis=1).reshape(n, -1).min(axis=1),
         )
         exposed = sum(
-            np.maximum(time - hidden, 0.0) + assumed.dp_exposed * np.minimum(time, hidden)
-            for time, hidden in zip((reduce, gather), hides, strict=True)
+            np.maximum(time - hidden, 0.0) + share * np.minimum(time, hidden)
+            for time, hidden, share in zip((reduce, gather), hides, shown, strict=True)
         )
         after[:, stage] = exposed + model.optimizer_ns(stage)
     return after

@@ -15,7 +15,7 @@ from wlb_megatron.simulator.divisible import check_divisible
 from wlb_megatron.simulator.job import Job, RunLength
 from wlb_megatron.simulator.known_models import PRESETS
 from wlb_megatron.simulator.memory import MemoryChoices
-from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes
+from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes, Sharing
 from wlb_megatron.simulator.reproduction.paper import SHAPES
 from wlb_megatron.simulator.reproduction.reproduce_command import add_assumptions, read_assumptions
 from wlb_megatron.workload.assumptions import Assumptions
@@ -226,7 +226,7 @@ def _add_trainer(parser: argparse.ArgumentParser) -> None:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     """Megatron's flags that a launch command has and that change memory or what follows from a step's time. Commands
-    without a launch command assume the first four."""
+    without a launch command assume the first five."""
     add = parser.add_argument_group("run", "further flags of a launch command").add_argument
     assumed = "assumed without a launch command"
     add(
@@ -243,6 +243,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--overlap-grad-reduce",
         action="store_true",
         help=f"gradients are reduced during the backward ({assumed})",
+    )
+    add(
+        "--overlap-param-gather",
+        action="store_true",
+        help=f"parameters are gathered during the forward ({assumed})",
     )
     add(
         "--untie-embeddings-and-output-weights",
@@ -330,8 +335,6 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
     if profile is not None:
         _refuse_measured(args)
     _complete_model(args)
-    if args.launched and not args.overlap_grad_reduce:
-        assumptions = replace(assumptions, dp_exposed=1.0)
     with explain_bad_values():
         layout = ParallelSizes(tp=args.tp, cp=args.cp, pp=args.pp, dp=args.dp, chunks=args.vpp)
         dense = read_shape(args, profile)
@@ -350,6 +353,7 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
             recompute_layers=args.recompute_num_layers if args.recompute_method == "uniform" else 1,
             recompute_blocks=args.recompute_num_layers if args.recompute_method == "block" else None,
             regather=args.regather_keys,
+            sharing=_sharing(args, _experts(dense, args)),
         )
     return Job(
         model=model,
@@ -383,6 +387,17 @@ def _refuse_idle_recompute(args: argparse.Namespace) -> None:
         raise WlbError(
             f"{flag} changes nothing without --recompute-granularity full: add that, or leave it out"
         )
+
+
+def _sharing(args: argparse.Namespace, experts: Experts | None) -> Sharing:
+    if not args.launched:
+        return Sharing(experts=experts)
+    return Sharing(
+        distributed=args.use_distributed_optimizer,
+        reduce_overlaps=args.overlap_grad_reduce,
+        gather_overlaps=args.overlap_param_gather,
+        experts=experts,
+    )
 
 
 def _memory_choices(args: argparse.Namespace) -> MemoryChoices:

@@ -20,7 +20,7 @@ from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel, backward_over_forward
 from wlb_megatron.workload.costs import Costs, micro_batch_cost
 from wlb_megatron.workload.kernel_table import KernelTable, h100
-from wlb_megatron.workload.memory import RECOMPUTE
+from wlb_megatron.workload.memory import RECOMPUTE, Experts
 from wlb_megatron.workload.micro_batch import LAUNCH_NS, chunk_ns, stage_launch_ns
 
 FloatArray = npt.NDArray[np.float64]
@@ -82,6 +82,21 @@ class ParallelSizes:
         return self.tp * self.cp * self.pp * self.dp
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """What data-parallel ranks exchange once a step, by Megatron's flags.
+
+    distributed: --use-distributed-optimizer. Gradients are reduced and scattered, parameters gathered, and each rank
+    updates its share; without it gradients travel both ways, and each rank updates all. reduce_overlaps,
+    gather_overlaps: --overlap-grad-reduce, --overlap-param-gather. experts: of every layer; None: a dense model.
+    """
+
+    distributed: bool = True
+    reduce_overlaps: bool = True
+    gather_overlaps: bool = True
+    experts: Experts | None = None
+
+
 class Times(NamedTuple):
     """Nanoseconds of a forward and of a backward."""
 
@@ -100,6 +115,7 @@ class LayerModel:
       unit that "full" recomputes at once (--recompute-method uniform). recompute_blocks: how many layers of a model
       chunk it recomputes (block); None: all.
     * regather: keys are exchanged again in backward.
+    * sharing: of gradients and parameters, once a step.
 
     Raises ValueError if heads or layers do not divide.
     """
@@ -113,6 +129,7 @@ class LayerModel:
     recompute_layers: int = 1
     recompute_blocks: int | None = None
     regather: bool = False
+    sharing: Sharing = field(default_factory=Sharing)
 
     def __post_init__(self) -> None:
         shape, layout = self.shape, self.layout
@@ -303,18 +320,21 @@ class LayerModel:
         return 1e9 * (sent / rates.pair_rate(2, stride) + rates.latency(2, stride))
 
     def gradient_sync_ns(self, stage: int) -> tuple[float, float]:
-        """Nanoseconds of a stage's reduce-scatter of gradients and all-gather of parameters over data and context
-        ranks.
+        """Nanoseconds of a stage's reduction of gradients and gather of parameters, over the ranks that hold the same
+        ones: data and context ranks, and of experts fewer. Without the distributed optimizer the first is an
+        all-reduce, and the second is 0.
         """
-        layout, rates = self.layout, self.assumptions
-        ranks, held = layout.dp * layout.cp, self._held(stage)
-        return (
-            rates.ring_ns(rates.gradient_bytes * held, ranks, layout.tp),
-            rates.ring_ns(rates.parameter_bytes * held, ranks, layout.tp),
+        rates, shared = self.assumptions, self.sharing.distributed
+        reduce, gather = (
+            sum(rates.ring_ns(size * held, copies, stride) for held, copies, stride in self._held(stage))
+            for size in (rates.gradient_bytes * (1 if shared else 2), rates.parameter_bytes * shared)
         )
+        return reduce, gather
 
     def optimizer_ns(self, stage: int) -> float:
-        owned = self._held(stage) / (self.layout.dp * self.layout.cp)
+        owned = sum(
+            held / (copies if self.sharing.distributed else 1) for held, copies, _ in self._held(stage)
+        )
         if self.costs is not None:
             return owned * self.costs.optimizer
         return 1e9 * owned * self.assumptions.optimizer_bytes / self.assumptions.memory_rate
@@ -351,12 +371,24 @@ class LayerModel:
             backward=backward_over_forward(again),
         )
 
-    def _held(self, stage: int) -> float:
-        """Parameters on one GPU of a stage."""
-        layers = sum(self.layers_of(stage, chunk) for chunk in range(self.layout.chunks))
-        ends = (stage == 0) + (stage == self.layout.pp - 1)
-        held = layers * self.shape.layer_parameters + ends * self.shape.vocab * self.shape.hidden
-        return held / self.layout.tp
+    def _held(self, stage: int) -> list[tuple[float, int, int]]:
+        """(parameters on one GPU of a stage, ranks that hold the same ones, GPUs from one to the next of these).
+
+        8 experts of a layer over 4 ranks, one tensor rank each, on 16 GPUs of a stage: 2 of them on a GPU, 4 copies.
+        """
+        layout, shape, experts = self.layout, self.shape, self.sharing.experts
+        layers = sum(self.layers_of(stage, chunk) for chunk in range(layout.chunks))
+        ends = (stage == 0) + (stage == layout.pp - 1)
+        parameters, copies = shape.layer_parameters, layout.dp * layout.cp
+        parts = []
+        if experts is not None:
+            one = (3 if shape.gated else 2) * shape.hidden * experts.ffn
+            parameters -= experts.chosen * one
+            spread = experts.parallel * experts.tensor
+            held = layers * experts.count * one / spread
+            parts.append((held, max(1, copies * layout.tp // spread), spread))
+        dense = (layers * parameters + ends * shape.vocab * shape.hidden) / layout.tp
+        return [(dense, copies, layout.tp), *parts]
 
     def _tp_row_ns(self) -> float:
         tp, rates = self.layout.tp, self.assumptions

@@ -21,6 +21,7 @@ from wlb_megatron.plugin.flags.trained_model import TrainedModel
 from wlb_megatron.plugin.flags.trainer import trainer_of
 from wlb_megatron.refusals import one_length
 from wlb_megatron.sharding.alignment import multiple
+from wlb_megatron.simulator.model import Sharing
 from wlb_megatron.workload.profile import Profile
 
 
@@ -50,8 +51,8 @@ class TrainingJob:
     at, without a GPU and without a flag that names its memory. profile: of --wlb-profile.
     workers: of a data loader; ignored_signal: what they must ignore, which makes the trainer save and exit.
     recompute_blocks: layers of a model chunk that --recompute-method block recomputes; None: all, where it does any.
-    overlaps_gradients: --overlap-grad-reduce. one_length: Megatron holds buffers or graphs of one length. timeout: of
-    communication between ranks (minutes). fine_tuning: of --sft.
+    sharing: what data-parallel ranks exchange once a step. one_length: Megatron holds buffers or graphs of one length.
+    timeout: of communication between ranks (minutes). fine_tuning: of --sft.
     """
 
     given: WlbConfig
@@ -70,7 +71,7 @@ class TrainingJob:
     ignored_signal: int | None
     recompute: str
     recompute_blocks: int | None
-    overlaps_gradients: bool
+    sharing: Sharing
     one_length: bool
     timeout: int
     fine_tuning: FineTuning | None = None
@@ -108,7 +109,12 @@ class TrainingJob:
             ignored_signal=int(args.exit_signal) if args.exit_signal_handler else None,
             recompute=args.recompute_granularity or "none",
             recompute_blocks=args.recompute_num_layers if args.recompute_method == "block" else None,
-            overlaps_gradients=bool(getattr(args, "overlap_grad_reduce", False)),
+            sharing=Sharing(
+                distributed=bool(args.use_distributed_optimizer),
+                reduce_overlaps=bool(getattr(args, "overlap_grad_reduce", False)),
+                gather_overlaps=bool(getattr(args, "overlap_param_gather", False)),
+                experts=None if model.experts is None else model.experts.memory,
+            ),
             one_length=one_length(args),
             timeout=args.distributed_timeout_minutes,
             fine_tuning=FineTuning.of(args, given),

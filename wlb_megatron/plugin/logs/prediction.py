@@ -251,16 +251,16 @@ def layer_model(job: TrainingJob, costs: Costs | None, table: KernelTable | None
     group = sizes.group or layout.pp
     if layout.chunks > 1 and group != layout.pp:
         raise ValueError(f"an interleaved schedule by groups of {group} micro-batches on {layout.pp} stages")
-    exposed = 0.0 if job.overlaps_gradients else 1.0
     return LayerModel(
         shape=shape,
         layout=layout,
-        assumptions=with_links(Assumptions(dp_exposed=exposed), costs),
+        assumptions=with_links(Assumptions(), costs),
         measured=h100() if table is None else table,
         costs=costs,
         recompute=job.recompute,
         recompute_blocks=job.recompute_blocks,
         regather=job.given.regather_keys,
+        sharing=job.sharing,
     )
 
 

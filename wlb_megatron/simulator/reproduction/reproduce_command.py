@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,11 @@ def add_assumptions(parser: argparse.ArgumentParser, defaults: Assumptions) -> N
             help=f"{assumption.metadata['help']} (default: {value:g})",
         )
     parser.add_argument(
+        "--network-gbps",
+        type=real(0),
+        help=f"the same as --network-rate in Gbit/s (default: {defaults.network_rate * 8e-9:g})",
+    )
+    parser.add_argument(
         "--kernel-table",
         metavar="NAME|PATH",
         help=f"attention times: a built-in table ({', '.join(builtin_names())}), or a JSON file of another GPU's "
@@ -68,6 +73,10 @@ def read_assumptions(args: argparse.Namespace) -> tuple[Assumptions, KernelTable
     """Figures as the flags say, attention of a kernel table, and the profile that they are of, if one is given."""
     with explain_bad_values():
         assumed = Assumptions(**{field.name: getattr(args, field.name) for field in fields(Assumptions)})
+        if args.network_gbps is not None:
+            if assumed.network_rate != Assumptions().network_rate:
+                raise WlbError("--network-gbps and --network-rate say the same: give one")
+            assumed = replace(assumed, network_rate=args.network_gbps * 1e9 / 8)
         if args.profile is not None:
             if args.kernel_table is not None:
                 raise WlbError("--profile brings its own kernel table: drop --kernel-table")
