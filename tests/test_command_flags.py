@@ -140,9 +140,20 @@ OF_LAUNCH_COMMANDS = {
         "sequence-parallel",
         "hidden-dropout",
     ),
-    *("use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather", "untie-embeddings-and-output-weights"),
+    *(
+        "use-distributed-optimizer",
+        "overlap-grad-reduce",
+        "overlap-param-gather",
+        "untie-embeddings-and-output-weights",
+    ),
     *("train-iters", "train-samples", "multi-latent-attention", "q-lora-rank", "kv-lora-rank", "qk-head-dim"),
-    *("qk-pos-emb-head-dim", "v-head-dim", "moe-shared-expert-intermediate-size", "expert-imbalance"),
+    *(
+        "qk-pos-emb-head-dim",
+        "v-head-dim",
+        "moe-shared-expert-intermediate-size",
+        "expert-imbalance",
+        "moe-layer-freq",
+    ),
 }
 """See test_launch_command.py."""
 

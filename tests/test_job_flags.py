@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -256,3 +257,37 @@ def test_model_chunks_without_a_pipeline_are_refused_by_inspect_too(
 
 def test_layers_that_divide_with_the_embedding_and_the_loss_are_taken() -> None:
     assert job("--model 405B --pp 16").model.shape.layers == 126
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        ("llama3-8b", 8.03),
+        ("llama3-70b", 70.6),
+        ("llama3-405b", 405.9),
+        ("qwen3-8b", 8.2),
+        ("qwen3-30b-a3b", 30.5),
+        ("qwen3-235b-a22b", 235.1),
+        ("deepseek-v3", 671.0),
+        ("mixtral-8x7b", 46.7),
+        ("mixtral-8x22b", 140.6),
+    ],
+)
+def test_a_known_model_has_the_parameters_that_are_published(
+    model: str, billions: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = f"analyze --no-split --search none --iterations 1 --lengths 9,30,64 --window 64 --model {model}"
+    code, out, err = call(capsys, *own.split())
+    assert code == 0, err
+    (shown,) = re.findall(r"([\d.]+)B parameters", out)
+    assert float(shown) == pytest.approx(billions, rel=2e-3, abs=0.05)
+    assert "of activations" in out, "memory is never left out"
+
+
+@pytest.mark.parametrize("pattern", ["[0,1]*2", "2", "([0,1,0]+[1]*1)"])
+def test_layers_without_experts_are_counted_by_megatrons_patterns(pattern: str) -> None:
+    flags = f"--num-layers 4 --num-experts 8 --moe-layer-freq {pattern}"
+    found = job(flags).experts
+    assert found is not None and found.dense_layers == 2
+    with pytest.raises(WlbError, match="a list of 4 zeros and ones"):
+        job("--num-layers 4 --num-experts 8 --moe-layer-freq [1]*3")

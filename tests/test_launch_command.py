@@ -104,6 +104,23 @@ def test_a_flag_before_the_command_counts_more(capsys: pytest.CaptureFixture[str
     assert analyzed(capsys, *lengths, "--tp", "1", "--", *job)["layout"]["tp"] == 1
 
 
+def test_a_micro_batch_of_two_windows_is_predicted_as_one_of_twice_the_window(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The same documents, none longer than a window. Without a mask the two windows still do not see each other."""
+    np.save(tmp_path / "lengths.npy", np.random.default_rng(2).integers(100, 4096, 300))
+    flags = f"--lengths {tmp_path / 'lengths.npy'} --pp 2 --model 550M"
+    own = analyzed(capsys, *f"{flags} --window 4096 --micro-batches 4 --micro-batch-size 2".split())
+    twice = analyzed(capsys, *f"{flags} --window 8192 --micro-batches 2".split())
+    times = [[side["step_ms"] for side in shown["results"].values()] for shown in (own, twice)]
+    assert times[0] == times[1] and own["max_tokens"] == twice["max_tokens"]
+    assert own["speedup_over_unmasked"] < twice["speedup_over_unmasked"]
+    code, _, err = call(
+        capsys, *f"analyze {flags} --window 4096 --micro-batches 3 --micro-batch-size 2".split()
+    )
+    assert code == 2 and "not a multiple of --micro-batch-size 2" in err
+
+
 def test_what_the_prediction_leaves_out_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     own = "analyze --no-split --iterations 1 --lengths 20,30,64 --world-size 1 --"
     code, out, _ = call(

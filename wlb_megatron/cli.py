@@ -174,6 +174,8 @@ def _inspect(args: argparse.Namespace) -> None:
     lengths = _lengths(args)
     check_vpp(args.pp, args.vpp)
     messages: list[str] = list(args.notes)
+    if args.micro_batch_size > 1:
+        messages.append("note: --micro-batch-size is not shown: micro-batches of one window are")
     shown = inspect_plans(
         lengths,
         settings(args),

@@ -101,7 +101,7 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         "--micro-batch-size",
         type=whole(1),
         default=1,
-        help="windows of a micro-batch; predicted as 1 (default: 1)",
+        help="windows of a micro-batch (default: 1)",
     )
     add("--world-size", type=whole(1, RANKS), help="GPUs of the job, from which --dp follows (default: none)")
     add("--dp", type=whole(1, RANKS), help="data-parallel size (default: 1, or what --world-size says)")
@@ -149,15 +149,18 @@ def complete_layout(args: argparse.Namespace) -> None:
         raise UsageError(
             "--micro-batches and --global-batch-size say the same: give one (the first is of a data-parallel rank)"
         )
-    if args.micro_batch_size > 1:
-        args.notes += ("note: --micro-batch-size is not predicted: micro-batches of one window are",)
     if args.global_batch_size is not None:
         if args.global_batch_size % args.dp:
             raise UsageError(
                 f"--global-batch-size {args.global_batch_size} is not a multiple of the data-parallel size {args.dp}"
             )
         args.micro_batches = args.global_batch_size // args.dp
-    args.micro_batches = args.micro_batches or 1
+    args.micro_batches = args.micro_batches or args.micro_batch_size
+    if args.micro_batches % args.micro_batch_size:
+        raise UsageError(
+            f"{args.micro_batches} windows of a data-parallel rank are not a multiple of --micro-batch-size "
+            f"{args.micro_batch_size}: change --global-batch-size, or one of the two"
+        )
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

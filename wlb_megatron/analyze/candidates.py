@@ -96,7 +96,7 @@ def layouts(given: Candidate) -> Iterator[Candidate]:
         for cp in _divisors(gpus // tp) if gpus % tp == 0 else ():
             for pp in _divisors(gpus // (tp * cp)):
                 dp = gpus // (tp * cp * pp)
-                if batch % dp:
+                if batch % (dp * job.micro_batch_size):
                     continue
                 try:
                     sizes = ParallelSizes(tp=tp, cp=cp, pp=pp, dp=dp)

@@ -308,6 +308,7 @@ def _work_per_token(run: Run) -> float:
 def _unmasked(job: Job) -> float:
     """Nanoseconds per token of full windows, each attended as one sequence, sharded as Megatron does."""
     layout = job.model.layout
-    window = np.array([job.window], dtype=np.int64)
-    (shard,) = shard_all([window], layout.cp, "per-sequence", job.model.table)
-    return simulate([[[shard] * layout.dp] * job.micro_batches], job.model).ns_per_token
+    windows = np.full(job.micro_batch_size, job.window, dtype=np.int64)
+    (shard,) = shard_all([windows], layout.cp, "per-sequence", job.model.table)
+    count = job.micro_batches // job.micro_batch_size
+    return simulate([[[shard] * layout.dp] * count], job.model).ns_per_token

@@ -236,15 +236,19 @@ def _print_search(searched: Searched) -> None:
 
 
 def _job_lines(analysis: Analysis, report: dict[str, Any]) -> list[str]:
-    layout, shape = analysis.job.model.layout, analysis.job.model.shape
+    model = analysis.job.model
+    layout, shape = model.layout, model.shape
     assumed = " (assumed: give --model or --profile)" if analysis.assumed else ""
+    size = analysis.job.micro_batch_size
+    joined = f", {size} in a micro-batch" if size > 1 else ""
     return [
         f"{report['documents']:,} documents, {report['tokens']:,} tokens; "
         f"{report['empty_documents']:,} empty (left out), "
         f"{report['overlong_documents']:,} above the window ({analysis.config.overlong})",
         f"{layout.gpus} GPUs: TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}; "
-        f"{analysis.job.micro_batches} windows of {analysis.layout.window:,} per data-parallel rank and step",
-        f"model of {shape.layers} layers of {shape.hidden}{assumed}; work = d + d*d/{report['quadratic_at']:,.0f}",
+        f"{analysis.job.micro_batches} windows of {analysis.layout.window:,} per data-parallel rank and step{joined}",
+        f"model of {shape.layers} layers of {shape.hidden}, {model.parameters / 1e9:,.1f}B parameters{assumed}; "
+        f"work = d + d*d/{report['quadratic_at']:,.0f}",
         f"times of {analysis.job.profile.describe()}; what it has not measured is assumed"
         if analysis.job.profile
         else f"kernel times of {analysis.job.model.measured.device}; other rates are assumed (--help)",
@@ -273,6 +277,9 @@ def _memory_lines(analysis: Analysis) -> list[str]:
     experts = analysis.job.experts
     lines = []
     if experts is not None:
+        lines.append(
+            "a token's experts take the time of one dense layer as wide; their exchange is not counted"
+        )
         lines.append(
             f"memory: the fullest rank's experts get {experts.imbalance / 100:g} times the mean of tokens "
             "(--expert-imbalance)"
@@ -347,7 +354,7 @@ def _ending(analysis: Analysis) -> list[str]:
     lines, ready = [], "flags"
     if analysis.weights_problem is not None:
         return ["flags: none recommended, because the weights do not fit (see above)"]
-    memory, window = analysis.memory, analysis.layout.window
+    memory, window = analysis.memory, analysis.job.joined_window
     if analysis.fullest is not None:
         how = "documents in chunks" if memory.in_chunks else "whole documents"
         most = f"micro-batches up to {memory.micro_batch:,} tokens, windows up to {memory.window:,} ({how})"

@@ -114,7 +114,7 @@ def search(
         documents = sum(len(plan.arrived) for plan in run.plans) // len(run.plans)
         iterations = min(job.iterations, max(LEAST, MOST_PLANNED // max(1, documents)))
         final = simulated(_unlike(looked, FINALISTS), (iterations, job.warm_up))
-        alike = _lmax(given) in (run.config.max_tokens, usual_lmax(run.config, job.window))
+        alike = _lmax(given) in (run.config.max_tokens, usual_lmax(run.config, job.joined_window))
         own = _found_of(run, given, given, iterations) if alike else None
         if not alike:
             own = next(iter(simulated([given], (iterations, job.warm_up))), None)

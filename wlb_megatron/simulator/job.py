@@ -62,6 +62,7 @@ class Job:
     """A job that the commands plan and simulate.
 
     * window: tokens. micro_batches: windows of a data-parallel rank and step.
+    * micro_batch_size: windows that a micro-batch joins, as training does: documents are split at one of them.
     * iterations: simulated, after `warm_up` planned ones in which queues fill.
     * seed: of the shuffle, None for the given order.
     * trainer: settings that decide about documents in chunks.
@@ -89,6 +90,12 @@ class Job:
     choices: MemoryChoices = field(default_factory=MemoryChoices)
     length: RunLength = field(default_factory=RunLength)
     quick: bool = False
+    micro_batch_size: int = 1
+
+    @property
+    def joined_window(self) -> int:
+        """Tokens of a micro-batch of full windows."""
+        return self.window * self.micro_batch_size
 
     @property
     def alignment(self) -> int:
@@ -143,8 +150,8 @@ class Job:
                 stream,
                 config,
                 self.cost(config),
-                window=self.window,
-                micro_batches=self.micro_batches,
+                window=self.joined_window,
+                micro_batches=self.micro_batches // self.micro_batch_size,
                 dp=layout.dp,
                 pp=layout.pp,
                 vpp=layout.chunks,
@@ -165,7 +172,7 @@ class Job:
         memory = None if self.gib is None else self.memory(self.gib)
         if memory is None or config.packing != "varlen":
             return config
-        return with_lmax(config, memory, self.window, self.trainer.chunks_refused())
+        return with_lmax(config, memory, self.joined_window, self.trainer.chunks_refused())
 
     def no_chunks(self, config: WlbConfig) -> list[tuple[str, str]]:
         """(flag, cure) of each setting that cannot be combined with chunks. config: with Lmax."""
@@ -195,7 +202,7 @@ class Job:
             stages = [(stage, kept) for step in run.kept for rank in step for stage, kept in enumerate(rank)]
             return max((gpu.weights(stage) + kept.peak, gpu.weights(stage)) for stage, kept in stages)
         packer = run.planner.packer
-        chunked, whole = memory.needed(replace(run.config, max_tokens=packer.max_tokens), self.window)
+        chunked, whole = memory.needed(replace(run.config, max_tokens=packer.max_tokens), self.joined_window)
         weights = max(memory.weights(stage) for stage in range(self.model.layout.pp))
         return (chunked if isinstance(packer, ChunkPacker) else max(whole, chunked * (not whole))), weights
 
@@ -211,8 +218,8 @@ class Job:
     def _gpu(self, gib: float) -> GpuMemory:
         return gpu_memory(
             *(self.model, self.trainer, gib),
-            window=self.window,
-            micro_batches=self.micro_batches,
+            window=self.joined_window,
+            micro_batches=self.micro_batches // self.micro_batch_size,
             alignment=self.alignment,
             margin=self.margin,
             experts=self.experts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import replace
 
 from wlb_megatron.bounds import RANKS, SEED, real, whole
@@ -185,6 +186,11 @@ def _add_trainer(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=BALANCING,
         help="loss that balances the experts (default: aux_loss)",
+    )
+    add(
+        "--moe-layer-freq",
+        default="1",
+        help="which layers have experts; counted in the sum of parameters, else all have (default: 1)",
     )
     add(
         "--expert-imbalance",
@@ -371,6 +377,7 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
         messages=messages,
         corpora=args.corpora,
         choices=_memory_choices(args) if args.launched else MemoryChoices(),
+        micro_batch_size=args.micro_batch_size,
     )
 
 
@@ -501,7 +508,26 @@ def _experts(dense: ModelShape, args: argparse.Namespace) -> Experts | None:
         args.moe_router_topk or 2,
         round(100 * (args.expert_imbalance or 1.5)),
         args.moe_shared_expert_intermediate_size or 0,
+        _dense_layers(args.moe_layer_freq, dense.layers),
     )
+
+
+def _dense_layers(pattern: str, layers: int) -> int:
+    """Layers without experts. pattern: "2" (every second layer has experts), or Megatron's list of Python, of one
+    number a layer: "([0]*3+[1]*58)" has 3 of 61."""
+    if pattern.isdigit() and int(pattern):
+        return layers - -(-layers // int(pattern))
+    parts = re.fullmatch(r"\(*((?:\[[01](?:,[01])*\](?:\*\d+)?\+?)+)\)*", pattern.replace(" ", ""))
+    listed = [
+        int(number)
+        for numbers, times in re.findall(r"\[([01,]+)\](?:\*(\d+))?", parts[1] if parts else "")
+        for number in numbers.split(",") * int(times or 1)
+    ]
+    if len(listed) != layers:
+        raise WlbError(
+            f"--moe-layer-freq {pattern!r} is neither a number nor a list of {layers} zeros and ones"
+        )
+    return listed.count(0)
 
 
 def activated(shape: ModelShape, args: argparse.Namespace) -> ModelShape:

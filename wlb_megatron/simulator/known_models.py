@@ -31,8 +31,10 @@ PRESETS = {
     "qwen3-235b-a22b": _dense(94, 4096, 12288, 64, 151936).replace("groups 8", "groups 4")
     + f" {_experts(128, 8, 1536)}",
     "deepseek-v3": f"{_COMMON} --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
-    f"--vocab-size 129280 {_LATENT} {_experts(256, 8, 2048)} --moe-shared-expert-intermediate-size 2048",
+    f"--vocab-size 129280 {_LATENT} {_experts(256, 8, 2048)} --moe-shared-expert-intermediate-size 2048 "
+    "--moe-layer-freq ([0]*3+[1]*58)",
     "mixtral-8x7b": f"{_dense(32, 4096, 14336, 32, 32000)} {_experts(8, 2, 14336)}",
     "mixtral-8x22b": f"{_dense(56, 6144, 16384, 48, 32768)} {_experts(8, 2, 16384)}",
 }
-"""DeepSeek-V3's first three layers have no experts; here all have. Its multi-token prediction is left out."""
+"""DeepSeek-V3's first three layers are as wide as what a token passes of the others, so that they take the same time.
+Its multi-token prediction is left out."""

@@ -14,7 +14,7 @@ _NAMES = """
 context-parallel-size cpu-offloading-num-layers data-args-path data-path expert-model-parallel-size
 expert-tensor-parallel-size ffn-hidden-size fine-grained-activation-offloading global-batch-size
 group-query-attention hidden-dropout hidden-size kv-channels kv-lora-rank micro-batch-size moe-ffn-hidden-size
-moe-router-load-balancing-type moe-router-topk moe-shared-expert-intermediate-size mtp-num-layers
+moe-layer-freq moe-router-load-balancing-type moe-router-topk moe-shared-expert-intermediate-size mtp-num-layers
 multi-latent-attention num-attention-heads num-experts num-layers num-layers-per-virtual-pipeline-stage
 num-query-groups num-virtual-stages-per-pipeline-rank overlap-grad-reduce overlap-param-gather
 per-split-data-args-path pipeline-model-parallel-size q-lora-rank qk-head-dim qk-pos-emb-head-dim recompute-activations
@@ -32,7 +32,6 @@ PASSED_OVER = {
     "--window-size": "attention is counted over whole documents",
     "--rampup-batch-size": "batches of the full size are simulated",
     "--step-batch-size-schedule": "batches of --global-batch-size are simulated",
-    "--moe-layer-freq": "every layer is counted as one with experts",
     "--pipeline-model-parallel-layout": "layers are spread evenly over stages",
     "--decoder-first-pipeline-num-layers": "layers are spread evenly over stages",
     "--decoder-last-pipeline-num-layers": "layers are spread evenly over stages",

@@ -144,6 +144,17 @@ class LayerModel:
                 f"{shape.layers} layers are fewer than {layout.pp} stages x {layout.chunks} model chunks"
             )
 
+    @property
+    def parameters(self) -> int:
+        """Weights of the whole model, with all experts and routers."""
+        shape, experts = self.shape, self.sharing.experts
+        if experts is None:
+            return shape.parameters
+        one = (3 if shape.gated else 2) * shape.hidden * experts.ffn
+        more = (experts.count - experts.chosen) * one + experts.count * shape.hidden
+        # A layer without experts is taken to be as wide as what a token passes of one with them.
+        return shape.parameters + (shape.layers - experts.dense_layers) * more
+
     @cached_property
     def table(self) -> KernelTable:
         """The kernel table, forward + backward, of one tensor-parallel rank's heads, with the context-parallel ranks'

@@ -25,8 +25,9 @@ GIB = 1 << 30
 class Experts:
     """Experts of every layer. ffn: width of one, which replaces StageShape.ffn. parallel, tensor:
     expert_model_parallel_size, expert_tensor_parallel_size. chosen: experts that a token passes (moe_router_topk).
-    imbalance: assumed tokens of the fullest rank's experts over the mean, in percent. shared: width of what every token
-    passes beside them (moe_shared_expert_intermediate_size)."""
+    shared: width of the shared experts, which every token passes. dense_layers: of the model, without experts; they
+    count in the sum of parameters alone. imbalance: assumed tokens of the fullest rank's experts over the mean, in
+    percent."""
 
     count: int
     ffn: int
@@ -35,6 +36,7 @@ class Experts:
     chosen: int = 2
     imbalance: int = 150
     shared: int = 0
+    dense_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,12 @@ class LatentAttention:
     position: int
     value: int
 
+    def parameters(self, hidden: int, heads: int) -> int:
+        """Weights of a layer's projections."""
+        return latent_parameters(
+            *(hidden, heads, self.query_rank, self.key_rank), (self.head, self.position, self.value)
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
@@ -107,10 +113,7 @@ class TrainedModel:
         latent = self.latent
         query, key = (0, 0) if latent else (self.heads * self.head_dim, self.kv_heads * self.head_dim)
         parameters = layer_parameters(self.hidden, query, key, self.active_ffn, gated=self.gated)
-        if latent:
-            dims = latent.head, latent.position, latent.value
-            parameters += latent_parameters(self.hidden, self.heads, latent.query_rank, latent.key_rank, dims)
-        return parameters
+        return parameters + (latent.parameters(self.hidden, self.heads) if latent else 0)
 
 
 def _latent(args: Any) -> LatentAttention | None:
@@ -130,10 +133,9 @@ def _experts(args: Any) -> Experts | None:
         return None
     one, chosen = args.moe_ffn_hidden_size or args.ffn_hidden_size, args.moe_router_topk
     tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    memory = ExpertsMemory(
-        *(args.num_experts, one, args.expert_model_parallel_size or 1, tensor, chosen),
-        shared=getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
-    )
+    shared = getattr(args, "moe_shared_expert_intermediate_size", None) or 0
+    parallel = args.expert_model_parallel_size or 1
+    memory = ExpertsMemory(args.num_experts, one, parallel, tensor, chosen, shared=shared)
     return Experts(count=args.num_experts, ffn=one * chosen, balancing=balancing_of(args), memory=memory)
 
 

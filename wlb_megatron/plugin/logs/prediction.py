@@ -235,15 +235,17 @@ def layer_model(job: TrainingJob, costs: Costs | None, table: KernelTable | None
     Raises ValueError for a model or a schedule that the simulator does not take.
     """
     model, sizes = job.model, job.sizes
+    experts, latent = job.sharing.experts, model.latent
     shape = ModelShape(
         layers=model.layers,
         hidden=model.hidden,
         heads=model.heads,
         kv_heads=model.kv_heads,
-        ffn=model.active_ffn,
+        ffn=model.active_ffn + (0 if experts is None else experts.shared),
         vocab=model.vocabulary or LARGE_VOCABULARY,
-        channels=model.head_dim,
+        channels=(model.head_dim + model.value_dim) // 2,
         gated=model.gated,
+        projections=None if latent is None else latent.parameters(model.hidden, model.heads),
     )
     layout = ParallelSizes(
         tp=sizes.tensor, cp=sizes.context, pp=sizes.pipeline, dp=sizes.data, chunks=sizes.virtual
