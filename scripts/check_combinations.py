@@ -182,7 +182,8 @@ class Jobs:
         return self._run(f"single {c.model} {c.without}", c, 1, ())
 
     def ranks(self, c: Combination) -> Future[Run]:
-        return self._run(c.name, c, c.processes, c.flags.split())
+        kept = {"WORKER_AVAILABLE": c.available} if c.available else {}
+        return self._run(c.name, c, c.processes, c.flags.split(), **kept)
 
     def exact(self, c: Combination) -> Future[Run]:
         """The single process in fp32, without FP8."""

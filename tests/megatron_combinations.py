@@ -14,7 +14,8 @@ from dataclasses import dataclass
 class Combination:
     """`flags`: of this run alone. `model`: flags that the single process takes, too. `without`: flags of the small
     test model that both leave out. `stock`: in bf16, run these flags without the plugin, too, and compare with it.
-    `needs`: a package that Megatron asks for then."""
+    `needs`: a package that Megatron asks for then. `available`: bytes of each rank for a step's activations, so that
+    some layers are kept and some recomputed."""
 
     name: str
     processes: int
@@ -23,6 +24,7 @@ class Combination:
     without: str = ""
     stock: bool = False
     needs: str = ""
+    available: str = ""
 
 
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
@@ -78,6 +80,11 @@ GPU: tuple[Combination, ...] = (
     Combination("CP2, selective recompute", 2, f"{CP} 2 --recompute-granularity selective"),
     Combination("PP2, tied embeddings", 2, f"{PP} 2", without="--untie-embeddings-and-output-weights"),
     Combination("CP2, FP8 delayed, after a rehearsal", 2, f"{CP} 2 {REHEARSED}", f"{FP8} delayed"),
+    Combination(
+        "CP2, FP8 delayed, some layers kept",
+        *(2, f"{CP} 2 {RECOMPUTE} uniform", f"{FP8} delayed"),
+        available="17000000,16000000",
+    ),
     Combination("CP2, FP8 blockwise", 2, f"{CP} 2", f"{FP8} blockwise"),
     Combination(
         "CP2, EP2, MoE, after a rehearsal", 2, f"{CP} 2 --expert-model-parallel-size 2 {REHEARSED}", EXPERTS

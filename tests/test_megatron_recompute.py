@@ -62,7 +62,7 @@ ROWS = {
         documents=CHUNKS,
         available="200000,250000,180000,250000",
     ),
-    "TP2 with SP": Row(flags="--tensor-model-parallel-size 2 --sequence-parallel", available="210000,200000"),
+    "TP2 with SP": Row(flags="--tensor-model-parallel-size 2 --sequence-parallel", available="230000,200000"),
     "DP2xPP2, overlaps": Row(
         processes=4,
         flags=f"{PP2} {OVERLAPS}",
@@ -80,12 +80,12 @@ ROWS = {
     "VPP2 on PP2": Row(flags=f"{PP2} --num-virtual-stages-per-pipeline-rank 2", available="350000"),
     "torch FSDP2, latent attention": Row(
         flags=f"{FSDP2} {LATENT}",
-        available="420000,400000",
+        available="480000,400000",
         in_step=True,
         without="--group-query-attention",
         since=0.19,
     ),
-    "Megatron-FSDP": Row(flags=MEGATRON_FSDP, available="420000,400000", in_step=True, needs="einops"),
+    "Megatron-FSDP": Row(flags=MEGATRON_FSDP, available="480000,400000", in_step=True, needs="einops"),
     "heterogeneous layers on uneven stages": Row(
         flags=f"{PP2} --decoder-first-pipeline-num-layers 1 --use-rope-scaling "
         f"--use-rotary-position-embeddings --heterogeneous-layers-config-encoded-json {HETEROGENEOUS}",

@@ -203,7 +203,8 @@ def test_measurements_raise_the_estimate_at_once_and_lower_it_slowly() -> None:
     assert after(1200, 50, 40) == 1200 - (1200 - 960) // 8
     assert after(1000, 10, 20) == 1000, "a small step tells nothing"
     assert after(1000, 40, 80) == 2000, "but one that was taken to be small does"
-    assert after(1000, 50, 60, retried=True) == 1100
+    assert after(1000, 50, 50, retried=True) == 1100
+    assert after(1000, 50, 60, retried=True) == 1200
     assert after(LEAST_SCALE, 90, 1) == LEAST_SCALE
     scale = 1500
     for _ in range(60):

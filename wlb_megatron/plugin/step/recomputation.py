@@ -369,9 +369,9 @@ def corrected(scale: int, step: StepMemory, least: int = LEAST_SCALE, *, retried
 
     Planned 50 with scale 1000 and measured 60 of available 100: 1200. Measured 40 then: 1200 - (1200 - 960) / 8.
     """
+    ratio = scale * step.measured // max(1, step.planned)
     if retried:
-        return scale * RETRIED // 1000
+        return max(ratio, scale * RETRIED // 1000)
     if max(step.planned, step.measured) * TELLING < step.available:
         return scale
-    ratio = scale * step.measured // max(1, step.planned)
     return ratio if ratio > scale else max(least, scale - (scale - ratio) // FORGET)
