@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron_combinations import EP, FP8_DELAYED, FSDP2, HETEROGENEOUS, MEGATRON_FSDP, MOE, OVERLAPS
+from megatron_combinations import (
+    BY_DOCUMENT_ALONE,
+    EP,
+    FP8_DELAYED,
+    FSDP2,
+    HETEROGENEOUS,
+    MEGATRON_FSDP,
+    MOE,
+    OVERLAPS,
+)
 from megatron_runs import MACHINE, MODEL, TRAINING, train
 
 from wlb_megatron.plugin.trials.versions import megatron_version
@@ -71,7 +80,7 @@ ROWS = {
     ),
     "EP2xPP2": Row(
         processes=4,
-        flags=f"{PP2} {EP} {MOE}",
+        flags=f"{PP2} {EP} {BY_DOCUMENT_ALONE}",
         documents=CHUNKS,
         available="700000,600000,700000,650000",
         in_step=True,
