@@ -17,6 +17,7 @@ import zlib
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ seen: dict[str, Any] = {
     "recomputed": [],
     "layers_run": [],
     "own": [],
+    "reloads": [],
 }
 OWN_LIMIT = 5.0
 """Losses from which own_loss leaves tokens out."""
@@ -450,6 +452,34 @@ def group_micro_batches(sizes: str) -> None:
     planning.chunk_groups = chunk_groups
 
 
+def offload_on_cpus() -> None:
+    """--fine-grained-activation-offloading, for which Megatron asks for Transformer Engine. What is offloaded is a copy
+    that the handler of its micro-batch gives back; the order in which it does is noted."""
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    transformer_engine.cpu_offload = SimpleNamespace()
+    torch.Tensor.record_stream = lambda *_: None
+    handler = offload.ChunkOffloadHandler
+    handler._can_manage_tensor_for_offload = staticmethod(
+        lambda tensor: not isinstance(tensor, torch.nn.Parameter)
+    )
+    made, reload = TransformerConfig.__post_init__, handler.bulk_reload_group
+
+    def configured(self: Any) -> None:
+        self.fine_grained_activation_offloading, self.min_offloaded_tensor_size = True, 1
+        self.offload_modules = ["core_attn", "attn_proj", "attn_norm", "mlp_norm", "qkv_linear"]
+        made(self)
+
+    def noted(self: Any) -> None:
+        handlers = offload.PipelineOffloadManager.get_instance()._cached_chunks_forward
+        seen["reloads"].append(handlers.index(self))
+        reload(self)
+
+    TransformerConfig.__post_init__, handler.bulk_reload_group = configured, noted
+
+
 if __name__ == "__main__":
     del __file__  # else the process that collects what checkpoint writers say imports all this again
     if "WORKER_NODES" in os.environ:  # each rank is a node, with a folder of its own
@@ -465,6 +495,8 @@ if __name__ == "__main__":
         from fp8_stand_in import stand_in
 
         stand_in()
+    if "WORKER_OFFLOADS" in os.environ:
+        offload_on_cpus()
     if "WORKER_ONE_LENGTH" in os.environ:  # as with --tp-comm-overlap, which needs GPUs
         training_job.one_length = lambda args: True
     if "WORKER_RANDOM_GROUPS" in os.environ:

@@ -76,7 +76,7 @@ ANALYZE = {
     "swiglu": ("", f"{SHAPE} --host-launch 0 --chunks off"),
     "vocab-size": ("512", NO_HOST),
     "mtp-num-layers": ("1", f"{FULL} --gpu-memory 2.5"),
-    "fine-grained-activation-offloading": ("", CHUNKS),
+    "fine-grained-activation-offloading": ("", f"{CHUNKS} --vpp 2"),
     "cpu-offloading-num-layers": ("1", CHUNKS),
     "num-experts": ("4", NO_HOST),
     "moe-router-topk": ("3", f"{NO_HOST} --num-experts 4"),

@@ -53,7 +53,10 @@ def job(flags: str = "") -> Job:
         ("", {}),
         ("--vpp 2", {"virtual_pipeline_model_parallel_size": 2}),
         ("--mtp-num-layers 2", {"mtp_num_layers": 2}),
-        ("--fine-grained-activation-offloading", {"fine_grained_activation_offloading": True}),
+        (
+            "--vpp 2 --fine-grained-activation-offloading",
+            {"fine_grained_activation_offloading": True, "virtual_pipeline_model_parallel_size": 2},
+        ),
         ("--cpu-offloading-num-layers 3", {"cpu_offloading_num_layers": 3}),
         ("--use-megatron-fsdp", {"use_megatron_fsdp": True}),
         ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
@@ -205,11 +208,12 @@ def test_chunks_that_cannot_be_trained_are_refused_with_the_cure(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = f"{command} --lengths 9,30,64 --window 64 --pp 2 --micro-batches 2 --chunks on"
-    flags += " --fine-grained-activation-offloading"
+    flags += " --cpu-offloading-num-layers 1"
     code, _, err = call(capsys, *flags.split())
     assert code == 2 and err.count("\n") == 1
     assert (
-        "--chunks on cannot be combined with --fine-grained-activation" in err and "recompute instead" in err
+        "--chunks on cannot be combined with --cpu-offloading-num-layers" in err
+        and "recompute instead" in err
     )
     code, _, err = call(capsys, *f"{command} --lengths 9 --window 64 --moe-router-topk 2".split())
     assert code == 2 and "--moe-router-topk needs --num-experts" in err

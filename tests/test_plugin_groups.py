@@ -302,12 +302,12 @@ def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(
 
     assert trainer_with().chunks_refused() == []
     assert trainer_with(virtual_pipeline_model_parallel_size=2).chunks_refused() == []
-    for name, flag in {
-        "fine_grained_activation_offloading": "--fine-grained-activation-offloading",
-        "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
-    }.items():
-        ((refused, cure),) = trainer_with(**{name: 2}).chunks_refused()
-        assert refused.startswith(flag) and cure
+    ((refused, cure),) = trainer_with(cpu_offloading_num_layers=2).chunks_refused()
+    assert refused == "--cpu-offloading-num-layers" and cure
+    assert trainer_with(fine_grained_activation_offloading=True).chunks_refused() == []
+    virtual = {"fine_grained_activation_offloading": True, "virtual_pipeline_model_parallel_size": 2}
+    ((refused, cure),) = trainer_with(**virtual).chunks_refused()
+    assert refused == "--fine-grained-activation-offloading over virtual stages" and cure
     assert trainer_with(moe_enable_routing_replay=True).chunks_refused() == []  # a dense model has no routers
     replays = {"num_experts": 4, "moe_enable_routing_replay": True}
     assert [flag for flag, _ in trainer_with(**replays).chunks_refused()] == ["--moe-enable-routing-replay"]

@@ -225,6 +225,12 @@ HOOKS: tuple[Hook, ...] = (
         offloading.wrap_offload_group,
     ),
     Hook(
+        "megatron.core.pipeline_parallel.fine_grained_activation_offload:ChunkOffloadHandler.on_group_commit_backward",
+        ("self", "name"),
+        "reloads offloaded activations in the order of the backwards where documents are in chunks",
+        offloading.wrap_commit_backward,
+    ),
+    Hook(
         "megatron.core.transformer.multi_token_prediction:roll_tensor",
         ("tensor", "shifts", "dims", "cp_group", "packed_seq_params"),
         "takes the next token of a document by the plan, wherever it is held",

@@ -14,7 +14,7 @@ class Trainer:
 
     stages: of the pipeline. tensor, expert, expert_tensor: parallel sizes. mtp: further tokens that are predicted.
     balancing: kinds of routers' losses. shards_weights: FSDP of either kind. shares_scales: FP8 whose scales come from
-    the largest values of all data-parallel ranks. offloads: offloads activations in the order of micro-batches.
+    the largest values of all data-parallel ranks. offloads: offloads activations module by module, over virtual stages.
     offloads_layers: offloads whole layers. replays_routes: experts' choices are recorded and replayed. release: of
     megatron-core. unknown_schedule: it interleaves stages in a way that the plugin does not know. hides_padding: its
     block gives layers that it does not recompute no padding mask.
@@ -52,14 +52,15 @@ class Trainer:
             ),
             (
                 self.offloads,
-                "--fine-grained-activation-offloading",
-                "it reloads activations in the order of the forwards, but chunks run backward last first; "
-                "recompute instead",
+                "--fine-grained-activation-offloading over virtual stages",
+                "it has learned in which order its first step ran model chunks, but chunks need another; use one model "
+                "chunk a stage, or recompute instead",
             ),
             (
                 self.offloads_layers,
                 "--cpu-offloading-num-layers",
-                "it holds one micro-batch's activations at a time, but chunks need those of several; recompute instead",
+                "Transformer Engine frees a micro-batch's activations when the next forward begins, but chunks need "
+                "those of several; recompute instead",
             ),
             (
                 self.experts > 0 and self.replays_routes,

@@ -55,6 +55,11 @@ class GroupedStep:
         self._forwards: Counter[int] = Counter()
         self._done = 0
 
+    @property
+    def order(self) -> list[int]:
+        """Micro-batches in the order of their backwards, in every model chunk."""
+        return [micro_batch for micro_batch, chunk in self._backwards if chunk == 0]
+
     def keep(self, chunk: int, input_tensor: Any, output_tensor: Any) -> None:
         """Tensors of the forward that has just run, through this model chunk, and what its recomputation needs."""
         again = take_scales(), document_balance.noted()

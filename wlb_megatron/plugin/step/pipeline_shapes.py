@@ -184,7 +184,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
 
         from wlb_megatron.plugin.logs import logged_losses, timers, trace
         from wlb_megatron.plugin.plans.iterators import draw_step, planned_iterator
-        from wlb_megatron.plugin.step import grouped_steps, recomputation
+        from wlb_megatron.plugin.step import grouped_steps, offloading, recomputation
         from wlb_megatron.plugin.step.deferred_losses import deferring, returns_its_losses
         from wlb_megatron.plugin.step.loss_checks import begin_step as begin_losses
         from wlb_megatron.plugin.step.rehearsal import REHEARSAL, rehearse, same_again
@@ -225,6 +225,8 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             kept = recomputation.planned(planned, model) if training else nullcontext()
             try:
                 with running, kept, divided, deferred:  # what is counted is then divided
+                    if training and chunks == 1:
+                        offloading.begin_step(len(batches))
                     return forward_backward(
                         data_iterator=drawn if chunks > 1 else drawn[0],
                         num_microbatches=len(batches),
