@@ -200,6 +200,16 @@ IN_CHUNKS: tuple[Combination, ...] = (
             ("DP2 on one stage, overlaps", 2, OVERLAPS),
         )
     ),
+    _in_chunks(", MTP of 2", 2, 2, model=f"{MTP} 2"),
+    _in_chunks(", MTP of 2 in one layer, CP2", 2, 2, f"{CP} 2", f"{MTP} 2 --mtp-use-repeated-layer", 4),
+    Combination("chunks, MTP of 1, PP2", 2, f"{PP} 2 {CHUNKS}", f"{MTP} 1 {WHOLE}"),
+    Combination("chunks, MTP of 2, CP2xPP2", 4, f"{CP} 2 {PP} 2 {CHUNKS}", f"{MTP} 2 {WHOLE}"),
+    Combination(
+        "chunks, MTP of 1, TP2xPP2+SP, full recompute",
+        *(4, f"{TP} 2 {PP} 2 --sequence-parallel {RECOMPUTE} uniform {CHUNKS}", f"{MTP} 1 {WHOLE}"),
+    ),
+    Combination("chunks, MTP of 2, DP2xPP2, overlaps", 4, f"{PP} 2 {OVERLAPS} {CHUNKS}", f"{MTP} 2 {WHOLE}"),
+    Combination("chunks, MTP of 1, torch FSDP2", 2, f"{FSDP2} {CHUNKS}", f"{MTP} 1 {WHOLE}"),
 )
 
 CPU: tuple[Combination, ...] = (
