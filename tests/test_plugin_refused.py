@@ -39,6 +39,7 @@ WRONG: dict[str, str] = {
     "--sft --wlb-sft-mask-data": "cannot read .*mask: No such file",
     "--wlb-sft-drop-tools": "add --sft",
     "--wlb-train-epochs 2": "--wlb-train-epochs with --train-iters: give one",
+    "--wlb-train-epochs 2 --lr-warmup-iters 3": "it sets --train-samples; give --lr-warmup-samples",
     "--fim-data": "fill-in-the-middle",
     "--qk-clip": "--qk-clip",
     "--use-megatron-fsdp --ckpt-format fsdp_dtensor --use-distributed-optimizer": "CUDA_DEVICE_MAX_CONNECTIONS",

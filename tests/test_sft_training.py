@@ -111,7 +111,7 @@ LAYOUTS = {
     "one process": (1, {}, ""),
     "CP2": (2, {"context": 2}, "--wlb-sharding hybrid"),
     "TP2 with SP": (2, {"tensor": 2}, "--sequence-parallel --make-vocab-size-divisible-by 64"),
-    "DP2": (2, {}, ""),
+    "DP2, delayed": (2, {}, "--wlb-max-delay 8"),
     "PP2": (2, {"pipeline": 2}, ""),
     "CP2, processes that plan and read": (2, {"context": 2}, "--wlb-plan-process always --num-workers 1"),
     "PP2 x CP2": (4, {"pipeline": 2, "context": 2}, ""),

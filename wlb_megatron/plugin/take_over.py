@@ -108,6 +108,14 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
         if not args.wlb_off and (wrong := too_small(args)):
             refuse(wrong)
         if not args.wlb_off and args.wlb_train_epochs is not None:
+            if by_step := [
+                name for name in ("lr_warmup_iters", "lr_decay_iters") if getattr(args, name, None)
+            ]:
+                flag = f"--{by_step[0].replace('_', '-')}"
+                refuse(
+                    f"wlb_megatron refuses --wlb-train-epochs with {flag}: it sets --train-samples; give "
+                    f"{flag.replace('iters', 'samples')}, or a share of the run by --lr-warmup-fraction."
+                )
             if args.train_iters or args.train_samples:
                 given = "--train-iters" if args.train_iters else "--train-samples"
                 refuse(f"wlb_megatron refuses --wlb-train-epochs with {given}: give one of them.")
