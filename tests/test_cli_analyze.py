@@ -501,7 +501,9 @@ def test_steadier_settings_are_named_beside_faster_ones_whose_slowest_step_is_lo
     steady = Gain("chunks", chunks, 1.1, 1.1, 1.15, 1.04)
     assert steadier(steady) == "chunks"
     assert steadier(steady, Gain("windows", windows, None, 1.12, 1.12, 0.8)) == "chunks", "which cuts none"
-    assert steadier(replace(steady, slowest=1.06)) is None
+    assert steadier(replace(steady, slowest=1.06)) == "chunks", "steadier, though not steady"
+    assert steadier(replace(steady, slowest=1.59)) is None
+    assert steadier(replace(steady, fullest=1.06)) is None, "arrival order's is 1.00"
     assert steadier(replace(steady, by_token=1.09)) == "chunks"
     assert steadier(replace(steady, by_token=1.07)) is None, "below 0.9 of 1.2"
     assert steadier(replace(steady, config=replace(chunks, overlong="chunk"))) is None
@@ -509,9 +511,32 @@ def test_steadier_settings_are_named_beside_faster_ones_whose_slowest_step_is_lo
     print_analysis(replace(analysis, after=after, gains=(steady,)))
     assert capsys.readouterr().out.splitlines()[-3:] == [
         "flags: --wlb-quadratic-at 40.0",
-        "steadier: chunks: 1.100 by token, 1.150 at equal work, slowest step 1.04 x, not 1.60 x",
+        "steadier: chunks: 1.100 by token, 1.150 at equal work, slowest step 1.04 x, not 1.60 x, fullest 1.00, not "
+        "1.00",
         "flags, steadier: --wlb-chunks on --wlb-quadratic-at 40.0",
     ]
+
+
+def test_a_fuller_step_than_arrival_orders_names_a_steadier_setting_or_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = WlbConfig(quadratic_at=QUADRATIC_AT)
+    analysis = analyze(some_lengths(), config, JobLayout(64, tp=8), micro_batches=2, iterations=6, seed=1)
+    before = analysis.before.simulated
+    tokens = before.tokens.copy()
+    tokens[0] += 3 * tokens[0] // 5  # the fullest of six has 1.6 / 1.1 times the mean
+    faster = replace(before, steps=before.steps / 1.2, tokens=tokens)
+    even = Gain("even", replace(config, batch_spread="1.25"), None, 1.2, 1.2, 1.0, 1.25)
+    full = replace(analysis, after=replace(analysis.after, simulated=faster), gains=(even,))
+    assert full.steadier == even
+    assert replace(full, gains=(replace(even, slowest=1.2),)).steadier is None, "it has slower steps"
+    for gains, line in (
+        ((even,), "slowest step 1.00 x, not 0.83 x, fullest 1.25, not 1.45"),
+        ((replace(even, fullest=1.45),), "steadier: none found; the slowest step is 0.83 x arrival order's"),
+        ((), "steadier: not looked for, with --no-split"),
+    ):
+        print_analysis(replace(full, gains=gains))
+        assert line in capsys.readouterr().out
 
 
 def _faster(simulated: Simulated, scale: float) -> Simulated:

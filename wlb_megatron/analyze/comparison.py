@@ -22,7 +22,7 @@ from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.recompute.step_layers import recomputed_array
 from wlb_megatron.sharding.select import shard_all
-from wlb_megatron.simulator.iteration import simulate
+from wlb_megatron.simulator.iteration import Simulated, simulate
 from wlb_megatron.simulator.job import Job, Run
 from wlb_megatron.simulator.reproduction.schemes import perfectly_balanced
 
@@ -31,7 +31,11 @@ NOISE = 0.01
 share in tokens/s; less is noise."""
 
 STEADY = 1.05
-"""Steps are steady if the slowest takes at most this many times as long as arrival order's slowest."""
+"""Steps are steady if the slowest takes at most this many times as long as arrival order's slowest, and the fullest
+has at most this many times the mean's tokens."""
+
+STEADIER = 0.95
+"""Other settings are steadier if what is above STEADY falls to this share in sum, and neither rises."""
 
 KEPT = 0.9
 """Steadier settings are named if they keep at least this share of the tokens/s."""
@@ -40,7 +44,7 @@ KEPT = 0.9
 @dataclass(frozen=True)
 class Gain:
     """The gain of a part, or of other settings, over arrival order. slowest: slowest step over arrival order's
-    slowest step. alone: of a part by itself; None: no part.
+    slowest step. fullest: tokens of the fullest step over the mean's. alone: of a part by itself; None: no part.
     """
 
     name: str
@@ -49,6 +53,16 @@ class Gain:
     by_token: float
     equal_work: float
     slowest: float
+    fullest: float = 1.0
+
+    @property
+    def uneven(self) -> tuple[float, float]:
+        """Slowest and fullest step, STEADY where they are below it."""
+        return max(self.slowest, STEADY), max(self.fullest, STEADY)
+
+
+def _fullest(simulated: Simulated) -> float:
+    return float(simulated.tokens.max() / simulated.tokens.mean())
 
 
 @dataclass(frozen=True)
@@ -139,7 +153,8 @@ class Analysis:
         Arrival order, if nothing tried is faster than it by more than noise.
         """
         slowest = float(self.after.simulated.steps.max() / self.before.simulated.steps.max())
-        as_set = Gain("as set", self.config, None, self.speedup, self.equal_work_speedup, slowest)
+        fullest = _fullest(self.after.simulated)
+        as_set = Gain("as set", self.config, None, self.speedup, self.equal_work_speedup, slowest, fullest)
         plain = Gain("arrival order", arrival_order(self.config), None, 1.0, 1.0, 1.0)
         if self.speedup < 1 + NOISE:
             worth = [gain for gain in self._alike if gain.by_token >= 1 + NOISE]
@@ -159,15 +174,20 @@ class Analysis:
 
     @property
     def steadier(self) -> Gain | None:
-        """Settings with steady steps that are nearly as fast and beat arrival order, if those of `best` are not steady.
+        """Settings with steadier steps that are nearly as fast and beat arrival order, if those of `best` are not
+        steady.
 
-        Of several, the most gain at equal work, because some cut documents.
+        Of several the steadiest, of these the most gain at equal work, because some cut documents.
         """
-        if self.best.slowest <= STEADY:
-            return None
-        least = max(1 + NOISE, KEPT * self.best.by_token)
-        steady = [gain for gain in self._alike if gain.slowest <= STEADY and gain.by_token >= least]
-        return max(steady, key=lambda gain: gain.equal_work, default=None)
+        now, least = self.best.uneven, max(1 + NOISE, KEPT * self.best.by_token)
+        steadier = [
+            gain
+            for gain in self._alike
+            if gain.by_token >= least
+            and sum(gain.uneven) <= STEADIER * sum(now)
+            and all(map(float.__le__, gain.uneven, now))
+        ]
+        return min(steadier, key=lambda gain: (sum(gain.uneven), -gain.equal_work), default=None)
 
 
 def analyze(
@@ -221,7 +241,7 @@ def analyze(
 
 def planned(config: WlbConfig, job: Job) -> int:
     """Settings that `analyze` plans: for a progress bar."""
-    return 2 + len(parts(config, job)) + len(others(config))
+    return 2 + len(parts(config, job)) + len(others(config, job))
 
 
 class _Runs:
@@ -258,11 +278,12 @@ def _gains(config: WlbConfig, job: Job, runs: _Runs, before: Run) -> tuple[Gain,
             by_token,
             by_token * _work_per_token(run) / _work_per_token(before),
             float(run.timed.steps.max() / before.timed.steps.max()),
+            _fullest(run.timed),
         )
 
     in_order = [(part.name, part.alone, part.together) for part in parts(config, job)]
     gains = []
-    for setting in (*in_order, *((name, None, other) for name, other in others(config))):
+    for setting in (*in_order, *((name, None, other) for name, other in others(config, job))):
         # Whole documents may not fit a memory that chunks fit; what is asked for has been planned before this.
         with suppress(WlbError):
             gains.append(gain(*setting))

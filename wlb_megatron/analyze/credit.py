@@ -8,6 +8,9 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.job import arrival_order
 from wlb_megatron.simulator.job import Job
 
+EVEN = "1.25"
+"""A --wlb-batch-spread below the default, tried where whole documents wait."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -35,7 +38,7 @@ def parts(config: WlbConfig, job: Job) -> list[Part]:
         whole = replace(base, max_delay=0, thresholds="none")
         many = config.micro_batches_per_window
         settings.append(("packing of whole documents", whole))
-        if config.max_delay != 0 and config.thresholds != "none":
+        if _waits(config):
             settings.append(("delay of long documents", base))
         if layout.pp > 1 and many != "1" and config.release == "balance":
             settings.append(("number of micro-batches", replace(whole, micro_batches_per_window=many)))
@@ -57,10 +60,19 @@ def parts(config: WlbConfig, job: Job) -> list[Part]:
     return parts_kept
 
 
-def others(config: WlbConfig) -> list[tuple[str, WlbConfig]]:
+def _waits(config: WlbConfig) -> bool:
+    """Whether long documents wait, unless they train in chunks."""
+    return config.max_delay != 0 and config.thresholds != "none"
+
+
+def others(config: WlbConfig, job: Job) -> list[tuple[str, WlbConfig]]:
     """Other settings, which may be better."""
     if config.packing != "varlen" or config.cp_mode == "dynamic":
         return []
     sharding = "adaptive" if config.sharding == "per-sequence" else config.sharding
     windows = replace(arrival_order(config), packing="fixed-greedy", sharding=sharding)
-    return [("fixed windows, balanced", windows)]
+    tried = [("fixed windows, balanced", windows)]
+    whole = config.chunks == "off" or job.model.layout.pp == 1
+    if whole and config.batch_spread == "auto" and _waits(config):
+        tried.append((f"steps of at most {EVEN} batches", replace(config, batch_spread=EVEN)))
+    return tried

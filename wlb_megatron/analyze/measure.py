@@ -104,6 +104,12 @@ class Measured:
         return float((long / totals).mean() / (long.sum() / totals.sum())) if long.any() else 1.0
 
     @property
+    def batch_spread(self) -> tuple[float, float]:
+        """Standard deviation of a step's tokens, and those of the fullest, over the mean's."""
+        totals = np.array(self.totals)
+        return float(totals.std() / totals.mean()), float(totals.max() / totals.mean())
+
+    @property
     def documents_in_chunks(self) -> Spread:
         """Of all data-parallel ranks, over iterations."""
         return spread([sum(len({*documents} - {-1}) for documents in ranks) for ranks in self.chunked])

@@ -50,6 +50,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "assumptions": asdict(job.model.assumptions),
         "trade": analysis.trade and asdict(analysis.trade),
         "gains": [_gain(gain) for gain in analysis.gains],
+        "above_spread": analysis.runs[1].planner.above_spread,
         "fits": analysis.memory._asdict(),
         "weights_problem": analysis.weights_problem and renamed(analysis.weights_problem),
         "recommended": best and _gain(best),
@@ -99,6 +100,7 @@ def _gain(gain: Gain) -> dict[str, Any]:
         "by_token": gain.by_token,
         "equal_work": gain.equal_work,
         "slowest": gain.slowest,
+        "fullest": gain.fullest,
     }
 
 
@@ -119,6 +121,7 @@ def figures(measured: Measured, *, equal_weights: bool = False) -> dict[str, Any
         "waiting": measured.waiting,
         "micro_batches": asdict(spread([len(times) for times in measured.simulated.micro_batches])),
         "iteration_tokens": asdict(spread(measured.totals)),
+        "batch_spread": dict(zip(("deviation", "max"), measured.batch_spread, strict=True)),
         "micro_batch_tokens": asdict(spread(measured.lengths)),
         "documents_in_chunks": asdict(measured.documents_in_chunks),
         "micro_batch_documents": asdict(spread(measured.documents)),
@@ -152,6 +155,10 @@ def print_analysis(analysis: Analysis) -> None:
             ("documents in chunks", lambda r: _pair(r["documents_in_chunks"], "{:,.1f}")),
             ("tokens of a micro-batch", lambda r: _pair(r["micro_batch_tokens"], "{:,.0f}")),
             ("tokens of a step (global batch)", lambda r: _pair(r["iteration_tokens"], "{:,.0f}")),
+            (
+                "  over the mean (deviation / most)",
+                lambda r: "{deviation:.2f} / {max:.2f}".format(**r["batch_spread"]),
+            ),
             ("token delay, iterations", lambda r: _pair(r["token_delay"], "{:.2f}")),
             ("padding", lambda r: f"{100 * r['padding_share']:.1f} %"),
         )
@@ -170,9 +177,11 @@ def print_analysis(analysis: Analysis) -> None:
     if analysis.gains:
         print_table(
             "gain of each part (by token, over arrival order)",
-            ["", "alone", "with those above", "at equal work", "slowest step"],
+            ["", "alone", "with those above", "at equal work", "slowest step", "fullest"],
             [_gain_row(gain) for gain in analysis.gains],
         )
+    if report["above_spread"]:
+        print(f"steps above --batch-spread, warm-up included: {report['above_spread']}")
     _print_recomputed(*analysis.recomputed)
     for line in _weights(analysis):
         print(line)
@@ -337,15 +346,16 @@ def _steadier(analysis: Analysis) -> list[str]:
     """What to choose where steps must be alike."""
     best, steadier = analysis.best, analysis.steadier
     if steadier is None:
-        none = analysis.gains and best.slowest > STEADY
-        return (
-            [f"steadier: none found; the slowest step is {best.slowest:.2f} x arrival order's"]
-            if none
-            else []
-        )
-    slowest = f"slowest step {steadier.slowest:.2f} x, not {best.slowest:.2f} x"
+        if best.uneven == (STEADY, STEADY):
+            return []
+        found = "none found" if analysis.gains else "not looked for, with --no-split"
+        return [
+            f"steadier: {found}; the slowest step is {best.slowest:.2f} x arrival order's, the fullest has "
+            f"{best.fullest:.2f} x the mean's tokens"
+        ]
     return [
-        f"steadier: {steadier.name}: {_gains_of(steadier)}, {slowest}",
+        f"steadier: {steadier.name}: {_gains_of(steadier)}, slowest step {steadier.slowest:.2f} x, not "
+        f"{best.slowest:.2f} x, fullest {steadier.fullest:.2f}, not {best.fullest:.2f}",
         f"flags, steadier: {flags_of(steadier.config) or 'none, the defaults do this'}",
     ]
 
@@ -404,4 +414,11 @@ def _share(key: str) -> Any:
 
 def _gain_row(gain: Gain) -> list[str]:
     alone = "" if gain.alone is None else f"{gain.alone:.3f}"
-    return [gain.name, alone, f"{gain.by_token:.3f}", f"{gain.equal_work:.3f}", f"{gain.slowest:.2f} x"]
+    return [
+        gain.name,
+        alone,
+        f"{gain.by_token:.3f}",
+        f"{gain.equal_work:.3f}",
+        f"{gain.slowest:.2f} x",
+        f"{gain.fullest:.2f}",
+    ]
