@@ -271,7 +271,7 @@ def test_every_flag_of_reproduce_reaches_what_is_reproduced(
     np.save(tmp_path / "lengths.npy", np.array([300_000, 400_000]))
     asked: list[Any] = []
 
-    def stop(inputs: Any, tick: Any, *, large: bool) -> Any:
+    def stop(inputs: Any, tick: Any, finished: Any, *, large: bool) -> Any:
         asked.append((str(inputs), large))
         raise ValueError("seen")
 

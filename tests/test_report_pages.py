@@ -9,9 +9,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,11 +44,64 @@ def out(tmp_path_factory) -> Path:
         patch.setattr(paper, "BREAKDOWN_OF", paper.CONFIGURATIONS[1])
         patch.setattr(paper, "SHARDING_OF", paper.CONFIGURATIONS[1])
         patch.setattr(thresholds, "ITERATIONS", 4)  # finding them takes longest
-        patch.setattr(reproduce, "vary", lambda inputs, rows, tick: [summarize("as assumed", rows)])
+        patch.setattr(reproduce, "vary", lambda inputs, rows, tick, row: [summarize("as assumed", rows)])
         with contextlib.redirect_stderr(io.StringIO()) as errors:
             assert main(["reproduce", "--iterations", "4", "--out", str(folder)]) == 0
     assert errors.getvalue().startswith("  1/"), "minutes without a word where no bar can be drawn"
     return folder
+
+
+STOPPED = """
+import sys
+from wlb_megatron.cli import main
+from wlb_megatron.packing.varlen import thresholds
+from wlb_megatron.simulator.reproduction import reproduce
+thresholds.ITERATIONS = 4
+compare, done = reproduce.compare_schemes, []
+def counted(inputs, setting):
+    if done:
+        print("one row", flush=True)
+        sys.stdin.read()
+    done.append(setting)
+    return compare(inputs, setting)
+reproduce.compare_schemes = counted
+sys.exit(main(["reproduce", "--iterations", "4", "--no-large-job", "--out", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_reproduction_that_is_stopped_leaves_its_rows_and_goes_on_with_them(
+    number: signal.Signals,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "out"
+    command = [sys.executable, "-c", STOPPED, str(folder)]
+    run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert run.stdout is not None
+    assert run.stdout.readline() == b"one row\n"
+    run.send_signal(number)
+    assert run.wait(60) != 0
+    run.communicate()
+    assert [path.name for path in folder.iterdir()] == ["unfinished.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    left = json.loads((folder / "unfinished.json").read_text())["rows"]
+    first, second = (setting.name for setting in paper.CONFIGURATIONS[:2])
+    assert [row["name"] for row in left.values()] == [first]
+
+    class Enough(Exception):
+        """The first row that is not known."""
+
+    def stop(inputs: Any, setting: paper.Setting) -> Any:
+        raise Enough(setting.name)
+
+    monkeypatch.setattr(reproduce, "compare_schemes", stop)
+    for iterations, made in (("4", second), ("5", first)):
+        with pytest.raises(Enough, match=made):
+            main(["reproduce", "--iterations", iterations, "--no-large-job", "--out", str(folder)])
+        said = "goes on with 1 rows" in capsys.readouterr().err
+        assert said == (iterations == "4"), "other arguments begin anew"
 
 
 class _Page(HTMLParser):

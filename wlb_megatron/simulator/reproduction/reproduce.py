@@ -6,22 +6,70 @@ sharding differ.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from wlb_megatron import __version__
 from wlb_megatron.simulator.reproduction import paper
 from wlb_megatron.simulator.reproduction.sensitivity import vary
 from wlb_megatron.simulator.run import OURS, PAPER, PLAIN, Inputs, SettingRuns, compare_schemes, means
+from wlb_megatron.whole_files import write_whole
 
 LARGE_JOB_ITERATIONS = 100
 """At most; one of its iterations has as many micro-batches as 16 of the others."""
 
 
-def reproduce(inputs: Inputs, tick: Callable[[str], None], *, large: bool = True) -> dict[str, Any]:
+class Finished:
+    """Rows of finished settings in a file that is replaced after each one. A run that was stopped, even by a kill, goes
+    on with them if its inputs and the release are the same.
+
+    before: how many there were. OSError or WlbError where the file cannot be written.
+    """
+
+    def __init__(self, path: Path, inputs: Inputs) -> None:
+        lengths, self._path = inputs.lengths, path
+        of = {
+            "wlb_megatron": __version__,
+            "lengths": lengths is not None
+            and hashlib.sha256(np.asarray(lengths, "<i8").tobytes()).hexdigest(),
+            "kernel_table": hashlib.sha256(inputs.measured.to_json().encode()).hexdigest(),
+            "assumptions": asdict(inputs.assumptions),
+            **{name: getattr(inputs, name) for name in ("lengths_of", "stretch", "iterations", "warm_up")},
+            **{name: getattr(inputs, name) for name in ("seed", "per_window")},
+        }
+        self._of, self._rows = of, dict[str, Any]()
+        with suppress(OSError, ValueError, LookupError, TypeError):  # none, or damaged
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            if saved["of"] == of:
+                self._rows = dict(saved["rows"])
+        self.before = len(self._rows)
+        self._write()
+
+    def row(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` returns, kept by this name. It is not called where the row is known."""
+        if name not in self._rows:
+            self._rows[name] = make()
+            self._write()
+        return self._rows[name]
+
+    def _write(self) -> None:
+        text = json.dumps({"simulated": True, "of": self._of, "rows": self._rows}) + "\n"
+        write_whole(self._path, text, "--out")
+
+
+def reproduce(
+    inputs: Inputs, tick: Callable[[str], None], finished: Finished, *, large: bool = True
+) -> dict[str, Any]:
     """All tables, as JSON-able figures. tick: called with the name of each part begun (`parts` says how many).
+    finished: holds rows that are not made again.
 
     large: also the 8,192-GPU job, whose plans take a minute.
     """
@@ -41,18 +89,23 @@ def reproduce(inputs: Inputs, tick: Callable[[str], None], *, large: bool = True
         report[key] = []
         for setting in settings:
             tick(setting.name)
-            report[key].append(compare_schemes(inputs, setting))
+            made = finished.row(f"{key}, {setting.name}", partial(compare_schemes, inputs, setting))
+            report[key].append(made)
     report["means"] = means(report["configurations"])
     tick("breakdown")
     run = SettingRuns(inputs, paper.BREAKDOWN_OF)
-    report["breakdown"] = break_down(run)
-    report["packing"] = compare_packings(run)
-    report["sharding"] = compare_shardings(SettingRuns(inputs, paper.SHARDING_OF))
-    report["sensitivity"] = vary(inputs, report["configurations"], lambda: tick("other assumptions"))
+    report["breakdown"] = finished.row("breakdown", lambda: break_down(run))
+    report["packing"] = finished.row("packing", lambda: compare_packings(run))
+    report["sharding"] = finished.row(
+        "sharding", lambda: compare_shardings(SettingRuns(inputs, paper.SHARDING_OF))
+    )
+    report["sensitivity"] = vary(
+        inputs, report["configurations"], lambda: tick("other assumptions"), finished.row
+    )
     report["large_job"] = []
     for scheme in (PLAIN, PAPER, OURS) if large else ():
         tick(f"{paper.LARGE_JOB.layout.gpus} GPUs, {scheme}")
-        report["large_job"].append(large_job(inputs, scheme))
+        report["large_job"].append(finished.row(f"large job, {scheme}", partial(large_job, inputs, scheme)))
     return report
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from wlb_megatron.report.progress import progress
 from wlb_megatron.report.table import print_table
 from wlb_megatron.simulator.calibration import calibrated
 from wlb_megatron.simulator.reproduction.paper import CONFIGURATIONS, LARGE_JOB, K
-from wlb_megatron.simulator.reproduction.reproduce import parts, reproduce
+from wlb_megatron.simulator.reproduction.reproduce import Finished, parts, reproduce
 from wlb_megatron.simulator.run import Inputs
 from wlb_megatron.whole_files import whole_folder
 from wlb_megatron.workload.assumptions import Assumptions
@@ -32,6 +33,10 @@ from wlb_megatron.workload.profile import Profile, read_profile
 REPRODUCED = Assumptions(tp_exposed=0.0, host_launch=0.0)
 """With tensor parallelism's communication hidden, the imbalance of 7B-128K's micro-batches is about the paper's. Of its
 hosts the paper says nothing: they are taken to be ahead of the devices."""
+
+
+UNFINISHED = "unfinished.json"
+"""Rows of a run that has not ended yet, or was stopped. A rerun with the same arguments goes on with them."""
 
 
 def add_assumptions(parser: argparse.ArgumentParser, defaults: Assumptions) -> None:
@@ -90,7 +95,7 @@ def add_reproduce(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Simulates the WLB-LLM paper's eight configurations four ways: arrival order, balanced windows, "
         "the paper's method, and this project's. Prints the paper's figures beside them. Writes JSON, CSV, Markdown, "
-        "PNG and one HTML page."
+        "PNG and one HTML page. A run that was stopped left its rows in DIR/unfinished.json: the same command goes on."
     )
     add = parser.add_argument
     add("--out", metavar="DIR", help="folder to write to (required)")
@@ -140,9 +145,16 @@ def run_reproduce(args: argparse.Namespace) -> None:
     )
     large = not args.no_large_job
     _refuse_few(inputs, large)
-    with whole_folder(Path(args.out)) as folder:
-        with progress(parts(large), lines=True) as tick, explain_bad_values():
-            report = reproduce(inputs, tick, large=large)
+    out = Path(args.out)
+    with whole_folder(out):
+        pass  # it can be written
+    kept = out / UNFINISHED
+    finished = Finished(kept, inputs)
+    if finished.before:
+        print(f"goes on with {finished.before} rows of {kept}; delete it to begin anew", file=sys.stderr)
+    with progress(parts(large), lines=True) as tick, explain_bad_values():
+        report = reproduce(inputs, tick, finished, large=large)
+    with whole_folder(out) as folder:
         report["profile"] = None if profile is None else profile.describe()
         report["versions"] = {
             "wlb_megatron": __version__,
@@ -150,6 +162,7 @@ def run_reproduce(args: argparse.Namespace) -> None:
             "numpy": np.__version__,
         }
         _write(report, folder)
+    kept.unlink(missing_ok=True)
     _show(report)
     print(f"written to {args.out}: reproduction.html, .json, .csv, .md and pictures")
 
