@@ -86,6 +86,26 @@ def test_throughput_is_of_all_iterations_since_the_last_line(
     assert [totals[at] for at in (0, 2, 5)] == [(10, 100), (20, 200), (50, 500)]
 
 
+def test_the_operations_of_the_last_iteration_are_told_where_the_log_has_taken_the_mean(  # type: ignore[no-untyped-def]
+    counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 0.18, where Megatron's count reads the step that is noted."""
+    flops, count = counted
+    args = argparse.Namespace(seq_length=WINDOW, log_interval=2)
+    monkeypatch.setattr(flops, "training", argparse.Namespace(num_floating_point_operations=count))
+    monkeypatch.setattr(flops, "get_args", lambda: args)
+    assert flops.logged_operations() is None
+    logged: list[float] = []
+    log = flops.wrap_training_log(lambda loss, iteration: logged.append(count(args, 1)))
+    each = []
+    for iteration, lengths in enumerate(((5, 7), (40,)), 1):
+        flops.count_segments([bounds(*lengths)])
+        each.append(count(args, 1))
+        log(None, iteration)
+        assert flops.logged_operations() == each[-1]
+    assert logged == pytest.approx([each[0], sum(each) / 2])
+
+
 SCRIPT = """
 from megatron.training import training
 count = training.num_floating_point_operations
