@@ -8,17 +8,22 @@ import re
 import socket
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import forked_ranks
+import numpy as np
 import pytest
 from megatron_runs import LENGTHS, ROOT, cpu_environment, failure, flags, launch, write_corpus
+from test_cli import call
+from test_launch_command import write_index
 from test_profile_fit import GPU, made_samples
 from training_jobs import training_job
 
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
+from wlb_megatron.plugin.flags.limits import fit_to_memory, recompute_memory
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.job_state import begin_job
 from wlb_megatron.plugin.logs import metrics, stragglers, timers, trace
@@ -26,6 +31,9 @@ from wlb_megatron.plugin.logs.drift import CALIBRATION, WINDOW, Drift
 from wlb_megatron.plugin.logs.prediction import layer_model, predictor
 from wlb_megatron.plugin.logs.progress import WINDOW as WINDOW_OF_PROGRESS
 from wlb_megatron.plugin.logs.progress import Progress
+from wlb_megatron.plugin.plans.cost_settings import complete
+from wlb_megatron.plugin.plans.planning import PlannedIteration, ShardSettings, plan_iterations
+from wlb_megatron.plugin.plans.source import open_part
 from wlb_megatron.report.progress import duration
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import orders_of
@@ -268,6 +276,59 @@ def test_the_live_prediction_is_the_simulators_where_all_ranks_have_like_documen
     live = pickle.loads(pickle.dumps(predictor(job, costs, 0, 8)))(plan, shards)
     whole = simulate([[[s, s] for s in shards]], layer_model(job, costs)).steps[0] / 1e6
     assert live == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_a_runs_log_predicts_the_speed_up_that_analyze_does(
+    recompute: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two runs with one profile, as set and in arrival order: milliseconds of their logs, over their tokens. A dry run
+    prints what analyze does (test_dry_run.py)."""
+    lengths = np.minimum(np.random.default_rng(5).lognormal(8.5, 1.3, 400), 32768).astype(np.int64) + 1
+    write_index(tmp_path / "corpus", lengths)
+    (tmp_path / "corpus.bin").write_bytes(bytes(2 * int(lengths.sum())))
+    profile = str(ROOT / "docs/results/2x_h200/profile_2048.json")
+    flags = {
+        **{"num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 5632, "num_attention_heads": 16},
+        **{"num_query_groups": 4, "kv_channels": 128, "seq_length": 32768, "global_batch_size": 8},
+        **{"context_parallel_size": 2, "pipeline_model_parallel_size": 4, "split": "100,0,0"},
+        **({"recompute_granularity": recompute, "recompute_method": "uniform"} if recompute else {}),
+        **{"wlb_profile": profile, "wlb_gpu_memory": 80, "recompute_num_layers": 1},
+    }
+    words = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    words += ["--swiglu", "--group-query-attention", "--use-distributed-optimizer", "--vocab-size", "384"]
+    words += ["--untie-embeddings-and-output-weights", "--overlap-grad-reduce", "--hidden-dropout", "0"]
+    own = "analyze --no-split --search none --iterations 5 --warm-up 0 --world-size 8 --json - --"
+    code, out, err = call(capsys, *own.split(), *words, "--data-path", str(tmp_path / "corpus"))
+    assert code == 0, err
+    shown = json.loads(out)
+
+    def logged(**settings: str) -> list[PlannedIteration]:
+        job = training_job(
+            **flags,
+            **settings,
+            padded_vocab_size=384,
+            overlap_grad_reduce=True,
+            data_path=[str(tmp_path / "corpus")],
+        )
+        config = fit_to_memory(job, complete(job))
+        source = open_part(job, config, "train", job.batches.schedule)
+        assert source is not None and job.profile is not None
+        costs, memory = job.profile.costs, recompute_memory(job, config)
+        predict = predictor(job, costs, 0, job.alignment, memory=memory)
+        shards = ShardSettings(0, 2, job.alignment, config.sharding, costs.table, predict)
+        return list(islice(plan_iterations(source.planner, shards), 5))
+
+    times = []
+    for planned, side in (
+        (logged(wlb_packing="original", wlb_sharding="per-sequence"), "before"),
+        (logged(), "after"),
+    ):
+        milliseconds = [iteration.predicted_ms for iteration in planned]
+        assert np.mean(milliseconds) == pytest.approx(shown["results"][side]["step_ms"]["mean"], rel=1e-6)
+        tokens = sum(one.shard.tokens for each in planned for one in each.micro_batches)
+        times.append(sum(milliseconds) / tokens)
+    assert times[0] / times[1] == pytest.approx(shown["predicted_speedup"], rel=1e-6)
 
 
 def test_a_document_in_chunks_is_predicted_live_as_by_the_simulator() -> None:
