@@ -254,7 +254,7 @@ def _forget() -> None:
     from megatron.training import training
 
     from wlb_megatron.plugin.job_state import begin_job
-    from wlb_megatron.plugin.plans import iterators
+    from wlb_megatron.plugin.micro_batches import iterators
 
     for loader in [
         candidate for candidate in gc.get_objects() if type(candidate) is iterators.MicroBatchIterator

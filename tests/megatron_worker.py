@@ -419,7 +419,7 @@ def plan_at_random(seed: int) -> None:
 
     from wlb_megatron.dynamic.plan import in_multiples
     from wlb_megatron.dynamic.plan_step import GREEDY, Outcome
-    from wlb_megatron.plugin.ranks import dynamic
+    from wlb_megatron.plugin.plans import dynamic
 
     iterations = itertools.count(seed)
 
@@ -440,7 +440,7 @@ def plan_at_random(seed: int) -> None:
 def group_micro_batches(sizes: str) -> None:
     """Groups without documents in chunks, "1,3,2": what trains must not depend on them. One for each data-parallel
     rank, "1,2;2,1". Each iteration begins with the next of them."""
-    from wlb_megatron.plugin.plans import planning
+    from wlb_megatron.plugin.micro_batches import planning
 
     groups_of_ranks = [tuple(map(int, counts.split(","))) for counts in sizes.split(";")]
 

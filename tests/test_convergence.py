@@ -122,7 +122,7 @@ def test_the_cut_control_trains_plains_pieces_in_other_micro_batches() -> None:
 
 def test_without_masks_a_micro_batch_is_one_document() -> None:
     from scripts.bench.convergence.controls import unmasked
-    from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
+    from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
     from wlb_megatron.sharding.calls.attention_calls import attention_layout
     from wlb_megatron.sharding.cut import cut
     from wlb_megatron.workload.kernel_table import h100

@@ -51,7 +51,7 @@ def attend_in_groups(rank: int, world: int) -> None:
     from megatron.core import parallel_state
 
     from wlb_megatron.plugin.job_state import part
-    from wlb_megatron.plugin.plans.planning import RankGroup
+    from wlb_megatron.plugin.micro_batches.planning import RankGroup
     from wlb_megatron.plugin.ranks import groups
     from wlb_megatron.plugin.ranks.groups import make_groups, process_group
 
@@ -106,8 +106,8 @@ def small_planner() -> Planner:
 
 def agree_on_plans(rank: int, world: int) -> None:
     """Four iterations, then the sender closes: same digests everywhere, documents and state of fixed groups."""
-    from wlb_megatron.plugin.plans.planning import ShardSettings, plan_iterations
-    from wlb_megatron.plugin.ranks.dynamic import DynamicSettings, plan_groups
+    from wlb_megatron.plugin.micro_batches.planning import ShardSettings, plan_iterations
+    from wlb_megatron.plugin.plans.dynamic import DynamicSettings, plan_groups
     from wlb_megatron.plugin.ranks.plan_process import PlanProcess
     from wlb_megatron.plugin.ranks.plan_store import PlanStore
 
@@ -161,8 +161,8 @@ def test_six_processes_attend_in_mixed_groups_as_one_document_at_a_time_and_trai
 
 def test_ranks_whose_kernel_tables_differ_have_other_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would cut one micro-batch differently, and wait for keys that the others do not send."""
-    from wlb_megatron.plugin.plans.planning import ShardSettings
-    from wlb_megatron.plugin.ranks import dynamic as module
+    from wlb_megatron.plugin.micro_batches.planning import ShardSettings
+    from wlb_megatron.plugin.plans import dynamic as module
 
     monkeypatch.setattr(module, "agree", lambda number, tokens, fixed, dynamic: (fixed, "fixed", 1.0))
     shards = ShardSettings(dp_rank=0, cp_size=1, alignment=1, sharding="adaptive", table=h100())
@@ -187,7 +187,7 @@ def test_rank_0_s_failure_to_plan_reaches_the_others_who_would_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They draw the next step's micro-batches in the middle of one, in whose collectives rank 0 waits for them."""
-    from wlb_megatron.plugin.ranks import dynamic as module
+    from wlb_megatron.plugin.plans import dynamic as module
     from wlb_megatron.plugin.ranks.plan_store import PlanStore
     from wlb_megatron.plugin.ranks.signing import Signer
 
@@ -208,8 +208,8 @@ def test_a_group_s_documents_are_counted_once_for_the_flops() -> None:
     """Megatron sums over all ranks and divides by the context-parallel size, 2: one of a group's 4 reports twice."""
     from wlb_megatron.packing.summary import PlanSummary
     from wlb_megatron.plan import Piece
-    from wlb_megatron.plugin.plans.loaded import Layout, from_plan
-    from wlb_megatron.plugin.plans.planning import PlannedMicroBatch, RankGroup
+    from wlb_megatron.plugin.micro_batches.loaded import Layout, from_plan
+    from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch, RankGroup
 
     summary = PlanSummary(0, 0, 0, 0, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
     pieces = (Piece(0, 0, 0, 5), Piece(0, 1, 0, 9), Piece(0, -1, 0, 2))

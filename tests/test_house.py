@@ -34,6 +34,9 @@ FLOORS = (
 """Folders from the bottom up: each may import those before it, and the package's own files.
 
 `cpu` comes last, so that no other folder imports it: it changes torch.cuda for the whole process."""
+PLUGIN_FLOORS = ("flags", "ranks", "micro_batches", "logs", "model", "step", "trials", "plans", "sft")
+"""The same inside plugin/: Megatron's flags, what ranks say to each other, planned micro-batches, hooks, and what makes
+them of a job. The folder's own files are its bottom (job_state) and its top (hooks, launch)."""
 ENTRIES = ("__init__", "cli", "inspect_plans", "launch", "pretrain_gpt")
 """Files of the package that stand above all folders; the others stand below."""
 
@@ -131,6 +134,21 @@ def test_no_file_imports_upwards() -> None:
         for name, others in arrows().items()
         for other in others
         if floor(other) > floor(name) and not name.endswith("__main__")
+    ]
+    assert not upwards
+
+
+def test_no_folder_of_the_plugin_imports_upwards() -> None:
+    def floor(name: str) -> int | None:
+        parts = name.split(".")
+        return PLUGIN_FLOORS.index(parts[1]) if parts[0] == "plugin" and parts[1:2] != parts[1:] else None
+
+    floors = {name: floor(name) for name in arrows()}
+    upwards = [
+        f"{name} imports {other}"
+        for name, others in arrows().items()
+        for other in others
+        if (own := floors[name]) is not None and (its := floors.get(other)) is not None and its > own
     ]
     assert not upwards
 

@@ -31,8 +31,8 @@ from wlb_megatron.plugin.logs.drift import CALIBRATION, WINDOW, Drift
 from wlb_megatron.plugin.logs.prediction import layer_model, predictor
 from wlb_megatron.plugin.logs.progress import WINDOW as WINDOW_OF_PROGRESS
 from wlb_megatron.plugin.logs.progress import Progress
+from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, ShardSettings, plan_iterations
 from wlb_megatron.plugin.plans.cost_settings import complete
-from wlb_megatron.plugin.plans.planning import PlannedIteration, ShardSettings, plan_iterations
 from wlb_megatron.plugin.plans.source import open_part
 from wlb_megatron.report.progress import duration
 from wlb_megatron.sharding.chunks import links_of

@@ -12,7 +12,7 @@ import pytest
 from megatron_combinations import BY_DOCUMENT_ALONE, CHUNKS, EP, FP8_DELAYED, OVERLAPS
 from megatron_runs import MACHINE, MODEL, TRAINING, differences, launch, numbers, train, write_corpus
 
-from wlb_megatron.plugin.trials.versions import megatron_version
+from wlb_megatron.plugin.flags.versions import megatron_version
 
 pytestmark = pytest.mark.megatron
 

@@ -11,7 +11,7 @@ import forked_ranks
 import pytest
 from megatron_runs import ROOT, cpu_environment
 
-from wlb_megatron.plugin.trials.versions import WHEELS
+from wlb_megatron.plugin.flags.versions import WHEELS
 
 LIST = """
 import argparse, json

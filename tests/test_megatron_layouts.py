@@ -13,7 +13,7 @@ import torch
 from megatron_combinations import CHUNKS, MOE, RECOMPUTE
 from megatron_runs import differences, failure, flags, launch, mean_losses, train, whole_gradients
 
-from wlb_megatron.plugin.trials.versions import megatron_version
+from wlb_megatron.plugin.flags.versions import megatron_version
 
 pytestmark = pytest.mark.megatron
 

@@ -23,7 +23,7 @@ from megatron_combinations import (
 )
 from megatron_runs import MACHINE, MODEL, TRAINING, train
 
-from wlb_megatron.plugin.trials.versions import megatron_version
+from wlb_megatron.plugin.flags.versions import megatron_version
 
 pytestmark = pytest.mark.megatron
 

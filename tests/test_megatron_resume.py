@@ -13,7 +13,7 @@ from megatron_combinations import BY_DOCUMENT
 from megatron_runs import LENGTHS, failure, flags, launch, logged_losses, train, write_corpus
 from test_megatron_layouts import mean_losses, trained
 
-from wlb_megatron.plugin.trials.versions import megatron_version
+from wlb_megatron.plugin.flags.versions import megatron_version
 
 pytestmark = pytest.mark.megatron
 

@@ -22,7 +22,7 @@ from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.plugin.plans.planning import ShardSettings, plan_iterations
+from wlb_megatron.plugin.micro_batches.planning import ShardSettings, plan_iterations
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.calls.one_call import MOST_KEYS, MOST_ROWS, in_fewest_calls

@@ -25,9 +25,14 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin.flags.open_files import allow_open_files
 from wlb_megatron.plugin.job_state import begin_job
+from wlb_megatron.plugin.micro_batches.planning import (
+    PlannedIteration,
+    ShardSettings,
+    plan_iterations,
+    update_digest,
+)
 from wlb_megatron.plugin.plans.agreement import EVERY, PlanAgreement, shared_gpu
 from wlb_megatron.plugin.plans.data import MicroBatchSampler
-from wlb_megatron.plugin.plans.planning import PlannedIteration, ShardSettings, plan_iterations, update_digest
 from wlb_megatron.plugin.ranks.plan_store import KEPT, PlanStore, common_store, wait_for
 from wlb_megatron.sharding.digest import digest_of_cuts
 from wlb_megatron.sharding.segments import Chunks, ShardPlan

@@ -33,6 +33,9 @@ from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
+from wlb_megatron.plugin.micro_batches.iterators import EvaluationIterator, MicroBatchIterator
+from wlb_megatron.plugin.micro_batches.loaded import Layout
+from wlb_megatron.plugin.micro_batches.planning import PlanAhead, PlannedIteration, PlannedMicroBatch
 from wlb_megatron.plugin.plans.data import (
     MicroBatchSampler,
     PackedDocuments,
@@ -40,9 +43,6 @@ from wlb_megatron.plugin.plans.data import (
     make_loader,
     read_ahead,
 )
-from wlb_megatron.plugin.plans.iterators import EvaluationIterator, MicroBatchIterator
-from wlb_megatron.plugin.plans.loaded import Layout
-from wlb_megatron.plugin.plans.planning import PlanAhead, PlannedIteration, PlannedMicroBatch
 from wlb_megatron.plugin.plans.provider import Again
 from wlb_megatron.refusals import Refused, RefusedHere
 from wlb_megatron.sharding.chunks import links_of
@@ -615,7 +615,7 @@ def test_documents_without_a_token_in_the_files_are_passed_over_and_counted(tmp_
 
 FAILS = """
 import atexit, threading
-from wlb_megatron.plugin.plans.planning import PlanAhead
+from wlb_megatron.plugin.micro_batches.planning import PlanAhead
 def plans():
     yield 1
     threading.Event().wait()  # for a sender that waits for this rank

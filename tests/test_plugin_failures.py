@@ -13,7 +13,7 @@ from forked_ranks import spawn
 from megatron_runs import free_port
 
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin.plans.iterators import MicroBatchIterator
+from wlb_megatron.plugin.micro_batches.iterators import MicroBatchIterator
 from wlb_megatron.plugin.ranks import failures
 from wlb_megatron.refusals import RefusedHere
 

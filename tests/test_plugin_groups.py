@@ -22,7 +22,7 @@ from wlb_megatron.pipeline.orders import grouped_orders
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin.flags import trainer
 from wlb_megatron.plugin.flags.trainer import trainer_of
-from wlb_megatron.plugin.plans import planning
+from wlb_megatron.plugin.micro_batches import planning
 from wlb_megatron.plugin.step import grouped_steps
 from wlb_megatron.plugin.step.pipeline_shapes import transfer_orders
 from wlb_megatron.workload.kernel_table import h100

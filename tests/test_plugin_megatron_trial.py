@@ -21,7 +21,8 @@ from megatron_runs import free_port
 
 from wlb_megatron.doctor import findings, megatron_checks
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin.trials import megatron_check, megatron_trial, versions
+from wlb_megatron.plugin.flags import versions
+from wlb_megatron.plugin.trials import megatron_check, megatron_trial
 from wlb_megatron.plugin.trials.megatron_trial import Comparison
 from wlb_megatron.refusals import Refused
 
@@ -149,7 +150,8 @@ def test_this_megatron_is_tried_and_a_copy_that_halves_an_output_is_refused(tmp_
     changed.unlink()
     changed.write_text(source.replace(line, f"{line}; output_tensor = output_tensor / 2"))
     script = (
-        "from wlb_megatron.plugin.trials import megatron_trial, versions\n"
+        "from wlb_megatron.plugin.flags import versions\n"
+        "from wlb_megatron.plugin.trials import megatron_trial\n"
         "print(megatron_trial._refusal(versions.untried_megatron()))"
     )
     environment = megatron_trial._environment() | {"XDG_CACHE_HOME": str(tmp_path / "cache")}

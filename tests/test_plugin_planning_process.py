@@ -29,8 +29,13 @@ from wlb_megatron.packing.job import plan_job
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.logs.prediction import UntilItFails, in_arrival_order
+from wlb_megatron.plugin.micro_batches.planning import (
+    PlanAhead,
+    PlannedIteration,
+    ShardSettings,
+    plan_iterations,
+)
 from wlb_megatron.plugin.plans import planning_process
-from wlb_megatron.plugin.plans.planning import PlanAhead, PlannedIteration, ShardSettings, plan_iterations
 from wlb_megatron.plugin.plans.planning_process import check_alive, in_a_process, plan_in_a_process
 from wlb_megatron.sharding.digest import digest_of_cuts
 from wlb_megatron.sharding.segments import ShardPlan

@@ -15,8 +15,8 @@ import torch
 from megatron_runs import write_corpus
 
 from wlb_megatron.documents.blend import Blend
-from wlb_megatron.plugin.plans.loaded import Layout
-from wlb_megatron.plugin.plans.planning import ShardSettings
+from wlb_megatron.plugin.micro_batches.loaded import Layout
+from wlb_megatron.plugin.micro_batches.planning import ShardSettings
 from wlb_megatron.plugin.step.kept_state import KeptState
 from wlb_megatron.plugin.step.rehearsal import longest_micro_batches, rehearse, text
 from wlb_megatron.refusals import RefusedHere

@@ -27,8 +27,8 @@ from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.pipeline.step_law import StageRoom
 from wlb_megatron.plugin.flags.rank_counts import RankCounts
 from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.micro_batches.planning import ShardSettings, plan_iterations
 from wlb_megatron.plugin.plans import checkpoint, resume
-from wlb_megatron.plugin.plans.planning import ShardSettings, plan_iterations
 from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.refusals import Refused
 from wlb_megatron.workload.kernel_table import h100

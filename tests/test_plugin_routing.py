@@ -13,6 +13,8 @@ from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import install
 from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.micro_batches.loaded import padding_mask
+from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch
 from wlb_megatron.plugin.model import document_balance
 from wlb_megatron.plugin.model.document_balance import (
     Documents,
@@ -27,8 +29,6 @@ from wlb_megatron.plugin.model.routing import (
     wrap_set_loss_scale,
     wrap_token_counts,
 )
-from wlb_megatron.plugin.plans.loaded import padding_mask
-from wlb_megatron.plugin.plans.planning import PlannedMicroBatch
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.sharding.select import shard

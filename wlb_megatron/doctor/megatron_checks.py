@@ -14,7 +14,7 @@ from wlb_megatron.doctor.findings import NOTE, OK, Finding
 
 def megatron() -> Iterator[Finding]:
     """Megatron's version, and whether every symbol that the plugin replaces exists."""
-    from wlb_megatron.plugin.trials.versions import check_megatron, untried_megatron
+    from wlb_megatron.plugin.flags.versions import check_megatron, untried_megatron
 
     version, untried = check_megatron(), untried_megatron() is not None
     where = importlib.util.find_spec("megatron.core")
@@ -76,7 +76,7 @@ def untried_step() -> Iterator[Finding]:
     """Checks a small step of an untested Megatron version."""
     if importlib.util.find_spec("megatron") is None or findings.version("torch") is None:
         return
-    from wlb_megatron.plugin.trials.versions import untried_megatron
+    from wlb_megatron.plugin.flags.versions import untried_megatron
 
     if untried_megatron() is None:
         return

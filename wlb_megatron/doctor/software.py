@@ -85,7 +85,7 @@ BY_SEQUENCES = 92400
 
 def transformer_engine() -> Iterator[Finding]:
     """Transformer Engine's version, and which attention will run."""
-    from wlb_megatron.plugin.trials.versions import check_transformer_engine, untried_transformer_engine
+    from wlb_megatron.plugin.flags.versions import check_transformer_engine, untried_transformer_engine
 
     gpus = findings.gpus()
     version = findings.version("transformer-engine")
@@ -149,7 +149,7 @@ def flash_attention() -> Iterator[Finding]:
 
 def apex() -> Iterator[Finding]:
     """NVIDIA's apex, which is not PyPI's package of that name."""
-    from wlb_megatron.plugin.trials.versions import check_apex
+    from wlb_megatron.plugin.flags.versions import check_apex
 
     check_apex()  # raises with the cure
     here = importlib.util.find_spec("apex") is not None

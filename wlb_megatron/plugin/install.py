@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from wlb_megatron.plugin import hooks
+from wlb_megatron.plugin.flags.versions import megatron_version
 from wlb_megatron.plugin.hooks import Hook
-from wlb_megatron.plugin.trials.versions import megatron_version
 from wlb_megatron.refusals import Refused
 
 ORIGINAL = "__wlb_original__"

@@ -51,7 +51,7 @@ def enable() -> None:
     Before or after the script's Megatron imports, and before its arguments are parsed. SystemExit with one line where
     this Megatron is too old, or lacks what the plugin replaces.
     """
-    from wlb_megatron.plugin.trials.versions import check_megatron
+    from wlb_megatron.plugin.flags.versions import check_megatron
 
     checked(check_megatron)
     checked(_install_hooks)
@@ -59,7 +59,7 @@ def enable() -> None:
 
 def _install_hooks() -> None:
     from wlb_megatron.plugin import install
-    from wlb_megatron.plugin.trials.versions import tried_versions
+    from wlb_megatron.plugin.flags.versions import tried_versions
     from wlb_megatron.refusals import Refused
 
     try:

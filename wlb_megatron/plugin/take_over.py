@@ -24,6 +24,7 @@ from wlb_megatron.arguments import (
 )
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin import script_functions
+from wlb_megatron.plugin.flags import versions
 from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
 from wlb_megatron.plugin.flags.least_numbers import too_small
 from wlb_megatron.plugin.flags.limits import fit_to_memory
@@ -36,7 +37,6 @@ from wlb_megatron.plugin.plans.cost_settings import complete
 from wlb_megatron.plugin.plans.source import Source, open_sources
 from wlb_megatron.plugin.sft.targets import with_targets
 from wlb_megatron.plugin.step.multi_token import refuse_other_form
-from wlb_megatron.plugin.trials import versions
 from wlb_megatron.plugin.trials.kernel_trial import try_transformer_engine
 from wlb_megatron.refusals import Refused, RefusedHere, refuse_unsupported
 

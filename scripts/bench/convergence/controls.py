@@ -19,7 +19,7 @@ from wlb_megatron.packing.packer import Batch, Packed
 from wlb_megatron.packing.saved_pieces import Waiting
 from wlb_megatron.packing.varlen.assign import in_given_order
 from wlb_megatron.plan import MicroBatch, Piece
-from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
+from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.cut import cut
 from wlb_megatron.workload.kernel_table import h100

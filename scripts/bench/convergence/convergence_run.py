@@ -18,7 +18,7 @@ import torch
 from scripts.bench.convergence.controls import packing_of, unmasked
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin import pretrain_gpt
-from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
+from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.step import forward_step as step
 from wlb_megatron.whole_files import renamed_at_end
 

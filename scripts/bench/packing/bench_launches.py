@@ -35,7 +35,12 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.documents.synthetic import web_like
 from wlb_megatron.packing.job import plan_job
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.plugin.plans.planning import PlanAhead, PlannedIteration, ShardSettings, plan_iterations
+from wlb_megatron.plugin.micro_batches.planning import (
+    PlanAhead,
+    PlannedIteration,
+    ShardSettings,
+    plan_iterations,
+)
 from wlb_megatron.plugin.plans.planning_process import plan_in_a_process
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import h100

@@ -27,7 +27,7 @@ from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.packing.varlen.thresholds import Repeated
-from wlb_megatron.plugin.plans.planning import update_digest
+from wlb_megatron.plugin.micro_batches.planning import update_digest
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import cut, pad

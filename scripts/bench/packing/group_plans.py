@@ -10,8 +10,8 @@ import torch.distributed as dist
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import group_cost, token_ns
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.plugin.plans.planning import PlannedIteration, ShardSettings
-from wlb_megatron.plugin.ranks.dynamic import DynamicSettings, plan_groups
+from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, ShardSettings
+from wlb_megatron.plugin.plans.dynamic import DynamicSettings, plan_groups
 from wlb_megatron.plugin.ranks.plan_process import PlanProcess
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.plugin.flags.trained_model import balancing_of
-from wlb_megatron.plugin.trials.versions import megatron_version
+from wlb_megatron.plugin.flags.versions import megatron_version
 
 
 def trainer_of(args: Any) -> Trainer:
     """args: Megatron's validated arguments; what a release does not know is taken as not given."""
     # Imported here, because it imports torch, which the process that plans has no use for.
     from megatron.core.transformer.transformer_block import TransformerBlock
-
-    from wlb_megatron.plugin.step.grouped_steps import interleaves_as_known
 
     def setting(name: str) -> Any:
         return getattr(args, name, None)
@@ -38,7 +38,8 @@ def trainer_of(args: Any) -> Trainer:
         release=megatron_version(),
         # Where the block has this function itself (0.17, dev). megatron.core.recompute (0.18, main) hands the mask on.
         hides_padding=hasattr(TransformerBlock, "_checkpointed_forward"),
-        unknown_schedule=bool(setting("virtual_pipeline_model_parallel_size")) and not interleaves_as_known(),
+        unknown_schedule=bool(setting("virtual_pipeline_model_parallel_size"))
+        and not _interleaves_as_known(),
     )
 
 
@@ -51,3 +52,16 @@ def _shares_scales(setting: Callable[[str], Any]) -> bool:
     """
     delayed = setting("fp8") and setting("fp8_recipe") in (None, "delayed", "custom")
     return bool((delayed and not setting("tp_only_amax_red")) or setting("te_precision_config_file"))
+
+
+def _interleaves_as_known() -> bool:
+    """Whether this Megatron's interleaved loop still calls what is replaced here, by the names of its code."""
+    from megatron.core.pipeline_parallel import schedules
+
+    def names(code: CodeType) -> set[str]:
+        nested = (names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+        return set(code.co_names).union(*nested)
+
+    loop = inspect.unwrap(schedules.forward_backward_pipelining_with_interleaving)
+    called = {"get_pp_rank_microbatches", "get_schedule_table", "forward_step", "backward_step"}
+    return called <= names(loop.__code__)

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from wlb_megatron.plugin.job_state import part
-from wlb_megatron.plugin.plans.planning import PlannedMicroBatch
+from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch
 
 
 @dataclass(slots=True)

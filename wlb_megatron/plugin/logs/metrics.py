@@ -27,11 +27,9 @@ from wlb_megatron.plugin.logs import stragglers
 from wlb_megatron.plugin.logs.drift import Drift
 from wlb_megatron.plugin.logs.progress import Progress, describe
 from wlb_megatron.plugin.logs.reporting import never_fatal
-from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
-from wlb_megatron.plugin.plans.planning import PlannedIteration, PlannedMicroBatch
-from wlb_megatron.plugin.step.recomputation import steps_of_all_stages
+from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
+from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, PlannedMicroBatch
 from wlb_megatron.sharding.segments import ShardPlan
-from wlb_megatron.workload.memory import GIB
 
 _LONG = ("iteration", "lengths", "epochs")
 """Figures that are no number of an iteration, or many: not for TensorBoard and Weights & Biases."""
@@ -50,6 +48,7 @@ class Figures:
     progress: Progress = field(default_factory=Progress)
     thrown_away: Counter[str] = field(default_factory=Counter)
     memory_peak: int = 0
+    of_memory: Callable[[], dict[str, Any]] = dict
     predicted: tuple[float, float] = 0.0, 0.0
 
 
@@ -108,7 +107,7 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
                 gpus = torch.distributed.get_world_size()
                 skipped = int(signature.bind(*args, **kwargs).arguments["skipped_iter"])
                 figures |= state.progress.add(figures["iteration"], get_args().train_iters)
-                figures |= stragglers.figures() | recomputation_figures()
+                figures |= stragglers.figures() | state.of_memory()
                 if get_args().distributed_backend == "nccl":
                     state.memory_peak = max(state.memory_peak, torch.cuda.max_memory_allocated())
                     figures["memory_peak_gb"] = round(state.memory_peak / 1e9, 2)
@@ -268,23 +267,6 @@ def step_figures(batches: Sequence[LoadedMicroBatch], quadratic_at: float) -> di
         "shardings": dict(Counter(item.shard.kind for item in planned if item.shard.kind)),
         **_groups(planned),
         **_chunks(planned),
-    }
-
-
-def recomputation_figures() -> dict[str, Any]:
-    """Where steps plan what they recompute: the share of all stages' layers that the last step recomputed. Of the stage
-    that came closest to its limit, the peak above what was allocated before the step, planned and measured (GiB;
-    measured 0 without a GPU). Stages are those of the first replica."""
-    steps = [step for step in steps_of_all_stages() if step.layers]
-    if not steps:
-        return {}
-    fullest = max(steps, key=lambda step: (step.measured or step.planned) / max(1, step.available))
-    return {
-        "recomputed_share": sum(step.recomputed for step in steps) / sum(step.layers for step in steps),
-        "fullest_stage": steps.index(fullest),
-        "planned_peak_gib": fullest.planned / GIB,
-        "peak_gib": fullest.measured / GIB,
-        "available_gib": fullest.available / GIB,
     }
 
 

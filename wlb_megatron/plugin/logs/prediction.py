@@ -22,7 +22,7 @@ from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.flags.trained_model import LARGE_VOCABULARY
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs.reporting import never_fatal
-from wlb_megatron.plugin.plans.planning import ShardSettings
+from wlb_megatron.plugin.micro_batches.planning import ShardSettings
 from wlb_megatron.recompute.step_layers import loads_of, plan_step_layers, recomputed_array
 from wlb_megatron.sharding.cut import cut, orders_of, pad
 from wlb_megatron.sharding.segments import ShardPlan

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from wlb_megatron.plugin.plans.planning import PlannedIteration
+from wlb_megatron.plugin.micro_batches.planning import PlannedIteration
 from wlb_megatron.plugin.ranks.plan_store import common_store, wait_for
 from wlb_megatron.sharding.digest import digest_of_cuts
 

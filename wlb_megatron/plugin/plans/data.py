@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from wlb_megatron.documents.blend import Blend
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import PADDING
-from wlb_megatron.plugin.plans.iterators import SHARED_MEMORY_FULL
-from wlb_megatron.plugin.plans.loaded import HeldTokens, Layout, LoadedMicroBatch, from_plan, share
-from wlb_megatron.plugin.plans.planning import PlannedIteration, PlannedMicroBatch
+from wlb_megatron.plugin.micro_batches.iterators import SHARED_MEMORY_FULL
+from wlb_megatron.plugin.micro_batches.loaded import HeldTokens, Layout, LoadedMicroBatch, from_plan, share
+from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, PlannedMicroBatch
 
 
 class MicroBatchSampler(Sampler[list[PlannedMicroBatch]]):

@@ -10,7 +10,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from wlb_megatron.plugin.plans.iterators import EvaluationIterator, MicroBatchIterator, planned_iterator
+from wlb_megatron.plugin.micro_batches.iterators import (
+    EvaluationIterator,
+    MicroBatchIterator,
+    planned_iterator,
+)
 
 
 def wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:

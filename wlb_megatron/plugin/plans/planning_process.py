@@ -27,7 +27,7 @@ from wlb_megatron.child import Child, pipes, read_message, write_message
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.plugin.plans.planning import PlannedIteration, ShardSettings, plan_iterations
+from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, ShardSettings, plan_iterations
 
 LEAST_DOCUMENTS = 1000
 """Documents of an iteration from which a process plans. Fewer are planned in some 15 ms, which a step does not feel."""

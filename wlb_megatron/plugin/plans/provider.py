@@ -11,13 +11,13 @@ from typing import Any
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.choices import began_otherwise, saved_choices
 from wlb_megatron.plugin.flags.training_job import TrainingJob
+from wlb_megatron.plugin.micro_batches.iterators import EvaluationIterator
+from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, plan_iterations
 from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans import checkpoint
 from wlb_megatron.plugin.plans.agreement import PlanAgreement
 from wlb_megatron.plugin.plans.data import MicroBatchSampler
 from wlb_megatron.plugin.plans.first_lines import first_lines
-from wlb_megatron.plugin.plans.iterators import EvaluationIterator
-from wlb_megatron.plugin.plans.planning import PlannedIteration, plan_iterations
 from wlb_megatron.plugin.plans.rank_settings import rank_layout, rank_loader, shard_settings
 from wlb_megatron.plugin.plans.resume import LoadedAt, restore
 from wlb_megatron.plugin.plans.source import Source, open_part

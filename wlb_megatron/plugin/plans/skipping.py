@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from wlb_megatron.plugin.plans.iterators import draw_step, planned_iterator
+from wlb_megatron.plugin.micro_batches.iterators import draw_step, planned_iterator
 
 
 def wrap_dummy_train_step(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,17 +15,17 @@ from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs import metrics, timers, trace
 from wlb_megatron.plugin.logs.flops import count_segments
+from wlb_megatron.plugin.micro_batches.iterators import MicroBatchIterator
+from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
+from wlb_megatron.plugin.micro_batches.planning import PlanAhead, PlannedIteration, plan_iterations
 from wlb_megatron.plugin.plans.agreement import PlanAgreement
 from wlb_megatron.plugin.plans.data import MicroBatchSampler
-from wlb_megatron.plugin.plans.iterators import MicroBatchIterator
-from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
-from wlb_megatron.plugin.plans.planning import PlanAhead, PlannedIteration, plan_iterations
+from wlb_megatron.plugin.plans.dynamic import training_plans
 from wlb_megatron.plugin.plans.planning_process import check_alive, in_a_process, plan_in_a_process
 from wlb_megatron.plugin.plans.rank_settings import rank_layout, rank_loader, reporting, shard_settings
 from wlb_megatron.plugin.plans.resume import remember
 from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.plugin.ranks import failures
-from wlb_megatron.plugin.ranks.dynamic import training_plans
 from wlb_megatron.plugin.ranks.plan_store import common_store
 from wlb_megatron.plugin.step import recomputation
 from wlb_megatron.plugin.step.rehearsal import longest_micro_batches

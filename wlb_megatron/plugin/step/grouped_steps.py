@@ -12,11 +12,9 @@ planned. Its backwards follow the same table, so their number tells the model ch
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 import torch
@@ -26,19 +24,6 @@ from wlb_megatron.pipeline.orders import grouped_orders, interleaved
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.model import document_balance
 from wlb_megatron.plugin.step.recompute_scales import put_scales, take_scales
-
-
-def interleaves_as_known() -> bool:
-    """Whether this Megatron's interleaved loop still calls what is replaced here, by the names of its code."""
-    from megatron.core.pipeline_parallel import schedules
-
-    def names(code: CodeType) -> set[str]:
-        nested = (names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-        return set(code.co_names).union(*nested)
-
-    loop = inspect.unwrap(schedules.forward_backward_pipelining_with_interleaving)
-    called = {"get_pp_rank_microbatches", "get_schedule_table", "forward_step", "backward_step"}
-    return called <= names(loop.__code__)
 
 
 class GroupedStep:

@@ -19,7 +19,7 @@ from wlb_megatron.attention.kernels.graph_buckets import (
     foreseen,
     repeated,
 )
-from wlb_megatron.plugin.plans.planning import ShardSettings
+from wlb_megatron.plugin.micro_batches.planning import ShardSettings
 from wlb_megatron.sharding.calls.attention_calls import AttentionLayout
 from wlb_megatron.sharding.cut import CHOOSING
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from wlb_megatron.pipeline.orders import backward_turns, interleaved
 from wlb_megatron.plugin.job_state import part
-from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
+from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
 from wlb_megatron.refusals import RefusedHere
 
 Shape = tuple[int, int, int]
@@ -183,7 +183,7 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
         from megatron.core.utils import get_model_config
 
         from wlb_megatron.plugin.logs import logged_losses, timers, trace
-        from wlb_megatron.plugin.plans.iterators import draw_step, planned_iterator
+        from wlb_megatron.plugin.micro_batches.iterators import draw_step, planned_iterator
         from wlb_megatron.plugin.step import grouped_steps, offloading, recomputation
         from wlb_megatron.plugin.step.deferred_losses import deferring, returns_its_losses
         from wlb_megatron.plugin.step.loss_checks import begin_step as begin_losses

@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from wlb_megatron.packing.memory_limits import GpuMemory
 from wlb_megatron.plugin.job_state import part
-from wlb_megatron.plugin.plans.planning import PlannedMicroBatch
+from wlb_megatron.plugin.logs.metrics import Figures
+from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch
 from wlb_megatron.plugin.ranks.plan_store import common_store
 from wlb_megatron.recompute.kept_layers import KeptLayers, plan_kept_layers
 from wlb_megatron.recompute.step_layers import stage_orders
@@ -121,6 +122,7 @@ def begin(
     state.active, state.gpu, state.margin, state.on_gpu = True, gpu, margin, on_gpu
     state.cap = None if cap is None else int(cap * GIB)
     state.group = _meeting_ranks(gpu, in_step)
+    part(Figures).of_memory = figures
     state.store = common_store("step memory") if gpu.layout.pipeline > 1 else None
     if not on_gpu:
         return None
@@ -337,7 +339,7 @@ def _tell(state: Recomputation) -> None:
         state.store.set(str(stage), json.dumps(astuple(state.last)))
 
 
-def steps_of_all_stages() -> list[StepMemory]:
+def _steps_of_all_stages() -> list[StepMemory]:
     """What the last step took on each stage of the first replica; on this rank's alone where one has not said it.
 
     Asked after Megatron has clipped gradients by their norm over all stages, for which each has run its backwards.
@@ -350,6 +352,23 @@ def steps_of_all_stages() -> list[StepMemory]:
         return [state.last]
     steps = [StepMemory(*json.loads(text)) for text in state.store.multi_get(stages)]
     return steps if all(step.iteration == state.last.iteration for step in steps) else [state.last]
+
+
+def figures() -> dict[str, Any]:
+    """Where steps plan what they recompute: the share of all stages' layers that the last step recomputed. Of the stage
+    that came closest to its limit, the peak above what was allocated before the step, planned and measured (GiB;
+    measured 0 without a GPU). Stages are those of the first replica."""
+    steps = [step for step in _steps_of_all_stages() if step.layers]
+    if not steps:
+        return {}
+    fullest = max(steps, key=lambda step: (step.measured or step.planned) / max(1, step.available))
+    return {
+        "recomputed_share": sum(step.recomputed for step in steps) / sum(step.layers for step in steps),
+        "fullest_stage": steps.index(fullest),
+        "planned_peak_gib": fullest.planned / GIB,
+        "peak_gib": fullest.measured / GIB,
+        "available_gib": fullest.available / GIB,
+    }
 
 
 def _measure(state: Recomputation, *, rehearsed: bool) -> None:

@@ -20,8 +20,8 @@ from wlb_megatron.documents.blend import Blend
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.plugin.flags.refusal_printing import checked
-from wlb_megatron.plugin.plans.loaded import HeldTokens, Layout, LoadedMicroBatch, from_plan
-from wlb_megatron.plugin.plans.planning import PlannedMicroBatch, ShardSettings
+from wlb_megatron.plugin.micro_batches.loaded import HeldTokens, Layout, LoadedMicroBatch, from_plan
+from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch, ShardSettings
 from wlb_megatron.plugin.step.kept_state import KeptState
 from wlb_megatron.plugin.step.kernel_graphs import Met, build_graphs
 from wlb_megatron.plugin.step.loss_checks import unchecked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.plugin.trials.versions import TRIED_TRANSFORMER_ENGINE, untried_transformer_engine
+from wlb_megatron.plugin.flags.versions import TRIED_TRANSFORMER_ENGINE, untried_transformer_engine
 from wlb_megatron.refusals import Refused
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from wlb_megatron import __version__
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin.trials.versions import (
+from wlb_megatron.plugin.flags.versions import (
     megatron_version,
     sources_digest,
     tried_versions,

@@ -28,7 +28,7 @@ from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs.prediction import PredictGroups, group_predictor
-from wlb_megatron.plugin.plans.planning import (
+from wlb_megatron.plugin.micro_batches.planning import (
     PlanAhead,
     PlannedIteration,
     PlannedMicroBatch,

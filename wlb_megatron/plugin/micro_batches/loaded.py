@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from wlb_megatron.plan import PADDING
-from wlb_megatron.plugin.plans.planning import PlannedMicroBatch, RankGroup
+from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch, RankGroup
 from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
 
 if TYPE_CHECKING:

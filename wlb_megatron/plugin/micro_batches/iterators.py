@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin.plans.loaded import LoadedMicroBatch
+from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.ranks import failures
-from wlb_megatron.plugin.step.rehearsal import Rehearsal
 from wlb_megatron.refusals import RefusedHere
 
 SHARED_MEMORY_FULL = (
@@ -31,14 +30,14 @@ class MicroBatchIterator:
         self,
         loader: DataLoader[LoadedMicroBatch],
         trained: Callable[[list[LoadedMicroBatch], bool], None] | None = None,
-        rehearsal: Rehearsal | None = None,
+        rehearsal: Any = None,
         equal_tokens: int = 0,
         *,
         defers_losses: bool = False,
     ) -> None:
-        """trained: called with the micro-batches of a step when it is done, and whether it was skipped. rehearsal: see
-        rehearsal.py. equal_tokens: by how many tokens a step's gradients are divided for each of Megatron's
-        micro-batches; 0: by the tokens that the step has. defers_losses: see deferred_losses.py."""
+        """trained: called with the micro-batches of a step when it is done, and whether it was skipped. rehearsal: what
+        step/rehearsal.py runs first. equal_tokens: by how many tokens a step's gradients are divided for each of
+        Megatron's micro-batches; 0: by the tokens that the step has. defers_losses: see deferred_losses.py."""
         self.equal_tokens = equal_tokens
         self.defers_losses = defers_losses
         try:
@@ -93,7 +92,7 @@ class MicroBatchIterator:
         began, self._began = self._began, None
         return began or time.perf_counter()
 
-    def take_rehearsal(self) -> Rehearsal | None:
+    def take_rehearsal(self) -> Any:
         """What to rehearse, the first time it is asked for."""
         taken, self._rehearsal = self._rehearsal, None
         return taken

@@ -1,0 +1,1 @@
+"""Micro-batches planned ahead, loaded, and drawn by steps."""
