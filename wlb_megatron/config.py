@@ -79,7 +79,7 @@ class WlbConfig:
         "most tokens of a step over those of a global batch: auto (1.5 in a new run; a checkpoint's run keeps its own, "
         "and has none if it began before this flag), none, or a number from 1. Documents that must train by "
         "--wlb-max-delay, and those in chunks, may exceed it; the log counts such steps. In simulation 1.5 costs up to "
-        "0.5 % of the tokens a second, 1.25 up to 1 %, where whole documents wait",
+        "half a percent of the tokens a second, and 1.25 one percent, where whole documents wait",
     )
     release: str = _setting(
         "balance",
