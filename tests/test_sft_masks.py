@@ -58,6 +58,11 @@ def test_targets_are_counted_as_one_would_by_hand(
         for depth in range(further + 1)
     ]
     assert predictions_in(blend, further, pieces) == tuple(expected)
+    chunks = []
+    for epoch, document, start, end, _ in pieces:
+        cut = data.draw(st.integers(start, end))
+        chunks += [Piece(epoch, document, a, b, a - start) for a, b in ((start, cut), (cut, end)) if a < b]
+    assert predictions_in(blend, further, chunks) == tuple(expected)
     reader = blend.readers[0]
     assert isinstance(reader, MaskedCorpus)
     assert reader.counts.tolist() == [sum(mask[1:]) for mask in rows]
