@@ -36,7 +36,7 @@ JOBS = {
 
 def analyzed(name: str, folder: Path) -> dict[str, object]:
     window = int(name.rpartition("-")[2].removesuffix("K")) * 1024
-    lengths, report = folder / f"{window}.npy", folder / "report.json"
+    lengths, report = folder / f"{window}.npy", folder / "shown.json"
     np.save(lengths, long_tailed(window, 100_000))
     words = f"analyze --no-split --lengths {lengths} --window {window} --iterations 24 --json {report} {JOBS[name]}"
     if wlb_megatron(words.split()):

@@ -120,9 +120,10 @@ MOST_PLANNED = 64
 def plan_times(job: TrainingJob, config: WlbConfig, memory: GpuMemory | None) -> PlanTimes | None:
     """The law by which `auto` chooses between chunks and whole documents, as `analyze` does: alike on all ranks.
 
-    None where it says nothing: a schedule that the simulator does not take, or CPUs without a profile.
+    None where it says nothing: a schedule that the simulator does not take, layers that see a window of earlier keys,
+    CPUs without a profile.
     """
-    if job.profile is None and not job.device.on_gpu:
+    if (job.profile is None and not job.device.on_gpu) or job.model.window is not None:
         return None
     model = _model_or_none(job, None if job.profile is None else job.profile.costs)
     if model is None:
