@@ -304,7 +304,10 @@ def test_settings_that_chunks_cannot_be_trained_with_are_told_with_a_cure(
     assert trainer_with(virtual_pipeline_model_parallel_size=2).chunks_refused() == []
     ((refused, cure),) = trainer_with(cpu_offloading_num_layers=2).chunks_refused()
     assert refused == "--cpu-offloading-num-layers" and cure
-    assert trainer_with(fine_grained_activation_offloading=True).chunks_refused() == []
+    offloads = trainer_with(fine_grained_activation_offloading=True)
+    assert offloads.chunks_refused() == []
+    ((refused, cure),) = offloads.chunks_refused("auto")
+    assert refused == "--fine-grained-activation-offloading" and "give --wlb-chunks on" in cure
     virtual = {"fine_grained_activation_offloading": True, "virtual_pipeline_model_parallel_size": 2}
     ((refused, cure),) = trainer_with(**virtual).chunks_refused()
     assert refused == "--fine-grained-activation-offloading over virtual stages" and cure

@@ -159,7 +159,7 @@ class Job:
                 sample=None if self.quick else sample_lengths_of(stream, len(lengths)),
                 memory=self.memory(self.gib or DEFAULT_GIB),
                 rooms=self.rooms(config),
-                no_chunks=self.trainer.chunks_refused(),
+                no_chunks=self.trainer.chunks_refused(config.chunks),
                 longest=stream.longest,
                 times=self.times(config),
                 say=say,
@@ -172,12 +172,15 @@ class Job:
         memory = None if self.gib is None else self.memory(self.gib)
         if memory is None or config.packing != "varlen":
             return config
-        return with_lmax(config, memory, self.joined_window, self.trainer.chunks_refused())
+        return with_lmax(config, memory, self.joined_window, self.trainer.chunks_refused(config.chunks))
 
     def no_chunks(self, config: WlbConfig) -> list[tuple[str, str]]:
         """(flag, cure) of each setting that cannot be combined with chunks. config: with Lmax."""
         memory = self.memory(self.gib or DEFAULT_GIB)
-        return [*self.trainer.chunks_refused(), *no_memory_for_chunks(self.with_lmax(config), memory)]
+        return [
+            *self.trainer.chunks_refused(config.chunks),
+            *no_memory_for_chunks(self.with_lmax(config), memory),
+        ]
 
     def memory(self, gib: float) -> GpuMemory | None:
         """By which plans are made. None with experts, as in training: how many tokens they get is assumed (`gpu`)."""

@@ -305,7 +305,8 @@ def read_trainer(args: argparse.Namespace) -> Trainer:
         balancing=tuple(args.moe_router_load_balancing_type or BALANCING[:1]),
         shards_weights=args.use_megatron_fsdp or args.use_torch_fsdp2,
         mtp=args.mtp_num_layers,
-        offloads=args.fine_grained_activation_offloading and args.vpp > 1,
+        offloads=args.fine_grained_activation_offloading,
+        interleaves=args.vpp > 1,
         offloads_layers=args.cpu_offloading_num_layers > 0,
     )
 

@@ -14,10 +14,10 @@ class Trainer:
 
     stages: of the pipeline. tensor, expert, expert_tensor: parallel sizes. mtp: further tokens that are predicted.
     balancing: kinds of routers' losses. shards_weights: FSDP of either kind. shares_scales: FP8 whose scales come from
-    the largest values of all data-parallel ranks. offloads: offloads activations module by module, over virtual stages.
-    offloads_layers: offloads whole layers. replays_routes: experts' choices are recorded and replayed. release: of
-    megatron-core. unknown_schedule: it interleaves stages in a way that the plugin does not know. hides_padding: its
-    block gives layers that it does not recompute no padding mask.
+    the largest values of all data-parallel ranks. offloads: offloads activations module by module. interleaves: has
+    virtual stages. offloads_layers: offloads whole layers. replays_routes: experts' choices are recorded and replayed.
+    release: of megatron-core. unknown_schedule: it interleaves stages in a way that the plugin does not know.
+    hides_padding: its block gives layers that it does not recompute no padding mask.
     """
 
     stages: int = 1
@@ -30,14 +30,16 @@ class Trainer:
     shares_scales: bool = False
     mtp: int = 0
     offloads: bool = False
+    interleaves: bool = False
     offloads_layers: bool = False
     replays_routes: bool = False
     release: str | None = None
     unknown_schedule: bool = False
     hides_padding: bool = False
 
-    def chunks_refused(self) -> list[tuple[str, str]]:
-        """(flag, cure) of each setting under which a step cannot run in groups of micro-batches."""
+    def chunks_refused(self, chunks: str = "on") -> list[tuple[str, str]]:
+        """(flag, cure) of each setting under which a step cannot run in groups of micro-batches, or runs so only if
+        asked. chunks: of --wlb-chunks."""
         rows = (
             (
                 self.release is not None and self.stages > 1 and _parts(self.release) < LEAST_RELEASE,
@@ -51,10 +53,15 @@ class Trainer:
                 "release that was tried",
             ),
             (
-                self.offloads,
+                self.offloads and self.interleaves,
                 "--fine-grained-activation-offloading over virtual stages",
                 "it has learned in which order its first step ran model chunks, but chunks need another; use one model "
                 "chunk a stage, or recompute instead",
+            ),
+            (
+                self.offloads and chunks != "on",
+                "--fine-grained-activation-offloading",
+                "chunks were tried with it on CPUs alone, so give --wlb-chunks on",
             ),
             (
                 self.offloads_layers,

@@ -23,7 +23,9 @@ def fit_to_memory(job: TrainingJob, config: WlbConfig) -> WlbConfig:
     independent of the layout wherever memory suffices."""
     if config.max_tokens is not None:
         return config
-    return with_lmax(config, gpu_memory(job), job.batches.joined_window, job.trainer.chunks_refused())
+    return with_lmax(
+        config, gpu_memory(job), job.batches.joined_window, job.trainer.chunks_refused(config.chunks)
+    )
 
 
 def gpu_memory(job: TrainingJob) -> GpuMemory | None:

@@ -30,9 +30,8 @@ def trainer_of(args: Any) -> Trainer:
         shards_weights=bool(setting("use_megatron_fsdp") or setting("use_torch_fsdp2")),
         shares_scales=_shares_scales(setting),
         mtp=setting("mtp_num_layers") or 0,
-        offloads=bool(
-            setting("fine_grained_activation_offloading") and setting("virtual_pipeline_model_parallel_size")
-        ),
+        offloads=bool(setting("fine_grained_activation_offloading")),
+        interleaves=bool(setting("virtual_pipeline_model_parallel_size")),
         offloads_layers=bool(setting("cpu_offloading") or setting("cpu_offloading_num_layers")),
         replays_routes=bool(setting("moe_enable_routing_replay")),
         release=megatron_version(),

@@ -186,7 +186,7 @@ def _source(
     held = recompute_memory(job, config) if endless and keeps_layers else None
     # The law without memory took every full recomputation for one of all layers.
     weighed = job if keeps_layers else replace(job, recompute_blocks=None)
-    no_chunks, planned = job.trainer.chunks_refused(), config
+    no_chunks, planned = job.trainer.chunks_refused(config.chunks), config
     if endless and job.given.chunks == config.chunks == "off" and overlong != "chunk":
         # Whole documents as auto takes them, so that the line on chunks says what the flag costs.
         no_chunks, planned = (

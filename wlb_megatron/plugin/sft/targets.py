@@ -59,6 +59,6 @@ def overlong_of(job: TrainingJob, config: WlbConfig, longest: int) -> str:
         and config.chunks != "off"
         and config.packing == "varlen"
         and not settings_refused(config)
-        and not job.trainer.chunks_refused()
+        and not job.trainer.chunks_refused(config.chunks)
     )
     return "chunk" if chunks else "drop"
