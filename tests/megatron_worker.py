@@ -58,9 +58,13 @@ OWN_LIMIT = 5.0
 
 
 def global_names(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Parameters by the name they have in a model that is not cut into pipeline stages."""
+    """Parameters by the name they have in a GPTModel that is not cut into pipeline stages.
+
+    Of a HybridModel's pattern *-*E, layers 2 and 3 of 0 to 3 are layer 1 of a GPTModel.
+    """
+    pattern = (get_args().hybrid_layer_pattern or "").replace("|", "").split("/")[0]
     numbers = {
-        name: module.layer_number - 1
+        name: pattern[: module.layer_number].count("*") - 1 if pattern else module.layer_number - 1
         for name, module in chunk.named_modules()
         if isinstance(module, TransformerLayer)
     }
@@ -70,6 +74,7 @@ def global_names(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
             if name.startswith(prefix + "."):
                 name = re.sub(r"layers\.\d+", f"layers.{number}", prefix) + name[len(prefix) :]
                 break
+        name = name.replace("final_norm.", "final_layernorm.")
         named[_global_expert(re.sub(r"^(module\.)+", "", name))] = parameter
     return named
 
@@ -507,5 +512,5 @@ if __name__ == "__main__":
         pretrain_gpt._replaced = own_forward_step
     if "WORKER_GROUPS" in os.environ:
         group_micro_batches(os.environ["WORKER_GROUPS"])
-    pretrain_gpt.main()
+    pretrain_gpt.main("pretrain_hybrid" if "--hybrid-layer-pattern" in sys.argv else "pretrain_gpt")
     torch.save(seen, OUT / f"rank{os.environ['RANK']}.pt")

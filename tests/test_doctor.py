@@ -13,7 +13,7 @@ import pytest
 import torch
 from megatron_runs import ROOT, cpu_environment
 
-from wlb_megatron import extras
+from wlb_megatron import errors
 from wlb_megatron.attention.kernels import kernel_choice, torch_backend
 from wlb_megatron.cli import main
 from wlb_megatron.doctor import attention_check, doctor_command, findings, megatron_checks, software
@@ -184,9 +184,9 @@ def test_a_checkout_without_dataset_helpers_is_told_what_megatrons_own_datasets_
 def test_an_extra_is_installed_from_a_checkout_and_never_from_an_index(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert extras.install("gpu") == f"pip install '{ROOT}[gpu]'"
-    monkeypatch.setattr(extras, "ROOT", tmp_path)
-    assert extras.install("gpu") == "pip install '.[gpu]' in a checkout of this project"
+    assert errors.install("gpu") == f"pip install '{ROOT}[gpu]'"
+    monkeypatch.setattr(errors, "ROOT", tmp_path)
+    assert errors.install("gpu") == "pip install '.[gpu]' in a checkout of this project"
     named = subprocess.run(
         [
             "git",

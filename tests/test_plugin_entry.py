@@ -191,6 +191,7 @@ TOGETHER: list[dict[str, object]] = [
     {**ALLTOALL, "moe_router_load_balancing_type": "sinkhorn"},
     {"full_validation": True, "multiple_validation_sets": True, "virtual_pipeline_model_parallel_size": 2},
     {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tm|L"},
+    {"hybrid_layer_pattern": "--|-E/*-"},
     {"sft": True, "tokenizer_type": "SFTTokenizer", "wlb_overlong": "split"},
 ]
 """Arguments of the rows that need several."""

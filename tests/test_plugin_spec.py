@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.attention import Attention
 
 from wlb_megatron.config import WlbConfig
@@ -23,6 +24,17 @@ class Foreign(Attention):
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("Megatron's Attention asks for this method; a refused model never runs it")
+
+
+class Recurrent(MambaLayer):
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+
+
+def test_a_layer_that_carries_state_over_documents_is_named() -> None:
+    model = torch.nn.ModuleDict({"0": torch.nn.ModuleDict({"mixer": Recurrent()})})
+    with pytest.raises(Refused, match=r"0\.mixer is a Recurrent"):
+        prepare_model([model], WlbConfig())
 
 
 def test_an_attention_that_came_in_after_the_plugins_is_named() -> None:

@@ -1,10 +1,12 @@
-"""The project's one error for what a user can put right."""
+"""The project's one error for what a user can put right, and how to install what is missing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 PREFIX = "wlb_megatron: error:"
 """Begins each line that says why a rank or a command ends: `grep -h "wlb_megatron: error:"` finds it in any log."""
 
@@ -28,3 +30,10 @@ def explain_bad_values() -> Iterator[None]:
         raise
     except ValueError as error:
         raise WlbError(str(error)) from error
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra of setup.py, from this checkout or any: no package index has it."""
+    if (ROOT / "setup.py").is_file():
+        return f"pip install '{ROOT}[{extra}]'"
+    return f"pip install '.[{extra}]' in a checkout of this project"

@@ -191,9 +191,17 @@ REFUSALS: tuple[Refusal, ...] = (
         "graphs of MLPs give about 1 %); use --wlb-packing fixed-greedy, which fills windows, or leave graphs off",
     ),
     Refusal(
-        lambda a, c: _get(a, "hybrid_layer_pattern") or _get(a, "is_hybrid_model"),
-        "--hybrid-layer-pattern (Mamba)",
-        "state-space layers would carry state from one document to the next; use a GPT model",
+        lambda a, c: _get(a, "hybrid_layer_pattern") and {*a.hybrid_layer_pattern} - {*"*-E|/"},
+        "--hybrid-layer-pattern with layers other than *, - and E",
+        "M (Mamba) and G (gated delta nets) would carry state from one document to the next, and D and + are attention "
+        "of other kinds; use attention, MLP and experts",
+    ),
+    Refusal(
+        lambda a, c: (
+            "*" not in (_get(a, "hybrid_layer_pattern") or "*").split("/")[0] or _get(a, "is_hybrid_model")
+        ),
+        "--hybrid-layer-pattern without *",
+        "the plugin plans attention over documents; a HybridModel needs a layer of it, and megatron-core 0.18",
     ),
     Refusal(
         lambda a, c: _get(a, "fp8_dot_product_attention") or _get(a, "fp8_multi_head_attention"),

@@ -11,8 +11,7 @@ import numpy as np
 from wlb_megatron.analyze.comparison import Analysis
 from wlb_megatron.analyze.measure import Measured
 from wlb_megatron.documents.blocks import Lengths, blocks
-from wlb_megatron.errors import WlbError
-from wlb_megatron.extras import install
+from wlb_megatron.errors import WlbError, install
 from wlb_megatron.plan import IterationPlan, MicroBatch
 from wlb_megatron.recompute.step_layers import recomputed_array
 from wlb_megatron.report.timeline import Drawn, draw_timelines

@@ -11,7 +11,7 @@ from pathlib import Path
 from wlb_megatron.attention.kernels.kernel_choice import Layer, chosen, describe, not_installed
 from wlb_megatron.doctor import findings
 from wlb_megatron.doctor.findings import FIX, NOTE, OK, Finding
-from wlb_megatron.extras import install
+from wlb_megatron.errors import install
 
 CPU = Path(__file__).resolve().parents[1] / "cpu"
 """The folder that lets Megatron's loop run without a GPU (docs/cpu.md)."""

@@ -103,7 +103,14 @@ HOOKS: tuple[Hook, ...] = (
         "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
         ("config", "transformer_layer_spec", "mtp_block_spec"),
         "gives the plugin's core attention to what a script's model_provider builds, and to multi-token prediction",
-        spec.wrap_gpt_model,
+        spec.wrap_model,
+    ),
+    Hook(
+        "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
+        ("config", "hybrid_stack_spec"),
+        "gives the plugin's core attention to what a script's model_provider builds",
+        spec.wrap_model,
+        since=(0, 18),
     ),
     Hook(
         "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",

@@ -1,4 +1,4 @@
-"""A GPT pre-training entry on pip's megatron-core alone (its wheel has the loop, but no pretrain_gpt.py)."""
+"""Pre-training entries on pip's megatron-core alone (its wheel has the loop, but no pretrain_gpt.py)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Any
 
 from wlb_megatron.plugin.flags.refusal_printing import refuse
 
-USAGE = """usage: torchrun ... -m wlb_megatron.pretrain_gpt <Megatron's flags> [--wlb-...]
-       Megatron's flags are those of its pretrain_gpt.py"""
+USAGE = """usage: torchrun ... -m wlb_megatron.{name} <Megatron's flags> [--wlb-...]
+       Megatron's flags are those of its {name}.py"""
 
 
-def main() -> None:
-    """Parse Megatron's and the plugin's flags, and run Megatron's own pretrain()."""
+def main(name: str = "pretrain_gpt") -> None:
+    """Parse Megatron's and the plugin's flags, and run Megatron's own pretrain().
+
+    name: of Megatron's script that this stands for: pretrain_gpt builds a GPTModel, pretrain_hybrid a HybridModel.
+    """
     started = time.time()
     from wlb_megatron.plugin.launch import enable, flags_help
 
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(USAGE, flags_help(), sep="\n\n")
+        print(USAGE.format(name=name), flags_help(), sep="\n\n")
         return
 
     enable()
@@ -31,11 +34,11 @@ def main() -> None:
         train_valid_test_dataset_provider=_replaced,
         model_type=ModelType.encoder_or_decoder,
         forward_step_func=_replaced,
-        **_model(),
+        **_model(name),
     )
 
 
-def _model() -> dict[str, Any]:
+def _model(name: str) -> dict[str, Any]:
     """What pretrain() of this release makes the model of; from 0.18 on its caller parses the arguments before."""
     from megatron.training import argument_utils, arguments
 
@@ -45,10 +48,15 @@ def _model() -> dict[str, Any]:
         return {"model_provider": _unless_off(model_provider)}
     args = arguments.parse_and_validate_args()
     _refuse_off(args)
+    hybrid = args.hybrid_layer_pattern is not None
+    if hybrid != (name == "pretrain_hybrid"):
+        other = "pretrain_hybrid" if hybrid else "pretrain_gpt, or give the pattern"
+        refuse(f"--hybrid-layer-pattern {'is not for' if hybrid else 'is needed by'} {name}: use {other}")
     if not hasattr(argument_utils, "gpt_config_from_args"):  # before 0.19
         settings = argument_utils.pretrain_cfg_container_from_args(args)
         return {"cfg_container": settings, "model_provider": model_provider}
-    config = argument_utils.gpt_config_from_args(args)
+    of_model = argument_utils.hybrid_config_from_args if hybrid else argument_utils.gpt_config_from_args
+    config = of_model(args)
     return {"cfg_container": argument_utils.pretrain_cfg_container_from_args(args, config)}
 
 

@@ -24,14 +24,16 @@ from wlb_megatron.plugin.job_state import part
 from wlb_megatron.refusals import Refused, RefusedHere
 
 _DIGESTS = """
-    014ef2974c2d 4620884f9528 467bd3034db9 4eb7249458d5 4fbd493a86c4 5e54ae3d1961 6d1c29255c9d 92ef418e674c
-    93117a2b125c 956c25235f65 999110246dbc 9a1fe1851bfa 9bc85eb3e955 a476012e4d17 a4d3e55bf0a8 a7dd0d16619e
-    a9798cb4d766 b52f73a70983 bbb86115d929 bbe3633f800c c05ffc30399f cd44de1987a5 d11d454c7f4d d2186110b375
-    e1b6c786b4a4 e3bad332429a e7a78aa9d072 e8c7b8f4d348 ebe91977b28d ec5efe411e3f f28bbd7edee3 f32a93b712e0
+    014ef2974c2d 4620884f9528 467bd3034db9 4eb7249458d5 4fbd493a86c4 5e54ae3d1961 5f8f6debf715 692d9c66a09e
+    6d1c29255c9d 761fa34e4e9f 817b3286ec4f 92ef418e674c 93117a2b125c 956c25235f65 999110246dbc 9a1fe1851bfa
+    9bc85eb3e955 a476012e4d17 a4d3e55bf0a8 a7c03082bcf4 a7dd0d16619e a9798cb4d766 aca80a6dab58 b52f73a70983
+    b874fb1855ea bbb86115d929 bbe3633f800c c05ffc30399f cd44de1987a5 d11d454c7f4d d2186110b375 e1b6c786b4a4
+    e3bad332429a e7a78aa9d072 e8c7b8f4d348 ebe91977b28d ec5efe411e3f f28bbd7edee3 f32a93b712e0
 """
 MEGATRONS = frozenset(_DIGESTS.split())
 """Digests of forward_step, get_batch, loss_func, train_valid_test_datasets_provider and their helpers in Megatron's
-pretrain_gpt.py: of core_r0.16.0 to core_r0.19.0, of each commit of main since, of dev, and of pull request 6742."""
+pretrain_gpt.py: of core_r0.16.0 to core_r0.19.0, of each commit of main since, of dev, and of pull request 6742; in
+pretrain_hybrid.py: of core_r0.18.0, core_r0.19.0, and of each commit of main between them and since."""
 
 _NO_MEANING = ("annotation", "returns", "type_comment")
 """Parts of a function's syntax that change nothing that it does."""

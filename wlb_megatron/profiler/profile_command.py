@@ -10,8 +10,7 @@ from typing import Any
 
 from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.bounds import RANKS, SECONDS, TOKENS, check_heads, real, whole
-from wlb_megatron.errors import WlbError, explain_bad_values
-from wlb_megatron.extras import install
+from wlb_megatron.errors import WlbError, explain_bad_values, install
 from wlb_megatron.report.progress import progress
 from wlb_megatron.report.table import print_table
 from wlb_megatron.workload.costs import Costs

@@ -10,8 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from wlb_megatron.attention.kernels.fa4_shapes import narrow_values
-from wlb_megatron.errors import WlbError
-from wlb_megatron.extras import install
+from wlb_megatron.errors import WlbError, install
 
 NAMES = {"cudnn": "cuDNN", "fa4": "FlashAttention-4", "torch": "torch"}
 TRIED = {"flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1", "quack-kernels": "0.6.5"}

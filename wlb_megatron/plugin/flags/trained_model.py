@@ -44,6 +44,8 @@ class Experts:
 class TrainedModel:
     """Sizes of the whole model, not of a rank's part.
 
+    layers: with attention. ffn: the MLP's width; of a HybridModel the mean of a layer with attention, whose MLPs are
+    layers of their own.
     head_dim: channels of a query or key head; value_dim: of a value head. positions: --max-position-embeddings.
     depths: further tokens that are predicted (--mtp-num-layers). vocabulary: rows of the embedding, None where only the
     tokenizer knows. window: earlier keys that a windowed layer's query sees, None without such layers; whole_layers:
@@ -79,10 +81,11 @@ class TrainedModel:
         head_dim = latent.head + latent.position if latent else args.kv_channels or args.hidden_size // heads
         grouped = args.group_query_attention and not latent
         window, whole_layers = _windows(args)
+        attention, dense, _ = layer_kinds(args)
         return cls(
-            layers=args.num_layers,
+            layers=attention,
             hidden=args.hidden_size,
-            ffn=args.ffn_hidden_size,
+            ffn=args.ffn_hidden_size * dense // attention,
             heads=heads,
             kv_heads=args.num_query_groups if grouped else heads,
             head_dim=head_dim,
@@ -116,6 +119,16 @@ class TrainedModel:
         return parameters + (latent.parameters(self.hidden, self.heads) if latent else 0)
 
 
+def layer_kinds(args: Any) -> tuple[int, int, int]:
+    """Layers with attention, with an MLP and with experts. A GPTModel's have all; a HybridModel's pattern names them:
+    `*-*E|*-` has 3, 2 and 1, its further predictions after a / left out."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if not pattern:
+        return args.num_layers, args.num_layers, args.num_layers
+    attention, dense, experts = (pattern.split("/")[0].count(symbol) for symbol in "*-E")
+    return attention, dense, experts
+
+
 def _latent(args: Any) -> LatentAttention | None:
     if not getattr(args, "multi_latent_attention", False):
         return None
@@ -129,14 +142,18 @@ def _latent(args: Any) -> LatentAttention | None:
 
 
 def _experts(args: Any) -> Experts | None:
-    if not args.num_experts:
+    attention, dense, experts = layer_kinds(args)
+    if not args.num_experts or not experts:
         return None
     one, chosen = args.moe_ffn_hidden_size or args.ffn_hidden_size, args.moe_router_topk
     tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     shared = getattr(args, "moe_shared_expert_intermediate_size", None) or 0
     parallel = args.expert_model_parallel_size or 1
     memory = ExpertsMemory(args.num_experts, one, parallel, tensor, chosen, shared=shared)
-    return Experts(count=args.num_experts, ffn=one * chosen, balancing=balancing_of(args), memory=memory)
+    ffn = one * chosen
+    if experts != attention:
+        ffn = (ffn * experts + args.ffn_hidden_size * dense) // attention
+    return Experts(count=args.num_experts, ffn=ffn, balancing=balancing_of(args), memory=memory)
 
 
 def balancing_of(args: Any) -> tuple[str, ...]:
@@ -153,7 +170,11 @@ def _windows(args: Any) -> tuple[int | None, float]:
         return None, 1.0
     from megatron.core.transformer.utils import is_layer_window_attention
 
-    near = [is_layer_window_attention(args.window_size, skip, n + 1) for n in range(args.num_layers)]
+    pattern = (
+        (getattr(args, "hybrid_layer_pattern", None) or "*" * args.num_layers).split("/")[0].replace("|", "")
+    )
+    numbers = [number for number, symbol in enumerate(pattern, 1) if symbol == "*"]
+    near = [is_layer_window_attention(args.window_size, skip, number) for number in numbers]
     return size, 1 - sum(near) / len(near)
 
 

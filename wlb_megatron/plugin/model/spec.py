@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wlb_megatron.attention.core_attention import WlbCoreAttention, wlb_core_attention
@@ -18,8 +19,12 @@ def with_wlb_attention(spec: Any) -> Any:
     """The same layer (or block) spec with the plugin's core attention in place of Megatron's.
 
     A layer without one is refused, not left as it is, unless nothing stands in its attention's place, or a linear
-    layer (heterogeneous models), where tokens do not meet.
+    layer (heterogeneous models), where tokens do not meet. Of a HybridModel's stack, a copy: releases have one for all.
     """
+    attention = getattr(getattr(spec, "submodules", None), "attention_layer", None)
+    if attention is not None:
+        attention = with_wlb_attention(copy.deepcopy(attention))
+        return replace(spec, submodules=replace(spec.submodules, attention_layer=attention))
     layers = spec.layer_specs if hasattr(spec, "layer_specs") else [spec]
     for layer in layers:
         inner = _attention_submodules(layer)
@@ -60,17 +65,23 @@ def _token_by_token(layer: Any) -> bool:
 
 def install_spec(model_config: Any, settings: WlbConfig) -> None:
     """Make the model builder use the plugin's attention and check what it built."""
-    spec = model_config.transformer_layer_spec
+    if hasattr(model_config, "hybrid_stack_spec"):
+        from megatron.training.models.hybrid import default_hybrid_stack_spec
 
-    def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-        return with_wlb_attention(_resolve(spec, config, vp_stage))
+        stack = model_config.hybrid_stack_spec or default_hybrid_stack_spec
+        model_config.hybrid_stack_spec = with_wlb_attention(stack)
+    else:
+        spec = model_config.transformer_layer_spec
 
-    model_config.transformer_layer_spec = layer_spec
+        def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+            return with_wlb_attention(_resolve(spec, config, vp_stage))
+
+        model_config.transformer_layer_spec = layer_spec
     model_config.pre_wrap_hooks.append(lambda chunks: prepare_model(chunks, settings))
 
 
 def with_plan_attention(model_provider: Callable[..., Any], settings: WlbConfig) -> Callable[..., Any]:
-    """A script's own model provider whose GPT models are built with the plugin's attention, and checked."""
+    """A script's own model provider whose models are built with the plugin's attention, and checked."""
 
     def provider(*args: Any, **kwargs: Any) -> Any:
         building = part(Building)
@@ -91,19 +102,21 @@ class Building:
     now: bool = False
 
 
-def wrap_gpt_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """GPTModel.__init__ that changes the layer spec while a model provider of `with_plan_attention` runs.
+def wrap_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """GPTModel.__init__ or HybridModel.__init__ that changes the spec while a provider of `with_plan_attention` runs.
 
-    Layers of multi-token prediction, whose specs Megatron makes anew, get the attention that the others have.
+    GPTModel's layers of multi-token prediction, whose specs Megatron makes anew, get the attention that the others
+    have. HybridModel makes its own of the same stack.
     """
     signature = inspect.signature(original)
+    (name,) = {"hybrid_stack_spec", "transformer_layer_spec"} & {*signature.parameters}
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
         if part(Building).now:
-            with_wlb_attention(bound.arguments["transformer_layer_spec"])
+            bound.arguments[name] = with_wlb_attention(bound.arguments[name])
         further = bound.arguments.get("mtp_block_spec")
-        if further is not None and _has_wlb_attention(bound.arguments["transformer_layer_spec"]):
+        if further is not None and _has_wlb_attention(bound.arguments[name]):
             for layer in further.layer_specs:
                 if not hasattr(layer.submodules, "mtp_model_layer"):
                     raise Refused("wlb_megatron handles --mtp-num-layers from megatron-core 0.17 on")
@@ -127,11 +140,16 @@ def _resolve(spec: Any, config: Any, vp_stage: int | None) -> Any:
 
 
 def prepare_model(chunks: list[Any], settings: WlbConfig) -> list[Any]:
-    """Check every self-attention of the built model, and give it rotary positions from the plan."""
+    """Check every layer of the built model, and give its attention rotary positions from the plan."""
     from megatron.core.transformer.attention import Attention
 
     for chunk in chunks:
         for name, module in chunk.named_modules():
+            if _carries_state(module):
+                raise RefusedHere(
+                    f"wlb_megatron: {name} is a {type(module).__name__}, which would carry state from one document to "
+                    "the next: build the model of attention, MLP and experts"
+                )
             if not isinstance(module, Attention):
                 continue
             if not isinstance(module.core_attention, WlbCoreAttention):
@@ -150,6 +168,12 @@ def prepare_model(chunks: list[Any], settings: WlbConfig) -> list[Any]:
         if not chunk.config.use_ring_exchange_p2p:
             chunk.config.batch_p2p_sync = False
     return chunks
+
+
+def _carries_state(module: Any) -> bool:
+    """Whether it is of a class of megatron.core.ssm: Mamba, gated delta nets. HybridModel's MLP is there too."""
+    names = {kind.__module__ for kind in type(module).__mro__} - {"megatron.core.ssm.mlp_layer"}
+    return any(name.startswith("megatron.core.ssm.") for name in names)
 
 
 def plan_positions(model: Any) -> None:

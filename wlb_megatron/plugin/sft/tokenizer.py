@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.errors import WlbError
-from wlb_megatron.extras import install
+from wlb_megatron.errors import WlbError, install
 from wlb_megatron.sft.conversations import BadLine, Conversation
 from wlb_megatron.sft.index_files import Tokenizing
 

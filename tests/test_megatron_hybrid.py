@@ -1,0 +1,59 @@
+"""A HybridModel of attention, MLP and experts trains as the GPTModel of the same layers, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_combinations import CHUNKS, MOE
+from megatron_runs import LENGTHS, flags, train, write_corpus
+
+pytestmark = pytest.mark.megatron
+
+TRAINED = "--global-batch-size 8 --train-iters 2 --eval-iters 1 --eval-interval 2 --split 98,1,1"
+PP2 = "--pipeline-model-parallel-size 2"
+SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+LAYOUTS = {
+    "CP2": ("*-*-", 2, "--context-parallel-size 2", ""),
+    "PP2, chunks": ("*-|*-", 2, f"{PP2} {CHUNKS}", ""),
+    "TP2+SP, EP2": (
+        "*E*E",
+        2,
+        f"{SP} {MOE} --moe-z-loss-coeff 0.01 --expert-model-parallel-size 2",
+        "",
+    ),
+    "VPP2, chunks": (
+        "*-|*-|*-|*-",
+        2,
+        f"{PP2} {CHUNKS}",
+        "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
+    ),
+}
+"""The pattern, processes, flags of both models, and of the GPTModel alone."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_hybrid_model_trains_as_a_gpt_model_does(tmp_path: Path, layout: str) -> None:
+    pattern, processes, both, of_gpt = LAYOUTS[layout]
+    write_corpus(tmp_path / "corpus", LENGTHS * 6)
+    shared = [*flags(), *TRAINED.split(), *both.split(), "--data-path", str(tmp_path / "corpus")]
+    gpt = train([*shared, *of_gpt.split()], processes, tmp_path / "gpt")
+    hybrid = train(
+        [
+            *shared,
+            "--spec",
+            "wlb_megatron.plugin.model.local_hybrid",
+            "stack",
+            "--hybrid-layer-pattern",
+            pattern,
+        ],
+        processes,
+        tmp_path / "hybrid",
+    )
+    for theirs, ours in zip(gpt, hybrid, strict=True):
+        assert ours["documents"] == theirs["documents"]
+        assert ours["losses"] == theirs["losses"] and ours["evaluated"] == theirs["evaluated"]
+        assert ours["gradients"].keys() == theirs["gradients"].keys()
+        for name, (gradient, _) in theirs["gradients"].items():
+            assert torch.equal(ours["gradients"][name][0], gradient), name
