@@ -247,7 +247,7 @@ def _print_search(searched: Searched) -> None:
 def _job_lines(analysis: Analysis, report: dict[str, Any]) -> list[str]:
     model = analysis.job.model
     layout, shape = model.layout, model.shape
-    assumed = " (assumed: give --model or --profile)" if analysis.assumed else ""
+    assumed = " (assumed: give --model)" if analysis.assumed else ""
     size = analysis.job.micro_batch_size
     joined = f", {size} in a micro-batch" if size > 1 else ""
     return [
