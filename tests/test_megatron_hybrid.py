@@ -20,7 +20,7 @@ LAYOUTS = {
     "TP2+SP, EP2": (
         "*E*E",
         2,
-        f"{SP} {MOE} --moe-z-loss-coeff 0.01 --expert-model-parallel-size 2",
+        f"{SP} {MOE} --moe-z-loss-coeff 0.01 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
         "",
     ),
     "VPP2, chunks": (

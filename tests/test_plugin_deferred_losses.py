@@ -125,6 +125,7 @@ def test_a_forward_outside_of_such_a_step_or_without_gradients_or_on_an_earlier_
 
 def test_losses_of_a_model_that_may_change_them_are_not_deferred(capsys: pytest.CaptureFixture[str]) -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     class Own(GPTModel):
         pass
@@ -145,11 +146,13 @@ def test_losses_of_a_model_that_may_change_them_are_not_deferred(capsys: pytest.
         outer.module.module = model
         return outer
 
-    kinds = (GPTModel, Own, Forward, Postprocess, torch.nn.Module)
-    assert [returns_its_losses(wrapped(kind)) for kind in kinds] == [True, True, False, False, False]
+    kinds = (GPTModel, HybridModel, Own, Forward, Postprocess, torch.nn.Module)
+    assert [returns_its_losses(wrapped(kind)) for kind in kinds] == [True, True, True, False, False, False]
     assert returns_its_losses([wrapped(GPTModel)])
     (told,) = capsys.readouterr().out.splitlines()  # once
-    assert told.startswith("> wlb_megatron: Forward does not return its losses as GPTModel does")
+    assert told.startswith(
+        "> wlb_megatron: Forward does not return its losses as GPTModel or HybridModel does"
+    )
 
 
 class Doubling(torch.nn.Module):

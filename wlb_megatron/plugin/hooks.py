@@ -113,6 +113,13 @@ HOOKS: tuple[Hook, ...] = (
         since=(0, 18),
     ),
     Hook(
+        "megatron.core.models.hybrid.hybrid_model:HybridModel.forward",
+        ("decoder_input", "labels", "packed_seq_params", "padding_mask"),
+        "leaves output layer and loss to right before a micro-batch's backward where documents are in chunks",
+        deferred_losses.wrap_hybrid_forward,
+        since=(0, 18),
+    ),
+    Hook(
         "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
         ("hidden_states", "labels"),
         "leaves output layer and loss to right before a micro-batch's backward where documents are in chunks",

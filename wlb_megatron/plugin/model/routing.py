@@ -18,12 +18,13 @@ import torch
 def stage_padding_mask(mask: torch.Tensor, model: Any, sequence_parallel: bool) -> torch.Tensor:
     """bool[1, t]: the mask as this model chunk takes it.
 
-    The chunk that embeds cuts it over tensor-parallel ranks itself, as it does the tokens; later chunks get hidden
-    states that are cut already, and here their part of the mask.
+    A GPTModel's chunk that embeds cuts it over tensor-parallel ranks itself, as it does the tokens; later chunks get
+    hidden states that are cut already, and here their part of the mask. A HybridModel cuts no mask.
     """
     while hasattr(model, "module"):  # DDP and mixed precision wrap it
         model = model.module
-    return mask if model.pre_process else stage_part(mask, sequence_parallel)
+    cuts = model.pre_process and not hasattr(model, "hybrid_layer_pattern")
+    return mask if cuts else stage_part(mask, sequence_parallel)
 
 
 def stage_part(values: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:

@@ -5,15 +5,16 @@ the document has tokens: 262,144 tokens and a vocabulary of 48,000 take 50 GB, a
 layers' keys and activations needed 37 GiB. Nothing needs a loss before its backward, so it is made then. Nothing is
 computed twice.
 
-Not with FSDP, whose parameters are gathered for a forward of the whole model. Nor where something between GPTModel and
-the loss function may read the losses or change them: a script's own model or wrapper, or a hook. What is not seen
-beforehand ends the job: an output that is not the one that was made, and a step with fewer losses than micro-batches.
+Not with FSDP, whose parameters are gathered for a forward of the whole model. Nor where something between the model
+(GPTModel or HybridModel) and the loss function may read the losses or change them: a script's own model or wrapper, or
+a hook. What is not seen beforehand ends the job: an output that is not the one that was made, and a step with fewer
+losses than micro-batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -102,16 +103,16 @@ def deferring(wanted: bool, config: Any, micro_batches: int) -> Iterator[None]:
 
 def _lost(what: str) -> RefusedHere:
     return RefusedHere(
-        f"wlb_megatron: {what}. Losses of documents in chunks are made right before the backward, so nothing between "
-        "GPTModel and the loss function may change its output: add --wlb-chunks off, or leave out the wrapper that does"
+        f"wlb_megatron: {what}. Losses of documents in chunks are made right before the backward, so nothing between the "
+        "model and the loss function may change its output: add --wlb-chunks off, or leave out the wrapper that does"
     )
 
 
 def returns_its_losses(model: Any) -> bool:
     """Whether this model (a list of a stage's chunks, or the model as Megatron wraps it) returns what
-    GPTModel._postprocess does.
+    Megatron's GPTModel or HybridModel does.
 
-    False where a script's class overrides that or forward, or holds the GPTModel inside, or where a hook or a wrapper
+    False where a script's class overrides their forward, or holds the model inside, or where a hook or a wrapper
     may read or change losses. Printed the first time.
     """
     from megatron.training import print_rank_0
@@ -133,6 +134,12 @@ def _what_may_change(model: Any) -> str | None:
     """What may read or change losses on their way through the model and its wrappers, None where nothing does."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
+    models = [GPTModel]
+    with suppress(ImportError):  # before 0.18
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        models.append(HybridModel)
+    names = ("forward", "_postprocess")
     while True:
         own = type(model)
         if model._forward_hooks or model._backward_hooks or model._backward_pre_hooks:
@@ -143,9 +150,9 @@ def _what_may_change(model: Any) -> str | None:
         if "forward" in vars(model) or package not in ("megatron", "torch"):
             return f"{own.__name__} may read or change losses"
         model = model.module  # DDP and mixed precision wrap it
-    if all(getattr(own, name, None) is getattr(GPTModel, name) for name in ("forward", "_postprocess")):
+    if any(all(getattr(own, name, None) is getattr(kind, name, None) for name in names) for kind in models):
         return None
-    return f"{own.__name__} does not return its losses as GPTModel does"
+    return f"{own.__name__} does not return its losses as GPTModel or HybridModel does"
 
 
 def claim(output: Any) -> DeferredLoss | None:
@@ -170,21 +177,64 @@ def wrap_postprocess(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def _postprocess(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (part(Deferring).active and self.post_process and torch.is_grad_enabled()):
+        if not _defers(self):
             return original(self, hidden_states, *args, **kwargs)
         if kwargs.get("mtp_in_postprocess"):
-            self.post_process = False  # ends after these layers
-            try:
-                hidden_states = original(self, hidden_states, *args, **kwargs)
-            finally:
-                self.post_process = True
+            hidden_states = _before_output(self, partial(original, self, hidden_states, *args, **kwargs))
             kwargs["mtp_in_postprocess"] = False
-        output: Any = torch.zeros((), device=hidden_states.device)
-        losses = DeferredLoss(partial(original, self, hidden_states, *args, **kwargs))
-        output.deferred_loss = part(Deferring).made = losses
-        return output
+        return _deferred(hidden_states, partial(original, self, hidden_states, *args, **kwargs))
 
     return _postprocess
+
+
+def wrap_hybrid_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """HybridModel.forward that ends before the output layer where losses are deferred.
+
+    Its rest is no function of its own. So it is the same forward again, in which what has run gives the hidden states.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _defers(self):
+            return original(self, *args, **kwargs)
+        hidden_states = _before_output(self, partial(original, self, *args, **kwargs))
+
+        def rest() -> torch.Tensor:
+            def given(*_: Any, **__: Any) -> torch.Tensor:
+                return hidden_states
+
+            own = vars(self)  # found before the modules of these names, which stay as they are
+            kind = self.position_embedding_type
+            own.update(decoder=given, mtp=given, position_embedding_type="none")
+            try:
+                losses: torch.Tensor = original(self, *args, **{**kwargs, "decoder_input": hidden_states})
+            finally:
+                del own["decoder"], own["mtp"]
+                self.position_embedding_type = kind
+            return losses
+
+        return _deferred(hidden_states, rest)
+
+    return forward
+
+
+def _defers(model: Any) -> bool:
+    return part(Deferring).active and model.post_process and torch.is_grad_enabled()
+
+
+def _before_output(model: Any, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The hidden states of a model whose forward ends where that of an earlier pipeline stage does."""
+    model.post_process = False
+    try:
+        return forward()
+    finally:
+        model.post_process = True
+
+
+def _deferred(hidden_states: torch.Tensor, losses: Callable[[], torch.Tensor]) -> Any:
+    """What stands for the model's output until its losses run."""
+    output: Any = torch.zeros((), device=hidden_states.device)
+    output.deferred_loss = part(Deferring).made = DeferredLoss(losses)
+    return output
 
 
 def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
