@@ -199,9 +199,6 @@ def _import() -> None:
     for module in ("torch", "transformer_engine.pytorch"):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    from scripts.bench.attention.fa4.te_windows import correct_if_asked
-
-    correct_if_asked()
 
 
 def _train(job: dict[str, Any]) -> None:

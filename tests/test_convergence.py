@@ -254,7 +254,7 @@ def test_runs_are_kept_and_their_loss_is_megatrons_own_over_the_held_out_documen
 ) -> None:
     from scripts.bench.convergence import convergence
 
-    sources = str(Path(text.__file__).parents[2])
+    sources = str(Path(text.__file__).parents[3] / "wlb_megatron")
     sizes = ["--window", "256", "--train", "4000", "--held-out", "5000", "--start", "4000"]
     monkeypatch.setattr(sys, "argv", ["text", str(tmp_path / "corpus"), "--text", sources, *sizes])
     text.main()

@@ -212,11 +212,17 @@ def test_links_between_documents_and_named_files_lead_somewhere(page: Path) -> N
         assert (ROOT / name).exists(), name
 
 
+ARCHIVED = "(lab-2026-12)"
+"""The mark of a command whose script is no longer in the tree, but at this tag."""
+
+
 def test_every_script_that_is_named_somewhere_is_there() -> None:
-    """By its path, or as the module that `python -m` starts."""
+    """By its path, or as the module that `python -m` starts; in a document a paragraph may name archived ones."""
     scripts = [path for kind in ("py", "sh", "sbatch") for path in (ROOT / "scripts").rglob(f"*.{kind}")]
     for page in [*DOCUMENTS, *MODULES, *scripts, *(ROOT / "tests").glob("*.py")]:
         text = page.read_text(encoding="utf-8")
+        if page in DOCUMENTS:
+            text = "\n\n".join(part for part in text.split("\n\n") if ARCHIVED not in part)
         for name in re.findall(r"\bscripts/[\w/]+\.(?:py|sh|sbatch)\b", text):
             assert (ROOT / name).exists(), f"{page} names {name}"
         for name in re.findall(r"(?<![\w/-])scripts(?:\.\w+)+", text):

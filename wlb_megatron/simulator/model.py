@@ -25,8 +25,8 @@ from wlb_megatron.workload.micro_batch import LAUNCH_NS, chunk_ns, stage_launch_
 
 FloatArray = npt.NDArray[np.float64]
 EXCHANGE_LAUNCH = 200_000.0
-"""Nanoseconds of the host to launch the exchange of keys in one direction, on an H200's host (gpu_attention.py host).
-"""
+"""Nanoseconds of the host to launch the exchange of keys in one direction, on an H200's host
+(docs/results/2x_h200/attention_host.csv)."""
 FORWARD_SHARE = 1 / 3.5
 """The forward's share of attention's forward + backward time: two products of seven."""
 

@@ -118,11 +118,10 @@ def te_attention(
     lengths: np.ndarray,
     x: SimpleNamespace,
     prepare: Callable[[Any], None] = lambda _: None,
-    kernels: str = "cudnn",
     **options: Any,
 ) -> Step:
-    """Transformer Engine's module on a packed sequence of these lengths, on cuDNN's or FlashAttention-4's kernels."""
-    _te_kernels(kernels)
+    """Transformer Engine's module on a packed sequence of these lengths, on cuDNN's kernels."""
+    os.environ["NVTE_FUSED_ATTN"], os.environ["NVTE_FLASH_ATTN"] = "1", "0"
     heads, dim = x.q.shape[1:]
     dims = dim if x.v.shape[-1] == dim else (dim, x.v.shape[-1])
     module = te.DotProductAttention(
@@ -147,24 +146,13 @@ def te_attention(
     return layers_of(attend, [q, k, v], x.dout)
 
 
-def te_context_parallel(kind: str, lengths: np.ndarray, group: Any, kernels: str = "cudnn") -> Step:
-    """Transformer Engine's own context parallelism, documents padded to 2 * CP, on cuDNN's or FlashAttention-4's
-    kernels."""
+def te_context_parallel(kind: str, lengths: np.ndarray, group: Any) -> Step:
+    """Transformer Engine's own context parallelism, documents padded to 2 * CP."""
     cp = dist.get_world_size(group)
     lengths = -(-lengths // (2 * cp)) * 2 * cp
     ranks, stream = list(range(cp)), torch.cuda.Stream()
     x = tensors(int(lengths.sum()) // cp)
-    return te_attention(
-        lengths, x, lambda m: m.set_context_parallel_group(group, ranks, stream, kind), kernels
-    )
-
-
-def _te_kernels(kernels: str) -> None:
-    """Have modules of Transformer Engine that are called from now on run these."""
-    from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
-
-    os.environ["NVTE_FUSED_ATTN"], os.environ["NVTE_FLASH_ATTN"] = "10" if kernels == "cudnn" else "01"
-    dot_product_attention._attention_backends["backend_selection_requires_update"] = True
+    return te_attention(lengths, x, lambda m: m.set_context_parallel_group(group, ranks, stream, kind))
 
 
 def measure(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scripts.bench.attention.attention_bench import KERNELS, errors, machine, measure, te_attention, tensors
+from scripts.bench.attention.attention_bench import KERNELS, errors, machine, te_attention, tensors
 from scripts.bench.attention.attention_cases import ALONE, CASES, CROWD, CROWDED, LENGTHS, WITH_NANS, Case
 from scripts.bench.attention.attention_steps import (
     Mixes,
@@ -156,30 +156,6 @@ def unread(lengths: np.ndarray, x: SimpleNamespace, way: Way) -> bool:
     good = error < 1e-3
     print(f"  with NaN in all memory that is not written: difference {error:.1e}{'' if good else '  FAIL'}")
     return good
-
-
-def windows(mixes: Mixes, args: argparse.Namespace) -> None:
-    """Time of a windowed layer beside a full one: each rank's share in turn, and Transformer Engine's own unsharded."""
-    rows = []
-    print(f"{'mix':16}{'cp':>3}{'window':>8}{'TE / CP':>10}{'slowest rank, ms':>18}{'of full':>9}")
-    for name, documents in mixes.items():
-        lengths = padded_to(documents, 16)
-        x = tensors(int(lengths.sum()))
-        kv = torch.stack((x.k, x.v), dim=1)
-        for cp in args.cp:
-            plan, full = shard(lengths, cp, args.kinds[-1]), 0.0
-            for window in (None, 8192, 1024, 128):
-                options = {} if window is None else {"window_size": (window, 0)}
-                whole = measure(te_attention(lengths, x, **options), most=5)[1]
-                times = [measure(share(plan, r, x, kv, Way(window=window))[0], most=5)[1] for r in range(cp)]
-                full = full or max(times)
-                print(
-                    f"{name:16}{cp:3}{window or 'all':>8}{whole / cp:10.3f}{max(times):18.3f}{max(times) / full:9.2f}",
-                    flush=True,
-                )
-                row = {"mix": name, "cp": cp, "window": window or 0, "te_over_cp_ms": whole / cp}
-                rows.append(row | {"ms": max(times)} | machine())
-    write_csv(args.out / "windows.csv", rows)
 
 
 def repeats(lengths: np.ndarray, x: SimpleNamespace, way: Way) -> bool:

@@ -54,13 +54,9 @@ def swapped(all_to_all: Callable[..., Any], step: Step, layers: int) -> list[Ten
 
 
 def planned(lengths: np.ndarray, cp: int, kind: str) -> ShardPlan:
-    """By a sharding's name, in two kernel calls a rank, or in one where the name goes on ", one call"; where it goes on
-    ", by document" a rank's segments are in the documents' order."""
+    """By a sharding's name, in two kernel calls a rank, or in one if the name goes on ", one call"."""
     sharding, *ways = kind.split(", ")
-    plan = replace(shard(lengths, cp, sharding), one_call="one call" in ways)
-    if "by document" not in ways:
-        return plan
-    return replace(plan, ranks=tuple(rows[np.lexsort((rows[:, 1], rows[:, 0]))] for rows in plan.ranks))
+    return replace(shard(lengths, cp, sharding), one_call="one call" in ways)
 
 
 class Simulated:

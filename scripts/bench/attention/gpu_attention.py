@@ -6,16 +6,9 @@
 One GPU:
     share --mixes mixes.json                each rank's share
     breadth                                 errors: head dims, windows, sinks, MLA, deterministic, fp16
-    windows --mixes mixes.json              time of windowed layers beside full ones
-    warm --mixes mixes.json                 kernel graphs: 200 random micro-batches
-    choice --mixes mixes.json --cp 2 4 8    regret of adaptive, predictions
     chunks --mixes mixes.json               a document in chunks (torchrun: over GPUs)
-    memory --mixes mixes.json               exchanged keys kept, or exchanged again
 Under torchrun:
     real --mixes mixes.json                 over NCCL, beside Transformer Engine's own context parallelism
-    profile --mixes mixes.json --only NAMES
-    backends --mixes mixes.json --profile-of FA4.json
-    host --mixes mixes.json                 host time, by parts
 
 --kernels fa4 takes FlashAttention-4's in place of cuDNN's (Transformer Engine's own attention stays cuDNN's).
 mixes.json: {"name": [document lengths], ...}. Writes DIR/<mode>.csv and prints tables. Errors are norms of the
@@ -33,41 +26,24 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from scripts.bench.start import new_parser
+
 MODES = {
     "share": ("attention_shares", "shares"),
     "real": ("attention_real", "real"),
-    "choice": ("attention_choice", "choice"),
     "breadth": ("attention_breadth", "breadth"),
-    "windows": ("attention_breadth", "windows"),
-    "warm": ("attention_warm", "warm"),
     "chunks": ("attention_chunks", "chunks"),
-    "memory": ("attention_memory", "memory"),
-    "profile": ("attention_profile", "profile"),
-    "host": ("attention_host", "host"),
-    "backends": ("attention_backends", "backends"),
 }
 """Module and function of each; they need a GPU, so they are imported when they run, and --help works anywhere."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, "attention")
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("--mixes", type=Path, nargs="+")
     parser.add_argument("--only", help="comma list of mixes")
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cp", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--kinds", nargs="+", default=["per-sequence", "per-document", "hybrid"])
-    parser.add_argument("--windows", type=int, nargs="+", help="of `choice` and `host`")
-    parser.add_argument(
-        "--profile-of",
-        type=Path,
-        help="of `choice` and `backends`: predict by a wlb-megatron profile (default: the built-in table)",
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=1e9, help="of `choice` and `backends`: begin no mix after these"
-    )
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument(
         "--check", nargs="+", help="in `real`, the mixes whose errors are measured (default all)"
@@ -79,14 +55,7 @@ def main() -> None:
     parser.add_argument(
         "--cases", help="of `breadth`: I::N, every Nth from the Ith on, so that N processes share them"
     )
-    parser.add_argument(
-        "--ways",
-        nargs="+",
-        metavar="WAY",
-        help="of `backends`: only these, such as 'ours, fa4' 'TE p2p, fa4'",
-    )
     args = parser.parse_args()
-    args.windows = args.windows or ([16384, 131072] if args.mode == "host" else [32768, 65536, 131072])
     mixes: dict[str, list[int]] = {}
     for path in args.mixes or ():
         mixes |= json.loads(path.read_text())

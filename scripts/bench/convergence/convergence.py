@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -43,6 +42,7 @@ import numpy as np
 
 from scripts.bench.convergence.convergence_report import report
 from scripts.bench.convergence.statistics import read_runs
+from scripts.bench.start import environment, new_parser
 from scripts.environment import ROOT, cpu_environment
 from scripts.megatron_job import Losses, arguments
 from scripts.warm_ranks import WarmRanks
@@ -81,10 +81,7 @@ FASTER = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "convergence", help="folder of results")
+    parser = new_parser(__doc__, "convergence")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each arm")
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--fewer-seeds", type=int, default=4, help=f"runs of {', '.join(FEWER)}, at most")
@@ -157,7 +154,7 @@ class Experiment:
         self._latest = 0.0  # seconds of the run that ended last
         self._failed: list[str] = []
         self._facts = corpora(options)
-        self._ranks = [WarmRanks(1, environment(options, index)) for index in range(options.workers)]
+        self._ranks = [WarmRanks(1, worker_environment(options, index)) for index in range(options.workers)]
 
     def run(self) -> None:
         """Train what is not there, then report. SystemExit where a run failed."""
@@ -348,13 +345,12 @@ def corpora(options: argparse.Namespace) -> dict[str, Any]:
     return dict(made)
 
 
-def environment(options: argparse.Namespace, worker: int) -> dict[str, str]:
+def worker_environment(options: argparse.Namespace, worker: int) -> dict[str, str]:
     """Of a worker's process."""
     if options.device == "cpu":
         return cpu_environment()
-    quiet = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    seen = {"CUDA_VISIBLE_DEVICES": str(worker % options.gpus), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return {**os.environ, **quiet, **seen}
+    seen = str(worker % options.gpus)
+    return environment(CUDA_VISIBLE_DEVICES=seen, OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")
 
 
 if __name__ == "__main__":

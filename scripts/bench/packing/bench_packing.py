@@ -5,9 +5,8 @@
 
 Sections: paper (the table of WLB-LLM's section 7.3: window 128K, 4 micro-batches, work d + d*d/24576), delay (balance
 against the bound on delay, a picture), others (other lengths and windows, three shuffles), pipeline (predicted step
-against its lower bound), time, large (the time of up to a million documents: minutes), drift (lengths that change in
-the middle: thresholds learnt once, and anew). Without --lengths and --others, lengths come from seeded generators of
-the project. With --out, packing_<section>.csv and delay.png are written there.
+against its lower bound), time, large (the time of up to a million documents: minutes). Without --lengths and --others,
+lengths come from seeded generators of the project. --out gets packing_<section>.csv and delay.png.
 
 imbalance: largest over mean work of an iteration's micro-batches. slowdown: summed largest over summed mean, what all
 steps together lose. delay: iterations a token waits, what waits at the end included. ms: of packing, per iteration.
@@ -16,7 +15,6 @@ gap: how far above the solver's own optimum its plans may be.
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 from collections.abc import Sequence
@@ -27,7 +25,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
-from scripts.bench.packing.packing_drift import drift_rows
 from scripts.bench.packing.packing_sections import (
     delay_cases,
     large_rows,
@@ -36,12 +33,13 @@ from scripts.bench.packing.packing_sections import (
     pipeline_rows,
     time_rows,
 )
+from scripts.bench.start import new_parser
 from wlb_megatron.documents.synthetic import KINDS
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.report.progress import progress
 from wlb_megatron.report.table import print_table
 
-SECTIONS = ("paper", "delay", "others", "pipeline", "time", "large", "drift")
+SECTIONS = ("paper", "delay", "others", "pipeline", "time", "large")
 
 
 def mean_over_shuffles(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -83,12 +81,11 @@ def draw_delay(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = new_parser(__doc__, "packing")
     parser.add_argument(
         "--lengths", type=Path, help="document lengths, .npy (default: paper-like, from a seed)"
     )
     parser.add_argument("--others", type=Path, help="other lengths for section others (default: web-like)")
-    parser.add_argument("--out", type=Path, help="folder for packing_<section>.csv and delay.png")
     parser.add_argument("--sections", default=",".join(SECTIONS))
     args = parser.parse_args()
     sections = args.sections.split(",")
@@ -109,12 +106,10 @@ def main() -> None:
     with progress(sum(case.iterations for case in cases)) as tick:
         for case in cases:
             rows.append(case.run(lambda: tick("packing")))
-    drifting = drift_rows(lengths, others)
     others_of = {
         "pipeline": (18, pipeline_rows(lengths)),
         "time": (16, time_rows()),
         "large": (8, large_rows()),
-        "drift": (30, drifting),
     }
     chosen = [others_of[section] for section in sections if section in others_of]
     with progress(sum(count for count, _ in chosen)) as tick:
@@ -129,12 +124,11 @@ def main() -> None:
         if shown:
             header = [key for key in shown[0] if key != "section"]
             print_table(section, header, [[row[key] for key in header] for row in shown])
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        for section in sections:
-            write_csv(args.out / f"packing_{section}.csv", [row for row in rows if row["section"] == section])
-        if "delay" in sections:
-            draw_delay([row for row in rows if row["section"] == "delay"], args.out / "delay.png")
+    args.out.mkdir(parents=True, exist_ok=True)
+    for section in sections:
+        write_csv(args.out / f"packing_{section}.csv", [row for row in rows if row["section"] == section])
+    if "delay" in sections:
+        draw_delay([row for row in rows if row["section"] == "delay"], args.out / "delay.png")
 
 
 if __name__ == "__main__":

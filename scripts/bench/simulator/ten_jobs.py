@@ -1,19 +1,19 @@
 """What `analyze` finds for ten jobs, three with experts, on seeded long-tailed lengths. All figures are simulated.
 
-usage: python -m scripts.bench.simulator.ten_jobs --out DIR [--jobs llama3-8b-64K ..]
+python -m scripts.bench.simulator.ten_jobs --out DIR [--jobs llama3-8b-64K ..]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
+from scripts.bench.start import new_parser
 from wlb_megatron.cli import main as wlb_megatron
-from wlb_megatron.report.files import as_csv
+from wlb_megatron.report.files import write_csv
 from wlb_megatron.simulator.lengths import long_tailed
 
 JOBS = {
@@ -62,8 +62,7 @@ def analyzed(name: str, folder: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = new_parser(__doc__, "ten_jobs")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -72,7 +71,7 @@ def main() -> None:
         for name in args.jobs:
             rows.append(analyzed(name, Path(folder)))
             print(rows[-1], flush=True)
-            (args.out / "ten_jobs.csv").write_text(as_csv(rows), encoding="utf-8")
+            write_csv(args.out / "ten_jobs.csv", rows)
 
 
 if __name__ == "__main__":

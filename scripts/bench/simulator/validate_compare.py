@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.training import gpu_train
+from scripts.bench.start import STEP
 from wlb_megatron.report.files import write_csv
 from wlb_megatron.sharding.alignment import padded
 from wlb_megatron.sharding.select import shard_all
@@ -23,7 +23,7 @@ from wlb_megatron.workload.profile import Profile
 
 WINDOW = 32768
 SHAPE = ModelShape(layers=8, hidden=2048, heads=16, kv_heads=4, ffn=5632, vocab=384, channels=128, gated=True)
-"""gpu_train.MODEL."""
+"""start.MODEL."""
 LAYOUTS = {"cp2": ParallelSizes(cp=2), "pp2": ParallelSizes(pp=2), "dp2": ParallelSizes(dp=2)}
 SHARDINGS = {"plain": "per-sequence", "wlb": "adaptive"}
 Row = dict[str, Any]
@@ -94,7 +94,7 @@ def measured_steps(log: Path) -> dict[int, float]:
     """Milliseconds of each iteration (from 1), as Megatron logs them."""
     if not log.exists():
         return {}
-    return {int(step[1]): float(step[2]) for step in gpu_train.STEP.finditer(log.read_text(encoding="utf-8"))}
+    return {int(step[1]): float(step[2]) for step in STEP.finditer(log.read_text(encoding="utf-8"))}
 
 
 def spans(runs: Path, name: str) -> dict[int, list[list[list[int]]]]:

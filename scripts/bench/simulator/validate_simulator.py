@@ -27,8 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from scripts.bench.simulator.validate_compare import SHAPE, WINDOW, compare
-from scripts.bench.training import gpu_train
-from scripts.bench.training.gpu_train import PLAIN, WLB
+from scripts.bench.start import MODEL, PLAIN, TRAINING, WLB, add_training, environment, new_parser
 from scripts.warm_ranks import WarmRanks
 from wlb_megatron.simulator.lengths import long_tailed
 from wlb_megatron.whole_files import renamed_at_end
@@ -51,17 +50,13 @@ Job = tuple[str, str, str, str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder of results")
+    parser = new_parser(__doc__, "validate")
     parser.add_argument("--profile", type=Path, help="of this model (default: made first, in --out)")
     parser.add_argument("--grid", default="reduced", help="of the profile that is made (default: reduced)")
     parser.add_argument("--budget", type=float, default=75, help="of the profile (seconds; default: 75)")
     parser.add_argument("--simulate-only", action="store_true")
     parser.add_argument("--layouts", default="cp2,pp2,dp2")
-    parser.add_argument("--iterations", type=int, default=12)
-    parser.add_argument("--warm-up", type=int, default=3, help="iterations left out (default: 3)")
+    add_training(parser, iterations=12, warm_up=3)
     parser.add_argument("--layers", type=int, default=SHAPE.layers)
     parser.add_argument("--global-batch-size", type=int, default=4, help="windows a step")
     parser.add_argument("--rounds", type=int, default=len(ROUNDS), help="mixes of each layout")
@@ -100,9 +95,7 @@ def jobs(layouts: list[str], rounds: int) -> list[Job]:
 def train(options: argparse.Namespace, profile: Path, scratch: Path) -> None:
     """Profile and run what time allows; logs, plans and spans come to lie in `scratch`, and in --out's archive."""
     began = time.perf_counter()
-    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    ranks = WarmRanks(2, environment)
+    ranks = WarmRanks(2, environment(OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")))
     try:
         ranks.start()
         corpora = build_corpora(options, scratch)
@@ -141,7 +134,7 @@ def train(options: argparse.Namespace, profile: Path, scratch: Path) -> None:
 def arguments(options: argparse.Namespace, profile: Path, lines: Path, prefix: Path) -> list[str]:
     """Megatron's flags of a run, without its layout's and scheme's."""
     return [
-        *(gpu_train.MODEL.split() + gpu_train.TRAINING.split()),
+        *(MODEL.split() + TRAINING.split()),
         *("--num-layers", str(options.layers), "--data-path", str(prefix), "--wlb-log", str(lines)),
         *("--seq-length", str(WINDOW), "--max-position-embeddings", str(2 * WINDOW), "--wlb-log-plans"),
         *("--global-batch-size", str(options.global_batch_size), "--train-iters", str(options.iterations)),

@@ -1,6 +1,6 @@
 """Whole training steps in several 4D layouts: what each way of packing and sharding gains, measured and predicted.
 
-scripts/bench/training/bench_4d.sh 8 --script ../Megatron-LM/pretrain_gpt.py --out out/4d
+python -m scripts.bench.training.bench_4d 8 --script ../Megatron-LM/pretrain_gpt.py --out out/4d
 
 A GPT of about 1.5B parameters (32 layers of 2048), full recompute, on text cut to long-tailed lengths. Layouts are
 TP,CP,PP,DP. Schemes: stock (Megatron without the plugin and without a document mask, another task: its loss does not
@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scripts.bench.training.gpu_train import PLAIN, ROOT, STOCK, add_model, add_warm_ranks, corpus, run
+from scripts.bench.start import MODELS, PLAIN, STOCK, add_corpus, add_training, corpus, new_parser, run
 from wlb_megatron.report.files import write_csv
 
 SHOWN = (
@@ -95,24 +95,17 @@ def flags_of(layout: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, "4d")
     parser.add_argument("gpus", type=int, help="GPUs of this host to use")
     parser.add_argument(
         "--script", type=Path, help="Megatron-LM's pretrain_gpt.py (default: wlb_megatron.pretrain_gpt)"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "4d", help="folder of results")
     parser.add_argument(
         "--layouts", nargs="+", help="TP,CP,PP,DP, several (default: those for this many GPUs)"
     )
     parser.add_argument("--schemes", default="stock,plain,greedy,paper,ours", help="comma list")
-    parser.add_argument("--data", type=Path, help="prefix of a .bin/.idx pair (default: Python's sources)")
-    parser.add_argument(
-        "--lengths", type=Path, help=".npy: cut Python's sources into documents of these lengths"
-    )
-    parser.add_argument("--iterations", type=int, default=38)
-    parser.add_argument("--warm-up", type=int, default=8, help="iterations left out of the times")
+    add_corpus(parser)
+    add_training(parser, iterations=38, warm_up=8)
     parser.add_argument("--seq-length", type=int, default=131072, help="window (tokens)")
     parser.add_argument(
         "--global-batch-size", type=int, help="windows a step (default: 4 a data-parallel rank)"
@@ -123,8 +116,12 @@ def main() -> None:
         default="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         help="further flags for every run (default: full recompute)",
     )
-    add_model(parser)
-    add_warm_ranks(parser)
+    parser.add_argument("--model", choices=MODELS, default="2048", help="kind of layers (default: 2048 wide)")
+    parser.add_argument(
+        "--warm-ranks",
+        action="store_true",
+        help="train run after run in the same processes, stock Megatron and the plugin in their own: saves the start",
+    )
     parser.add_argument("--profile", type=Path, help="made by wlb-megatron profile: predictions are of it")
     parser.add_argument(
         "--spans",
@@ -149,22 +146,28 @@ def main() -> None:
         parser.error(f"unknown schemes {', '.join(unknown)}: choose of {', '.join(known)}")
 
     options.out.mkdir(parents=True, exist_ok=True)
-    prefix = options.data or corpus(options.out / "corpus", options.lengths)
+    prefix = corpus(options)
     chosen_batch = options.global_batch_size
     for layout in layouts:
         options.global_batch_size = chosen_batch or 4 * int(layout.split(",")[3])
         for name in options.schemes.split(","):
-            label = f"{layout.replace(',', '-')}_{name}"
-            rows = run(label, options.gpus, flags_of(layout) + known[name], prefix, options)
-            figures = {
-                "layout": layout,
-                "scheme": name,
-                "gpus": options.gpus,
-                "batch": options.global_batch_size,
-            }
-            text = json.dumps({**figures, "window": options.seq_length, "rows": rows})
-            (options.out / f"{label}.result.json").write_text(text, encoding="utf-8")
-            table(options)
+            measure(layout, name, prefix, options)
+
+
+def measure(layout: str, scheme: str, prefix: Path, options: argparse.Namespace) -> None:
+    """Train a scheme in a layout, keep its figures, and print the table of all that are there."""
+    label = f"{layout.replace(',', '-')}_{scheme}"
+    flags = flags_of(layout) + schemes(options.seq_length)[scheme]
+    result = {
+        "layout": layout,
+        "scheme": scheme,
+        "gpus": options.gpus,
+        "batch": options.global_batch_size,
+        "window": options.seq_length,
+        "rows": run(label, options.gpus, flags, prefix, options),
+    }
+    (options.out / f"{label}.result.json").write_text(json.dumps(result), encoding="utf-8")
+    table(options)
 
 
 def table(options: argparse.Namespace) -> None:

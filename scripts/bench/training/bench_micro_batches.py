@@ -10,11 +10,10 @@ before step 1. Each setting's folder gets bench_4d's files, and when each forwar
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from scripts.bench.training.bench_4d import schemes, table
-from scripts.bench.training.gpu_train import ROOT, corpus, run
+from scripts.bench.start import add_corpus, add_training, corpus, new_parser
+from scripts.bench.training.bench_4d import measure
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 WINDOW = 65536
@@ -23,25 +22,22 @@ SETTINGS = ["2:none:8:one,ours", "4:none:8:one,ours", "2:full:8:one,ours", "4:fu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, "mb")
     parser.add_argument("--gpus", type=int, default=2, help="stages (default: 2)")
     parser.add_argument("settings", nargs="*", default=SETTINGS, help=f"(default: {' '.join(SETTINGS)})")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "mb", help="folder of results")
-    parser.add_argument("--lengths", type=Path, help=".npy of document lengths")
+    add_corpus(parser)
+    add_training(parser, iterations=20, warm_up=4)
     parser.add_argument("--profile", type=Path, help="of this model and GPU")
     parser.add_argument(
         "--vocabulary", type=int, default=257, help="words (default: 257, whose logits are small)"
     )
-    parser.add_argument("--iterations", type=int, default=20)
-    parser.add_argument("--warm-up", type=int, default=4)
     options = parser.parse_args()
     profile_flag = f" --wlb-profile {options.profile}" if options.profile else ""
-    prefix = corpus(options.out / "corpus", options.lengths)
+    prefix = corpus(options)
     for setting in options.settings:
         windows, recompute, layers, names = setting.split(":")
         job = argparse.Namespace(
+            gpus=options.gpus,
             out=options.out / f"w{windows}_{recompute}_{layers}",
             extra=f"{KINDS[recompute]}{profile_flag} --vocab-size {options.vocabulary}",
             seq_length=WINDOW,
@@ -57,13 +53,7 @@ def main() -> None:
         job.out.mkdir(parents=True, exist_ok=True)
         print(f"\n{windows} windows a step, recompute {recompute}, {layers} layers", flush=True)
         for name in names.split(","):
-            label = f"1-1-{options.gpus}-1_{name}"
-            flags = ["--pipeline-model-parallel-size", str(options.gpus), *schemes(WINDOW)[name]]
-            rows = run(label, options.gpus, flags, prefix, job)
-            result = {"layout": f"1,1,{options.gpus},1", "scheme": name, "gpus": options.gpus, "rows": rows}
-            result |= {"batch": int(windows), "window": WINDOW}
-            (job.out / f"{label}.result.json").write_text(json.dumps(result), encoding="utf-8")
-            table(job)
+            measure(f"1,1,{options.gpus},1", name, prefix, job)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,11 @@ recomputed, and the peak over what was available, planned and measured.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.training.gpu_train import MODEL, TRAINING, corpus, finish
-from scripts.environment import ROOT, free_port
+from scripts.bench.start import MODEL, TRAINING, add_corpus, corpus, environment, new_parser, torchrun
 from wlb_megatron.report.files import write_csv
 
 NARROW = MODEL.replace("2048", "1024").replace("5632", "2816").replace("heads 16", "heads 8")
@@ -37,28 +33,13 @@ def run_case(
 ) -> dict[str, Any]:
     figures, log = out / f"{kind}_{gigabytes:g}.jsonl", out / f"{kind}_{gigabytes:g}.log"
     figures.unlink(missing_ok=True)
-    environment = {
-        **os.environ,
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "WLB_BENCH_GIB": str(gigabytes * 1e9 / (1 << 30)),
-    }
-    command = [
-        *(
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            "--master-addr",
-            "127.0.0.1",
-        ),
-        *("--master-port", str(free_port()), "-m", "scripts.bench.training.capped_run"),
+    arguments = [
         *(NARROW.split() + TRAINING.split() + KINDS[kind].split()),
         *("--data-path", str(prefix), "--wlb-log", str(figures), "--train-iters", str(steps)),
         *("--seq-length", "32768", "--max-position-embeddings", "65536"),
     ]
-    status = finish(command, environment, log, limit)
+    capped = environment(WLB_BENCH_GIB=str(gigabytes * 1e9 / (1 << 30)))
+    status = torchrun(2, ["scripts.bench.training.capped_run", *arguments], capped, log, limit)
     rows = (
         [json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines()]
         if figures.exists()
@@ -85,18 +66,13 @@ def run_case(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, "cap")
     parser.add_argument("--cases", default="dense:80:300,dense:60:300,experts:80:300,experts:60:300")
-    parser.add_argument(
-        "--lengths", type=Path, help=".npy: cut Python's sources into documents of these lengths"
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "cap", help="folder of results")
+    add_corpus(parser)
     parser.add_argument("--limit", type=float, default=240.0, help="time limit of a case (seconds)")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    prefix, rows = corpus(options.out / "corpus", options.lengths), []
+    prefix, rows = corpus(options), []
     for case in options.cases.split(","):
         kind, gigabytes, steps = case.split(":")
         rows.append(run_case(kind, float(gigabytes), int(steps), prefix, options.out, options.limit))

@@ -28,7 +28,6 @@ import argparse
 import csv
 import json
 import math
-import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -38,9 +37,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scripts.bench.training.gpu_train import MODEL, STEP, TRAINING
+from scripts.bench.start import MODEL, STEP, TRAINING, add_training, environment, new_parser
 from scripts.bench.training.peer_documents import Items, write_conversations, write_documents
-from scripts.environment import ROOT
 from scripts.warm_ranks import WarmRanks
 from wlb_megatron.documents.synthetic import lognormal, paper_like
 from wlb_megatron.report.files import write_csv
@@ -101,14 +99,11 @@ CONVERSATIONS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, "peers")
     parser.add_argument(
         "--megatron", type=Path, help="folder with dev's megatron/, pretrain_gpt.py (for its runs)"
     )
     parser.add_argument("--main", type=Path, required=True, help="the same of main")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "peers", help="folder of results")
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), help="default: all")
     parser.add_argument("--conversations", action="store_true", help="with masks, of any length")
     parser.add_argument(
@@ -117,8 +112,7 @@ def main() -> None:
     parser.add_argument("--seq-length", type=int, default=65536, help="window (tokens)")
     parser.add_argument("--windows", type=int, default=4, help="windows a step")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--iterations", type=int, default=14)
-    parser.add_argument("--warm-up", type=int, default=6, help="iterations left out of the times")
+    add_training(parser, iterations=14, warm_up=6)
     parser.add_argument("--checked", type=int, default=6, help="iterations whose losses are compared")
     parser.add_argument("--limit", type=float, default=60.0, help="most that a run may take (seconds)")
     parser.add_argument("--seconds", type=float, default=240.0, help="no run is going on after so many")
@@ -200,15 +194,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def ranks(count: int) -> WarmRanks:
-    return WarmRanks(
-        count,
-        {
-            **os.environ,
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "PYTHONWARNINGS": "ignore",
-            "PYTHONUNBUFFERED": "1",
-        },
-    )
+    return WarmRanks(count, environment(PYTHONUNBUFFERED="1"))
 
 
 def module(code: str, options: argparse.Namespace) -> list[str]:

@@ -23,7 +23,7 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.documents.writing.text_corpus import END_OF_DOCUMENT, build, documents_of, text_files
 
 SEED = 1234
-"""gpu_train's --seed: it decides the plugin's order."""
+"""The --seed of start.TRAINING: it decides the plugin's order."""
 MULTIPLE = 8
 """Of tokens of every document: what Megatron pads to at four ranks."""
 PADDED = 4

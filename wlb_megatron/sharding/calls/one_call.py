@@ -5,7 +5,7 @@ while keys travel. One bottom-right call (window_call.py) waits for its keys, an
 mask hides. But it needs half the launches, and gathers no queries and merges no outputs.
 
 So with cuDNN's kernels, one call is for short pieces cut over ranks. Of 26 mixes that hybrid cuts over 8 ranks it is
-faster for 11 at a window of 8K, 9 at 16K, 1 at 32K and none above (predicted from the H100's table: bench_calls.py,
+faster for 11 at a window of 8K, 9 at 16K, 1 at 32K and none above (predicted from the H100's table;
 docs/results/simulated/one_call.csv). FlashAttention-4 skips masked keys in backward, too.
 """
 

@@ -1,1 +1,0 @@
-"""FlashAttention-4's kernels beside cuDNN's."""

@@ -1,1 +1,0 @@
-"""Dynamic groups: plans, and what they gain."""
