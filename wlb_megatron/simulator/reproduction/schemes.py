@@ -16,7 +16,7 @@ from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.lengths import sample_lengths
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.job import plan_job
-from wlb_megatron.packing.packer import Packer, Ranks
+from wlb_megatron.packing.packer import Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.delay_bound import Limits
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker, lmax
@@ -59,15 +59,6 @@ def plan_run(
     rules = Rules(setting.window, "split", seed, endless=True)
     stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
     planner = _planner(packing, stream, lengths, setting, cost, per_window)
-    return list(islice(iter(planner.next_iteration, None), warm_up, warm_up + iterations))
-
-
-def run_packer(
-    packer: Packer, lengths: Lengths, rules: Rules, global_tokens: int, *, iterations: int, warm_up: int
-) -> list[IterationPlan]:
-    """Plans of `iterations` global batches after `warm_up` ones, of a packer that no settings name."""
-    stream = DocumentStream.of_lengths(lengths, rules, name="--lengths")
-    planner = Planner(stream, packer, global_tokens=global_tokens)
     return list(islice(iter(planner.next_iteration, None), warm_up, warm_up + iterations))
 
 
