@@ -3,7 +3,8 @@
 
 Imports, CUDA contexts and kernel graphs are made once, so that a job of a dozen steps costs little more than its steps.
 Between jobs what Megatron and the plugin keep in modules is put back. A job that fails or hangs ends the processes; the
-next one gets new ones. For benchmarks: a job that must be trusted has fresh processes.
+next one gets new ones. For benchmarks: a job that must be trusted has fresh processes. Tests fork theirs
+(tests/forked_ranks.py): nothing stays between jobs, but a process with a CUDA context cannot be forked.
 
     ranks = WarmRanks(2, dict(os.environ))
     status = ranks.run("train", ["--num-layers", "8", ...], Path("job.log"), limit=60)
