@@ -104,7 +104,8 @@ def deferring(wanted: bool, config: Any, micro_batches: int) -> Iterator[None]:
 def _lost(what: str) -> RefusedHere:
     return RefusedHere(
         f"wlb_megatron: {what}. Losses of documents in chunks are made right before the backward, so nothing between "
-        "the model and the loss function may change its output: add --wlb-chunks off, or leave out the wrapper that does"
+        "the model and the loss function may change its output: add --wlb-chunks off, or leave out the wrapper that "
+        "does"
     )
 
 
