@@ -27,7 +27,7 @@ CHUNK_NS = 0.65e6
 """What a layer's backward takes besides its kernels in a micro-batch that shares a document with others (ns). Earlier
 keys are gathered again, and their gradients added. On two H200s, CP=1, 16 heads of 128 channels, 4 layers a stage,
 220 backwards of 9K tokens took 2.2 to 3.7 ms more than predicted; those of whole documents took 0.0 more
-(docs/measured.md)."""
+(docs/simulation.md)."""
 
 CHUNK_WIDTH = 2048
 """Heads x channels of a rank in that measurement."""
