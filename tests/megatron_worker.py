@@ -66,7 +66,7 @@ def global_names(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     numbers = {
         name: pattern[: module.layer_number].count("*") - 1 if pattern else module.layer_number - 1
         for name, module in chunk.named_modules()
-        if isinstance(module, TransformerLayer)
+        if isinstance(module, TransformerLayer) and not (pattern and "mtp" in name)
     }
     named = {}
     for name, parameter in chunk.named_parameters():
@@ -74,6 +74,7 @@ def global_names(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
             if name.startswith(prefix + "."):
                 name = re.sub(r"layers\.\d+", f"layers.{number}", prefix) + name[len(prefix) :]
                 break
+        name = re.sub(r"mtp_model_layer\.layers\.\d+", "mtp_model_layer", name)
         name = name.replace("final_norm.", "final_layernorm.")
         named[_global_expert(re.sub(r"^(module\.)+", "", name))] = parameter
     return named
