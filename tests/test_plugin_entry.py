@@ -192,6 +192,9 @@ TOGETHER: list[dict[str, object]] = [
     {"full_validation": True, "multiple_validation_sets": True, "virtual_pipeline_model_parallel_size": 2},
     {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tm|L"},
     {"hybrid_layer_pattern": "--|-E/*-"},
+    {"hybrid_layer_pattern": "*-/*E"},
+    {"hybrid_layer_pattern": "*-*-", "decoder_first_pipeline_num_layers": 1},
+    {"hybrid_layer_pattern": "*-", "multi_latent_attention": True, "apply_rope_fusion": False},
     {"sft": True, "tokenizer_type": "SFTTokenizer", "wlb_overlong": "split"},
 ]
 """Arguments of the rows that need several."""

@@ -204,6 +204,25 @@ REFUSALS: tuple[Refusal, ...] = (
         "the plugin plans attention over documents; a HybridModel needs a layer of it, and megatron-core 0.18",
     ),
     Refusal(
+        lambda a, c: "E" in (_get(a, "hybrid_layer_pattern") or "").partition("/")[2],
+        "--hybrid-layer-pattern with E after /",
+        "HybridModel tells the routers of further predictions nothing of padding, which would count in their losses; "
+        "predict with * and -",
+    ),
+    Refusal(
+        lambda a, c: (
+            _get(a, "hybrid_layer_pattern")
+            and (_get(a, "decoder_first_pipeline_num_layers") or _get(a, "decoder_last_pipeline_num_layers"))
+        ),
+        "--hybrid-layer-pattern with --decoder-first-pipeline-num-layers / --decoder-last-pipeline-num-layers",
+        "memory is counted by the pattern's stages; put | into the pattern",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "hybrid_layer_pattern") and _get(a, "multi_latent_attention"),
+        "--hybrid-layer-pattern with --multi-latent-attention",
+        "a HybridModel's * has no latent attention; drop it, or train MLA with pretrain_gpt.py",
+    ),
+    Refusal(
         lambda a, c: _get(a, "fp8_dot_product_attention") or _get(a, "fp8_multi_head_attention"),
         "--fp8-dot-product-attention / --fp8-multi-head-attention",
         "cuDNN has no FP8 attention over packed documents; drop it. Matrix products stay in FP8",

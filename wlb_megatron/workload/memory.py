@@ -83,7 +83,8 @@ class ParallelLayout:
     fully_sharded: FSDP spreads weights and gradients over them too. losses_in_forward: with documents in chunks, losses
     do not wait for their backward; so with FSDP of either kind, whatever it spreads (plugin/step/deferred_losses.py).
     recompute: recompute_granularity or "none"; "selective" counts core attention only. recompute_layers:
-    recompute_num_layers or 1. recompute_block: recompute_method is "block". keep_keys: exchanged keys are saved for
+    recompute_num_layers or 1. recompute_block: recompute_method is "block". recompute_inputs: kept of each such unit, 2
+    where a HybridModel's attention and MLP are recomputed alone. keep_keys: exchanged keys are saved for
     backward (attention's option), or exchanged again.
     """
 
@@ -101,6 +102,7 @@ class ParallelLayout:
     recompute: str = "none"
     recompute_layers: int = 1
     recompute_block: bool = False
+    recompute_inputs: int = 1
     keep_keys: bool = True
 
     def __post_init__(self) -> None:
@@ -322,7 +324,7 @@ def chunk_bytes(shape: StageShape, layout: ParallelLayout) -> int:
     """What the layers of one virtual stage keep for a token held."""
     layers = chunk_layers(shape, layout)
     layer, keys = layer_bytes(shape, layout), gathered_keys_bytes(shape, layout) * layout.keep_keys
-    first_input = spread_elements(shape.hidden, layout) * shape.dtype_bytes
+    first_input = layout.recompute_inputs * spread_elements(shape.hidden, layout) * shape.dtype_bytes
     if layout.recompute == "selective":
         return layers * layer
     if layout.recompute == "none":

@@ -129,6 +129,7 @@ def model_and_layout(job: TrainingJob, memory: MemoryFlags) -> tuple[StageShape,
         recompute=job.recompute,
         recompute_layers=memory.recompute_layers,
         recompute_block=memory.recompute_block,
+        recompute_inputs=memory.recompute_inputs,
         keep_keys=not job.given.regather_keys,
     )
     return shape, layout

@@ -17,7 +17,7 @@ from wlb_megatron.plugin.flags.fine_tuning import FineTuning
 from wlb_megatron.plugin.flags.job_profile import profile_of
 from wlb_megatron.plugin.flags.memory_flags import MemoryFlags
 from wlb_megatron.plugin.flags.rank_counts import RankCounts
-from wlb_megatron.plugin.flags.trained_model import TrainedModel
+from wlb_megatron.plugin.flags.trained_model import TrainedModel, layer_kinds
 from wlb_megatron.plugin.flags.trainer import trainer_of
 from wlb_megatron.refusals import one_length
 from wlb_megatron.sharding.alignment import multiple
@@ -108,7 +108,7 @@ class TrainingJob:
             workers=args.num_workers,
             ignored_signal=int(args.exit_signal) if args.exit_signal_handler else None,
             recompute=args.recompute_granularity or "none",
-            recompute_blocks=args.recompute_num_layers if args.recompute_method == "block" else None,
+            recompute_blocks=_recomputed_blocks(args),
             sharing=Sharing(
                 distributed=bool(args.use_distributed_optimizer),
                 reduce_overlaps=bool(getattr(args, "overlap_grad_reduce", False)),
@@ -145,6 +145,12 @@ class TrainingJob:
     def with_vocabulary(self, rows: int) -> TrainingJob:
         """The same once the tokenizer is built, which Megatron does after the flags are checked."""
         return replace(self, model=replace(self.model, vocabulary=rows))
+
+
+def _recomputed_blocks(args: Any) -> int | None:
+    if args.recompute_method != "block":
+        return None
+    return max(1, (args.recompute_num_layers or 1) * layer_kinds(args)[0] // args.num_layers)
 
 
 def window_misfit(job: TrainingJob) -> str | None:
