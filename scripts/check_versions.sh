@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Trains three steps of a small GPT (CPU, CP=2) on each megatron-core that the plugin takes, by each way in, evaluates it
 # on a validation and a test set, and compares the losses, which must be the same everywhere: the wheels of PyPI by
-# `-m wlb_megatron.pretrain_gpt`, and with a clone of Megatron-LM its branches by the launcher and patched. Prints a
-# table; fails if one way in differs. Without FLAGS it then compares losses and gradients of each with one process:
+# `-m wlb_megatron.pretrain_gpt` and `pretrain_hybrid`, and with a clone of Megatron-LM its branches by the launcher and
+# patched. Prints a table; fails if one way in differs. Without FLAGS it then compares losses and gradients of each
+# with one process:
 # routers' losses under context and tensor parallelism, multi-token prediction, and a virtual pipeline beside a busy
 # process, several times, because what is sent too early or too late shows only in some runs. It compares the targets of
 # --sft with each release's own, and looks for flags that docs/megatron_flags.md does not have. (A run takes 15 s on two
@@ -37,6 +38,8 @@ flags=$("$python" -c 'from scripts import megatron_job as job; print(job.MODEL, 
 "$python" -m pip install --quiet --target "$scratch/needs" pyyaml six regex pydantic 2>"$scratch/pip.log" ||
     { cat "$scratch/pip.log"; exit 1; }
 
+# The same layers as those of the flags, in a HybridModel.
+hybrid=(--spec wlb_megatron.plugin.model.local_hybrid stack --hybrid-layer-pattern "*-*-*-*-")
 reference=""
 failed=0
 train() { # train NAME MEGATRON ENTRY..: a row of the table
@@ -95,6 +98,10 @@ for version in "${wheels[@]}"; do
     "$python" -m pip install --quiet --no-deps --target "$scratch/$version" "megatron-core==$version" \
         2>"$scratch/pip.log" || { cat "$scratch/pip.log"; exit 1; }
     train "$version -m wlb_megatron.pretrain_gpt" "$scratch/$version" -m wlb_megatron.pretrain_gpt
+    case $version in
+    0.17.*) ;; # has no HybridModel
+    *) train "$version -m wlb_megatron.pretrain_hybrid" "$scratch/$version" -m wlb_megatron.pretrain_hybrid "${hybrid[@]}" ;;
+    esac
     own "$version" "$scratch/$version"
     compare "$version" "$scratch/$version"
 done
@@ -107,10 +114,16 @@ for branch in "${branches[@]}"; do
         echo "$branch is not in this clone: left out"
         continue
     fi
-    git -C "$clone" archive "$name" megatron pretrain_gpt.py gpt_builders.py model_provider.py | tar -x -C "$tree"
+    git -C "$clone" archive "$name" megatron pretrain_gpt.py gpt_builders.py model_provider.py \
+        $(git -C "$clone" ls-tree --name-only "$name" pretrain_hybrid.py hybrid_builders.py) | tar -x -C "$tree"
     cp "$scratch"/0.19.2/megatron/core/datasets/helpers_cpp*.so "$tree/megatron/core/datasets/" # else make builds them
     commit=$(git -C "$clone" rev-parse --short "$name")
     train "$branch $commit launcher" "" -m wlb_megatron.launch "$tree/pretrain_gpt.py"
+    case $branch in # those that docs/support.md names for it
+    core_r0.19.0 | core_r0.18.0 | main)
+        train "$branch $commit launcher, hybrid" "" -m wlb_megatron.launch "$tree/pretrain_hybrid.py" "${hybrid[@]}"
+        ;;
+    esac
     own "$branch" "$tree"
     compare "$branch" "$tree"
     "$python" -m wlb_megatron.cli patch --apply "$tree" >/dev/null

@@ -17,7 +17,8 @@ class Trainer:
     the largest values of all data-parallel ranks. offloads: offloads activations module by module. interleaves: has
     virtual stages. offloads_layers: offloads whole layers. replays_routes: experts' choices are recorded and replayed.
     release: of megatron-core. unknown_schedule: it interleaves stages in a way that the plugin does not know.
-    hides_padding: its block gives layers that it does not recompute no padding mask. hybrid: the model is a HybridModel.
+    hides_padding: its block gives layers that it does not recompute no padding mask. hybrid: the model is a
+    HybridModel.
     """
 
     stages: int = 1
