@@ -109,6 +109,33 @@ def test_a_line_that_is_being_written_waits_and_a_new_file_replaces_all(log: Pat
     assert reader.read() and list(reader.rows) == [1] and len(reader.starts) == 1
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"iteration": 1}',
+        '{"iteration": 1, "tokens": "8"}',
+        '{"iteration": Infinity, "tokens": 8}',
+        "[1]",
+        "[" * 200_000,
+    ],
+    ids=lambda text: text[:24],
+)
+def test_a_line_without_the_figures_of_an_iteration_is_no_log(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").write_text(f"{text}\n")
+    assert main(["watch", str(tmp_path / "other")]) == 2
+    assert "is no --wlb-log" in capsys.readouterr().err
+
+
+def test_a_blank_line_and_a_figure_of_another_kind_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log").write_text('{"iteration": 1, "tokens": 8, "measured_ms": "5"}\n\n')
+    assert main(["watch", str(tmp_path / "log")]) == 0
+    assert "8" in capsys.readouterr().out
+
+
 def test_what_is_no_log_gets_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other").write_text('{"loss": 1}\n')
     assert main(["watch", str(tmp_path / "other")]) == 2

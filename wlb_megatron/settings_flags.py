@@ -197,7 +197,8 @@ def settings(args: argparse.Namespace) -> WlbConfig:
     names = [setting.name for setting in fields(WlbConfig) if setting.name not in NOT_HERE]
     config = WlbConfig(**{name: getattr(args, name) for name in names})
     check_numbers(config)
-    refuse_idle(config)
+    if not getattr(args, "launched", False):  # training takes them
+        refuse_idle(config)
     return config
 
 

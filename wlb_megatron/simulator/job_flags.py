@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import re
+import ast
 from dataclasses import replace
 
 from wlb_megatron.bounds import RANKS, SEED, real, whole
@@ -516,19 +516,36 @@ def _experts(dense: ModelShape, args: argparse.Namespace) -> Experts | None:
 def _dense_layers(pattern: str, layers: int) -> int:
     """Layers without experts. pattern: "2" (every second layer has experts), or Megatron's list of Python, of one
     number a layer: "([0]*3+[1]*58)" has 3 of 61."""
-    if pattern.isdigit() and int(pattern):
+    if pattern.isascii() and pattern.isdigit() and int(pattern):
         return layers - -(-layers // int(pattern))
-    parts = re.fullmatch(r"\(*((?:\[[01](?:,[01])*\](?:\*\d+)?\+?)+)\)*", pattern.replace(" ", ""))
-    listed = [
-        int(number)
-        for numbers, times in re.findall(r"\[([01,]+)\](?:\*(\d+))?", parts[1] if parts else "")
-        for number in numbers.split(",") * int(times or 1)
-    ]
-    if len(listed) != layers:
+
+    def listed(node: ast.expr) -> list[int]:
+        """Sums and multiples of lists. ValueError for anything else, and for a list that is too long."""
+        match node:
+            case ast.List(elts=numbers):
+                return [int(ast.literal_eval(number)) for number in numbers]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return listed(left) + listed(right)
+            case ast.BinOp(left=numbers, op=ast.Mult(), right=ast.Constant(value=int(times))):
+                pass
+            case ast.BinOp(left=ast.Constant(value=int(times)), op=ast.Mult(), right=numbers):
+                pass
+            case _:
+                raise ValueError
+        once = listed(numbers)
+        if len(once) * times > layers:
+            raise ValueError
+        return once * times
+
+    try:
+        found = listed(ast.parse(pattern.strip(), mode="eval").body)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        found = []
+    if len(found) != layers or not {*found} <= {0, 1}:
         raise WlbError(
             f"--moe-layer-freq {pattern!r} is neither a number nor a list of {layers} zeros and ones"
         )
-    return listed.count(0)
+    return found.count(0)
 
 
 def activated(shape: ModelShape, args: argparse.Namespace) -> ModelShape:

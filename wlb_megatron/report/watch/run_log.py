@@ -54,19 +54,31 @@ class RunLog:
         whole = text[: text.rfind(b"\n") + 1]
         self._read += len(whole)
         for line in whole.splitlines():
-            self._add(line)
+            if line.strip():
+                self._add(line)
         return bool(whole)
 
     def _add(self, line: bytes) -> None:
         try:
             figures = json.loads(line)
             iteration = int(figures["iteration"])
-        except (ValueError, TypeError, KeyError):
+            if not _fits("tokens", figures["tokens"]):
+                raise TypeError
+            self.rows[iteration] = {
+                name: value
+                for name in KEPT
+                if (value := figures.get(name)) is not None and _fits(name, value)
+            }
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             raise WlbError(f"{self.path} is no --wlb-log: {line[:60]!r} is not one of its lines") from None
-        self.rows[iteration] = {name: figures[name] for name in KEPT if figures.get(name) is not None}
-        if figures.get("started"):
+        if isinstance(figures.get("started"), int | float):
             self.starts.add(figures["started"])
 
     def column(self, name: str) -> list[tuple[int, float]]:
         """Iterations that have the figure, in order, and the figure."""
         return [(at, row[name]) for at, row in sorted(self.rows.items()) if name in row]
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a figure can be shown: all are numbers, but for the name of a host."""
+    return isinstance(value, str) if name == "slowest_host" else isinstance(value, int | float)
