@@ -114,8 +114,9 @@ for branch in "${branches[@]}"; do
         echo "$branch is not in this clone: left out"
         continue
     fi
-    git -C "$clone" archive "$name" megatron pretrain_gpt.py gpt_builders.py model_provider.py \
-        $(git -C "$clone" ls-tree --name-only "$name" pretrain_hybrid.py hybrid_builders.py) | tar -x -C "$tree"
+    mapfile -t hybrid < <(git -C "$clone" ls-tree --name-only "$name" pretrain_hybrid.py hybrid_builders.py)
+    git -C "$clone" archive "$name" megatron pretrain_gpt.py gpt_builders.py model_provider.py "${hybrid[@]}" |
+        tar -x -C "$tree"
     cp "$scratch"/0.19.2/megatron/core/datasets/helpers_cpp*.so "$tree/megatron/core/datasets/" # else make builds them
     commit=$(git -C "$clone" rev-parse --short "$name")
     train "$branch $commit launcher" "" -m wlb_megatron.launch "$tree/pretrain_gpt.py"
