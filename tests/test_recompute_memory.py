@@ -344,6 +344,7 @@ MEMORY_ALONE = {
     "dtype_bytes": "kernel tables and rates are of bf16",
     "experts": "a token's work is that of the experts it passes, which the time model takes as ffn",
     "losses": "further depths are predicted as none",
+    "recompute_inputs": "what is kept takes no time",
 }
 TIME_ALONE = {
     **dict.fromkeys(("assumptions", "measured", "costs"), "rates"),
@@ -380,5 +381,6 @@ def test_every_flag_of_planned_recomputation_reaches_what_a_stage_holds() -> Non
         "micro_batches",
         "distributed_optimizer",
         "fully_sharded",
+        "recompute_inputs",  # of a HybridModel, whose steps run the flags
     }
     assert {field.name for field in fields(layout)} == set(changed) | others | {"recompute"}
