@@ -373,6 +373,8 @@ def test_thresholds_and_delay_are_not_ignored_where_documents_train_in_chunks(
     lines = lines_of(capsys, f"{job} --chunks on --thresholds 20")
     unused = "--thresholds 20 is not used: documents in chunks never wait"
     assert sum(unused in line for line in lines) == 1
+    lines = lines_of(capsys, f"{job} --chunks on --batch-spread 1.25")
+    assert sum("--batch-spread 1.25 bounds nothing: documents in chunks" in line for line in lines) == 1
     code, _, err = call(capsys, *f"{job} --chunks on --max-delay 3".split())
     assert (code, err.count("\n")) == (2, 1)
     assert (

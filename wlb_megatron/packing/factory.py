@@ -194,6 +194,11 @@ def _make_varlen(
             f"WARNING: --wlb-thresholds {config.thresholds} is not used: documents in chunks never wait; leave it out, "
             "or set --wlb-chunks off"
         )
+    if chunks and config.batch_spread not in ("auto", "none"):
+        say(
+            f"WARNING: --wlb-batch-spread {config.batch_spread} bounds nothing: documents in chunks never wait, so "
+            "steps above it are only counted; leave it out, or add --wlb-chunks off"
+        )
     if chunks:
         return ChunkPacker(cost, short, ranks, per_window=per_window, longest=longest)
     if thresholds_set is None and sample is not None:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from wlb_megatron.packing.memory_limits import GpuMemory
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.metrics import Figures
+from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch
 from wlb_megatron.plugin.ranks.plan_store import common_store
 from wlb_megatron.recompute.kept_layers import KeptLayers, plan_kept_layers
@@ -191,7 +192,8 @@ def planned(batches: Sequence[PlannedMicroBatch], model: Any) -> Iterator[None]:
     try:
         yield
         _measure(state, rehearsed=rehearsed)
-        _tell(state)
+        with never_fatal("the log has no memory of all stages"):
+            _tell(state)
     except torch.OutOfMemoryError as error:
         if rehearsed or state.last.recomputed == state.last.by_flags:
             raise  # the rehearsal says what to do, and the flags are not ours
