@@ -430,8 +430,8 @@ def plan_at_random(seed: int) -> None:
     iterations = itertools.count(seed)
 
     class RandomPlans:
-        def __init__(self, stage: Any, cost: Any, sharding: str, pipeline: int, multiple: int) -> None:
-            self.stage, self.multiple = stage, multiple
+        def __init__(self, plan: partial[Outcome]) -> None:
+            self.stage, self.multiple = plan.keywords["stage"], plan.keywords["multiple"]
 
         def start(self) -> None:
             pass
@@ -440,7 +440,7 @@ def plan_at_random(seed: int) -> None:
             plan = random_plan(tokens, self.stage, next(iterations))
             return Outcome(in_multiples(plan, tokens, self.multiple), GREEDY, 1, 1, 1, 1)
 
-    dynamic.PlanProcess = RandomPlans
+    dynamic.GroupPlanner = RandomPlans
 
 
 def group_micro_batches(sizes: str) -> None:

@@ -25,7 +25,7 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import group_cost
 from wlb_megatron.dynamic.plan import validate
-from wlb_megatron.dynamic.plan_step import Outcome
+from wlb_megatron.dynamic.plan_step import Outcome, plan_step
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
@@ -108,7 +108,7 @@ def agree_on_plans(rank: int, world: int) -> None:
     """Four iterations, then the sender closes: same digests everywhere, documents and state of fixed groups."""
     from wlb_megatron.plugin.micro_batches.planning import ShardSettings, plan_iterations
     from wlb_megatron.plugin.plans.dynamic import DynamicSettings, plan_groups
-    from wlb_megatron.plugin.ranks.plan_process import PlanProcess
+    from wlb_megatron.plugin.plans.planning_process import GroupPlanner
     from wlb_megatron.plugin.ranks.plan_store import PlanStore
 
     asked = itertools.count()
@@ -118,7 +118,7 @@ def agree_on_plans(rank: int, world: int) -> None:
     dynamic = DynamicSettings(
         sizes=cost.sizes,
         tables=cost.tables,
-        plan=partial(PlanProcess(stage, cost, "adaptive").plan, seconds=0.1),
+        plan=partial(GroupPlanner(partial(plan_step, stage=stage, cost=cost)).plan, seconds=0.1),
         stage_rank=rank,
         closing=lambda: rank == 0 and next(asked) >= 4,
         store=PlanStore(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import signal
+from functools import partial
 from itertools import combinations, pairwise, product
 
 import numpy as np
@@ -21,7 +22,7 @@ from wlb_megatron.dynamic.placement import Problem, problem_of
 from wlb_megatron.dynamic.plan import Group, StepPlan, finish_times, in_multiples, validate
 from wlb_megatron.dynamic.plan_step import FIXED, LATE, plan_step
 from wlb_megatron.dynamic.predict import predicted_time
-from wlb_megatron.plugin.ranks.plan_process import PlanProcess
+from wlb_megatron.plugin.plans.planning_process import GroupPlanner
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.kernel_table import h100
 
@@ -243,7 +244,7 @@ def test_the_planning_process_answers_as_the_planner_does_and_is_not_missed_when
     stage = Stage.of(2, 2, 8000)
     tokens = np.random.default_rng(1).integers(1, 4000, 30).tolist()
     fixed = StepPlan(4, tuple((Group(at % 2 * 2, 2, (at,)),) for at in range(30)))
-    process = PlanProcess(stage, cost_of(stage), "adaptive")
+    process = GroupPlanner(partial(plan_step, stage=stage, cost=cost_of(stage)))
     expected = plan_step(tokens, stage, cost_of(stage), fixed=fixed)
     assert process.plan(tokens, fixed, 0.0) == expected
     assert process._child is not None
@@ -252,7 +253,7 @@ def test_the_planning_process_answers_as_the_planner_does_and_is_not_missed_when
     assert "WARNING" in capsys.readouterr().out
     assert not process._asked
     monkeypatch.setattr("sys.executable", "/nowhere/python")
-    assert PlanProcess(stage, cost_of(stage), "adaptive").plan(tokens, fixed, 0.0) == expected
+    assert GroupPlanner(process._plan).plan(tokens, fixed, 0.0) == expected
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -261,7 +262,7 @@ def test_a_planning_process_that_stands_still_is_given_up(
 ) -> None:
     monkeypatch.setattr(child, "PATIENCE", 0.5)
     stage, fixed = Stage.of(2, 2, 8000), StepPlan(4, ((Group(0, 2, (0,)), Group(2, 2, (1,))),))
-    process = PlanProcess(stage, cost_of(stage), "adaptive")
+    process = GroupPlanner(partial(plan_step, stage=stage, cost=cost_of(stage)))
     process.start()
     assert process._child is not None
     process._child.process.send_signal(signal.SIGSTOP)
@@ -277,7 +278,7 @@ def test_training_gets_fixed_groups_where_a_plan_is_late_and_plans_again_when_th
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     stage, fixed = Stage.of(2, 2, 8000), StepPlan(4, ((Group(0, 2, (0,)), Group(2, 2, (1,))),))
-    process = PlanProcess(stage, cost_of(stage), "adaptive")
+    process = GroupPlanner(partial(plan_step, stage=stage, cost=cost_of(stage)))
     expected = plan_step([5, 9], stage, cost_of(stage), fixed=fixed)
     assert process.plan([5, 9], fixed, 0.0) == expected
     assert process._child is not None

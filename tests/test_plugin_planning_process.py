@@ -128,11 +128,11 @@ def test_the_process_imports_neither_torch_nor_megatron_and_maps_the_index(
 ) -> None:
     blend = corpora(tmp_path)
     lengths = blend.corpora()[1].lengths
-    message = planning_process._dumps(lengths)
+    message = child._packed(lengths)
     assert len(message) < lengths.nbytes and str(tmp_path).encode() in message
-    unpickled = planning_process.pickle.loads(message)
+    unpickled = child.pickle.loads(message)
     assert unpickled.dtype == lengths.dtype and (unpickled == lengths).all() and not unpickled.flags.owndata
-    part = planning_process.pickle.loads(planning_process._dumps(lengths[7:90]))
+    part = child.pickle.loads(child._packed(lengths[7:90]))
     assert (part == lengths[7:90]).all()
     (tmp_path / "asks.py").write_text(
         "import sys\n"
@@ -190,8 +190,8 @@ def test_a_process_that_is_killed_or_stands_still_is_told_and_never_waited_for_f
     started: list[child.Child] = []
 
     class Noted(child.Child):
-        def __init__(self, module: str) -> None:
-            super().__init__(module)
+        def __init__(self, work: Any) -> None:
+            super().__init__(work)
             started.append(self)
 
     monkeypatch.setattr(planning_process, "Child", Noted)

@@ -1,13 +1,16 @@
-"""A Python process that works beside this one, ends with it, and exchanges messages over its pipes.
+"""A Python process that works beside this one, ends with it, and answers requests over its pipes.
 
-It is started anew, not forked: it holds no CUDA context, and imports nothing that its module does not.
+It is started anew, not forked: it holds no CUDA context, and imports nothing that its work does not. Requests and
+answers are pickled: nobody else writes to the pipes between a process and the child that it started.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
+import pickle
 import select
 import signal
 import struct
@@ -15,9 +18,16 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable
-from typing import IO, BinaryIO
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import IO, Any, BinaryIO
+
+import numpy as np
+
+from wlb_megatron.errors import WlbError
 
 PATIENCE = 300
 """Seconds after which a child that neither reads, answers nor ends (stopped, starved) is given up on."""
@@ -28,23 +38,39 @@ _SLICE_MS = 20
 _PIPE = 1 << 20
 """Bytes that may wait in the pipe: the most that an unprivileged process may request."""
 
+_PAUSE = 1e-4
+"""Seconds before a message is unpacked: a thread that goes on keeps the interpreter for 5 ms from one that wants it."""
+
 _LENGTH = struct.Struct("<Q")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that a terminal or a scheduler sends to all processes of a job. The child ignores them, because the trainer
 may then save and needs it."""
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """Sent instead of an answer. text: a WlbError's line if `is_line`, else a traceback."""
+
+    text: str
+    is_line: bool
+
+
 class Child:
     """The parent's side. Not thread-safe."""
 
-    def __init__(self, module: str) -> None:
-        """Start `python -m module`, which sees the modules that this process sees. OSError if it cannot start."""
+    def __init__(self, work: Callable[[Iterator[Any]], Iterable[Any]]) -> None:
+        """Start a process that calls `work` with an iterator over all requests to come, and sends what it yields.
+
+        work: a function of a module that can be imported by its name, or a partial of one. Raises OSError if the
+        process cannot start. The child sees the modules that this process sees.
+        """
         # Answers have a pipe of their own: start-up files and preloaded libraries may print to stdout.
         reading, writing = os.pipe()
         self._answers = os.fdopen(reading, "rb", buffering=0)
+        command = "from wlb_megatron.child import serve; serve()"
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, str(os.getpid()), str(writing)],
+                [sys.executable, "-c", command, str(os.getpid()), str(writing)],
                 stdin=subprocess.PIPE,
                 stdout=2,
                 bufsize=0,
@@ -65,15 +91,19 @@ class Child:
         self._received = bytearray()
         self._killed = False
         self._quiet: float | None = None  # since when it is waited for without a byte in or out
+        self.send(work)
 
-    def send(self, message: bytes) -> None:
-        """Sends a message as soon as the child asks for one."""
+    def send(self, request: Any) -> None:
+        """Sends a request as soon as an answer is asked for."""
+        message = _packed(request)
         self._unsent += [memoryview(_LENGTH.pack(len(message))), memoryview(message)]
 
-    def receive(self, hurry: Callable[[], bool] | None = None) -> bytes | None:
-        """The child's next message; None if `hurry` returns true before it arrives (ask again later).
+    def receive(self, hurry: Callable[[], bool] | None = None) -> Any:
+        """The child's next answer; None after the last one, or if `hurry` returns true before it arrives (ask again
+        later).
 
-        OSError if the child has ended. TimeoutError if it has done nothing for PATIENCE seconds.
+        OSError if the child has ended. TimeoutError if it has done nothing for PATIENCE seconds. If its work has
+        raised: a WlbError with the same line, or RuntimeError with the traceback.
         """
         while self._unsent:
             if not self._ready(self._stdin, select.POLLOUT, hurry):
@@ -99,7 +129,11 @@ class Child:
         end = head + self._length()
         message = bytes(self._received[head:end])
         del self._received[:end]
-        return message
+        time.sleep(_PAUSE)
+        answer = pickle.loads(message)
+        if isinstance(answer, _Failure):
+            raise WlbError(answer.text) if answer.is_line else RuntimeError(answer.text)
+        return answer
 
     def failure(self) -> str | None:
         """How the child ended, where it ended badly and not by `kill`. Its last messages may not have been received."""
@@ -136,24 +170,32 @@ class Child:
         return f"ended with status {status}" if status >= 0 else f"been killed by signal {-status}"
 
 
-def pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The child's side: the streams to read messages from and write them to. The child then ends a second after its
-    parent.
-    """
+def serve() -> None:
+    """The child's side: do the work that the first message names. Ends a second after the parent at the latest."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # A closed pipe is no sign: processes that the parent has forked may hold it open.
     threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
-    return sys.stdin.buffer, os.fdopen(int(sys.argv[2]), "wb")
+    requests = _messages(sys.stdin.buffer)
+    send = partial(_write, os.fdopen(int(sys.argv[2]), "wb"))
+    try:
+        for answer in next(requests)(requests):
+            send(answer)
+        send(None)
+    except BrokenPipeError:
+        os._exit(0)  # the parent has ended
+    except Exception as error:
+        is_line = isinstance(error, WlbError)
+        send(_Failure(str(error) if is_line else traceback.format_exc(), is_line))
 
 
-def read_message(stream: BinaryIO) -> bytes | None:
-    """The next message, None after the last one."""
-    head = stream.read(_LENGTH.size)
-    return stream.read(_LENGTH.unpack(head)[0]) if head else None
+def _messages(stream: BinaryIO) -> Iterator[Any]:
+    while head := stream.read(_LENGTH.size):
+        yield pickle.loads(stream.read(_LENGTH.unpack(head)[0]))
 
 
-def write_message(stream: BinaryIO, message: bytes) -> None:
+def _write(stream: BinaryIO, answer: Any) -> None:
+    message = _packed(answer)
     stream.write(_LENGTH.pack(len(message)))
     stream.write(message)
     stream.flush()
@@ -163,3 +205,33 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
+
+
+class _Pickler(pickle.Pickler):
+    """Sends where an array is mapped from, not the array: an index stays in its file."""
+
+    def reducer_override(self, value: Any) -> Any:
+        file = (
+            _mapped(value) if type(value) is np.ndarray and value.flags.c_contiguous and value.size else None
+        )
+        if file is None:
+            return NotImplemented
+        offset = file.offset + value.__array_interface__["data"][0] - file.__array_interface__["data"][0]
+        return _map, (str(file.filename), value.dtype, offset, value.shape)
+
+
+def _mapped(value: Any) -> np.memmap[Any, Any] | None:
+    """The mapping that an array is a part of."""
+    while value is not None and not isinstance(value, np.memmap):
+        value = value.obj if isinstance(value, memoryview) else getattr(value, "base", None)
+    return None if value is None or value.filename is None else value
+
+
+def _map(name: str, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    return np.asarray(np.memmap(name, dtype=dtype, mode="r", offset=offset, shape=shape))
+
+
+def _packed(value: Any) -> bytes:
+    written = io.BytesIO()
+    _Pickler(written, protocol=5).dump(value)
+    return written.getvalue()

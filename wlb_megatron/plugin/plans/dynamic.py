@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import group_cost, token_ns
 from wlb_megatron.dynamic.plan import Group, StepPlan, fixed_groups
-from wlb_megatron.dynamic.plan_step import FIXED, GREEDY, LATE, SOLVER, Outcome
+from wlb_megatron.dynamic.plan_step import FIXED, GREEDY, LATE, SOLVER, Outcome, plan_step
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.saved_pieces import packed_waiting
 from wlb_megatron.packing.summary import Summariser
@@ -37,8 +39,8 @@ from wlb_megatron.plugin.micro_batches.planning import (
     planned_iteration,
     update_digest,
 )
+from wlb_megatron.plugin.plans.planning_process import GroupPlanner
 from wlb_megatron.plugin.ranks.groups import make_groups
-from wlb_megatron.plugin.ranks.plan_process import PlanProcess
 from wlb_megatron.plugin.ranks.plan_store import PlanStore
 from wlb_megatron.sharding.cut import cut, pad
 from wlb_megatron.simulator.calibration import with_links
@@ -92,13 +94,22 @@ def training_plans(
     links = with_links(Assumptions(), costs)
     per_token = token_ns(shards.table, config.quadratic_at)
     cost = group_cost(shards.table, per_token, stage.sizes, tensor=sizes.tensor, assumptions=links)
-    process = PlanProcess(stage, cost, shards.sharding, sizes.pipeline, sizes.micro_step_multiple)
+    group_planner = GroupPlanner(
+        partial(
+            plan_step,
+            stage=stage,
+            cost=cost,
+            sharding=shards.sharding,
+            pipeline=sizes.pipeline,
+            multiple=sizes.micro_step_multiple,
+        )
+    )
     if dist.get_rank() == 0:
-        process.start()
+        group_planner.start()
     dynamic = DynamicSettings(
         sizes=cost.sizes,
         tables=cost.tables,
-        plan=lambda tokens, fixed: plan_in_time(process, ahead(), config.solver_seconds, tokens, fixed),
+        plan=lambda tokens, fixed: plan_in_time(group_planner, ahead(), config.solver_seconds, tokens, fixed),
         stage_rank=stage_ranks.index(dist.get_rank()),
         closing=lambda: ahead().closing,
         store=PlanStore(),
@@ -108,16 +119,16 @@ def training_plans(
 
 
 def plan_in_time(
-    process: PlanProcess, ahead: PlanAhead, seconds: float, tokens: list[int], fixed: StepPlan
+    group_planner: GroupPlanner, ahead: PlanAhead, seconds: float, tokens: list[int], fixed: StepPlan
 ) -> Outcome:
     """Rank 0's groups of an iteration: a plan takes as long as an iteration does, of which a solver gets at most
     `seconds`, and none where training may soon ask. Once it trains, training does not wait: it gets the fixed groups.
     """
-    return process.plan(
+    return group_planner.plan(
         tokens,
         fixed,
         seconds if ahead.ready >= SPARE_PLANS else 0.0,
-        budget=ahead.pace,
+        budget=math.inf if ahead.pace is None else ahead.pace,
         hurry=lambda: ahead.pace is not None and ahead.waiting > PATIENCE,
     )
 

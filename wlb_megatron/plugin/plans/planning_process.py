@@ -1,47 +1,36 @@
-"""Planning in a process of its own, so that large iterations leave the interpreter to the thread that launches kernels.
+"""Planning in a process of its own, so that it leaves the interpreter to the thread that launches kernels.
 
-The child gets the planner as it stands, and sends iterations as fast as the pipe takes them. A thread of the parent
-takes them a micro-batch at a time, so that no call holds the interpreter for long. Both kinds of planning run
-`planning.plan_iterations`: nothing here decides anything.
-
-Pickle is spoken on the pipe alone, between a process and the child that it started.
+With fixed groups the child gets the planner as it stands, and sends iterations as fast as the pipe takes them. A thread
+of the parent takes them a micro-batch at a time, so that no call holds the interpreter for long. With dynamic groups
+rank 0's child places one iteration's documents after the other, as it is asked. Nothing here decides anything.
 """
 
 from __future__ import annotations
 
 import atexit
-import io
 import json
-import os
-import pickle
-import time
-import traceback
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, BinaryIO
+from itertools import islice
+from typing import Any
 
-import numpy as np
-
-from wlb_megatron.child import Child, pipes, read_message, write_message
+from wlb_megatron.child import Child
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.dynamic.plan import StepPlan
+from wlb_megatron.dynamic.plan_step import LATE, Outcome
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.planner import Planner
-from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, ShardSettings, plan_iterations
+from wlb_megatron.plugin.micro_batches.planning import (
+    PlannedIteration,
+    PlannedMicroBatch,
+    ShardSettings,
+    plan_iterations,
+)
 
 LEAST_DOCUMENTS = 1000
 """Documents of an iteration from which a process plans. Fewer are planned in some 15 ms, which a step does not feel."""
-
-_PAUSE = 1e-4
-"""Seconds before a message is unpacked: a thread that goes on keeps the interpreter for 5 ms from one that wants it."""
-
-
-@dataclass(frozen=True)
-class _Failed:
-    """Sent instead of an iteration. own: the text is a WlbError's line, else a traceback."""
-
-    text: str
-    own: bool
 
 
 def in_a_process(planner: Planner, config: WlbConfig, mean_length: float) -> bool:
@@ -64,11 +53,11 @@ def plan_in_a_process(
     """What `plan_iterations` gives, made by a child; this process's planner stays as it is.
 
     keeps_plans: iterations come with the plan of all data-parallel ranks. started: gets the child. Raises what planning
-    raises, and WlbError where the child ends before the plans do. Where none can be started, this process plans, after
-    a warning.
+    raises, and WlbError if the child ends before the plans do. If none can be started, this process plans, after a
+    warning.
     """
     try:
-        child = Child("wlb_megatron.plugin.plans.planning_process")
+        child = Child(partial(_planned_parts, planner, settings, keeps_plans))
     except OSError as error:
         print(
             f"WARNING: wlb_megatron: no process can be started to plan ({error}): a thread does", flush=True
@@ -77,22 +66,28 @@ def plan_in_a_process(
         return
     atexit.register(child.kill)
     started(child)
+    answers = iter(child.receive, None)
     try:
-        child.send(_dumps((planner, settings, keeps_plans)))
-        while (answer := _receive(child)) is not None:
-            if isinstance(answer, _Failed):
-                raise (
-                    WlbError(answer.text)
-                    if answer.own
-                    else RuntimeError(f"wlb_megatron: planning failed\n{answer.text}")
-                )
-            planned, micro_batches = answer
-            yield replace(planned, micro_batches=tuple(_receive(child) for _ in range(micro_batches)))
-    except (OSError, EOFError) as error:
+        for planned, count in answers:
+            yield replace(planned, micro_batches=tuple(islice(answers, count)))
+    except OSError as error:
         raise _silent(error) from None
+    except RuntimeError as error:
+        raise RuntimeError(f"wlb_megatron: planning failed\n{error}") from None
     finally:
         child.kill()
         atexit.unregister(child.kill)
+
+
+def _planned_parts(
+    planner: Planner, settings: ShardSettings, keeps_plans: bool, _: Iterator[Any]
+) -> Iterator[tuple[PlannedIteration, int] | PlannedMicroBatch]:
+    """The child's work: each iteration with the number of its micro-batches, which follow one by one."""
+    for planned in plan_iterations(planner, settings):
+        state = partial(json.loads, json.dumps(planned.state()))
+        plan = planned.plan if keeps_plans else None
+        yield replace(planned, micro_batches=(), state=state, plan=plan), len(planned.micro_batches)
+        yield from planned.micro_batches
 
 
 def check_alive(children: Sequence[Child]) -> None:
@@ -109,64 +104,65 @@ def _silent(why: object) -> WlbError:
     )
 
 
-def _receive(child: Child) -> Any:
-    message = child.receive()
-    assert message is not None  # nobody hurries
-    time.sleep(_PAUSE)
-    return pickle.loads(message)
+class GroupPlanner:
+    """Rank 0's planner of dynamic groups: a child, or this process if the child is gone."""
 
+    def __init__(self, plan: Callable[..., Outcome]) -> None:
+        """plan: dynamic.plan_step.plan_step with what stays the same in all iterations."""
+        self._plan = plan
+        self._child: Child | None = None
+        self._asked = False  # the child has not answered yet
+        self._broken = False
 
-def serve(messages: BinaryIO, answers: BinaryIO) -> None:
-    """Plan what the one message describes, until the planner's stream ends or nobody reads any more."""
-    try:
-        planner, settings, keeps_plans = pickle.loads(read_message(messages) or b"")
-        for planned in plan_iterations(planner, settings):
-            state = partial(json.loads, json.dumps(planned.state()))
-            plan = planned.plan if keeps_plans else None
-            head = replace(planned, micro_batches=(), state=state, plan=plan)
-            write_message(answers, _dumps((head, len(planned.micro_batches))))
-            for micro_batch in planned.micro_batches:
-                write_message(answers, _dumps(micro_batch))
-        write_message(answers, _dumps(None))
-    except BrokenPipeError:
-        os._exit(0)  # the parent has ended
-    except Exception as error:
-        own = isinstance(error, WlbError)
-        write_message(answers, _dumps(_Failed(str(error) if own else traceback.format_exc(), own)))
+    def start(self) -> None:
+        """Start the child, ahead of the first plan. Says so where it cannot."""
+        try:
+            self._child = Child(partial(_outcomes, self._plan))
+        except OSError as error:
+            self._give_up(error)
 
+    def plan(
+        self,
+        tokens: list[int],
+        fixed: StepPlan,
+        seconds: float,
+        budget: float = math.inf,
+        hurry: Callable[[], bool] = lambda: False,
+    ) -> Outcome:
+        """See dynamic.plan_step.plan_step. The fixed groups, marked late, if `hurry` says so before the child has
+        answered. Planned here, greedily, if there is no child any more."""
+        if self._child is None and not self._broken:
+            self.start()
+        request = {"tokens": tokens, "fixed": fixed, "budget": budget}
+        try:
+            if self._child is not None and not self._broken:
+                if self._asked and self._child.receive(hurry) is None:
+                    return late(fixed)  # still busy with an earlier iteration, for which it is too late
+                self._child.send({**request, "seconds": seconds})
+                self._asked = True
+                outcome: Outcome | None = self._child.receive(hurry)
+                self._asked = outcome is None
+                return late(fixed) if outcome is None else outcome
+        except (OSError, RuntimeError) as error:
+            self._give_up(error)
+        return self._plan(**request)
 
-class _Pickler(pickle.Pickler):
-    """Sends where an array is mapped from, not the array: an index stays in its file."""
-
-    def reducer_override(self, value: Any) -> Any:
-        file = (
-            _mapped(value) if type(value) is np.ndarray and value.flags.c_contiguous and value.size else None
+    def _give_up(self, error: Exception) -> None:
+        self._broken, self._asked = True, False
+        if self._child is not None:
+            self._child.kill()
+        print(
+            f"WARNING: wlb_megatron: the planning process does not answer ({error}); groups are planned without a "
+            "solver, by the training process",
+            flush=True,
         )
-        if file is None:
-            return NotImplemented
-        offset = file.offset + value.__array_interface__["data"][0] - file.__array_interface__["data"][0]
-        return _map, (str(file.filename), value.dtype, offset, value.shape)
 
 
-def _mapped(value: Any) -> np.memmap[Any, Any] | None:
-    """The mapping that an array is a part of."""
-    while value is not None and not isinstance(value, np.memmap):
-        value = value.obj if isinstance(value, memoryview) else getattr(value, "base", None)
-    return None if value is None or value.filename is None else value
+def _outcomes(plan: Callable[..., Outcome], requests: Iterator[dict[str, Any]]) -> Iterator[Outcome]:
+    """The child's work: an outcome for each request."""
+    return (plan(**request) for request in requests)
 
 
-def _map(name: str, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    return np.asarray(np.memmap(name, dtype=dtype, mode="r", offset=offset, shape=shape))
-
-
-def _dumps(value: Any) -> bytes:
-    written = io.BytesIO()
-    _Pickler(written, protocol=5).dump(value)
-    return written.getvalue()
-
-
-if __name__ == "__main__":
-    # Not __main__'s own: what is pickled here is looked up there by the module's name.
-    from wlb_megatron.plugin.plans import planning_process
-
-    planning_process.serve(*pipes())
+def late(fixed: StepPlan) -> Outcome:
+    """The groups that are always ready; nothing is predicted of them."""
+    return Outcome(fixed, LATE, priced=0, bound=0, predicted=1, fixed=1)

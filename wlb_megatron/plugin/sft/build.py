@@ -14,12 +14,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from wlb_megatron.child import Child
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin.sft.shards import Shard, make_shard, token_type
+from wlb_megatron.plugin.sft.shards import Shard, make_shard, make_shards, token_type
 from wlb_megatron.plugin.sft.tokenizer import ConversationTokenizer
 from wlb_megatron.report.progress import progress
 from wlb_megatron.sft.index_files import (
@@ -79,7 +80,8 @@ def _make_all(
     with _reported(shards, missing, say) as report:
         if count <= 1:  # a process of its own would take longer to start
             for shard in missing:
-                make_shard(shard, tokenizer, tokenizing, report)
+                for count in make_shard(shard, tokenizer, tokenizing):
+                    report(count)
                 if _refuse_bad([shard], tokenizing):
                     break
         else:
@@ -92,35 +94,26 @@ def _in_processes(
 ) -> None:
     """Tokenize these shards in `count` processes; stops early where a bad line ends the build."""
     waiting = list(reversed(missing))
-    by_bounds = {(shard.begin, shard.end): shard for shard in missing}
-    first = {
-        "tokenizing": asdict(tokenizing),
-        "jsonl": str(missing[0].jsonl),
-        "folder": str(missing[0].folder),
-    }
-    children = [Child("wlb_megatron.plugin.sft.shards") for _ in range(count)]
+    children = [Child(partial(make_shards, tokenizing)) for _ in range(count)]
     working: set[Child] = set()
     try:
         for child in children:
-            child.send(json.dumps(first).encode())
             _hand_out(child, waiting, working)
         while working:
             for child in [child for child in children if child in working]:
                 while child in working and (answer := child.receive(hurry=lambda: True)) is not None:
-                    message = json.loads(answer)
-                    report(message.get("bytes", 0))
-                    if "error" in message:
-                        raise WlbError(message["error"])
-                    if "done" in message:
+                    if isinstance(answer, int):
+                        report(answer)
+                    else:
                         working.discard(child)
-                        if _refuse_bad([by_bounds[tuple(message["done"])]], tokenizing):
+                        if _refuse_bad([answer], tokenizing):
                             waiting.clear()
                         _hand_out(child, waiting, working)
     except TimeoutError:
         raise WlbError(
             "a process that tokenizes has stopped answering; start again, its shard is made anew"
         ) from None
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         raise WlbError(
             f"a process that tokenizes has failed: {error}; start again, its shard is made anew"
         ) from None
@@ -131,8 +124,7 @@ def _in_processes(
 
 def _hand_out(child: Child, waiting: list[Shard], working: set[Child]) -> None:
     if waiting:
-        shard = waiting.pop()
-        child.send(json.dumps([shard.begin, shard.end]).encode())
+        child.send(waiting.pop())
         working.add(child)
 
 

@@ -1,15 +1,11 @@
-"""Tokenizes one shard of a jsonl into files of its own. `python -m` of this module is a process that does several.
-
-It gets JSON messages from its parent (child.py): first how to tokenize, then shards. It answers with
-{"bytes": n} as it goes on, {"done": [begin, end]} after a shard, or {"error": line}.
-"""
+"""Tokenizes one shard of a jsonl into files of its own."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,10 +58,8 @@ def token_type(token_ids: int) -> Any:
     return DType.optimal_dtype(token_ids)
 
 
-def make_shard(
-    shard: Shard, tokenizer: ConversationTokenizer, tokenizing: Tokenizing, report: Callable[[int], None]
-) -> None:
-    """Writes its .bin, .idx, .mask and .json. report: called with the bytes of the jsonl done since the last call."""
+def make_shard(shard: Shard, tokenizer: ConversationTokenizer, tokenizing: Tokenizing) -> Iterator[int]:
+    """Writes its .bin, .idx, .mask and .json. Yields the bytes of the jsonl done since it last did."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     reading = Reading(tokenizing.by_role, tokenizing.drops_tools)
@@ -96,34 +90,21 @@ def make_shard(
                 masks.write(mask.tobytes())
                 counts += Counts(0, 1, len(tokens), targets, len(tokens))
             if time.monotonic() > since + _PAUSE:
-                report(min(following, shard.end) - said)
+                yield min(following, shard.end) - said
                 said, since = min(following, shard.end), time.monotonic()
     builder.finalize(f"{scratch}.idx")
     for suffix in (".bin", ".idx", ".mask"):
         Path(f"{scratch}{suffix}").replace(f"{shard.prefix}{suffix}")
     write_whole(shard.about_path, json.dumps({"counts": asdict(counts), "bad": bad}), "--data-cache-path")
-    report(shard.end - said)
+    yield shard.end - said
 
 
-def main() -> None:
-    from wlb_megatron.child import pipes, read_message, write_message
-
-    reading, writing = pipes()
-
-    def answer(**message: Any) -> None:
-        write_message(writing, json.dumps(message).encode())
-
-    first = json.loads(read_message(reading) or b"{}")
-    tokenizing, jsonl, folder = Tokenizing(**first["tokenizing"]), Path(first["jsonl"]), Path(first["folder"])
+def make_shards(tokenizing: Tokenizing, shards: Iterator[Shard]) -> Iterator[int | Shard]:
+    """A child's work: yields the bytes done as it goes on, and each shard once it is made."""
     try:
         tokenizer = ConversationTokenizer(tokenizing)
-        while (message := read_message(reading)) is not None:
-            shard = Shard(jsonl, folder, *json.loads(message))
-            make_shard(shard, tokenizer, tokenizing, lambda count: answer(bytes=count))
-            answer(done=[shard.begin, shard.end])
-    except (WlbError, OSError) as error:
-        answer(error=str(error))
-
-
-if __name__ == "__main__":
-    main()
+        for shard in shards:
+            yield from make_shard(shard, tokenizer, tokenizing)
+            yield shard
+    except OSError as error:
+        raise WlbError(str(error)) from None
