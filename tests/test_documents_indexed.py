@@ -20,7 +20,7 @@ from wlb_megatron.cli import main
 from wlb_megatron.documents.indexed import IndexedCorpus, read_index
 from wlb_megatron.documents.token_files import TokenFiles
 from wlb_megatron.errors import WlbError
-from wlb_megatron.plugin.flags import index_checks
+from wlb_megatron.plugin.flags import data_paths
 
 # Each document is a list of sequences, each sequence a number of tokens.
 DOCUMENTS = [[5], [3, 0, 4], [0], [1], [], [2, 2, 2], [7], []]
@@ -185,15 +185,15 @@ def test_one_rank_checks_an_index_that_all_nodes_share_and_one_a_node_its_own_co
 ) -> None:
     (tmp_path / "mounts").write_text(MOUNTS)
     folders = "/data/a", "/data/fast/b", "/c"
-    kinds = {folder: index_checks.file_system(folder, tmp_path / "mounts") for folder in folders}
+    kinds = {folder: data_paths.file_system(folder, tmp_path / "mounts") for folder in folders}
     assert kinds == {"/data/a": "lustre", "/data/fast/b": "xfs", "/c": "ext4"}
     for kind, checking in (("lustre", [0]), ("ext4", [0, 2]), ("", [0, 2])):
-        monkeypatch.setattr(index_checks, "file_system", lambda folder, kind=kind: kind)
+        monkeypatch.setattr(data_paths, "file_system", lambda folder, kind=kind: kind)
         found = []
         for rank in range(4):
             monkeypatch.setenv("RANK", str(rank))
             monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
-            found += [rank] * (not index_checks.checked_elsewhere("/data/a"))
+            found += [rank] * (not data_paths.checked_elsewhere("/data/a"))
         assert found == checking
 
 

@@ -188,8 +188,7 @@ def test_rank_0_s_failure_to_plan_reaches_the_others_who_would_wait_for_it(
 ) -> None:
     """They draw the next step's micro-batches in the middle of one, in whose collectives rank 0 waits for them."""
     from wlb_megatron.plugin.plans import dynamic as module
-    from wlb_megatron.plugin.ranks.plan_store import PlanStore
-    from wlb_megatron.plugin.ranks.signing import Signer
+    from wlb_megatron.plugin.ranks.plan_store import PlanStore, Signer
 
     def fails(*_: object) -> Outcome:
         raise MemoryError("no plan")

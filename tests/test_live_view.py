@@ -27,10 +27,10 @@ from wlb_megatron.plugin.flags.limits import fit_to_memory, recompute_memory
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.job_state import begin_job
 from wlb_megatron.plugin.logs import metrics, stragglers, timers, trace
-from wlb_megatron.plugin.logs.drift import CALIBRATION, WINDOW, Drift
+from wlb_megatron.plugin.logs.metrics import WINDOW as WINDOW_OF_PROGRESS
+from wlb_megatron.plugin.logs.metrics import Progress
 from wlb_megatron.plugin.logs.prediction import layer_model, predictor
-from wlb_megatron.plugin.logs.progress import WINDOW as WINDOW_OF_PROGRESS
-from wlb_megatron.plugin.logs.progress import Progress
+from wlb_megatron.plugin.logs.stragglers import CALIBRATION, WINDOW, Drift
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, ShardSettings, plan_iterations
 from wlb_megatron.plugin.plans.cost_settings import complete
 from wlb_megatron.plugin.plans.source import open_part

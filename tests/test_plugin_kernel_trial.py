@@ -16,7 +16,7 @@ from training_jobs import training_job
 from wlb_megatron.attention.kernels import kernel_check
 from wlb_megatron.doctor import findings, software
 from wlb_megatron.plugin.flags import versions
-from wlb_megatron.plugin.trials.kernel_trial import try_transformer_engine
+from wlb_megatron.plugin.trials.megatron_trial import try_transformer_engine
 from wlb_megatron.refusals import Refused
 
 

@@ -216,7 +216,7 @@ def changed(owner: Any, name: str, value: Any) -> Any:
 def check_of_changed_megatrons(rank: int, folder: Path) -> None:
     """This rank's comparisons: Megatron as it is, with weaker routers' losses, with undivided gradients, and with
     deferred losses halved."""
-    from wlb_megatron.plugin.trials.without_gpu import run_without_gpu
+    from wlb_megatron.plugin.trials.megatron_check import run_without_gpu
 
     run_without_gpu()
     from megatron.core.transformer.moe import moe_utils

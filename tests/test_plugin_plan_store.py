@@ -9,9 +9,7 @@ import torch.distributed as dist
 from forked_ranks import spawn
 from megatron_runs import free_port
 
-from wlb_megatron.plugin.ranks.addresses import listener, own_address
-from wlb_megatron.plugin.ranks.plan_store import KEPT, PlanStore
-from wlb_megatron.plugin.ranks.signing import SIZE, Signer
+from wlb_megatron.plugin.ranks.plan_store import KEPT, SIZE, PlanStore, Signer, listener, own_address
 
 
 def rank_of_two(rank: int, port: int) -> None:

@@ -19,9 +19,9 @@ from conftest import without
 from megatron_runs import cpu_environment, failure, flags, launch, small_disk
 
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.plugin.hand_over import name_full_disk
 from wlb_megatron.plugin.job_state import begin_job, part
 from wlb_megatron.plugin.logs import metrics, trace
-from wlb_megatron.plugin.logs.full_disk import name_full_disk
 from wlb_megatron.plugin.logs.reporting import check_outputs, never_fatal
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.whole_files import renamed_at_end

@@ -22,9 +22,9 @@ from wlb_megatron.cli import main
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.varlen import thresholds
 from wlb_megatron.pipeline.schedule import pipeline_events
-from wlb_megatron.report.files import as_csv, write_csv
 from wlb_megatron.report.html import page
 from wlb_megatron.report.reproduction import Section, as_markdown
+from wlb_megatron.report.table import as_csv, write_csv
 from wlb_megatron.report.timeline import Drawn, draw_timelines
 from wlb_megatron.report.trace import _letters, chrome_trace
 from wlb_megatron.simulator.reproduction import paper, reproduce

@@ -13,8 +13,8 @@ from conftest import without
 from test_report_pages import _parse
 
 from wlb_megatron.cli import main
+from wlb_megatron.report.html import POINTS, chart, thinned
 from wlb_megatron.report.watch import watch_command
-from wlb_megatron.report.watch.charts import POINTS, chart, thinned
 from wlb_megatron.report.watch.run_log import RunLog
 from wlb_megatron.report.watch.summary import summary
 

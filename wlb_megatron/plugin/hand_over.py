@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin import script_functions
 from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.job_state import part
-from wlb_megatron.plugin.logs.full_disk import name_full_disk
 from wlb_megatron.plugin.ranks.failures import with_others_lines
 from wlb_megatron.plugin.take_over import Start
 
@@ -123,3 +124,41 @@ def wrap_compile_helpers(original: Callable[..., Any]) -> Callable[..., Any]:
             original()
 
     return compile_helpers
+
+
+FULL = "No space left on device"
+_TEXTS = (FULL, "Disk quota exceeded")
+_ALMOST = 1 << 20
+"""Bytes left of a disk that counts as full. Megatron's writers say only that a worker failed."""
+
+
+def name_full_disk(error: BaseException, folder: str) -> str | None:
+    """One line if a checkpoint cannot be saved because its disk is full, which Megatron's errors do not name.
+
+    folder: of --save. None if the error does not say that nothing more fits, and there is room.
+    """
+    said = [text for text in _TEXTS if any(text in str(cause) for cause in _causes(error))]
+    place = Path(folder)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        room = os.statvfs(place)
+    except OSError:
+        return None
+    free = room.f_bavail * room.f_frsize
+    if not said and free > _ALMOST:
+        return None
+    return (
+        f"cannot save a checkpoint in {folder}: {said[0] if said else FULL} ({free / 1e9:,.1f} of "
+        f"{room.f_blocks * room.f_frsize / 1e9:,.1f} GB left). Make room, delete a folder without a finished save, and "
+        "start again: the run goes on from its last checkpoint"
+    )
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    found: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in found:
+        found.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return found

@@ -11,6 +11,7 @@ from typing import Any
 
 from wlb_megatron.plugin import hand_over, take_over
 from wlb_megatron.plugin.logs import logged_losses, trace
+from wlb_megatron.plugin.micro_batches import iterators
 from wlb_megatron.plugin.model import document_balance, routing, spec
 from wlb_megatron.plugin.plans import checkpoint
 from wlb_megatron.plugin.step import (
@@ -50,24 +51,6 @@ def _wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
 
     logged = checkpoint.wrap_training_log(flops.wrap_training_log(original))
     return metrics.wrap_training_log(timers.wrap_training_log(logged))
-
-
-def _wrap_dummy_train_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    from wlb_megatron.plugin.plans import skipping
-
-    return skipping.wrap_dummy_train_step(original)
-
-
-def _wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
-    from wlb_megatron.plugin.plans import evaluation
-
-    return evaluation.wrap_evaluate(original)
-
-
-def _wrap_cyclic_iter(original: Callable[..., Any]) -> Callable[..., Any]:
-    from wlb_megatron.plugin.plans import evaluation
-
-    return evaluation.wrap_cyclic_iter(original)
 
 
 def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,19 +138,19 @@ HOOKS: tuple[Hook, ...] = (
         "megatron.training.training:dummy_train_step",
         ("data_iterator",),
         "with --iterations-to-skip draws the planned micro-batches of an iteration that is not trained",
-        _wrap_dummy_train_step,
+        iterators.wrap_dummy_train_step,
     ),
     Hook(
         "megatron.training.training:evaluate",
         ("data_iterator", "eval_iters"),
         "with --full-validation evaluates each set once, whatever --eval-iters is",
-        _wrap_evaluate,
+        iterators.wrap_evaluate,
     ),
     Hook(
         "megatron.training.training:cyclic_iter",
         (),
         "leaves the plugin's iterator over a validation set as it is: it begins again by itself",
-        _wrap_cyclic_iter,
+        iterators.wrap_cyclic_iter,
     ),
     Hook(
         "megatron.core.pipeline_parallel.schedules:forward_step",

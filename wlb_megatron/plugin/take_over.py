@@ -26,7 +26,6 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin import script_functions
 from wlb_megatron.plugin.flags import versions
 from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
-from wlb_megatron.plugin.flags.least_numbers import too_small
 from wlb_megatron.plugin.flags.limits import fit_to_memory
 from wlb_megatron.plugin.flags.refusal_printing import checked, refuse
 from wlb_megatron.plugin.flags.training_job import TrainingJob, window_misfit
@@ -35,9 +34,9 @@ from wlb_megatron.plugin.logs.reporting import check_outputs
 from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans.cost_settings import complete
 from wlb_megatron.plugin.plans.source import Source, open_sources
-from wlb_megatron.plugin.sft.targets import with_targets
+from wlb_megatron.plugin.sft.indexed import with_targets
 from wlb_megatron.plugin.step.multi_token import refuse_other_form
-from wlb_megatron.plugin.trials.kernel_trial import try_transformer_engine
+from wlb_megatron.plugin.trials.megatron_trial import try_transformer_engine
 from wlb_megatron.refusals import Refused, RefusedHere, refuse_unsupported
 
 
@@ -149,7 +148,9 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
 def _take_over(args: Any) -> None:
     full_validation = bool(getattr(args, "full_validation", False))
     if full_validation:
-        args.eval_iters = args.eval_iters or 1  # Megatron evaluates where it is above 0; see evaluation.py
+        args.eval_iters = (
+            args.eval_iters or 1
+        )  # Megatron evaluates where it is above 0; see iterators.wrap_evaluate
         args.full_validation = args.multiple_validation_sets
     opened = part(Start).opened = _open(args, full_validation)
     if (train := opened.sources.get("train")) is not None and train.train_samples is not None:
@@ -252,3 +253,31 @@ def _set(args: Any, name: str, value: Any, why: str) -> None:
 def _say(what: str) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"> wlb_megatron {what}", flush=True)
+
+
+LEAST = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "micro_batch_size": 1,
+    "global_batch_size": 1,
+    "seq_length": 1,
+    "log_interval": 1,
+    "eval_interval": 1,
+    "eval_iters": 0,
+    "train_iters": 0,
+    "num_workers": 0,
+    "seed": 0,
+}
+"""The least that each of Megatron's numbers may be. Megatron divides by them, or hands them on, without a look."""
+
+
+def too_small(args: Any) -> str | None:
+    """What to refuse of Megatron's arguments before they are validated, a line each; None where nothing is wrong."""
+    lines = [
+        f"--{name.replace('_', '-')} {value}: give {least} or more."
+        for name, least in LEAST.items()
+        if (value := getattr(args, name, None)) is not None and value < least
+    ]
+    return "\n".join(lines) or None

@@ -1,9 +1,15 @@
-"""Prints tables on a terminal, with rich if it is installed, else in plain columns."""
+"""Prints tables on a terminal, with rich if it is installed, else in plain columns; writes them as CSV files."""
 
 from __future__ import annotations
 
+import csv
+import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from wlb_megatron.whole_files import write_whole
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -43,3 +49,19 @@ def _plain(title: str, header: Sequence[str], cells: Sequence[Sequence[str]], ri
         for line in lines
     ]
     return "\n".join([title, shown[0], "-" * max(map(len, shown)), *shown[1:], ""])
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A column for each key of any row, in the order in which they come; a figure that is None or missing is empty."""
+    text = io.StringIO()
+    if rows:
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return text.getvalue()
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], flag: str = "--out") -> None:
+    """`as_csv` in a file, whole or not at all."""
+    write_whole(path, as_csv(rows), flag)

@@ -27,7 +27,7 @@ from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.key_cache import KeyCache, cached_bytes
 from wlb_megatron.attention.sharded_attention import sharded_attention
 from wlb_megatron.plan import Piece
-from wlb_megatron.report.files import write_csv
+from wlb_megatron.report.table import write_csv
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.select import shard_all

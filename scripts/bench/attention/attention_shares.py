@@ -27,7 +27,7 @@ from scripts.bench.attention.attention_steps import (
     share,
 )
 from wlb_megatron.attention.device_layout import device_layout
-from wlb_megatron.report.files import write_csv
+from wlb_megatron.report.table import write_csv
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.select import shard
 

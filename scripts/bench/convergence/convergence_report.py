@@ -21,7 +21,7 @@ from scripts.bench.convergence.statistics import (
     paired,
     read_runs,
 )
-from wlb_megatron.report.files import write_csv
+from wlb_megatron.report.table import write_csv
 from wlb_megatron.whole_files import renamed_at_end
 
 ORDER = ("plain", "wlb", "wlb-equal", "no-delay", "cut", "chunks", "sorted", "unmasked")

@@ -35,9 +35,8 @@ from scripts.bench.packing.packing_sections import (
 )
 from scripts.bench.start import new_parser
 from wlb_megatron.documents.synthetic import KINDS
-from wlb_megatron.report.files import write_csv
 from wlb_megatron.report.progress import progress
-from wlb_megatron.report.table import print_table
+from wlb_megatron.report.table import print_table, write_csv
 
 SECTIONS = ("paper", "delay", "others", "pipeline", "time", "large")
 

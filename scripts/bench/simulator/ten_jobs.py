@@ -13,7 +13,7 @@ import numpy as np
 
 from scripts.bench.start import new_parser
 from wlb_megatron.cli import main as wlb_megatron
-from wlb_megatron.report.files import write_csv
+from wlb_megatron.report.table import write_csv
 from wlb_megatron.simulator.lengths import long_tailed
 
 JOBS = {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.start import MODEL, TRAINING, add_corpus, corpus, environment, new_parser, torchrun
-from wlb_megatron.report.files import write_csv
+from wlb_megatron.report.table import write_csv
 
 NARROW = MODEL.replace("2048", "1024").replace("5632", "2816").replace("heads 16", "heads 8")
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

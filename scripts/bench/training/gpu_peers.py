@@ -41,7 +41,7 @@ from scripts.bench.start import MODEL, STEP, TRAINING, add_training, environment
 from scripts.bench.training.peer_documents import Items, write_conversations, write_documents
 from scripts.warm_ranks import WarmRanks
 from wlb_megatron.documents.synthetic import lognormal, paper_like
-from wlb_megatron.report.files import write_csv
+from wlb_megatron.report.table import write_csv
 
 SFT = ["--sft", "--wlb-sft-mask-data", "--wlb-rehearsal", "off"]
 """Forwards of a rehearsal would count as padding."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
@@ -24,12 +24,46 @@ from wlb_megatron.pipeline.groups import documents_in_chunks
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs import stragglers
-from wlb_megatron.plugin.logs.drift import Drift
-from wlb_megatron.plugin.logs.progress import Progress, describe
 from wlb_megatron.plugin.logs.reporting import never_fatal
+from wlb_megatron.plugin.logs.stragglers import Drift
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, PlannedMicroBatch
+from wlb_megatron.report.progress import duration
 from wlb_megatron.sharding.segments import ShardPlan
+
+WINDOW = 200
+"""Iterations whose time, evaluations and saves between them included, is expected of the next ones."""
+
+
+class Progress:
+    """Of this start of the run."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock, self._began = clock, round(clock(), 3)
+        self._ended: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+
+    def add(self, iteration: int, of: int | None) -> dict[str, Any]:
+        """Figures after an iteration. of: iterations of the whole run; None: not known.
+
+        seconds_left is missing until two iterations have ended.
+        """
+        now = self._clock()
+        self._ended.append((iteration, now))
+        figures: dict[str, Any] = {"time": round(now, 3), "started": self._began, "train_iterations": of}
+        (first, then), passed = self._ended[0], iteration - self._ended[0][0]
+        if of and passed > 0 and now > then:
+            figures["seconds_left"] = round((of - iteration) * (now - then) / (iteration - first), 1)
+        return figures
+
+
+def describe(figures: Mapping[str, Any]) -> str:
+    """The part of a log line behind the iteration's number."""
+    of, left = figures.get("train_iterations"), figures.get("seconds_left")
+    if not of:
+        return ""
+    line = f" of {of} ({figures['iteration'] / of:.1%}"
+    return line + (f", {duration(left)} left)" if left is not None else ")")
+
 
 _LONG = ("iteration", "lengths", "epochs")
 """Figures that are no number of an iteration, or many: not for TensorBoard and Weights & Biases."""

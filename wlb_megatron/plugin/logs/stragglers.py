@@ -1,7 +1,8 @@
-"""Which rank computes slower than the others, by the same small work on every rank, now and then between two steps.
+"""Whether iterations take the time that they are predicted to take, and which rank computes slower than the others.
 
-Within a step all ranks wait for the slowest, so that their times say little. Alone, a GPU whose clock was lowered, or
-a rank whose processor something else uses, takes longer for the same matrix products and the same Python.
+Within a step all ranks wait for the slowest, so that their times say little. So ranks are compared by the same small
+work on every rank, now and then between two steps. Alone, a GPU whose clock was lowered, or a rank whose processor
+something else uses, takes longer for the same matrix products and the same Python.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -25,7 +27,8 @@ EVERY = 100
 FIRST = 10
 """Iteration of the first one."""
 LIMIT = 0.15
-"""Of the median: a rank that takes longer by more is named; a change by more is told again."""
+"""A rank that takes longer than the median by more of it is named, and so is a pace that moves by more of the run's
+first one. A change by more is told again."""
 _REPEATS = 3
 _SIZE, _PRODUCTS = 2048, 16
 _LOOPS = 20_000
@@ -134,3 +137,54 @@ def _measure() -> tuple[str, str, float, float]:
         sum(range(_LOOPS))
         host_times.append(time.perf_counter() - began)
     return socket.gethostname(), name, 1e3 * min(device_times[1:]), 1e3 * min(host_times[1:])
+
+
+CALIBRATION = (5, 20)
+"""Of the measured iterations of a run, the first that counts and how many tell the scale."""
+WINDOW = 20
+"""Iterations whose median is compared with the scale."""
+
+
+class Drift:
+    """Measured over predicted times. The first iterations' median is the scale; later ones are compared with it.
+
+    An iteration is left out if it is no number of milliseconds (a step that was skipped, a clock that stood).
+    """
+
+    def __init__(self) -> None:
+        self.scale: float | None = None
+        self._seen = 0
+        self._ratios: deque[float] = deque(maxlen=max(WINDOW, CALIBRATION[1]))
+        self._told = 1.0  # the pace that the log knows
+        self._moved = 0  # iterations since the median has
+
+    def add(self, predicted: float, measured: float) -> str | None:
+        """Milliseconds of one iteration. A warning where the last WINDOW iterations' median has moved by more than
+        LIMIT of the scale since the last warning, or since the first iterations."""
+        if not (predicted > 0 and measured > 0):
+            return None
+        self._seen += 1
+        if self._seen < CALIBRATION[0]:
+            return None
+        self._ratios.append(measured / predicted)
+        if self.scale is None:
+            if len(self._ratios) < CALIBRATION[1]:
+                return None
+            self.scale = median(self._ratios)
+            self._ratios.clear()
+            return None
+        if len(self._ratios) < WINDOW:
+            return None
+        now = median(list(self._ratios)[-WINDOW:]) / self.scale
+        self._moved = self._moved + 1 if abs(now - self._told) > LIMIT else 0
+        if self._moved <= WINDOW // 2:  # the other half of the window is from before
+            return None
+        self._told, self._moved = now, 0
+        if abs(now - 1) <= LIMIT:
+            return f"the last {WINDOW} iterations took as long as the run's first ones again"
+        slower = "longer" if now > 1 else "shorter"
+        cost = abs(now - 1) * self.scale * predicted
+        return (
+            f"the last {WINDOW} iterations took {abs(now - 1):.0%} {slower} than predicted ({cost:,.0f} ms each), "
+            "compared with the run's first ones"
+        )

@@ -24,7 +24,7 @@ LENGTHS = ((9, 1, 14, 8), (5, 30, 3, 7, 11))
 
 def rank_comparisons(meeting: str, rank: int) -> list[Comparison]:
     """What this rank finds. meeting: a file in an empty folder, over which the ranks meet."""
-    from wlb_megatron.plugin.trials.without_gpu import run_without_gpu
+    from wlb_megatron.plugin.trials.megatron_check import run_without_gpu
 
     run_without_gpu()
     import torch
@@ -218,3 +218,39 @@ def _forward_step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[
 if __name__ == "__main__":
     rank, meeting = sys.argv[1:]
     print(json.dumps(rank_comparisons(meeting, int(rank))))
+
+
+def run_without_gpu() -> None:
+    """Call before megatron is imported, with CUDA_VISIBLE_DEVICES empty. Does nothing under wlb_megatron/cpu."""
+    if "cpu_cuda" in sys.modules:  # of wlb_megatron/cpu
+        return
+    for package in ("transformer_engine", "apex"):  # Megatron takes their kernels wherever it finds them
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class OnCpu(TorchFunctionMode):
+        """torch functions with the CUDA device that Megatron names replaced by the CPU."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            if _names_gpu(kwargs.get("device")):
+                kwargs["device"] = "cpu"
+            if func is torch.Tensor.cuda:
+                return args[0]
+            return func(*args, **kwargs)
+
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.current_stream = lambda *_: _Stream()  # type: ignore[assignment]
+    OnCpu().__enter__()
+
+
+class _Stream:
+    """On which everything has already happened."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self
+
+
+def _names_gpu(device: Any) -> bool:
+    return type(device) is int or str(device).startswith("cuda")

@@ -1,4 +1,4 @@
-"""A Megatron that was not tried must train a small step right before a job trains with it."""
+"""A Megatron or Transformer Engine that was not tried must compute a small case right before a job trains with it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ import torch.distributed as dist
 
 from wlb_megatron import __version__
 from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.flags.versions import (
+    TRIED_TRANSFORMER_ENGINE,
     megatron_version,
     sources_digest,
     tried_versions,
     untried_megatron,
+    untried_transformer_engine,
 )
 from wlb_megatron.rank_processes import run_ranks
 from wlb_megatron.refusals import Refused
@@ -148,3 +151,34 @@ def _cache_error(file: Path, key: str, worst: float) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with renamed_at_end(file) as scratch:
             scratch.write_text(json.dumps({**_cached_errors(file), key: worst}, indent=1), encoding="utf-8")
+
+
+def try_transformer_engine(job: TrainingJob) -> None:
+    """Tell of a Transformer Engine newer than those tried, and refuse it unless small calls of each kind come out
+    right on this rank's GPU: the plugin calls entry points below its modules, which may change without a word."""
+    version = untried_transformer_engine(job.model.implementation)
+    if version is None or not job.device.on_gpu or job.given.kernels == "fa4":
+        return
+    cure = f"install a tried one (pip install 'transformer-engine[pytorch]{TRIED_TRANSFORMER_ENGINE}')"
+    try:
+        from wlb_megatron.attention.kernels.kernel_check import TOLERATED, worst_error
+        from wlb_megatron.attention.kernels.te_backend import TransformerEngineKernels
+
+        with torch.cuda.device(job.device.index):
+            worst = worst_error(TransformerEngineKernels(), torch.bfloat16, "cuda")
+    except Exception as error:
+        raise Refused(
+            f"wlb_megatron was not tried with Transformer Engine {version}, and its attention cannot be called "
+            f"({error!r}): {cure}"
+        ) from error
+    if not worst <= TOLERATED:
+        raise Refused(
+            f"wlb_megatron was not tried with Transformer Engine {version}, and its attention is off by {worst:.1e} of "
+            f"the largest value, {TOLERATED:.0e} is tolerated: {cure}"
+        )
+    if job.device.rank == 0:
+        print(
+            f"WARNING: wlb_megatron was not tried with Transformer Engine {version}; small calls of its attention come "
+            f"out right (within {worst:.0e} of the largest value)",
+            flush=True,
+        )

@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 
 from wlb_megatron.bounds import whole
-from wlb_megatron.report.html import page
+from wlb_megatron.report.html import chart, page
 from wlb_megatron.report.reproduction import Section
 from wlb_megatron.report.table import print_table
-from wlb_megatron.report.watch.charts import chart
 from wlb_megatron.report.watch.run_log import RunLog
 from wlb_megatron.report.watch.summary import share, summary
 from wlb_megatron.whole_files import write_whole

@@ -18,9 +18,8 @@ from wlb_megatron.documents.lengths import read_lengths
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.foresee import too_small
 from wlb_megatron.packing.packer import read_per_window
-from wlb_megatron.report.files import as_csv
 from wlb_megatron.report.progress import progress
-from wlb_megatron.report.table import print_table
+from wlb_megatron.report.table import as_csv, print_table
 from wlb_megatron.simulator.calibration import calibrated
 from wlb_megatron.simulator.reproduction.paper import CONFIGURATIONS, LARGE_JOB, K
 from wlb_megatron.simulator.reproduction.reproduce import Finished, parts, reproduce
