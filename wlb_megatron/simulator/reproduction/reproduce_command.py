@@ -163,7 +163,7 @@ def run_reproduce(args: argparse.Namespace) -> None:
         _write(report, folder)
     kept.unlink(missing_ok=True)
     _show(report)
-    print(f"written to {args.out}: reproduction.html, .json, .csv, .md and pictures")
+    print(f"written to {args.out}: reproduction.json, .csv, .md and pictures")
 
 
 def _refuse_few(inputs: Inputs, large: bool) -> None:
@@ -188,16 +188,14 @@ def _refuse_idle(args: argparse.Namespace) -> None:
 
 
 def _write(report: dict[str, Any], folder: Path) -> None:
-    from wlb_megatron.report.html import reproduction_page
-    from wlb_megatron.report.reproduction import as_markdown, sections, speedup_rows
+    from wlb_megatron.report.reproduction import as_page, speedup_rows
     from wlb_megatron.report.reproduction_pictures import draw
 
-    pictures = draw(report, folder)
+    draw(report, folder)
     texts = {
         "reproduction.json": json.dumps(report, indent=1) + "\n",
         "reproduction.csv": as_csv(speedup_rows(report)),
-        "reproduction.md": as_markdown(sections(report)),
-        "reproduction.html": reproduction_page(report, pictures),
+        "reproduction.md": as_page(report),
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -1,15 +1,14 @@
-"""Writes one HTML page with tables and embedded pictures that works offline."""
+"""A run as one HTML page with a table and charts, which works offline."""
 
 from __future__ import annotations
 
-from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 from statistics import median
-from typing import Any
 
-from wlb_megatron.report.reproduction import Section, sections
+from wlb_megatron.report.reproduction import Section
+from wlb_megatron.report.watch.run_log import RunLog
+from wlb_megatron.report.watch.summary import share, summary
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -23,56 +22,57 @@ figcaption { font-size: 13px; }
 figure.chart { display: inline-block; width: 49%; min-width: 340px; }
 figure.chart svg { width: 100%; }
 progress { width: 100%; }
-img { max-width: 100%; background: white; }
 .note, footer { color: #777; max-width: 75ch; }
 """
 
 
-def reproduction_page(report: dict[str, Any], pictures: Iterable[Path]) -> str:
-    """The page of a reproduction. pictures: PNGs to put at its head, by name."""
-    share = [row["schemes"]["ours"]["of_bound"] for row in report["configurations"]]
-    means = report["means"]
-    source = report.get("profile") or f"a table of {report['kernel_table']}"
-    summary = (
-        f"Simulated, not measured: kernel times from {source}, network and other rates as below. "
-        f"Mean speed-up over plain 4D: WLB-LLM as its paper describes it {means['WLB-LLM']['all']:.3f} "
-        f"(the paper: {report['paper']['mean']['all']:.2f}), ours {means['ours']['all']:.3f}, "
-        f"at least {100 * min(share):.1f} % of a perfectly balanced plan's with as many micro-batches; with 1 "
-        f"micro-batch a window {means['ours, 1 micro-batch a window']['all']:.3f}."
-    )
-    tables = sections(report)
-    tables.append(
-        Section(
-            "Assumptions", ("figure", "value"), [[k, f"{v:,g}"] for k, v in report["assumptions"].items()]
-        )
-    )
-    return page("Balanced packing and context parallelism, simulated", summary, tables, pictures)
+def page(log: RunLog, reload: int | None = None) -> str:
+    """HTML text with a run's progress, its figures of now and its charts.
 
-
-def page(
-    title: str,
-    summary: str,
-    tables: Sequence[Section],
-    pictures: Iterable[Path],
-    *,
-    markup: Sequence[str] = (),
-    reload: int | None = None,
-) -> str:
-    """HTML text; pictures are read and become part of it. markup: HTML that comes after the tables. reload: seconds
-    after which a browser reads the page again; None: never."""
+    reload: seconds after which a browser reads the page again; None for never.
+    """
+    title, done = escape(f"The run of {log.path.name}"), share(log)
+    table = Section(
+        "Now", ("", ""), [list(row) for row in summary(log)], "Medians of the last 100 iterations."
+    )
     parts = [
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="refresh" content="{reload}">' if reload else "",
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{escape(title)}</h1><p>{escape(summary)}</p>",
+        f"<title>{title}</title><style>{_STYLE}</style></head><body>",
+        f"<h1>{title}</h1><p>{len(log.rows):,} iterations in the log</p>",
+        _section(table),
+        "" if done is None else f'<progress value="{done:.4f}" max="1">{done:.1%}</progress>',
+        *_charts(log),
     ]
-    for picture in pictures:
-        data = b64encode(picture.read_bytes()).decode()
-        image = f'<img alt="{escape(picture.stem)}" src="data:image/png;base64,{data}">'
-        parts.append(f"<figure>{image}</figure>")
-    parts += [_section(table) for table in tables]
-    return "\n".join([*parts, *markup, "</body></html>", ""])
+    return "\n".join([*parts, "</body></html>", ""])
+
+
+def _charts(log: RunLog) -> list[str]:
+    return [
+        chart(
+            "step (ms)",
+            [
+                ("measured", log.column("measured_ms")),
+                ("predicted", log.column("predicted_ms")),
+                ("predicted in arrival order", log.column("arrival_ms")),
+            ],
+        ),
+        chart("tokens/s/GPU", [("measured", log.column("tokens_per_second_per_gpu"))]),
+        chart("TFLOP/s/GPU", [("of the model", log.column("tflops_per_gpu"))]),
+        chart(
+            "over even work",
+            [
+                ("step over ideal", log.column("step_over_ideal")),
+                ("micro-batches", log.column("imbalance")),
+                ("CP ranks", log.column("cp_imbalance")),
+            ],
+        ),
+        chart("tokens an iteration", [("tokens", log.column("tokens"))]),
+        chart("delay (iterations)", [("mean of tokens", log.column("token_delay"))]),
+        chart("layers recomputed (share)", [("of all layers", log.column("recomputed_share"))]),
+        chart("slowest rank", [("over the median", log.column("slowest_excess"))]),
+    ]
 
 
 def _section(section: Section) -> str:
