@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from packing_oracle import COST, make_planner
+from training_jobs import training_job
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blend import Blend
@@ -32,7 +33,9 @@ TRAINED, NEXT = 4, 6
 
 def _varlen(**settings: Any) -> Source:
     planner = make_planner([5, 9, 3, 16, 7, 12] * 9, window=16, micro_batches=4, endless=True, **settings)
-    return Source(Blend([]), planner, WlbConfig(quadratic_at=99.0, document_cost=0.0), 4, 8.0, (), 0)
+    return Source(
+        Blend([]), planner, training_job(wlb_quadratic_at=99.0, wlb_document_cost=0.0), 4, 8.0, (), 0
+    )
 
 
 def _fixed_windows() -> Source:
@@ -43,7 +46,7 @@ def _fixed_windows() -> Source:
         [Corpus("one", np.array([5, 9, 3, 16, 7, 12] * 4))], Rules(16, seed=3, endless=True)
     )
     planner = Planner(stream, make_packer(config, COST, window=16, micro_batches=4), global_tokens=64)
-    return Source(Blend([]), planner, config, 4, 8.0, (), 0)
+    return Source(Blend([]), planner, training_job().with_config(config), 4, 8.0, (), 0)
 
 
 MAKERS: dict[str, Callable[[], Source]] = {

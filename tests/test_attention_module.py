@@ -23,7 +23,6 @@ from wlb_megatron.attention.core_attention import (
 from wlb_megatron.attention.key_cache import cached_bytes, clear_caches
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin.flags.training_job import window_misfit
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.select import shard, shard_all
 
@@ -164,8 +163,8 @@ def test_each_ranks_tokens_fit_the_rows_that_fp8_products_want(fp8, recipe, mult
         return training_job(**sizes, fp8=fp8, fp8_recipe=recipe)
 
     assert job(64).alignment == multiple
-    assert window_misfit(job(5 * multiple)) is None
-    message = window_misfit(job(4 * multiple + 2))
+    assert job(5 * multiple).window_misfit() is None
+    message = job(4 * multiple + 2).window_misfit()
     assert f"{4 * multiple + 2} tokens are not a multiple of {multiple}," in message
     assert f"set it to {5 * multiple}" in message
     assert ("FP8" in message) == (fp8 is not None) and (f"x {multiple // 4} rows" in message) == (

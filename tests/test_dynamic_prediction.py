@@ -14,7 +14,7 @@ from wlb_megatron.simulator.iteration import simulate
 
 
 def cost_of(context: int, data: int, tensor: int) -> GroupCost:
-    table = layer_model(job_of(), None).table
+    table = layer_model(job_of()).table
     return group_cost(table, token_ns(table, 40_000.0), block_sizes(context, data), tensor=tensor)
 
 
@@ -32,13 +32,13 @@ def test_groups_of_megatrons_size_are_predicted_as_fixed_ones_are(pipeline: int)
             )
         )
         at += 2 * len(row)
-    predicted = group_predictor(job, None, cost_of(2, 2, 4))(StepPlan(4, tuple(steps)), tokens)
+    predicted = group_predictor(job, cost_of(2, 2, 4))(StepPlan(4, tuple(steps)), tokens)
     shards = [[[shard(row, 2, "per-document")] * 2 for row in lengths]]
-    assert predicted == pytest.approx(simulate(shards, layer_model(job, None)).steps[0] / 1e6, rel=0.05)
+    assert predicted == pytest.approx(simulate(shards, layer_model(job)).steps[0] / 1e6, rel=0.05)
 
 
 def test_an_iteration_takes_as_long_as_its_busiest_rank_and_padding_costs_little() -> None:
-    predict = group_predictor(job_of(), None, cost_of(2, 2, 4))
+    predict = group_predictor(job_of(), cost_of(2, 2, 4))
     tokens = [30_000, 30_000]
     apart = predict(StepPlan(4, ((Group(0, 1, (0,)), Group(3, 1, (1,))),)), tokens)
     together = predict(StepPlan(4, ((Group(0, 1, (0, 1)),),)), tokens)
@@ -49,7 +49,7 @@ def test_an_iteration_takes_as_long_as_its_busiest_rank_and_padding_costs_little
 
 
 def test_a_prediction_that_fails_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    predict = group_predictor(job_of(), None, cost_of(2, 2, 4))
+    predict = group_predictor(job_of(), cost_of(2, 2, 4))
     assert predict(StepPlan(4, ((Group(0, 3, (0,)),),)), [5]) is None  # no such size
     assert predict(StepPlan(4, ((Group(0, 2, (0,)),),)), [5]) is None
     assert capsys.readouterr().out.count("WARNING") == 1

@@ -250,3 +250,29 @@ def test_megatrons_arguments_go_no_further_than_the_door() -> None:
                     modules.add(within(path))
     beyond = {where for where in modules if not where.startswith("plugin/flags/")}
     assert beyond == {*TAKES_FLAGS, *AS_MEGATRON_CALLS}
+
+
+MOST_PARAMETERS = 8
+LONG_SIGNATURES = {
+    "_merge",
+    "_spread",
+    "_sum_pairs",
+    *("choose_chunks", "gpu_memory", "inspect_plans", "longest_micro_batches", "make_packer", "_make_varlen"),
+    *("plan_job", "plan_step", "sharded_attention", "warm_up"),
+}
+"""Functions that still take more, the first three as Triton's kernels do. No other may."""
+
+
+def test_functions_take_records_not_many_arguments() -> None:
+    taking_many = {
+        node.name
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        and len(
+            {argument.arg for argument in node.args.posonlyargs + node.args.args + node.args.kwonlyargs}
+            - {"self", "cls"}
+        )
+        > MOST_PARAMETERS
+    }
+    assert taking_many <= LONG_SIGNATURES

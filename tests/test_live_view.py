@@ -39,6 +39,7 @@ from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.sharding.select import shard, shard_all
 from wlb_megatron.simulator.iteration import simulate
+from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.fit import fit
 from wlb_megatron.workload.profile import FORMAT, ProfiledModel, host_name, write_profile
 
@@ -256,25 +257,27 @@ def plan_of(grid: list[list[list[int]]]) -> IterationPlan:
     return IterationPlan(0, (), rows, ())
 
 
-def job_of(**changes: Any) -> TrainingJob:
+def job_of(costs: Costs | None = None, **changes: Any) -> TrainingJob:
+    """costs: of a profile."""
     settings = {
         **{"num_layers": 4, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32},
         **{"num_query_groups": 8, "padded_vocab_size": 128256, "tensor_model_parallel_size": 4},
         **{"context_parallel_size": 2, "pipeline_model_parallel_size": 2, "data_parallel_size": 2},
     }
-    return training_job(**settings | changes)
+    job = training_job(**settings | changes)
+    return job if costs is None else replace(job, profile=SimpleNamespace(costs=costs))
 
 
 def test_the_live_prediction_is_the_simulators_where_all_ranks_have_like_documents() -> None:
     """It shards its own rank's micro-batches alone, and takes the others' attention from their documents."""
     costs = fit(ProfiledModel(**MODEL), made_samples(), GPU)
-    job = job_of()
+    job = job_of(costs)
     lengths = [[4096, 8192], [10000, 2000, 288]]
     plan = plan_of([[document, document] for document in lengths])
     shards = [shard(document, 2, "adaptive", costs.table) for document in lengths]
     # As the process that plans has it.
-    live = pickle.loads(pickle.dumps(predictor(job, costs, 0, 8)))(plan, shards)
-    whole = simulate([[[s, s] for s in shards]], layer_model(job, costs)).steps[0] / 1e6
+    live = pickle.loads(pickle.dumps(predictor(job, 0, 8)))(plan, shards)
+    whole = simulate([[[s, s] for s in shards]], layer_model(job)).steps[0] / 1e6
     assert live == pytest.approx(whole, rel=1e-6)
 
 
@@ -311,12 +314,12 @@ def test_a_runs_log_predicts_the_speed_up_that_analyze_does(
             overlap_grad_reduce=True,
             data_path=[str(tmp_path / "corpus")],
         )
-        config = fit_to_memory(job, complete(job))
-        source = open_part(job, config, "train", job.batches.schedule)
-        assert source is not None and job.profile is not None
-        costs, memory = job.profile.costs, recompute_memory(job, config)
-        predict = predictor(job, costs, 0, job.alignment, memory=memory)
-        shards = ShardSettings(0, 2, job.alignment, config.sharding, costs.table, predict)
+        job = job.with_config(complete(job))
+        job = job.with_config(fit_to_memory(job))
+        source = open_part(job, "train", job.batches.schedule)
+        assert source is not None and job.costs is not None
+        predict = predictor(job, 0, job.alignment, memory=recompute_memory(job))
+        shards = ShardSettings(0, 2, job.alignment, job.config.sharding, job.costs.table, predict)
         return list(islice(plan_iterations(source.planner, shards), 5))
 
     times = []
@@ -336,39 +339,38 @@ def test_a_document_in_chunks_is_predicted_live_as_by_the_simulator() -> None:
     costs = replace(fit(ProfiledModel(**MODEL), made_samples(), GPU), host_second=(5e6, 5e6))
     grid = [(Piece(0, 1, 0, 512),), (Piece(0, 0, 0, 700),), (Piece(0, 0, 700, 1200, 700),)]
     plan = IterationPlan(0, (), tuple((MicroBatch(pieces, 0),) for pieces in grid), ())
-    job = job_of(data_parallel_size=1, context_parallel_size=1)
+    job = job_of(costs, data_parallel_size=1, context_parallel_size=1)
     lengths = [[piece.tokens for piece in pieces] for pieces in grid]
     shards = shard_all(lengths, 1, "per-document", links=links_of(grid))
     orders = orders_of([plan])
     assert orders == [[(1, 2)]]
     whole = (
-        simulate([[[shard_plan] for shard_plan in shards]], layer_model(job, costs), orders=orders).steps[0]
-        / 1e6
+        simulate([[[shard_plan] for shard_plan in shards]], layer_model(job), orders=orders).steps[0] / 1e6
     )
-    assert predictor(job, costs, 0, 1)(plan, shards) == pytest.approx(float(whole))
+    assert predictor(job, 0, 1)(plan, shards) == pytest.approx(float(whole))
 
 
 def test_another_ranks_heavier_micro_batch_is_what_an_iteration_waits_for() -> None:
     costs = fit(ProfiledModel(**MODEL), made_samples(), GPU)
     shards = [shard([8192], 2, "adaptive", costs.table)]
-    job = job_of(pipeline_model_parallel_size=1)
-    even = predictor(job, costs, 0, 8)(plan_of([[[8192], [8192]]]), shards)
-    heavy = predictor(job, costs, 0, 8)(plan_of([[[8192], [65536]]]), shards)
+    job = job_of(costs, pipeline_model_parallel_size=1)
+    even = predictor(job, 0, 8)(plan_of([[[8192], [8192]]]), shards)
+    heavy = predictor(job, 0, 8)(plan_of([[[8192], [65536]]]), shards)
     assert even is not None and heavy is not None and heavy > 5 * even
 
 
 def test_every_rank_predicts_the_same_step_though_one_has_short_documents_and_another_a_long_one() -> None:
     costs = fit(ProfiledModel(**MODEL), made_samples(), GPU)
-    job = job_of(pipeline_model_parallel_size=1, context_parallel_size=1)
+    job = job_of(costs, pipeline_model_parallel_size=1, context_parallel_size=1)
     short, long = [1024] * 64, [65536]
     plan = plan_of([[short, long], [long, short]])
     seen = [
-        predictor(job, costs, rank, 8)(plan, [shard(tokens, 1, "adaptive", costs.table) for tokens in own])
+        predictor(job, rank, 8)(plan, [shard(tokens, 1, "adaptive", costs.table) for tokens in own])
         for rank, own in enumerate(((short, long), (long, short)))
     ]
     plan = plan_of([[short, long]])
     seen += [
-        predictor(job, costs, rank, 8)(plan, [shard(tokens, 1, "adaptive", costs.table)])
+        predictor(job, rank, 8)(plan, [shard(tokens, 1, "adaptive", costs.table)])
         for rank, tokens in enumerate((short, long))
     ]
     assert seen[0] == pytest.approx(seen[1], rel=1e-6)
@@ -378,8 +380,8 @@ def test_every_rank_predicts_the_same_step_though_one_has_short_documents_and_an
 def test_a_job_that_the_simulator_does_not_take_has_no_prediction() -> None:
     odd = job_of(virtual_pipeline_model_parallel_size=2)
     plan = plan_of([[[64], [64]]] * 3)  # three micro-batches are no multiple of two stages
-    assert predictor(odd, None, 0, 8)(plan, [shard([64], 2, "hybrid")] * 3) is None
-    assert predictor(job_of(num_layers=1), None, 0, 8)(plan, []) is None
+    assert predictor(odd, 0, 8)(plan, [shard([64], 2, "hybrid")] * 3) is None
+    assert predictor(job_of(num_layers=1), 0, 8)(plan, []) is None
 
 
 MODEL = {"hidden": 4096, "ffn": 11008, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocab": 128256, "tp": 4}

@@ -11,7 +11,6 @@ from megatron_runs import flags, mean_losses, train, whole_gradients
 from training_jobs import training_job
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.plugin.flags.training_job import window_misfit
 from wlb_megatron.refusals import MLP_GRAPHS, Refused, graphed, refuse_unsupported
 
 ACCEPTED = {
@@ -35,7 +34,7 @@ def test_what_takes_one_length_goes_with_windows_alone(feature: dict[str, object
     assert training_job(**feature, **shares, seq_length=64).alignment == 64
     assert training_job(**feature, **shares, seq_length=64, micro_batch_size=2).alignment == 128
     assert training_job(**shares, seq_length=64).alignment == 4
-    assert "not a multiple of 4" in str(window_misfit(training_job(**feature, **shares, seq_length=66)))
+    assert "not a multiple of 4" in str(training_job(**feature, **shares, seq_length=66).window_misfit())
     for changed, config in (
         ({}, WlbConfig()),
         ({}, WlbConfig(packing="fixed-greedy", cp_mode="dynamic")),

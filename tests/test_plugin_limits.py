@@ -59,29 +59,29 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_lmax_is_one_and_a_half_windows_where_memory_suffices(memory: Any) -> None:
     memory(80)
-    assert fit_to_memory(training_job(), WlbConfig()).max_tokens == 49152
+    assert fit_to_memory(training_job()).max_tokens == 49152
 
 
 def test_less_memory_lowers_it_and_too_little_is_refused_with_a_cure(memory: Any) -> None:
     memory(31)
-    lower = fit_to_memory(training_job(**IN_ROWS), WlbConfig()).max_tokens
+    lower = fit_to_memory(training_job(**IN_ROWS)).max_tokens
     assert lower is not None and 40960 <= lower < 49152 and lower % 16 == 0
     memory(20)
     with pytest.raises(WlbError, match=r"GiB.*--context-parallel-size"):
-        fit_to_memory(training_job(), WlbConfig(chunks="off"))
+        fit_to_memory(training_job().with_config(WlbConfig(chunks="off")))
 
 
 def test_a_flag_overrides_it_and_cpus_and_experts_are_not_measured(memory: Any) -> None:
     memory(1)
-    assert fit_to_memory(training_job(), WlbConfig(max_tokens=60000)).max_tokens == 60000
-    assert fit_to_memory(training_job(distributed_backend="gloo"), WlbConfig()).max_tokens == 49152
-    assert fit_to_memory(training_job(num_experts=8), WlbConfig()).max_tokens == 49152
+    assert fit_to_memory(training_job().with_config(WlbConfig(max_tokens=60000))).max_tokens == 60000
+    assert fit_to_memory(training_job(distributed_backend="gloo")).max_tokens == 49152
+    assert fit_to_memory(training_job(num_experts=8)).max_tokens == 49152
 
 
 def test_a_saved_lmax_may_come_along_up_to_what_fits_unless_a_flag_sets_it(memory: Any) -> None:
     memory(31)
     fits = adoptable_tokens(training_job())
-    assert fits == fit_to_memory(training_job(), WlbConfig()).max_tokens
+    assert fits == fit_to_memory(training_job()).max_tokens
     assert adoptable_tokens(training_job(wlb_max_tokens=49152)) == 0
     assert adoptable_tokens(training_job(distributed_backend="gloo")) > 1 << 40
 
@@ -91,7 +91,7 @@ def test_where_whole_documents_do_not_fit_micro_batches_are_shorter_and_document
 ) -> None:
     staged = {"pipeline_model_parallel_size": 2, "num_layers": 16}
     memory(46)
-    fitted = fit_to_memory(training_job(**staged, **IN_ROWS), WlbConfig()).max_tokens
+    fitted = fit_to_memory(training_job(**staged, **IN_ROWS)).max_tokens
     assert fitted is not None and 32768 // 8 <= fitted <= 32768 * 3 // 4 and fitted % 16 == 0
     shape, layout = shapes(training_job(**staged))
     flying = held(32768, 4, 2)
@@ -101,10 +101,10 @@ def test_where_whole_documents_do_not_fit_micro_batches_are_shorter_and_document
     assert adoptable_tokens(training_job(**staged)) == 0
     for refused in ({"virtual_pipeline_model_parallel_size": 2}, {"mtp_num_layers": 1}):
         with pytest.raises(WlbError, match=r"1\.25 windows"):
-            fit_to_memory(training_job(**staged | refused), WlbConfig())
+            fit_to_memory(training_job(**staged | refused))
     memory(6)
     with pytest.raises(WlbError, match="weights, gradients and optimizer state alone need"):
-        fit_to_memory(training_job(**staged), WlbConfig())
+        fit_to_memory(training_job(**staged))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_run_with_chunks_says_what_they_free_and_auto_leaves_them_where_keys_d
 ) -> None:
     memory(80)
     staged = training_job(pipeline_model_parallel_size=2, num_layers=16)
-    config = fit_to_memory(staged, WlbConfig())
+    config = fit_to_memory(staged)
     known = gpu_memory(staged)
     assert known is not None and config.max_tokens == 49152
     assert "so chunks free" in describe_memory(config, known, 32768, chunks=True)
@@ -139,13 +139,13 @@ def test_a_run_with_chunks_says_what_they_free_and_auto_leaves_them_where_keys_d
     shape, layout = shapes(keys)
     needed = memory_needed(shape, layout, 49152) / GIB
     memory(8 * needed)  # there is room for both
-    assert no_memory_for_chunks(fit_to_memory(keys, WlbConfig()), gpu_memory(keys)) == []
-    config, known = fit_to_memory(keys, WlbConfig()), gpu_memory(keys)
+    assert no_memory_for_chunks(fit_to_memory(keys), gpu_memory(keys)) == []
+    config, known = fit_to_memory(keys), gpu_memory(keys)
     assert known is not None
     chunked, whole = known.needed(config, 32768)
     assert chunked > whole
     memory((chunked + whole) / 2 / 0.9 / GIB)  # whole documents fit, chunks do not
-    config, known = fit_to_memory(keys, config), gpu_memory(keys)
+    config, known = fit_to_memory(keys.with_config(config)), gpu_memory(keys)
     ((flag, _),) = no_memory_for_chunks(config, known)
     assert "to use, where whole documents need" in flag and "--wlb-chunks on allows it" in flag
     assert no_memory_for_chunks(replace(config, chunks="on"), known) == []
@@ -154,24 +154,24 @@ def test_a_run_with_chunks_says_what_they_free_and_auto_leaves_them_where_keys_d
 
 def test_a_document_that_trains_whole_is_as_long_as_memory_allows_and_keys_are_told(memory: Any) -> None:
     memory(80)
-    wide = document_memory(training_job(), WlbConfig())
+    wide = document_memory(training_job())
     assert wide is not None and "KiB a token" in wide.of
-    recomputed = document_memory(training_job(recompute_granularity="full"), WlbConfig())
+    recomputed = document_memory(training_job(recompute_granularity="full"))
     assert recomputed is not None and wide.tokens < recomputed.tokens
     memory(40)
-    narrow = document_memory(training_job(), WlbConfig())
+    narrow = document_memory(training_job())
     assert narrow is not None and narrow.tokens < wide.tokens
-    assert document_memory(training_job(distributed_backend="gloo"), WlbConfig()) is None
-    assert document_memory(training_job(num_experts=8), WlbConfig()) is None
+    assert document_memory(training_job(distributed_backend="gloo")) is None
+    assert document_memory(training_job(num_experts=8)) is None
 
 
 def test_cards_of_which_drivers_keep_different_shares_give_one_lmax(memory: Any) -> None:
     memory(32.9)
-    config = fit_to_memory(training_job(), WlbConfig())
+    config = fit_to_memory(training_job())
     memory(32.1)
-    assert fit_to_memory(training_job(), WlbConfig()) == config
+    assert fit_to_memory(training_job()) == config
     memory(31.9)
-    assert fit_to_memory(training_job(), WlbConfig()) != config
+    assert fit_to_memory(training_job()) != config
 
 
 @pytest.mark.parametrize(("context", "measured_mb"), [(1, 30084), (2, 17570)])
@@ -225,7 +225,7 @@ def test_lmax_fits_with_virtual_stages_which_hold_more_micro_batches(memory: Any
     )  # fmt: skip
     shape, layout = shapes(job)
     assert (chunks_in_flight(layout, 0), chunks_in_flight(replace(layout, virtual=1), 0)) == (47, 8)
-    lmax = fit_to_memory(job, WlbConfig()).max_tokens
+    lmax = fit_to_memory(job).max_tokens
     assert lmax is not None and lmax < 92160  # 1.5 windows, which would fit without virtual stages
     assert (
         memory_needed(shape, layout, 92160)
@@ -268,11 +268,11 @@ def test_each_further_token_predicted_takes_a_layer_and_logits() -> None:
 
 def of_recomputation(**flags: Any) -> list[str]:
     job = training_job(**{"recompute_granularity": "full", "pipeline_model_parallel_size": 2} | flags)
-    memory = recompute_memory(job, job.given)
+    memory = recompute_memory(job)
     law = StepLaw(pp=2, backward=(3, 1), again=1000, rooms=memory.rooms() if memory else None)
     packer = SimpleNamespace(max_tokens=49152, law=law)
     planner = SimpleNamespace(packer=packer)
-    return list(_of_recomputation(job, SimpleNamespace(config=job.given, planner=planner)))  # type: ignore[arg-type]
+    return list(_of_recomputation(SimpleNamespace(job=job, config=job.config, planner=planner)))  # type: ignore[arg-type]
 
 
 def test_the_log_says_at_start_what_steps_recompute() -> None:

@@ -14,6 +14,7 @@ import pytest
 from packing_oracle import COST, make_planner
 from saved_states import MAKERS, NEXT, TRAINED, noted
 from saved_states import saved as saved_states
+from training_jobs import training_job
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blend import Blend
@@ -25,7 +26,6 @@ from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.pipeline.step_law import StageRoom
-from wlb_megatron.plugin.flags.rank_counts import RankCounts
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings, plan_iterations
 from wlb_megatron.plugin.plans import checkpoint, resume
@@ -36,9 +36,8 @@ from wlb_megatron.workload.kernel_table import h100
 
 def source(**settings: Any) -> Source:
     planner = make_planner([5, 9, 3, 16, 7, 12] * 9, window=16, micro_batches=4, endless=True)
-    return Source(
-        Blend([]), planner, WlbConfig(quadratic_at=99.0, document_cost=0.0, **settings), 4, 8.0, (), 0
-    )
+    config = WlbConfig(quadratic_at=99.0, document_cost=0.0, **settings)
+    return Source(Blend([]), planner, training_job().with_config(config), 4, 8.0, (), 0)
 
 
 def megatron(iteration: int) -> argparse.Namespace:
@@ -56,7 +55,8 @@ def restored(into: Source, args: argparse.Namespace) -> list[str]:
 def gone_on(into: Source, args: argparse.Namespace) -> tuple[Source, list[str]]:
     """The source with the choices of the checkpoint's run, and what the start says."""
     at = resume.LoadedAt(args.iteration, args.consumed_train_samples)
-    return resume.restore(into, at, RankCounts(), getattr(args, "micro_batch_size", 1))
+    batches = replace(into.job.batches, micro_batch_size=getattr(args, "micro_batch_size", 1))
+    return resume.restore(replace(into, job=replace(into.job, batches=batches)), at)
 
 
 def save(args: argparse.Namespace) -> argparse.Namespace:
@@ -173,7 +173,7 @@ def test_a_run_keeps_its_batch_spread_and_an_earlier_commits_has_none_until_the_
     def resumed(state: str | dict[str, Any], spread: str, at: int = TRAINED) -> Source:
         load(argparse.Namespace(wlb_state=state if isinstance(state, str) else json.dumps(state)))
         first = MAKERS[name]()
-        return gone_on(replace(first, config=replace(first.config, batch_spread=spread)), megatron(at))[0]
+        return gone_on(first.with_config(replace(first.config, batch_spread=spread)), megatron(at))[0]
 
     of_then = saved_states("9513cca")[name]["state"]
     assert resumed(of_then, "auto").planner.packer.batch_spread is None
@@ -348,7 +348,7 @@ def documents(*, fresh: bool = False, cost: float = 0.0, **changed: Any) -> Sour
     config = WlbConfig(quadratic_at=99.0, document_cost=cost, fresh_order=fresh, **settings)
     packer = make_packer(config, COST, window=window * each, micro_batches=bins // each)
     planner = Planner(DocumentStream([corpus], rules), packer, global_tokens=bins * window)
-    return Source(Blend([]), planner, config, bins, 8.0, (), 0)
+    return Source(Blend([]), planner, training_job().with_config(config), bins, 8.0, (), 0)
 
 
 def loaded_after(iterations: int, of: Source, args: argparse.Namespace) -> Source:

@@ -84,7 +84,7 @@ class _DatasetProvider:
         if opened is not None:
             from wlb_megatron.plugin.plans.provider import make_provider
 
-            provider = self._ours = self._ours or make_provider(opened.job, opened.sources)
+            provider = self._ours = self._ours or make_provider(opened.sources)
         stage = {} if vp_stage is None else {"vp_stage": vp_stage}
         return provider(train_valid_test_num_samples, **stage)
 

@@ -22,13 +22,12 @@ from wlb_megatron.arguments import (
     explain_unparsed,
     name_flag,
 )
-from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin import script_functions
 from wlb_megatron.plugin.flags import versions
 from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
 from wlb_megatron.plugin.flags.limits import fit_to_memory
 from wlb_megatron.plugin.flags.refusal_printing import checked, refuse
-from wlb_megatron.plugin.flags.training_job import TrainingJob, window_misfit
+from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.reporting import check_outputs
 from wlb_megatron.plugin.model.kernels import kernels_of
@@ -182,16 +181,16 @@ def _open(args: Any, full_validation: bool) -> Opened:
             from_flags = replace(from_flags, gpu_memory=ASSUMED_GIB)
         refuse_unsupported(args, from_flags)
         job = TrainingJob.of(args, from_flags, full_validation=full_validation)
-        config = complete(job)
+        job = job.with_config(complete(job))
         refuse_other_form(job.model.depths)
-        _refuse_misfits(job, config)
-        check_outputs(config)
+        _refuse_misfits(job)
+        check_outputs(job.config)
         if not dry:
             try_transformer_engine(job)
             kernels_of(job)
-        job, config = with_targets(job, config, _say)
-        config = fit_to_memory(job, config)
-        return Opened(job, open_sources(job, config), args.save)
+        job = with_targets(job, _say)
+        job = job.with_config(fit_to_memory(job))
+        return Opened(job, open_sources(job), args.save)
     except ValueError as error:  # WlbErrors, and settings that do not fit together
         raise RefusedHere(name_flag(str(error), args, PREFIX)) from None
 
@@ -224,20 +223,20 @@ def _set_what_plans_need(args: Any, job: TrainingJob) -> None:
         args.moe_token_dispatcher_type = "alltoall"
 
 
-def _refuse_misfits(job: TrainingJob, config: WlbConfig) -> None:
+def _refuse_misfits(job: TrainingJob) -> None:
     """Refuse a window that does not divide, and the sizes of batches that every run comes to.
 
     Sizes on the way there are looked at once the model has loaded, when it is known where the run goes on.
     """
-    if wrong := window_misfit(job):
+    if wrong := job.window_misfit():
         raise Refused(f"--seq-length: {wrong}")
     batches = job.batches
     if wrong := misfit(
-        batches.schedule.largest, job.sizes, batches.micro_batch_size, planned=plan_decides(config)
+        batches.schedule.largest, job.sizes, batches.micro_batch_size, planned=plan_decides(job.config)
     ):
         flag = "--step-batch-size-schedule" if batches.stepped else "--global-batch-size"
         raise Refused(f"{flag}: {wrong}")
-    planned = plan_decides(config, evaluation=True)
+    planned = plan_decides(job.config, evaluation=True)
     if job.evaluation.iterations and (
         wrong := misfit(batches.evaluated, job.sizes, batches.evaluated_micro_batch_size, planned=planned)
     ):

@@ -18,42 +18,47 @@ from wlb_megatron.workload.chunk_memory import fit_document, keys_bytes
 from wlb_megatron.workload.memory import GIB, ParallelLayout, StageShape
 
 
-def fit_to_memory(job: TrainingJob, config: WlbConfig) -> WlbConfig:
-    """The settings with Lmax filled in, see memory_limits.with_lmax. The same on every rank of like GPUs, and
+def fit_to_memory(job: TrainingJob) -> WlbConfig:
+    """The job's settings with Lmax filled in, see memory_limits.with_lmax. The same on every rank of like GPUs, and
     independent of the layout wherever memory suffices."""
-    if config.max_tokens is not None:
-        return config
-    return with_lmax(
-        config, gpu_memory(job), job.batches.joined_window, job.trainer.chunks_refused(config.chunks)
-    )
+    if job.config.max_tokens is not None:
+        return job.config
+    refused = job.trainer.chunks_refused(job.config.chunks)
+    return with_lmax(job.config, gpu_memory(job), job.batches.joined_window, refused)
 
 
-def gpu_memory(job: TrainingJob) -> GpuMemory | None:
-    """None where memory is not looked at: without a GPU, unless a flag names its memory; and with experts, because the
-    number of tokens of one is not known."""
-    return None if job.model.experts is not None else _gpu_memory(job)
+def gpu_memory(job: TrainingJob, *, even_with_experts: bool = False) -> GpuMemory | None:
+    """A GPU's memory and what the job keeps in it. None without a GPU, unless a flag names its memory.
 
+    None also with experts, because the number of tokens of one is not known.
 
-def _gpu_memory(job: TrainingJob) -> GpuMemory | None:
-    if job.memory is None:
+    even_with_experts: assume uneven numbers of tokens instead (workload.memory.Experts).
+    """
+    experts, size = job.model.experts, job.given.gpu_memory
+    if job.memory is None or (experts is not None and not even_with_experts):
         return None
     shape, layout = model_and_layout(job, job.memory)
-    experts = job.model.experts
+    if size is None:
+        bytes_here = whole_gib(torch.cuda.get_device_properties(job.device.index).total_memory)
+    else:
+        bytes_here = int(size * GIB)
     return GpuMemory(
-        *(_bytes(job), shape, layout, job.batches.joined_window, job.alignment, job.given.memory_margin),
+        *(bytes_here, shape, layout, job.batches.joined_window, job.alignment, job.given.memory_margin),
         experts=None if experts is None else experts.memory,
         depths=job.model.depths,
     )
 
 
-def recompute_memory(job: TrainingJob, config: WlbConfig) -> GpuMemory | None:
-    """By which each step keeps layers; None where steps run the flags of recomputation. Experts' tokens are assumed
-    uneven (workload.memory.Experts)."""
+def recompute_memory(job: TrainingJob) -> GpuMemory | None:
+    """The memory by which each step keeps layers; None if steps run the flags of recomputation."""
+    config = job.config
     planned = (config.recompute, job.recompute, config.cp_mode) == ("auto", "full", "fixed")
-    return _gpu_memory(job) if planned and job.trainer.keeping_changes(config.chunks) is None else None
+    if not planned or job.trainer.keeping_changes(config.chunks) is not None:
+        return None
+    return gpu_memory(job, even_with_experts=True)
 
 
-def document_memory(job: TrainingJob, config: WlbConfig) -> Bound | None:
+def document_memory(job: TrainingJob) -> Bound | None:
     """What memory allows a document that trains whole in chunks. None where memory is not looked at."""
     memory = gpu_memory(job)
     if memory is None:
@@ -62,19 +67,13 @@ def document_memory(job: TrainingJob, config: WlbConfig) -> Bound | None:
     fitting = fit_document(
         *(shape, layout, memory.size),
         margin=memory.margin,
-        longest=chunk_capacity(window, config.max_tokens, job.alignment),
+        longest=chunk_capacity(window, job.config.max_tokens, job.alignment),
         share=layout.micro_batches * window,
     )
     kib_per_token = keys_bytes(shape, layout) / layout.context / 1024
     return Bound(
         fitting, f"memory (keys and their gradients take {kib_per_token:,.1f} KiB a token of each GPU)"
     )
-
-
-def _bytes(job: TrainingJob) -> int:
-    if job.given.gpu_memory is not None:
-        return int(job.given.gpu_memory * GIB)
-    return whole_gib(torch.cuda.get_device_properties(job.device.index).total_memory)
 
 
 def whole_gib(total: int) -> int:

@@ -22,6 +22,7 @@ from wlb_megatron.plugin.flags.trainer import trainer_of
 from wlb_megatron.refusals import one_length
 from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.simulator.model import Sharing
+from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.profile import Profile
 
 
@@ -47,15 +48,16 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """given: the plugin's settings as the user gave them. trains: not --skip-train. memory: None where it is not looked
-    at, without a GPU and without a flag that names its memory. profile: of --wlb-profile.
-    workers: of a data loader; ignored_signal: what they must ignore, which makes the trainer save and exit.
-    recompute_blocks: layers of a model chunk that --recompute-method block recomputes; None: all, where it does any.
-    sharing: what data-parallel ranks exchange once a step. one_length: Megatron holds buffers or graphs of one length.
-    timeout: of communication between ranks (minutes). fine_tuning: of --sft.
+    """given: the plugin's settings as the user gave them. config: the same, completed as far as is known. trains: not
+    --skip-train. memory: None where it is not looked at, without a GPU and without a flag that names its memory.
+    profile: of --wlb-profile. workers: of a data loader; ignored_signal: what they must ignore, which makes the trainer
+    save and exit. recompute_blocks: layers of a model chunk that --recompute-method block recomputes; None: all, where
+    it does any. sharing: what data-parallel ranks exchange once a step. one_length: Megatron holds buffers or graphs of
+    one length. timeout: of communication between ranks (minutes). fine_tuning: of --sft.
     """
 
     given: WlbConfig
+    config: WlbConfig
     model: TrainedModel
     sizes: RankCounts
     batches: BatchSizes
@@ -89,6 +91,7 @@ class TrainingJob:
         )
         return cls(
             given=given,
+            config=given,
             model=model,
             sizes=sizes,
             batches=BatchSizes.of(args),
@@ -121,6 +124,11 @@ class TrainingJob:
         )
 
     @property
+    def costs(self) -> Costs | None:
+        """Costs that the profile has measured; None without a profile."""
+        return None if self.profile is None else self.profile.costs
+
+    @property
     def recomputed_share(self) -> float:
         """Layers recomputed in full, by the flags, of all layers."""
         if self.recompute != "full":
@@ -142,6 +150,22 @@ class TrainingJob:
         """Of which a micro-batch's tokens are a multiple in any case."""
         return multiple(self.sizes.context, self.sizes.tensor, self.model.rows)
 
+    def window_misfit(self) -> str | None:
+        """Why a window cannot be padded as micro-batches are; None if it can."""
+        wanted, window, rows = self.shares, self.batches.window, self.model.rows
+        if window % wanted == 0:
+            return None
+        of = f" x {rows} rows, which FP8's matrix products need on each rank" if rows > 1 else ""
+        return (
+            f"{window} tokens are not a multiple of {wanted}, to which micro-batches are padded (context-parallel size "
+            f"{self.sizes.context} x tensor-parallel size {self.sizes.tensor}{of}); set it to "
+            f"{-(-window // wanted) * wanted}"
+        )
+
+    def with_config(self, config: WlbConfig) -> TrainingJob:
+        """The same with these settings."""
+        return replace(self, config=config)
+
     def with_vocabulary(self, rows: int) -> TrainingJob:
         """The same once the tokenizer is built, which Megatron does after the flags are checked."""
         return replace(self, model=replace(self.model, vocabulary=rows))
@@ -151,15 +175,3 @@ def _recomputed_blocks(args: Any) -> int | None:
     if args.recompute_method != "block":
         return None
     return max(1, (args.recompute_num_layers or 1) * layer_kinds(args)[0] // args.num_layers)
-
-
-def window_misfit(job: TrainingJob) -> str | None:
-    """Why a window cannot be padded as micro-batches are; None where it can."""
-    wanted, window, rows = job.shares, job.batches.window, job.model.rows
-    if window % wanted == 0:
-        return None
-    of = f" x {rows} rows, which FP8's matrix products need on each rank" if rows > 1 else ""
-    return (
-        f"{window} tokens are not a multiple of {wanted}, to which micro-batches are padded (context-parallel size "
-        f"{job.sizes.context} x tensor-parallel size {job.sizes.tensor}{of}); set it to {-(-window // wanted) * wanted}"
-    )

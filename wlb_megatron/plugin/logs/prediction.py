@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.config import WlbConfig
 from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.plan import StepPlan
 from wlb_megatron.packing.fixed.baselines import cut_windows, freeze, price
@@ -33,7 +32,6 @@ from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes, 
 from wlb_megatron.simulator.plan_times import PlanTimes
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel
-from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.kernel_table import KernelTable, h100
 
 PredictGroups = Callable[[StepPlan, Sequence[int]], float | None]
@@ -48,7 +46,6 @@ Predict = Callable[[IterationPlan, Sequence[ShardPlan]], float | None]
 
 def predictor(
     job: TrainingJob,
-    costs: Costs | None,
     dp_rank: int,
     alignment: int,
     *,
@@ -56,13 +53,14 @@ def predictor(
     memory: GpuMemory | None = None,
     table: KernelTable | None = None,
 ) -> Predict:
-    """The prediction of this job. costs: of a profile; None: built-in H100 attention, all else assumed. in_step: all
-    data-parallel ranks run the same groups of micro-batches. memory: by which each step keeps layers; None: steps run
-    the flags of recomputation. table: of this GPU and its kernels, without a profile.
+    """The prediction of this job: by its profile, or without one by built-in attention and assumed rates.
+
+    in_step: all data-parallel ranks run the same groups of micro-batches. memory: by which each step keeps layers;
+    None: steps run the flags of recomputation. table: of this GPU and its kernels, without a profile.
 
     None for a job that the simulator does not take (a schedule of another kind): it trains all the same.
     """
-    model = _model_or_none(job, costs, table)
+    model = _model_or_none(job, table)
     if model is None:
         return nothing_predicted
     return UntilItFails(partial(_predict, model, dp_rank, alignment, in_step, memory))
@@ -117,7 +115,7 @@ MOST_PLANNED = 64
 """
 
 
-def plan_times(job: TrainingJob, config: WlbConfig, memory: GpuMemory | None) -> PlanTimes | None:
+def plan_times(job: TrainingJob, memory: GpuMemory | None) -> PlanTimes | None:
     """The law by which `auto` chooses between chunks and whole documents, as `analyze` does: alike on all ranks.
 
     None where it says nothing: a schedule that the simulator does not take, layers that see a window of earlier keys,
@@ -125,22 +123,22 @@ def plan_times(job: TrainingJob, config: WlbConfig, memory: GpuMemory | None) ->
     """
     if (job.profile is None and not job.device.on_gpu) or job.model.window is not None:
         return None
-    model = _model_or_none(job, None if job.profile is None else job.profile.costs)
+    model = _model_or_none(job)
     if model is None:
         return None
     return PlanTimes(
         model=model,
         alignment=job.alignment,
-        sharding=config.sharding,
+        sharding=job.config.sharding,
         in_step=job.trainer.in_step,
         memory=memory,
     )
 
 
-def group_predictor(job: TrainingJob, costs: Costs | None, cost: GroupCost) -> PredictGroups:
+def group_predictor(job: TrainingJob, cost: GroupCost) -> PredictGroups:
     """The same with dynamic groups, every rank of a stage with micro-batches of its own. cost: what they were planned
     by, which tells the attention of a group without sharding it."""
-    model = _model_or_none(job, costs)
+    model = _model_or_none(job)
     if model is None:
         return nothing_predicted
 
@@ -221,15 +219,13 @@ class ArrivalOrder:
         return of.predict(plan, cut(lengths, of.cp_size, "per-sequence", of.table))
 
 
-def _model_or_none(
-    job: TrainingJob, costs: Costs | None, table: KernelTable | None = None
-) -> LayerModel | None:
+def _model_or_none(job: TrainingJob, table: KernelTable | None = None) -> LayerModel | None:
     with never_fatal("no predicted times, the simulator failed"), contextlib.suppress(ValueError):
-        return layer_model(job, costs, table)
+        return layer_model(job, table)
     return None
 
 
-def layer_model(job: TrainingJob, costs: Costs | None, table: KernelTable | None = None) -> LayerModel:
+def layer_model(job: TrainingJob, table: KernelTable | None = None) -> LayerModel:
     """The job as the simulator's model. Experts count as what they activate for a token. table: of attention's kernels,
     None: cuDNN's on an H100.
 
@@ -257,9 +253,9 @@ def layer_model(job: TrainingJob, costs: Costs | None, table: KernelTable | None
     return LayerModel(
         shape=shape,
         layout=layout,
-        assumptions=with_links(Assumptions(), costs),
+        assumptions=with_links(Assumptions(), job.costs),
         measured=h100() if table is None else table,
-        costs=costs,
+        costs=job.costs,
         recompute=job.recompute,
         recompute_blocks=job.recompute_blocks,
         regather=job.given.regather_keys,

@@ -23,9 +23,9 @@ def complete(job: TrainingJob) -> WlbConfig:
     """The settings with what the user left to the model's shape filled in."""
     model, config = job.model, job.given
     balanced, document = config.quadratic_at, config.document_cost
-    if job.profile is not None:
-        balanced = job.profile.costs.quadratic_at if balanced is None else balanced
-        document = job.profile.costs.per_document if document is None else document
+    if job.costs is not None:
+        balanced = job.costs.quadratic_at if balanced is None else balanced
+        document = job.costs.per_document if document is None else document
     if balanced is None:
         balanced = quadratic_at(model.heads * model.head_dim, model.layer_parameters)
         balanced = with_windows(balanced, model.window or 0, model.whole_layers)
@@ -38,9 +38,9 @@ def complete(job: TrainingJob) -> WlbConfig:
     return replace(config, quadratic_at=balanced, document_cost=document, micro_batch_cost=own)
 
 
-def cost_model(job: TrainingJob, config: WlbConfig) -> CostModel:
-    """What packing balances by; config: completed."""
-    per_micro_batch = micro_batch_cost(job)
+def cost_model(job: TrainingJob) -> CostModel:
+    """What packing balances by. The job's settings are complete."""
+    config, per_micro_batch = job.config, micro_batch_cost(job)
     cost = CostModel(
         _not_none(config.quadratic_at),
         _not_none(config.document_cost),
@@ -58,7 +58,7 @@ def micro_batch_cost(job: TrainingJob) -> MicroBatchCost:
     if job.profile is None and not job.device.on_gpu:
         return MicroBatchCost(MICRO_BATCH_TOKENS * sizes.context)
     return costs_of_micro_batch(
-        None if job.profile is None else job.profile.costs,
+        job.costs,
         model.layer_parameters / sizes.tensor,
         model.heads * model.head_dim / sizes.tensor,
         sizes.context,

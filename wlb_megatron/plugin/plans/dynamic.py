@@ -19,7 +19,6 @@ import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from wlb_megatron.config import WlbConfig
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import group_cost, token_ns
 from wlb_megatron.dynamic.plan import Group, StepPlan, fixed_groups
@@ -28,7 +27,6 @@ from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.saved_pieces import packed_waiting
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs.prediction import PredictGroups, group_predictor
 from wlb_megatron.plugin.micro_batches.planning import (
     PlanAhead,
@@ -40,6 +38,7 @@ from wlb_megatron.plugin.micro_batches.planning import (
     update_digest,
 )
 from wlb_megatron.plugin.plans.planning_process import GroupPlanner
+from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.plugin.ranks.groups import make_groups
 from wlb_megatron.plugin.ranks.plan_store import PlanStore
 from wlb_megatron.sharding.cut import cut, pad
@@ -72,16 +71,15 @@ class DynamicSettings:
 
 
 def training_plans(
-    planner: Planner,
-    config: WlbConfig,
-    job: TrainingJob,
+    source: Source,
     shards: ShardSettings,
     ahead: Callable[[], PlanAhead],
 ) -> Callable[[], Iterator[PlannedIteration]]:
     """Make the process groups (on all ranks at once) and return what makes the plans, to be run in a thread.
 
-    ahead: what runs the thread. config: complete. Costs are of the job's profile, or of the model's shape on H100s.
+    ahead: what runs the thread. Costs are of the job's profile, or of the model's shape on H100s.
     """
+    planner, job, config = source.planner, source.job, source.config
     make_groups(timedelta(minutes=job.timeout))
     stage_ranks = dist.get_process_group_ranks(
         parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -90,8 +88,7 @@ def training_plans(
     assert config.quadratic_at is not None
     stage = Stage.of(shards.cp_size, len(stage_ranks) // shards.cp_size, longest)
     sizes = job.sizes
-    costs = None if job.profile is None else job.profile.costs
-    links = with_links(Assumptions(), costs)
+    links = with_links(Assumptions(), job.costs)
     per_token = token_ns(shards.table, config.quadratic_at)
     cost = group_cost(shards.table, per_token, stage.sizes, tensor=sizes.tensor, assumptions=links)
     group_planner = GroupPlanner(
@@ -113,7 +110,7 @@ def training_plans(
         stage_rank=stage_ranks.index(dist.get_rank()),
         closing=lambda: ahead().closing,
         store=PlanStore(),
-        predict=None if shards.predict is None else group_predictor(job, costs, cost),
+        predict=None if shards.predict is None else group_predictor(job, cost),
     )
     return lambda: plan_groups(planner, shards, dynamic)
 

@@ -21,9 +21,10 @@ from wlb_megatron.workload.memory import GIB
 from wlb_megatron.workload.profile import Profile, host_name
 
 
-def first_lines(job: TrainingJob, source: Source, backend: str, steps: int | None = None) -> Iterator[str]:
+def first_lines(source: Source, backend: str, steps: int | None = None) -> Iterator[str]:
     """One line each. source: training's, or the first one of evaluation. backend: whose kernel times plans use. steps:
     iterations of the whole run, where that is known."""
+    job = source.job
     yield (
         f"{_documents_of(source)}, packing {source.config.packing}, micro-batches "
         f"of at most {source.planner.packer.max_tokens:,} tokens, sharding {source.config.sharding}, "
@@ -37,7 +38,7 @@ def first_lines(job: TrainingJob, source: Source, backend: str, steps: int | Non
     if job.trains and isinstance(packer, VarlenPacker) and packer.longest_delay:
         yield _of_delay(packer, equal=weighs_equally(source.config, packer))
     if job.trains:
-        yield from _of_recomputation(job, source)
+        yield from _of_recomputation(source)
     if job.profile is not None:
         yield _of_profile(job.profile, job)
     elif kernels_of(job)[0] == "fa4" and backend != "fa4":
@@ -60,15 +61,16 @@ def _of_delay(packer: VarlenPacker, *, equal: bool) -> str:
     )
 
 
-def _of_recomputation(job: TrainingJob, source: Source) -> Iterator[str]:
+def _of_recomputation(source: Source) -> Iterator[str]:
     """What steps recompute of the layers that the flags name, or why all of these."""
+    job = source.job
     if (job.recompute, source.config.recompute) != ("full", "auto"):
         return
     if source.config.cp_mode == "dynamic":
         yield "recomputes as the flags say in every step: the groups of --wlb-cp-mode dynamic are planned with that"
     elif changed := job.trainer.keeping_changes(source.config.chunks):
         yield f"recomputes as the flags say in every step, for kept layers would change {changed}"
-    memory, packer = recompute_memory(job, source.config), source.planner.packer
+    memory, packer = recompute_memory(job), source.planner.packer
     if memory is None or packer.law.rooms is None:
         return
     windows, window = memory.layout.micro_batches, memory.window

@@ -10,7 +10,6 @@ from typing import Any
 
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.choices import began_otherwise, saved_choices
-from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.micro_batches.iterators import EvaluationIterator
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration, plan_iterations
 from wlb_megatron.plugin.model.kernels import kernels_of
@@ -25,7 +24,7 @@ from wlb_megatron.plugin.plans.training import training_iterator
 from wlb_megatron.plugin.trials.megatron_trial import try_megatron
 
 
-def make_provider(job: TrainingJob, sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, Any]]:
+def make_provider(sources: dict[str, Source]) -> Callable[..., tuple[Any, Any, Any]]:
     """train_valid_test_datasets_provider over the sources' plans.
 
     Asked for each model chunk of a virtual pipeline, it gives the same iterators: micro-batches are drawn once a step.
@@ -38,27 +37,26 @@ def make_provider(job: TrainingJob, sources: dict[str, Source]) -> Callable[...,
         if vp_stage:
             return made[0]
         args = get_args()
-        known = job.with_vocabulary(args.padded_vocab_size)
+        for part, source in sources.items():
+            sources[part] = replace(source, job=source.job.with_vocabulary(args.padded_vocab_size))
         try_megatron()
         lines: list[str] = []
         if "train" in sources:  # else --skip-train
             at = LoadedAt(args.iteration, args.consumed_train_samples)
             if at.begun:
-                sources["train"] = _as_it_began(sources["train"], known)
-            sources["train"], lines = restore(
-                sources["train"], at, known.sizes, known.batches.micro_batch_size
-            )
+                sources["train"] = _as_it_began(sources["train"])
+            sources["train"], lines = restore(sources["train"], at)
         first = next(iter(sources.values()))
-        lines += first_lines(known, first, shard_settings(first, known).table.backend, args.train_iters)
+        lines += first_lines(first, shard_settings(first).table.backend, args.train_iters)
         for line in lines:
             print_rank_0(f"> wlb_megatron: {line}")
-        agreement = _agree(sources, known)
+        agreement = _agree(sources)
         # Training last: its planning thread must not hold a lock while evaluation's workers are forked.
-        valid: Any = [_evaluation(sources[part], known) for part in sources if part.startswith("valid")]
-        if not known.evaluation.each_set:
+        valid: Any = [_evaluation(sources[part]) for part in sources if part.startswith("valid")]
+        if not first.job.evaluation.each_set:
             valid = valid[0] if valid else None
-        test = _evaluation(sources["test"], known) if "test" in sources else None
-        train = training_iterator(sources["train"], known, agreement) if "train" in sources else None
+        test = _evaluation(sources["test"]) if "test" in sources else None
+        train = training_iterator(sources["train"], agreement) if "train" in sources else None
         made[:] = [(train, valid, test)]
         return made[0]
 
@@ -66,17 +64,15 @@ def make_provider(job: TrainingJob, sources: dict[str, Source]) -> Callable[...,
     return provider
 
 
-def _as_it_began(source: Source, job: TrainingJob) -> Source:
+def _as_it_began(source: Source) -> Source:
     """The same documents, in chunks or whole and by the law with which the checkpoint's run packs them."""
     saved = saved_choices(checkpoint.loaded_state())
     config = began_otherwise(source.config, source.planner.packer, saved)
     if config is None:
         return source
     try:
-        began = open_part(
-            *(job, config, "train", job.batches.schedule),
-            keeps_layers=saved["keeps_layers"],
-        )
+        job = source.job.with_config(config)
+        began = open_part(job, "train", job.batches.schedule, keeps_layers=saved["keeps_layers"])
     except WlbError as error:  # a flag or the layout forbids it now
         said = f"documents do not train in chunks or whole as the run began: {error}"
         return replace(source, messages=(*source.messages, said))
@@ -87,27 +83,27 @@ def _as_it_began(source: Source, job: TrainingJob) -> Source:
         else ("yes", "documents stay whole, as the run began; --wlb-chunks on takes chunks")
     )
     messages = tuple(line.replace(f"documents in chunks: {now}", stays) for line in source.messages)
-    return replace(began, config=source.config, messages=messages)
+    return replace(began, job=source.job, messages=messages)
 
 
-def _agree(sources: dict[str, Source], job: TrainingJob) -> PlanAgreement:
+def _agree(sources: dict[str, Source]) -> PlanAgreement:
     """Compare what decides all plans to come, of every part."""
     agreement, first = PlanAgreement(), next(iter(sources.values()))
-    settings = shard_settings(first, job)
+    settings = shard_settings(first)
     states = [json.dumps(source.planner.state(), sort_keys=True) for source in sources.values()]
-    decisive = settings.table.to_json(), settings.sharding, first.config.cp_mode, kernels_of(job)[0]
+    decisive = settings.table.to_json(), settings.sharding, first.config.cp_mode, kernels_of(first.job)[0]
     agreement.begin(*decisive, *states)
     return agreement
 
 
-def _evaluation(source: Source, job: TrainingJob) -> EvaluationIterator:
+def _evaluation(source: Source) -> EvaluationIterator:
     """The same iterations at every evaluation, so that the losses of two are of the same documents: --eval-iters,
     or all that the set holds."""
-    planned, evaluation = plan_iterations(source.planner, shard_settings(source, job)), job.evaluation
+    planned, evaluation = plan_iterations(source.planner, shard_settings(source)), source.job.evaluation
     # Kept for the whole run: one rank's share.
     shares = (replace(iteration, state=dict, plan=None) for iteration in planned)
     again = Again(shares, None if evaluation.full else evaluation.iterations)
-    loader = rank_loader(source, MicroBatchSampler(again), rank_layout(job), job)
+    loader = rank_loader(source, MicroBatchSampler(again), rank_layout(source))
     return EvaluationIterator(loader, again, full=evaluation.full)
 
 

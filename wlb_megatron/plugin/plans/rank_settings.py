@@ -9,11 +9,9 @@ from functools import partial
 import torch
 from torch.utils.data import DataLoader
 
-from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.predictions import predictions_in
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.flags.limits import recompute_memory
-from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs.prediction import in_arrival_order, predictor
 from wlb_megatron.plugin.micro_batches.loaded import Layout, LoadedMicroBatch
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings, nothing_counted
@@ -25,41 +23,42 @@ from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.workload.kernel_table import h100, of_gpu
 
 
-def reporting(settings: ShardSettings, job: TrainingJob, config: WlbConfig) -> ShardSettings:
+def reporting(settings: ShardSettings, source: Source) -> ShardSettings:
     """On the rank that logs: with the prediction of each iteration's time, as planned and in arrival order."""
     from megatron.training.utils import is_last_rank
 
+    job = source.job
     if not is_last_rank():
         return settings
     if job.profile is None and not job.device.on_gpu:
         return settings  # the built-in figures are a GPU's
-    costs = None if job.profile is None else job.profile.costs
     predict = predictor(
-        *(job, costs, settings.dp_rank, settings.alignment),
+        *(job, settings.dp_rank, settings.alignment),
         in_step=settings.in_step,
-        memory=recompute_memory(job, config),
+        memory=recompute_memory(job),
         table=settings.table,
     )
     settings = replace(settings, predict=predict)
     return replace(
-        settings, arrival_order=partial(in_arrival_order, settings, cost_model(job, config), job.sizes.data)
+        settings, arrival_order=partial(in_arrival_order, settings, cost_model(job), job.sizes.data)
     )
 
 
-def _predictions(source: Source, job: TrainingJob) -> Callable[[Sequence[Piece]], tuple[int, ...]]:
+def _predictions(source: Source) -> Callable[[Sequence[Piece]], tuple[int, ...]]:
     """Counts an iteration's predictions by depth, where losses are scaled by them: multi-token prediction, fp16. Or
     where the log counts them: with masks."""
-    further, counted = job.model.depths, job.model.dtype == "float16" or source.corpus.masked
+    model = source.job.model
+    further, counted = model.depths, model.dtype == "float16" or source.corpus.masked
     return partial(predictions_in, source.corpus, further) if further or counted else nothing_counted
 
 
-def shard_settings(source: Source, job: TrainingJob) -> ShardSettings:
+def shard_settings(source: Source) -> ShardSettings:
     from megatron.core import parallel_state
 
-    model, tp = job.model, job.sizes.tensor
+    job, model, tp = source.job, source.job.model, source.job.sizes.tensor
     kernels, _ = kernels_of(job)
-    if job.profile is not None:
-        table = job.profile.costs.table
+    if job.costs is not None:
+        table = job.costs.table
     elif job.device.on_gpu:
         table = of_gpu(shared_gpu(torch.cuda.get_device_name(job.device.index)), kernels)
     else:
@@ -73,16 +72,16 @@ def shard_settings(source: Source, job: TrainingJob) -> ShardSettings:
         alignment=job.alignment,
         sharding=source.config.sharding,
         in_step=job.trainer.in_step,
-        keeps_layers=recompute_memory(job, source.config) is not None,
+        keeps_layers=recompute_memory(job) is not None,
         table=table.scaled(**heads, head_dim=model.head_dim),
-        predictions=_predictions(source, job),
+        predictions=_predictions(source),
     )
 
 
-def rank_layout(job: TrainingJob) -> Layout:
+def rank_layout(source: Source) -> Layout:
     from megatron.core import parallel_state
 
-    model, sizes = job.model, job.sizes
+    model, sizes = source.job.model, source.job.sizes
     return Layout(
         cp_rank=parallel_state.get_context_parallel_rank(),
         activation_divisor=sizes.tensor if sizes.sequence else 1,
@@ -99,9 +98,8 @@ def rank_layout(job: TrainingJob) -> Layout:
     )
 
 
-def rank_loader(
-    source: Source, sampler: MicroBatchSampler, layout: Layout, job: TrainingJob
-) -> DataLoader[LoadedMicroBatch]:
+def rank_loader(source: Source, sampler: MicroBatchSampler, layout: Layout) -> DataLoader[LoadedMicroBatch]:
+    job = source.job
     return make_loader(
         source.corpus,
         sampler,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from wlb_megatron.documents.changes import changes
 from wlb_megatron.packing.carry import Carried, take_up
 from wlb_megatron.packing.choices import chosen, keep, saved_choices
 from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
-from wlb_megatron.plugin.flags.rank_counts import RankCounts
 from wlb_megatron.plugin.plans import checkpoint
 from wlb_megatron.plugin.plans.source import Source
 from wlb_megatron.refusals import Refused
@@ -55,22 +53,19 @@ class LoadedAt(NamedTuple):
         return self.iteration > 0 or self.samples > 0
 
 
-def restore(
-    source: Source, at: LoadedAt, sizes: RankCounts, micro_batch_size: int = 1
-) -> tuple[Source, list[str]]:
+def restore(source: Source, at: LoadedAt) -> tuple[Source, list[str]]:
     """Bring the planner to where the loaded checkpoint was saved; returns the source with the choices that the run has
     made, and what there is to say of all this. SystemExit with one line if it cannot continue.
-
-    micro_batch_size: windows of a micro-batch, in which the planner counts.
     """
+    sizes, micro_batch_size = source.job.sizes, source.job.batches.micro_batch_size
     lines: list[str] = []
     if at.begun:
-        lines = _continue(source, at, micro_batch_size)
+        lines = _continue(source, at)
         saved = saved_choices(checkpoint.loaded_state())
         if saved and source.config.batch_spread == "auto":
             source.planner.packer.batch_spread = saved["batch_spread"]
         config, said = keep(source.config, source.planner.packer, saved)
-        source, lines = replace(source, config=config), [*lines, *said]
+        source, lines = source.with_config(config), [*lines, *said]
     elif source.config.fresh_order:
         lines = ["a new document order begins: nothing has trained that --wlb-fresh-order could continue"]
     planner = source.planner
@@ -82,8 +77,9 @@ def restore(
     return source, lines
 
 
-def _continue(source: Source, at: LoadedAt, micro_batch_size: int) -> list[str]:
+def _continue(source: Source, at: LoadedAt) -> list[str]:
     state, planner, fresh = checkpoint.loaded_state(), source.planner, source.config.fresh_order
+    micro_batch_size = source.job.batches.micro_batch_size  # windows, in which the planner counts
     counted = at.samples // micro_batch_size
     if state is None:
         if not fresh:
@@ -94,7 +90,7 @@ def _continue(source: Source, at: LoadedAt, micro_batch_size: int) -> list[str]:
         planner.begin_at(counted)
         return [f"the document order begins at sample {at.samples:,}: the checkpoint has none"]
     unmoved = planner.stream.state()
-    changed = _load(source, state, at, micro_batch_size)
+    changed = _load(source, state, at)
     if changed and not fresh:
         raise Refused(f"{changed}; {CURE}")
     if not changed and fresh and (planner.began or saved_choices(state).get("fresh_order")):
@@ -125,7 +121,7 @@ def _length_kept(source: Source, before: dict[str, Any]) -> list[str]:
     ]
 
 
-def _load(source: Source, state: dict[str, Any], at: LoadedAt, micro_batch_size: int) -> str:
+def _load(source: Source, state: dict[str, Any], at: LoadedAt) -> str:
     """Load the state; what of it does not fit this run, empty if all does."""
     settings = _settings_of(source)
     try:
@@ -137,6 +133,7 @@ def _load(source: Source, state: dict[str, Any], at: LoadedAt, micro_batch_size:
         return str(error)
     except DAMAGE:
         return "the packing state is damaged: resume from another checkpoint"
+    micro_batch_size = source.job.batches.micro_batch_size
     trained = source.planner.samples * micro_batch_size
     if source.planner.samples == at.samples // micro_batch_size:
         return ""

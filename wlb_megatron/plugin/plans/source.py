@@ -35,6 +35,7 @@ from wlb_megatron.plugin.plans.data import files_of_workers
 class Source:
     """One part (train, valid or test) of the corpus and the planner over it.
 
+    job: with the settings of this part.
     micro_batches: of one DP rank by Megatron's count, at most; most_micro_batches: that it is planned with.
     mean_length: of a sample of the pieces (tokens). names: of the corpora that
     have documents in this part; documents: how many, in all of them. messages: what the packer's choice says of itself.
@@ -44,7 +45,7 @@ class Source:
 
     corpus: Blend
     planner: Planner
-    config: WlbConfig
+    job: TrainingJob
     micro_batches: int
     mean_length: float
     names: tuple[str, ...]
@@ -55,8 +56,17 @@ class Source:
     trained_share: float = 1.0
     train_samples: int | None = None
 
+    @property
+    def config(self) -> WlbConfig:
+        """The settings of this part, completed."""
+        return self.job.config
 
-def open_sources(job: TrainingJob, config: WlbConfig) -> dict[str, Source]:
+    def with_config(self, config: WlbConfig) -> Source:
+        """The same with other settings."""
+        return replace(self, job=self.job.with_config(config))
+
+
+def open_sources(job: TrainingJob) -> dict[str, Source]:
     """Read the indices, make the packers, by part: "train" first, unless --skip-train; where they evaluate "valid" (or
     "valid 0", "valid 1" .. of several sets) and "test".
 
@@ -67,7 +77,7 @@ def open_sources(job: TrainingJob, config: WlbConfig) -> dict[str, Source]:
     opened: dict[tuple[str, ...], Blend] = {}
     sources: dict[str, Source] = {}
     if job.trains:
-        train = open_part(job, config, "train", job.batches.schedule, opened)
+        train = open_part(job, "train", job.batches.schedule, opened)
         assert train is not None  # without documents it has raised
         sources["train"] = train
     elif not evaluation.iterations:
@@ -75,13 +85,13 @@ def open_sources(job: TrainingJob, config: WlbConfig) -> dict[str, Source]:
             "--skip-train with --eval-iters 0 does nothing: give --eval-iters or --full-validation"
         )
     if evaluation.iterations:
-        plain = replace(config, packing="varlen", max_delay=0, thresholds="none")
+        plain = job.with_config(replace(job.config, packing="varlen", max_delay=0, thresholds="none"))
         batches = BatchSchedule.constant(job.batches.evaluated)
         if evaluation.each_set:
-            sources |= _validation_sets(job, plain, batches, opened)
+            sources |= _validation_sets(plain, batches, opened)
         else:
             for part in ("valid", "test"):
-                source = open_part(job, plain, part, batches, opened)
+                source = open_part(plain, part, batches, opened)
                 if source is not None:
                     sources[part] = source
         if not any(part.startswith("valid") for part in sources):
@@ -94,7 +104,6 @@ def open_sources(job: TrainingJob, config: WlbConfig) -> dict[str, Source]:
 
 def open_part(
     job: TrainingJob,
-    config: WlbConfig,
     part: str,
     batches: BatchSchedule,
     opened: dict[tuple[str, ...], Blend] | None = None,
@@ -109,14 +118,12 @@ def open_part(
     return (
         None
         if blend_and_corpora is None
-        else _source(
-            *(job, config, batches, *blend_and_corpora), endless=part == "train", keeps_layers=keeps_layers
-        )
+        else _source(*(job, batches, *blend_and_corpora), endless=part == "train", keeps_layers=keeps_layers)
     )
 
 
 def _validation_sets(
-    job: TrainingJob, config: WlbConfig, batches: BatchSchedule, opened: dict[tuple[str, ...], Blend]
+    job: TrainingJob, batches: BatchSchedule, opened: dict[tuple[str, ...], Blend]
 ) -> dict[str, Source]:
     """A source for each corpus of the validation part."""
     blend_and_corpora = documents(job.data, "valid", opened)
@@ -134,14 +141,13 @@ def _validation_sets(
             f"--validation-set-names gives {len(names)} names for {len(corpora)} corpora: give one name each"
         )
     return {
-        f"valid {at}": _source(job, config, batches, blend, [corpus], endless=False)
+        f"valid {at}": _source(job, batches, blend, [corpus], endless=False)
         for at, corpus in enumerate(corpora)
     }
 
 
 def _source(
     job: TrainingJob,
-    config: WlbConfig,
     batches: BatchSchedule,
     blend: Blend,
     corpora: list[Corpus],
@@ -149,7 +155,7 @@ def _source(
     endless: bool,
     keeps_layers: bool = True,
 ) -> Source:
-    sizes, of, alignment = job.sizes, job.batches, job.alignment
+    sizes, of, alignment, config = job.sizes, job.batches, job.alignment, job.config
     window, micro_batch_size = (
         (of.joined_window, of.micro_batch_size)
         if endless
@@ -164,8 +170,13 @@ def _source(
         if not holds_whole(config, window, alignment):
             # A forward alone holds one micro-batch, so that whole documents fit where they do not in training.
             config = replace(config, max_tokens=-(-5 * window // (4 * alignment)) * alignment)
+        job = job.with_config(config)
     messages: list[str] = []
-    longest, limits = longest_whole(config.overlong, of.window, smallest, *_bounds(job, config))
+    # Of documents that train whole, beside the iteration's tokens.
+    in_chunks = config.overlong == "chunk"
+    bounds = [Bound(job.model.positions, "--max-position-embeddings")] if in_chunks else []
+    memory = document_memory(job) if in_chunks else None
+    longest, limits = longest_whole(config.overlong, of.window, smallest, bounds, memory)
     overlong = config.overlong
     if blend.masked and overlong in ("split", "chunk"):  # a conversation is not split
         # As short as the longest one, so that the order does not depend on what another layout could hold.
@@ -183,7 +194,7 @@ def _source(
             f"predict, in {', '.join(corpus.name for corpus in corpora)}; correct the corpus or --split"
         )
     sample = sample_lengths_of(stream, sum(len(corpus.lengths) for corpus in corpora))
-    held = recompute_memory(job, config) if endless and keeps_layers else None
+    held = recompute_memory(job) if endless and keeps_layers else None
     # The law without memory took every full recomputation for one of all layers.
     weighed = job if keeps_layers else replace(job, recompute_blocks=None)
     no_chunks, planned = job.trainer.chunks_refused(config.chunks), config
@@ -196,7 +207,7 @@ def _source(
     planner = plan_job(
         stream,
         planned,
-        cost_model(weighed, config),
+        cost_model(weighed),
         window=window,
         micro_batches=windows,
         schedule=batches,
@@ -210,7 +221,7 @@ def _source(
         adopt_max_tokens=adoptable_tokens(job),
         memory=gpu_memory(job),
         rooms=None if held is None else held.rooms(),
-        times=plan_times(weighed, config, held) if endless else None,
+        times=plan_times(weighed, held) if endless else None,
         no_chunks=no_chunks,
         say=messages.append,
     )
@@ -232,7 +243,7 @@ def _source(
     return Source(
         blend,
         planner,
-        config,
+        job,
         windows,
         mean_length=sum(sample) / len(sample),
         names=tuple(distinguish([corpus.name for corpus in corpora])),
@@ -268,11 +279,3 @@ def _left_out(corpora: list[Corpus], rules: Rules) -> list[str]:
     fate = "keep the window with the most targets" if rules.overlong == "truncate" else "are dropped"
     lines = [f"{long:,} conversations above {rules.window:,} tokens {fate}"] if long else []
     return lines + ([f"{empty:,} conversations without a target are dropped"] if empty else [])
-
-
-def _bounds(job: TrainingJob, config: WlbConfig) -> tuple[list[Bound], Bound | None]:
-    """On documents that train whole, beside the iteration's tokens: the model's positions, and memory."""
-    if config.overlong != "chunk":
-        return [], None
-    positions = Bound(job.model.positions, "--max-position-embeddings")
-    return [positions], document_memory(job, config)

@@ -8,11 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from wlb_megatron.child import Child
-from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.plugin.flags.limits import recompute_memory
 from wlb_megatron.plugin.flags.refusal_printing import checked
-from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.logs import metrics, timers, trace
 from wlb_megatron.plugin.logs.flops import count_segments
 from wlb_megatron.plugin.micro_batches.iterators import MicroBatchIterator
@@ -36,15 +34,16 @@ PLANS_AHEAD = 4
 """Iterations planned before they are asked for."""
 
 
-def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement) -> MicroBatchIterator:
+def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIterator:
     """Called on every rank at once. agreement: begun."""
     from megatron.training import get_args, print_rank_0
     from megatron.training.utils import is_last_rank
 
-    spans, traced = common_store("trace"), _traced(source.config, job)
+    job = source.job
+    spans, traced = common_store("trace"), _traced(source)
     remember(source, source.planner.snapshot())
     line = recomputation.begin(
-        recompute_memory(job, source.config),
+        recompute_memory(job),
         margin=source.config.memory_margin,
         cap=source.config.gpu_memory,
         on_gpu=job.device.on_gpu,
@@ -53,7 +52,7 @@ def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement
     )
     if line:
         print_rank_0(f"> wlb_megatron: {line}")
-    settings, layout = reporting(shard_settings(source, job), job, source.config), rank_layout(job)
+    settings, layout = reporting(shard_settings(source), source), rank_layout(source)
     make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
     processes: list[Child] = []
     failures.begin()
@@ -67,7 +66,7 @@ def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement
             plan_in_a_process, source.planner, settings, keeps_plans=logs, started=processes.append
         )
     if source.config.cp_mode == "dynamic":
-        make = training_plans(source.planner, source.config, job, settings, lambda: ahead)
+        make = training_plans(source, settings, lambda: ahead)
     ahead = PlanAhead(make, PLANS_AHEAD, lambda: check_alive(processes))
     if source.config.cp_mode == "dynamic":
         atexit.register(ahead.close)
@@ -123,7 +122,7 @@ def training_iterator(source: Source, job: TrainingJob, agreement: PlanAgreement
     if weighs_equally(source.config, source.planner.packer):
         equal_tokens = max(1, round(job.batches.joined_window * job.sizes.data * source.trained_share))
     iterator = MicroBatchIterator(
-        rank_loader(source, sampler, layout, job),
+        rank_loader(source, sampler, layout),
         trained,
         longest,
         equal_tokens,
@@ -147,11 +146,12 @@ def _check_count(planned: PlannedIteration, micro_batch_size: int) -> None:
         )
 
 
-def _traced(config: WlbConfig, job: TrainingJob) -> trace.Traced | None:
-    if config.trace is None:
+def _traced(source: Source) -> trace.Traced | None:
+    job = source.job
+    if job.config.trace is None:
         return None
     sizes = job.sizes.context, job.sizes.tensor
-    return trace.Traced(Path(config.trace), config.trace_iteration, job.device.on_gpu, *sizes)
+    return trace.Traced(Path(job.config.trace), job.config.trace_iteration, job.device.on_gpu, *sizes)
 
 
 def _print_skipped(planned: PlannedIteration) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.indexed import read_index
 from wlb_megatron.documents.target_masks import Kept
 from wlb_megatron.errors import WlbError
@@ -96,14 +95,12 @@ def described(indexed: Indexed) -> str:
     return line
 
 
-def with_targets(
-    job: TrainingJob, config: WlbConfig, say: Callable[[str], None]
-) -> tuple[TrainingJob, WlbConfig]:
-    """The job over tokenized conversations, and what happens to those longer than the window. The same job without
+def with_targets(job: TrainingJob, say: Say) -> TrainingJob:
+    """The job over tokenized conversations, with what happens to those longer than the window. The same job without
     --sft. Tokenizes what is not in the cache; say: prints a line. WlbError for what cannot be trained."""
     tuning = job.fine_tuning
     if tuning is None:
-        return job, config
+        return job
     data = job.data
     prefixes = prefixes_of(data)
     if tuning.tokenizing is not None:
@@ -120,18 +117,20 @@ def with_targets(
             say(note)
         data = renamed(data, {prefix: each.files.prefix for prefix, each in zip(prefixes, made, strict=True)})
         prefixes = prefixes_of(data)
+    config = job.config
     if not tuning.overlong_given:
         longest = max((int(read_index(prefix).lengths.max()) for prefix in prefixes), default=0)
-        config = replace(config, overlong=overlong_of(job, config, longest))
-    return replace(job, data=replace(data, masks=Kept(job.batches.window, config.overlong))), config
+        config = replace(config, overlong=overlong_of(job, longest))
+    masks = Kept(job.batches.window, config.overlong)
+    return replace(job, config=config, data=replace(data, masks=masks))
 
 
-def overlong_of(job: TrainingJob, config: WlbConfig, longest: int) -> str:
+def overlong_of(job: TrainingJob, longest: int) -> str:
     """What happens by default to conversations longer than the window; longest: tokens of the longest.
 
     They train whole, in chunks, where chunks run and positions allow it, else they are dropped.
     """
-    window = job.batches.window
+    window, config = job.batches.window, job.config
     chunks = (
         longest > window
         and job.model.positions > window
