@@ -85,7 +85,7 @@ def test_an_interleaved_schedule_takes_what_megatrons_own_check_takes() -> None:
         return misfit(
             3 * micro_batches,
             RankCounts(data=3, pipeline=2, virtual=chunks, group=group),
-            planned=planned,
+            by_plan=planned,
         )
 
     taken = {

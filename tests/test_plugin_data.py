@@ -33,7 +33,11 @@ from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
-from wlb_megatron.plugin.micro_batches.iterators import EvaluationIterator, MicroBatchIterator
+from wlb_megatron.plugin.micro_batches.iterators import (
+    EvaluationIterator,
+    MicroBatchIterator,
+    RepeatedIterations,
+)
 from wlb_megatron.plugin.micro_batches.loaded import Layout
 from wlb_megatron.plugin.micro_batches.planning import PlanAhead, PlannedIteration, PlannedMicroBatch
 from wlb_megatron.plugin.plans.data import (
@@ -43,7 +47,6 @@ from wlb_megatron.plugin.plans.data import (
     make_loader,
     read_ahead,
 )
-from wlb_megatron.plugin.plans.provider import Again
 from wlb_megatron.refusals import Refused, RefusedHere
 from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import pad
@@ -216,7 +219,7 @@ def test_a_workers_error_ends_the_run_with_its_own_line(workers: int, tmp_path: 
     iteration = PlannedIteration(tuple(micro_batches), {}, b"")
     layout = Layout(0, 1, 8, True, vocabulary=50)
     loader = make_loader(
-        corpus, MicroBatchSampler([iteration]), layout, workers=workers, ahead=4, pin_memory=False
+        corpus, MicroBatchSampler([iteration]), layout, workers=workers, prefetched=4, pin_memory=False
     )
     iterator = MicroBatchIterator(loader)
     next(iterator)
@@ -301,7 +304,9 @@ def test_workers_read_ahead_without_changing_order_or_state(workers: int, tmp_pa
         return made
 
     sampler = MicroBatchSampler(PlanAhead(lambda: iter(plans()), depth=2))
-    loader = make_loader(corpus, sampler, Layout(0, 1, 8, True), workers=workers, ahead=4, pin_memory=False)
+    loader = make_loader(
+        corpus, sampler, Layout(0, 1, 8, True), workers=workers, prefetched=4, pin_memory=False
+    )
     seen = [
         (b.planned.iteration, b.planned.index, b.held.tokens[0].tolist()) for b in MicroBatchIterator(loader)
     ]
@@ -373,9 +378,9 @@ def test_every_evaluation_begins_at_the_sets_beginning_also_where_the_set_is_sma
         (3, [0, 1, 2, 0]),
         (None, [0, 1, 2, 0]),
     ):
-        again = Again(iter([0, 1, 2]), iterations)  # type: ignore[arg-type]
+        again = RepeatedIterations(iter([0, 1, 2]), iterations)  # type: ignore[arg-type]
         assert list(again) == []
-        again.wanted = True
+        again.started = True
         assert [*islice(again, len(expected))] == expected
 
 
@@ -387,14 +392,14 @@ def test_an_evaluations_iterations_are_planned_when_the_first_evaluation_comes_t
             planned.append(at)
             yield at
 
-    again = Again(plans(), 4)  # type: ignore[arg-type]
-    again.wanted = True
+    again = RepeatedIterations(plans(), 4)  # type: ignore[arg-type]
+    again.started = True
     evaluation = iter(again)
     assert planned == []
     assert [next(evaluation), next(evaluation)] == planned == [0, 1]
     assert [*islice(evaluation, 6)] == [2, 3, 0, 1, 2, 3] and planned == [0, 1, 2, 3]
-    whole = Again(plans(), None)  # type: ignore[arg-type]
-    whole.wanted = True
+    whole = RepeatedIterations(plans(), None)  # type: ignore[arg-type]
+    whole.started = True
     assert next(iter(whole)) == 0 and planned[4:] == [0]
     assert len(whole) == len(whole) == 5 and [*islice(whole, 6)] == [0, 1, 2, 3, 4, 0]
 
@@ -412,9 +417,11 @@ def test_a_loaders_workers_are_there_before_anything_is_planned_for_evaluation(
             made.append(iteration)
             yield PlannedIteration((PlannedMicroBatch(iteration, 0, pieces, shard, SUMMARY, 0.0),), dict, b"")
 
-    again = Again(plans(), 4)
+    again = RepeatedIterations(plans(), 4)
     sampler = MicroBatchSampler(again)
-    loader = make_loader(corpus, sampler, Layout(0, 1, 8, True), workers=workers, ahead=4, pin_memory=False)
+    loader = make_loader(
+        corpus, sampler, Layout(0, 1, 8, True), workers=workers, prefetched=4, pin_memory=False
+    )
     iterator = EvaluationIterator(loader, again)
     processes = [worker.pid for worker in getattr(iterator._iterator, "_workers", [])]
     assert made == [] and len(processes) == workers
@@ -446,7 +453,7 @@ def test_a_full_dev_shm_ends_the_run_with_the_cure(
 ) -> None:
     corpus, batch = corpus_of(tmp_path, [[1, 2, 3]]), planned([Piece(0, 0, 0, 3)], 1, "per-document")
     sampler = MicroBatchSampler([PlannedIteration((batch,), dict, b"")])
-    loader = make_loader(corpus, sampler, Layout(0, 1, 8, True), workers=1, ahead=1, pin_memory=False)
+    loader = make_loader(corpus, sampler, Layout(0, 1, 8, True), workers=1, prefetched=1, pin_memory=False)
     monkeypatch.setattr(place, fails)
     with pytest.raises(
         RefusedHere, match=r"^wlb_megatron: error: /dev/shm is full.*--shm-size.*--num-workers 0"
@@ -509,7 +516,7 @@ def test_workers_outlive_the_signal_that_tells_the_trainer_to_save_and_exit(tmp_
         items,  # type: ignore[arg-type]
         Layout(0, 1, 8, True),
         workers=1,
-        ahead=2,
+        prefetched=2,
         pin_memory=False,
         ignored_signal=signal.SIGTERM,
     )
@@ -530,7 +537,7 @@ def test_files_of_two_iterations_of_many_micro_batches_a_window_are_counted(tmp_
         items,  # type: ignore[arg-type]
         Layout(0, 1, 8, True, routes=True, follows=1, by_document=True),
         workers=1,
-        ahead=read_ahead(1, 8),
+        prefetched=read_ahead(1, 8),
         pin_memory=False,
     )
     assert loader.prefetch_factor == 8
@@ -556,7 +563,7 @@ def test_closing_ends_a_worker_that_ignores_the_signal_and_is_stuck_in_a_read(
         items,  # type: ignore[arg-type]
         Layout(0, 1, 8, True),
         workers=1,
-        ahead=2,
+        prefetched=2,
         pin_memory=False,
         ignored_signal=signal.SIGTERM,
     )

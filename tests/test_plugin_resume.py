@@ -109,7 +109,7 @@ def test_a_checkpoint_that_is_saved_again_before_training_keeps_its_state() -> N
     resume.remember(ours, ours.planner.snapshot())
     save(args)
     text = args.wlb_state
-    part(checkpoint.PackingStates).kept = None  # another process
+    part(checkpoint.PackingStates).make_next = None  # another process
     for off in (False, True):
         now = load(args, off=off)
         assert not hasattr(now, "wlb_state")  # Megatron prints its arguments

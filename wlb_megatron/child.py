@@ -109,11 +109,11 @@ class Child:
             if not self._ready(self._stdin, select.POLLOUT, hurry):
                 return None
             try:
-                sent = self._stdin.write(self._unsent[0]) or 0
+                count = self._stdin.write(self._unsent[0]) or 0
             except BrokenPipeError:
                 raise OSError(f"it has {self._ending()}") from None
             self._quiet = time.monotonic()
-            self._unsent[0] = self._unsent[0][sent:]
+            self._unsent[0] = self._unsent[0][count:]
             if not self._unsent[0]:
                 self._unsent.popleft()
         head = _LENGTH.size
@@ -152,9 +152,9 @@ class Child:
     def _ready(self, pipe: IO[bytes], event: int, hurry: Callable[[], bool] | None) -> bool:
         """Waits until the pipe can be written or read; False if `hurry` returns true before."""
         self._quiet = self._quiet or time.monotonic()
-        waiting = select.poll()  # select.select takes no file above 1,023: connections of all ranks are open
-        waiting.register(pipe, event)
-        while not waiting.poll(_SLICE_MS if hurry is not None else 1000):
+        poller = select.poll()  # select.select takes no file above 1,023: connections of all ranks are open
+        poller.register(pipe, event)
+        while not poller.poll(_SLICE_MS if hurry is not None else 1000):
             if time.monotonic() - self._quiet > PATIENCE:
                 raise TimeoutError(f"no plan in {PATIENCE} s")
             if hurry is not None and hurry():
@@ -232,6 +232,6 @@ def _map(name: str, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]) -
 
 
 def _packed(value: Any) -> bytes:
-    written = io.BytesIO()
-    _Pickler(written, protocol=5).dump(value)
-    return written.getvalue()
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(value)
+    return buffer.getvalue()

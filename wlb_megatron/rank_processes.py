@@ -44,7 +44,7 @@ def run_ranks(commands: Sequence[Sequence[str]], environment: Mapping[str, str],
         return [_text(out) for out in outputs]
 
 
-def _first_failure(ranks: Sequence[subprocess.Popen[str]], until: float) -> int | None:
+def _first_failure(ranks: Sequence[subprocess.Popen[str]], deadline: float) -> int | None:
     """The first rank that ends with another status than 0; None if all end well."""
     while True:
         statuses = [rank.poll() for rank in ranks]
@@ -53,7 +53,7 @@ def _first_failure(ranks: Sequence[subprocess.Popen[str]], until: float) -> int 
                 return rank
         if None not in statuses:
             return None
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise TimeoutError
         time.sleep(_PAUSE)
 

@@ -41,12 +41,12 @@ def run(size: int, *, gpu: bool) -> float:
             ) from None
         except WlbError as failure:
             raise WlbError(f"the self-test failed on {device}: {failure}") from None
-    worst = max(float(out.split()[-1]) for out in outputs)
-    if not worst <= TOLERATED[device]:
+    largest_error = max(float(out.split()[-1]) for out in outputs)
+    if not largest_error <= TOLERATED[device]:
         raise WlbError(
-            f"the self-test's attention on {device} is off by {worst:.1e}, tolerated {TOLERATED[device]:.0e}"
+            f"the self-test's attention on {device} is off by {largest_error:.1e}, tolerated {TOLERATED[device]:.0e}"
         )
-    return worst
+    return largest_error
 
 
 def rank_error(device: str, size: int, meeting: str, rank: int) -> float:
@@ -88,7 +88,7 @@ def rank_error(device: str, size: int, meeting: str, rank: int) -> float:
     exact = _one_document_at_a_time(lengths, q, k, v, dout)
     starts = np.concatenate(([0], np.cumsum(lengths)))
     # cuDNN's have several forms of call; FlashAttention-4's take seconds to compile for each, and one version serves.
-    worst = worst_error(kernels, dtype, device, DIM) if device == "cpu" or name == "cudnn" else 0.0
+    largest_error = worst_error(kernels, dtype, device, DIM) if device == "cpu" or name == "cudnn" else 0.0
     for sharding in ("hybrid", "per-document"):
         plan = shard(np.array(lengths, dtype=np.int64), size, sharding)
         rows = [
@@ -103,9 +103,9 @@ def rank_error(device: str, size: int, meeting: str, rank: int) -> float:
         results = (out, *torch.autograd.grad(out, mine, dout[rows].to(device, dtype)))
         for result, expected in zip(results, exact, strict=True):
             error = (result.detach().cpu().double() - expected[rows]).abs().max() / expected.abs().max()
-            worst = max(worst, float(error))
+            largest_error = max(largest_error, float(error))
     dist.destroy_process_group()
-    return worst
+    return largest_error
 
 
 def _one_document_at_a_time(lengths, q, k, v, dout):  # type: ignore[no-untyped-def]

@@ -62,9 +62,9 @@ def run_doctor(args: argparse.Namespace) -> None:
             print(f"{finding.verdict:4}  {finding.what}: {finding.found}{cure}", flush=True)
     if args.json:
         print(json.dumps([asdict(finding) for finding in results], indent=1))
-    wrong = [finding.what for finding in results if finding.verdict == FIX]
-    if wrong:
-        raise WlbError(f"training cannot start here yet; to fix: {', '.join(wrong)}")
+    failed = [finding.what for finding in results if finding.verdict == FIX]
+    if failed:
+        raise WlbError(f"training cannot start here yet; to fix: {', '.join(failed)}")
     if args.json:
         return
     if findings.gpus():

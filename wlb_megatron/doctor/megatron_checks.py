@@ -64,10 +64,10 @@ def self_test() -> Iterator[Finding]:
     gpus = findings.gpus()
     for size, gpu in [(2, False)] + ([(min(2, gpus), True)] if gpus else []):
         start = time.perf_counter()
-        worst = attention_check.run(size, gpu=gpu)
+        largest_error = attention_check.run(size, gpu=gpu)
         yield Finding(
             f"self-test on {'GPU' if gpu else 'CPU'}, CP={size}",
-            f"attention and its gradients equal one document at a time within {worst:.0e} "
+            f"attention and its gradients equal one document at a time within {largest_error:.0e} "
             f"({time.perf_counter() - start:.1f} s)",
         )
 
@@ -82,8 +82,8 @@ def untried_step() -> Iterator[Finding]:
         return
     from wlb_megatron.plugin.trials import megatron_trial
 
-    worst = megatron_trial.check()
+    largest_error = megatron_trial.check()
     yield Finding(
         "check of this Megatron",
-        f"a small step's loss, gradients and routers' losses come out right within {worst:.0e}",
+        f"a small step's loss, gradients and routers' losses come out right within {largest_error:.0e}",
     )

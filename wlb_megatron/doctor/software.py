@@ -19,9 +19,12 @@ CPU = Path(__file__).resolve().parents[1] / "cpu"
 
 def python() -> Iterator[Finding]:
     """The interpreter and numpy."""
-    known = sys.version_info >= (3, 10)
+    supported = sys.version_info >= (3, 10)
     yield Finding(
-        "Python", platform.python_version(), OK if known else FIX, "" if known else "use 3.10 or newer"
+        "Python",
+        platform.python_version(),
+        OK if supported else FIX,
+        "" if supported else "use 3.10 or newer",
     )
     yield Finding("numpy", findings.version("numpy") or "missing")
     yield Finding("wlb-megatron", findings.version("wlb-megatron") or "from a checkout, not installed")

@@ -61,11 +61,13 @@ def _train(original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        opened = part(Start).opened
-        full = name_full_disk(error, opened.saves) if opened is not None and opened.saves else None
-        if full is None:
+        opened_job = part(Start).opened
+        reason = (
+            name_full_disk(error, opened_job.saves) if opened_job is not None and opened_job.saves else None
+        )
+        if reason is None:
             raise
-        raise WlbError(full) from error
+        raise WlbError(reason) from error
 
 
 class _DatasetProvider:
@@ -80,11 +82,11 @@ class _DatasetProvider:
         return part(Start).opened is not None or getattr(self._theirs, "is_distributed", False)
 
     def __call__(self, train_valid_test_num_samples: Any, vp_stage: int | None = None) -> Any:
-        provider, opened = self._theirs, part(Start).opened
-        if opened is not None:
+        provider, opened_job = self._theirs, part(Start).opened
+        if opened_job is not None:
             from wlb_megatron.plugin.plans.provider import make_provider
 
-            provider = self._ours = self._ours or make_provider(opened.sources)
+            provider = self._ours = self._ours or make_provider(opened_job.sources)
         stage = {} if vp_stage is None else {"vp_stage": vp_stage}
         return provider(train_valid_test_num_samples, **stage)
 
@@ -102,12 +104,12 @@ def _choose_forward_step(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 def _choose_model_provider(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def model_provider(*args: Any, **kwargs: Any) -> Any:
-        opened = part(Start).opened
-        if opened is None:
+        opened_job = part(Start).opened
+        if opened_job is None:
             return theirs(*args, **kwargs)
         from wlb_megatron.plugin.model.spec import with_plan_attention
 
-        return with_plan_attention(theirs, opened.job.given)(*args, **kwargs)
+        return with_plan_attention(theirs, opened_job.job.given)(*args, **kwargs)
 
     return model_provider
 
@@ -137,7 +139,7 @@ def name_full_disk(error: BaseException, folder: str) -> str | None:
 
     folder: of --save. None if the error does not say that nothing more fits, and there is room.
     """
-    said = [text for text in _TEXTS if any(text in str(cause) for cause in _causes(error))]
+    texts = [text for text in _TEXTS if any(text in str(cause) for cause in _causes(error))]
     place = Path(folder)
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -145,20 +147,20 @@ def name_full_disk(error: BaseException, folder: str) -> str | None:
         room = os.statvfs(place)
     except OSError:
         return None
-    free = room.f_bavail * room.f_frsize
-    if not said and free > _ALMOST:
+    free_bytes = room.f_bavail * room.f_frsize
+    if not texts and free_bytes > _ALMOST:
         return None
     return (
-        f"cannot save a checkpoint in {folder}: {said[0] if said else FULL} ({free / 1e9:,.1f} of "
+        f"cannot save a checkpoint in {folder}: {texts[0] if texts else FULL} ({free_bytes / 1e9:,.1f} of "
         f"{room.f_blocks * room.f_frsize / 1e9:,.1f} GB left). Make room, delete a folder without a finished save, and "
         "start again: the run goes on from its last checkpoint"
     )
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    found: list[BaseException] = []
+    causes: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and cause not in found:
-        found.append(cause)
+    while cause is not None and cause not in causes:
+        causes.append(cause)
         cause = cause.__cause__ or cause.__context__
-    return found
+    return causes

@@ -28,10 +28,10 @@ def rows() -> tuple[Hook, ...]:
     """The rows of HOOKS that are for the Megatron that is here."""
     major, minor = (int(part) for part in megatron_version().split(".")[:2])
     here = (major, minor)
-    fitting = (
+    matching = (
         hook for hook in hooks.HOOKS if hook.since <= here and (hook.before is None or here < hook.before)
     )
-    return tuple(hook for hook in fitting if not hook.optional or _fits(hook))
+    return tuple(hook for hook in matching if not hook.optional or _fits(hook))
 
 
 def _fits(hook: Hook) -> bool:

@@ -50,8 +50,10 @@ def _model(name: str) -> dict[str, Any]:
     _refuse_off(args)
     hybrid = args.hybrid_layer_pattern is not None
     if hybrid != (name == "pretrain_hybrid"):
-        other = "pretrain_hybrid" if hybrid else "pretrain_gpt, or give the pattern"
-        refuse(f"--hybrid-layer-pattern {'is not for' if hybrid else 'is needed by'} {name}: use {other}")
+        other_entry = "pretrain_hybrid" if hybrid else "pretrain_gpt, or give the pattern"
+        refuse(
+            f"--hybrid-layer-pattern {'is not for' if hybrid else 'is needed by'} {name}: use {other_entry}"
+        )
     if not hasattr(argument_utils, "gpt_config_from_args"):  # before 0.19
         settings = argument_utils.pretrain_cfg_container_from_args(args)
         return {"cfg_container": settings, "model_provider": model_provider}
@@ -61,11 +63,11 @@ def _model(name: str) -> dict[str, Any]:
 
 
 def _unless_off(model_provider: Callable[..., Any]) -> Callable[..., Any]:
-    def provider(*args: Any, **named: Any) -> Any:
+    def provider(*args: Any, **keywords: Any) -> Any:
         from megatron.training import get_args
 
         _refuse_off(get_args())
-        return model_provider(*args, **named)
+        return model_provider(*args, **keywords)
 
     return provider
 

@@ -59,7 +59,7 @@ def settle() -> None:
     script = part(Script)
     if script.step is None or script.provider is None or script.replace is None:
         return
-    own: dict[str, Callable[..., Any]] = {
+    own_functions: dict[str, Callable[..., Any]] = {
         name: function
         for name, function in (("forward step", script.step), ("dataset provider", script.provider))
         if not is_megatrons(function)
@@ -67,9 +67,9 @@ def settle() -> None:
     script.loss = _loss_of(script.step)
     script.is_megatrons = script.loss is None or is_megatrons(script.loss)
     if script.loss is not None and not script.is_megatrons and not _takes_our_call(script.loss):
-        own["loss function"], script.loss = script.loss, None
-    replaced = ", ".join(f"{name} {_place(function)}" for name, function in own.items())
-    if own and not script.replace:
+        own_functions["loss function"], script.loss = script.loss, None
+    replaced = ", ".join(f"{name} {_place(function)}" for name, function in own_functions.items())
+    if own_functions and not script.replace:
         raise Refused(
             f"wlb_megatron refuses the script's own {replaced}: the plugin runs its own instead, so what the script's "
             "do beyond Megatron's would be lost. Keep Megatron's forward_step and dataset provider, and put the loss "
@@ -81,7 +81,7 @@ def settle() -> None:
             f"wlb_megatron refuses --fp16 with the script's own loss function {_place(script.loss)}: losses are "
             "divided by the plan's tokens before the backward, and the function may count others; use --bf16"
         )
-    if own:
+    if own_functions:
         _say(f"replaces the script's own {replaced}")
     if script.loss is not None and not script.is_megatrons:
         _say(f"calls the script's own loss function {_place(script.loss)}")
@@ -139,8 +139,8 @@ def _plain(node: Any) -> Any:
     if not isinstance(node, ast.AST):
         return node
     fields = [(name, value) for name, value in ast.iter_fields(node) if name not in _NO_MEANING]
-    kept = [(name, _plain(value)) for name, value in fields if value is not None and value != []]
-    return type(node).__name__, kept
+    parts = [(name, _plain(value)) for name, value in fields if value is not None and value != []]
+    return type(node).__name__, parts
 
 
 def _syntax(function: Any) -> ast.FunctionDef | None:
@@ -156,8 +156,8 @@ def _syntax(function: Any) -> ast.FunctionDef | None:
 def _reached(function: Any) -> Iterator[Any]:
     """The function, then the functions that it names in its script, and so on; none of Megatron's or torch's, and not
     the loss function of a forward step."""
-    found = [function]
-    for each in found:
+    functions = [function]
+    for each in functions:
         yield each
         tree = _syntax(each)
         if tree is None:
@@ -166,8 +166,8 @@ def _reached(function: Any) -> Iterator[Any]:
         for name in sorted(names - _loss_names(tree)):
             value = each.__globals__.get(name)
             library = (getattr(value, "__module__", None) or "").split(".")[0] in ("megatron", "torch")
-            if isinstance(value, FunctionType) and not library and value not in found:
-                found.append(value)
+            if isinstance(value, FunctionType) and not library and value not in functions:
+                functions.append(value)
 
 
 def _losses_made(tree: ast.FunctionDef) -> list[ast.Call]:
@@ -195,8 +195,8 @@ def _loss_of(step: Any) -> Callable[..., Any] | None:
 def _takes_our_call(loss: Any) -> bool:
     try:
         parameters = inspect.signature(loss)
-        given = {"model": None} if "model" in parameters.parameters else {}
-        parameters.bind(None, None, **given)
+        keywords = {"model": None} if "model" in parameters.parameters else {}
+        parameters.bind(None, None, **keywords)
     except (TypeError, ValueError):
         return False
     return True

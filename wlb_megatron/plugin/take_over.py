@@ -103,8 +103,8 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
     """validate_args that then refuses what is not handled, opens the corpus, and sets what the plugin needs."""
 
     def validate_args(args: Any, defaults: dict[str, Any] | None = None) -> Any:
-        if not args.wlb_off and (wrong := too_small(args)):
-            refuse(wrong)
+        if not args.wlb_off and (problem := too_small(args)):
+            refuse(problem)
         if not args.wlb_off and args.wlb_train_epochs is not None:
             if by_step := [
                 name for name in ("lr_warmup_iters", "lr_decay_iters") if getattr(args, name, None)
@@ -115,8 +115,8 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
                     f"{flag.replace('iters', 'samples')}, or a share of the run by --lr-warmup-fraction."
                 )
             if args.train_iters or args.train_samples:
-                given = "--train-iters" if args.train_iters else "--train-samples"
-                refuse(f"wlb_megatron refuses --wlb-train-epochs with {given}: give one of them.")
+                given_flag = "--train-iters" if args.train_iters else "--train-samples"
+                refuse(f"wlb_megatron refuses --wlb-train-epochs with {given_flag}: give one of them.")
             args.train_samples = 1  # until the corpus has been read; Megatron asks for a number here
         try:
             result = original(args, defaults or {})
@@ -151,13 +151,13 @@ def _take_over(args: Any) -> None:
             args.eval_iters or 1
         )  # Megatron evaluates where it is above 0; see iterators.wrap_evaluate
         args.full_validation = args.multiple_validation_sets
-    opened = part(Start).opened = _open(args, full_validation)
-    if (train := opened.sources.get("train")) is not None and train.train_samples is not None:
+    opened_job = part(Start).opened = _open(args, full_validation)
+    if (train := opened_job.sources.get("train")) is not None and train.train_samples is not None:
         args.train_samples = train.train_samples
     script = part(script_functions.Script)
-    script.replace, script.fp16 = opened.job.given.replace_script_functions, bool(args.fp16)
+    script.replace, script.fp16 = opened_job.job.given.replace_script_functions, bool(args.fp16)
     script_functions.settle()
-    _set_what_plans_need(args, opened.job)
+    _set_what_plans_need(args, opened_job.job)
     if args.wlb_dry_run:
         raise DryRunPassed(args)
 
@@ -211,8 +211,8 @@ def _set_what_plans_need(args: Any, job: TrainingJob) -> None:
     _set(args, "dataloader_type", "external", "the plugin's sampler orders the data")
     if job.fine_tuning is not None:
         args.sft = False  # by it Megatron's evaluation divides by micro-batches, not by targets
-    asked = getattr(args, "cp_comm_type", None) or ["p2p"]
-    if job.sizes.context > 1 and {*([asked] if isinstance(asked, str) else asked)} != {"p2p"}:
+    comm_types = getattr(args, "cp_comm_type", None) or ["p2p"]
+    if job.sizes.context > 1 and {*([comm_types] if isinstance(comm_types, str) else comm_types)} != {"p2p"}:
         _say("ignores --cp-comm-type: the plan decides which keys ranks exchange")
     if job.sizes.context > 1 and job.model.implementation == "local":
         args.cp_comm_type = ["all_gather"]  # the only kind that Megatron's dev branch takes with plain torch
@@ -228,19 +228,19 @@ def _refuse_misfits(job: TrainingJob) -> None:
 
     Sizes on the way there are looked at once the model has loaded, when it is known where the run goes on.
     """
-    if wrong := job.window_misfit():
-        raise Refused(f"--seq-length: {wrong}")
+    if problem := job.window_misfit():
+        raise Refused(f"--seq-length: {problem}")
     batches = job.batches
-    if wrong := misfit(
-        batches.schedule.largest, job.sizes, batches.micro_batch_size, planned=plan_decides(job.config)
+    if problem := misfit(
+        batches.schedule.largest, job.sizes, batches.micro_batch_size, by_plan=plan_decides(job.config)
     ):
         flag = "--step-batch-size-schedule" if batches.stepped else "--global-batch-size"
-        raise Refused(f"{flag}: {wrong}")
-    planned = plan_decides(job.config, evaluation=True)
+        raise Refused(f"{flag}: {problem}")
+    by_plan = plan_decides(job.config, evaluation=True)
     if job.evaluation.iterations and (
-        wrong := misfit(batches.evaluated, job.sizes, batches.evaluated_micro_batch_size, planned=planned)
+        problem := misfit(batches.evaluated, job.sizes, batches.evaluated_micro_batch_size, by_plan=by_plan)
     ):
-        raise Refused(f"--eval-global-batch-size: {wrong}")
+        raise Refused(f"--eval-global-batch-size: {problem}")
 
 
 def _set(args: Any, name: str, value: Any, why: str) -> None:
@@ -275,8 +275,8 @@ LEAST = {
 def too_small(args: Any) -> str | None:
     """What to refuse of Megatron's arguments before they are validated, a line each; None where nothing is wrong."""
     lines = [
-        f"--{name.replace('_', '-')} {value}: give {least} or more."
-        for name, least in LEAST.items()
-        if (value := getattr(args, name, None)) is not None and value < least
+        f"--{name.replace('_', '-')} {value}: give {minimum} or more."
+        for name, minimum in LEAST.items()
+        if (value := getattr(args, name, None)) is not None and value < minimum
     ]
     return "\n".join(lines) or None

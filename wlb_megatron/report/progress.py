@@ -24,13 +24,13 @@ def progress(total: int, *, lines: bool = False) -> Iterator[Callable[[str], Non
             task = bar.add_task("", total=total)
             yield lambda name: bar.update(task, advance=1, description=name)
         return
-    done = 0
+    count = 0
 
     def tick(name: str) -> None:
-        nonlocal done
-        done += 1
-        if lines and (done == 1 or done % max(1, total // LINES) == 0):
-            print(f"  {done}/{total} {name}", file=sys.stderr, flush=True)
+        nonlocal count
+        count += 1
+        if lines and (count == 1 or count % max(1, total // LINES) == 0):
+            print(f"  {count}/{total} {name}", file=sys.stderr, flush=True)
 
     yield tick
 

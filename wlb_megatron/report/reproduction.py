@@ -30,8 +30,8 @@ def sections(report: dict[str, Any]) -> list[Section]:
         _speedups("By window, 7B (simulated)", report["windows"]),
         *(
             _speedups(f"{title} (simulated)", report[key], {})
-            for key, (title, many) in balance_tables.items()
-            if many
+            for key, (title, has_speedups) in balance_tables.items()
+            if has_speedups
         ),
         _plain("Breakdown at 7B-128K: speed-up over plain 4D", report["breakdown"]),
         _plain(
@@ -90,14 +90,14 @@ def _balance(title: str, rows: list[dict[str, Any]]) -> Section:
             np.mean([row["schemes"][scheme][key] for row in rows])
             for key in ("micro_batches", "imbalance", "step_over_ideal", "speedup", "equal_work_speedup")
         ]
-        most = [
+        maxima = [
             max(row["schemes"][scheme][key] for row in rows) for key in ("largest_windows", "held_windows")
         ]
         table.append(
             [
                 *(scheme, f"{figures[0]:.1f}"),
                 *(f"{figure:.3f}" for figure in figures[1:]),
-                *(f"{figure:.2f}" for figure in most),
+                *(f"{figure:.2f}" for figure in maxima),
             ]
         )
     header = (
@@ -117,10 +117,10 @@ def _balance(title: str, rows: list[dict[str, Any]]) -> Section:
 def _speedups(title: str, rows: list[dict[str, Any]], paper_means: dict[str, float] | None = None) -> Section:
     """paper_means: by part of the settings, of which means are shown; None: no means."""
     schemes = list(rows[0]["schemes"])
-    even = ("WLB-LLM", "ours")
+    equal_work_schemes = ("WLB-LLM", "ours")
     header = (
         *("setting", "TP x CP x PP x DP", *schemes, "bound", "ours of bound"),
-        *(*(f"{scheme}, equal work" for scheme in even), "paper's WLB-LLM"),
+        *(*(f"{scheme}, equal work" for scheme in equal_work_schemes), "paper's WLB-LLM"),
     )
     table = []
     for row in rows:
@@ -128,23 +128,23 @@ def _speedups(title: str, rows: list[dict[str, Any]], paper_means: dict[str, flo
         layout = " x ".join(map(str, row["layout"].values()))
         paper = _cell(row["paper_speedup"]) or "-"
         share = 100 * row["schemes"]["ours"]["of_bound"]
-        work = [f"{row['schemes'][scheme]['equal_work_speedup']:.3f}" for scheme in even]
+        work = [f"{row['schemes'][scheme]['equal_work_speedup']:.3f}" for scheme in equal_work_schemes]
         table.append([row["name"], layout, *figures, f"{row['bound']:.3f}", f"{share:.1f} %", *work, paper])
     if paper_means is not None:
         for part in (
             "all",
             *sorted({row["name"].rpartition("-")[2] for row in rows}, key=lambda k: int(k[:-1])),
         ):
-            chosen = [r for r in rows if part == "all" or r["name"].endswith(f"-{part}")]
-            bound = float(np.mean([r["bound"] for r in chosen]))
-            share = 100 * float(np.mean([r["schemes"]["ours"]["of_bound"] for r in chosen]))
+            part_rows = [r for r in rows if part == "all" or r["name"].endswith(f"-{part}")]
+            bound = float(np.mean([r["bound"] for r in part_rows]))
+            share = 100 * float(np.mean([r["schemes"]["ours"]["of_bound"] for r in part_rows]))
             figures = [
-                f"{np.mean([r['schemes'][scheme]['speedup'] for r in chosen]):.3f}" for scheme in schemes
+                f"{np.mean([r['schemes'][scheme]['speedup'] for r in part_rows]):.3f}" for scheme in schemes
             ]
             paper = _cell(paper_means.get(part)) or "-"
             work = [
-                f"{np.mean([r['schemes'][scheme]['equal_work_speedup'] for r in chosen]):.3f}"
-                for scheme in even
+                f"{np.mean([r['schemes'][scheme]['equal_work_speedup'] for r in part_rows]):.3f}"
+                for scheme in equal_work_schemes
             ]
             table.append([f"mean, {part}", "", *figures, f"{bound:.3f}", f"{share:.1f} %", *work, paper])
     return Section(
@@ -185,8 +185,8 @@ def as_page(report: dict[str, Any]) -> str:
         f"at least {100 * min(share):.1f} % of a perfectly balanced plan's with as many micro-batches; with 1 "
         f"micro-batch a window {means['ours, 1 micro-batch a window']['all']:.3f}."
     )
-    assumed = [[name, f"{value:,g}"] for name, value in report["assumptions"].items()]
-    tables = [*sections(report), Section("Assumptions", ("figure", "value"), assumed)]
+    assumption_rows = [[name, f"{value:,g}"] for name, value in report["assumptions"].items()]
+    tables = [*sections(report), Section("Assumptions", ("figure", "value"), assumption_rows)]
     return f"# Balanced packing and context parallelism, simulated\n\n{summary}\n\n{as_markdown(tables)}"
 
 

@@ -38,8 +38,8 @@ def _draw_speedups(report: dict[str, Any], path: Path) -> Path:
     schemes = list(rows[0]["schemes"])
     for nth, (scheme, color) in enumerate(zip(schemes, COLORS, strict=True)):
         heights = [row["schemes"][scheme]["speedup"] for row in rows]
-        at = np.arange(len(rows)) + 0.17 * (nth - 2)
-        bars = axes.bar(at, heights, 0.16, label=scheme, color=color)
+        place = np.arange(len(rows)) + 0.17 * (nth - 2)
+        bars = axes.bar(place, heights, 0.16, label=scheme, color=color)
         for text in axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2):
             text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.3, "alpha": 0.8})
     places = np.arange(len(rows))
@@ -52,8 +52,8 @@ def _draw_speedups(report: dict[str, Any], path: Path) -> Path:
         linestyle="--",
         label="whole documents, perfectly even, as many micro-batches",
     )
-    paper = [(at, row["paper_speedup"]) for at, row in enumerate(rows) if row["paper_speedup"]]
-    axes.plot([at for at, _ in paper], [s for _, s in paper], "k*", label="the paper's WLB-LLM")
+    paper = [(place, row["paper_speedup"]) for place, row in enumerate(rows) if row["paper_speedup"]]
+    axes.plot([place for place, _ in paper], [s for _, s in paper], "k*", label="the paper's WLB-LLM")
     axes.set_xticks(range(len(rows)), [row["name"] for row in rows])
     axes.set_ylim(0.8)
     axes.set_ylabel("speed-up over plain 4D (simulated)")
@@ -68,10 +68,10 @@ def _draw_bars(rows: Sequence[dict[str, Any]], name: str, value: str, label: str
     names = [row[name] for row in rows]
     bars = axes.barh(names, [row[value] for row in rows], color=COLORS[-1], height=0.6)
     axes.bar_label(bars, fmt="%.3f", fontsize=8, padding=3)
-    for at, row in enumerate(rows):
+    for place, row in enumerate(rows):
         if row.get("paper"):
             axes.plot(
-                row["paper"], at, "k*", label="" if axes.get_legend_handles_labels()[0] else "the paper"
+                row["paper"], place, "k*", label="" if axes.get_legend_handles_labels()[0] else "the paper"
             )
     if any(row.get("paper") for row in rows):
         axes.legend(fontsize=8)
@@ -87,12 +87,12 @@ def _draw_heat(jobs: Sequence[dict[str, Any]], path: Path) -> Path:
 
     heats = [np.array(job["heat_of_one"]) for job in jobs]
     heats = [heat / heat.mean() for heat in heats]
-    least, most = min(h.min() for h in heats), max(h.max() for h in heats)
+    lowest, highest = min(h.min() for h in heats), max(h.max() for h in heats)
     figure, axes = pyplot.subplots(
         1, len(jobs), figsize=(11, 5), sharey=True, layout="constrained", squeeze=False
     )
     for job, heat, place in zip(jobs, heats, axes[0], strict=True):
-        image = place.imshow(heat, vmin=least, vmax=most, aspect="auto", cmap="magma_r")
+        image = place.imshow(heat, vmin=lowest, vmax=highest, aspect="auto", cmap="magma_r")
         place.set_title(f"{job['scheme']}: max/min {heat.max() / heat.min():.2f}", fontsize=10)
         place.set_xlabel("context-parallel rank (8 tensor ranks each)")
     axes[0, 0].set_ylabel("data-parallel rank x pipeline stage")

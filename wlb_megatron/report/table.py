@@ -15,19 +15,19 @@ from wlb_megatron.whole_files import write_whole
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Text to the left, numbers to the right. Written to a file or a pipe, it is plain and as wide as it needs."""
     cells = [[str(cell) for cell in row] for row in rows]
-    right = [all(_is_number(row[at]) for row in cells) for at in range(len(header))]
+    right_aligned = [all(_is_number(row[column]) for row in cells) for column in range(len(header))]
     try:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        print(_plain(title, header, cells, right))
+        print(_plain(title, header, cells, right_aligned))
         return
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
-        print(_plain(title, header, cells, right))
+        print(_plain(title, header, cells, right_aligned))
         return
     table = Table(title=title, title_justify="left")
-    for name, number in zip(header, right, strict=True):
+    for name, number in zip(header, right_aligned, strict=True):
         table.add_column(name, justify="right" if number else "left")
     for row in cells:
         table.add_row(*row)
@@ -38,17 +38,19 @@ def _is_number(text: str) -> bool:
     return re.fullmatch(r"[-+\d., %x]*", text) is not None
 
 
-def _plain(title: str, header: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
+def _plain(
+    title: str, header: Sequence[str], cells: Sequence[Sequence[str]], right_aligned: Sequence[bool]
+) -> str:
     lines = [list(header), *map(list, cells)]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(header))]
-    shown = [
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    aligned_lines = [
         "  ".join(
             cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, number in zip(line, widths, right, strict=True)
+            for cell, width, number in zip(line, widths, right_aligned, strict=True)
         ).rstrip()
         for line in lines
     ]
-    return "\n".join([title, shown[0], "-" * max(map(len, shown)), *shown[1:], ""])
+    return "\n".join([title, aligned_lines[0], "-" * max(map(len, aligned_lines)), *aligned_lines[1:], ""])
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -57,17 +57,17 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
 
     repeated = [_repeated(plan, stages) for plan in plans]
     forwards = [
-        np.array(plan.work) / ((1 + backward + again.max(axis=0)) * sum(plan.work))
-        for plan, again in zip(plans, repeated, strict=True)
+        np.array(plan.work) / ((1 + backward + recomputed.max(axis=0)) * sum(plan.work))
+        for plan, recomputed in zip(plans, repeated, strict=True)
     ]
     steps = [
         pipeline_events(
-            np.broadcast_to(forward, again.shape)[:, None],
-            ((backward + again) * forward)[:, None],
+            np.broadcast_to(forward, recomputed.shape)[:, None],
+            ((backward + recomputed) * forward)[:, None],
             stages,
             groups=plan.groups,
         )
-        for plan, forward, again in zip(plans, forwards, repeated, strict=True)
+        for plan, forward, recomputed in zip(plans, forwards, repeated, strict=True)
     ]
     lengths = [max(event.end for event in events) for events in steps]
     heaviest = max(max(plan.work) / sum(plan.work) for plan in plans)
@@ -77,7 +77,7 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
     shades, hues = pyplot.get_cmap("Greys"), pyplot.get_cmap("tab10")
     if not any(map(_colors, plans)):
         shades = pyplot.get_cmap("viridis_r")
-    for plan, events, forward, again, length, axes in zip(
+    for plan, events, forward, recomputed, length, axes in zip(
         plans, steps, forwards, repeated, lengths, rows[:, 0], strict=True
     ):
         colors = _colors(plan)
@@ -94,7 +94,7 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
                 linewidth=1.2 if len(plan.work) <= CROWDED else 0.4,
                 hatch="//" if event.backward else None,
             )
-            made_again = again[event.stage, event.micro_batch] * forward[event.micro_batch]
+            made_again = recomputed[event.stage, event.micro_batch] * forward[event.micro_batch]
             if event.backward and made_again:
                 axes.barh(
                     event.stage,
@@ -133,7 +133,7 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
         axes.invert_yaxis()
     rows[-1, 0].set_xlabel(
         "time (the step's work on a stage = 1, simulated from work; hatched: backward"
-        + ("; dark: recomputed" if any(again.any() for again in repeated) else "")
+        + ("; dark: recomputed" if any(recomputed.any() for recomputed in repeated) else "")
         + "; number: micro-batch)",
         labelpad=4 + 14 * -(-min(NAMED, len(_colors(plans[-1]))) // COLUMNS)
         if plans
@@ -155,7 +155,7 @@ def _repeated(plan: Drawn, stages: int) -> npt.NDArray[np.float64]:
 def _colors(plan: Drawn) -> dict[int, int]:
     """Of each document in chunks, in order, which of ten hues it has; neighbors differ."""
     documents = [document for document in dict.fromkeys(plan.documents) if document >= 0]
-    return {document: at % 10 for at, document in enumerate(documents)}
+    return {document: number % 10 for number, document in enumerate(documents)}
 
 
 def _legend(plan: Drawn) -> list[str]:

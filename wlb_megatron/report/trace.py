@@ -47,23 +47,23 @@ def chrome_trace(
             }
             for event in group
         ]
-    other = {"source": name} | ({"legend": legend} if legend else {})
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+    other_data = {"source": name} | ({"legend": legend} if legend else {})
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other_data}
 
 
 def _letters(documents: Sequence[int]) -> dict[int, str]:
     """A letter for each document in chunks, in order: A, B, .. Z, AA, AB, .. Viewers leave digits out of colors."""
     in_chunks = [document for document in dict.fromkeys(documents) if document >= 0]
-    return {document: _letter(at) for at, document in enumerate(in_chunks)}
+    return {document: _letter(number) for number, document in enumerate(in_chunks)}
 
 
-def _letter(at: int) -> str:
-    return (_letter(at // 26 - 1) if at >= 26 else "") + chr(ord("A") + at % 26)
+def _letter(number: int) -> str:
+    return (_letter(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
 
 
 def _document(documents: Sequence[int], micro_batch: int) -> dict[str, int]:
-    known = 0 <= micro_batch < len(documents) and documents[micro_batch] >= 0
-    return {"document_in_chunks": documents[micro_batch]} if known else {}
+    in_chunks = 0 <= micro_batch < len(documents) and documents[micro_batch] >= 0
+    return {"document_in_chunks": documents[micro_batch]} if in_chunks else {}
 
 
 def _label(documents: Sequence[int], micro_batch: int, letters: dict[int, str]) -> str:

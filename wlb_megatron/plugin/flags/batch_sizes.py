@@ -63,7 +63,7 @@ class BatchSizes:
         """A ramp that Megatron ignores as --step-batch-size-schedule (in tokens, as Megatron reads it); else None."""
         if not self.ramp_ignored:
             return None
-        return " ".join(f"{at * self.window}:{size}" for at, size in self.schedule.steps)
+        return " ".join(f"{samples * self.window}:{size}" for samples, size in self.schedule.steps)
 
 
 def _schedule(args: Any, micro_batch_size: int) -> BatchSchedule:
@@ -100,10 +100,10 @@ def plan_decides(config: WlbConfig, *, evaluation: bool = False) -> bool:
     return config.release == "balance" and (evaluation or trains)
 
 
-def misfit(size: int, sizes: RankCounts, micro_batch_size: int = 1, *, planned: bool = False) -> str | None:
+def misfit(size: int, sizes: RankCounts, micro_batch_size: int = 1, *, by_plan: bool = False) -> str | None:
     """Why Megatron cannot train a global batch of `size` windows in this layout; None where it can.
 
-    micro_batch_size: windows. planned: see plan_decides.
+    micro_batch_size: windows. by_plan: see plan_decides.
     """
     ranks, stages = sizes.data, sizes.pipeline
     if size % (ranks * micro_batch_size):
@@ -117,9 +117,9 @@ def misfit(size: int, sizes: RankCounts, micro_batch_size: int = 1, *, planned: 
     if group < stages:
         return f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below the {stages} pipeline stages"
     count = size // (ranks * micro_batch_size)
-    if planned or _interleaves(count, group, stages):
+    if by_plan or _interleaves(count, group, stages):
         return None
-    next_one = next(more for more in itertools.count(count) if _interleaves(more, group, stages))
+    next_one = next(number for number in itertools.count(count) if _interleaves(number, group, stages))
     return (
         f"a global batch of {size} gives each data-parallel rank {count} micro-batches. Virtual pipeline stages take "
         f"them in groups of {group}, and the last group must have {stages} or more: "
@@ -147,4 +147,4 @@ def _steps(text: str, window: int) -> tuple[tuple[int, int], ...]:
         )
     except (AssertionError, ValueError) as error:
         raise WlbError(f"--step-batch-size-schedule {text!r}: {error}") from None
-    return tuple((int(at), int(size)) for at, size in calculator.schedule)
+    return tuple((int(samples), int(size)) for samples, size in calculator.schedule)

@@ -67,8 +67,10 @@ def renamed(paths: DataPaths, names: Mapping[str, str]) -> DataPaths:
         if not values:
             return values
         prefixes, weights = parse_blend(values)
-        found = [names[prefix] for prefix in prefixes]
-        return tuple(found if weights is None else chain(*zip(map(repr, weights), found, strict=True)))
+        new_prefixes = [names[prefix] for prefix in prefixes]
+        return tuple(
+            new_prefixes if weights is None else chain(*zip(map(repr, weights), new_prefixes, strict=True))
+        )
 
     by_part = (
         None if paths.by_part is None else {part: new(tuple(each)) for part, each in paths.by_part.items()}
@@ -77,21 +79,21 @@ def renamed(paths: DataPaths, names: Mapping[str, str]) -> DataPaths:
 
 
 def documents(
-    paths: DataPaths, part: str, opened: dict[tuple[str, ...], Blend] | None = None
+    paths: DataPaths, part: str, blends: dict[tuple[str, ...], Blend] | None = None
 ) -> tuple[Blend, list[Corpus]] | None:
     """A part's corpora (train, valid or test); None if it has no document. WlbError if a file cannot be read.
 
-    opened: blends that other parts have read, which this one shares: an index is checked once.
+    blends: blends that other parts have read, which this one shares: an index is checked once.
     """
     key = paths.of_part(part)
     if part != "train" and (not key or (paths.split is None and paths.by_part is None)):
         return None  # without a split, all documents train
-    opened = {} if opened is None else opened
-    if key not in opened:
+    blends = {} if blends is None else blends
+    if key not in blends:
         prefixes, weights = parse_blend(key)
         allow_open_files(len(prefixes), "the mapped indices of all corpora")
-        opened[key] = Blend(prefixes, weights, checked_elsewhere, paths.masks)
-    blend = opened[key]
+        blends[key] = Blend(prefixes, weights, checked_elsewhere, paths.masks)
+    blend = blends[key]
     corpora = blend.corpora(paths.split, part)
     return (blend, corpora) if corpora or part == "train" else None
 

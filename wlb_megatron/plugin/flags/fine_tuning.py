@@ -20,20 +20,20 @@ class FineTuning:
     overlong_given: bool
 
     @classmethod
-    def of(cls, args: Any, given: WlbConfig) -> FineTuning | None:
+    def of(cls, args: Any, settings: WlbConfig) -> FineTuning | None:
         """args: Megatron's validated arguments. None without --sft."""
         if not getattr(args, "sft", False):
             return None
         tokenizing = Tokenizing(
             tokenizer=str(getattr(args, "tokenizer_model", None)),
             prompt_format=args.sft_tokenizer_prompt_format,
-            assistant_only=given.sft_assistant_only,
-            skips_bad=given.sft_skip_bad_lines,
-            drops_tools=given.sft_drop_tools,
+            assistant_only=settings.sft_assistant_only,
+            skips_bad=settings.sft_skip_bad_lines,
+            drops_tools=settings.sft_drop_tools,
         )
         cache = getattr(args, "data_cache_path", None)
         return cls(
-            tokenizing=None if given.sft_mask_data else tokenizing,
+            tokenizing=None if settings.sft_mask_data else tokenizing,
             cache=Path(cache) if cache else None,
             overlong_given=getattr(args, "wlb_overlong", None) is not None,
         )

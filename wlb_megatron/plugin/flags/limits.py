@@ -23,8 +23,8 @@ def fit_to_memory(job: TrainingJob) -> WlbConfig:
     independent of the layout wherever memory suffices."""
     if job.config.max_tokens is not None:
         return job.config
-    refused = job.trainer.chunks_refused(job.config.chunks)
-    return with_lmax(job.config, gpu_memory(job), job.batches.joined_window, refused)
+    refusals = job.trainer.chunks_refused(job.config.chunks)
+    return with_lmax(job.config, gpu_memory(job), job.batches.joined_window, refusals)
 
 
 def gpu_memory(job: TrainingJob, *, even_with_experts: bool = False) -> GpuMemory | None:
@@ -52,8 +52,8 @@ def gpu_memory(job: TrainingJob, *, even_with_experts: bool = False) -> GpuMemor
 def recompute_memory(job: TrainingJob) -> GpuMemory | None:
     """The memory by which each step keeps layers; None if steps run the flags of recomputation."""
     config = job.config
-    planned = (config.recompute, job.recompute, config.cp_mode) == ("auto", "full", "fixed")
-    if not planned or job.trainer.keeping_changes(config.chunks) is not None:
+    plans_layers = (config.recompute, job.recompute, config.cp_mode) == ("auto", "full", "fixed")
+    if not plans_layers or job.trainer.keeping_changes(config.chunks) is not None:
         return None
     return gpu_memory(job, even_with_experts=True)
 
@@ -64,7 +64,7 @@ def document_memory(job: TrainingJob) -> Bound | None:
     if memory is None:
         return None
     shape, layout, window = memory.shape, memory.layout, memory.window
-    fitting = fit_document(
+    fitting_tokens = fit_document(
         *(shape, layout, memory.size),
         margin=memory.margin,
         longest=chunk_capacity(window, job.config.max_tokens, job.alignment),
@@ -72,7 +72,7 @@ def document_memory(job: TrainingJob) -> Bound | None:
     )
     kib_per_token = keys_bytes(shape, layout) / layout.context / 1024
     return Bound(
-        fitting, f"memory (keys and their gradients take {kib_per_token:,.1f} KiB a token of each GPU)"
+        fitting_tokens, f"memory (keys and their gradients take {kib_per_token:,.1f} KiB a token of each GPU)"
     )
 
 

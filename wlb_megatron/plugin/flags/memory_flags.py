@@ -64,6 +64,8 @@ def _fullest_stage(args: Any) -> int:
         return max(sum(chunk.count(LayerType.decoder) for chunk in stage) for stage in placed.layout)
     ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
     end_layers = [layers for layers in (getattr(args, end, None) for end in ends) if layers is not None]
-    counted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-    between = args.num_layers - sum(end_layers) + sum(bool(getattr(args, layer, False)) for layer in counted)
-    return max([*end_layers, -(-between // max(1, stages - len(end_layers)))])
+    counted_layers = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    middle_layers = (
+        args.num_layers - sum(end_layers) + sum(bool(getattr(args, layer, False)) for layer in counted_layers)
+    )
+    return max([*end_layers, -(-middle_layers // max(1, stages - len(end_layers)))])

@@ -14,26 +14,27 @@ SPARE, LEAST_SPARE = 1024, 256
 
 @dataclass(slots=True)
 class FilesAllowed:
-    """counted: of all purposes so far."""
+    """Files counted for all purposes so far."""
 
-    counted: int = 0
+    total: int = 0
 
 
-def allow_open_files(more: int, purpose: str) -> None:
-    """Let this process open `more` files beside those of earlier calls: often 1,024 are allowed until it asks for more.
+def allow_open_files(count: int, purpose: str) -> None:
+    """Let this process open `count` files beside those of earlier calls. Often 1,024 are allowed until it asks.
 
-    purpose: what opens them, to begin the message. WlbError where the machine's hard limit is too low.
+    purpose: what opens them, to begin the message. Raises WlbError if the machine's hard limit is too low.
     """
-    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = part(FilesAllowed)
-    counted = files.counted + more
-    if most != resource.RLIM_INFINITY and most < counted + LEAST_SPARE:
+    total = files.total + count
+    if hard_limit != resource.RLIM_INFINITY and hard_limit < total + LEAST_SPARE:
         raise WlbError(
-            f"{purpose} need {more} open files, {counted + LEAST_SPARE} with all others, but a process may open {most} "
-            "here: raise the hard limit (ulimit -Hn, Slurm's PropagateResourceLimits, the container's --ulimit nofile)"
+            f"{purpose} need {count} open files, {total + LEAST_SPARE} with all others, but a process may open "
+            f"{hard_limit} here: raise the hard limit (ulimit -Hn, Slurm's PropagateResourceLimits, the container's "
+            "--ulimit nofile)"
         )
-    files.counted = counted
-    wanted = counted + SPARE
-    if allowed != resource.RLIM_INFINITY and allowed < wanted:
-        within = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (within, most))
+    files.total = total
+    target = total + SPARE
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < target:
+        new_limit = target if hard_limit == resource.RLIM_INFINITY else min(target, hard_limit)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard_limit))

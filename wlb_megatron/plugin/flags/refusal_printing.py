@@ -35,16 +35,16 @@ def checked(check: Callable[[], Result]) -> Result:
     except Refused as raised:
         if raised.ranks_chosen:
             raise
-        refused = raised
+        refusal = raised
     except Exception as error:
         if not (isinstance(error, WlbError) or str(error).startswith("wlb_megatron: ")):
             raise
         traceback.print_exc()
-        refused = RefusedHere(str(error))
-    if not isinstance(refused, RefusedHere) and os.environ.get("LOCAL_RANK", "0") != "0":
+        refusal = RefusedHere(str(error))
+    if not isinstance(refusal, RefusedHere) and os.environ.get("LOCAL_RANK", "0") != "0":
         _wait_for_the_end()
     rank = int(os.environ.get("RANK", "0"))
-    spoken = type(refused)(fatal(str(refused), f"rank {rank} on {socket.gethostname()}: " if rank else ""))
+    spoken = type(refusal)(fatal(str(refusal), f"rank {rank} on {socket.gethostname()}: " if rank else ""))
     spoken.ranks_chosen = True
     _tell_torchrun(str(spoken))
     raise spoken from None

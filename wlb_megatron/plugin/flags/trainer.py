@@ -50,8 +50,8 @@ def _shares_scales(setting: Callable[[str], Any]) -> bool:
     tensor- and context-parallel ones with `tp_only_amax_red`, which is no flag but a setting of some forks. A custom
     recipe, of all layers or of some, may. The other recipes stay within tensor-parallel ranks.
     """
-    delayed = setting("fp8") and setting("fp8_recipe") in (None, "delayed", "custom")
-    return bool((delayed and not setting("tp_only_amax_red")) or setting("te_precision_config_file"))
+    delayed_scaling = setting("fp8") and setting("fp8_recipe") in (None, "delayed", "custom")
+    return bool((delayed_scaling and not setting("tp_only_amax_red")) or setting("te_precision_config_file"))
 
 
 def _interleaves_as_known() -> bool:

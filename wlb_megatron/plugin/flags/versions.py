@@ -160,9 +160,9 @@ def check_transformer_engine(transformer_impl: str) -> None:
             ) from None
         return
     if _release(version) < MINIMUM_TRANSFORMER_ENGINE:
-        wanted = ".".join(map(str, MINIMUM_TRANSFORMER_ENGINE))
+        minimum = ".".join(map(str, MINIMUM_TRANSFORMER_ENGINE))
         raise Refused(
-            f"Transformer Engine {version} is older than {wanted}, the first the plugin was tried with: "
+            f"Transformer Engine {version} is older than {minimum}, the first the plugin was tried with: "
             'pip install --upgrade "transformer-engine[pytorch]".'
         )
 

@@ -37,31 +37,31 @@ def count_segments(bounds: Sequence[torch.Tensor]) -> None:
     not for evaluation."""
     lengths = torch.cat([of_micro_batch.diff() for of_micro_batch in bounds])
     if hasattr(training, "update_seqlen_stats_from_cu_seqlens"):
-        whole = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        training.update_seqlen_stats_from_cu_seqlens(whole.cuda(non_blocking=True))
+        cumulative = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        training.update_seqlen_stats_from_cu_seqlens(cumulative.cuda(non_blocking=True))
         return
-    counted = part(Counted)
-    tokens, squares = counted.here or (0, 0)
-    counted.here = [tokens + int(lengths.sum()), squares + int((lengths * lengths).sum())]
+    counts = part(Counted)
+    tokens, squares = counts.here or (0, 0)
+    counts.here = [tokens + int(lengths.sum()), squares + int((lengths * lengths).sum())]
 
 
 def wrap_num_floating_point_operations(original: Callable[..., Any]) -> Callable[..., Any]:
     """num_floating_point_operations(args, batch_size) of the step just trained, on every rank once before the log."""
 
     def num_floating_point_operations(args: Any, batch_size: int) -> float:
-        counted = part(Counted)
+        counts = part(Counted)
         if (
-            counted.here is not None
+            counts.here is not None
         ):  # the training loop's call after a step; the log's then finds the same numbers
-            counted.step, counted.here = _over_all_ranks(counted.here), None
-        if counted.step is None:
+            counts.step, counts.here = _over_all_ranks(counts.here), None
+        if counts.step is None:
             return float(original(args, batch_size))
         single, double = copy.copy(args), copy.copy(args)
         double.seq_length = 2 * args.seq_length
         per_window, per_double = float(original(single, 1)), float(original(double, 1))
         attention = (per_double - 2 * per_window) / (2 * args.seq_length**2)
         linear = per_window / args.seq_length - attention * args.seq_length
-        return linear * counted.step[0] + attention * counted.step[1]
+        return linear * counts.step[0] + attention * counts.step[1]
 
     return num_floating_point_operations
 
@@ -76,20 +76,20 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        counted = part(Counted)
+        counts = part(Counted)
         arguments = signature.bind(*args, **kwargs).arguments
         ours = set(_TOTALS) <= set(signature.parameters)
-        last = tuple(arguments.get(name) for name in _TOTALS) if ours else counted.step
-        counted.logged = last
+        last = tuple(arguments.get(name) for name in _TOTALS) if ours else counts.step
+        counts.logged = last
         if last is None or None in last:
             return original(*args, **kwargs)
-        counted.passed.append(last)
-        passed = counted.passed
+        counts.passed.append(last)
+        passed = counts.passed
         mean = tuple(sum(column) / len(passed) for column in zip(*passed, strict=True))
         if ours:
             arguments |= dict(zip(_TOTALS, mean, strict=True))
         else:
-            counted.step = mean[0], mean[1]
+            counts.step = mean[0], mean[1]
         # After the first iteration Megatron logs, but goes on summing times.
         if arguments["iteration"] % get_args().log_interval == 0 and not arguments.get("is_first_iteration"):
             passed.clear()
@@ -101,13 +101,13 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
 def logged_operations() -> float | None:
     """FLOPs of the iteration logged last: the model's own of its documents, forward and backward, by Megatron's
     formula. None where they were not counted."""
-    counted = part(Counted)
-    if counted.logged is None or None in counted.logged:
+    counts = part(Counted)
+    if counts.logged is None or None in counts.logged:
         return None
     if hasattr(training, "update_seqlen_stats_from_cu_seqlens"):
-        totals = dict(zip(_TOTALS, counted.logged, strict=True))
+        totals = dict(zip(_TOTALS, counts.logged, strict=True))
         return float(training.num_floating_point_operations(get_args(), 1, **totals))
-    counted.step = counted.logged  # the log's own was a mean
+    counts.step = counts.logged  # the log's own was a mean
     return float(training.num_floating_point_operations(get_args(), 1))
 
 

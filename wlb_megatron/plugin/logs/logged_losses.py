@@ -43,9 +43,9 @@ def begin_step(first: PlannedMicroBatch) -> None:
     part(LoggedLosses).step = first
 
 
-def stepped(counted: int, planned: int) -> None:
-    """To be called after each training step. counted: micro-batches by Megatron's calculator; planned: by the plan."""
-    part(LoggedLosses).factor = counted / planned
+def stepped(megatron_count: int, plan_count: int) -> None:
+    """To be called after each training step, with its micro-batches by Megatron's calculator and by the plan."""
+    part(LoggedLosses).factor = megatron_count / plan_count
 
 
 def wrap_report(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,8 +134,8 @@ def _missing_ranks(name: str, entry: Callable[[str], Any]) -> dict[str, Any]:
 def wrap_ensure_initialized(original: Callable[..., Any]) -> Callable[..., Any]:
     """MoEMetricsTracker.ensure_initialized, with the ranks of a loss that this stage does not record."""
 
-    def ensure_initialized(self: Any, name: str, *rest: Any, **more: Any) -> None:
-        original(self, name, *rest, **more)
+    def ensure_initialized(self: Any, name: str, *positional: Any, **keywords: Any) -> None:
+        original(self, name, *positional, **keywords)
         entry = self.metrics[name]
         for group, ranks in _missing_ranks(name, partial(getattr, entry)).items():
             setattr(entry, group, ranks)
@@ -147,14 +147,16 @@ def wrap_ensure_initialized(original: Callable[..., Any]) -> Callable[..., Any]:
 def wrap_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     """The same before 0.18, of reduce_aux_losses_tracker_across_ranks."""
 
-    def reduce_aux_losses_tracker_across_ranks(track_names: Any = None, *rest: Any, **more: Any) -> None:
+    def reduce_aux_losses_tracker_across_ranks(
+        track_names: Any = None, *positional: Any, **keywords: Any
+    ) -> None:
         from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
         for name, entry in get_moe_layer_wise_logging_tracker().items():
             missing = _missing_ranks(name, entry.get)
             if missing:
                 entry |= missing | {"reduce_group_has_dp": name == "global_load_balancing_loss"}
-        original(track_names, *rest, **more)
+        original(track_names, *positional, **keywords)
 
     return reduce_aux_losses_tracker_across_ranks
 
@@ -165,11 +167,11 @@ def wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
     A rank without a prediction has no loss; 0.16 divides 0 by 0 there.
     """
 
-    def save(loss: Any, *rest: Any, avg_group: Any = None, **more: Any) -> None:
+    def save(loss: Any, *positional: Any, avg_group: Any = None, **keywords: Any) -> None:
         state = part(LoggedLosses)
         if state.step is not None and state.step.predictions and avg_group is not None:
             weight = _weight(state.predicted, state.step, state.step.predictions[0], avg_group.size())
             loss = loss * weight if weight else loss.new_zeros(())
-        original(loss, *rest, avg_group=avg_group, **more)
+        original(loss, *positional, avg_group=avg_group, **keywords)
 
     return save

@@ -58,11 +58,11 @@ class Progress:
 
 def describe(figures: Mapping[str, Any]) -> str:
     """The part of a log line behind the iteration's number."""
-    of, left = figures.get("train_iterations"), figures.get("seconds_left")
+    of, seconds_left = figures.get("train_iterations"), figures.get("seconds_left")
     if not of:
         return ""
     line = f" of {of} ({figures['iteration'] / of:.1%}"
-    return line + (f", {duration(left)} left)" if left is not None else ")")
+    return line + (f", {duration(seconds_left)} left)" if seconds_left is not None else ")")
 
 
 _LONG = ("iteration", "lengths", "epochs")
@@ -75,7 +75,7 @@ class Figures:
     """pending: of the iteration that is not yet logged, and when it began (perf_counter). drift: of measured from
     predicted times. thrown_away: what iterations held, since the last line, whose update Megatron threw away (in fp16,
     where a gradient overflows). memory_peak: bytes, of all steps; steps that plan what they recompute reset torch's.
-    predicted: milliseconds since the start in arrival order, and as planned."""
+    predicted_ms: since the start in arrival order, and as planned."""
 
     pending: tuple[dict[str, Any], float] | None = None
     drift: Drift = field(default_factory=Drift)
@@ -83,22 +83,22 @@ class Figures:
     thrown_away: Counter[str] = field(default_factory=Counter)
     memory_peak: int = 0
     of_memory: Callable[[], dict[str, Any]] = dict
-    predicted: tuple[float, float] = 0.0, 0.0
+    predicted_ms: tuple[float, float] = 0.0, 0.0
 
 
 def stepped(
     iteration: int,
     batches: Sequence[LoadedMicroBatch],
-    planned: PlannedIteration,
+    planned_iteration: PlannedIteration,
     config: WlbConfig,
     *,
-    began: float,
+    step_start: float,
     waited: float,
     corpora: Sequence[str],
 ) -> None:
     """Note the iteration whose micro-batches were just launched. Only the last rank does, as Megatron logs there.
 
-    iteration: its number in Megatron's log. config: completed. began: when (perf_counter); waited: for its plan
+    iteration: its number in Megatron's log. config: completed. step_start: when (perf_counter); waited: for its plan
     (seconds). corpora: names of those that train, in the stream's order.
     """
     from megatron.training.utils import is_last_rank
@@ -110,16 +110,16 @@ def stepped(
         figures = step_figures(batches, config.quadratic_at)
         figures |= {
             "plan_wait_ms": waited * 1e3,
-            "put_back": planned.put_back,
-            "above_spread": planned.above_spread,
-            "consumed_tokens": planned.trained,
-            "predicted_ms": planned.predicted_ms,
-            "arrival_ms": planned.arrival_ms,
-            **passes.figures(planned.stream, corpora),
+            "put_back": planned_iteration.put_back,
+            "above_spread": planned_iteration.above_spread,
+            "consumed_tokens": planned_iteration.trained,
+            "predicted_ms": planned_iteration.predicted_ms,
+            "arrival_ms": planned_iteration.arrival_ms,
+            **passes.figures(planned_iteration.stream, corpora),
         }
-        if config.log_plans and planned.plan is not None:
-            figures["lengths"] = plan_lengths(planned.plan)
-        part(Figures).pending = ({**figures, "iteration": iteration}, began)
+        if config.log_plans and planned_iteration.plan is not None:
+            figures["lengths"] = plan_lengths(planned_iteration.plan)
+        part(Figures).pending = ({**figures, "iteration": iteration}, step_start)
 
 
 def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,9 +135,9 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
         with never_fatal("the ranks' pace is not measured"):
             _warn(stragglers.after_iteration(int(signature.bind(*args, **kwargs).arguments["iteration"])))
         if state.pending is not None:
-            (figures, began), state.pending = state.pending, None
+            (figures, step_start), state.pending = state.pending, None
             with never_fatal(_NO_FIGURES):
-                seconds = time.perf_counter() - began
+                seconds = time.perf_counter() - step_start
                 gpus = torch.distributed.get_world_size()
                 skipped = int(signature.bind(*args, **kwargs).arguments["skipped_iter"])
                 figures |= state.progress.add(figures["iteration"], get_args().train_iters)
@@ -160,33 +160,33 @@ def _report(figures: dict[str, Any]) -> None:
 
     args, iteration, state = get_args(), figures["iteration"], part(Figures)
     warning = None
-    if (predicted := figures["predicted_ms"]) is not None:
-        warning = state.drift.add(predicted, figures["measured_ms"])
+    if (predicted_ms := figures["predicted_ms"]) is not None:
+        warning = state.drift.add(predicted_ms, figures["measured_ms"])
         if (arrival := figures["arrival_ms"]) is not None:
-            state.predicted = state.predicted[0] + arrival, state.predicted[1] + predicted
+            state.predicted_ms = state.predicted_ms[0] + arrival, state.predicted_ms[1] + predicted_ms
     if figures.get("update_skipped"):
         state.thrown_away.update(iterations=1, documents=figures["documents"], tokens=figures["tokens"])
     with never_fatal("the log line is not printed"):
         if iteration % args.log_interval == 0:
-            gain = state.predicted[0] / state.predicted[1] if state.predicted[1] else None
+            gain = state.predicted_ms[0] / state.predicted_ms[1] if state.predicted_ms[1] else None
             print(log_line(figures, state.drift.scale, state.thrown_away, gain=gain), flush=True)
             state.thrown_away.clear()
         if warning is not None:
-            alone = "no rank computes slower alone: look at the network, or at work that plans do not count"
-            _warn(f"{warning}; {stragglers.name_slowest() or alone}")
+            no_rank = "no rank computes slower alone: look at the network, or at work that plans do not count"
+            _warn(f"{warning}; {stragglers.name_slowest() or no_rank}")
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
-    shown = {f"wlb/{name}": value for name, value in figures.items() if name not in _LONG}
+    scalars = {f"wlb/{name}": value for name, value in figures.items() if name not in _LONG}
     if writer and iteration % args.tensorboard_log_interval == 0:
         with never_fatal("TensorBoard gets no figures of plans"):
-            _add_scalars(writer, shown, iteration)
+            _add_scalars(writer, scalars, iteration)
     if wandb:
         with never_fatal("Weights & Biases gets no figures of plans"):
-            wandb.log(shown, iteration)
+            wandb.log(scalars, iteration)
     if args.wlb_log:
         with never_fatal(f"--wlb-log {args.wlb_log} cannot be written"):
             # The epochs of a blend of thousands are long: they stand in the lines that are logged, too.
-            kept = figures if iteration % args.log_interval == 0 else {**figures, "epochs": None}
-            append_line(args.wlb_log, json.dumps(kept))
+            line_figures = figures if iteration % args.log_interval == 0 else {**figures, "epochs": None}
+            append_line(args.wlb_log, json.dumps(line_figures))
 
 
 def _warn(warning: str | None) -> None:
@@ -194,11 +194,11 @@ def _warn(warning: str | None) -> None:
         print(f"WARNING: wlb_megatron: {warning}", flush=True)
 
 
-def _add_scalars(writer: Any, shown: dict[str, Any], iteration: int) -> None:
-    for name, value in shown.items():
+def _add_scalars(writer: Any, scalars: dict[str, Any], iteration: int) -> None:
+    for name, value in scalars.items():
         if isinstance(value, int | float):
             writer.add_scalar(name, value, iteration)
-    for kind, count in shown["wlb/shardings"].items():
+    for kind, count in scalars["wlb/shardings"].items():
         writer.add_scalar(f"wlb/sharding-{kind}", count, iteration)
 
 
@@ -206,10 +206,10 @@ def append_line(path: str, line: str) -> None:
     """Append a whole line or nothing. OSError where it cannot be written, as on a full disk."""
     with open(path, "ab", buffering=0) as lines:
         size = lines.tell() if lines.seekable() else None
-        left = memoryview(f"{line}\n".encode())
+        unwritten = memoryview(f"{line}\n".encode())
         try:
-            while left:
-                left = left[lines.write(left) :]
+            while unwritten:
+                unwritten = unwritten[lines.write(unwritten) :]
         except OSError:
             if size is not None:
                 lines.truncate(size)
@@ -285,39 +285,39 @@ def plan_lengths(plan: IterationPlan) -> list[list[list[int]]]:
 
 def step_figures(batches: Sequence[LoadedMicroBatch], quadratic_at: float) -> dict[str, Any]:
     """The plan's summary with what only the shard plans know (of this data-parallel rank's micro-batches)."""
-    planned = [batch.planned for batch in batches]
-    shares = [work_per_rank(item.shard, quadratic_at) for item in planned]
+    micro_batches = [batch.planned for batch in batches]
+    shares = [work_per_rank(item.shard, quadratic_at) for item in micro_batches]
     mean = sum(sum(share) / len(share) for share in shares)
-    real = [sum(piece.tokens for piece in item.pieces if piece.document >= 0) for item in planned]
-    total = sum(item.shard.tokens for item in planned)
+    real = [sum(piece.tokens for piece in item.pieces if piece.document >= 0) for item in micro_batches]
+    total = sum(item.shard.tokens for item in micro_batches)
     return {
-        **asdict(planned[0].summary),
+        **asdict(micro_batches[0].summary),
         "cp_imbalance": sum(max(share) for share in shares) / mean,
         "padding": total - sum(real),
-        "plan_ms": planned[0].plan_seconds * 1e3,
-        "micro_batch_tokens": [item.shard.tokens for item in planned],
+        "plan_ms": micro_batches[0].plan_seconds * 1e3,
+        "micro_batch_tokens": [item.shard.tokens for item in micro_batches],
         "micro_batch_work": [sum(share) for share in shares],
-        **({"targets": planned[0].predictions[0]} if planned[0].predictions else {}),
-        "shardings": dict(Counter(item.shard.kind for item in planned if item.shard.kind)),
-        **_groups(planned),
-        **_chunks(planned),
+        **({"targets": micro_batches[0].predictions[0]} if micro_batches[0].predictions else {}),
+        "shardings": dict(Counter(item.shard.kind for item in micro_batches if item.shard.kind)),
+        **_groups(micro_batches),
+        **_chunks(micro_batches),
     }
 
 
-def _chunks(planned: Sequence[PlannedMicroBatch]) -> dict[str, Any]:
+def _chunks(micro_batches: Sequence[PlannedMicroBatch]) -> dict[str, Any]:
     """With documents in chunks: sizes of this rank's groups, and the document that each micro-batch has a chunk of."""
-    sizes = planned[0].chunk_groups
+    sizes = micro_batches[0].chunk_groups
     if not sizes:
         return {}
     return {
         "chunk_groups": list(sizes),
-        "chunks_of": documents_in_chunks([micro_batch.pieces for micro_batch in planned]),
+        "chunks_of": documents_in_chunks([micro_batch.pieces for micro_batch in micro_batches]),
     }
 
 
-def _groups(planned: Sequence[PlannedMicroBatch]) -> dict[str, Any]:
+def _groups(micro_batches: Sequence[PlannedMicroBatch]) -> dict[str, Any]:
     """With dynamic groups: this rank's, whose plan it is, and its predicted speed-up over fixed groups."""
-    groups = [item.group for item in planned if item.group is not None]
+    groups = [item.group for item in micro_batches if item.group is not None]
     if not groups:
         return {}
     first = groups[0]

@@ -77,9 +77,15 @@ def _predict(
 ) -> float:
     tokens, attention = _loads(plan, shards, model, dp_rank, alignment)
     (orders,) = orders_of([plan], in_step=in_step)
-    cut = np.broadcast_to(cut_of(shards)[:, None], tokens.shape)  # of this rank's; others' are like them
-    again = None if memory is None else _recomputed(memory, model, dp_rank, alignment, plan, orders, in_step)
-    times = run_steps(tokens, attention, model, blocking=True, cut=cut, orders=orders, recomputed=again)
+    call_cuts = np.broadcast_to(
+        cut_of(shards)[:, None], tokens.shape
+    )  # of this rank's; others' are like them
+    recomputed_layers = (
+        None if memory is None else _recomputed(memory, model, dp_rank, alignment, plan, orders, in_step)
+    )
+    times = run_steps(
+        tokens, attention, model, blocking=True, cut=call_cuts, orders=orders, recomputed=recomputed_layers
+    )
     return float(times.steps[0]) / 1e6
 
 
@@ -106,8 +112,8 @@ def _recomputed(
     available = [memory.available(stage) for stage in range(layout.pp)]
     if len(columns) * layout.pp > MOST_PLANNED and not in_step:
         columns, orders = columns[dp_rank : dp_rank + 1], orders[dp_rank : dp_rank + 1]
-    kept = recomputed_array(plan_step_layers(columns, orders, stages, available, in_step=in_step))
-    return np.broadcast_to(kept, (layout.dp, *kept.shape[1:]))[None]
+    layers = recomputed_array(plan_step_layers(columns, orders, stages, available, in_step=in_step))
+    return np.broadcast_to(layers, (layout.dp, *layers.shape[1:]))[None]
 
 
 MOST_PLANNED = 64
@@ -202,14 +208,14 @@ class ArrivalOrder:
         filled, self._left = cut_windows(items, self._window, windows, len(items))
         if filled:
             grid = in_given_order(freeze(filled, windows, self._cost), self._dp)
-            predicted = self._predict(IterationPlan(plan.iteration, (), grid, ()))
-            if predicted is None:
+            predicted_ms = self._predict(IterationPlan(plan.iteration, (), grid, ()))
+            if predicted_ms is None:
                 return None
-            self._taken += predicted
-        packed = self._arrived - price([item.piece for item in self._left], self._cost)
-        trained = self._before + self._arrived - price(plan.waiting, self._cost)
-        told, self._told = self._told, self._taken * trained / max(1, packed)
-        return self._told - told
+            self._taken += predicted_ms
+        packed_work = self._arrived - price([item.piece for item in self._left], self._cost)
+        trained_work = self._before + self._arrived - price(plan.waiting, self._cost)
+        told_before, self._told = self._told, self._taken * trained_work / max(1, packed_work)
+        return self._told - told_before
 
     def _predict(self, plan: IterationPlan) -> float | None:
         of = self._settings
@@ -281,8 +287,10 @@ def _loads(
     )
     counts = np.array([len(micro_batch) for row in pieces for micro_batch in row])
     begins = np.concatenate(([0], np.cumsum(counts)[:-1]))
-    whole = np.append(model.table.diagonal_ns(lengths), 0)  # an empty micro-batch may come last
-    prices = np.where(counts > 0, np.add.reduceat(whole, begins), 0).reshape(tokens.shape) + model.table.call
+    whole_ns = np.append(model.table.diagonal_ns(lengths), 0)  # an empty micro-batch may come last
+    prices = (
+        np.where(counts > 0, np.add.reduceat(whole_ns, begins), 0).reshape(tokens.shape) + model.table.call
+    )
     ways = []
     for times in model.attention(shards):
         slowest = times.max(axis=1)

@@ -47,20 +47,20 @@ class Pace:
 
 @dataclass(slots=True)
 class Stragglers:
-    """store: of all ranks' latest measurements. named: what the log has said last, by rank and kind of work."""
+    """store: of all ranks' latest measurements. reported: what the log has said last, by rank and kind of work."""
 
     store: Any = None
     slowest: Pace | None = None
     excess: float = 0.0
-    named: tuple[int, str, float] | None = None
+    reported: tuple[int, str, float] | None = None
 
 
 def after_iteration(iteration: int) -> str | None:
     """To be called by every rank after each iteration: measures, and sends the times to the last rank, which reads
     them one iteration later. A warning there, where a rank is slower than the others, or no longer."""
     state = part(Stragglers)
-    due = iteration == FIRST or iteration % EVERY == 0
-    if due:
+    measures = iteration == FIRST or iteration % EVERY == 0
+    if measures:
         if state.store is None:
             state.store = common_store("pace")
         state.store.set(str(dist.get_rank()), json.dumps(_measure()))
@@ -69,28 +69,33 @@ def after_iteration(iteration: int) -> str | None:
     if iteration - 1 == FIRST or (iteration - 1) % EVERY == 0:
         keys = [str(rank) for rank in range(dist.get_world_size())]
         if state.store.check(keys):  # else a rank is an iteration behind: next time
-            return judge([Pace(at, *json.loads(text)) for at, text in enumerate(state.store.multi_get(keys))])
+            return judge(
+                [
+                    Pace(rank_number, *json.loads(text))
+                    for rank_number, text in enumerate(state.store.multi_get(keys))
+                ]
+            )
     return None
 
 
 def judge(paces: Sequence[Pace]) -> str | None:
     """Remember the slowest rank; a line where it is another than before, or slower by more than LIMIT."""
     state = part(Stragglers)
-    worst = None
+    outlier = None
     for kind in ("device_ms", "host_ms"):
         usual = median(getattr(pace, kind) for pace in paces)
         slowest = max(paces, key=lambda pace: getattr(pace, kind))
         excess = getattr(slowest, kind) / usual - 1 if usual > 0 else 0.0
-        if worst is None or excess > worst[2]:
-            worst = slowest, kind, excess
-    assert worst is not None
-    slowest, kind, excess = worst
+        if outlier is None or excess > outlier[2]:
+            outlier = slowest, kind, excess
+    assert outlier is not None
+    slowest, kind, excess = outlier
     state.slowest, state.excess = slowest, excess
-    before, state.named = state.named, (slowest.rank, kind, excess) if excess > LIMIT else None
-    if state.named is None:
+    before, state.reported = state.reported, (slowest.rank, kind, excess) if excess > LIMIT else None
+    if state.reported is None:
         return "no rank is slower than the others any more" if before is not None else None
-    if before is not None and before[:2] == state.named[:2] and abs(before[2] - excess) <= LIMIT:
-        state.named = before
+    if before is not None and before[:2] == state.reported[:2] and abs(before[2] - excess) <= LIMIT:
+        state.reported = before
         return None
     return f"{name_slowest()}; every step waits for it"
 
@@ -98,9 +103,9 @@ def judge(paces: Sequence[Pace]) -> str | None:
 def name_slowest() -> str | None:
     """The slowest rank at the last measurement, if it stands out."""
     state = part(Stragglers)
-    if state.named is None or state.slowest is None:
+    if state.reported is None or state.slowest is None:
         return None
-    pace, work = state.slowest, {"device_ms": "matrix products", "host_ms": "Python"}[state.named[1]]
+    pace, work = state.slowest, {"device_ms": "matrix products", "host_ms": "Python"}[state.reported[1]]
     return (
         f"rank {pace.rank} on {pace.host} ({pace.device}) takes {state.excess:.0%} longer than the median of all ranks "
         f"for the same {work}"
@@ -127,15 +132,15 @@ def _measure() -> tuple[str, str, float, float]:
     matrix = torch.ones(size, size, device=device, dtype=kind) / size
     device_times, host_times = [], []
     for _ in range(_REPEATS + 1):  # the first warms up
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(_PRODUCTS):
             matrix = matrix @ matrix
         if on_gpu:
             torch.cuda.synchronize(device)
-        device_times.append(time.perf_counter() - began)
-        began = time.perf_counter()
+        device_times.append(time.perf_counter() - start)
+        start = time.perf_counter()
         sum(range(_LOOPS))
-        host_times.append(time.perf_counter() - began)
+        host_times.append(time.perf_counter() - start)
     return socket.gethostname(), name, 1e3 * min(device_times[1:]), 1e3 * min(host_times[1:])
 
 
@@ -158,15 +163,15 @@ class Drift:
         self._told = 1.0  # the pace that the log knows
         self._moved = 0  # iterations since the median has
 
-    def add(self, predicted: float, measured: float) -> str | None:
+    def add(self, predicted_ms: float, measured_ms: float) -> str | None:
         """Milliseconds of one iteration. A warning where the last WINDOW iterations' median has moved by more than
         LIMIT of the scale since the last warning, or since the first iterations."""
-        if not (predicted > 0 and measured > 0):
+        if not (predicted_ms > 0 and measured_ms > 0):
             return None
         self._seen += 1
         if self._seen < CALIBRATION[0]:
             return None
-        self._ratios.append(measured / predicted)
+        self._ratios.append(measured_ms / predicted_ms)
         if self.scale is None:
             if len(self._ratios) < CALIBRATION[1]:
                 return None
@@ -183,7 +188,7 @@ class Drift:
         if abs(now - 1) <= LIMIT:
             return f"the last {WINDOW} iterations took as long as the run's first ones again"
         slower = "longer" if now > 1 else "shorter"
-        cost = abs(now - 1) * self.scale * predicted
+        cost = abs(now - 1) * self.scale * predicted_ms
         return (
             f"the last {WINDOW} iterations took {abs(now - 1):.0%} {slower} than predicted ({cost:,.0f} ms each), "
             "compared with the run's first ones"

@@ -52,7 +52,7 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args, get_timers
 
         level, timers = get_args().timing_log_level, get_timers()
-        names = [name for name, least in LEVELS.items() if least <= level]
+        names = [name for name, minimum in LEVELS.items() if minimum <= level]
         if names and not hasattr(timers.log, "names"):
             timers.log, timers.write = _continued(timers.log, names), _continued(timers.write, names)
         on_wait = _on_gpu if get_args().distributed_backend == "nccl" else _on_host
@@ -76,9 +76,9 @@ def _continued(method: Callable[..., Any], names: list[str]) -> Callable[..., An
 
 
 def _on_host(wait: Callable[[], Any]) -> None:
-    began = time.perf_counter()
+    start = time.perf_counter()
     wait()
-    add("wlb-key-exchange", time.perf_counter() - began)
+    add("wlb-key-exchange", time.perf_counter() - start)
 
 
 def _on_gpu(wait: Callable[[], Any]) -> None:

@@ -136,17 +136,17 @@ def _id(output: Any) -> int:
 
 @dataclass(slots=True)
 class Tracing:
-    """due: what the next training step is traced for, if it is. recorder: of the traced iteration, while it runs."""
+    """next_traced: what the next step is traced for, if it is. recorder: of the traced iteration, while it runs."""
 
-    due: Traced | None = None
+    next_traced: Traced | None = None
     recorder: Recorder | None = None
 
 
 def begin_step() -> None:
     """Called before each training step. (Evaluation may run between two, and is not recorded.)"""
     tracing = part(Tracing)
-    if tracing.due is not None:
-        tracing.recorder, tracing.due = Recorder(tracing.due.on_gpu), None
+    if tracing.next_traced is not None:
+        tracing.recorder, tracing.next_traced = Recorder(tracing.next_traced.on_gpu), None
 
 
 def begin_micro_batch(index: int) -> None:
@@ -196,7 +196,7 @@ def after_iteration(
     if traced is None:
         return
     if iteration + 1 == traced.iteration:
-        tracing.due = traced
+        tracing.next_traced = traced
     elif tracing.recorder is not None:
         recorder, tracing.recorder = tracing.recorder, None
         with never_fatal("--wlb-trace writes nothing"):
@@ -227,10 +227,10 @@ def _send(recorder: Recorder, store: Any, documents: Sequence[int]) -> None:
 
 def _gather(store: Any) -> list[IntArray]:
     """What the ranks have sent, in rank order. TimeoutError where one has not within PATIENCE."""
-    until = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + PATIENCE
     tables = []
     for rank in range(dist.get_world_size()):
-        if not wait_for(store, str(rank), lambda: time.monotonic() > until):
+        if not wait_for(store, str(rank), lambda: time.monotonic() > deadline):
             raise TimeoutError(f"rank {rank} has not sent its times within {PATIENCE} s")
         tables.append(np.frombuffer(store.get(str(rank)), dtype=np.int64).reshape(-1, 5))
     return tables
@@ -242,11 +242,11 @@ def _write(traced: Traced, ranks: list[IntArray]) -> None:
     zero = min(int(rows[:, 1].min()) for rows in calls if len(rows))
     groups: dict[int, list[Event]] = {}
     documents: dict[int, list[int]] = {}
-    for rows, timed in zip(ranks, calls, strict=True):
+    for rows, rank_calls in zip(ranks, calls, strict=True):
         data, stage, context, tensor, count = rows[0].tolist()
         documents[data] = rows[1 : 1 + count, 0].tolist() or documents.get(data, [])
         row = (stage * cp + context) * tp + tensor
-        for backward, begin, end, micro_batch, chunk in timed.tolist():
+        for backward, begin, end, micro_batch, chunk in rank_calls.tolist():
             event = Event(row, micro_batch, bool(backward), begin - zero, end - zero, chunk)
             groups.setdefault(data, []).append(event)
 

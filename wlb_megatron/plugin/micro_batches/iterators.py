@@ -5,16 +5,18 @@ from __future__ import annotations
 import atexit
 import errno
 import inspect
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
+from wlb_megatron.plugin.micro_batches.planning import PlannedIteration
 from wlb_megatron.plugin.ranks import failures
 from wlb_megatron.refusals import RefusedHere
 
@@ -30,15 +32,18 @@ class MicroBatchIterator:
     def __init__(
         self,
         loader: DataLoader[LoadedMicroBatch],
-        trained: Callable[[list[LoadedMicroBatch], bool], None] | None = None,
+        on_trained: Callable[[list[LoadedMicroBatch], bool], None] | None = None,
         rehearsal: Any = None,
         equal_tokens: int = 0,
         *,
         defers_losses: bool = False,
     ) -> None:
-        """trained: called with the micro-batches of a step when it is done, and whether it was skipped. rehearsal: what
+        """Iterate over the loader.
+
+        on_trained: called with the micro-batches of a step when it is done, and whether it was skipped. rehearsal: what
         step/rehearsal.py runs first. equal_tokens: by how many tokens a step's gradients are divided for each of
-        Megatron's micro-batches; 0: by the tokens that the step has. defers_losses: see deferred_losses.py."""
+        Megatron's micro-batches; 0: by the tokens that the step has. defers_losses: see deferred_losses.py.
+        """
         self.equal_tokens = equal_tokens
         self.defers_losses = defers_losses
         try:
@@ -50,7 +55,7 @@ class MicroBatchIterator:
                 True  # what is half made has none, and its destructor asks
             )
             raise RefusedHere(f"{SHARED_MEMORY_FULL} ({error})") from None
-        self._trained = trained
+        self._trained = on_trained
         self._rehearsal = rehearsal
         self._began: float | None = None
         self._drawn: deque[LoadedMicroBatch | Exception] = deque()
@@ -73,9 +78,9 @@ class MicroBatchIterator:
     def __next__(self) -> LoadedMicroBatch:
         self._began = self._began or time.perf_counter()
         try:
-            drawn = self._drawn.popleft() if self._drawn else next(self._iterator)
-            if isinstance(drawn, Exception):
-                raise drawn
+            micro_batch = self._drawn.popleft() if self._drawn else next(self._iterator)
+            if isinstance(micro_batch, Exception):
+                raise micro_batch
         except StopIteration:
             raise
         except WlbError as error:
@@ -86,17 +91,17 @@ class MicroBatchIterator:
         except Exception:
             failures.tell("it cannot draw its next micro-batch, and its own error says why")
             raise
-        return drawn
+        return micro_batch
 
     def take_began(self) -> float:
         """When the first micro-batch of the step was asked for (time.perf_counter)."""
-        began, self._began = self._began, None
-        return began or time.perf_counter()
+        start, self._began = self._began, None
+        return start or time.perf_counter()
 
     def take_rehearsal(self) -> Any:
         """What to rehearse, the first time it is asked for."""
-        taken, self._rehearsal = self._rehearsal, None
-        return taken
+        rehearsal, self._rehearsal = self._rehearsal, None
+        return rehearsal
 
     def after_step(self, batches: list[LoadedMicroBatch], *, skipped: bool = False) -> None:
         if self._trained is not None:
@@ -116,32 +121,59 @@ class MicroBatchIterator:
             self._drawn.append(error)  # is the next step's; a loader asked again passes over what failed
 
 
-class Repeated(Protocol):
-    """An evaluation's iterations, see provider.Again."""
+class RepeatedIterations(Iterable[PlannedIteration]):
+    """An evaluation's iterations over and over, each time from the first one. Of a set of three iterations an
+    evaluation of four takes 0 1 2 0, and so does the next one.
 
-    wanted: bool
+    An iteration is planned when the first evaluation comes to it. Planned at the start of a job of thousands of ranks,
+    100 of them would take a minute in which all GPUs wait, for a test set that few jobs come to, too.
 
-    def __len__(self) -> int: ...
+    started: an evaluation has come; before that, none are given out.
+    """
+
+    def __init__(self, coming: Iterator[PlannedIteration], iterations: int | None) -> None:
+        """iterations: of an evaluation; None: all that come."""
+        self._coming, self._iterations = coming, iterations
+        self.started = False
+        self._planned: list[PlannedIteration] = []
+
+    def __len__(self) -> int:
+        """How many come; plans them all."""
+        self._planned.extend(self._coming)
+        return len(self._planned)
+
+    def __iter__(self) -> Iterator[PlannedIteration]:
+        while self.started:
+            for number in itertools.count() if self._iterations is None else range(self._iterations):
+                if number >= len(self._planned):
+                    self._planned.extend(itertools.islice(self._coming, 1))
+                if number >= len(self._planned) and self._iterations is None:
+                    break
+                yield self._planned[number % len(self._planned)]
 
 
 class EvaluationIterator(MicroBatchIterator):
-    """Over a set, again and again; its length is the number of iterations that cover the set once. full: an evaluation
-    takes so many.
+    """Over a set, again and again; its length is the number of iterations that cover the set once.
+    covers_set: an evaluation takes so many.
 
     The loader's workers are forked at once, before threads hold locks. A loader draws as soon as it is iterated, so
     what it iterates first is empty: plans are made from the first draw on.
     """
 
     def __init__(
-        self, loader: DataLoader[LoadedMicroBatch], iterations: Repeated, *, full: bool = False
+        self,
+        loader: DataLoader[LoadedMicroBatch],
+        iterations: RepeatedIterations,
+        *,
+        covers_set: bool = False,
     ) -> None:
         super().__init__(loader)
-        self.full = full
+        self.covers_set = covers_set
         self._loader, self._iterations = loader, iterations
 
     def __next__(self) -> LoadedMicroBatch:
-        if not self._iterations.wanted:
-            self._iterations.wanted = True
+        if not self._iterations.started:
+            self._iterations.started = True
             self._iterator = iter(self._loader)  # with the same workers
         return super().__next__()
 
@@ -196,7 +228,7 @@ def wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = signature.bind(*args, **kwargs).arguments
         iterators = arguments["data_iterator"]
         iterator = planned_iterator(iterators[0] if isinstance(iterators, list) else iterators)
-        if isinstance(iterator, EvaluationIterator) and iterator.full:
+        if isinstance(iterator, EvaluationIterator) and iterator.covers_set:
             arguments["eval_iters"] = len(iterator)
         return original(**arguments)
 

@@ -112,43 +112,43 @@ def share(parts: DataclassInstance) -> None:
             share(value)
 
 
-def from_plan(planned: PlannedMicroBatch, layout: Layout) -> LoadedMicroBatch:
+def from_plan(micro_batch: PlannedMicroBatch, layout: Layout) -> LoadedMicroBatch:
     """All that is made from the plan alone; `held` is left out."""
-    layout, real = layout.within(planned.group), _whole_lengths(planned)
-    if planned.group is not None:
+    layout, real = layout.within(micro_batch.group), _whole_lengths(micro_batch)
+    if micro_batch.group is not None:
         # Megatron sums over all ranks and divides by the context-parallel size: one rank reports, so many times.
         real = np.tile(real, layout.cp_size) if layout.cp_rank == 0 and len(real) else np.zeros(1, np.int64)
     padding = document_of = None
     if layout.routes:
-        padding = torch.from_numpy(padding_mask(planned, layout.cp_rank))[None]
+        padding = torch.from_numpy(padding_mask(micro_batch, layout.cp_rank))[None]
     if layout.by_document:
-        rows = planned.shard.ranks[layout.cp_rank]
+        rows = micro_batch.shard.ranks[layout.cp_rank]
         document_of = torch.from_numpy(np.repeat(rows[:, 0], rows[:, 2] - rows[:, 1]).astype(np.int64))
     return LoadedMicroBatch(
-        planned,
+        micro_batch,
         layout,
-        attention_layout(planned.shard, layout.cp_rank, layout.window),
+        attention_layout(micro_batch.shard, layout.cp_rank, layout.window),
         torch.from_numpy(np.concatenate(([0], np.cumsum(real))).astype(np.int64)),
         padding_mask=padding,
         document_of=document_of,
     )
 
 
-def _whole_lengths(planned: PlannedMicroBatch) -> np.ndarray:
+def _whole_lengths(micro_batch: PlannedMicroBatch) -> np.ndarray:
     """int64[n]: tokens of the documents that end here, those of earlier chunks included; padding left out.
 
     Counted so, a step's tokens and squared lengths are the documents', in however many chunks they came.
     """
-    lengths = planned.shard.prefixes + planned.shard.lengths
-    last = len(lengths) - (planned.pieces[-1].document == PADDING)
+    lengths = micro_batch.shard.prefixes + micro_batch.shard.lengths
+    last = len(lengths) - (micro_batch.pieces[-1].document == PADDING)
     ends = np.ones(last, dtype=bool)
-    if planned.shard.chunks is not None:
-        ends[planned.shard.chunks.continued] = False
+    if micro_batch.shard.chunks is not None:
+        ends[micro_batch.shard.chunks.continued] = False
     return lengths[:last][ends]
 
 
-def padding_mask(planned: PlannedMicroBatch, rank: int) -> np.ndarray:
+def padding_mask(micro_batch: PlannedMicroBatch, rank: int) -> np.ndarray:
     """bool[t]: which of the tokens that the rank holds are padding, in the order it holds them."""
-    last = planned.pieces[-1].document == PADDING
-    rows = planned.shard.ranks[rank]
-    return np.repeat(last & (rows[:, 0] == len(planned.pieces) - 1), rows[:, 2] - rows[:, 1])
+    last = micro_batch.pieces[-1].document == PADDING
+    rows = micro_batch.shard.ranks[rank]
+    return np.repeat(last & (rows[:, 0] == len(micro_batch.pieces) - 1), rows[:, 2] - rows[:, 1])

@@ -163,9 +163,9 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
             )
             for index, (pieces, shard_plan) in enumerate(zip(padded, shards, strict=True))
         )
-        predicted = None if settings.predict is None else settings.predict(plan, shards)
+        predicted_ms = None if settings.predict is None else settings.predict(plan, shards)
         arrival = None if in_arrival_order is None else in_arrival_order(plan)
-        yield planned_iteration(planner, micro_batches, digest, predicted, plan, arrival)
+        yield planned_iteration(planner, micro_batches, digest, predicted_ms, plan, arrival)
 
 
 def planned_iteration(
@@ -204,8 +204,8 @@ def layer_loads(plan: IterationPlan, settings: ShardSettings) -> tuple[Load, ...
     if not settings.keeps_layers:
         return ()
     columns = list(zip(*plan.micro_batches, strict=True))
-    chosen = columns if settings.in_step else [columns[settings.dp_rank]]
-    loads = [loads_of(column, settings.alignment, settings.cp_size) for column in chosen]
+    rank_columns = columns if settings.in_step else [columns[settings.dp_rank]]
+    loads = [loads_of(column, settings.alignment, settings.cp_size) for column in rank_columns]
     return tuple(joined_loads(loads) if settings.in_step else loads[0])
 
 
@@ -241,8 +241,8 @@ class PlanAhead:
 
     def _run(self) -> None:
         try:
-            for planned in self._make():
-                self._made.put(planned)
+            for iteration in self._make():
+                self._made.put(iteration)
             self._made.put(None)
         except BaseException as error:
             self._made.put(error)
@@ -251,20 +251,20 @@ class PlanAhead:
         # Started here, at the first item asked for: by then the loader has forked its workers.
         self._thread = threading.Thread(target=self._run, name="wlb-planning", daemon=True)
         self._thread.start()
-        while (planned := self._get()) is not None:
-            if isinstance(planned, BaseException):
-                raise planned
-            yield planned
+        while (iteration := self._get()) is not None:
+            if isinstance(iteration, BaseException):
+                raise iteration
+            yield iteration
 
     def _get(self) -> PlannedIteration | BaseException | None:
         self._check()
         self._asked = time.perf_counter()
         self._steps.append(self._asked - self._got)
-        planned = self._made.get()
+        iteration = self._made.get()
         self._got = time.perf_counter()
         self._waited += self._got - self._asked
         self._asked = None
-        return planned
+        return iteration
 
     def close(self, seconds: float = 60.0) -> None:
         """End the thread, where the iterator looks at `closing`: one that waits in a collective must not outlive
@@ -291,8 +291,8 @@ class PlanAhead:
     @property
     def waiting(self) -> float:
         """Seconds that training has been waiting for a plan by now; 0 where it is not."""
-        asked = self._asked
-        return 0.0 if asked is None else time.perf_counter() - asked
+        asked_at = self._asked
+        return 0.0 if asked_at is None else time.perf_counter() - asked_at
 
     def take_waited(self) -> float:
         """Seconds that training has waited for plans since this was last asked."""

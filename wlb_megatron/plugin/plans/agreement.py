@@ -66,11 +66,11 @@ class PlanAgreement:
         self.compare(_BEGIN, hashlib.blake2b("\n".join(decisive).encode(), digest_size=8).digest(), wait=True)
         self.started = False
 
-    def see(self, planned: PlannedIteration, dp_rank: int) -> None:
+    def see(self, planned_iteration: PlannedIteration, dp_rank: int) -> None:
         """Compare a planned iteration, if it is due, before any of it trains: ranks that cut a micro-batch differently
         would wait in its exchange for ever. The first one is waited for. dp_rank: data-parallel rank, whose
         micro-batches are cut alike on all ranks that have it."""
-        micro_batches = planned.micro_batches
+        micro_batches = planned_iteration.micro_batches
         iteration, group = micro_batches[0].iteration, micro_batches[0].group
         first = not self.started
         if not first and iteration % EVERY:
@@ -78,7 +78,7 @@ class PlanAgreement:
         # Dynamic groups change with each micro-batch: the first one's stands for all.
         shared = f"cuts of {dp_rank}" if group is None else f"cuts from rank {group.start}"
         shards = [micro_batch.shard for micro_batch in micro_batches[: None if group is None else 1]]
-        self.compare(iteration, planned.digest, {shared: digest_of_cuts(shards)}, wait=first)
+        self.compare(iteration, planned_iteration.digest, {shared: digest_of_cuts(shards)}, wait=first)
 
     def compare(
         self, iteration: int, digest: bytes, shared: Mapping[str, bytes] | None = None, *, wait: bool = False
@@ -94,10 +94,12 @@ class PlanAgreement:
             if self._store.add(f"{iteration}/{what}/{mine.hex()}", 1) > 1:
                 continue
             # The first of these: so many digests are there now, and this is whose.
-            at = self._store.add(f"{iteration}/{what}/digests", 1)
-            self._store.set(f"{iteration}/{what}/digest {at}", f"{mine.hex()} {_who()}")
-            keys += [f"{iteration}/{what}/{key}" for key in (mine.hex(), "digests", f"digest {at}")]
-            if at > 1:
+            digest_number = self._store.add(f"{iteration}/{what}/digests", 1)
+            self._store.set(f"{iteration}/{what}/digest {digest_number}", f"{mine.hex()} {_who()}")
+            keys += [
+                f"{iteration}/{what}/{key}" for key in (mine.hex(), "digests", f"digest {digest_number}")
+            ]
+            if digest_number > 1:
                 self._store.set(f"{iteration}/{'plans' if what == _PLANS else 'cuts'} apart", what)
         if self._store.add(f"{iteration}/all", 1) == self._ranks:
             # Every rank has counted itself under its digests before it counted here.
@@ -112,12 +114,12 @@ class PlanAgreement:
             return
         answer = f"{self._pending}/answer"
         if wait:
-            until = time.monotonic() + _PATIENCE
-            if not wait_for(self._store, answer, lambda: time.monotonic() > until):
-                done = "begun" if self._pending == _BEGIN else f"planned iteration {self._pending}"
+            deadline = time.monotonic() + _PATIENCE
+            if not wait_for(self._store, answer, lambda: time.monotonic() > deadline):
+                event = "begun" if self._pending == _BEGIN else f"planned iteration {self._pending}"
                 raise RuntimeError(
-                    f"wlb_megatron: not every rank has {done} within {_PATIENCE:.0f} s of this one: see the log of the "
-                    "rank that stopped"
+                    f"wlb_megatron: not every rank has {event} within {_PATIENCE:.0f} s of this one: see the log of "
+                    "the rank that stopped"
                 )
         elif not self._store.check([answer]):
             return
@@ -145,11 +147,11 @@ class PlanAgreement:
 
     def _apart(self, iteration: int, what: str) -> str:
         kinds, variants = self._store.add(f"{iteration}/{what}/digests", 0), []
-        for at in range(1, min(kinds, NAMED_VARIANTS) + 1):
-            digest, who = self._store.get(f"{iteration}/{what}/digest {at}").decode().split(" ", 1)
+        for number in range(1, min(kinds, NAMED_VARIANTS) + 1):
+            digest, who = self._store.get(f"{iteration}/{what}/digest {number}").decode().split(" ", 1)
             variants.append(f"{self._store.add(f'{iteration}/{what}/{digest}', 0)} as {who}")
-        more = f", and {kinds - NAMED_VARIANTS} other variants" if kinds > NAMED_VARIANTS else ""
-        return f"{'; '.join(variants)}{more}"
+        suffix = f", and {kinds - NAMED_VARIANTS} other variants" if kinds > NAMED_VARIANTS else ""
+        return f"{'; '.join(variants)}{suffix}"
 
 
 def _who() -> str:
@@ -164,13 +166,13 @@ def shared_gpu(name: str) -> str:
     names = [name] * dist.get_world_size()
     dist.all_gather_object(names, name)
     ranks = Counter(names)
-    chosen = min(ranks)
+    common_gpu = min(ranks)
     if len(ranks) > 1 and dist.get_rank() == 0:
         counts = ", ".join(
             f"{ranks[gpu]} {gpu} (the first is rank {names.index(gpu)})" for gpu in sorted(ranks)
         )
         print(
-            f"> wlb_megatron: this job mixes GPUs: {counts}; all plan with the kernel times of {chosen}",
+            f"> wlb_megatron: this job mixes GPUs: {counts}; all plan with the kernel times of {common_gpu}",
             flush=True,
         )
-    return chosen
+    return common_gpu

@@ -25,25 +25,26 @@ MakeState = Callable[[], dict[str, Any]]
 
 @dataclass(slots=True)
 class PackingStates:
-    """loaded: the checkpoint's that Megatron has loaded; None if it has none, empty if it is damaged. text: the same as
-    it was saved. kept: makes the next checkpoint's, None before training. Called where one is saved: with fixed windows
-    over several global batches it is megabytes. computed: makes that of the iteration whose gradients are there but not
-    yet applied."""
+    """loaded_state: the checkpoint's that Megatron has loaded; None if it has none, empty if it is damaged. text: the
+    same as it was saved. make_next: makes the next checkpoint's, None before training. It is called when one is saved:
+    with fixed windows over several global batches the state is megabytes. make_unapplied: makes that of the iteration
+    whose gradients are there but not yet applied.
+    """
 
-    loaded: dict[str, Any] | None = None
+    loaded_state: dict[str, Any] | None = None
     text: str | None = None
-    kept: MakeState | None = None
-    computed: MakeState | None = None
+    make_next: MakeState | None = None
+    make_unapplied: MakeState | None = None
 
 
 def remember(state: MakeState) -> None:
     """Make what `state` returns part of the next checkpoint."""
-    part(PackingStates).kept = state
+    part(PackingStates).make_next = state
 
 
 def remember_if_applied(state: MakeState) -> None:
     """The same, once Megatron has applied the iteration's gradients."""
-    part(PackingStates).computed = state
+    part(PackingStates).make_unapplied = state
 
 
 def _sealed(state: dict[str, Any]) -> str:
@@ -68,12 +69,12 @@ def _opened(saved: Any) -> dict[str, Any]:
 def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     """generate_state_dict(args, ..) of arguments that hold the packing state: all that is saved goes through it."""
 
-    def generate_state_dict(args: Any, *rest: Any, **kwargs: Any) -> Any:
+    def generate_state_dict(args: Any, *positional: Any, **kwargs: Any) -> Any:
         states = part(PackingStates)
-        text = states.text if states.kept is None else _sealed(states.kept())
+        text = states.text if states.make_next is None else _sealed(states.make_next())
         if text is not None and not getattr(args, "wlb_off", True):
             setattr(args, ATTRIBUTE, text)
-        return original(args, *rest, **kwargs)
+        return original(args, *positional, **kwargs)
 
     return generate_state_dict
 
@@ -84,8 +85,8 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
         states = part(PackingStates)
-        if states.computed is not None:
-            states.kept, states.computed = states.computed, None
+        if states.make_unapplied is not None:
+            states.make_next, states.make_unapplied = states.make_unapplied, None
         return original(*args, **kwargs)
 
     return training_log
@@ -93,19 +94,19 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def loaded_state() -> dict[str, Any] | None:
     """The state of the checkpoint that Megatron has loaded, or None if it has none."""
-    return part(PackingStates).loaded
+    return part(PackingStates).loaded_state
 
 
 def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """_load_base_checkpoint(load_dir, args, ..) that keeps the packing state of what it reads, also where Megatron
     saves again before anything trains (--ckpt-convert-format)."""
 
-    def load_base_checkpoint(load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        result = original(load_dir, args, *rest, **kwargs)
+    def load_base_checkpoint(load_dir: Any, args: Any, *positional: Any, **kwargs: Any) -> Any:
+        result = original(load_dir, args, *positional, **kwargs)
         contents = result[0] if isinstance(result, tuple) else None
         if isinstance(contents, dict) and "args" in contents:
             states, saved = part(PackingStates), getattr(contents["args"], ATTRIBUTE, None)
-            states.loaded = None if saved is None else _opened(saved)
+            states.loaded_state = None if saved is None else _opened(saved)
             states.text = (
                 saved  # not into args, which Megatron prints after --use-checkpoint-args has read it
             )

@@ -32,10 +32,10 @@ def complete(job: TrainingJob) -> WlbConfig:
     if document is None:
         table = h100().scaled(heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim)
         document = document_cost(table.segment, model.layer_parameters) if job.device.on_gpu else 0.0
-    own = config.micro_batch_cost
-    if own is None:
-        own = micro_batch_cost(job).own
-    return replace(config, quadratic_at=balanced, document_cost=document, micro_batch_cost=own)
+    micro_batch = config.micro_batch_cost
+    if micro_batch is None:
+        micro_batch = micro_batch_cost(job).own
+    return replace(config, quadratic_at=balanced, document_cost=document, micro_batch_cost=micro_batch)
 
 
 def cost_model(job: TrainingJob) -> CostModel:

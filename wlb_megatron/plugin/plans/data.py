@@ -37,10 +37,10 @@ class MicroBatchSampler(Sampler[list[PlannedMicroBatch]]):
         self.passed: dict[int, PlannedIteration] = {}
 
     def __iter__(self) -> Iterator[list[PlannedMicroBatch]]:
-        for planned in self._iterations:
-            self._see(planned)
-            self.passed[planned.micro_batches[0].iteration] = planned
-            for micro_batch in planned.micro_batches:
+        for iteration in self._iterations:
+            self._see(iteration)
+            self.passed[iteration.micro_batches[0].iteration] = iteration
+            for micro_batch in iteration.micro_batches:
                 yield [micro_batch]
 
 
@@ -54,46 +54,46 @@ class PackedDocuments(Dataset[LoadedMicroBatch]):
         self._corpus = corpus
         self.layout = layout
 
-    def __getitem__(self, planned: PlannedMicroBatch) -> LoadedMicroBatch:
-        loaded = from_plan(planned, self.layout)
+    def __getitem__(self, micro_batch: PlannedMicroBatch) -> LoadedMicroBatch:
+        without_tokens = from_plan(micro_batch, self.layout)
         return (
-            replace(loaded, held=self._read(planned, loaded.layout.cp_rank))
+            replace(without_tokens, held=self._read(micro_batch, without_tokens.layout.cp_rank))
             if self.layout.reads_tokens
-            else loaded
+            else without_tokens
         )
 
-    def _read(self, planned: PlannedMicroBatch, rank: int) -> HeldTokens:
-        plan, rows = planned.shard, 1 + self.layout.follows
+    def _read(self, micro_batch: PlannedMicroBatch, rank: int) -> HeldTokens:
+        plan, rows = micro_batch.shard, 1 + self.layout.follows
         size = plan.tokens_per_rank[rank]
         tokens, labels, positions = (np.zeros((rows, size), dtype=np.int64) for _ in range(3))
         mask = np.zeros((rows, size), dtype=np.float32)
         positions[0] = plan.positions(rank)
         ends = plan.prefixes + plan.lengths + plan.rests
-        at = 0
+        offset = 0
         for index, start, end in plan.ranks[rank].tolist():
-            piece = planned.pieces[index]
+            piece = micro_batch.pieces[index]
             if piece.document != PADDING:
                 # One token more than held, for the last label. A document's last token predicts nothing; the
                 # last token of a piece cut off earlier still predicts the token that really follows it, so does a
                 # chunk's. Further rows go on into the next chunks, but not beyond the last one. Of a document of 7
                 # tokens the chunk [3, 6) has the rows 3 4 5, 4 5 6, 5 6 0.
-                first, whole = piece.start - piece.prefix + start, int(ends[index])
+                first, document_end = piece.start - piece.prefix + start, int(ends[index])
                 last = min(
-                    first + min(end + rows - 1, whole) - start + 1, self._corpus.length(piece.document)
+                    first + min(end + rows - 1, document_end) - start + 1, self._corpus.length(piece.document)
                 )
                 read = self._corpus.read(piece.document, first, last)
                 self._check_ids(piece.document, first, read)
                 targets = self._corpus.targets(piece.document, first + 1, last)
                 for row in range(rows):
-                    length = max(0, min(end + row, whole) - start - row)
-                    tokens[row, at : at + length] = read[row : row + length]
-                    positions[row, at : at + length] = np.arange(start + row, start + row + length)
-                    predicted = max(0, min(length, len(read) - 1 - row))
-                    labels[row, at : at + predicted] = read[row + 1 : row + 1 + predicted]
-                    mask[row, at : at + predicted] = targets[row : row + predicted]
-            at += end - start
-        for row, count in enumerate(planned.predictions[1:], 1):  # see multi_token.py
-            mask[row] *= planned.predictions[0] / count if count else 0.0
+                    length = max(0, min(end + row, document_end) - start - row)
+                    tokens[row, offset : offset + length] = read[row : row + length]
+                    positions[row, offset : offset + length] = np.arange(start + row, start + row + length)
+                    predictions = max(0, min(length, len(read) - 1 - row))
+                    labels[row, offset : offset + predictions] = read[row + 1 : row + 1 + predictions]
+                    mask[row, offset : offset + predictions] = targets[row : row + predictions]
+            offset += end - start
+        for row, count in enumerate(micro_batch.predictions[1:], 1):  # see multi_token.py
+            mask[row] *= micro_batch.predictions[0] / count if count else 0.0
         return HeldTokens(
             tokens=torch.from_numpy(tokens),
             labels=torch.from_numpy(labels),
@@ -108,24 +108,23 @@ class PackedDocuments(Dataset[LoadedMicroBatch]):
         rows = self.layout.vocabulary
         if rows is None or (read.min() >= 0 and read.max() < rows):
             return
-        at = int(((read < 0) | (read >= rows)).argmax())
+        index = int(((read < 0) | (read >= rows)).argmax())
         raise WlbError(
-            f"{self._corpus.name(document)} has token id {read[at]} at token {first + at}, but the vocabulary ends at "
-            f"{rows - 1}: tokenize the corpus with this run's tokenizer, or correct --vocab-size"
+            f"{self._corpus.name(document)} has token id {read[index]} at token {first + index}, but the vocabulary "
+            f"ends at {rows - 1}: tokenize the corpus with this run's tokenizer, or correct --vocab-size"
         )
 
 
-def read_ahead(windows: int, most: int) -> int:
+def read_ahead(windows: int, iteration_micro_batches: int) -> int:
     """Micro-batches that workers read ahead: two iterations of one a window, or one of the most that an iteration may
     be planned with, if those are more."""
-    return max(2 * windows, most)
+    return max(2 * windows, iteration_micro_batches)
 
 
-def files_of_workers(windows: int, most: int) -> int:
+def files_of_workers(windows: int, iteration_micro_batches: int) -> int:
     """Files that a process has open at most for what a loader's workers hand over: one a tensor, seven a micro-batch,
-    of those read ahead, of the iteration drawn ahead, and of the one that trains. most: micro-batches of an
-    iteration."""
-    return 7 * (read_ahead(windows, most) + 2 * most)
+    of those read ahead, of the iteration drawn ahead, and of the one that trains."""
+    return 7 * (read_ahead(windows, iteration_micro_batches) + 2 * iteration_micro_batches)
 
 
 def make_loader(
@@ -134,11 +133,11 @@ def make_loader(
     layout: Layout,
     *,
     workers: int,
-    ahead: int,
+    prefetched: int,
     pin_memory: bool,
     ignored_signal: int | None = None,
 ) -> DataLoader[LoadedMicroBatch]:
-    """Loader over the plan; workers read about `ahead` micro-batches before they are asked for.
+    """Loader over the plan; workers read about `prefetched` micro-batches before they are asked for.
 
     ignored_signal: what a scheduler sends to all processes of a job before its end (--exit-signal-handler). The
     trainer saves and exits then; workers that died of it would take the trainer with them first.
@@ -147,7 +146,7 @@ def make_loader(
         PackedDocuments(corpus, layout),
         batch_sampler=sampler,
         num_workers=workers,
-        prefetch_factor=-(-ahead // workers) if workers else None,
+        prefetch_factor=-(-prefetched // workers) if workers else None,
         collate_fn=_only,
         pin_memory=pin_memory,
         persistent_workers=bool(workers),

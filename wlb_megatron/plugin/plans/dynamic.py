@@ -73,20 +73,20 @@ class DynamicSettings:
 def training_plans(
     source: Source,
     shards: ShardSettings,
-    ahead: Callable[[], PlanAhead],
+    plan_ahead: Callable[[], PlanAhead],
 ) -> Callable[[], Iterator[PlannedIteration]]:
     """Make the process groups (on all ranks at once) and return what makes the plans, to be run in a thread.
 
-    ahead: what runs the thread. Costs are of the job's profile, or of the model's shape on H100s.
+    plan_ahead: what runs the thread. Costs are of the job's profile, or of the model's shape on H100s.
     """
     planner, job, config = source.planner, source.job, source.config
     make_groups(timedelta(minutes=job.timeout))
     stage_ranks = dist.get_process_group_ranks(
         parallel_state.get_data_parallel_group(with_context_parallel=True)
     )
-    longest = planner.packer.max_tokens // shards.alignment * shards.alignment
+    max_tokens = planner.packer.max_tokens // shards.alignment * shards.alignment
     assert config.quadratic_at is not None
-    stage = Stage.of(shards.cp_size, len(stage_ranks) // shards.cp_size, longest)
+    stage = Stage.of(shards.cp_size, len(stage_ranks) // shards.cp_size, max_tokens)
     sizes = job.sizes
     links = with_links(Assumptions(), job.costs)
     per_token = token_ns(shards.table, config.quadratic_at)
@@ -106,9 +106,11 @@ def training_plans(
     dynamic = DynamicSettings(
         sizes=cost.sizes,
         tables=cost.tables,
-        plan=lambda tokens, fixed: plan_in_time(group_planner, ahead(), config.solver_seconds, tokens, fixed),
+        plan=lambda tokens, fixed: plan_in_time(
+            group_planner, plan_ahead(), config.solver_seconds, tokens, fixed
+        ),
         stage_rank=stage_ranks.index(dist.get_rank()),
-        closing=lambda: ahead().closing,
+        closing=lambda: plan_ahead().closing,
         store=PlanStore(),
         predict=None if shards.predict is None else group_predictor(job, cost),
     )
@@ -116,7 +118,7 @@ def training_plans(
 
 
 def plan_in_time(
-    group_planner: GroupPlanner, ahead: PlanAhead, seconds: float, tokens: list[int], fixed: StepPlan
+    group_planner: GroupPlanner, plan_ahead: PlanAhead, seconds: float, tokens: list[int], fixed: StepPlan
 ) -> Outcome:
     """Rank 0's groups of an iteration: a plan takes as long as an iteration does, of which a solver gets at most
     `seconds`, and none where training may soon ask. Once it trains, training does not wait: it gets the fixed groups.
@@ -124,9 +126,9 @@ def plan_in_time(
     return group_planner.plan(
         tokens,
         fixed,
-        seconds if ahead.ready >= SPARE_PLANS else 0.0,
-        budget=math.inf if ahead.pace is None else ahead.pace,
-        hurry=lambda: ahead.pace is not None and ahead.waiting > PATIENCE,
+        seconds if plan_ahead.ready >= SPARE_PLANS else 0.0,
+        budget=math.inf if plan_ahead.pace is None else plan_ahead.pace,
+        hurry=lambda: plan_ahead.pace is not None and plan_ahead.waiting > PATIENCE,
     )
 
 
@@ -158,20 +160,28 @@ def plan_groups(
         counts = shards.predictions(pieces)
         micro_batches = []
         for index, group in enumerate(steps.of_rank(dynamic.stage_rank)):
-            held = padded_group(group, pieces, shards)
+            padded_pieces = padded_group(group, pieces, shards)
             table = dynamic.tables[dynamic.sizes.index(group.size)]
-            lengths = np.array([piece.tokens for piece in held], dtype=np.int64)
+            lengths = np.array([piece.tokens for piece in padded_pieces], dtype=np.int64)
             (shard_plan,) = cut([lengths], group.size, shards.sharding, table)
             shared = RankGroup(group.start, group.size, len(steps.micro_steps), source, gain)
             seconds = time.perf_counter() - start
             micro_batches.append(
                 PlannedMicroBatch(
-                    plan.iteration, index, held, shard_plan, summary, seconds, shared, counts, shared.steps
+                    plan.iteration,
+                    index,
+                    padded_pieces,
+                    shard_plan,
+                    summary,
+                    seconds,
+                    shared,
+                    counts,
+                    shared.steps,
                 )
             )
-        predicted = None if dynamic.predict is None else dynamic.predict(steps, tokens)
+        predicted_ms = None if dynamic.predict is None else dynamic.predict(steps, tokens)
         arrival = None if in_arrival_order is None else in_arrival_order(plan)
-        yield planned_iteration(planner, tuple(micro_batches), digest, predicted, plan, arrival)
+        yield planned_iteration(planner, tuple(micro_batches), digest, predicted_ms, plan, arrival)
 
 
 def padded_group(group: Group, pieces: Sequence[Piece], shards: ShardSettings) -> tuple[Piece, ...]:
@@ -193,10 +203,10 @@ def agree(
         note = dynamic.store.take(number, dynamic.closing) or b""
     if not note:
         return None
-    source, predicted, kept, *rows = np.frombuffer(note, dtype=np.int64).tolist()
-    return StepPlan.decode(rows), SOURCES[source], kept / max(predicted, 1)
+    source, predicted_ns, fixed_ns, *rows = np.frombuffer(note, dtype=np.int64).tolist()
+    return StepPlan.decode(rows), SOURCES[source], fixed_ns / max(predicted_ns, 1)
 
 
-def _encode(made: Outcome) -> bytes:
-    head = np.array([SOURCES.index(made.source), made.predicted, made.fixed], dtype=np.int64)
-    return np.concatenate((head, made.plan.encode())).tobytes()
+def _encode(outcome: Outcome) -> bytes:
+    head = np.array([SOURCES.index(outcome.source), outcome.predicted, outcome.fixed], dtype=np.int64)
+    return np.concatenate((head, outcome.plan.encode())).tobytes()

@@ -75,13 +75,13 @@ def _of_recomputation(source: Source) -> Iterator[str]:
         return
     windows, window = memory.layout.micro_batches, memory.window
     work = windows * window * UNITS_PER_TOKEN
-    longest = packer.max_tokens
-    count = -(-windows * window // longest) if isinstance(packer, ChunkPacker) else windows
-    fullest = packer.law.kept([longest] * count, (count,) if isinstance(packer, ChunkPacker) else None)
+    max_tokens = packer.max_tokens
+    count = -(-windows * window // max_tokens) if isinstance(packer, ChunkPacker) else windows
+    fullest = packer.law.kept([max_tokens] * count, (count,) if isinstance(packer, ChunkPacker) else None)
     # Even micro-batches of a step's tokens, as many as take the least time.
     numbers = packer.law.counts(windows, read_per_window(source.config.micro_batches_per_window))
-    even = min(numbers, key=lambda number: (packer.law.estimate(number, work), number))
-    usual = packer.law.kept([-(-windows * window // even)] * even)
+    even_count = min(numbers, key=lambda number: (packer.law.estimate(number, work), number))
+    usual = packer.law.kept([-(-windows * window // even_count)] * even_count)
     yield (
         f"recomputes only what does not fit {memory.room / GIB:.1f} GiB of a GPU ({memory.size / GIB:.1f} less "
         f"--wlb-memory-margin {memory.margin:g}): of the layers that the flags recompute about {1 - usual / 1000:.0%} "
@@ -99,10 +99,8 @@ def _of_epochs(name: str, tokens: int, source: Source, steps: int | None) -> str
     """How many steps an epoch has (at the largest batch), and what comes after it."""
     epoch = tokens / source.planner.global_tokens
     what = "an epoch is" if len(source.names) == 1 else f"of the blend, {name} is passed first:"
-    whole = f"; the run's {steps:,} steps are {steps / epoch:,.2f} of them" if steps else ""
-    return (
-        f"{what} {tokens:,} tokens, {epoch:,.0f} steps{whole}. Then its documents come again in another order"
-    )
+    run_epochs = f"; the run's {steps:,} steps are {steps / epoch:,.2f} of them" if steps else ""
+    return f"{what} {tokens:,} tokens, {epoch:,.0f} steps{run_epochs}. Then its documents come again in another order"
 
 
 def _of_profile(profile: Profile, job: TrainingJob) -> str:

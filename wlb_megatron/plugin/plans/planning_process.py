@@ -68,8 +68,8 @@ def plan_in_a_process(
     started(child)
     answers = iter(child.receive, None)
     try:
-        for planned, count in answers:
-            yield replace(planned, micro_batches=tuple(islice(answers, count)))
+        for iteration, count in answers:
+            yield replace(iteration, micro_batches=tuple(islice(answers, count)))
     except OSError as error:
         raise _silent(error) from None
     except RuntimeError as error:
@@ -83,11 +83,11 @@ def _planned_parts(
     planner: Planner, settings: ShardSettings, keeps_plans: bool, _: Iterator[Any]
 ) -> Iterator[tuple[PlannedIteration, int] | PlannedMicroBatch]:
     """The child's work: each iteration with the number of its micro-batches, which follow one by one."""
-    for planned in plan_iterations(planner, settings):
-        state = partial(json.loads, json.dumps(planned.state()))
-        plan = planned.plan if keeps_plans else None
-        yield replace(planned, micro_batches=(), state=state, plan=plan), len(planned.micro_batches)
-        yield from planned.micro_batches
+    for iteration in plan_iterations(planner, settings):
+        state = partial(json.loads, json.dumps(iteration.state()))
+        plan = iteration.plan if keeps_plans else None
+        yield replace(iteration, micro_batches=(), state=state, plan=plan), len(iteration.micro_batches)
+        yield from iteration.micro_batches
 
 
 def check_alive(children: Sequence[Child]) -> None:

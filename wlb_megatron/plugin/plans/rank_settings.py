@@ -48,8 +48,8 @@ def _predictions(source: Source) -> Callable[[Sequence[Piece]], tuple[int, ...]]
     """Counts an iteration's predictions by depth, where losses are scaled by them: multi-token prediction, fp16. Or
     where the log counts them: with masks."""
     model = source.job.model
-    further, counted = model.depths, model.dtype == "float16" or source.corpus.masked
-    return partial(predictions_in, source.corpus, further) if further or counted else nothing_counted
+    depths, counts = model.depths, model.dtype == "float16" or source.corpus.masked
+    return partial(predictions_in, source.corpus, depths) if depths or counts else nothing_counted
 
 
 def shard_settings(source: Source) -> ShardSettings:
@@ -105,7 +105,7 @@ def rank_loader(source: Source, sampler: MicroBatchSampler, layout: Layout) -> D
         sampler,
         layout,
         workers=job.workers,
-        ahead=read_ahead(source.micro_batches, source.most_micro_batches),
+        prefetched=read_ahead(source.micro_batches, source.most_micro_batches),
         pin_memory=job.device.on_gpu,
         ignored_signal=job.ignored_signal,
     )

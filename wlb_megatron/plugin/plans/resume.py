@@ -53,75 +53,82 @@ class LoadedAt(NamedTuple):
         return self.iteration > 0 or self.samples > 0
 
 
-def restore(source: Source, at: LoadedAt) -> tuple[Source, list[str]]:
+def restore(source: Source, loaded_at: LoadedAt) -> tuple[Source, list[str]]:
     """Bring the planner to where the loaded checkpoint was saved; returns the source with the choices that the run has
     made, and what there is to say of all this. SystemExit with one line if it cannot continue.
     """
     sizes, micro_batch_size = source.job.sizes, source.job.batches.micro_batch_size
     lines: list[str] = []
-    if at.begun:
-        lines = _continue(source, at)
+    if loaded_at.begun:
+        lines = _continue(source, loaded_at)
         saved = saved_choices(checkpoint.loaded_state())
         if saved and source.config.batch_spread == "auto":
             source.planner.packer.batch_spread = saved["batch_spread"]
-        config, said = keep(source.config, source.planner.packer, saved)
-        source, lines = source.with_config(config), [*lines, *said]
+        config, choice_lines = keep(source.config, source.planner.packer, saved)
+        source, lines = source.with_config(config), [*lines, *choice_lines]
     elif source.config.fresh_order:
         lines = ["a new document order begins: nothing has trained that --wlb-fresh-order could continue"]
     planner = source.planner
     for size in planner.schedule.from_now(planner.samples):
-        if wrong := misfit(
-            size * micro_batch_size, sizes, micro_batch_size, planned=plan_decides(source.config)
+        if problem := misfit(
+            size * micro_batch_size, sizes, micro_batch_size, by_plan=plan_decides(source.config)
         ):
-            raise Refused(f"this run comes to global batches that cannot train: {wrong}")
+            raise Refused(f"this run comes to global batches that cannot train: {problem}")
     return source, lines
 
 
-def _continue(source: Source, at: LoadedAt) -> list[str]:
+def _continue(source: Source, loaded_at: LoadedAt) -> list[str]:
     state, planner, fresh = checkpoint.loaded_state(), source.planner, source.config.fresh_order
     micro_batch_size = source.job.batches.micro_batch_size  # windows, in which the planner counts
-    counted = at.samples // micro_batch_size
+    micro_batches = loaded_at.samples // micro_batch_size
     if state is None:
         if not fresh:
             raise Refused(
-                f"{at.checkpoint} holds no packing state, so the "
+                f"{loaded_at.checkpoint} holds no packing state, so the "
                 "documents that it has trained are not known: add --wlb-fresh-order to begin the document order anew"
             )
-        planner.begin_at(counted)
-        return [f"the document order begins at sample {at.samples:,}: the checkpoint has none"]
+        planner.begin_at(micro_batches)
+        return [f"the document order begins at sample {loaded_at.samples:,}: the checkpoint has none"]
     unmoved = planner.stream.state()
-    changed = _load(source, state, at)
+    changed = _load(source, state, loaded_at)
     if changed and not fresh:
         raise Refused(f"{changed}; {CURE}")
     if not changed and fresh and (planner.began or saved_choices(state).get("fresh_order")):
-        began = planner.began * micro_batch_size
-        return [f"the document order taken up at sample {began:,} goes on: --wlb-fresh-order is done"]
+        first_sample = planner.began * micro_batch_size
+        return [f"the document order taken up at sample {first_sample:,} goes on: --wlb-fresh-order is done"]
     if not fresh:
-        goes_on = [f"the document order goes on at sample {at.samples:,}"] if at.iteration == 0 else []
+        goes_on = (
+            [f"the document order goes on at sample {loaded_at.samples:,}"]
+            if loaded_at.iteration == 0
+            else []
+        )
         return [*goes_on, *_length_kept(source, unmoved)]
     began_at = [
-        f"takes up the document order at sample {at.samples:,}: {changed or 'as --wlb-fresh-order asks'}"
+        f"takes up the document order at sample {loaded_at.samples:,}: {changed or 'as --wlb-fresh-order asks'}"
     ]
     try:
-        return [*began_at, *_lines_of(take_up(planner, counted, state["planner"], next_epoch=not changed))]
+        return [
+            *began_at,
+            *_lines_of(take_up(planner, micro_batches, state["planner"], next_epoch=not changed)),
+        ]
     except (ValueError, *DAMAGE):
         planner.stream.load_state(unmoved)
-        planner.begin_at(counted)
+        planner.begin_at(micro_batches)
         return [*began_at, "its state cannot be read: all corpora begin, and what waited is not known"]
 
 
 def _length_kept(source: Source, before: dict[str, Any]) -> list[str]:
     """What there is to say where documents are split at a shorter length than this run allows, as before."""
     states = source.planner.stream.state(), before
-    now, allowed = (state.get("fingerprint", {}).get("window", 0) for state in states)
-    if now == allowed:
+    window, allowed_window = (state.get("fingerprint", {}).get("window", 0) for state in states)
+    if window == allowed_window:
         return []
     return [
-        f"documents are split at {now:,} tokens, as in the checkpoint; this run could train {allowed:,} whole"
+        f"documents are split at {window:,} tokens, as in the checkpoint; this run could train {allowed_window:,} whole"
     ]
 
 
-def _load(source: Source, state: dict[str, Any], at: LoadedAt) -> str:
+def _load(source: Source, state: dict[str, Any], loaded_at: LoadedAt) -> str:
     """Load the state; what of it does not fit this run, empty if all does."""
     settings = _settings_of(source)
     try:
@@ -134,12 +141,12 @@ def _load(source: Source, state: dict[str, Any], at: LoadedAt) -> str:
     except DAMAGE:
         return "the packing state is damaged: resume from another checkpoint"
     micro_batch_size = source.job.batches.micro_batch_size
-    trained = source.planner.samples * micro_batch_size
-    if source.planner.samples == at.samples // micro_batch_size:
+    samples = source.planner.samples * micro_batch_size
+    if source.planner.samples == loaded_at.samples // micro_batch_size:
         return ""
     return (
-        f"the packing state has trained {trained} samples, {at.checkpoint} {at.samples}: load the checkpoint as it was "
-        "saved"
+        f"the packing state has trained {samples} samples, {loaded_at.checkpoint} {loaded_at.samples}: load the "
+        "checkpoint as it was saved"
     )
 
 

@@ -74,10 +74,10 @@ def open_sources(job: TrainingJob) -> dict[str, Source]:
     Validation and test are packed whole and without delay, whatever packs the training, so that runs compare.
     """
     evaluation = job.evaluation
-    opened: dict[tuple[str, ...], Blend] = {}
+    blends: dict[tuple[str, ...], Blend] = {}
     sources: dict[str, Source] = {}
     if job.trains:
-        train = open_part(job, "train", job.batches.schedule, opened)
+        train = open_part(job, "train", job.batches.schedule, blends)
         assert train is not None  # without documents it has raised
         sources["train"] = train
     elif not evaluation.iterations:
@@ -88,10 +88,10 @@ def open_sources(job: TrainingJob) -> dict[str, Source]:
         plain = job.with_config(replace(job.config, packing="varlen", max_delay=0, thresholds="none"))
         batches = BatchSchedule.constant(job.batches.evaluated)
         if evaluation.each_set:
-            sources |= _validation_sets(plain, batches, opened)
+            sources |= _validation_sets(plain, batches, blends)
         else:
             for part in ("valid", "test"):
-                source = open_part(plain, part, batches, opened)
+                source = open_part(plain, part, batches, blends)
                 if source is not None:
                     sources[part] = source
         if not any(part.startswith("valid") for part in sources):
@@ -106,15 +106,15 @@ def open_part(
     job: TrainingJob,
     part: str,
     batches: BatchSchedule,
-    opened: dict[tuple[str, ...], Blend] | None = None,
+    blends: dict[tuple[str, ...], Blend] | None = None,
     *,
     keeps_layers: bool = True,
 ) -> Source | None:
     """The source of train, valid or test; None if it has no document. batches: micro-batches of all ranks.
 
-    opened: what other parts have read, see data_paths.documents. keeps_layers: see packing.choices.chosen.
+    blends: what other parts have read, see data_paths.documents. keeps_layers: see packing.choices.chosen.
     """
-    blend_and_corpora = documents(job.data, part, opened)
+    blend_and_corpora = documents(job.data, part, blends)
     return (
         None
         if blend_and_corpora is None
@@ -123,10 +123,10 @@ def open_part(
 
 
 def _validation_sets(
-    job: TrainingJob, batches: BatchSchedule, opened: dict[tuple[str, ...], Blend]
+    job: TrainingJob, batches: BatchSchedule, blends: dict[tuple[str, ...], Blend]
 ) -> dict[str, Source]:
     """A source for each corpus of the validation part."""
-    blend_and_corpora = documents(job.data, "valid", opened)
+    blend_and_corpora = documents(job.data, "valid", blends)
     if blend_and_corpora is None:
         return {}
     blend, corpora = blend_and_corpora
@@ -141,8 +141,8 @@ def _validation_sets(
             f"--validation-set-names gives {len(names)} names for {len(corpora)} corpora: give one name each"
         )
     return {
-        f"valid {at}": _source(job, batches, blend, [corpus], endless=False)
-        for at, corpus in enumerate(corpora)
+        f"valid {number}": _source(job, batches, blend, [corpus], endless=False)
+        for number, corpus in enumerate(corpora)
     }
 
 
@@ -162,7 +162,7 @@ def _source(
         else (of.evaluated_window, of.evaluated_micro_batch_size)
     )
     # Documents are cut at --seq-length; a micro-batch is packed as one window of micro_batch_size x --seq-length.
-    smallest = min(size for _, size in batches.steps) // sizes.data
+    smallest_batch = min(size for _, size in batches.steps) // sizes.data
     batches = batches.joined(micro_batch_size)
     windows = batches.largest // sizes.data
     if not endless:
@@ -176,15 +176,15 @@ def _source(
     in_chunks = config.overlong == "chunk"
     bounds = [Bound(job.model.positions, "--max-position-embeddings")] if in_chunks else []
     memory = document_memory(job) if in_chunks else None
-    longest, limits = longest_whole(config.overlong, of.window, smallest, bounds, memory)
+    longest_document, limits = longest_whole(config.overlong, of.window, smallest_batch, bounds, memory)
     overlong = config.overlong
     if blend.masked and overlong in ("split", "chunk"):  # a conversation is not split
         # As short as the longest one, so that the order does not depend on what another layout could hold.
         longest_one = max((int(corpus.lengths.max()) for corpus in corpora), default=0)
-        longest, overlong = max(of.window, min(longest, longest_one)), "drop"
+        longest_document, overlong = max(of.window, min(longest_document, longest_one)), "drop"
         limits = limits.replace("are split", "are dropped")
     epochs = config.train_epochs if endless else None
-    rules = Rules(window=longest, overlong=overlong, seed=job.seed, endless=endless, epochs=epochs)
+    rules = Rules(window=longest_document, overlong=overlong, seed=job.seed, endless=endless, epochs=epochs)
     if blend.masked:
         messages += _left_out(corpora, rules)
     stream = DocumentStream(corpora, rules)
@@ -194,19 +194,19 @@ def _source(
             f"predict, in {', '.join(corpus.name for corpus in corpora)}; correct the corpus or --split"
         )
     sample = sample_lengths_of(stream, sum(len(corpus.lengths) for corpus in corpora))
-    held = recompute_memory(job) if endless and keeps_layers else None
+    layer_memory = recompute_memory(job) if endless and keeps_layers else None
     # The law without memory took every full recomputation for one of all layers.
     weighed = job if keeps_layers else replace(job, recompute_blocks=None)
-    no_chunks, planned = job.trainer.chunks_refused(config.chunks), config
+    no_chunks, planned_config = job.trainer.chunks_refused(config.chunks), config
     if endless and job.given.chunks == config.chunks == "off" and overlong != "chunk":
         # Whole documents as auto takes them, so that the line on chunks says what the flag costs.
-        no_chunks, planned = (
+        no_chunks, planned_config = (
             [("--wlb-chunks off", "leave it out"), *no_chunks],
             replace(config, chunks="auto"),
         )
     planner = plan_job(
         stream,
-        planned,
+        planned_config,
         cost_model(weighed),
         window=window,
         micro_batches=windows,
@@ -220,8 +220,8 @@ def _source(
         longest=stream.longest,
         adopt_max_tokens=adoptable_tokens(job),
         memory=gpu_memory(job),
-        rooms=None if held is None else held.rooms(),
-        times=plan_times(weighed, held) if endless else None,
+        rooms=None if layer_memory is None else layer_memory.rooms(),
+        times=plan_times(weighed, layer_memory) if endless else None,
         no_chunks=no_chunks,
         say=messages.append,
     )
@@ -236,9 +236,9 @@ def _source(
         planner.until = steps * batches.largest
         samples = planner.until * micro_batch_size
         messages.append(line)
-    most = most_micro_batches(planner.packer, config, windows)
+    micro_batch_limit = most_micro_batches(planner.packer, config, windows)
     if job.workers:
-        allow_open_files(files_of_workers(windows, most), "tensors from --num-workers")
+        allow_open_files(files_of_workers(windows, micro_batch_limit), "tensors from --num-workers")
     messages += [limits] * bool(limits)
     return Source(
         blend,
@@ -249,8 +249,8 @@ def _source(
         names=tuple(distinguish([corpus.name for corpus in corpora])),
         documents=sum(len(corpus.lengths) for corpus in corpora),
         messages=tuple(messages),
-        longest=longest,
-        most_micro_batches=most,
+        longest=longest_document,
+        most_micro_batches=micro_batch_limit,
         trained_share=blend.trained_share(corpora, rules),
         train_samples=samples,
     )
@@ -264,9 +264,12 @@ def steps_of(corpora: list[Corpus], rules: Rules, step_tokens: int) -> tuple[int
     tokens in steps of 16, d = 10: 6 full steps and a last one of 24 tokens at most.
     """
     assert rules.epochs is not None
-    kept = [rules.kept(np.asarray(corpus.lengths, dtype=np.int64)) for corpus in corpora]
-    tokens, longest = sum(int(each.sum()) for each in kept), max(int(each.max()) for each in kept)
-    steps = (rules.epochs * tokens - longest) // step_tokens + 1
+    lengths = [rules.kept(np.asarray(corpus.lengths, dtype=np.int64)) for corpus in corpora]
+    tokens, longest_document = (
+        sum(int(each.sum()) for each in lengths),
+        max(int(each.max()) for each in lengths),
+    )
+    steps = (rules.epochs * tokens - longest_document) // step_tokens + 1
     return steps, (
         f"{rules.epochs} epochs of {tokens:,} tokens take {steps:,} steps, {tokens / step_tokens:,.1f} an epoch"
     )
@@ -274,8 +277,8 @@ def steps_of(corpora: list[Corpus], rules: Rules, step_tokens: int) -> tuple[int
 
 def _left_out(corpora: list[Corpus], rules: Rules) -> list[str]:
     """Conversations that do not train as they are: a line where there are any."""
-    long = sum(int((np.asarray(corpus.lengths) > rules.window).sum()) for corpus in corpora)
-    empty = sum(int((np.asarray(corpus.lengths) == 0).sum()) for corpus in corpora)
+    long_count = sum(int((np.asarray(corpus.lengths) > rules.window).sum()) for corpus in corpora)
+    empty_count = sum(int((np.asarray(corpus.lengths) == 0).sum()) for corpus in corpora)
     fate = "keep the window with the most targets" if rules.overlong == "truncate" else "are dropped"
-    lines = [f"{long:,} conversations above {rules.window:,} tokens {fate}"] if long else []
-    return lines + ([f"{empty:,} conversations without a target are dropped"] if empty else [])
+    lines = [f"{long_count:,} conversations above {rules.window:,} tokens {fate}"] if long_count else []
+    return lines + ([f"{empty_count:,} conversations without a target are dropped"] if empty_count else [])

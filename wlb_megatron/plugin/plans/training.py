@@ -66,11 +66,11 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
             plan_in_a_process, source.planner, settings, keeps_plans=logs, started=processes.append
         )
     if source.config.cp_mode == "dynamic":
-        make = training_plans(source, settings, lambda: ahead)
-    ahead = PlanAhead(make, PLANS_AHEAD, lambda: check_alive(processes))
+        make = training_plans(source, settings, lambda: plan_ahead)
+    plan_ahead = PlanAhead(make, PLANS_AHEAD, lambda: check_alive(processes))
     if source.config.cp_mode == "dynamic":
-        atexit.register(ahead.close)
-    sampler = MicroBatchSampler(ahead, partial(agreement.see, dp_rank=settings.dp_rank))
+        atexit.register(plan_ahead.close)
+    sampler = MicroBatchSampler(plan_ahead, partial(agreement.see, dp_rank=settings.dp_rank))
     latest: int | None = None
 
     def trained(batches: list[LoadedMicroBatch], skipped: bool) -> None:
@@ -78,43 +78,55 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
         iteration = batches[0].planned.iteration
         if iteration == latest or iteration not in sampler.passed:
             return  # run again by Megatron, to tell a wrong result from a wrong GPU; or out of a checkpoint for that
-        latest, planned = iteration, sampler.passed[iteration]
-        drawn = [(batch.planned.iteration, batch.planned.index) for batch in batches]
-        if drawn != [(iteration, index) for index in range(len(planned.micro_batches))]:
+        latest, planned_iteration = iteration, sampler.passed[iteration]
+        places_drawn = [(batch.planned.iteration, batch.planned.index) for batch in batches]
+        if places_drawn != [(iteration, index) for index in range(len(planned_iteration.micro_batches))]:
             raise RuntimeError(
                 f"wlb_megatron: Megatron drew {len(batches)} micro-batches, iteration {iteration} was planned with "
-                f"{len(planned.micro_batches)}: the batch size was changed behind the plan"
+                f"{len(planned_iteration.micro_batches)}: the batch size was changed behind the plan"
             )
         agreement.check()
-        checked(partial(_check_count, planned, job.batches.micro_batch_size))
+        checked(partial(_check_count, planned_iteration, job.batches.micro_batch_size))
         for passed in [number for number in sampler.passed if number < iteration]:
             del sampler.passed[passed]
-        remember(source, planned.state, applied=skipped)
-        waited, began = ahead.take_waited(), iterator.take_began()
+        remember(source, planned_iteration.state, applied=skipped)
+        waited, step_start = plan_ahead.take_waited(), iterator.take_began()
         if skipped:
-            _print_skipped(planned)
+            _print_skipped(planned_iteration)
             return
         count_segments([batch.bounds for batch in batches])
         timers.add("wlb-plan-wait", waited)
-        timers.add("wlb-planning", planned.micro_batches[0].plan_seconds)
-        timers.add("wlb-predicted", (planned.predicted_ms or 0.0) / 1e3)
+        timers.add("wlb-planning", planned_iteration.micro_batches[0].plan_seconds)
+        timers.add("wlb-predicted", (planned_iteration.predicted_ms or 0.0) / 1e3)
         number = get_args().curr_iteration + 1
         metrics.stepped(
-            *(number, batches, planned, source.config), began=began, waited=waited, corpora=source.names
+            *(number, batches, planned_iteration, source.config),
+            step_start=step_start,
+            waited=waited,
+            corpora=source.names,
         )
-        pieces = [micro_batch.pieces for micro_batch in planned.micro_batches]
+        pieces = [micro_batch.pieces for micro_batch in planned_iteration.micro_batches]
         trace.after_iteration(number, traced, spans, pieces)
 
-    wanted = {"auto": job.device.on_gpu, "always": True, "never": False}[source.config.rehearsal]
-    most = source.planner.packer.max_tokens
-    most += padding(most, settings.alignment)
-    documents = min(source.config.max_documents, 1 + int(1.5 * most / source.mean_length))
-    longest = None
-    if wanted:
+    rehearses = {"auto": job.device.on_gpu, "always": True, "never": False}[source.config.rehearsal]
+    max_tokens = source.planner.packer.max_tokens
+    max_tokens += padding(max_tokens, settings.alignment)
+    documents = min(source.config.max_documents, 1 + int(1.5 * max_tokens / source.mean_length))
+    rehearsal = None
+    if rehearses:
         seconds = source.config.graph_seconds
-        held = -(-source.planner.packer.held_tokens // most)
-        longest = longest_micro_batches(
-            *(most, job.batches.window, settings, layout, source.corpus, documents, seconds, held),
+        held_micro_batches = -(-source.planner.packer.held_tokens // max_tokens)
+        rehearsal = longest_micro_batches(
+            *(
+                max_tokens,
+                job.batches.window,
+                settings,
+                layout,
+                source.corpus,
+                documents,
+                seconds,
+                held_micro_batches,
+            ),
             longest=max(job.batches.window, source.longest),
             count=job.sizes.micro_step_multiple,
         )
@@ -124,23 +136,23 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
     iterator = MicroBatchIterator(
         rank_loader(source, sampler, layout),
         trained,
-        longest,
+        rehearsal,
         equal_tokens,
         defers_losses=not job.trainer.shards_weights,
     )
     return iterator
 
 
-def _check_count(planned: PlannedIteration, micro_batch_size: int) -> None:
+def _check_count(planned_iteration: PlannedIteration, micro_batch_size: int) -> None:
     """Refused where Megatron's count of windows is not the plan's: its checkpoint would then be of another number of
     samples than the packing state in it. micro_batch_size: windows."""
     from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
     from megatron.training import get_args
 
     before, size = get_args().consumed_train_samples, get_current_running_global_batch_size()
-    if (before + size) // micro_batch_size != planned.samples:
+    if (before + size) // micro_batch_size != planned_iteration.samples:
         raise Refused(
-            f"the plan has trained {planned.samples * micro_batch_size:,} samples with this iteration, "
+            f"the plan has trained {planned_iteration.samples * micro_batch_size:,} samples with this iteration, "
             f"Megatron counts {before:,} and a global batch of {size:,}: something has changed its count, or the batch "
             "size, behind the plan; resume from the last checkpoint without it"
         )
@@ -154,10 +166,10 @@ def _traced(source: Source) -> trace.Traced | None:
     return trace.Traced(Path(job.config.trace), job.config.trace_iteration, job.device.on_gpu, *sizes)
 
 
-def _print_skipped(planned: PlannedIteration) -> None:
+def _print_skipped(planned_iteration: PlannedIteration) -> None:
     from megatron.training import print_rank_0
 
-    summary = planned.micro_batches[0].summary
+    summary = planned_iteration.micro_batches[0].summary
     print_rank_0(
         f"> wlb_megatron: an iteration of --iterations-to-skip: its {summary.documents} documents, {summary.tokens} "
         "tokens, are used up and not trained"

@@ -61,12 +61,12 @@ def make_groups(timeout: timedelta) -> None:
             continue
         start = here // size * size
         if size == width:
-            made = context
+            group = context
         elif size == len(ranks):
-            made = stage
+            group = stage
         else:
             members = ranks[start : start + size]
             # Megatron's own way: the group is among those whose time limit it lowers once training runs.
-            made = parallel_state.create_group(members, timeout=timeout, use_local_synchronization=True)
-        dist.all_reduce(torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu"), group=made)
-        groups[size] = made
+            group = parallel_state.create_group(members, timeout=timeout, use_local_synchronization=True)
+        dist.all_reduce(torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu"), group=group)
+        groups[size] = group

@@ -76,16 +76,16 @@ class PlanStore:
         common = common_store("plans")
         self._signer = Signer(_shared_secret())
         host, port = served_at(common)
-        known = [""] * dist.get_world_size()
-        dist.all_gather_object(known, resolved(host, port))
+        rank_addresses = [""] * dist.get_world_size()
+        dist.all_gather_object(rank_addresses, resolved(host, port))
         if dist.get_rank() == 0:
             allow_open_files(dist.get_world_size(), "plans sent to all ranks")
-            self._store: Any = _serve(own_address(host, port), host, known)
+            self._store: Any = _serve(own_address(host, port), host, rank_addresses)
             self._keep_from(0)
             common.set("plans", f"{self._store.port} {self._store.host}")
         else:
-            at, address = common.get("plans").decode().split(" ", 1)
-            self._store = dist.TCPStore(address, int(at), is_master=False, wait_for_workers=False)
+            store_port, address = common.get("plans").decode().split(" ", 1)
+            self._store = dist.TCPStore(address, int(store_port), is_master=False, wait_for_workers=False)
 
     def put(self, number: int, message: bytes) -> None:
         """Leave a message for all; that of KEPT before goes."""
@@ -140,13 +140,13 @@ class PlanStore:
         return message
 
 
-def _serve(own: str, host: str, known: list[str]) -> Any:
+def _serve(own_host: str, host: str, rank_addresses: list[str]) -> Any:
     """A store's server at the address at which ranks reach this machine; see addresses.listener."""
-    listening, address = listener(own, host, known)
+    listening, address = listener(own_host, host, rank_addresses)
     if listening is None:
         print(
-            f"> wlb_megatron: ranks know {host} as {', '.join(sorted({*known}))}: the store of plans listens on all "
-            "interfaces of rank 0's machine",
+            f"> wlb_megatron: ranks know {host} as {', '.join(sorted({*rank_addresses}))}: the store of plans listens "
+            "on all interfaces of rank 0's machine",
             flush=True,
         )
         return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
@@ -251,13 +251,13 @@ def own_address(host: str, port: int) -> str:
     return host if here == there[0] or _loopback(here) else here
 
 
-def listener(own: str, host: str, known: Iterable[str]) -> tuple[socket.socket | None, str]:
+def listener(own_host: str, host: str, rank_addresses: Iterable[str]) -> tuple[socket.socket | None, str]:
     """A listening socket at the one address at which ranks reach this machine, and that address.
 
-    own: own_address of `host`. known: what each rank resolves `host` to. None and `own`, where ranks know the machine
-    by several addresses or it cannot listen at theirs: then only all interfaces will do.
+    own_host: own_address of `host`. rank_addresses: what each rank resolves `host` to. Returns None and `own_host` if
+    ranks know the machine by several addresses or it cannot listen at theirs: then only all interfaces will do.
     """
-    addresses = {address for address in known if address} if own == host else {own}
+    addresses = {address for address in rank_addresses if address} if own_host == host else {own_host}
     # A machine may know its own name as a loopback address, at which no other machine reaches it.
     addresses = {address for address in addresses if not _loopback(address)} or addresses
     if len(addresses) == 1:
@@ -267,7 +267,7 @@ def listener(own: str, host: str, known: Iterable[str]) -> tuple[socket.socket |
             return socket.create_server((address, 0), family=family), address
         except OSError:
             pass
-    return None, own
+    return None, own_host
 
 
 def _loopback(address: str) -> bool:

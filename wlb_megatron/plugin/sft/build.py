@@ -93,12 +93,12 @@ def _in_processes(
     missing: list[Shard], tokenizing: Tokenizing, count: int, report: Callable[[int], None]
 ) -> None:
     """Tokenize these shards in `count` processes; stops early where a bad line ends the build."""
-    waiting = list(reversed(missing))
+    queued = list(reversed(missing))
     children = [Child(partial(make_shards, tokenizing)) for _ in range(count)]
     working: set[Child] = set()
     try:
         for child in children:
-            _hand_out(child, waiting, working)
+            _hand_out(child, queued, working)
         while working:
             for child in [child for child in children if child in working]:
                 while child in working and (answer := child.receive(hurry=lambda: True)) is not None:
@@ -107,8 +107,8 @@ def _in_processes(
                     else:
                         working.discard(child)
                         if _refuse_bad([answer], tokenizing):
-                            waiting.clear()
-                        _hand_out(child, waiting, working)
+                            queued.clear()
+                        _hand_out(child, queued, working)
     except TimeoutError:
         raise WlbError(
             "a process that tokenizes has stopped answering; start again, its shard is made anew"
@@ -122,9 +122,9 @@ def _in_processes(
             child.kill()
 
 
-def _hand_out(child: Child, waiting: list[Shard], working: set[Child]) -> None:
-    if waiting:
-        child.send(waiting.pop())
+def _hand_out(child: Child, queued: list[Shard], working: set[Child]) -> None:
+    if queued:
+        child.send(queued.pop())
         working.add(child)
 
 
@@ -135,18 +135,18 @@ def _reported(shards: list[Shard], missing: list[Shard], say: Say) -> Iterator[C
         yield lambda _: None
         return
     size, todo = shards[-1].end, sum(shard.end - shard.begin for shard in missing)
-    began, done, ticked = time.monotonic(), 0, 0
+    start, done_bytes, ticked = time.monotonic(), 0, 0
     ticks = min(1000, max(1, todo >> 20))
     with progress(ticks, lines=True) as tick:
 
         def report(count: int) -> None:
-            nonlocal done, ticked
-            done += count
-            seconds = (time.monotonic() - began) * (todo - done) / max(done, 1)
-            line = f"tokenizes {missing[0].jsonl.name}: {(size - todo + done) / size:.0%} done"
-            line += f", about {_duration(seconds)} left" if done < todo else ""
+            nonlocal done_bytes, ticked
+            done_bytes += count
+            seconds = (time.monotonic() - start) * (todo - done_bytes) / max(done_bytes, 1)
+            line = f"tokenizes {missing[0].jsonl.name}: {(size - todo + done_bytes) / size:.0%} done"
+            line += f", about {_duration(seconds)} left" if done_bytes < todo else ""
             say(line)
-            while ticked < done * ticks // todo:
+            while ticked < done_bytes * ticks // todo:
                 ticked += 1
                 tick(line)
 
@@ -164,14 +164,14 @@ def _refuse_bad(shards: list[Shard], tokenizing: Tokenizing, *, raises: bool = F
     bad = [shard for shard in shards if ((about := shard.about()) is not None and about["bad"])]
     if bad and raises:
         lines = listed(shards)
-        more = [] if len(lines) < LISTED else ["and perhaps more"]
+        suffix = [] if len(lines) < LISTED else ["and perhaps more"]
         raise WlbError(
             "\n".join(
                 [
                     f"{bad[0].jsonl} has lines that cannot be trained; correct them, or leave them out by "
                     "--wlb-sft-skip-bad-lines:",
                     *lines,
-                    *more,
+                    *suffix,
                 ]
             )
         )
@@ -203,30 +203,30 @@ def _join(
             f"{counts.bad_lines:,} bad, {counts.without_target:,} conversations without a target; correct the file or "
             "--sft-tokenizer-prompt-format"
         )
-    joined = into.partial / f"joined.{os.getpid()}"
-    shutil.rmtree(joined, ignore_errors=True)
-    joined.mkdir()
-    builder = IndexedDatasetBuilder(str(joined / f"{into.stem}.bin"), dtype=token_type(tokenizer.token_ids))
+    scratch = into.partial / f"joined.{os.getpid()}"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    builder = IndexedDatasetBuilder(str(scratch / f"{into.stem}.bin"), dtype=token_type(tokenizer.token_ids))
     gc.freeze()  # Megatron's builder collects garbage after each shard: 0.2 s of all that was imported
-    with (joined / f"{into.stem}.mask").open("wb") as masks:
+    with (scratch / f"{into.stem}.mask").open("wb") as masks:
         for shard, about in abouts:
             if about["counts"]["conversations"]:
                 builder.add_index(str(shard.prefix))
                 with Path(f"{shard.prefix}.mask").open("rb") as part:
                     shutil.copyfileobj(part, masks)
     gc.unfreeze()
-    builder.finalize(str(joined / f"{into.stem}.idx"))
+    builder.finalize(str(scratch / f"{into.stem}.idx"))
     about = {
         "counts": asdict(counts),
         "key": key,
-        "tokens": _sha256(joined / f"{into.stem}.bin"),
+        "tokens": _sha256(scratch / f"{into.stem}.bin"),
         "jsonl": str(shards[0].jsonl),
         "notes": tokenizer.notes(),
         "bad": listed(shards) if counts.bad_lines else [],
     }
-    (joined / "index.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    (scratch / "index.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     with contextlib.suppress(OSError):  # another process was first
-        joined.rename(into.folder)
+        scratch.rename(into.folder)
     if not into.done:
         raise WlbError(f"cannot write {into.folder}: remove what is there")
     shutil.rmtree(into.partial, ignore_errors=True)

@@ -47,7 +47,7 @@ def index_all(
     """
     tokenizer = ConversationTokenizer(tokenizing)
     rank, first = os.environ.get("RANK"), os.environ.get("LOCAL_RANK", "0") == "0"
-    made = []
+    indexed_files = []
     for jsonl in jsonls:
         key, parts = key_of(jsonl, tokenizing, tokenizer.digest)
         files = index_folder(jsonl, cache, key)
@@ -72,8 +72,8 @@ def index_all(
                 f"{jsonl} has {counts.bad_lines:,} lines that cannot be trained; correct them, or leave them out by "
                 f"--wlb-sft-skip-bad-lines:\n{lines}"
             )
-        made.append(Indexed(jsonl, files, counts, tuple(about["notes"])))
-    return made
+        indexed_files.append(Indexed(jsonl, files, counts, tuple(about["notes"])))
+    return indexed_files
 
 
 def described(indexed: Indexed) -> str:
@@ -110,29 +110,33 @@ def with_targets(job: TrainingJob, say: Say) -> TrainingJob:
                     f"--sft reads conversations from jsonl files, and {prefix} is none; for .bin and .idx with a mask "
                     "add --wlb-sft-mask-data"
                 )
-        made = index_all([Path(prefix) for prefix in prefixes], tuning.tokenizing, tuning.cache, say=say)
-        for indexed in made:
+        indexed_files = index_all(
+            [Path(prefix) for prefix in prefixes], tuning.tokenizing, tuning.cache, say=say
+        )
+        for indexed in indexed_files:
             say(described(indexed))
-        for note in dict.fromkeys(note for indexed in made for note in indexed.notes):
+        for note in dict.fromkeys(note for indexed in indexed_files for note in indexed.notes):
             say(note)
-        data = renamed(data, {prefix: each.files.prefix for prefix, each in zip(prefixes, made, strict=True)})
+        data = renamed(
+            data, {prefix: each.files.prefix for prefix, each in zip(prefixes, indexed_files, strict=True)}
+        )
         prefixes = prefixes_of(data)
     config = job.config
     if not tuning.overlong_given:
-        longest = max((int(read_index(prefix).lengths.max()) for prefix in prefixes), default=0)
-        config = replace(config, overlong=overlong_of(job, longest))
+        longest_tokens = max((int(read_index(prefix).lengths.max()) for prefix in prefixes), default=0)
+        config = replace(config, overlong=overlong_of(job, longest_tokens))
     masks = Kept(job.batches.window, config.overlong)
     return replace(job, config=config, data=replace(data, masks=masks))
 
 
-def overlong_of(job: TrainingJob, longest: int) -> str:
-    """What happens by default to conversations longer than the window; longest: tokens of the longest.
+def overlong_of(job: TrainingJob, longest_tokens: int) -> str:
+    """What happens by default to conversations longer than the window; longest_tokens: tokens of the longest.
 
     They train whole, in chunks, where chunks run and positions allow it, else they are dropped.
     """
     window, config = job.batches.window, job.config
     chunks = (
-        longest > window
+        longest_tokens > window
         and job.model.positions > window
         and config.chunks != "off"
         and config.packing == "varlen"

@@ -64,7 +64,7 @@ def make_shard(shard: Shard, tokenizer: ConversationTokenizer, tokenizing: Token
 
     reading = Reading(tokenizing.by_role, tokenizing.drops_tools)
     scratch = shard.folder / f".{shard.prefix.name}.{os.getpid()}"
-    counts, said, since = Counts(), shard.begin, time.monotonic()
+    counts, reported_end, reported_at = Counts(), shard.begin, time.monotonic()
     bad: list[tuple[int, str]] = []
     builder = IndexedDatasetBuilder(f"{scratch}.bin", dtype=token_type(tokenizer.token_ids))
     with open(f"{scratch}.mask", "wb") as masks:
@@ -73,15 +73,15 @@ def make_shard(shard: Shard, tokenizer: ConversationTokenizer, tokenizing: Token
                 line = line.removeprefix(BYTE_ORDER_MARK)
             try:
                 read = conversations_of(line, reading)
-                made = [tokenizer.tokenize(each) for each in read]
+                tokenized = [tokenizer.tokenize(each) for each in read]
             except BadLine as reason:
                 counts += Counts(lines=1, bad_lines=1)
                 bad += [(number, str(reason))] * (len(bad) < MOST_BAD)
-                made = []
+                tokenized = []
             else:
                 spelled = sum(map(tokenizer.holds_special_text, read))
-                counts += Counts(lines=bool(made), special_text=spelled)
-            for tokens, mask in made:
+                counts += Counts(lines=bool(tokenized), special_text=spelled)
+            for tokens, mask in tokenized:
                 targets = int(mask.sum())
                 if not targets:
                     counts += Counts(without_target=1)
@@ -89,14 +89,14 @@ def make_shard(shard: Shard, tokenizer: ConversationTokenizer, tokenizing: Token
                 builder.add_document(tokens, [len(tokens)])
                 masks.write(mask.tobytes())
                 counts += Counts(0, 1, len(tokens), targets, len(tokens))
-            if time.monotonic() > since + _PAUSE:
-                yield min(following, shard.end) - said
-                said, since = min(following, shard.end), time.monotonic()
+            if time.monotonic() > reported_at + _PAUSE:
+                yield min(following, shard.end) - reported_end
+                reported_end, reported_at = min(following, shard.end), time.monotonic()
     builder.finalize(f"{scratch}.idx")
     for suffix in (".bin", ".idx", ".mask"):
         Path(f"{scratch}{suffix}").replace(f"{shard.prefix}{suffix}")
     write_whole(shard.about_path, json.dumps({"counts": asdict(counts), "bad": bad}), "--data-cache-path")
-    yield shard.end - said
+    yield shard.end - reported_end
 
 
 def make_shards(tokenizing: Tokenizing, shards: Iterator[Shard]) -> Iterator[int | Shard]:

@@ -38,16 +38,16 @@ class Patience:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _LockStatus:
     """What the lock said last, and since when."""
 
     status: dict[str, Any] = field(default_factory=dict)
-    since: float = 0.0
+    changed_at: float = 0.0
     first: bool = True
 
 
 def build_shared(
-    done: Callable[[], bool],
+    is_done: Callable[[], bool],
     lock: Path,
     build: Callable[[Say], None],
     *,
@@ -56,35 +56,41 @@ def build_shared(
     say: Say,
     patience: Patience = Patience(),
 ) -> None:
-    """Returns when `done` says so. build: makes it, and calls what it is given with how far it is. may_build: the first
-    process of its node. who: names this process. say: prints a line.
+    """Returns when `is_done` says so.
+
+    build: makes it, and calls what it is given with how far it is. may_build: the first process of its node. who: names
+    this process. say: prints a line.
 
     WlbError of the build, in the process that builds and in those that wait for it.
     """
-    seen, said = _Seen(since=time.monotonic()), time.monotonic()
-    while not done():
+    observed, said_at = _LockStatus(changed_at=time.monotonic()), time.monotonic()
+    while not is_done():
         if may_build and _take(lock):
             with _held(lock, who, patience) as report:
                 try:
                     build(report)
                 except WlbError:
-                    if not done():  # by another process, which took this one for dead
+                    if not is_done():  # by another process, which took this one for dead
                         raise
             continue
         status = _read(lock)
         now = time.monotonic()
-        if status != seen.status:
-            seen = _Seen(status, now, first=seen.first and not seen.status)
-        still = now - seen.since
-        if "failed" in status and (not seen.first or still > patience.failed) and not may_build:
+        if status != observed.status:
+            observed = _LockStatus(status, now, first=observed.first and not observed.status)
+        unchanged_seconds = now - observed.changed_at
+        if (
+            "failed" in status
+            and (not observed.first or unchanged_seconds > patience.failed)
+            and not may_build
+        ):
             raise WlbError(f"{status.get('who', 'another rank')} failed: {status['failed']}")
-        if may_build and (still > patience.dead or ("failed" in status and seen.first)):
+        if may_build and (unchanged_seconds > patience.dead or ("failed" in status and observed.first)):
             shutil.rmtree(lock, ignore_errors=True)
-            seen = _Seen(since=now, first=False)
+            observed = _LockStatus(changed_at=now, first=False)
         elif may_build and "failed" in status:
             raise WlbError(f"{status.get('who', 'another rank')} failed: {status['failed']}")
-        if now - said > patience.line:
-            said = now
+        if now - said_at > patience.line:
+            said_at = now
             say(
                 f"{who} waits for {status.get('who', 'a process that tokenizes')}, which {status.get('does', 'begins')}"
             )
@@ -108,10 +114,10 @@ def _take(lock: Path) -> bool:
 def _held(lock: Path, who: str, patience: Patience) -> Iterator[Say]:
     """The lock while this process builds: its status changes all the time. After an error it stays, with the error."""
     status: dict[str, Any] = {"who": f"{who} on {socket.gethostname()}", "does": "begins", "beat": 0}
-    ended = threading.Event()
+    stop = threading.Event()
 
     def beat() -> None:
-        while not ended.wait(patience.beat):
+        while not stop.wait(patience.beat):
             status["beat"] += 1
             _write(lock, status)
 
@@ -124,12 +130,12 @@ def _held(lock: Path, who: str, patience: Patience) -> Iterator[Say]:
     try:
         yield report
     except BaseException as error:
-        ended.set()
+        stop.set()
         writer.join()
         lines = str(error).splitlines() or [type(error).__name__]
         _write(lock, {**status, "failed": lines[0]})
         raise
-    ended.set()
+    stop.set()
     writer.join()
     shutil.rmtree(lock, ignore_errors=True)
 

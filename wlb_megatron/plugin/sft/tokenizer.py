@@ -46,8 +46,8 @@ class ConversationTokenizer:
         self._check_template()
         special = {str(token) for token in self._hugging_face.all_special_tokens}
         # identity is for turns that are written out already, special tokens and all.
-        named = special if tokenizing.prompt_format != "identity" else set()
-        self._special = re.compile("|".join(map(re.escape, sorted(named))) or r"(?!)")
+        special_tokens = special if tokenizing.prompt_format != "identity" else set()
+        self._special = re.compile("|".join(map(re.escape, sorted(special_tokens))) or r"(?!)")
         self.token_ids = int(self._megatron.vocab_size)
         self.digest = self._digest(config)
 
@@ -101,7 +101,7 @@ class ConversationTokenizer:
 
     def _marked(self, conversation: Conversation) -> tuple[Any, Any]:
         """Tokens, and those that the template marks by {% generation %}."""
-        made = self._hugging_face.apply_chat_template(
+        encoded = self._hugging_face.apply_chat_template(
             conversation,
             tokenize=True,
             return_dict=True,
@@ -109,7 +109,7 @@ class ConversationTokenizer:
             add_generation_prompt=False,
             chat_template=self._template,
         )
-        return made["input_ids"], made["assistant_masks"]
+        return encoded["input_ids"], encoded["assistant_masks"]
 
     def _check_template(self) -> None:
         tokenizing, template = self._tokenizing, self._template
@@ -164,9 +164,9 @@ def _load(tokenizing: Tokenizing) -> Any:
             from megatron.training.tokenizer.sft_tokenizer import SFTTokenizer
         except ImportError as error:
             raise WlbError(f"this Megatron has no SFT tokenizer ({error}): use 0.17.1 or later") from None
-    named = Path(tokenizing.tokenizer)
-    if (named.is_absolute() or tokenizing.tokenizer.startswith(".")) and not named.is_dir():
-        raise WlbError(f"there is no folder {named}: correct --tokenizer-model")
+    folder = Path(tokenizing.tokenizer)
+    if (folder.is_absolute() or tokenizing.tokenizer.startswith(".")) and not folder.is_dir():
+        raise WlbError(f"there is no folder {folder}: correct --tokenizer-model")
     try:
         return SFTTokenizer(tokenizing.tokenizer, tokenizing.prompt_format)
     except ImportError:

@@ -57,16 +57,16 @@ def _compared(rank: int) -> list[Comparison]:
         ("routers' auxiliary loss (its gradients)", 0.3, 0.0),
         ("routers' z-loss (its gradients)", 0.0, 0.3),
     ):
-        loss, gradients, right_loss, right = _step(rank, aux, z)
+        loss, gradients, right_loss, expected = _step(rank, aux, z)
         if not plain:
             comparisons.append(Comparison("loss", abs(loss / right_loss - 1), loss / right_loss))
-            exact, computed = _flat(right), _flat(gradients)
+            exact, computed = _flat(expected), _flat(gradients)
             plain = {"right": exact, "given": computed}
         else:
-            exact, computed = _flat(right) - plain["right"], _flat(gradients) - plain["given"]
+            exact, computed = _flat(expected) - plain["right"], _flat(gradients) - plain["given"]
         comparisons.append(_comparison(what, exact, computed))
-    _, gradients, _, right = _step(rank, 0.0, 0.0, deferred=True)
-    comparisons.append(_comparison("gradients of deferred losses", _flat(right), _flat(gradients)))
+    _, gradients, _, expected = _step(rank, 0.0, 0.0, deferred=True)
+    comparisons.append(_comparison("gradients of deferred losses", _flat(expected), _flat(gradients)))
     return comparisons
 
 
@@ -100,13 +100,13 @@ def _step(
         for lengths in LENGTHS
     ]
     model = _model(shape, aux, z)
-    named = dict(model.module.named_parameters())
-    for name in sorted(named):
-        draw = torch.randn(named[name].shape, generator=generator)
-        named[name].data.copy_(1 + 0.1 * draw if "norm" in name else 0.2 * draw)
-    weights = {name: parameter.detach().double().requires_grad_() for name, parameter in named.items()}
+    parameters = dict(model.module.named_parameters())
+    for name in sorted(parameters):
+        draw = torch.randn(parameters[name].shape, generator=generator)
+        parameters[name].data.copy_(1 + 0.1 * draw if "norm" in name else 0.2 * draw)
+    weights = {name: parameter.detach().double().requires_grad_() for name, parameter in parameters.items()}
     right_loss, predictions = loss_of(weights, documents, shape, aux, z)
-    right = torch.autograd.grad(right_loss, list(weights.values()))
+    expected = torch.autograd.grad(right_loss, list(weights.values()))
     model.zero_grad_buffer()
     with deferring(deferred, model.config, len(documents)):
         losses = get_forward_backward_func()(
@@ -121,9 +121,9 @@ def _step(
     sums = sum(microbatch["lm loss"].double() for microbatch in losses)
     dist.all_reduce(sums)
     plain, _ = loss_of(weights, documents, shape, 0.0, 0.0)
-    gradients = {name: parameter.main_grad.clone() for name, parameter in named.items()}
+    gradients = {name: parameter.main_grad.clone() for name, parameter in parameters.items()}
     # As Megatron's log has it: a sum over a count, of all ranks. The routers' losses are not in it.
-    return float(sums[0]) / predictions, gradients, float(plain), dict(zip(weights, right, strict=True))
+    return float(sums[0]) / predictions, gradients, float(plain), dict(zip(weights, expected, strict=True))
 
 
 def _model(shape: Any, aux: float, z: float) -> Any:
@@ -186,13 +186,13 @@ def _batches(rank: int, documents: list[list[Any]]) -> Iterator[dict[str, Any]]:
 
     for pieces, lengths in zip(documents, LENGTHS, strict=True):
         plan = shard(lengths, RANKS, "per-document")
-        held = torch.from_numpy(plan.packed_index(rank))
+        held_index = torch.from_numpy(plan.packed_index(rank))
         labels = torch.cat([ids.roll(-1) for ids in pieces])
         mask = torch.cat([torch.arange(length) < length - 1 for length in lengths]).float()
         yield {
-            "tokens": torch.cat(pieces)[held][None],
-            "labels": labels[held][None],
-            "loss_mask": mask[held][None],
+            "tokens": torch.cat(pieces)[held_index][None],
+            "labels": labels[held_index][None],
+            "loss_mask": mask[held_index][None],
             "position_ids": torch.from_numpy(plan.positions(rank))[None],
             "params": packed_seq_params(plan, rank, "cpu"),
         }

@@ -66,11 +66,11 @@ def try_megatron() -> None:
 def _refusal(version: str) -> str | None:
     """Why it is not to be trained with; None, with a warning, where it may be."""
     key, file = _key(), _cache_path()
-    worst = _cached_errors(file).get(key)
+    largest_error = _cached_errors(file).get(key)
     try:
-        if worst is None:
-            worst = check()
-            _cache_error(file, key, worst)
+        if largest_error is None:
+            largest_error = check()
+            _cache_error(file, key, largest_error)
     except (WlbError, OSError, ValueError) as wrong:
         return (
             f"wlb_megatron was not tried with megatron-core {version}, and its check of it fails: {wrong}. Install a "
@@ -78,7 +78,7 @@ def _refusal(version: str) -> str | None:
         )
     print(
         f"WARNING: wlb_megatron was not tried with megatron-core {version}; a small step of it comes out right: loss, "
-        f"gradients and routers' losses within {worst:.0e}",
+        f"gradients and routers' losses within {largest_error:.0e}",
         flush=True,
     )
     return None
@@ -100,13 +100,15 @@ def check() -> float:
 
 def judged(comparisons: list[Comparison]) -> float:
     """The largest error. WlbError with each finding that is out of bounds."""
-    wrong = {comparison.what: comparison for comparison in comparisons if not comparison.error <= TOLERATED}
-    if wrong:
+    failures = {
+        comparison.what: comparison for comparison in comparisons if not comparison.error <= TOLERATED
+    }
+    if failures:
         raise WlbError(
             "; ".join(
                 f"{comparison.what}: {comparison.strength:.3g} times the right strength, "
                 f"off by {comparison.error:.1e} of it"
-                for comparison in wrong.values()
+                for comparison in failures.values()
             )
         )
     return max(comparison.error for comparison in comparisons)
@@ -114,9 +116,9 @@ def judged(comparisons: list[Comparison]) -> float:
 
 def _environment() -> dict[str, str]:
     """Of a process that is no rank of the job, sees no GPU, and imports what this one does."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_JOB)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_JOB)}
     return {
-        **kept,
+        **environment,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "PYTHONWARNINGS": "ignore",
         "CUDA_VISIBLE_DEVICES": "",
@@ -139,18 +141,18 @@ def _cache_path() -> Path:
 def _cached_errors(file: Path) -> dict[str, float]:
     """Errors of checks that have passed; none where the file cannot be read."""
     try:
-        known = json.loads(file.read_text(encoding="utf-8"))
-        return {str(key): float(worst) for key, worst in known.items() if float(worst) <= TOLERATED}
+        cached = json.loads(file.read_text(encoding="utf-8"))
+        return {str(key): float(error) for key, error in cached.items() if float(error) <= TOLERATED}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def _cache_error(file: Path, key: str, worst: float) -> None:
+def _cache_error(file: Path, key: str, error: float) -> None:
     """Write it for later starts; if it cannot be written, the next start checks again."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with renamed_at_end(file) as scratch:
-            scratch.write_text(json.dumps({**_cached_errors(file), key: worst}, indent=1), encoding="utf-8")
+            scratch.write_text(json.dumps({**_cached_errors(file), key: error}, indent=1), encoding="utf-8")
 
 
 def try_transformer_engine(job: TrainingJob) -> None:
@@ -165,20 +167,20 @@ def try_transformer_engine(job: TrainingJob) -> None:
         from wlb_megatron.attention.kernels.te_backend import TransformerEngineKernels
 
         with torch.cuda.device(job.device.index):
-            worst = worst_error(TransformerEngineKernels(), torch.bfloat16, "cuda")
+            largest_error = worst_error(TransformerEngineKernels(), torch.bfloat16, "cuda")
     except Exception as error:
         raise Refused(
             f"wlb_megatron was not tried with Transformer Engine {version}, and its attention cannot be called "
             f"({error!r}): {cure}"
         ) from error
-    if not worst <= TOLERATED:
+    if not largest_error <= TOLERATED:
         raise Refused(
-            f"wlb_megatron was not tried with Transformer Engine {version}, and its attention is off by {worst:.1e} of "
-            f"the largest value, {TOLERATED:.0e} is tolerated: {cure}"
+            f"wlb_megatron was not tried with Transformer Engine {version}, and its attention is off by "
+            f"{largest_error:.1e} of the largest value, {TOLERATED:.0e} is tolerated: {cure}"
         )
     if job.device.rank == 0:
         print(
             f"WARNING: wlb_megatron was not tried with Transformer Engine {version}; small calls of its attention come "
-            f"out right (within {worst:.0e} of the largest value)",
+            f"out right (within {largest_error:.0e} of the largest value)",
             flush=True,
         )

@@ -50,8 +50,8 @@ def loss_of(
             total = total + functional.cross_entropy(scores[:-1], ids[1:], reduction="sum")
             predictions += len(ids) - 1
         routed = torch.cat(logits)
-        chosen = torch.zeros_like(routed).scatter(1, routed.topk(shape.topk).indices, 1.0)
-        shares = chosen.mean(0) / shape.topk * routed.softmax(-1).mean(0)
+        routes = torch.zeros_like(routed).scatter(1, routed.topk(shape.topk).indices, 1.0)
+        shares = routes.mean(0) / shape.topk * routed.softmax(-1).mean(0)
         total = total + tokens * aux * shape.experts * shares.sum()
         total = total + tokens * z * routed.logsumexp(-1).square().mean()
     return total / predictions, predictions
@@ -67,15 +67,15 @@ def _layer(weights: Mapping[str, Tensor], ids: Tensor, shape: Shape) -> tuple[Te
     hidden = weights["embedding.word_embeddings.weight"][ids]
     normed = _norm(hidden, layer["input_layernorm.weight"])
     # Query, key and value of a head lie beside each other.
-    packed = (normed @ layer["self_attention.linear_qkv.weight"].T).view(len(ids), shape.heads, 3, -1)
-    query, key, value = (part.transpose(0, 1) for part in packed.unbind(2))
+    qkv = (normed @ layer["self_attention.linear_qkv.weight"].T).view(len(ids), shape.heads, 3, -1)
+    query, key, value = (part.transpose(0, 1) for part in qkv.unbind(2))
     query, key = _rotated(query, shape.base), _rotated(key, shape.base)
     out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     hidden = hidden + out.transpose(0, 1).flatten(1) @ layer["self_attention.linear_proj.weight"].T
     normed = _norm(hidden, layer["pre_mlp_layernorm.weight"])
     logits = normed @ layer["mlp.router.weight"].T
-    best = logits.topk(shape.topk)
-    shares = torch.zeros_like(logits).scatter(1, best.indices, best.values.softmax(-1))
+    top = logits.topk(shape.topk)
+    shares = torch.zeros_like(logits).scatter(1, top.indices, top.values.softmax(-1))
     for number in range(shape.experts):
         expert = f"mlp.experts.local_experts.{number}"
         gate, up = (normed @ layer[f"{expert}.linear_fc1.weight"].T).chunk(2, -1)
@@ -94,5 +94,5 @@ def _rotated(x: Tensor, base: float) -> Tensor:
     speeds = base ** (-torch.arange(0, channels, 2, dtype=x.dtype) / channels)
     angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * speeds
     angles = torch.cat([angles, angles], -1)
-    left, right = x.chunk(2, -1)
-    return x * angles.cos() + torch.cat([-right, left], -1) * angles.sin()
+    first, second = x.chunk(2, -1)
+    return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()

@@ -31,7 +31,7 @@ def page(log: RunLog, reload: int | None = None) -> str:
 
     reload: seconds after which a browser reads the page again; None for never.
     """
-    title, done = escape(f"The run of {log.path.name}"), share(log)
+    title, trained_share = escape(f"The run of {log.path.name}"), share(log)
     table = Section(
         "Now", ("", ""), [list(row) for row in summary(log)], "Medians of the last 100 iterations."
     )
@@ -42,7 +42,9 @@ def page(log: RunLog, reload: int | None = None) -> str:
         f"<title>{title}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{title}</h1><p>{len(log.rows):,} iterations in the log</p>",
         _section(table),
-        "" if done is None else f'<progress value="{done:.4f}" max="1">{done:.1%}</progress>',
+        ""
+        if trained_share is None
+        else f'<progress value="{trained_share:.4f}" max="1">{trained_share:.1%}</progress>',
         *_charts(log),
     ]
     return "\n".join([*parts, "</body></html>", ""])
@@ -98,22 +100,22 @@ Line = Sequence[tuple[int, float]]
 
 def chart(title: str, lines: Sequence[tuple[str, Line]]) -> str:
     """A figure of named lines; empty if none has two points."""
-    drawn = [(name, thinned(line)) for name, line in lines if len(line) > 1]
-    if not drawn:
+    drawn_lines = [(name, thinned(line)) for name, line in lines if len(line) > 1]
+    if not drawn_lines:
         return ""
-    points = [point for _, line in drawn for point in line]
-    first, last = min(at for at, _ in points), max(at for at, _ in points)
+    points = [point for _, line in drawn_lines for point in line]
+    first, last = min(iteration for iteration, _ in points), max(iteration for iteration, _ in points)
     low, high = min(value for _, value in points), max(value for _, value in points)
     margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
     low, high = low - margin, high + margin
 
-    def place(at: float, value: float) -> str:
-        x = LEFT + (WIDTH - LEFT - 8) * (at - first) / max(1, last - first)
+    def place(iteration: float, value: float) -> str:
+        x = LEFT + (WIDTH - LEFT - 8) * (iteration - first) / max(1, last - first)
         return f"{x:.1f},{(HEIGHT - BOTTOM) * (high - value) / (high - low):.1f}"
 
     paths = "".join(
         f'<polyline fill="none" stroke="{color}" points="{" ".join(place(*point) for point in line)}"></polyline>'
-        for (_, line), color in zip(drawn, COLORS, strict=False)
+        for (_, line), color in zip(drawn_lines, COLORS, strict=False)
     )
     texts = [(LEFT - 6, 10, "end", f"{high:,.4g}"), (LEFT - 6, HEIGHT - BOTTOM, "end", f"{low:,.4g}")]
     texts += [
@@ -125,7 +127,7 @@ def chart(title: str, lines: Sequence[tuple[str, Line]]) -> str:
     )
     names = " ".join(
         f'<span style="color:{color}">{escape(name)}</span>'
-        for (name, _), color in zip(drawn, COLORS, strict=False)
+        for (name, _), color in zip(drawn_lines, COLORS, strict=False)
     )
     return (
         f'<figure class="chart"><figcaption>{escape(title)}: {names}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" '
@@ -136,5 +138,5 @@ def chart(title: str, lines: Sequence[tuple[str, Line]]) -> str:
 def thinned(line: Line) -> list[tuple[int, float]]:
     """At most POINTS points: each the median of its neighbours, at the last one's iteration."""
     size = -(-len(line) // POINTS)
-    parts = [line[at : at + size] for at in range(0, len(line), size)]
+    parts = [line[start : start + size] for start in range(0, len(line), size)]
     return [(part[-1][0], median(value for _, value in part)) for part in parts]

@@ -51,12 +51,12 @@ class RunLog:
                 text = file.read()
         except OSError as error:
             raise WlbError(f"cannot read {self.path}: {error.strerror}; give the file of --wlb-log") from None
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for line in whole.splitlines():
+        complete_lines = text[: text.rfind(b"\n") + 1]
+        self._read += len(complete_lines)
+        for line in complete_lines.splitlines():
             if line.strip():
                 self._add(line)
-        return bool(whole)
+        return bool(complete_lines)
 
     def _add(self, line: bytes) -> None:
         try:
@@ -76,7 +76,7 @@ class RunLog:
 
     def column(self, name: str) -> list[tuple[int, float]]:
         """Iterations that have the figure, in order, and the figure."""
-        return [(at, row[name]) for at, row in sorted(self.rows.items()) if name in row]
+        return [(iteration, row[name]) for iteration, row in sorted(self.rows.items()) if name in row]
 
 
 def _fits(name: str, value: Any) -> bool:

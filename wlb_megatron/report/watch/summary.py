@@ -17,10 +17,10 @@ def summary(log: RunLog) -> list[tuple[str, str]]:
     if not rows:
         return [("iterations", "none yet")]
     last, latest = rows[-1], rows[-LATEST:]
-    shown = [("iteration", _progress(last))]
-    if left := last.get("seconds_left"):
-        shown.append(("time left", duration(left)))
-    shown.append(("tokens", _tokens(last)))
+    cells = [("iteration", _progress(last))]
+    if seconds_left := last.get("seconds_left"):
+        cells.append(("time left", duration(seconds_left)))
+    cells.append(("tokens", _tokens(last)))
     if pace := _median(latest, "measured_ms"):
         rates = [{"rate": 1e3 * row["tokens"] / row["measured_ms"]} for row in _with(latest, "measured_ms")]
         rate = _median(rates, "rate")
@@ -29,53 +29,53 @@ def summary(log: RunLog) -> list[tuple[str, str]]:
             text += f", {gpu:,.0f} a GPU"
         if operations := _median(latest, "tflops_per_gpu"):
             text += f" ({operations:,.0f} TFLOP/s)"
-        shown.append(("step", text))
+        cells.append(("step", text))
     ratios = [
         {"of": row["measured_ms"] / row["predicted_ms"]}
         for row in _with(latest, "measured_ms", "predicted_ms")
     ]
     if ratio := _median(ratios, "of"):
-        shown.append(("measured over predicted", f"{ratio:.3f}"))
+        cells.append(("measured over predicted", f"{ratio:.3f}"))
     if both := _with(rows, "arrival_ms", "predicted_ms"):
         gain = sum(row["arrival_ms"] for row in both) / sum(row["predicted_ms"] for row in both)
-        shown.append(("gain over arrival order", f"{gain:.3f} so far, predicted"))
-    if over := _median(latest, "step_over_ideal"):
+        cells.append(("gain over arrival order", f"{gain:.3f} so far, predicted"))
+    if over_ideal := _median(latest, "step_over_ideal"):
         parts = [
             f"{name} {value:.3f}"
             for name, key in (("micro-batches", "imbalance"), ("DP", "dp_imbalance"), ("CP", "cp_imbalance"))
             if (value := _median(latest, key))
         ]
-        shown.append(("step over ideal", f"{over:.3f} (max/mean work: {', '.join(parts)})"))
+        cells.append(("step over ideal", f"{over_ideal:.3f} (max/mean work: {', '.join(parts)})"))
     if "slowest_rank" in last:
         who, excess = f"{last['slowest_rank']} on {last['slowest_host']}", last["slowest_excess"]
         cost = f"at most {excess * (pace or 0):,.0f} ms a step"
-        shown.append(("slowest rank", f"{who}: {excess:.0%} over the median, {cost}"))
+        cells.append(("slowest rank", f"{who}: {excess:.0%} over the median, {cost}"))
     if peaks := [row["memory_peak_gb"] for row in rows if "memory_peak_gb" in row]:
-        shown.append(("memory, last rank", f"{max(peaks):.1f} GB at most"))
+        cells.append(("memory, last rank", f"{max(peaks):.1f} GB at most"))
     if (recomputed := _median(latest, "recomputed_share")) is not None:
-        shown.append(("layers recomputed", f"{recomputed:.1%}"))
+        cells.append(("layers recomputed", f"{recomputed:.1%}"))
     if planned_steps := _with(latest, "peak_gib", "planned_peak_gib", "available_gib"):
         step = max(planned_steps, key=lambda row: row["peak_gib"])
-        planned, available = step["planned_peak_gib"], step["available_gib"]
-        shown.append(
+        planned_gib, available = step["planned_peak_gib"], step["available_gib"]
+        cells.append(
             (
                 "memory of a step",
-                f"{step['peak_gib']:.1f} GiB at most, {planned:.1f} planned of {available:.1f}",
+                f"{step['peak_gib']:.1f} GiB at most, {planned_gib:.1f} planned of {available:.1f}",
             )
         )
     delay = _median(latest, "token_delay")
     if delay is not None:
-        shown.append(
+        cells.append(
             ("mean token delay", f"{delay:.3f} iterations, {last.get('waiting_documents', 0):,} pieces wait")
         )
     sizes = [row["tokens"] for row in latest]
-    shown.append(("tokens an iteration", f"{min(sizes):,} to {max(sizes):,}"))
+    cells.append(("tokens an iteration", f"{min(sizes):,} to {max(sizes):,}"))
     if wait := _median(latest, "plan_wait_ms"):
-        shown.append(("wait for plans", f"{wait:.1f} ms a step"))
-    shown.append(("restarts", str(max(0, len(log.starts) - 1))))
+        cells.append(("wait for plans", f"{wait:.1f} ms a step"))
+    cells.append(("restarts", str(max(0, len(log.starts) - 1))))
     if skipped := sum(row.get("update_skipped", 0) for row in rows):
-        shown.append(("updates thrown away", str(skipped)))
-    return shown
+        cells.append(("updates thrown away", str(skipped)))
+    return cells
 
 
 def share(log: RunLog) -> float | None:

@@ -58,5 +58,5 @@ def _show(log: RunLog, args: argparse.Namespace) -> None:
     if args.follow and sys.stdout.isatty():
         print("\x1b[2J\x1b[H", end="")
     print_table(str(log.path), ("", ""), summary(log))
-    if (done := share(log)) is not None:
-        print(f"[{'#' * int(50 * done):.<50}] {done:.1%}", flush=True)
+    if (trained_share := share(log)) is not None:
+        print(f"[{'#' * int(50 * trained_share):.<50}] {trained_share:.1%}", flush=True)
