@@ -14,17 +14,19 @@ from itertools import islice, product
 
 import numpy as np
 
-from wlb_megatron.config import PACKINGS, WlbConfig
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.factory import make_packer
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.thresholds import Repeated
+from wlb_megatron.registry import PACKERS
 from wlb_megatron.workload.cost_model import CostModel
 
 ITERATIONS = 4
 """Plans of each corpus."""
 
 PACKERS = [
-    *((name, "off", 1.5) for name in PACKINGS if name != "fixed-solver"),
+    *((name, "off", 1.5) for name in PACKERS if name != "fixed-solver"),
     *(("varlen", "on", share) for share in (0.15, 0.4, 0.75)),
 ]
 """(packing, chunks, Lmax in windows). The exact solver is too slow."""
@@ -53,7 +55,7 @@ def digest(packing: str, chunks: str, share: float, dp: int, pp: int, corpora: i
         )
         cost = CostModel(window * float(dice.choice([0.3, 1, 4])), 0.5, window * float(dice.choice([0, 0.1])))
         windows = int(dice.integers(1, 9))
-        packer = make_packer(config, cost, window=window, micro_batches=windows, dp=dp, pp=pp)
+        packer = make_packer(PackingJob(config, cost, window=window, micro_batches=windows, dp=dp, pp=pp))
         planner = Planner(Repeated(lengths_of(dice, window)), packer, global_tokens=windows * dp * window)
         for plan in islice(iter(planner.next_iteration, None), ITERATIONS):
             total.update(repr(plan).encode())

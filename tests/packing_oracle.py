@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from wlb_megatron.config import PACKINGS, WlbConfig
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.packer import Packer
+from wlb_megatron.packing.packer import Packer, PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan, Piece
+from wlb_megatron.registry import PACKERS
 from wlb_megatron.workload.cost_model import CostModel
 
 COST = CostModel(quadratic_at=8.0, per_document=0.5)
 
-QUICK_PACKINGS = tuple(name for name in PACKINGS if name != "fixed-solver")
-"""Every packer's name but the exact solver's, which takes too long for many plans. test_packing_resume.py has all."""
+QUICK_PACKINGS = tuple(name for name, entry in PACKERS.items() if "solver_seconds" not in entry.settings)
+"""Every packer's name but an exact solver's, which takes too long for many plans. test_packing_resume.py has all."""
 
 
 class ListStream:
@@ -54,14 +55,16 @@ def make_planner(
     **settings: Any,
 ) -> Planner:
     packer = make_packer(
-        WlbConfig(**({"micro_batches_per_window": "1"} | settings)),
-        cost,
-        window=window,
-        micro_batches=micro_batches,
-        dp=dp,
-        pp=pp,
-        alignment=alignment,
-        longest=longest,
+        PackingJob(
+            WlbConfig(**({"micro_batches_per_window": "1"} | settings)),
+            cost,
+            window=window,
+            micro_batches=micro_batches,
+            dp=dp,
+            pp=pp,
+            alignment=alignment,
+            longest=longest,
+        )
     )
     return Planner(ListStream(lengths, endless), packer, global_tokens=micro_batches * dp * window)
 

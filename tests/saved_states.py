@@ -21,6 +21,7 @@ from wlb_megatron.documents.blend import Blend
 from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import make_packer
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary, Summariser
 from wlb_megatron.plan import IterationPlan
@@ -45,7 +46,9 @@ def _fixed_windows() -> Source:
     stream = DocumentStream(
         [Corpus("one", np.array([5, 9, 3, 16, 7, 12] * 4))], Rules(16, seed=3, endless=True)
     )
-    planner = Planner(stream, make_packer(config, COST, window=16, micro_batches=4), global_tokens=64)
+    planner = Planner(
+        stream, make_packer(PackingJob(config, COST, window=16, micro_batches=4)), global_tokens=64
+    )
     return Source(Blend([]), planner, training_job().with_config(config), 4, 8.0, (), 0)
 
 

@@ -15,7 +15,7 @@ from attention_oracle import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_megatron.config import SHARDINGS
+from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard

@@ -25,10 +25,10 @@ from wlb_megatron.attention.kernels.graph_buckets import (
 )
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.kernels.warm_up import warm_up
-from wlb_megatron.config import SHARDINGS
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings
 from wlb_megatron.plugin.step import kernel_graphs
 from wlb_megatron.plugin.step.kernel_graphs import Met, build_graphs, likeliest_first
+from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.calls.one_call import in_fewest_calls

@@ -12,7 +12,7 @@ from forked_ranks import spawn
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.sharded_attention import sharded_attention
-from wlb_megatron.config import SHARDINGS
+from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.select import shard
 

@@ -20,7 +20,7 @@ from wlb_megatron.analyze.settings_as_flags import flags_of
 from wlb_megatron.arguments import add_arguments, config_from_args
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.inspect_plans import inspect_plans
-from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
+from wlb_megatron.packing.packer import Packer
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.iteration import Simulated
 from wlb_megatron.simulator.job import Job
@@ -142,7 +142,7 @@ def from_json(
 def test_every_figure_equals_what_the_printed_plans_give(
     packing: str, layout: JobLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(VarlenPacker, "state")  # of checkpoints, which analysis does not ask
+    monkeypatch.delattr(Packer, "state")  # of checkpoints, which analysis does not ask
     # Whole documents of distinct ids: a rank's segments tell which piece they are of.
     lengths = some_lengths()
     config = WlbConfig(

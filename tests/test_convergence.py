@@ -16,7 +16,7 @@ import torch
 from scripts.bench.convergence import statistics, text
 from scripts.megatron_job import Losses
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.packing.packer import Batch
+from wlb_megatron.packing.packer import Batch, PackingJob
 from wlb_megatron.plan import Piece
 from wlb_megatron.workload.cost_model import CostModel
 
@@ -82,7 +82,7 @@ def test_a_text_with_too_few_tokens_is_refused_in_one_line_that_names_both_numbe
 def test_the_sorted_control_trains_every_token_of_64_batches_once_shortest_first() -> None:
     from scripts.bench.convergence.controls import SortedPacker
 
-    packer = SortedPacker(WlbConfig(), CostModel(1000.0, 0.0), window=64, bins=2)
+    packer = SortedPacker(PackingJob(WlbConfig(), CostModel(1000.0, 0.0), window=64, micro_batches=2))
     lengths = np.random.default_rng(0).permutation(np.arange(1, 128))  # 8128 tokens: 63.5 batches
     arrived = [Piece(0, at, 0, int(length)) for at, length in enumerate(lengths)]
     trained: list[Piece] = []
@@ -105,7 +105,8 @@ def test_the_cut_control_trains_plains_pieces_in_other_micro_batches() -> None:
 
     generator = np.random.default_rng(0)
     packers = [
-        kind(WlbConfig(), CostModel(12.0, 0.0), window=64, bins=4) for kind in (OriginalPacker, CutPacker)
+        kind(PackingJob(WlbConfig(), CostModel(12.0, 0.0), window=64, micro_batches=4))
+        for kind in (OriginalPacker, CutPacker)
     ]
     for iteration in range(20):
         lengths = [52, 52, 52, 52, 52] if iteration == 10 else generator.integers(1, 65, 9).tolist()

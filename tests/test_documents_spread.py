@@ -19,6 +19,7 @@ from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.epoch_order import MOST_STORED, epoch_order
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import make_packer
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
@@ -42,7 +43,7 @@ def stream_of(lengths: Any, version: int = corpus_module.VERSION, window: int = 
 
 def largest_shares(stream: DocumentStream, iterations: int) -> list[float]:
     """Of each iteration's tokens, those of the document that has most of them."""
-    packer = make_packer(WlbConfig(), COST, window=WINDOW, micro_batches=8)
+    packer = make_packer(PackingJob(WlbConfig(), COST, window=WINDOW, micro_batches=8))
     planner = Planner(stream, packer, global_tokens=8 * WINDOW)
     shares = []
     for _ in range(iterations):

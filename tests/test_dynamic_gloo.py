@@ -27,6 +27,7 @@ from wlb_megatron.dynamic.cost import group_cost
 from wlb_megatron.dynamic.plan import validate
 from wlb_megatron.dynamic.plan_step import Outcome, plan_step
 from wlb_megatron.packing.factory import make_packer
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.select import shard
@@ -100,7 +101,9 @@ def attend_in_groups(rank: int, world: int) -> None:
 def small_planner() -> Planner:
     lengths = np.random.default_rng(0).integers(1, 16_000, 500)
     stream = DocumentStream.of_lengths(lengths, Rules(16_000, "split", 1, endless=True), name="lengths")
-    packer = make_packer(WlbConfig(), CostModel(20_000.0), window=16_000, micro_batches=1, dp=WORLD)
+    packer = make_packer(
+        PackingJob(WlbConfig(), CostModel(20_000.0), window=16_000, micro_batches=1, dp=WORLD)
+    )
     return Planner(stream, packer, global_tokens=WORLD * 16_000)
 
 

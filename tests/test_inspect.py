@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_oracle import QUICK_PACKINGS
 
-from wlb_megatron.config import SHARDINGS, WlbConfig
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 from wlb_megatron.recompute.kept_layers import Load
 from wlb_megatron.recompute.step_layers import stage_orders
+from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.workload.stage_memory import ModelChunk, StageMemory
 
 Rows = list[list[int]]
@@ -209,7 +210,7 @@ def _tokens(rows: Rows) -> list[tuple[int, int]]:
 @given(
     lengths=st.lists(st.integers(0, 70), min_size=1, max_size=40).filter(any),
     packing=st.sampled_from(QUICK_PACKINGS),
-    sharding=st.sampled_from(SHARDINGS),
+    sharding=st.sampled_from(list(SHARDINGS)),
     micro_batches=st.integers(1, 3),
     dp=st.integers(1, 3),
     cp=st.integers(1, 4),

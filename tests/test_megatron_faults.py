@@ -92,11 +92,10 @@ class DropsHalf(OriginalPacker):
 """
 
 WITH_IT = """
-from drops_half import DropsHalf
-from wlb_megatron.packing import factory
 from wlb_megatron.plugin import pretrain_gpt
+from wlb_megatron.registry import PACKERS, PackerEntry
 
-factory.FIXED["original"] = DropsHalf
+PACKERS["original"] = PackerEntry("drops_half:DropsHalf", "drops half")
 pretrain_gpt.main()
 """
 

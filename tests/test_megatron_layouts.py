@@ -40,7 +40,7 @@ def test_micro_batches_differ_in_length_and_hold_several_documents(single: list[
 
 @pytest.mark.parametrize(
     ("layout", "sharding"),
-    [*((layout, "per-document") for layout in LAYOUTS), ("CP2", "per-sequence"), ("CP2xPP2", "hybrid")],
+    [*((layout, "per-document") for layout in LAYOUTS), ("CP2", "per-sequence"), ("CP2xPP2", "adaptive")],
 )
 def test_losses_and_gradients_equal_the_single_process(
     layout: str, sharding: str, corpus: Path, single: list[dict[str, Any]], tmp_path: Path

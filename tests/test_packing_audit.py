@@ -12,11 +12,11 @@ from test_packing_plans import WINDOW
 
 from wlb_megatron.cli import main
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing import factory
 from wlb_megatron.packing.audit import audit
 from wlb_megatron.packing.fixed.baselines import OriginalPacker
 from wlb_megatron.packing.packer import Batch, Packed
 from wlb_megatron.plan import MicroBatch, Piece
+from wlb_megatron.registry import PACKERS, PackerEntry
 
 
 class DropsHalf(OriginalPacker):
@@ -73,7 +73,7 @@ FAULTS = [
 def test_a_packer_that_breaks_its_promise_is_stopped_in_the_iteration_in_which_it_does(
     kind: type[OriginalPacker], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(factory.FIXED, "mine", kind)
+    monkeypatch.setitem(PACKERS, "mine", PackerEntry(f"{__name__}:{kind.__name__}", "mine"))
     planner = make_planner([12] * 40, window=WINDOW, micro_batches=2, packing="mine")
     with pytest.raises(WlbError) as raised:
         planner.next_iteration()
@@ -83,7 +83,7 @@ def test_a_packer_that_breaks_its_promise_is_stopped_in_the_iteration_in_which_i
 def test_a_planning_command_ends_with_that_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(factory.FIXED, "original", DropsHalf)
+    monkeypatch.setitem(PACKERS, "original", PackerEntry(f"{__name__}:DropsHalf", "drops half"))
     code = main(["inspect", "--lengths", "4,4,4,4", "--window", "8", "--packing", "original"])
     out, err = capsys.readouterr()
     assert code == 2 and "DropsHalf was given 8 tokens in iteration 0, trains 4" in err

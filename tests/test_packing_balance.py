@@ -23,7 +23,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.synthetic import KINDS, cut_overlong, lognormal, paper_like
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.fixed.solver import solve
-from wlb_megatron.packing.packer import Ranks
+from wlb_megatron.packing.packer import PackingJob, Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen import thresholds
 from wlb_megatron.packing.varlen.assign import assign_ranks, in_given_order, step_bound, step_work
@@ -263,7 +263,9 @@ def test_work_that_rises_to_the_middle_runs_fastest_through_the_pipeline() -> No
 def test_the_predicted_step_is_within_2_percent_of_its_lower_bound(dp: int, pp: int) -> None:
     lengths = paper_like(60_000)
     packer = make_packer(
-        WlbConfig(micro_batches_per_window="1"), COST, window=WINDOW, micro_batches=16, dp=dp, pp=pp
+        PackingJob(
+            WlbConfig(micro_batches_per_window="1"), COST, window=WINDOW, micro_batches=16, dp=dp, pp=pp
+        )
     )
     planner = Planner(ListStream(lengths.tolist(), True), packer, global_tokens=16 * dp * WINDOW)
     over = []

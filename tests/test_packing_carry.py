@@ -17,6 +17,7 @@ from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.carry import Carried, take_up, waiting_in
 from wlb_megatron.packing.factory import make_packer
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import Piece
 
@@ -55,7 +56,7 @@ def planner(
     overlong: str = "split",
 ) -> Planner:
     config = WlbConfig(**({"micro_batches_per_window": "1"} | packing))
-    packer = make_packer(config, COST, window=window, micro_batches=bins)
+    packer = make_packer(PackingJob(config, COST, window=window, micro_batches=bins))
     rules = Rules(window, overlong, seed, endless)
     return Planner(DocumentStream(parts, rules), packer, global_tokens=bins * window)
 

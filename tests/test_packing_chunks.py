@@ -24,6 +24,7 @@ from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.chunks.chunked import chunk_counts, cut
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.job import plan_job
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.summary import Summariser
 from wlb_megatron.packing.varlen.outlier_queues import Item
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
@@ -297,7 +298,13 @@ def chosen(**how: Any) -> tuple[type, list[str]]:
     no_chunks = how.pop("no_chunks", [])
     job = {"window": 131072, "micro_batches": 4, "pp": 4, "sample": sample} | how
     packer = make_packer(
-        WlbConfig(**settings), CostModel(24576.0, 0.0, 1000.0), **job, no_chunks=no_chunks, say=lines.append
+        PackingJob(
+            WlbConfig(**settings),
+            CostModel(24576.0, 0.0, 1000.0),
+            **job,
+            no_chunks=no_chunks,
+            say=lines.append,
+        )
     )
     return type(packer), lines
 
@@ -328,7 +335,7 @@ def test_a_step_of_many_windows_has_no_more_micro_batches_than_are_tried_for_eac
     stream = DocumentStream.of_lengths(long_tailed(131072)[:20_000], rules, name="lengths")
     cost = CostModel(24576.0, 0.0, 1000.0)
     config = WlbConfig(chunks="on")
-    planner = plan_job(stream, config, cost, window=131072, micro_batches=16, pp=4, alignment=4)
+    planner = plan_job(stream, PackingJob(config, cost, window=131072, micro_batches=16, pp=4, alignment=4))
     counts = [len(plan.micro_batches) for plan in islice(iter(planner.next_iteration, None), 12)]
     assert max(counts) <= 8 * 16
 

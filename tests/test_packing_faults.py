@@ -21,17 +21,19 @@ from packing_oracle import (
     trained,
 )
 
-from wlb_megatron.config import PACKINGS, WlbConfig
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.documents.synthetic import lognormal, paper_like
 from wlb_megatron.packing.factory import make_packer
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.saved_pieces import Waiting, decode, decode_windows, encode, encode_windows
 from wlb_megatron.packing.varlen.bins import Bins
 from wlb_megatron.packing.varlen.outlier_queues import Item
 from wlb_megatron.packing.varlen.thresholds import Repeated
 from wlb_megatron.plan import Piece
+from wlb_megatron.registry import PACKERS
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.workload.cost_model import CostModel
 
@@ -41,11 +43,11 @@ def plan_stream(
 ) -> list[list[Piece]]:
     """Pieces trained in each iteration, through the project's own document stream."""
     stream = DocumentStream.of_lengths(lengths, Rules(window, overlong))
-    packer = make_packer(WlbConfig(**settings), COST, window=window, micro_batches=1)
+    packer = make_packer(PackingJob(WlbConfig(**settings), COST, window=window, micro_batches=1))
     return [trained(plan) for plan in run(Planner(stream, packer, global_tokens=window))]
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", PACKERS)
 def test_documents_without_tokens_reach_no_plan(packing: str) -> None:
     pieces = [
         piece for row in plan_stream([0, 1, 0, 2], 8, packing=packing, solver_seconds=0.1) for piece in row
@@ -278,7 +280,7 @@ def test_many_tiny_documents_are_not_free() -> None:
 def test_a_solver_that_does_not_count_documents_never_leaves_a_window_empty_or_too_full() -> None:
     for seed in range(50, 60):
         config = WlbConfig(packing="fixed-solver", balance_batches=2, max_documents=2, solver_seconds=0.05)
-        packer = make_packer(config, CostModel(4.0), window=8, micro_batches=2)
+        packer = make_packer(PackingJob(config, CostModel(4.0), window=8, micro_batches=2))
         lengths = np.random.default_rng(seed).integers(1, 3, 40)
         planner = Planner(
             DocumentStream.of_lengths(lengths, Rules(window=8, seed=seed, endless=True)),
@@ -305,12 +307,14 @@ def warnings_and_share(lengths: list[int], window: int, **settings: Any) -> tupl
     """The warnings for these documents, and the share of the tokens asked for that trains in 40 iterations."""
     lines: list[str] = []
     packer = make_packer(
-        WlbConfig(**{"chunks": "off", **settings}),
-        CostModel(window * 0.7),
-        window=window,
-        micro_batches=4,
-        sample=lengths,
-        say=lines.append,
+        PackingJob(
+            WlbConfig(**{"chunks": "off", **settings}),
+            CostModel(window * 0.7),
+            window=window,
+            micro_batches=4,
+            sample=lengths,
+            say=lines.append,
+        )
     )
     planner = Planner(Repeated(np.array(lengths)), packer, global_tokens=4 * window)
     for _ in range(40):

@@ -22,8 +22,10 @@ from packing_oracle import (
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.factory import make_packer
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import Piece
+from wlb_megatron.registry import PACKERS
 
 WINDOW = 24
 
@@ -51,7 +53,7 @@ def sizes(draw: st.DrawFn) -> dict[str, Any]:
 
 varlen_settings = st.fixed_dictionaries(
     {
-        "packing": st.just("varlen"),
+        "packing": st.sampled_from([name for name in QUICK_PACKINGS if not PACKERS[name].fixed_windows]),
         "max_tokens": st.integers(WINDOW * 5 // 4, 3 * WINDOW),
         "max_delay": st.integers(0, 6),
         "thresholds": st.sampled_from(["auto", "none", "12", "6,13,24", "1"]),
@@ -143,7 +145,15 @@ def test_a_batch_spread_that_is_no_multiple_of_a_batch_is_refused(text: str) -> 
         make_planner([5], window=24, micro_batches=1, batch_spread=text)
 
 
-@pytest.mark.parametrize(("packing", "batches"), [("original", 1), ("fixed-greedy", 1), ("fixed-greedy", 3)])
+@pytest.mark.parametrize(
+    ("packing", "batches"),
+    [
+        (name, batches)
+        for name in QUICK_PACKINGS
+        if PACKERS[name].fixed_windows
+        for batches in ((1, 3) if "balance_batches" in PACKERS[name].settings else (1,))
+    ],
+)
 @settings(max_examples=50, deadline=None)
 @example(  # the last document arrived in iteration 2, and arrived again in 4
     lengths=[1] * 12 + [2] * 9 + [1],
@@ -264,7 +274,9 @@ def test_a_state_of_other_settings_is_refused_and_says_what_changed() -> None:
 def test_an_lmax_set_by_no_flag_comes_with_the_state_where_it_fits() -> None:
     def packer(alignment: int, fits: int) -> Any:
         return make_packer(
-            WlbConfig(), COST, window=40, micro_batches=4, alignment=alignment, adopt_max_tokens=fits
+            PackingJob(
+                WlbConfig(), COST, window=40, micro_batches=4, alignment=alignment, adopt_max_tokens=fits
+            )
         )
 
     state = json.loads(json.dumps(packer(4, 1000).state()))
@@ -281,7 +293,7 @@ def test_an_lmax_set_by_no_flag_comes_with_the_state_where_it_fits() -> None:
 
 def test_thresholds_found_on_a_sample_come_with_the_state() -> None:
     def packer(sample: list[int] | None) -> Any:
-        return make_packer(WlbConfig(), COST, window=WINDOW, micro_batches=4, sample=sample)
+        return make_packer(PackingJob(WlbConfig(), COST, window=WINDOW, micro_batches=4, sample=sample))
 
     saved = packer([3] * 400 + [20] * 40)
     state = json.loads(json.dumps(saved.state()))
@@ -309,7 +321,7 @@ def test_thresholds_found_on_a_sample_come_with_the_state() -> None:
         ({"max_documents": 0}, "max_documents must be at least 1"),
         ({"thresholds": "8,8"}, "thresholds '8,8' are not auto, none"),
         ({"thresholds": "short"}, "thresholds 'short' are not auto, none"),
-        ({"packing": "best"}, "unknown packing 'best': choose original"),
+        ({"packing": "best"}, "unknown packing 'best': choose .*original"),
         ({"packing": "fixed-greedy", "balance_batches": 0}, "balance_batches must be at least 1"),
         ({"packing": "fixed-solver", "solver_seconds": 0.0}, "solver_seconds must be positive"),
     ],
@@ -344,5 +356,5 @@ def test_the_last_iterations_of_a_finite_stream_give_out_all_that_waits() -> Non
 
 
 def test_an_empty_stream_gives_no_iteration() -> None:
-    packer = make_packer(WlbConfig(), COST, window=WINDOW, micro_batches=2)
+    packer = make_packer(PackingJob(WlbConfig(), COST, window=WINDOW, micro_batches=2))
     assert Planner(ListStream([]), packer, global_tokens=48).next_iteration() is None

@@ -13,21 +13,23 @@ import numpy as np
 import pytest
 from packing_oracle import QUICK_PACKINGS
 
-from wlb_megatron.config import OVERLONG, PACKINGS, WlbConfig
+from wlb_megatron.config import OVERLONG, WlbConfig
 from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen import thresholds
 from wlb_megatron.packing.varlen.varlen_packer import lmax
 from wlb_megatron.plan import IterationPlan, Piece
+from wlb_megatron.registry import PACKERS
 from wlb_megatron.workload.cost_model import CostModel
 
 Token = tuple[int, int, int]
 """Epoch, document, position."""
 
-RUNS = dict.fromkeys(PACKINGS, 40) | {"varlen": 120, "fixed-solver": 6}
+RUNS = dict.fromkeys(PACKERS, 40) | {"varlen": 120, "fixed-solver": 6}
 """Random runs of every packer's name. The solver is slow."""
 
 
@@ -59,15 +61,17 @@ class Run:
 
     def planner(self, layout: Layout, sample: list[int] | None = None) -> Planner:
         packer = make_packer(
-            self.config,
-            CostModel(quadratic_at=self.rules.window / 4, per_document=0.5),
-            window=self.rules.window,
-            micro_batches=self.bins // layout.dp,
-            dp=layout.dp,
-            pp=layout.pp,
-            alignment=layout.alignment,
-            sample=sample,
-            adopt_max_tokens=sys.maxsize if self.config.max_tokens is None else 0,
+            PackingJob(
+                self.config,
+                CostModel(quadratic_at=self.rules.window / 4, per_document=0.5),
+                window=self.rules.window,
+                micro_batches=self.bins // layout.dp,
+                dp=layout.dp,
+                pp=layout.pp,
+                alignment=layout.alignment,
+                sample=sample,
+                adopt_max_tokens=sys.maxsize if self.config.max_tokens is None else 0,
+            )
         )
         schedule = BatchSchedule(self.steps)
         tokens = self.bins * self.rules.window
@@ -78,8 +82,7 @@ class Run:
 
     @property
     def capacity(self) -> int:
-        varlen = self.config.packing == "varlen"
-        return lmax(self.config, self.rules.window) if varlen else self.rules.window
+        return self.rules.window if self.config.fixed_windows else lmax(self.config, self.rules.window)
 
     @property
     def latest(self) -> int:
@@ -88,14 +91,14 @@ class Run:
         Fixed windows: a piece waits for what came before it, less than two windows' worth, of which K global batches
         take all at once unless windows are closed by their number of documents; then K - 1 for its turn.
         """
+        if not self.config.fixed_windows:
+            assert self.config.max_delay is not None
+            return self.config.max_delay
         rounds = 1 + 2 * self.rules.window // (self.steps[0][1] * self.config.max_documents)
-        batches = self.config.balance_batches * (1 + rounds) - 1
-        return {  # a new packer's bound comes here
-            "varlen": self.config.max_delay,
-            "original": rounds,
-            "fixed-greedy": batches,
-            "fixed-solver": batches,
-        }[self.config.packing]
+        batches = (
+            self.config.balance_batches if "balance_batches" in PACKERS[self.config.packing].settings else 1
+        )
+        return batches * (1 + rounds) - 1
 
 
 def draw_run(rng: np.random.Generator, packing: str) -> Run:
@@ -197,7 +200,7 @@ def check_run(run: Run, planner: Planner, limit: int) -> list[IterationPlan]:
                 waiting[token] = plan.iteration
         for micro_batch in micro_batches:
             assert sum(piece.tokens for piece in micro_batch.pieces) <= run.capacity
-            if run.config.packing == "varlen":
+            if not run.config.fixed_windows:
                 assert len(micro_batch.pieces) <= run.config.max_documents
             for piece in micro_batch.pieces:
                 assert piece.tokens > 0
@@ -266,7 +269,7 @@ def check_resume(run: Run, rng: np.random.Generator, sample: list[int] | None = 
     assert digest(list(plans_of(again, limit - stop))) == digest(plans[stop:])
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", PACKERS)
 def test_a_run_stopped_anywhere_and_resumed_at_any_layout_trains_what_the_uninterrupted_one_does(
     packing: str,
 ) -> None:
@@ -314,7 +317,7 @@ def test_the_random_runs_reach_what_they_are_to_show() -> None:
         sizes = []
         for plan in plans_of(planner, 6):
             sizes.append(len(plan.micro_batches))
-            if run.config.packing == "varlen":
+            if not run.config.fixed_windows:
                 seen["waited"] += bool(plan.waiting)
                 seen["put back"] += bool(planner.state()["put_back"])
             else:

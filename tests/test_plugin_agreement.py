@@ -21,6 +21,7 @@ from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.factory import make_packer
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.plugin.flags.open_files import allow_open_files
@@ -112,7 +113,7 @@ def plans(dp_rank: int, differs_from: float) -> Iterator[PlannedIteration]:
         stream = DocumentStream.of_lengths(
             [60, 7, 200, 31, 90], Rules(256, "split", 1, endless=True), name="lengths"
         )
-        packer = make_packer(WlbConfig(), CostModel(100.0), window=256, micro_batches=2, dp=2)
+        packer = make_packer(PackingJob(WlbConfig(), CostModel(100.0), window=256, micro_batches=2, dp=2))
         planner = Planner(stream, packer, global_tokens=4 * 256)
         plans_of_ranks.append(plan_iterations(planner, ShardSettings(dp_rank, 2, 2, sharding, h100())))
     for ours, others in zip(*plans_of_ranks, strict=True):

@@ -30,6 +30,7 @@ from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.factory import make_packer
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece
@@ -610,7 +611,7 @@ def test_documents_without_a_token_in_the_files_are_passed_over_and_counted(tmp_
     corpus = corpus_of(tmp_path, [[], [1, 2, 3], [], [4], []])
     stream = DocumentStream(corpus.corpora(), Rules(window=8))
     planner = Planner(
-        stream, make_packer(WlbConfig(), CostModel(8), window=8, micro_batches=1), global_tokens=8
+        stream, make_packer(PackingJob(WlbConfig(), CostModel(8), window=8, micro_batches=1)), global_tokens=8
     )
     plan = planner.next_iteration()
     assert plan is not None and planner.next_iteration() is None

@@ -26,6 +26,7 @@ from wlb_megatron.documents.predictions import predictions_in
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.job import plan_job
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.logs.prediction import UntilItFails, in_arrival_order
@@ -67,7 +68,9 @@ def corpora(folder: Path) -> Blend:
 def planner_of(blend: Blend, *, endless: bool = True, **changed: Any) -> Planner:
     config = WlbConfig(quadratic_at=200.0, thresholds="100,150", chunks="off", **changed)
     stream = DocumentStream(blend.corpora(), Rules(window=WINDOW, seed=3, endless=endless))
-    return plan_job(stream, config, CostModel(200.0, 0.0), window=WINDOW, micro_batches=4, dp=2, pp=2)
+    return plan_job(
+        stream, PackingJob(config, CostModel(200.0, 0.0), window=WINDOW, micro_batches=4, dp=2, pp=2)
+    )
 
 
 def settings_of(blend: Blend) -> ShardSettings:

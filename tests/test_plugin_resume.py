@@ -23,6 +23,7 @@ from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.choices import began_otherwise, chosen, saved_choices
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.pipeline.step_law import StageRoom
@@ -346,7 +347,7 @@ def documents(*, fresh: bool = False, cost: float = 0.0, **changed: Any) -> Sour
     rules = Rules(window, seed=changed.pop("seed", 3), endless=True)
     settings = {"packing": "fixed-greedy", "balance_batches": 3, "micro_batches_per_window": "1"} | changed
     config = WlbConfig(quadratic_at=99.0, document_cost=cost, fresh_order=fresh, **settings)
-    packer = make_packer(config, COST, window=window * each, micro_batches=bins // each)
+    packer = make_packer(PackingJob(config, COST, window=window * each, micro_batches=bins // each))
     planner = Planner(DocumentStream([corpus], rules), packer, global_tokens=bins * window)
     return Source(Blend([]), planner, training_job().with_config(config), bins, 8.0, (), 0)
 

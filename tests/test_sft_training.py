@@ -109,7 +109,7 @@ def trained_documents(ranks: list[dict[str, Any]]) -> list[int]:
 
 LAYOUTS = {
     "one process": (1, {}, ""),
-    "CP2": (2, {"context": 2}, "--wlb-sharding hybrid"),
+    "CP2": (2, {"context": 2}, "--wlb-sharding adaptive"),
     "TP2 with SP": (2, {"tensor": 2}, "--sequence-parallel --make-vocab-size-divisible-by 64"),
     "DP2, delayed": (2, {}, "--wlb-max-delay 8"),
     "PP2": (2, {"pipeline": 2}, ""),

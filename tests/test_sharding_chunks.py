@@ -9,8 +9,8 @@ from chunk_oracle import is_real, iterations, shard_plans, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb_megatron.config import SHARDINGS
 from wlb_megatron.plan import Piece
+from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.chunks import cached_keys, links_of
 from wlb_megatron.sharding.cuts.hybrid import mix
@@ -157,11 +157,10 @@ def test_a_prediction_counts_what_travels_of_prefixes(kind, micro_batches, cp):
             assert abs(predicted[rank] - diagonals - rectangles - max(0.0, exchange - diagonals)) <= 1
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "adaptive"])
 @settings(deadline=None, max_examples=40)
 @given(micro_batches=iterations(most=30000), cp=st.sampled_from([2, 4]))
-def test_the_choice_is_never_predicted_slower_than_any_it_had(kind, micro_batches, cp):
-    for plan in shard_plans(micro_batches, cp, kind)[1]:
+def test_the_choice_is_never_predicted_slower_than_any_it_had(micro_batches, cp):
+    for plan in shard_plans(micro_batches, cp, "adaptive")[1]:
         others = [mix(plan.lengths, cp, h100(), plan.prefixes).ranks]
         for other in ("per-sequence", "per-document"):
             rows = shard(plan.lengths, cp, other).ranks
@@ -174,7 +173,7 @@ def test_the_choice_is_never_predicted_slower_than_any_it_had(kind, micro_batche
 def test_a_chunk_is_cut_evenly_in_work_though_its_tokens_see_a_prefix():
     # 4,096 tokens after 12,288: pairs of queries and keys differ by what a token more or less in a slot makes.
     pieces = [[Piece(0, 0, 0, 12288)], [Piece(0, 0, 12288, 16384, 12288)]]
-    for kind in ("per-document", "hybrid", "adaptive"):
+    for kind in ("per-document", "adaptive"):
         plan = shard_plans(pieces, 4, kind)[1][1]
         pairs = [int((rows[:, 2] ** 2 - rows[:, 1] ** 2).sum()) for rows in plan.ranks]
         assert sum(pairs) == 16384**2 - 12288**2
@@ -185,7 +184,7 @@ def test_the_work_of_a_late_chunk_counts_its_prefix_where_ranks_are_levelled():
     """Beside documents that are as long but see nothing before them, it is not taken for one of them."""
     first = [Piece(0, 0, 0, 65536)]
     second = [Piece(0, 0, 65536, 69632, 65536), *(Piece(0, d, 0, 4096) for d in range(1, 8))]
-    plan = shard_plans([first, second], 4, "hybrid")[1][1]
+    plan = shard_plans([first, second], 4, "adaptive")[1][1]
     times = predict(plan, h100())
     assert times.max() < 1.1 * times.mean()
     alone = shard_plans([[Piece(0, d, 0, 4096) for d in range(8)]], 4, "hybrid")[1][0]

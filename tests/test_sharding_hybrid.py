@@ -48,13 +48,12 @@ def test_every_token_is_on_one_rank_once_and_all_ranks_hold_as_many(mix_of):
         assert (np.diff(rows[:, 2] - rows[:, 1]) <= 0).all(), "the longest segments first"
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "adaptive"])
 @settings(deadline=None, max_examples=80)
 @given(mix_of=st.one_of(cp_and_lengths(), st.tuples(st.integers(1, 8), long_and_short)))
-def test_the_choice_is_never_predicted_slower_than_any_it_had(kind, mix_of):
+def test_the_choice_is_never_predicted_slower_than_any_it_had(mix_of):
     cp, lengths = mix_of[0], list(mix_of[1])
     lengths += [pad for pad in [padding(sum(lengths), cp)] if pad]
-    chosen = predict(shard(lengths, cp, kind), h100()).max()
+    chosen = predict(shard(lengths, cp, "adaptive"), h100()).max()
     others = [
         shard(lengths, cp, "per-sequence"),
         shard(lengths, cp, "per-document"),
@@ -129,8 +128,7 @@ def test_plans_depend_on_nothing_but_lengths():
 
 
 def test_one_rank_holds_whole_pieces():
-    for kind in ("hybrid", "adaptive"):
-        assert shard([5, 0, 9], 1, kind).ranks[0].tolist() == [[0, 0, 5], [2, 0, 9]]
+    assert shard([5, 0, 9], 1, "adaptive").ranks[0].tolist() == [[0, 0, 5], [2, 0, 9]]
     assert mix([5, 0, 9], 1, h100()).ranks[0].tolist() == [[2, 0, 9], [0, 0, 5]], "the longest first"
 
 

@@ -12,6 +12,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.job import plan_job
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.plans.source import steps_of
 from wlb_megatron.workload.cost_model import CostModel
@@ -35,7 +36,7 @@ def planner_of(
         "sample": [9, 14, 30],
         "longest": stream.longest,
     }
-    planner = plan_job(stream, config, COST, **options)
+    planner = plan_job(stream, PackingJob(config, COST, **options))
     steps, _ = steps_of(corpora, rules, planner.global_tokens)
     planner.until = steps * windows
     return planner

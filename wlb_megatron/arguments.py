@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Iterable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from wlb_megatron.config import WlbConfig
@@ -29,11 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         else:
             options["default"] = None if setting.metadata.get("depends") else setting.default
             options["type"] = setting.metadata.get("type", str)
-            options["choices"] = setting.metadata.get("choices")
-            if "commands" in setting.metadata:  # a value that training refuses, with a line of its own
-                choices = setting.metadata["choices"]
-                shown = [choice for choice in choices if choice not in setting.metadata["commands"]]
-                options["metavar"] = "{" + ",".join(shown) + "}"
+            options["choices"] = choices = setting.metadata.get("choices")
+            if isinstance(choices, dict):  # training refuses some entries, with a line of its own
+                options["metavar"] = "{" + ",".join(n for n, entry in choices.items() if entry.offered) + "}"
             if setting.default is not None:
                 options["help"] += f" (default: {setting.default})"
         group.add_argument(flag, **options)
@@ -51,6 +49,22 @@ def config_from_args(args: argparse.Namespace) -> WlbConfig:
     config = WlbConfig(**{name: value for name, value in given.items() if name not in left})
     check_numbers(config)
     return config
+
+
+def take_instead(config: WlbConfig) -> tuple[WlbConfig, list[str]]:
+    """The settings with what is taken in place of values that flags no longer offer, and a line on each."""
+    lines = []
+    for setting in fields(WlbConfig):
+        choices = setting.metadata.get("choices")
+        entry = choices.get(getattr(config, setting.name)) if isinstance(choices, dict) else None
+        if entry is not None and entry.instead:
+            flag = _flag(PREFIX + setting.name)
+            lines.append(
+                f"{flag} {getattr(config, setting.name)} is {entry.instead} from this release on, and will be refused "
+                f"from the next: write {flag} {entry.instead}"
+            )
+            config = replace(config, **{setting.name: entry.instead})
+    return config, lines
 
 
 def check_numbers(config: WlbConfig) -> None:

@@ -171,14 +171,14 @@ def _add_analyze(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    lengths = _lengths(args)
+    lengths, config = _lengths(args), settings(args)
     check_vpp(args.pp, args.vpp)
     messages: list[str] = list(args.notes)
     if args.micro_batch_size > 1:
         messages.append("note: --micro-batch-size is not shown: micro-batches of one window are")
     shown = inspect_plans(
         lengths,
-        settings(args),
+        config,
         window=args.window,
         micro_batches=args.micro_batches,
         dp=args.dp,

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wlb_megatron.bounds import COUNT, LARGEST, RANKS, SECONDS, TOKENS
+from wlb_megatron.registry import CP_MODES, PACKERS, SHARDINGS, choices, packer_entry
 
 TOKEN_WEIGHTS = ("auto", "step", "equal")
-PACKINGS = ("original", "fixed-greedy", "fixed-solver", "varlen")
 RELEASES = ("balance", "full")
-SHARDINGS = ("per-sequence", "per-document", "hybrid", "adaptive")
 OVERLONG = ("split", "truncate", "drop", "chunk")
 KERNELS = ("auto", "cudnn", "fa4")
 
@@ -25,16 +24,12 @@ class WlbConfig:
 
     packing: str = _setting(
         "varlen",
-        "how documents become micro-batches: original (arrival order, windows of --seq-length), fixed-greedy "
-        "(windows of equal work), varlen (micro-batches of variable length)",
-        choices=PACKINGS,
-        commands=("fixed-solver", "fixed-greedy by an exact solver, to compare with"),
+        f"how documents become micro-batches: {choices(PACKERS)}",
+        choices=PACKERS,
     )
     sharding: str = _setting(
         "adaptive",
-        "how a micro-batch is divided over context-parallel ranks: per-sequence (the packed sequence in equal slices), "
-        "per-document (each document in equal slices), hybrid (short documents whole, long ones cut), adaptive (for "
-        "each micro-batch the one that is predicted fastest)",
+        f"how a micro-batch is divided over context-parallel ranks: {choices(SHARDINGS)}",
         choices=SHARDINGS,
     )
     max_tokens: int | None = _setting(
@@ -96,9 +91,8 @@ class WlbConfig:
     )
     cp_mode: str = _setting(
         "fixed",
-        "ranks that share a micro-batch: fixed (groups of --context-parallel-size), dynamic (in each step groups of "
-        "different sizes among the data- and context-parallel ranks, planned by predicted time)",
-        choices=("fixed", "dynamic"),
+        f"ranks that share a micro-batch: {choices(CP_MODES)}",
+        choices=CP_MODES,
     )
     solver_seconds: float = _setting(
         1.0,
@@ -261,3 +255,8 @@ class WlbConfig:
         None, "GPUs of the job of --wlb-dry-run (count; default: the launcher's)", type=int, within=(1, RANKS)
     )
     off: bool = _setting(False, "leave Megatron unchanged: the launcher only runs the script")
+
+    @property
+    def fixed_windows(self) -> bool:
+        """Whether each micro-batch is one window of --seq-length, as the packer's entry says."""
+        return packer_entry(self.packing).fixed_windows

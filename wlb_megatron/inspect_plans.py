@@ -18,6 +18,7 @@ from wlb_megatron.packing.chunks.choose_chunks import holds_whole
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.foresee import nothing_predicted
 from wlb_megatron.packing.job import plan_job
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.varlen.varlen_packer import lmax
 from wlb_megatron.plan import IterationPlan, Piece
 from wlb_megatron.sharding.alignment import multiple
@@ -86,15 +87,14 @@ def inspect_plans(
         if problem := nothing_predicted(lengths, rules):
             say(f"WARNING: {problem}")
         config = config if job is None else job.with_lmax(config)
-        if config.packing == "varlen" and (config.chunks == "off" or holds_whole(config, window, alignment)):
+        if not config.fixed_windows and (config.chunks == "off" or holds_whole(config, window, alignment)):
             # Any window can be looked at, a multiple of CP x TP or not: a padded micro-batch keeps within Lmax.
             config = replace(config, max_tokens=lmax(config, window, alignment))
         elif config.max_tokens is not None:
             config = replace(config, max_tokens=max(alignment, config.max_tokens // alignment * alignment))
-        planner = plan_job(
-            stream,
-            config,
-            _cost(config, cp) if job is None else job.cost(config),
+        packing = PackingJob(
+            config=config,
+            cost=_cost(config, cp) if job is None else job.cost(config),
             window=window,
             micro_batches=micro_batches,
             dp=dp,
@@ -105,6 +105,7 @@ def inspect_plans(
             rooms=None if job is None else job.rooms(config),
             say=say,
         )
+        planner = plan_job(stream, packing)
     plans = list(islice(iter(planner.next_iteration, None), iterations))
     chunked = isinstance(planner.packer, ChunkPacker)
     shown: dict[str, Any] = {

@@ -13,6 +13,7 @@ from typing import Any
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import fatal
+from wlb_megatron.registry import packer_entry
 
 
 class Refused(SystemExit):
@@ -69,7 +70,7 @@ def _windows(args: Any, config: WlbConfig) -> bool:
     it."""
     micro_batch_size = _get(args, "micro_batch_size")
     return (
-        config.packing != "varlen"
+        config.fixed_windows
         and config.cp_mode != "dynamic"
         and (_get(args, "eval_micro_batch_size") or micro_batch_size) == micro_batch_size
     )
@@ -120,7 +121,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--moe-router-enable-expert-bias, or use --wlb-cp-mode fixed",
     ),
     Refusal(
-        lambda a, c: c.packing == "fixed-solver",
+        lambda a, c: not packer_entry(c.packing).trains,
         "--wlb-packing fixed-solver",
         "the planning commands compare with it, but it balances less than varlen and plans for up to a second an "
         "iteration; train with varlen, or with fixed-greedy for windows of one length",
@@ -134,7 +135,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "dynamic groups choose the number of micro-batches, and the paper's release uses one per window; leave it out",
     ),
     Refusal(
-        lambda a, c: c.overlong == "chunk" and (c.chunks == "off" or c.packing != "varlen"),
+        lambda a, c: c.overlong == "chunk" and (c.chunks == "off" or c.fixed_windows),
         "--wlb-overlong chunk with --wlb-chunks off or another --wlb-packing than varlen",
         "a document above the window can train whole only in chunks; leave those flags out, or use --wlb-overlong "
         "split",
@@ -280,7 +281,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "conversations become tokens by Megatron's SFT tokenizer; set it, and --tokenizer-model to a folder",
     ),
     Refusal(
-        lambda a, c: c.train_epochs and (c.packing != "varlen" or _batches_grow(a) or _get(a, "skip_train")),
+        lambda a, c: c.train_epochs and (c.fixed_windows or _batches_grow(a) or _get(a, "skip_train")),
         "--wlb-train-epochs with another --wlb-packing than varlen, growing batches or --skip-train",
         "the number of steps is not known then; give --train-samples",
     ),

@@ -7,10 +7,11 @@ import re
 from collections.abc import Container, Sequence
 from dataclasses import fields
 
-from wlb_megatron.arguments import check_numbers
+from wlb_megatron.arguments import check_numbers, take_instead
 from wlb_megatron.bounds import RANKS, TOKENS, whole
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
+from wlb_megatron.registry import CP_MODES, PACKERS, SHARDINGS
 
 NOT_HERE = (
     *(
@@ -179,23 +180,29 @@ def add_setting(parser: argparse.ArgumentParser, name: str) -> None:
     if setting.default is False:
         parser.add_argument(*flags, dest=name, action="store_true", help=help_text)
         return
-    if "commands" in setting.metadata:
-        help_text += "; here also {} ({})".format(*setting.metadata["commands"])
+    choices, metavar = setting.metadata.get("choices"), None
+    if isinstance(choices, dict):
+        others = [f"{name} ({entry.help})" for name, entry in choices.items() if not entry.trains]
+        metavar = "{" + ",".join(name for name, entry in choices.items() if not entry.instead) + "}"
+        help_text += "".join(f"; here also {other}" for other in others)
     default = f" (default: {setting.default})" if setting.default is not None else ""
     parser.add_argument(
         *flags,
         default=setting.default,
         dest=name,
         type=setting.metadata.get("type", str),
-        choices=setting.metadata.get("choices"),
+        choices=choices,
+        metavar=metavar,
         help=help_text + default,
     )
 
 
 def settings(args: argparse.Namespace) -> WlbConfig:
-    """The settings as given. WlbError for a number that is out of range, and for what would change nothing."""
+    """The settings as given; args.notes gets a line on a value that is no longer offered. WlbError for a number that is
+    out of range, and for what would change nothing."""
     names = [setting.name for setting in fields(WlbConfig) if setting.name not in NOT_HERE]
-    config = WlbConfig(**{name: getattr(args, name) for name in names})
+    config, lines = take_instead(WlbConfig(**{name: getattr(args, name) for name in names}))
+    args.notes = (*getattr(args, "notes", ()), *(f"note: {line}" for line in lines))
     check_numbers(config)
     if not getattr(args, "launched", False):  # training takes them
         refuse_idle(config)
@@ -214,16 +221,24 @@ def refuse_idle(config: WlbConfig) -> None:
 
 def idle(config: WlbConfig) -> dict[str, str]:
     """Names of settings that the others leave without effect, and what they need."""
-    varlen, fixed = config.packing == "varlen", config.packing.startswith("fixed")
-    solves = config.packing == "fixed-solver" or config.cp_mode == "dynamic"
-    counts = config.release == "balance" and config.cp_mode == "fixed"
-    rows = (
-        (varlen, ("max_tokens", "thresholds", "max_delay", "batch_spread", "release"), "--packing varlen"),
-        (fixed, ("balance_batches",), "--packing fixed-greedy or fixed-solver"),
-        (solves, ("solver_seconds",), "--packing fixed-solver or --cp-mode dynamic"),
-        (counts, ("micro_batches_per_window",), "--release balance and --cp-mode fixed"),
-    )
-    return {name: needed for used, names, needed in rows if not used for name in names}
+    needed: dict[str, dict[str, list[str]]] = {}
+    used = set()
+    for field, entries in (("packing", PACKERS), ("sharding", SHARDINGS), ("cp_mode", CP_MODES)):
+        for name, entry in entries.items():
+            for setting in entry.settings:
+                needed.setdefault(setting, {}).setdefault(field, []).append(name)
+                if name == getattr(config, field):
+                    used.add(setting)
+    without = {
+        setting: " or ".join(
+            f"--{field.replace('_', '-')} {' or '.join(names)}" for field, names in by.items()
+        )
+        for setting, by in needed.items()
+        if setting not in used
+    }
+    if config.release != "balance" or config.cp_mode != "fixed":
+        without["micro_batches_per_window"] = "--release balance and --cp-mode fixed"
+    return without
 
 
 SPELLED = {

@@ -43,7 +43,7 @@ def schedules(given: Candidate) -> list[Candidate]:
 def micro_batch_counts(candidate: Candidate) -> list[Candidate]:
     """Other numbers of micro-batches for each window."""
     config = candidate.config
-    if config.packing != "varlen" or config.release != "balance" or candidate.job.model.layout.pp == 1:
+    if config.fixed_windows or config.release != "balance" or candidate.job.model.layout.pp == 1:
         return []
     counts = [count for count in PER_WINDOW if count != config.micro_batches_per_window]
     return [replace(candidate, config=replace(config, micro_batches_per_window=count)) for count in counts]
@@ -70,12 +70,7 @@ def with_recompute(job: Job, kind: str, block: int | None = None) -> Job:
 
 def chunk_choices(config: WlbConfig) -> list[WlbConfig]:
     """Documents whole, and in chunks. A delay that is given leaves no choice."""
-    if (
-        config.packing != "varlen"
-        or config.max_delay
-        or config.cp_mode == "dynamic"
-        or config.overlong == "chunk"
-    ):
+    if config.fixed_windows or config.max_delay or config.cp_mode == "dynamic" or config.overlong == "chunk":
         return [config]
     return [replace(config, chunks="off"), replace(config, chunks="on", max_delay=None)]
 

@@ -292,7 +292,7 @@ def _gains(config: WlbConfig, job: Job, runs: _Runs, before: Run) -> tuple[Gain,
 
 def _trade(config: WlbConfig, job: Job, runs: _Runs, before: Run, after: Run) -> Trade | None:
     """None where `auto` had no choice, or took the faster one."""
-    fixed = config.chunks == "auto" and config.packing == "varlen" and config.cp_mode == "fixed"
+    fixed = config.chunks == "auto" and not config.fixed_windows and config.cp_mode == "fixed"
     chunked = isinstance(after.planner.packer, ChunkPacker)
     if not fixed or job.model.layout.pp == 1 or (not chunked and (config.max_delay or job.no_chunks(config))):
         return None

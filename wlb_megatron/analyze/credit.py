@@ -29,7 +29,7 @@ def parts(config: WlbConfig, job: Job) -> list[Part]:
     settings = []
     if layout.cp > 1:
         settings.append(("sharding of each document", replace(plain, sharding=sharding)))
-    if config.packing == "varlen":
+    if not config.fixed_windows:
         base = replace(plain, packing="varlen")
         if layout.pp == 1:  # one micro-batch a window, no chunks: nothing that needs a flag
             base = replace(
@@ -67,7 +67,7 @@ def _waits(config: WlbConfig) -> bool:
 
 def others(config: WlbConfig, job: Job) -> list[tuple[str, WlbConfig]]:
     """Other settings, which may be better."""
-    if config.packing != "varlen" or config.cp_mode == "dynamic":
+    if config.fixed_windows or config.cp_mode == "dynamic":
         return []
     sharding = "adaptive" if config.sharding == "per-sequence" else config.sharding
     windows = replace(arrival_order(config), packing="fixed-greedy", sharding=sharding)

@@ -22,4 +22,4 @@ def flags_of(config: WlbConfig) -> str:
 def _matters(name: str, config: WlbConfig) -> bool:
     """Whether the setting does anything with this packing."""
     of_varlen = ("micro_batches_per_window", "chunks")
-    return name not in {"gpu_memory", *idle(config)} and (config.packing == "varlen" or name not in of_varlen)
+    return name not in {"gpu_memory", *idle(config)} and (not config.fixed_windows or name not in of_varlen)

@@ -54,7 +54,7 @@ def saved_choices(state: Mapping[str, Any] | None) -> dict[str, Any]:
 def began_otherwise(config: WlbConfig, packer: Packer, saved: Mapping[str, Any]) -> WlbConfig | None:
     """The settings by which the packer must be made anew to go on as the checkpoint's run began: with documents in
     chunks, or whole, as there, and by its law. None if it does already. saved: see saved_choices."""
-    if not saved or config.packing != "varlen":
+    if not saved or config.fixed_windows:
         return None
     now = chosen(config, packer)
     auto = config.chunks == "auto" and config.overlong != "chunk" and config.cp_mode == "fixed"

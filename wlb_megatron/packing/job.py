@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.stream import DocumentStream
@@ -12,10 +10,8 @@ from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
 from wlb_megatron.packing.memory_limits import GpuMemory, describe_memory, no_memory_for_chunks
-from wlb_megatron.packing.packer import Packer, read_per_window
+from wlb_megatron.packing.packer import Packer, PackingJob, per_window_of
 from wlb_megatron.packing.planner import Planner, Stream
-from wlb_megatron.pipeline.step_law import StageRoom
-from wlb_megatron.workload.cost_model import CostModel
 
 SAMPLE, SAMPLE_EPOCHS = 65536, 16
 """The most pieces, and epochs of a small corpus, from which a job learns thresholds and whether to train in chunks:
@@ -31,52 +27,28 @@ def sample_lengths_of(stream: DocumentStream, documents: int) -> list[int]:
 
 
 def plan_job(
-    stream: Stream,
-    config: WlbConfig,
-    cost: CostModel,
-    *,
-    window: int,
-    micro_batches: int,
-    dp: int = 1,
-    schedule: BatchSchedule | None = None,
-    longest: int | None = None,
-    memory: GpuMemory | None = None,
-    no_chunks: Sequence[tuple[str, str]] = (),
-    rooms: tuple[StageRoom, StageRoom] | None = None,
-    say: Callable[[str], None] = lambda _: None,
-    **options: Any,
+    stream: Stream, job: PackingJob, *, schedule: BatchSchedule | None = None, memory: GpuMemory | None = None
 ) -> Planner:
-    """A planner of a stream of documents: one plan per call.
+    """A planner of a stream of documents: one plan per call. Raises ValueError on settings that cannot work.
 
-    window: tokens. micro_batches: windows of a data-parallel rank in a global batch (the largest, if `schedule` lets
-    them grow). memory: of a GPU; None: ignore memory. The others: see factory.make_packer. Raises ValueError on
-    settings that cannot work.
+    Args:
+        schedule: given if global batches grow; job.micro_batches is of the largest.
+        memory: of a GPU; None: ignore memory.
     """
-    no_chunks = [*no_chunks, *no_memory_for_chunks(config, memory)]
-    packer = make_packer(
-        config,
-        cost,
-        window=window,
-        micro_batches=micro_batches,
-        dp=dp,
-        no_chunks=no_chunks,
-        longest=longest,
-        rooms=rooms,
-        say=say,
-        **options,
-    )
-    if memory is not None and most_micro_batches(packer, config, micro_batches) > micro_batches:
+    config = job.config
+    job = replace(job, no_chunks=[*job.no_chunks, *no_memory_for_chunks(config, memory)])
+    packer = make_packer(job)
+    if memory is not None and most_micro_batches(packer, config, job.micro_batches) > job.micro_batches:
         chunks = isinstance(packer, ChunkPacker)
-        say(describe_memory(config, memory, longest or window, chunks=chunks))
-    return Planner(stream, packer, global_tokens=micro_batches * dp * window, schedule=schedule)
+        job.say(describe_memory(config, memory, job.longest or job.window, chunks=chunks))
+    return Planner(stream, packer, global_tokens=job.bins * job.window, schedule=schedule)
 
 
 def most_micro_batches(packer: Packer, config: WlbConfig, windows: int) -> int:
     """The most micro-batches into which a rank's windows are packed."""
-    if config.packing != "varlen" or config.release == "full" or config.cp_mode == "dynamic":
+    if config.fixed_windows or config.release == "full" or config.cp_mode == "dynamic":
         return windows
-    per_window = read_per_window(config.micro_batches_per_window)
-    return packer.law.counts(windows, per_window, always=isinstance(packer, ChunkPacker))[-1]
+    return packer.law.counts(windows, per_window_of(config), always=isinstance(packer, ChunkPacker))[-1]
 
 
 def arrival_order(config: WlbConfig) -> WlbConfig:

@@ -157,7 +157,7 @@ def with_lmax(
 
 
 def _whole_alone(config: WlbConfig, refused: Sequence[tuple[str, str]]) -> bool:
-    off = config.chunks == "off" or config.packing != "varlen"
+    off = config.chunks == "off" or config.fixed_windows
     return off or bool(settings_refused(config)) or bool(refused)
 
 

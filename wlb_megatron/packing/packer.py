@@ -1,4 +1,6 @@
-"""The interface of every packer: pieces that arrived go in, one iteration's grid of micro-batches comes out.
+"""The interface of every packer, and the job that it is made for.
+
+Pieces that arrived go in, one iteration's grid of micro-batches comes out.
 
 A packer packs the global batch into micro_batches x dp bins; dp only regroups the bins (assign.py). So neither the
 state, nor which documents train in which iteration, depends on the layout.
@@ -6,14 +8,20 @@ state, nor which documents train in which iteration, depends on the layout.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.changes import changes
 from wlb_megatron.errors import WlbError
 from wlb_megatron.pipeline.step_law import StageRoom, StepLaw
-from wlb_megatron.plan import MicroBatch, Piece
+from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
 
 Grid = tuple[tuple[MicroBatch, ...], ...]
@@ -69,46 +77,109 @@ class Batch(NamedTuple):
     iterations: int = 1
 
 
-class Packer(Protocol):
+Times = Callable[[Sequence[IterationPlan]], npt.NDArray[np.float64]]
+"""Simulated time of each plan, in nanoseconds, see simulator.plan_times."""
+
+
+@dataclass(frozen=True)
+class PackingJob:
+    """What a packer is made for.
+
+    Args:
+        window: tokens of --seq-length.
+        micro_batches: windows of one data-parallel rank, in the largest global batch.
+        vpp: model chunks per stage.
+        group: the interleaved schedule takes a multiple of this many micro-batches (default: pp).
+        alignment: a micro-batch's tokens are padded up to a multiple of it.
+        sample: document lengths (tokens, at most the window) on which `thresholds=auto` is found; without one, a rule
+            of thumb.
+        longest: tokens of the longest piece, above the window only if overlong is "chunk" (default: the window).
+        adopt_max_tokens: a loaded state keeps its own Lmax if that, padded, is at most this many tokens.
+        no_chunks: (flag, cure) of each setting under which documents cannot train in chunks.
+        rooms: of the first and the last stage, where steps keep as many layers as fit.
+        times: simulates plans, by which `chunks=auto` chooses; None: the packer's prediction does.
+        say: called with a line on whether documents train in chunks, and why.
+    """
+
+    config: WlbConfig
+    cost: CostModel
+    _: KW_ONLY
+    window: int
+    micro_batches: int
+    dp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    group: int | None = None
+    alignment: int = 1
+    sample: Sequence[int] | None = None
+    longest: int | None = None
+    adopt_max_tokens: int = 0
+    no_chunks: Sequence[tuple[str, str]] = ()
+    rooms: tuple[StageRoom, StageRoom] | None = None
+    times: Times | None = None
+    say: Callable[[str], None] = lambda _: None
+
+    @property
+    def bins(self) -> int:
+        """Windows of a global batch, over all ranks."""
+        return self.micro_batches * self.dp
+
+    @property
+    def ranks(self) -> Ranks:
+        group = (self.group or self.pp) if self.vpp > 1 else 1
+        return Ranks(self.dp, self.pp, self.vpp, group, self.rooms)
+
+
+class Packer(ABC):
     """State of one packing policy. Not thread-safe. Every rank runs its own, and all make the same plans."""
 
     bins: int
     """Windows of a global batch, over all ranks; of the largest one if batches grow. There are as many micro-batches,
     or as many more as the packer finds best."""
 
-    held_tokens: int
-    """Tokens that a pipeline stage holds at once at most, where groups of micro-batches hold more than the schedule
-    does by itself (chunk_packer.py); 0: no more than that."""
-
     law: StepLaw
     """What a step of these micro-batches is predicted to take."""
 
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of a micro-batch, without end padding."""
+    max_tokens: int
+    """Most tokens of a micro-batch, without end padding."""
 
     most_pieces: int
     """Pieces that can train for each window of a global batch at most: no more are taken in."""
 
-    batch_spread: int | None
+    held_tokens: int = 0
+    """Tokens that a pipeline stage holds at once at most, where groups of micro-batches hold more than the schedule
+    does by itself (chunk_packer.py); 0: no more than that."""
+
+    batch_spread: int | None = None
     """Percent of a global batch's tokens that a step should not exceed; None: no bound. It may change between two
     calls of `pack`."""
 
-    intake_batches: int
+    intake_batches: int = 1
     """Global batches taken in at once at most; in the other iterations nothing arrives."""
 
     @property
+    def longest_delay(self) -> int:
+        """Iterations that a document may wait in a queue, to train in a fuller step; 0 if none does."""
+        return 0
+
+    @property
+    @abstractmethod
     def waiting(self) -> tuple[Piece, ...]:
         """Pieces that arrived and have not trained, oldest first."""
 
+    @abstractmethod
     def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
         """One iteration's micro-batches.
 
-        arrived: pieces in stream order, none empty or longer than the window (with chunks: than the longest
-        document). batch.bins may grow from one iteration to the next. draining: the stream has ended, so release what
-        waits. Only then may a micro-batch be empty, and only if nothing waits any more.
+        Args:
+            arrived: pieces in stream order, none empty or longer than the window (with chunks: than the longest
+                document).
+            batch: its number of bins may grow from one iteration to the next.
+            draining: the stream has ended, so release what waits. Only then may a micro-batch be empty, and only if
+                nothing waits any more.
         """
 
+    @abstractmethod
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """A function that returns what `state` returns now, even after later calls of `pack`. It is cheap, because
         one is taken in each iteration and few are called.
@@ -116,7 +187,9 @@ class Packer(Protocol):
 
     def state(self) -> dict[str, Any]:
         """What waits, as JSON-able integers. Call it between two calls of `pack`."""
+        return self.snapshot()()
 
+    @abstractmethod
     def load_state(self, state: dict[str, Any]) -> None:
         """Continues from `state`. Raises ValueError that names the setting if it was made with other settings."""
 
@@ -134,6 +207,16 @@ def read_per_window(text: str) -> float | None:
             f"--wlb-micro-batches-per-window {text!r} is neither auto nor a number from 1 to {MOST_PER_WINDOW}"
         )
     return value
+
+
+def per_window_of(config: WlbConfig) -> float | None:
+    """Micro-batches per window of a packer of variable length; None for as many as give the least predicted step.
+
+    The paper's release works only with one. Dynamic groups decide by themselves how many micro-batches there are.
+    """
+    if config.release == "full" or config.cp_mode == "dynamic":
+        return 1
+    return read_per_window(config.micro_batches_per_window)
 
 
 MOST_PER_WINDOW = 64

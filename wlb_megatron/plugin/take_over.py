@@ -21,6 +21,7 @@ from wlb_megatron.arguments import (
     config_from_args,
     explain_unparsed,
     name_flag,
+    take_instead,
 )
 from wlb_megatron.plugin import script_functions
 from wlb_megatron.plugin.flags import versions
@@ -176,7 +177,9 @@ def _open(args: Any, full_validation: bool) -> Opened:
     if not dry:
         versions.check_transformer_engine(args.transformer_impl)
     try:
-        from_flags = config_from_args(args)
+        from_flags, lines = take_instead(config_from_args(args))
+        for line in lines:
+            _say(f"note: {line}")
         if dry and from_flags.gpu_memory is None:
             from_flags = replace(from_flags, gpu_memory=ASSUMED_GIB)
         refuse_unsupported(args, from_flags)

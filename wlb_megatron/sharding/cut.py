@@ -9,15 +9,13 @@ import numpy.typing as npt
 
 from wlb_megatron.pipeline.groups import groups, joined_groups
 from wlb_megatron.plan import PADDING, IterationPlan, Piece
+from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.calls.one_call import in_fewest_calls
 from wlb_megatron.sharding.chunks import Link, links_of
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.workload.kernel_table import KernelTable
-
-CHOOSING = ("hybrid", "adaptive")
-"""Shardings that may compute a micro-batch's attention in one kernel call per rank instead of two."""
 
 
 def cut(
@@ -34,7 +32,7 @@ def cut(
     select.shard_all.
     """
     shards = shard_all(lengths, cp_size, sharding, table, links)
-    return in_fewest_calls(shards, table) if sharding in CHOOSING else shards
+    return in_fewest_calls(shards, table) if SHARDINGS[sharding].chooses else shards
 
 
 def pad(pieces: tuple[Piece, ...], alignment: int) -> tuple[Piece, ...]:

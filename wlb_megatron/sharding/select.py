@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.config import SHARDINGS
+from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.chunks import Holders, Link, around
-from wlb_megatron.sharding.cuts.hybrid import mix
-from wlb_megatron.sharding.cuts.per_document import document_cuts
-from wlb_megatron.sharding.cuts.per_sequence import sequence_cuts
-from wlb_megatron.sharding.cuts.slots import PieceList, deal
+from wlb_megatron.sharding.cuts.slots import PieceList
 from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.workload.kernel_table import KernelTable, h100
@@ -24,9 +20,8 @@ def shard(lengths: npt.ArrayLike, cp_size: int, kind: str, table: KernelTable | 
 
     * lengths: int[n], tokens of each piece in packed order, the padding piece (if any) last. Their sum must be a
       positive multiple of cp_size; else ValueError.
-    * kind: one of config.SHARDINGS. hybrid is the mixed plan, or per-document or per-sequence (which it contains) if
-      one of these is predicted faster. adaptive is the fastest of the three; on a tie, the simplest.
-    * table: kernel times by which hybrid and adaptive predict (default: the H100's).
+    * kind: one of registry.SHARDINGS.
+    * table: kernel times by which adaptive predicts (default: the H100's).
     """
     return shard_all([lengths], cp_size, kind, table)[0]
 
@@ -63,19 +58,13 @@ def shard_all(
 
 
 def _choices(pieces: PieceList, cp_size: int, kind: str, table: KernelTable) -> dict[str, list[ShardPlan]]:
-    """The plans of all micro-batches under each sharding that `kind` chooses from. On a tie, take the first."""
-    if kind == "per-sequence":
-        return {"": deal(pieces, sequence_cuts(pieces, cp_size))}
-    by_document = deal(pieces, document_cuts(pieces, cp_size))
-    if kind == "per-document" or cp_size == 1 or not by_document:
-        return {"": by_document}
-    by_sequence = deal(pieces, sequence_cuts(pieces, cp_size))
-    prefixes = np.split(pieces.prefixes, pieces.first[1:-1])
-    mixed = [
-        mix(plan.lengths, cp_size, table, before) for plan, before in zip(by_document, prefixes, strict=True)
-    ]
-    choices = {"hybrid": mixed, "per-document": by_document, "per-sequence": by_sequence}
-    return choices if kind == "hybrid" else dict(reversed(choices.items()))
+    """The plans of all micro-batches under each sharding that `kind` chooses from, by what logs call them. On a tie,
+    the first is taken."""
+    names = SHARDINGS[kind].chooses or (kind,)
+    if cp_size == 1 or not pieces.count:
+        names = names[:1]  # one rank holds all pieces whole
+    plans = {name: SHARDINGS[name].load()(pieces, cp_size, table) for name in names}
+    return plans if len(plans) > 1 else {"": plans[names[0]]}
 
 
 def _fastest(choices: dict[str, list[ShardPlan]], table: KernelTable) -> list[ShardPlan]:

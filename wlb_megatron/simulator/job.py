@@ -23,6 +23,7 @@ from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.foresee import nothing_predicted, too_small
 from wlb_megatron.packing.job import plan_job, sample_lengths_of
 from wlb_megatron.packing.memory_limits import MARGIN, GpuMemory, no_memory_for_chunks, with_lmax
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.pipeline.step_law import StageRoom
 from wlb_megatron.plan import IterationPlan
@@ -142,14 +143,13 @@ class Job:
                     "WARNING: --gpu-memory sets no Lmax, because the number of tokens per expert is unknown: it only "
                     "checks that the weights fit"
                 )
-            elif self.gib is not None and config.packing != "varlen":
+            elif self.gib is not None and config.fixed_windows:
                 say(
                     "WARNING: --gpu-memory sets no Lmax: windows of fixed length have none; use --packing varlen"
                 )
-            return plan_job(
-                stream,
-                config,
-                self.cost(config),
+            packing = PackingJob(
+                config=config,
+                cost=self.cost(config),
                 window=self.joined_window,
                 micro_batches=self.micro_batches // self.micro_batch_size,
                 dp=layout.dp,
@@ -157,20 +157,20 @@ class Job:
                 vpp=layout.chunks,
                 alignment=self.alignment,
                 sample=None if self.quick else sample_lengths_of(stream, len(lengths)),
-                memory=self.memory(self.gib or DEFAULT_GIB),
                 rooms=self.rooms(config),
                 no_chunks=self.trainer.chunks_refused(config.chunks),
                 longest=stream.longest,
                 times=self.times(config),
                 say=say,
             )
+            return plan_job(stream, packing, memory=self.memory(self.gib or DEFAULT_GIB))
 
     def with_lmax(self, config: WlbConfig) -> WlbConfig:
         """The settings with the Lmax that memory allows, if memory is given. WlbError if nothing fits."""
         if self.gib is not None and (problem := self.weights_problem()):
             raise WlbError(problem)
         memory = None if self.gib is None else self.memory(self.gib)
-        if memory is None or config.packing != "varlen":
+        if memory is None or config.fixed_windows:
             return config
         return with_lmax(config, memory, self.joined_window, self.trainer.chunks_refused(config.chunks))
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from wlb_megatron.packing import factory
 from wlb_megatron.packing.fixed.baselines import OriginalPacker, cut_windows, freeze, price
 from wlb_megatron.packing.packer import Batch, Packed
 from wlb_megatron.packing.saved_pieces import Waiting
 from wlb_megatron.packing.varlen.assign import in_given_order
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
+from wlb_megatron.registry import PACKERS, PackerEntry
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.cut import cut
 from wlb_megatron.workload.kernel_table import h100
@@ -69,18 +69,19 @@ def _tokens(pieces: Sequence[Piece]) -> int:
     return sum(piece.tokens for piece in pieces)
 
 
-PACKERS = {"sorted": SortedPacker, "cut": CutPacker}
+CONTROLS = {"sorted": SortedPacker, "cut": CutPacker}
 
 
 @contextmanager
 def packing_of(arm: str) -> Iterator[None]:
     """Within it `--wlb-packing original` is this arm's packer, if the arm has one of its own."""
-    usual = factory.FIXED["original"]
-    factory.FIXED["original"] = PACKERS.get(arm, usual)
+    usual = PACKERS["original"]
+    if arm in CONTROLS:
+        PACKERS["original"] = PackerEntry(f"{__name__}:{CONTROLS[arm].__name__}", arm)
     try:
         yield
     finally:
-        factory.FIXED["original"] = usual
+        PACKERS["original"] = usual
 
 
 def unmasked(batch: LoadedMicroBatch) -> LoadedMicroBatch:

@@ -14,7 +14,7 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.lengths import sample_lengths
 from wlb_megatron.documents.synthetic import cut_overlong
 from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.packer import Packer
+from wlb_megatron.packing.packer import Packer, PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.delay_bound import Limits
 from wlb_megatron.packing.varlen.thresholds import Repeated
@@ -131,7 +131,9 @@ class Seen:
 
 def configured(window: int = WINDOW, bins: int = 4, **settings: Any) -> Callable[[Sequence[int]], Packer]:
     config = WlbConfig(**settings)
-    return lambda sample: make_packer(config, COST, window=window, micro_batches=bins, sample=sample)
+    return lambda sample: make_packer(
+        PackingJob(config, COST, window=window, micro_batches=bins, sample=sample)
+    )
 
 
 def plain(

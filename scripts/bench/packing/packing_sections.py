@@ -11,7 +11,7 @@ from scripts.bench.packing.packing_rows import COST, WINDOW, Case, Timed, config
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.synthetic import lognormal
 from wlb_megatron.packing.factory import make_packer
-from wlb_megatron.packing.packer import Packer
+from wlb_megatron.packing.packer import Packer, PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.assign import step_bound, step_work
 from wlb_megatron.packing.varlen.thresholds import Repeated
@@ -82,7 +82,7 @@ def pipeline_rows(lengths: np.ndarray) -> Iterator[dict[str, Any]]:
                 for packing in ("original", "varlen"):
                     config = WlbConfig(packing=packing)
                     packer = make_packer(
-                        config, COST, window=WINDOW, micro_batches=micro_batches, dp=dp, pp=pp
+                        PackingJob(config, COST, window=WINDOW, micro_batches=micro_batches, dp=dp, pp=pp)
                     )
                     planner = Planner(Repeated(lengths), packer, global_tokens=micro_batches * dp * WINDOW)
                     over = []
@@ -152,7 +152,7 @@ def _time(
     **settings: Any,
 ) -> dict[str, Any]:
     config = WlbConfig(packing=packing, **settings)
-    timed = Timed(make_packer(config, COST, window=window, micro_batches=bins, pp=pp))
+    timed = Timed(make_packer(PackingJob(config, COST, window=window, micro_batches=bins, pp=pp)))
     planner = Planner(Repeated(lengths), timed, global_tokens=bins * window)
     arrived, micro_batches = [], []
     for _ in range(iterations):

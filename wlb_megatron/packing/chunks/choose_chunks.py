@@ -8,17 +8,14 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
-from wlb_megatron.packing.packer import Packer, Ranks
+from wlb_megatron.packing.packer import Packer, PackingJob, Ranks, Times, per_window_of
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.delay_bound import Limits
 from wlb_megatron.packing.varlen.thresholds import MOST_AT_ONCE, MOST_BINS, Repeated, sampled, step_over_ideal
-from wlb_megatron.plan import IterationPlan
-from wlb_megatron.workload.cost_model import CostModel
 
 LONGEST = (3, 4)
 """The longest micro-batch of a plan with chunks, in windows. A longer document is cut into chunks."""
@@ -34,9 +31,6 @@ trained 1.8 % more tokens (docs/measured.md)."""
 SETTLE, LOOKED, AT_ONCE = 16, (8, 48), 1024
 """What is simulated for a choice: iterations that only fill the queues, the fewest and most iterations that are timed,
 and about how many documents one has. Of more, fewer data-parallel ranks are looked at."""
-
-Times = Callable[[Sequence[IterationPlan]], npt.NDArray[np.float64]]
-"""Simulated time of each plan, in nanoseconds, see simulator.plan_times."""
 
 
 def holds_whole(config: WlbConfig, window: int, alignment: int = 1) -> bool:
@@ -62,27 +56,23 @@ def chunk_capacity(window: int, max_tokens: int | None, alignment: int) -> int:
     return max(alignment, min(most, max_tokens or most) // alignment * alignment)
 
 
-def choose_chunks(
-    config: WlbConfig,
-    cost: CostModel,
-    limits: Limits,
-    ranks: Ranks,
-    per_window: float | None,
-    sample: Sequence[int] | None,
-    longest: int,
-    fits_whole: bool,
-    refused: Sequence[tuple[str, str]],
-    whole: Callable[[Limits, Ranks], Packer],
-    times: Times | None = None,
-) -> ChunkChoice:
-    """limits: of the plan with chunks. sample: lengths of documents (tokens); longest: of all. fits_whole: see
-    holds_whole. refused: (flag, cure) of each setting that chunks cannot be trained with. whole: the packer without
-    chunks, for limits.bins windows on ranks. times: simulates plans; None: the packer's law predicts them.
+Whole = Callable[[Limits, Ranks], Packer]
+"""Makes the packer without chunks, for limits.bins windows on ranks."""
 
-    WlbError where chunks are asked for, by --wlb-chunks or by --wlb-overlong, and refused. A delay that is given acts:
-    where chunks may be left out, they are.
+
+def choose_chunks(job: PackingJob, limits: Limits, whole: Whole) -> ChunkChoice:
+    """Whether documents train in chunks, and why.
+
+    WlbError if chunks are asked for, by --wlb-chunks or by --wlb-overlong, and refused. A delay that is given acts:
+    if chunks may be left out, they are.
+
+    Args:
+        limits: of the plan with chunks.
     """
-    refused = [*refused, *settings_refused(config)]
+    config, ranks = job.config, job.ranks
+    longest = job.longest or job.window
+    fits_whole = holds_whole(config, job.window, job.alignment)
+    refused = [*job.no_chunks, *settings_refused(config)]
     asked = _asked_for(config)
     if asked is not None and config.chunks == "off":
         raise WlbError(f"{asked[0]} cannot be combined with --wlb-chunks off: leave it out, or {asked[1]}")
@@ -93,8 +83,14 @@ def choose_chunks(
         if asked is not None:
             raise WlbError(f"{asked[0]} cannot be combined with {flag}: {cure}, or {asked[1]}")
         lost = ""
-        if ranks.pp > 1 and sample and longest <= limits.window and fits_whole and config.cp_mode == "fixed":
-            predicted = _predicted(cost, limits, ranks, per_window, sample, whole, times)
+        if (
+            ranks.pp > 1
+            and job.sample
+            and longest <= limits.window
+            and fits_whole
+            and config.cp_mode == "fixed"
+        ):
+            predicted = _predicted(job, job.sample, limits, whole)
             lost = f"; chunks would shorten the predicted step by {1 - predicted.gain:.0%}"
             lost = lost if predicted.pays else "; chunks would bring nothing"
         return ChunkChoice(False, f"not with {flag}{lost}")
@@ -106,9 +102,9 @@ def choose_chunks(
         return ChunkChoice(True, f"micro-batches of {config.max_tokens:,} tokens do not hold whole documents")
     if ranks.pp == 1:
         return ChunkChoice(False, "there is no pipeline to fill")
-    if not sample:
+    if not job.sample:
         return ChunkChoice(False, "no documents to predict from")
-    predicted = _predicted(cost, limits, ranks, per_window, sample, whole, times)
+    predicted = _predicted(job, job.sample, limits, whole)
     return ChunkChoice(predicted.pays, predicted.why)
 
 
@@ -120,16 +116,9 @@ class _Predicted(NamedTuple):
     why: str
 
 
-def _predicted(
-    cost: CostModel,
-    limits: Limits,
-    ranks: Ranks,
-    per_window: float | None,
-    sample: Sequence[int],
-    whole: Callable[[Limits, Ranks], Packer],
-    times: Times | None,
-) -> _Predicted:
+def _predicted(job: PackingJob, sample: Sequence[int], limits: Limits, whole: Whole) -> _Predicted:
     """See choose_chunks."""
+    cost, ranks, times = job.cost, job.ranks, job.times
     lengths = sampled(sample)
     windows, mean = limits.bins // ranks.dp, int(lengths.sum()) / len(lengths)
     at_once = MOST_AT_ONCE if times is None else AT_ONCE
@@ -137,7 +126,7 @@ def _predicted(
     windows = min(windows, fill) if times is not None else min(windows, fill, MOST_BINS)
     dp = 1 if times is None else min(ranks.dp, max(1, fill // windows))
     few, on = replace(limits, bins=windows * dp), ranks._replace(dp=dp)
-    packers = ChunkPacker(cost, few, on, per_window=per_window), whole(few, on)
+    packers = ChunkPacker(cost, few, on, per_window=per_window_of(job.config)), whole(few, on)
     tokens = few.bins * limits.window
     if times is None:
         cut, uncut = (step_over_ideal(lengths, tokens, packer, cost.per_earlier_key) for packer in packers)

@@ -14,6 +14,7 @@ from wlb_megatron.packing.packer import (
     ONE_RANK,
     Batch,
     Packed,
+    Packer,
     Ranks,
     check_settings,
     most_per_window,
@@ -44,15 +45,13 @@ class _Tried(NamedTuple):
 _WORST = (1 << 62, 0, 0, 0)
 
 
-class ChunkPacker:
+class ChunkPacker(Packer):
     """Trains everything that arrived in its iteration, in the number of micro-batches with the least predicted step.
 
     If Lmax or the limit on documents is so low that something does not fit, there are as many micro-batches as surely
     hold all. All chunks of a document are in one iteration, on one data-parallel rank, in order. Its states are the
     varlen packer's; only a loaded one has pieces that wait.
     """
-
-    intake_batches = 1
 
     def __init__(
         self,
@@ -71,16 +70,12 @@ class ChunkPacker:
         self.batch_spread = limits.spread
         self._ranks = ranks
         self._per_window = per_window
-        self.bins = limits.bins
+        self.bins, self.max_tokens = limits.bins, limits.capacity
         self.law = ranks.law(cost)
         self.most_pieces = limits.max_documents * most_per_window(self.law, None, always=True)
         self.held_tokens = held(limits.window, limits.bins // ranks.dp, self.law.held_at_once, longest)
         self._waiting: list[Item] = []
         self._serial = 0
-
-    @property
-    def max_tokens(self) -> int:
-        return self._limits.capacity
 
     @property
     def waiting(self) -> tuple[Piece, ...]:
@@ -166,9 +161,6 @@ class ChunkPacker:
             "waiting": encode(Waiting(item.piece, item.entry) for item in items),
             "price": DelayPrice().state(),
         }
-
-    def state(self) -> dict[str, Any]:
-        return self.snapshot()()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Everything that waited trains in the next iteration, whatever its bound on delay."""

@@ -10,15 +10,8 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
-from wlb_megatron.packing.packer import (
-    ONE_RANK,
-    Batch,
-    Packed,
-    Ranks,
-    check_settings,
-)
+from wlb_megatron.packing.packer import Batch, Packed, Packer, PackingJob, check_settings
 from wlb_megatron.packing.saved_pieces import Waiting, decode, decode_windows, encode, encode_windows
 from wlb_megatron.packing.varlen.assign import assign_ranks, in_given_order
 from wlb_megatron.plan import MicroBatch, Piece
@@ -86,23 +79,23 @@ def freeze(windows: Sequence[Sequence[Waiting]], count: int, cost: CostModel) ->
     return [MicroBatch(pieces, price(pieces, cost)) for pieces in contents]
 
 
-class OriginalPacker:
+class WindowPacker(Packer):
+    """What packers of fixed windows share: a step has a global batch's tokens, so nothing bounds them."""
+
+    def __init__(self, job: PackingJob) -> None:
+        self._cost = job.cost
+        self._max_documents = self.most_pieces = job.config.max_documents
+        self._window = self.max_tokens = job.window
+        self.bins = job.bins
+        self._ranks = job.ranks
+        self.law = job.ranks.law(job.cost)
+
+
+class OriginalPacker(WindowPacker):
     """Windows filled in arrival order, given to ranks in that order."""
 
-    intake_batches = 1
-    batch_spread: int | None = None  # a step has a global batch's tokens
-
-    def __init__(
-        self, config: WlbConfig, cost: CostModel, *, window: int, bins: int, ranks: Ranks = ONE_RANK
-    ) -> None:
-        self._cost = cost
-        self._max_documents = self.most_pieces = config.max_documents
-        self._window = window
-        self.max_tokens = window
-        self.bins = bins
-        self._ranks = ranks
-        self.law = ranks.law(cost)
-        self.held_tokens = 0
+    def __init__(self, job: PackingJob) -> None:
+        super().__init__(job)
         self._waiting: list[Waiting] = []
 
     @property
@@ -119,9 +112,6 @@ class OriginalPacker:
         settings, waiting = self._settings(), tuple(self._waiting)
         return lambda: {"settings": settings, "waiting": encode(waiting)}
 
-    def state(self) -> dict[str, Any]:
-        return self.snapshot()()
-
     def load_state(self, state: dict[str, Any]) -> None:
         check_settings(state["settings"], self._settings())
         self._waiting = decode(state["waiting"])
@@ -134,7 +124,7 @@ class OriginalPacker:
         }
 
 
-class FixedGreedyPacker:
+class FixedGreedyPacker(WindowPacker):
     """Balances windows of K global batches at once, then returns them over K iterations. K = config.balance_batches.
 
     It starts from the windows that `original` would make of K global batches, with the same cuts (the paper's
@@ -145,22 +135,12 @@ class FixedGreedyPacker:
     """
 
     name = "fixed-greedy"
-    batch_spread: int | None = None
 
-    def __init__(
-        self, config: WlbConfig, cost: CostModel, *, window: int, bins: int, ranks: Ranks = ONE_RANK
-    ) -> None:
-        if config.balance_batches < 1:
-            raise WlbError(f"balance_batches must be at least 1, got {config.balance_batches}")
-        self.intake_batches = config.balance_batches
-        self._cost = cost
-        self._max_documents = self.most_pieces = config.max_documents
-        self._window = window
-        self.max_tokens = window
-        self.bins = bins
-        self._ranks = ranks
-        self.law = ranks.law(cost)
-        self.held_tokens = 0
+    def __init__(self, job: PackingJob) -> None:
+        super().__init__(job)
+        if job.config.balance_batches < 1:
+            raise WlbError(f"balance_batches must be at least 1, got {job.config.balance_batches}")
+        self.intake_batches = job.config.balance_batches
         self._remainder: list[Waiting] = []
         self._planned: list[list[Waiting]] = []  # windows of the coming iterations, in order
 
@@ -219,9 +199,6 @@ class FixedGreedyPacker:
             "waiting": encode(waiting),
             "planned": encode_windows(planned),
         }
-
-    def state(self) -> dict[str, Any]:
-        return self.snapshot()()
 
     def load_state(self, state: dict[str, Any]) -> None:
         check_settings(state["settings"], self._settings())

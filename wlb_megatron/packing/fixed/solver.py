@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.fixed.baselines import FixedGreedyPacker, fill_greedily, price
-from wlb_megatron.packing.packer import ONE_RANK, Ranks
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.saved_pieces import Waiting
-from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
+from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 
 LONG_PER_WINDOW = 12
 """The solver places this many of the longest pieces per window. The rest is treated as divisible."""
@@ -101,13 +100,11 @@ class FixedSolverPacker(FixedGreedyPacker):
 
     name = "fixed-solver"
 
-    def __init__(
-        self, config: WlbConfig, cost: CostModel, *, window: int, bins: int, ranks: Ranks = ONE_RANK
-    ) -> None:
-        super().__init__(config, cost, window=window, bins=bins, ranks=ranks)
-        if config.solver_seconds <= 0:
-            raise WlbError(f"solver_seconds must be positive, got {config.solver_seconds}")
-        self._seconds = config.solver_seconds
+    def __init__(self, job: PackingJob) -> None:
+        super().__init__(job)
+        self._seconds = job.config.solver_seconds
+        if self._seconds <= 0:
+            raise WlbError(f"solver_seconds must be positive, got {self._seconds}")
         self.gap: float | None = None
 
     def _fill(

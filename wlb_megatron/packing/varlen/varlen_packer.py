@@ -15,6 +15,7 @@ from wlb_megatron.packing.packer import (
     ONE_RANK,
     Batch,
     Packed,
+    Packer,
     Ranks,
     check_settings,
     most_per_window,
@@ -80,7 +81,7 @@ def lmax(config: WlbConfig, window: int, alignment: int = 1) -> int:
     return tokens
 
 
-class VarlenPacker:
+class VarlenPacker(Packer):
     """Packs whole documents into micro-batches of different length and similar work.
 
     In a call of `pack`, short documents and leftovers are ready, and outliers wait in their queues. First go the
@@ -91,9 +92,6 @@ class VarlenPacker:
     The bound holds for any lengths: see delay_bound.py. If documents arrive faster than micro-batches of `capacity`
     tokens can take uncut ones (for example with lengths just above half of it), the newest are put back.
     """
-
-    intake_batches = 1
-    held_tokens = 0
 
     def __init__(
         self,
@@ -111,7 +109,7 @@ class VarlenPacker:
         as give the least predicted step. adopt_thresholds: a loaded state brings its own.
         adopt_capacity: it brings its own Lmax, too, up to so many tokens."""
         self._cost = cost
-        self.bins = limits.bins
+        self.bins, self.max_tokens = limits.bins, limits.capacity
         self._limits = limits
         self.batch_spread = limits.spread
         self._ranks = ranks
@@ -127,12 +125,7 @@ class VarlenPacker:
         self._serial = 0
 
     @property
-    def max_tokens(self) -> int:
-        return self._limits.capacity
-
-    @property
     def longest_delay(self) -> int:
-        """Iterations that a document may wait in a queue; 0 where none does."""
         return self._limits.max_delay if self.thresholds else 0
 
     @property
@@ -323,9 +316,6 @@ class VarlenPacker:
             "price": price,
         }
 
-    def state(self) -> dict[str, Any]:
-        return self.snapshot()()
-
     def load_state(self, state: dict[str, Any]) -> None:
         saved = {"release": "balance"} | state["settings"]  # the first states had no other
         own = self._settings()
@@ -340,7 +330,7 @@ class VarlenPacker:
                 f"do fit, set --wlb-max-tokens {capacity}"
             )
         check_settings(saved, self._settings() | {"thresholds": list(thresholds), "max_tokens": capacity})
-        self._limits = replace(self._limits, capacity=capacity)
+        self._limits, self.max_tokens = replace(self._limits, capacity=capacity), capacity
         self._queues = OutlierQueues(thresholds)
         self._left = self._sort_in(self._make_items(decode(state["waiting"])))
         self._price.load_state(state["price"])

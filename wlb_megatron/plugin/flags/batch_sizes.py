@@ -96,7 +96,7 @@ def _decreased(args: Any) -> bool:
 def plan_decides(config: WlbConfig, *, evaluation: bool = False) -> bool:
     """Whether the plan makes as many micro-batches of a rank's windows as the interleaved schedule takes, whatever
     their number. Evaluation is packed by varlen and by fixed groups whatever trains."""
-    trains = config.packing == "varlen" and config.cp_mode == "fixed"
+    trains = not config.fixed_windows and config.cp_mode == "fixed"
     return config.release == "balance" and (evaluation or trains)
 
 

@@ -16,6 +16,7 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.choose_chunks import holds_whole
 from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule
 from wlb_megatron.packing.job import most_micro_batches, plan_job, sample_lengths_of, without_chunks
+from wlb_megatron.packing.packer import PackingJob
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plugin.flags.data_paths import documents
 from wlb_megatron.plugin.flags.limits import (
@@ -204,13 +205,11 @@ def _source(
             [("--wlb-chunks off", "leave it out"), *no_chunks],
             replace(config, chunks="auto"),
         )
-    planner = plan_job(
-        stream,
-        planned_config,
-        cost_model(weighed),
+    packing = PackingJob(
+        config=planned_config,
+        cost=cost_model(weighed),
         window=window,
         micro_batches=windows,
-        schedule=batches,
         dp=sizes.data,
         pp=sizes.pipeline,
         vpp=sizes.virtual,
@@ -219,12 +218,12 @@ def _source(
         sample=sample,
         longest=stream.longest,
         adopt_max_tokens=adoptable_tokens(job),
-        memory=gpu_memory(job),
         rooms=None if layer_memory is None else layer_memory.rooms(),
         times=plan_times(weighed, layer_memory) if endless else None,
         no_chunks=no_chunks,
         say=messages.append,
     )
+    planner = plan_job(stream, packing, schedule=batches, memory=gpu_memory(job))
     samples = None
     if epochs is not None:
         if blend.weights is not None:

@@ -139,7 +139,7 @@ def overlong_of(job: TrainingJob, longest_tokens: int) -> str:
         longest_tokens > window
         and job.model.positions > window
         and config.chunks != "off"
-        and config.packing == "varlen"
+        and not config.fixed_windows
         and not settings_refused(config)
         and not job.trainer.chunks_refused(config.chunks)
     )

@@ -20,8 +20,8 @@ from wlb_megatron.attention.kernels.graph_buckets import (
     repeated,
 )
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings
+from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.calls.attention_calls import AttentionLayout
-from wlb_megatron.sharding.cut import CHOOSING
 
 MOST_CUT = 64
 """Segments with earlier keys that a rank is taken to have at most, where sharding cuts only what pays."""
@@ -70,7 +70,7 @@ class Met:
             cut,
             max(1, min(window, tokens) // settings.cp_size),
             usual,
-            settings.sharding in CHOOSING,
+            bool(SHARDINGS[settings.sharding].chooses),
             again,
             prefix,
         )

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from wlb_megatron.sharding.alignment import slot_bounds
 from wlb_megatron.sharding.cuts.filler import fill_in_pairs, fill_in_turn, prices_in_pairs, prices_in_turn
 from wlb_megatron.sharding.cuts.rank_loads import Chunk, RankLoads
+from wlb_megatron.sharding.cuts.slots import PieceList
 from wlb_megatron.sharding.segments import IntArray, ShardPlan
 from wlb_megatron.workload.kernel_table import TILE, KernelTable
 
@@ -37,6 +38,15 @@ class _Candidate(NamedTuple):
     share_ns: list[int]
     prices: Callable[[int, float, float], list[float]]
     fill: Callable[[RankLoads], None]
+
+
+def hybrid(pieces: PieceList, cp_size: int, table: KernelTable) -> list[ShardPlan]:
+    """The plan of each micro-batch, see `mix`."""
+    lengths, before = (np.split(column, pieces.first[1:-1]) for column in (pieces.lengths, pieces.prefixes))
+    return [
+        mix(tokens, cp_size, table, prefixes)
+        for tokens, prefixes in zip(lengths[: pieces.count], before, strict=False)
+    ]
 
 
 def mix(

@@ -8,21 +8,20 @@ micro-batch. So all slots end with the same number of tokens, and no piece is pa
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from wlb_megatron.sharding.alignment import slot_bounds
 from wlb_megatron.sharding.cuts.slots import PieceList, deal
 from wlb_megatron.sharding.segments import IntArray, ShardPlan
+from wlb_megatron.workload.kernel_table import KernelTable
 
 
-def per_document(lengths: npt.ArrayLike, cp_size: int) -> ShardPlan:
-    """The plan of one micro-batch. lengths: int[n] tokens of each piece, padding piece included.
+def per_document(pieces: PieceList, cp_size: int, table: KernelTable | None = None) -> list[ShardPlan]:
+    """The plan of each micro-batch; the table does not matter.
 
     Example: lengths [5, 3], CP=2: piece 0 lengthens slot 0 (chunks 2 1 1 1), piece 1 slots 1, 2, 3 (chunks 0 1 1 1).
-    Raises ValueError if the total is not a positive multiple of cp_size.
+    Raises ValueError if a total is not a positive multiple of cp_size.
     """
-    pieces = PieceList.of([lengths])
-    return deal(pieces, document_cuts(pieces, cp_size))[0]
+    return deal(pieces, document_cuts(pieces, cp_size))
 
 
 def document_cuts(pieces: PieceList, cp_size: int) -> IntArray:

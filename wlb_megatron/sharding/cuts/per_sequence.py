@@ -6,21 +6,20 @@ It balances one long document. With many documents, the rank whose slots hold th
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from wlb_megatron.sharding.alignment import slot_bounds
 from wlb_megatron.sharding.cuts.slots import PieceList, deal
 from wlb_megatron.sharding.segments import IntArray, ShardPlan
+from wlb_megatron.workload.kernel_table import KernelTable
 
 
-def per_sequence(lengths: npt.ArrayLike, cp_size: int) -> ShardPlan:
-    """The plan of one micro-batch. lengths: int[n] tokens of each piece, padding piece included.
+def per_sequence(pieces: PieceList, cp_size: int, table: KernelTable | None = None) -> list[ShardPlan]:
+    """The plan of each micro-batch; the table does not matter.
 
     Example: lengths [24, 8], CP=4: slots of 4 tokens; piece 1 is slots 6 and 7, held by ranks 1 and 0. Raises
-    ValueError if the total is not a positive multiple of cp_size.
+    ValueError if a total is not a positive multiple of cp_size.
     """
-    pieces = PieceList.of([lengths])
-    return deal(pieces, sequence_cuts(pieces, cp_size))[0]
+    return deal(pieces, sequence_cuts(pieces, cp_size))
 
 
 def sequence_cuts(pieces: PieceList, cp_size: int) -> IntArray:

@@ -45,6 +45,11 @@ class PieceList:
         before = np.concatenate(prefixes) if prefixes else np.zeros_like(lengths)
         return PieceList(lengths, before, first, np.repeat(np.arange(len(arrays)), counts))
 
+    @property
+    def count(self) -> int:
+        """Micro-batches."""
+        return len(self.first) - 1
+
     def before(self, values: IntArray) -> IntArray:
         """int64[n]: sum of `values` over the earlier pieces of the same micro-batch."""
         running = np.concatenate(([0], np.cumsum(values)))
@@ -87,7 +92,7 @@ def deal(pieces: PieceList, cuts: IntArray) -> list[ShardPlan]:
         (piece - pieces.first[owner], before + starts[keep], before + ends[keep])
     ):
         rows[:, column] = values[order]
-    count = len(pieces.first) - 1
+    count = pieces.count
     bounds = np.concatenate(([0], np.cumsum(np.bincount(share, minlength=count * cp_size)))).tolist()
     shares = [rows[begin:end] for begin, end in pairwise(bounds)]
     first = pieces.first.tolist()

@@ -16,7 +16,7 @@ from wlb_megatron.documents.corpus import Rules
 from wlb_megatron.documents.lengths import sample_lengths
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.job import plan_job
-from wlb_megatron.packing.packer import Ranks
+from wlb_megatron.packing.packer import PackingJob, Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen.delay_bound import Limits
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker, lmax
@@ -92,10 +92,9 @@ def _planner(
         if name == "varlen"
         else WlbConfig(packing=name, balance_batches=int(count))
     )
-    return plan_job(
-        stream,
-        config,
-        cost,
+    packing_job = PackingJob(
+        config=config,
+        cost=cost,
         window=window,
         micro_batches=setting.micro_batches,
         dp=layout.dp,
@@ -104,10 +103,11 @@ def _planner(
         alignment=aligned,
         sample=sample_lengths(lengths, window, "split"),
     )
+    return plan_job(stream, packing_job)
 
 
 def shard_run(plans: Sequence[IterationPlan], sharding: str, model: LayerModel) -> Shards:
-    """Shard plans of a run. sharding: one of config.SHARDINGS, or paper-adaptive: the faster, as predicted, of
+    """Shard plans of a run. sharding: one of registry.SHARDINGS, or paper-adaptive: the faster, as predicted, of
     per-sequence and per-document."""
     layout = model.layout
     aligned = multiple(layout.cp, layout.tp)

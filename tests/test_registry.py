@@ -1,0 +1,70 @@
+"""Every entry of the registry can be used, flags offer just what it lists, and what they dropped has a substitute."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields, replace
+
+import pytest
+
+from wlb_megatron.arguments import add_arguments, config_from_args, take_instead
+from wlb_megatron.config import WlbConfig
+from wlb_megatron.packing.factory import make_packer
+from wlb_megatron.packing.packer import Packer, PackingJob
+from wlb_megatron.registry import CP_MODES, PACKERS, SHARDINGS, Entry
+from wlb_megatron.sharding.cuts.slots import PieceList
+from wlb_megatron.sharding.segments import validate
+from wlb_megatron.workload.cost_model import CostModel
+from wlb_megatron.workload.kernel_table import h100
+
+KINDS: dict[str, dict[str, Entry]] = {
+    "packing": {**PACKERS},
+    "sharding": {**SHARDINGS},
+    "cp_mode": {**CP_MODES},
+}
+ENTRIES = [(field, name) for field, entries in KINDS.items() for name in entries]
+
+
+@pytest.mark.parametrize("name", PACKERS)
+def test_every_packer_is_made_of_a_job_alone(name: str) -> None:
+    packer = make_packer(PackingJob(WlbConfig(packing=name), CostModel(8.0), window=16, micro_batches=2))
+    assert isinstance(packer, Packer) and packer.bins == 2 and not packer.waiting
+    assert packer.max_tokens == 16 or not PACKERS[name].fixed_windows
+
+
+@pytest.mark.parametrize("name", [name for name, entry in SHARDINGS.items() if entry.code])
+def test_every_sharding_cuts_several_micro_batches(name: str) -> None:
+    plans = SHARDINGS[name].load()(PieceList.of([[5, 3], [16]]), 2, h100())
+    assert [plan.tokens for plan in plans] == [8, 16]
+    for plan in plans:
+        validate(plan)
+
+
+@pytest.mark.parametrize(("field", "name"), ENTRIES)
+def test_an_entry_has_help_and_names_settings_and_entries_that_there_are(field: str, name: str) -> None:
+    entry, entries = KINDS[field][name], KINDS[field]
+    assert entry.help and set(entry.settings) <= {setting.name for setting in fields(WlbConfig)}
+    assert not entry.instead or entries[entry.instead].offered
+    assert set(getattr(entry, "chooses", ())) <= entries.keys()
+
+
+@pytest.mark.parametrize("field", KINDS)
+def test_a_flag_takes_what_the_registry_lists_and_shows_what_it_offers(field: str) -> None:
+    parser = add_arguments(argparse.ArgumentParser())
+    flag = f"--wlb-{field.replace('_', '-')}"
+    (action,) = [action for action in parser._actions if flag in action.option_strings]
+    assert list(action.choices or ()) == list(KINDS[field])
+    offered = [name for name, entry in KINDS[field].items() if entry.offered]
+    assert action.metavar == "{" + ",".join(offered) + "}"
+    assert all(f"{name} ({KINDS[field][name].help})" in (action.help or "") for name in offered)
+
+
+def test_a_value_that_flags_no_longer_offer_is_taken_for_another_with_a_line() -> None:
+    parser = add_arguments(argparse.ArgumentParser())
+    config, lines = take_instead(config_from_args(parser.parse_args(["--wlb-sharding", "hybrid"])))
+    assert config == replace(WlbConfig(), sharding="adaptive")
+    assert lines == [
+        "--wlb-sharding hybrid is adaptive from this release on, and will be refused from the next: write "
+        "--wlb-sharding adaptive"
+    ]
+    assert take_instead(WlbConfig()) == (WlbConfig(), [])

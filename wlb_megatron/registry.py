@@ -1,0 +1,132 @@
+"""What the plugin can choose from, one entry each: packers, shardings, attention kernels, and modes of context
+parallelism.
+
+Flags take their choices and help from these tables, refusals ask them what an entry can do, and the contract tests run
+over every entry. CONTRIBUTING.md tells how to add one: its code in a file of its own, and one line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from wlb_megatron.errors import WlbError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One choice.
+
+    Args:
+        code: where its class or function is, "module:name". It is imported when it is used.
+        help: what the flag's help says of it.
+        settings: fields of WlbConfig that only this entry, and others that name them, read.
+        trains: whether training takes it; else only the planning commands do, to compare with it.
+        instead: the entry that flags take in its place, with a line, for a name that they no longer offer.
+    """
+
+    code: str
+    help: str
+    settings: tuple[str, ...] = ()
+    trains: bool = True
+    instead: str = ""
+
+    @property
+    def offered(self) -> bool:
+        """Whether training's flag shows it."""
+        return self.trains and not self.instead
+
+    def load(self) -> Any:
+        """Imports the class or function."""
+        module, name = self.code.split(":")
+        return getattr(import_module(module), name)
+
+
+@dataclass(frozen=True, slots=True)
+class PackerEntry(Entry):
+    """A packer: a packing.packer.Packer, or a function that returns one, of a PackingJob.
+
+    Args:
+        fixed_windows: each micro-batch is one window of --seq-length tokens at most. Such a packer makes no chunks, and
+            as many micro-batches as there are windows. Else it makes micro-batches of up to --wlb-max-tokens.
+    """
+
+    fixed_windows: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingEntry(Entry):
+    """A sharding: a function (pieces, cp_size, table) that returns the shard plan of each micro-batch, see
+    sharding.select.
+
+    Args:
+        chooses: instead of code, shardings of which the one that is predicted fastest is taken for each micro-batch;
+            on a tie, the first. Such a sharding also chooses the number of kernel calls.
+    """
+
+    chooses: tuple[str, ...] = ()
+
+
+_VARLEN = ("max_tokens", "thresholds", "max_delay", "batch_spread", "release")
+_BASELINES = "wlb_megatron.packing.fixed.baselines"
+_CUTS = "wlb_megatron.sharding.cuts"
+
+PACKERS: dict[str, PackerEntry] = {
+    "original": PackerEntry(f"{_BASELINES}:OriginalPacker", "arrival order, windows of --seq-length"),
+    "fixed-greedy": PackerEntry(
+        f"{_BASELINES}:FixedGreedyPacker", "windows of equal work", settings=("balance_batches",)
+    ),
+    "fixed-solver": PackerEntry(
+        "wlb_megatron.packing.fixed.solver:FixedSolverPacker",
+        "fixed-greedy by an exact solver, to compare with",
+        settings=("balance_batches", "solver_seconds"),
+        trains=False,
+    ),
+    "varlen": PackerEntry(
+        "wlb_megatron.packing.factory:make_varlen",
+        "micro-batches of variable length",
+        settings=_VARLEN,
+        fixed_windows=False,
+    ),
+}
+"""--wlb-packing."""
+
+SHARDINGS: dict[str, ShardingEntry] = {
+    "per-sequence": ShardingEntry(
+        f"{_CUTS}.per_sequence:per_sequence", "the packed sequence in equal slices"
+    ),
+    "per-document": ShardingEntry(f"{_CUTS}.per_document:per_document", "each document in equal slices"),
+    "hybrid": ShardingEntry(
+        f"{_CUTS}.hybrid:hybrid", "short documents whole, long ones cut", instead="adaptive"
+    ),
+    "adaptive": ShardingEntry(
+        "",
+        "for each micro-batch the one that is predicted fastest: these, or short documents whole and long ones cut",
+        chooses=("per-sequence", "per-document", "hybrid"),
+    ),
+}
+"""--wlb-sharding."""
+
+CP_MODES: dict[str, Entry] = {
+    "fixed": Entry("", "groups of --context-parallel-size"),
+    "dynamic": Entry(
+        "wlb_megatron.plugin.plans.dynamic:training_plans",
+        "in each step groups of different sizes among the data- and context-parallel ranks, planned by predicted time",
+        settings=("solver_seconds",),
+    ),
+}
+"""--wlb-cp-mode: ranks that share a micro-batch."""
+
+
+def choices(entries: Mapping[str, Entry]) -> str:
+    """What the help of a flag says of the entries that training takes: "original (arrival order), varlen (..)"."""
+    return ", ".join(f"{name} ({entry.help})" for name, entry in entries.items() if entry.offered)
+
+
+def packer_entry(name: str) -> PackerEntry:
+    """The entry of --wlb-packing NAME. WlbError if there is none."""
+    if name not in PACKERS:
+        raise WlbError(f"unknown packing {name!r}: choose {', '.join(PACKERS)}")
+    return PACKERS[name]
