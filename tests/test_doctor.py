@@ -18,6 +18,7 @@ from wlb_megatron.attention.kernels import kernel_choice, torch_backend
 from wlb_megatron.cli import main
 from wlb_megatron.doctor import attention_check, doctor_command, findings, megatron_checks, software
 from wlb_megatron.errors import WlbError
+from wlb_megatron.registry import KERNELS
 
 
 def run(*arguments: str, first_on_path: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -110,7 +111,7 @@ def test_flash_attention_of_another_version_and_what_stock_makes_of_it_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def version(package: str) -> str | None:
-        return {**kernel_choice.TRIED, **changed}.get(package)
+        return {**KERNELS["fa4"].packages, **changed}.get(package)
 
     monkeypatch.setattr(kernel_choice, "version", version)
     monkeypatch.setattr(findings, "version", version)

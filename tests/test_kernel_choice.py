@@ -16,10 +16,11 @@ from training_jobs import training_job
 
 from wlb_megatron.attention import core_attention
 from wlb_megatron.attention.kernels import kernel_choice
-from wlb_megatron.attention.kernels.kernel_choice import TRIED, Layer, chosen, describe
+from wlb_megatron.attention.kernels.kernel_choice import Layer, chosen, describe
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.profiler.profile_command import _backend
+from wlb_megatron.registry import KERNELS
 from wlb_megatron.workload.profile import ProfiledModel
 
 HOPPER = Layer(dim=128, v_dim=128, grouped=True, capability=(9, 0))
@@ -28,7 +29,9 @@ HOPPER = Layer(dim=128, v_dim=128, grouped=True, capability=(9, 0))
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def install(**versions: str | None) -> None:
-        installed_versions = TRIED | {name.replace("_", "-"): version for name, version in versions.items()}
+        installed_versions = dict(KERNELS["fa4"].packages) | {
+            name.replace("_", "-"): version for name, version in versions.items()
+        }
 
         def version(package: str) -> str:
             if installed_versions[package] is None:
@@ -162,7 +165,7 @@ def test_a_layer_gets_the_kernels_that_are_asked_for(on_hopper: None, installed:
 def test_a_profile_is_made_with_the_kernels_that_training_takes(
     monkeypatch: pytest.MonkeyPatch, asked: str, gpu: bool, lacks: str | None, expected: str
 ) -> None:
-    monkeypatch.setattr(kernel_choice, "not_installed", lambda: lacks)
+    monkeypatch.setattr(kernel_choice, "not_installed", {"fa4": lacks}.get)
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     cuda = SimpleNamespace(is_available=lambda: gpu, get_device_capability=lambda: (9, 0))

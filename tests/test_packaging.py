@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import wlb_megatron
-from wlb_megatron.attention.kernels import kernel_choice
+from wlb_megatron.registry import KERNELS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CONTRIBUTING.md"]
@@ -68,7 +68,7 @@ def test_the_package_alone_asks_for_numpy_and_extras_for_the_rest(wheel: Path) -
     for line in needed:  # a release that nobody has tried is not taken
         assert "<" in line or "==" in line.split(";")[0] or 'extra == "dev"' in line, line
     pinned = [line.split(";")[0].strip().split("==") for line in needed if 'extra == "fa4"' in line]
-    assert {name.split("[")[0]: version for name, version in pinned} == kernel_choice.TRIED
+    assert {name.split("[")[0]: version for name, version in pinned} == KERNELS["fa4"].packages
 
 
 def test_the_installed_wheel_plans_without_torch_megatron_or_a_checkout(wheel: Path, tmp_path: Path) -> None:

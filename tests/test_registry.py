@@ -8,10 +8,12 @@ from dataclasses import fields, replace
 import pytest
 
 from wlb_megatron.arguments import add_arguments, config_from_args, take_instead
+from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.config import WlbConfig
+from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.factory import make_packer
 from wlb_megatron.packing.packer import Packer, PackingJob
-from wlb_megatron.registry import CP_MODES, PACKERS, SHARDINGS, Entry
+from wlb_megatron.registry import CP_MODES, KERNELS, PACKERS, SHARDINGS, Entry, KernelsEntry
 from wlb_megatron.sharding.cuts.slots import PieceList
 from wlb_megatron.sharding.segments import validate
 from wlb_megatron.workload.cost_model import CostModel
@@ -57,6 +59,30 @@ def test_a_flag_takes_what_the_registry_lists_and_shows_what_it_offers(field: st
     offered = [name for name, entry in KINDS[field].items() if entry.offered]
     assert action.metavar == "{" + ",".join(offered) + "}"
     assert all(f"{name} ({KINDS[field][name].help})" in (action.help or "") for name in offered)
+
+
+def test_a_backend_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag takes it, `auto` takes it for layers that it serves, and messages call it by its label."""
+    assert all(entry.help and entry.label for entry in KERNELS.values())
+    mine = KernelsEntry("fractions:Fraction", "mine, to try", label="Mine", unfit=f"{__name__}:odd_heads")
+    monkeypatch.setattr(kernel_choice, "KERNELS", {"mine": mine, **KERNELS})
+    here = kernel_choice.Layer(64, 64, capability=(9, 0))
+    odd = replace(here, dim=65)
+    assert kernel_choice.chosen("auto", here) == ("mine", "")
+    assert kernel_choice.chosen("auto", replace(odd, capability=(8, 0))) == (
+        "cudnn",
+        "heads of 65 channels are odd",
+    )
+    assert kernel_choice.describe("cudnn", "why") == "cuDNN's kernels, not Mine's: why"
+    assert kernel_choice.kernels("mine", True) == 1
+    with pytest.raises(
+        WlbError, match="--wlb-kernels mine cannot be used: heads of 65 channels are odd; use"
+    ):
+        kernel_choice.chosen("mine", odd)
+
+
+def odd_heads(layer: kernel_choice.Layer) -> str | None:
+    return f"heads of {layer.dim} channels are odd" if layer.dim % 2 else None
 
 
 def test_a_value_that_flags_no_longer_offer_is_taken_for_another_with_a_line() -> None:

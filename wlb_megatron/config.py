@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wlb_megatron.bounds import COUNT, LARGEST, RANKS, SECONDS, TOKENS
-from wlb_megatron.registry import CP_MODES, PACKERS, SHARDINGS, choices, packer_entry
+from wlb_megatron.registry import CP_MODES, KERNELS, PACKERS, SHARDINGS, choices, packer_entry
 
 TOKEN_WEIGHTS = ("auto", "step", "equal")
 RELEASES = ("balance", "full")
 OVERLONG = ("split", "truncate", "drop", "chunk")
-KERNELS = ("auto", "cudnn", "fa4")
 
 
 def _setting(default: Any, help: str, **meta: Any) -> Any:
@@ -166,9 +165,9 @@ class WlbConfig:
     )
     kernels: str = _setting(
         "auto",
-        "attention kernels on GPUs: cudnn (through Transformer Engine), fa4 (FlashAttention-4, needs the extra fa4), "
-        "auto (fa4 for the layers that it supports, if it is installed, else cudnn)",
-        choices=KERNELS,
+        f"attention kernels on GPUs: {choices(KERNELS)}, auto (for each layer the first of these that is installed and "
+        "supports it)",
+        choices=("auto", *KERNELS),
     )
     regather_keys: bool = _setting(
         False,

@@ -13,7 +13,7 @@ from typing import Any
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import fatal
-from wlb_megatron.registry import packer_entry
+from wlb_megatron.registry import KERNELS, USUAL_KERNELS, packer_entry
 
 
 class Refused(SystemExit):
@@ -147,8 +147,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "whole (tokens)",
     ),
     Refusal(
-        lambda a, c: c.kernels == "fa4" and _get(a, "transformer_impl") == "local",
-        "--wlb-kernels fa4 with --transformer-impl local",
+        lambda a, c: c.kernels not in ("auto", USUAL_KERNELS) and _get(a, "transformer_impl") == "local",
+        f"--wlb-kernels {' / '.join(name for name in KERNELS if name != USUAL_KERNELS)} with --transformer-impl local",
         "the local implementation runs attention in plain torch; use --transformer-impl transformer_engine, or "
         "--wlb-kernels auto",
     ),

@@ -1,5 +1,5 @@
-"""What the plugin can choose from, one entry each: packers, shardings, attention kernels, and modes of context
-parallelism.
+"""What the plugin can choose from, one entry each: packers, shardings, modes of context
+parallelism, and attention kernels.
 
 Flags take their choices and help from these tables, refusals ask them what an entry can do, and the contract tests run
 over every entry. CONTRIBUTING.md tells how to add one: its code in a file of its own, and one line here.
@@ -8,7 +8,7 @@ over every entry. CONTRIBUTING.md tells how to add one: its code in a file of it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -40,8 +40,7 @@ class Entry:
 
     def load(self) -> Any:
         """Imports the class or function."""
-        module, name = self.code.split(":")
-        return getattr(import_module(module), name)
+        return load(self.code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +66,25 @@ class ShardingEntry(Entry):
     """
 
     chooses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KernelsEntry(Entry):
+    """Attention kernels on GPUs: a class with the methods of attention.sharded_attention.Kernels.
+
+    Args:
+        label: how messages call them.
+        unfit: a function (of kernel_choice.Layer) that says why they cannot serve a layer, or None if they can.
+        packages: versions of the packages that they need, by name; no other version is used.
+        extra: of setup.py, which installs these.
+        by_size: each size of call needs a kernel of its own (cuDNN's graphs); else each kind of call does.
+    """
+
+    label: str = ""
+    unfit: str = ""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    extra: str = ""
+    by_size: bool = False
 
 
 _VARLEN = ("max_tokens", "thresholds", "max_delay", "batch_spread", "release")
@@ -118,6 +136,40 @@ CP_MODES: dict[str, Entry] = {
     ),
 }
 """--wlb-cp-mode: ranks that share a micro-batch."""
+
+_KERNELS = "wlb_megatron.attention.kernels"
+
+KERNELS: dict[str, KernelsEntry] = {
+    "fa4": KernelsEntry(
+        f"{_KERNELS}.fa4_backend:FlashAttention4Kernels",
+        "FlashAttention-4, needs the extra fa4",
+        label="FlashAttention-4",
+        unfit=f"{_KERNELS}.kernel_choice:unfit_for_fa4",
+        # flash-attn-4 is a beta with private entry points, and its compiler's version matters as much.
+        packages={"flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1", "quack-kernels": "0.6.5"},
+        extra="fa4",
+    ),
+    "cudnn": KernelsEntry(
+        f"{_KERNELS}.te_backend:TransformerEngineKernels",
+        "through Transformer Engine",
+        label="cuDNN",
+        by_size=True,
+    ),
+}
+"""--wlb-kernels: `auto` takes the first that is installed and serves the layer. The last serves every layer."""
+
+USUAL_KERNELS = list(KERNELS)[-1]
+
+
+def builds_by_size(kernels: str) -> bool:
+    """Whether kernels of this name, of the registry or not, are built anew for each size of call."""
+    return kernels in KERNELS and KERNELS[kernels].by_size
+
+
+def load(code: str) -> Any:
+    """Imports the class or function "module:name"."""
+    module, name = code.split(":")
+    return getattr(import_module(module), name)
 
 
 def choices(entries: Mapping[str, Entry]) -> str:

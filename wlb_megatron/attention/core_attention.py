@@ -87,7 +87,7 @@ class WlbCoreAttention:
     keep_keys = True
     """True: save exchanged keys for backward. False: exchange them again in backward, to save memory."""
     asked_kernels = "auto"
-    """One of config.KERNELS."""
+    """auto, or a name in registry.KERNELS."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class WlbCoreAttention:
 
     @functools.cached_property
     def kernels(self) -> tuple[str, Kernels]:
-        """The name of the layer's kernels ("cudnn", "fa4" or "torch"), and the kernels. WlbError if none fit the
+        """The name of the layer's kernels (of registry.KERNELS, or "torch"), and the kernels. WlbError if none fit the
         layer.
         """
         config = self.config

@@ -135,7 +135,7 @@ STOCK_FA4 = (
 
 def flash_attention() -> Iterator[Finding]:
     """FlashAttention-4, which is optional, and whether its versions are the tested ones."""
-    version, lacks = findings.version("flash-attn-4"), not_installed()
+    version, lacks = findings.version("flash-attn-4"), not_installed("fa4")
     if version is not None:
         yield Finding("FlashAttention-4", version, OK if lacks is None else NOTE, lacks or "")
         if findings.version("transformer-engine") is not None:

@@ -19,9 +19,6 @@ from wlb_megatron.workload.leave_out import leave_out
 from wlb_megatron.workload.pairs_table import Device
 from wlb_megatron.workload.profile import ProfiledModel, read_samples, write_profile
 
-TABLES = {"te": "cudnn", "fa4": "fa4", "torch": "torch"}
-"""The name of each backend's kernels in a kernel table."""
-
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.description = (
@@ -73,7 +70,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--backend",
-        choices=("auto", "te", "fa4", "torch"),
+        choices=("auto", *kernel_choice.BACKENDS),
         default="auto",
         help="attention kernels: te (cuDNN's through Transformer Engine), fa4 (FlashAttention-4), torch (on the CPU), "
         "auto (those that --wlb-kernels auto trains with) (default: auto)",
@@ -137,7 +134,7 @@ def _fit_and_write(path: Path, profiled: dict[str, Any]) -> None:
     write_profile(path, profiled)  # what was measured is kept, whatever the fit says of it
     settings = profiled["settings"]
     model = ProfiledModel(**settings["model"])
-    device = Device(settings["gpu"], settings["processors"], TABLES[settings["backend"]])
+    device = Device(settings["gpu"], settings["processors"], kernel_choice.kernels_name(settings["backend"]))
     costs = fit(model, profiled["samples"], device)
     checks = leave_out(model, profiled["samples"], device)
     errors = {
@@ -221,10 +218,11 @@ def _backend(asked: str, model: ProfiledModel, torch: Any) -> str:
         grouped=model.kv_heads != model.heads,
         capability=torch.cuda.get_device_capability(),
     )
-    lacks = kernel_choice.not_installed() or kernel_choice.unfit(layer)
-    if lacks and asked == "fa4":
-        raise WlbError(f"--backend fa4 cannot be used: {lacks}; give --backend te")
-    return "te" if lacks else "fa4"
+    if asked == "auto":
+        return kernel_choice.backend_of(kernel_choice.chosen(asked, layer)[0])
+    if lacks := kernel_choice.lacks(asked, layer):
+        raise WlbError(f"--backend {asked} cannot be used: {lacks}; give --backend te")
+    return asked
 
 
 def _join(torch: Any, backend: str) -> tuple[int, int]:

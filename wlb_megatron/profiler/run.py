@@ -29,11 +29,10 @@ from wlb_megatron.profiler.layer import (
     torch_layer,
 )
 from wlb_megatron.profiler.points import GRIDS, Grid, Point, attention_points
+from wlb_megatron.registry import KERNELS
 from wlb_megatron.whole_files import write_whole
 from wlb_megatron.workload.profile import FORMAT, ProfiledModel, host_name
 
-BACKENDS = ("te", "fa4", "torch")
-"""cuDNN's kernels through Transformer Engine, FlashAttention-4's, plain torch."""
 Say = Callable[[str], None]
 
 
@@ -134,7 +133,7 @@ def _kernels(backend: str) -> Any:
         from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 
         return TorchKernels()
-    return kernel_choice.kernels("fa4" if backend == "fa4" else "cudnn")
+    return kernel_choice.kernels(kernel_choice.kernels_name(backend))
 
 
 def _points(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
@@ -179,8 +178,8 @@ def _versions(backend: str) -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {"wlb_megatron": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    fa4 = kernel_choice.TRIED if backend == "fa4" else ()
-    for package in ("transformer_engine", "megatron-core", *fa4):
+    needed = KERNELS[backend].packages if backend in KERNELS else ()
+    for package in ("transformer_engine", "megatron-core", *needed):
         try:
             versions[package] = version(package) if backend != "torch" else ""
         except PackageNotFoundError:

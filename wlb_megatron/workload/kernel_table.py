@@ -212,16 +212,15 @@ def h100() -> KernelTable:
 
 
 def of_gpu(name: str, backend: str = "cudnn") -> KernelTable:
-    """The built-in table of a GPU, by its driver's name: an H200's own, else an H100's.
+    """The built-in table of a GPU, by its driver's name: its own, else an H100's.
 
-    It is of these kernels if there is one, else of cuDNN's (its `backend` says which).
+    It is of these kernels if there is one, else of cuDNN's (its `backend` says which). A file GPU.json or
+    GPU-BACKEND.json beside the others is found by its name: h200-fa4.json.
     """
-    own = "h200" if "H200" in name else "h100"
-    if backend == "fa4":
-        measured = [gpu for gpu in (own, "h200", "h100") if f"{gpu}-fa4" in builtin_names()]
-        if measured:
-            return builtin(f"{measured[0]}-fa4")
-    return builtin(own)
+    gpus = [table for table in builtin_names() if "-" not in table]
+    gpu = next((gpu for gpu in gpus if gpu.upper() in name), "h100")
+    measured = [f"{other}-{backend}" for other in (gpu, *reversed(gpus))]
+    return builtin(next((table for table in measured if table in builtin_names()), gpu))
 
 
 def _tiled(rows: IntArray, tile: int = TILE) -> IntArray:

@@ -1,4 +1,4 @@
-"""Chooses a layer's attention kernels: FlashAttention-4's if they are installed and fit the layer, else cuDNN's.
+"""Chooses a layer's attention kernels: the first of the registry that are installed and fit the layer.
 
 It imports neither torch nor flash_attn, because `wlb-megatron doctor` also calls it and may find neither.
 """
@@ -11,11 +11,10 @@ from typing import Any
 
 from wlb_megatron.attention.kernels.fa4_shapes import narrow_values
 from wlb_megatron.errors import WlbError, install
+from wlb_megatron.registry import KERNELS, USUAL_KERNELS, load
 
-NAMES = {"cudnn": "cuDNN", "fa4": "FlashAttention-4", "torch": "torch"}
-TRIED = {"flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1", "quack-kernels": "0.6.5"}
-"""The tested versions; the extra `fa4` installs them. No other version is used, because flash-attn-4 is a beta with
-private entry points, and its compiler's version matters as much."""
+BACKENDS = ("te", *(name for name in KERNELS if name != USUAL_KERNELS), "torch")
+"""Kernels by the names that profiles have on disk: cuDNN's through Transformer Engine, others', plain torch."""
 
 
 @dataclass(frozen=True)
@@ -33,42 +32,66 @@ class Layer:
     capability: tuple[int, int] | None = None
 
 
-def chosen(asked: str, layer: Layer) -> tuple[str, str]:
-    """The kernels ("fa4" or "cudnn") and why not the other; the reason is "" if there is nothing to say.
+def label(name: str) -> str:
+    """How messages call kernels: cuDNN, FlashAttention-4, torch."""
+    return KERNELS[name].label if name in KERNELS else name
 
-    asked: one of config.KERNELS. Raises WlbError if FlashAttention-4 is asked for and cannot serve the layer.
+
+def chosen(asked: str, layer: Layer) -> tuple[str, str]:
+    """The name of a layer's kernels, and why they are not the preferred ones; "" if there is nothing to say.
+
+    Raises WlbError if kernels are asked for that cannot serve the layer.
+
+    Args:
+        asked: auto, or a name in registry.KERNELS.
     """
-    if asked == "cudnn":
-        return "cudnn", ""
-    lacks = not_installed() or unfit(layer)
-    if lacks is None:
-        return "fa4", ""
-    if asked == "fa4":
-        raise WlbError(
-            f"--wlb-kernels fa4 cannot be used: {lacks}; use --wlb-kernels auto, which takes cuDNN's kernels there"
-        )
-    return "cudnn", lacks
+    if asked != "auto":
+        if why := lacks(asked, layer):
+            raise WlbError(
+                f"--wlb-kernels {asked} cannot be used: {why}; use --wlb-kernels auto, which takes "
+                f"{label(USUAL_KERNELS)}'s kernels there"
+            )
+        return asked, ""
+    reasons = []
+    for name in KERNELS:
+        why = lacks(name, layer)
+        if why is None:
+            break
+        reasons.append(why)
+    return name, reasons[0] if reasons else ""
 
 
 def describe(name: str, why: str) -> str:
     """What `chosen` found, for a log."""
-    version = f" {TRIED['flash-attn-4']}" if name == "fa4" else ""
-    return f"{NAMES[name]}'s kernels{version}" + (f", not FlashAttention-4's: {why}" if why else "")
+    version = "".join(f" {version}" for version in list(KERNELS[name].packages.values())[:1])
+    preferred = label(next(iter(KERNELS)))
+    return f"{label(name)}'s kernels{version}" + (f", not {preferred}'s: {why}" if why else "")
 
 
-def not_installed() -> str | None:
-    """Why FlashAttention-4 cannot be called here; None if it can."""
-    for package, tried in TRIED.items():
+def lacks(name: str, layer: Layer) -> str | None:
+    """Why these kernels cannot serve this layer here; None if they can."""
+    return not_installed(name) or unfit(name, layer)
+
+
+def not_installed(name: str) -> str | None:
+    """Why these kernels cannot be called here; None if they can, as far as packages tell."""
+    for package, tried in KERNELS[name].packages.items():
         try:
             installed = version(package)
         except PackageNotFoundError:
-            return f"{package} is not installed ({install('fa4')})"
+            return f"{package} is not installed ({install(KERNELS[name].extra)})"
         if installed != tried:
             return f"{package} is {installed}, tried is {tried}"
     return None
 
 
-def unfit(layer: Layer) -> str | None:
+def unfit(name: str, layer: Layer) -> str | None:
+    """Why these kernels cannot serve this layer anywhere; None if they can."""
+    reason: str | None = load(KERNELS[name].unfit)(layer) if KERNELS[name].unfit else None
+    return reason
+
+
+def unfit_for_fa4(layer: Layer) -> str | None:
     """Why FlashAttention-4 cannot serve this layer; None if it can."""
     dim, v_dim = layer.dim, layer.v_dim
     if layer.capability is None:
@@ -86,10 +109,14 @@ def unfit(layer: Layer) -> str | None:
 
 def kernels(name: str, deterministic: bool = False) -> Any:
     """The backend of that name, a sharded_attention.Kernels."""
-    if name == "fa4":
-        from wlb_megatron.attention.kernels.fa4_backend import FlashAttention4Kernels
+    return KERNELS[name].load()(deterministic)
 
-        return FlashAttention4Kernels(deterministic)
-    from wlb_megatron.attention.kernels.te_backend import TransformerEngineKernels
 
-    return TransformerEngineKernels(deterministic)
+def kernels_name(backend: str) -> str:
+    """The name of a backend's kernels in a kernel table."""
+    return USUAL_KERNELS if backend == "te" else backend
+
+
+def backend_of(kernels: str) -> str:
+    """The backend of these kernels: the inverse of kernels_name."""
+    return "te" if kernels == USUAL_KERNELS else kernels

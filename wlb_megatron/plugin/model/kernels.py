@@ -9,10 +9,10 @@ from wlb_megatron.plugin.flags.training_job import TrainingJob
 
 
 def kernels_of(job: TrainingJob) -> tuple[str, str]:
-    """ "fa4", "cudnn" or "torch", and why not FlashAttention-4, where that is to be printed.
+    """The name of the kernels (of registry.KERNELS, or "torch"), and a line on why not the preferred ones.
 
-    Of layers of another shape (heterogeneous models) each decides for itself. WlbError where --wlb-kernels fa4 cannot
-    be.
+    Of layers of another shape (heterogeneous models) each decides for itself. WlbError if those
+    of --wlb-kernels cannot be.
     """
     model = job.model
     if model.implementation != "transformer_engine":

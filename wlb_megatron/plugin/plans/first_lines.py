@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from wlb_megatron.attention.kernels.kernel_choice import NAMES
+from wlb_megatron.attention.kernels.kernel_choice import label
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.packer import read_per_window
@@ -16,6 +16,7 @@ from wlb_megatron.plugin.flags.limits import recompute_memory
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.model.kernels import kernels_of
 from wlb_megatron.plugin.plans.source import Source
+from wlb_megatron.registry import KERNELS
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 from wlb_megatron.workload.memory import GIB
 from wlb_megatron.workload.profile import Profile, host_name
@@ -41,10 +42,10 @@ def first_lines(source: Source, backend: str, steps: int | None = None) -> Itera
         yield from _of_recomputation(source)
     if job.profile is not None:
         yield _of_profile(job.profile, job)
-    elif kernels_of(job)[0] == "fa4" and backend != "fa4":
+    elif (name := kernels_of(job)[0]) in KERNELS and name != backend:
         yield (
-            "planning with cuDNN's kernel times: FlashAttention-4's are not built in; wlb-megatron profile measures "
-            "them"
+            f"planning with {label(backend)}'s kernel times: {label(name)}'s are not built in; wlb-megatron profile "
+            "measures them"
         )
 
 
@@ -117,9 +118,9 @@ def _of_profile(profile: Profile, job: TrainingJob) -> str:
             f"than predicted. To replace {profile.path}, run wlb-megatron profile on a machine of this cluster"
         )
     kernels, _ = kernels_of(job)
-    if kernels in ("cudnn", "fa4") and profile.costs.table.backend != kernels:
-        theirs = NAMES[profile.costs.table.backend]
-        line += f"; its attention is by {theirs}'s kernels, this job's by {NAMES[kernels]}'s"
+    if kernels in KERNELS and profile.costs.table.backend != kernels:
+        theirs = label(profile.costs.table.backend)
+        line += f"; its attention is by {theirs}'s kernels, this job's by {label(kernels)}'s"
     vocabulary = job.model.vocabulary
     if vocabulary and vocabulary != profile.model.vocab:
         line += f"; its vocabulary is {profile.model.vocab:,}, not {vocabulary:,}: output and loss are predicted wrong"

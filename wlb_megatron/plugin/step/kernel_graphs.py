@@ -20,7 +20,7 @@ from wlb_megatron.attention.kernels.graph_buckets import (
     repeated,
 )
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings
-from wlb_megatron.registry import SHARDINGS
+from wlb_megatron.registry import KERNELS, SHARDINGS, builds_by_size
 from wlb_megatron.sharding.calls.attention_calls import AttentionLayout
 
 MOST_CUT = 64
@@ -125,9 +125,7 @@ def likeliest_first(chunks: list[Any], met: Met) -> list[tuple[Any, Warmable]]:
     turns = []
     for (whose, windowed, *_), module in kinds.items():
         window = window_of(module.config) if windowed else None
-        if whose == "fa4":
-            turns += [(-1, module, kind) for kind in compiled(met, window)]
-        elif whose == "cudnn":
+        if builds_by_size(whose):
             if met.again is not None:
                 turns += [(-1, module, graph) for graph in repeated(met.again, windowed=windowed)]
             graphs = foreseen(
@@ -138,6 +136,8 @@ def likeliest_first(chunks: list[Any], met: Met) -> list[tuple[Any, Warmable]]:
             )
             for kind in by_likelihood(graphs, met.usual_tokens, met.usual_segments):
                 turns += [(turn, module, graph) for turn, graph in enumerate(kind)]
+        elif whose in KERNELS:
+            turns += [(-1, module, kind) for kind in compiled(met, window)]
     return [(module, graph) for _, module, graph in sorted(turns, key=lambda entry: entry[0])]
 
 

@@ -26,6 +26,7 @@ from wlb_megatron.plugin.flags.versions import (
 )
 from wlb_megatron.rank_processes import run_ranks
 from wlb_megatron.refusals import Refused
+from wlb_megatron.registry import USUAL_KERNELS
 from wlb_megatron.whole_files import renamed_at_end
 
 RANKS = 2
@@ -159,7 +160,7 @@ def try_transformer_engine(job: TrainingJob) -> None:
     """Tell of a Transformer Engine newer than those tried, and refuse it unless small calls of each kind come out
     right on this rank's GPU: the plugin calls entry points below its modules, which may change without a word."""
     version = untried_transformer_engine(job.model.implementation)
-    if version is None or not job.device.on_gpu or job.given.kernels == "fa4":
+    if version is None or not job.device.on_gpu or job.given.kernels not in ("auto", USUAL_KERNELS):
         return
     cure = f"install a tried one (pip install 'transformer-engine[pytorch]{TRIED_TRANSFORMER_ENGINE}')"
     try:

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from wlb_megatron.registry import builds_by_size
 from wlb_megatron.sharding.predict import in_one_call, in_two_calls
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.workload.kernel_table import KernelTable
@@ -39,7 +40,7 @@ def in_fewest_calls(plans: Sequence[ShardPlan], table: KernelTable) -> list[Shar
 
 def _fits(plan: ShardPlan, table: KernelTable) -> bool:
     """Whether any rank attends to earlier keys and, if kernels are built by size, no rank exceeds the limits above."""
-    few = table.backend != "cudnn" or (
+    few = not builds_by_size(table.backend) or (
         max(plan.tokens_per_rank) <= MOST_ROWS
         and max(int(rows[:, 2].sum()) for rows in plan.ranks) <= MOST_KEYS
     )
