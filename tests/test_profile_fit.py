@@ -17,6 +17,7 @@ from wlb_megatron.workload.fit import fit
 from wlb_megatron.workload.fit_attention import Overheads, predicted
 from wlb_megatron.workload.kernel_table import h100
 from wlb_megatron.workload.leave_out import leave_out
+from wlb_megatron.workload.memory import Experts
 from wlb_megatron.workload.pairs_table import Device
 from wlb_megatron.workload.profile import (
     FORMAT,
@@ -128,6 +129,21 @@ def test_a_fit_finds_the_costs_that_the_times_were_made_of(costs: Costs) -> None
         assert link.latency == pytest.approx(20_000, rel=0.01) and link.per_byte == pytest.approx(
             1 / 200, rel=0.01
         )
+
+
+def test_a_host_that_waits_for_routes_launches_as_fast_as_with_few_tokens(
+    samples: list[dict[str, Any]],
+) -> None:
+    launches = {64: 300_000, 1024: 400_000, 8192: 3_000_000, 32768: 12_000_000}
+    timed = [
+        sample | {f"host_{way}": launches[sample["sizes"]["tokens"]] for way in SHARES}
+        if sample["part"] == "layer"
+        else sample
+        for sample in samples
+    ]
+    assert fit(MODEL, timed, GPU).host == (1_700_000, 1_700_000)
+    routed = replace(MODEL, experts=Experts(8, 1376, tensor=4, chosen=8))
+    assert fit(routed, timed, GPU).host == (300_000, 300_000)
 
 
 @pytest.mark.parametrize("backend", ["cudnn", "fa4"])

@@ -7,6 +7,7 @@ import os
 import runpy
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from wlb_megatron.profiler.clock import Clock
 from wlb_megatron.profiler.layer import layer_step, torch_layer
 from wlb_megatron.profiler.points import GRIDS, MOST_ROWS, attention_points
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
-from wlb_megatron.workload.profile import ProfiledModel, host_name, read_profile
+from wlb_megatron.workload.memory import Experts
+from wlb_megatron.workload.profile import ProfiledModel, host_name, read_profile, write_profile
 
 _ARGUMENTS = """--grid tiny --backend torch --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4
 --num-query-groups 2 --vocab-size 128 --swiglu"""
@@ -246,6 +248,65 @@ def test_a_layer_keeps_its_gradients_in_fp32_and_gives_the_inputs() -> None:
         assert held.grad is None and float(held.main_grad.abs().sum()) > 0
 
 
+def test_a_layers_experts_see_the_tokens_that_chose_them() -> None:
+    """One token at a time. Of 8 experts over 2 ranks 4 are measured, on half of the tokens: TP 2, expert-tensor 1."""
+    experts = Experts(8, 16, parallel=2, tensor=1, chosen=2, shared=8)
+    model = replace(MODEL, ffn=40, tp=2, experts=experts)
+    layer: Any = torch_layer(model, torch.device("cpu"), torch.float32)
+    parameters = sum(weight.numel() for weight in layer.parameters())
+    assert parameters == model.rank_parameters + 2 * model.hidden and model.rank_experts == 4
+    x, plain = torch.randn(6, 1, 32), torch_layer(replace(MODEL, tp=2), torch.device("cpu"), torch.float32)
+    for mine, theirs in ((layer.qkv, plain.qkv), (layer.out, plain.out), (layer.norms, plain.norms)):
+        theirs.load_state_dict(mine.state_dict())
+    for mlp in plain.mlps:  # then it is the attention's part alone
+        mlp.down.weight.data.zero_()
+    angles = torch.rand(6, 1, 1, 8)
+    attended, out = plain(x, angles), layer(x, angles)
+    assert torch.equal(out[3:], attended[3:])
+    for token, inner in enumerate(layer.norms[1](attended)[:3, 0]):
+        scores = layer.router(inner).softmax(dim=-1)
+        first, second = scores.argsort(descending=True)[:2]
+        expected = sum(scores[e] * layer.mlps[e](inner) for e in (first, second)) + layer.shared(inner)
+        torch.testing.assert_close(out[token, 0], attended[token, 0] + expected)
+
+
+def test_a_profile_with_experts_is_of_them_alone(
+    tmp_path: Path, profile_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a launch command; analyze then needs no flags of experts, and refuses other ones."""
+    launch = """torchrun --nproc-per-node 4 pretrain_gpt.py --hidden-size 32 --num-attention-heads 4 --swiglu
+    --num-query-groups 2 --group-query-attention --vocab-size 128 --num-experts 8 --moe-router-topk 2
+    --moe-ffn-hidden-size 32 --expert-model-parallel-size 2 --lr 1e-4 --num-layers 2"""
+    out = tmp_path / "p.json"
+    flags = ["--out", str(out), "--grid", "tiny", "--backend", "torch", "--budget", "0"]
+    assert main(["profile", *flags, "--", *launch.split()]) == 2  # nothing was measured
+    shown = json.loads(out.read_text())
+    sizes = ProfiledModel.from_dict(shown["settings"]["model"])
+    assert (sizes.ffn, sizes.rank_experts, sizes.experts) == (64, 4, Experts(8, 32, parallel=2))
+    fitted = json.loads(profile_path.read_text())
+    write_profile(out, {**fitted, "settings": shown["settings"]})
+    job = [
+        "analyze",
+        "--profile",
+        str(out),
+        "--lengths",
+        "30,40,9,64",
+        "--window",
+        "64",
+        "--iterations",
+        "1",
+        "--cp",
+        "2",
+    ]
+    capsys.readouterr()
+    assert main([*job, "--no-split", "--search", "none", "--num-layers", "2"]) == 0
+    assert "(--expert-imbalance)" in capsys.readouterr().out
+    assert main([*job, "--moe-router-topk", "4"]) == 2
+    assert "experts' chosen 2 there, 4 here" in capsys.readouterr().err
+    assert main(["profile", *flags, "--model", "deepseek-v3"]) == 2
+    assert "multi-latent attention is not measured" in capsys.readouterr().err
+
+
 def test_points_are_named_by_what_they_measure() -> None:
     keys = [point.key for point in attention_points(GRIDS["tiny"], MODEL)]
     assert len(set(keys)) == len(keys)
@@ -301,3 +362,6 @@ def test_a_gpus_clock_heats_the_device_and_tells_launches_apart(monkeypatch: pyt
     assert timing.host_forward == pytest.approx(2e6) and timing.host_backward == pytest.approx(4e6)
     assert ran[::2] == ["forward"] * (len(ran) // 2) and ran[1::2] == ["made"] * (len(ran) // 2)
     assert all(cycles > 0 for cycles in asleep)
+    asleep.clear()
+    Clock(torch.device("cuda"), seconds=0.05).measure(forward, backward, waits=True)
+    assert asleep == [0, 0], "a host that waits for the device would measure its sleep"

@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 from dataclasses import FrozenInstanceError
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_profile_fit import GPU, made_samples
 from training_jobs import VALIDATED, training_job
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags.training_job import TrainingJob
+from wlb_megatron.workload.fit import fit
 from wlb_megatron.workload.memory import Experts
+from wlb_megatron.workload.profile import FORMAT, ProfiledModel, write_profile
 
 MOE = {"num_experts": 8, "moe_ffn_hidden_size": 1024, "moe_router_topk": 2}
 MLA = {
@@ -129,6 +133,25 @@ def test_whole_evaluation_is_told_apart_from_what_megatron_is_told() -> None:
     assert not TrainingJob.of(args, WlbConfig()).evaluation.full
 
 
-def test_a_profile_does_not_know_experts() -> None:
-    with pytest.raises(WlbError, match="--wlb-profile does not know experts"):
-        training_job(**MOE, wlb_profile="profile.json")
+def test_a_profile_must_be_of_the_jobs_experts(tmp_path: Path) -> None:
+    model = training_job(**MOE).model
+    experts = {"count": 8, "ffn": 1024, "parallel": 1, "tensor": 1, "chosen": 2}
+    sizes = {"hidden": model.hidden, "ffn": 2048, "heads": model.heads, "kv_heads": model.kv_heads}
+    sizes |= {
+        "head_dim": model.head_dim,
+        "gated": model.gated,
+        "vocab": 100,
+        "tp": 1,
+        "cp": 1,
+        "fused": False,
+    }
+    costs = fit(ProfiledModel(**sizes), made_samples(), GPU).as_dict()
+    settings = {"model": {**sizes, "experts": experts}, "gpu": "a GPU", "versions": {}}
+    path = tmp_path / "profile.json"
+    write_profile(path, {"format": FORMAT, "settings": settings, "samples": [], "fit": costs})
+    profile = training_job(**MOE, wlb_profile=str(path)).profile
+    assert profile is not None and profile.model.rank_experts == 8
+    with pytest.raises(WlbError, match="another model or layout \\(experts' chosen 2 there, 4 here\\)"):
+        training_job(**MOE | {"moe_router_topk": 4}, wlb_profile=str(path))
+    with pytest.raises(WlbError, match="experts' count 8 there, None here"):
+        training_job(wlb_profile=str(path))

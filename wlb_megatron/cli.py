@@ -66,7 +66,7 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             raise UsageError(explain_unknown(unknown, command._option_string_actions, args.command))
         launched = "--" in arguments
-        if launched and not hasattr(args, "data_path"):
+        if launched and not hasattr(args, "launched"):
             raise UsageError(f"{args.command} takes no launch command: leave out what follows --")
         launch = read_launch(arguments[len(own) + 1 :])
         preset = PRESETS.get(getattr(args, "model", None) or "")
@@ -77,8 +77,9 @@ class _Parser(argparse.ArgumentParser):
             _, passed_over = launch_parser(command).parse_known_args(words, chosen)
             command.parse_known_args(own[1:], chosen)
             vars(args).update(vars(chosen))
-        if hasattr(args, "data_path"):
+        if hasattr(args, "launched"):
             args.launched, args.notes = launched, tuple(notes_of(passed_over))
+        if hasattr(args, "world_size"):
             args.world_size = args.world_size or launch.world
 
     def error(self, message: str) -> NoReturn:

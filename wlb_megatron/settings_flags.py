@@ -64,7 +64,7 @@ _HERE = (
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
     """Flags that say which documents, and how they are laid out over GPUs: by Megatron's names, or shorter ones."""
-    parser.set_defaults(launched=False, notes=(), corpora=())
+    parser.set_defaults(corpora=())
     add = parser.add_argument
     add(
         "--lengths",
@@ -106,6 +106,12 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     )
     add("--world-size", type=whole(1, RANKS), help="GPUs of the job, from which --dp follows (default: none)")
     add("--dp", type=whole(1, RANKS), help="data-parallel size (default: 1, or what --world-size says)")
+    add_sizes(parser)
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Context and tensor parallelism, of commands that take a launch command."""
+    parser.set_defaults(launched=False, notes=())
     _size(parser, "--context-parallel-size", "--cp", "context-parallel size")
     more = "tensor-parallel size; a micro-batch is padded to a multiple of --cp x --tp tokens"
     _size(parser, "--tensor-model-parallel-size", "--tp", more)

@@ -286,9 +286,8 @@ def _memory_lines(analysis: Analysis) -> list[str]:
     experts = analysis.job.experts
     lines = []
     if experts is not None:
-        lines.append(
-            "a token's experts take the time of one dense layer as wide; their exchange is not counted"
-        )
+        times = "one dense layer as wide" if analysis.job.profile is None else "the profile's"
+        lines.append(f"a token's experts take the time of {times}; their exchange is not counted")
         lines.append(
             f"memory: the fullest rank's experts get {experts.imbalance / 100:g} times the mean of tokens "
             "(--expert-imbalance)"

@@ -50,11 +50,14 @@ class Clock:
         self.on_gpu = device.type == "cuda"
         self.seconds = seconds
 
-    def measure(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Timing:
-        """Passes forward's result to backward. Both only launch work: they must not wait for the device."""
+    def measure(
+        self, forward: Callable[[], Any], backward: Callable[[Any], Any], *, waits: bool = False
+    ) -> Timing:
+        """Passes forward's result to backward. waits: they wait for the device, so it must not sleep; otherwise they
+        only launch work."""
         for _ in range(2):
             backward(forward())
-        return self._on_gpu(forward, backward) if self.on_gpu else self._on_cpu(forward, backward)
+        return self._on_gpu(forward, backward, waits) if self.on_gpu else self._on_cpu(forward, backward)
 
     def _on_cpu(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Timing:
         rows: list[tuple[int, int]] = []
@@ -68,13 +71,14 @@ class Clock:
         there, back = (_spread(np.array(side, dtype=np.float64)) for side in zip(*rows, strict=True))
         return Timing(there, back, 0, 0, len(rows))
 
-    def _on_gpu(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Timing:
-        device, host = self._train(forward, backward, 1, 30_000_000)
+    def _on_gpu(self, forward: Callable[[], Any], backward: Callable[[Any], Any], waits: bool) -> Timing:
+        device, host = self._train(forward, backward, 1, 0 if waits else 30_000_000)
         taken, launch = float(device.sum()), float(host.sum())
         repeats = int(np.clip(self.seconds * 1e9 / max(taken, launch), LEAST, MOST))
-        warm = int(HEAT * 1e9 / taken) + 1 if taken > launch else 0
+        warm = int(HEAT * 1e9 / max(taken, launch if waits else 0)) + 1 if waits or taken > launch else 0
         ahead = (launch - taken) * repeats * 1.3 if launch > taken else 0.0
-        device, host = self._train(forward, backward, warm + repeats, min(int(ahead) + 100_000, 150_000_000))
+        asleep = 0 if waits else min(int(ahead) + 100_000, 150_000_000)
+        device, host = self._train(forward, backward, warm + repeats, asleep)
         there, back = (_spread(side) for side in device[warm:].T)
         # A full queue makes the host wait: the quicker launches are what it takes.
         launched = np.percentile(host, 20, axis=0)

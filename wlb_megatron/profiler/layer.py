@@ -49,12 +49,16 @@ class TorchLayer(nn.Module):
         super().__init__()
         self.model = model
         heads, kv = model.rank_heads, model.rank_kv_heads
-        inner = model.ffn // model.tp
         self.norms = nn.ModuleList(nn.RMSNorm(model.hidden) for _ in range(2))
         self.qkv = nn.Linear(model.hidden, (heads + 2 * kv) * model.head_dim, bias=False)
         self.out = nn.Linear(heads * model.head_dim, model.hidden, bias=False)
-        self.up = nn.Linear(model.hidden, inner * (2 if model.gated else 1), bias=False)
-        self.down = nn.Linear(inner, model.hidden, bias=False)
+        experts = model.experts
+        width = model.ffn // model.tp if experts is None else experts.ffn // experts.tensor
+        self.router = None if experts is None else nn.Linear(model.hidden, model.rank_experts, bias=False)
+        self.mlps = nn.ModuleList(TorchMlp(model, width) for _ in range(model.rank_experts or 1))
+        self.shared = (
+            TorchMlp(model, experts.shared // experts.tensor) if experts and experts.shared else None
+        )
 
     def forward(self, x: Tensor, frequencies: Tensor) -> Tensor:
         model, kv = self.model, self.model.rank_kv_heads
@@ -62,11 +66,34 @@ class TorchLayer(nn.Module):
         q, k, v = qkv.split((model.rank_heads, kv, kv), dim=-2)
         cos, sin = frequencies.cos().to(x.dtype), frequencies.sin().to(x.dtype)
         x = x + self.out(_Pass.apply(_rotate(q, cos, sin), _rotate(k, cos, sin), v))
-        inner = self.up(self.norms[1](x))
-        if model.gated:
+        inner = self.norms[1](x)
+        if self.router is None:
+            return x + self.mlps[0](inner)
+        assert model.experts is not None
+        rows = inner[: -(-len(x) * model.experts.tensor // model.tp)].flatten(0, 1)
+        weights, chosen = self.router(rows).softmax(dim=-1).topk(model.experts.chosen)
+        out = torch.zeros_like(rows) if self.shared is None else self.shared(rows)
+        for number, mlp in enumerate(self.mlps):
+            row, place = (chosen == number).nonzero(as_tuple=True)
+            out = out.index_add(0, row, mlp(rows[row]) * weights[row, place, None])
+        return x + functional.pad(out, (0, 0, 0, len(x) - len(rows))).unsqueeze(1)
+
+
+class TorchMlp(nn.Module):
+    """A gated or plain feed-forward of `width` channels."""
+
+    def __init__(self, model: ProfiledModel, width: int) -> None:
+        super().__init__()
+        self.gated = model.gated
+        self.up = nn.Linear(model.hidden, width * (2 if model.gated else 1), bias=False)
+        self.down = nn.Linear(width, model.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up(x)
+        if self.gated:
             gate, inner = inner.chunk(2, dim=-1)
-            return x + self.down(functional.silu(gate) * inner)
-        return x + self.down(functional.gelu(inner))
+            return self.down(functional.silu(gate) * inner)
+        return self.down(functional.gelu(inner))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from wlb_megatron.attention.kernels import kernel_choice
-from wlb_megatron.bounds import RANKS, SECONDS, TOKENS, check_heads, real, whole
+from wlb_megatron.bounds import SECONDS, real
 from wlb_megatron.errors import WlbError, explain_bad_values, install
 from wlb_megatron.report.progress import progress
 from wlb_megatron.report.table import print_table
+from wlb_megatron.settings_flags import add_sizes
+from wlb_megatron.simulator.job_flags import add_experts, add_model, profiled_model
 from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.fit import fit
 from wlb_megatron.workload.leave_out import leave_out
@@ -24,7 +26,8 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measures your model on this GPU: attention, the rest of a layer, embedding, loss and optimizer, in at most 3 "
         "minutes on an H100. Writes a JSON file for --wlb-profile and the other commands' --profile. To measure the "
-        "network too, use several GPUs: torchrun --nproc-per-node N -m wlb_megatron.profiler <the same flags>."
+        "network too, use several GPUs: torchrun --nproc-per-node N -m wlb_megatron.profiler <the same flags>. With "
+        "experts the layer has those of one expert-parallel rank; their exchange is not measured."
     )
     add = parser.add_argument
     add(
@@ -37,31 +40,14 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="fit the measurements of this profile again and write it back, without measuring (default: measure)",
     )
-    model = parser.add_argument_group("model, in Megatron's flags").add_argument
-    model("--hidden-size", type=whole(1), default=4096, help="channels of a token (default: 4096)")
-    model("--ffn-hidden-size", type=whole(1), help="channels of the feed-forward layer (default: 4 x hidden)")
-    model("--num-attention-heads", type=whole(1), default=32, help="query heads (default: 32)")
-    model("--num-query-groups", type=whole(1), help="key-value heads (default: as many as query heads)")
-    model("--kv-channels", type=whole(1), help="channels of a head (default: hidden / query heads)")
-    model(
-        "--vocab-size",
-        type=whole(1, TOKENS),
-        default=128256,
-        help="rows of the embedding, padding included (default: 128256)",
-    )
-    model("--swiglu", action="store_true", help="gated feed-forward (default: not gated)")
-    model(
+    add_model(parser)
+    add_experts(parser)
+    add_sizes(parser)
+    add(
         "--gradient-accumulation-fusion",
         action="store_true",
         help="add gradients inside the matrix products, as training does where apex is installed (default: off)",
     )
-    add(
-        "--tp",
-        type=whole(1, RANKS),
-        default=1,
-        help="tensor-parallel size of the job; the share of one rank is measured (default: 1)",
-    )
-    add("--cp", type=whole(1, RANKS), default=1, help="context-parallel size of the job (default: 1)")
     add(
         "--grid",
         choices=("full", "reduced", "tiny"),
@@ -97,7 +83,7 @@ def run_profile(args: argparse.Namespace) -> None:
     from wlb_megatron.profiler.run import count_points, profile
 
     with explain_bad_values():
-        model = _model(args)
+        model = profiled_model(args)
     backend = _backend(args.backend, model, torch)
     out = Path(args.out)
     if not out.parent.is_dir():
@@ -133,7 +119,7 @@ def _fit_and_write(path: Path, profiled: dict[str, Any]) -> None:
     """Fits, writes, and shows the fit and its error on samples that it has not seen."""
     write_profile(path, profiled)  # what was measured is kept, whatever the fit says of it
     settings = profiled["settings"]
-    model = ProfiledModel(**settings["model"])
+    model = ProfiledModel.from_dict(settings["model"])
     device = Device(settings["gpu"], settings["processors"], kernel_choice.kernels_name(settings["backend"]))
     costs = fit(model, profiled["samples"], device)
     checks = leave_out(model, profiled["samples"], device)
@@ -176,24 +162,6 @@ def fitted_rows(costs: Costs) -> list[list[str]]:
             for name, link in (costs.links or {}).items()
         ),
     ]
-
-
-def _model(args: argparse.Namespace) -> ProfiledModel:
-    heads = args.num_attention_heads
-    hidden = None if args.kv_channels else args.hidden_size
-    check_heads(heads, args.num_query_groups, hidden=hidden, tp=args.tp)
-    return ProfiledModel(
-        hidden=args.hidden_size,
-        ffn=args.ffn_hidden_size or 4 * args.hidden_size,
-        heads=heads,
-        kv_heads=args.num_query_groups or heads,
-        head_dim=args.kv_channels or args.hidden_size // heads,
-        vocab=args.vocab_size,
-        gated=args.swiglu,
-        tp=args.tp,
-        cp=args.cp,
-        fused=args.gradient_accumulation_fusion,
-    )
 
 
 def _backend(asked: str, model: ProfiledModel, torch: Any) -> str:

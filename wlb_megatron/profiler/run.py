@@ -61,7 +61,8 @@ def profile(
             left_out += 1
             continue
         try:
-            timing = parts.clock.measure(*parts.step(point))
+            waits = point.part == "layer" and model.experts is not None  # for its routes
+            timing = parts.clock.measure(*parts.step(point), waits=waits)
         except RuntimeError as error:  # out of memory, or a shape that the kernels do not take
             say(f"{point.key[:100]} is left out: {str(error).splitlines()[0][:200]}")
             torch.cuda.empty_cache()
@@ -120,7 +121,7 @@ class _Parts:
             try:
                 from wlb_megatron.profiler.profiled_layer import megatron_layer
 
-                return *megatron_layer(self.model), "Megatron's TransformerLayer"
+                return megatron_layer(self.model)
             except (ImportError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
                 say(
                     f"Megatron's layer cannot be built ({error}): measuring torch modules of the same shape instead"
@@ -143,7 +144,7 @@ def _points(grid: Grid, model: ProfiledModel) -> Iterator[Point]:
     for tokens in grid.loss_tokens:
         yield Point("embedding", {"tokens": tokens})
         yield Point("loss", {"tokens": tokens})
-    yield Point("optimizer", {"parameters": model.layer_parameters})
+    yield Point("optimizer", {"parameters": model.rank_parameters})
     yield from attention_points(grid, model)
 
 

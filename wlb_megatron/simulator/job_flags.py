@@ -6,7 +6,7 @@ import argparse
 import ast
 from dataclasses import replace
 
-from wlb_megatron.bounds import RANKS, SEED, real, whole
+from wlb_megatron.bounds import RANKS, SEED, check_heads, real, whole
 from wlb_megatron.documents.blocks import Lengths, blocks
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
@@ -22,7 +22,7 @@ from wlb_megatron.simulator.reproduction.reproduce_command import add_assumption
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import latent_parameters
 from wlb_megatron.workload.memory import RECOMPUTE, Experts
-from wlb_megatron.workload.profile import Profile
+from wlb_megatron.workload.profile import Profile, ProfiledModel
 
 ITERATIONS, FEWEST, WARM_UP = 100, 4, 16
 """Looked at, and planned before, where the user does not say how many."""
@@ -68,6 +68,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         help="write all figures as JSON to this file, or to stdout for -, instead of a table",
     )
     add_model(parser)
+    add_experts(parser)
     _add_trainer(parser)
     _add_run(parser)
     add_assumptions(parser, Assumptions())
@@ -157,18 +158,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     model("--vocab-size", type=whole(1), help="rows of the embedding (default: the known shape's)")
 
 
-def _add_trainer(parser: argparse.ArgumentParser) -> None:
+def add_experts(parser: argparse.ArgumentParser) -> None:
+    """The model's experts, named as Megatron's flags."""
     add = parser.add_argument_group(
-        "trainer",
-        "Megatron's flags that decide whether documents can train in chunks. A model with experts is simulated as the "
-        "dense one that a token passes through",
+        "experts", "a model with experts is simulated as the dense one that a token passes through"
     ).add_argument
-    add(
-        "--mtp-num-layers",
-        type=whole(0),
-        default=0,
-        help="further tokens that multi-token prediction predicts, one layer each (default: 0)",
-    )
     add("--num-experts", type=whole(1), help="experts of a layer (default: none, a dense model)")
     add("--moe-router-topk", type=whole(1), help="experts that a token activates (default: 2)")
     add(
@@ -206,6 +200,18 @@ def _add_trainer(parser: argparse.ArgumentParser) -> None:
         "--expert-tensor-parallel-size",
         type=whole(1, RANKS),
         help="ranks that share one expert (default: --tp)",
+    )
+
+
+def _add_trainer(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "trainer", "Megatron's flags that decide whether documents can train in chunks"
+    ).add_argument
+    add(
+        "--mtp-num-layers",
+        type=whole(0),
+        default=0,
+        help="further tokens that multi-token prediction predicts, one layer each (default: 0)",
     )
     add(
         "--use-megatron-fsdp",
@@ -293,9 +299,7 @@ _EXPERTS = (
 
 def read_trainer(args: argparse.Namespace) -> Trainer:
     """What decides about chunks. WlbError for experts' flags without experts."""
-    for name in _EXPERTS if args.num_experts is None else ():
-        if getattr(args, name) is not None:
-            raise WlbError(f"--{name.replace('_', '-')} needs --num-experts; give both or neither")
+    _refuse_idle_experts(args)
     return Trainer(
         stages=args.pp,
         tensor=args.tp,
@@ -309,6 +313,12 @@ def read_trainer(args: argparse.Namespace) -> Trainer:
         interleaves=args.vpp > 1,
         offloads_layers=args.cpu_offloading_num_layers > 0,
     )
+
+
+def _refuse_idle_experts(args: argparse.Namespace) -> None:
+    for name in _EXPERTS if args.num_experts is None else ():
+        if getattr(args, name) is not None:
+            raise WlbError(f"--{name.replace('_', '-')} needs --num-experts; give both or neither")
 
 
 def usual_iterations(lengths: Lengths, tokens: int) -> tuple[int, int]:
@@ -341,6 +351,7 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
     assumptions, measured, profile = read_assumptions(args)
     if profile is not None:
         _refuse_measured(args)
+        _complete_experts(args, profile)
     _complete_model(args)
     with explain_bad_values():
         layout = ParallelSizes(tp=args.tp, cp=args.cp, pp=args.pp, dp=args.dp, chunks=args.vpp)
@@ -349,7 +360,8 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
         shape = activated(dense, args)
         if profile is not None:
             names = ("hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated")
-            profile.refuse_other({**{name: getattr(shape, name) for name in names}, "tp": layout.tp})
+            sizes = {name: getattr(shape, name) for name in names}
+            profile.refuse_other({**sizes, "tp": layout.tp, "experts": read_experts(dense, args)})
         model = LayerModel(
             shape=shape,
             layout=layout,
@@ -360,7 +372,7 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
             recompute_layers=args.recompute_num_layers if args.recompute_method == "uniform" else 1,
             recompute_blocks=args.recompute_num_layers if args.recompute_method == "block" else None,
             regather=args.regather_keys,
-            sharing=_sharing(args, _experts(dense, args)),
+            sharing=_sharing(args, read_experts(dense, args)),
         )
     return Job(
         model=model,
@@ -371,7 +383,7 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
         seed=None if args.seed < 0 else args.seed,
         profile=profile,
         trainer=read_trainer(args),
-        experts=_experts(dense, args),
+        experts=read_experts(dense, args),
         gib=args.gpu_memory,
         margin=args.memory_margin,
         length=RunLength(args.train_iters, args.train_samples),
@@ -496,7 +508,52 @@ def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> Mode
     return replace(plain, **flags_set)
 
 
-def _experts(dense: ModelShape, args: argparse.Namespace) -> Experts | None:
+def _complete_experts(args: argparse.Namespace, profile: Profile) -> None:
+    """Fills in the profile's experts where no flag gives others."""
+    experts = profile.model.experts
+    if experts is None:
+        return
+    for name, value in (
+        ("num_experts", experts.count),
+        ("moe_router_topk", experts.chosen),
+        ("moe_ffn_hidden_size", experts.ffn),
+        ("moe_shared_expert_intermediate_size", experts.shared),
+        ("expert_model_parallel_size", experts.parallel),
+        ("expert_tensor_parallel_size", experts.tensor),
+    ):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
+def profiled_model(args: argparse.Namespace) -> ProfiledModel:
+    """The model that flags tell `profile` to measure. WlbError where it cannot be."""
+    if args.multi_latent_attention:
+        raise WlbError(
+            "multi-latent attention is not measured: approximate it by --kv-channels, the mean channels of a query and "
+            "a value, with as many --num-query-groups as heads"
+        )
+    _refuse_idle_experts(args)
+    if args.launched and not args.group_query_attention:
+        args.num_query_groups = None  # Megatron ignores it then
+    dense = read_shape(args)
+    check_heads(dense.heads, dense.kv_heads, hidden=None if dense.channels else dense.hidden, tp=args.tp)
+    shape = activated(dense, args)
+    return ProfiledModel(
+        hidden=shape.hidden,
+        ffn=shape.ffn,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab=shape.vocab,
+        gated=shape.gated,
+        tp=args.tp,
+        cp=args.cp,
+        fused=args.gradient_accumulation_fusion,
+        experts=read_experts(dense, args),
+    )
+
+
+def read_experts(dense: ModelShape, args: argparse.Namespace) -> Experts | None:
     if args.num_experts is None:
         return None
     ffn = args.moe_ffn_hidden_size or dense.ffn

@@ -33,7 +33,7 @@ def fit(model: ProfiledModel, samples: Sequence[Sample], device: Device) -> Cost
         quadratic_at=balanced,
         per_document=document,
         links=links,
-        **_hosts(samples),
+        **_hosts(samples, waits=model.experts is not None),
     )
 
 
@@ -58,13 +58,17 @@ def _curve(samples: Sequence[Sample], part: str) -> Curve:
     return Curve(tokens=tokens, forward=tuple(forward.tolist()), backward=tuple(backward.tolist()))
 
 
-def _hosts(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
-    """Of Costs, what launching takes: medians over samples, each of which has its own quicker launches."""
+def _hosts(samples: Sequence[Sample], *, waits: bool) -> dict[str, tuple[float, float]]:
+    """Of Costs, what launching takes: medians over samples, each of which has its own quicker launches.
+
+    waits: the host waits for a layer's routes, with few tokens least: of its samples the smallest counts.
+    """
 
     def usual(group: Sequence[Sample]) -> FloatArray:
         launches = [[float(s.get(f"host_{way}", 0)) for way in WAYS] for s in group]
         return np.median(launches, axis=0) if launches else np.zeros(2)
 
+    layers = sorted(samples_of(samples, "layer"), key=lambda s: s["sizes"]["tokens"])
     shares = samples_of(samples, "share")
     one_call, two_calls = (
         usual([s for s in shares if bool(s["sizes"]["rectangles"]) == cut]) for cut in (False, True)
@@ -72,7 +76,7 @@ def _hosts(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
     if not any(one_call):  # all of the profile's shares see earlier keys
         one_call = two_calls
     host_times = {
-        "host": usual(samples_of(samples, "layer")) + one_call,
+        "host": usual(layers[:1] if waits else layers) + one_call,
         "host_second": np.maximum(two_calls - one_call, 0.0),
         "host_embedding": usual(samples_of(samples, "embedding")),
         "host_loss": usual(samples_of(samples, "loss")),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from wlb_megatron.errors import WlbError
 from wlb_megatron.whole_files import write_whole
 from wlb_megatron.workload.costs import Costs
+from wlb_megatron.workload.memory import Experts
 
 FORMAT = 1
 
@@ -20,9 +21,10 @@ FORMAT = 1
 class ProfiledModel:
     """Shape of a GPT's layers, in Megatron's arguments, and the layout it is measured for.
 
-    hidden: hidden_size. ffn: ffn_hidden_size. heads: num_attention_heads. kv_heads: num_query_groups. head_dim:
-    kv_channels. vocab: padded vocabulary. gated: swiglu. tp, cp: sizes of tensor and context parallelism. fused:
-    gradients are added to fp32 ones inside the matrix products (gradient_accumulation_fusion).
+    hidden: hidden_size. ffn: ffn_hidden_size, with experts the width of those that a token passes. heads:
+    num_attention_heads. kv_heads: num_query_groups. head_dim: kv_channels. vocab: padded vocabulary. gated: swiglu. tp,
+    cp: sizes of tensor and context parallelism. fused: gradients are added to fp32 ones inside the matrix products
+    (gradient_accumulation_fusion). experts: of every layer; None: a dense model.
     """
 
     hidden: int
@@ -35,6 +37,13 @@ class ProfiledModel:
     tp: int = 1
     cp: int = 1
     fused: bool = False
+    experts: Experts | None = None
+
+    @classmethod
+    def from_dict(cls, sizes: dict[str, Any]) -> ProfiledModel:
+        """The inverse of dataclasses.asdict; older profiles have no experts."""
+        experts = sizes.get("experts")
+        return cls(**{**sizes, "experts": experts and Experts(**experts)})
 
     def __post_init__(self) -> None:
         for name in ("hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "tp", "cp"):
@@ -44,6 +53,14 @@ class ProfiledModel:
             raise ValueError(
                 f"{self.heads} heads, {self.kv_heads} key-value heads and ffn {self.ffn} do not divide by each other "
                 f"and by tensor parallel {self.tp}"
+            )
+        experts = self.experts
+        if experts and (
+            experts.count % experts.parallel or experts.ffn % experts.tensor or self.tp % experts.tensor
+        ):
+            raise ValueError(
+                f"{experts.count} experts of {experts.ffn} do not divide over {experts.parallel} expert-parallel and "
+                f"{experts.tensor} expert-tensor-parallel ranks, or these not tensor parallel {self.tp}"
             )
 
     @property
@@ -55,10 +72,32 @@ class ProfiledModel:
         return max(1, self.kv_heads // self.tp)
 
     @property
+    def _attention_parameters(self) -> int:
+        return self.hidden * self.head_dim * 2 * (self.rank_heads + self.rank_kv_heads)
+
+    @property
     def layer_parameters(self) -> int:
-        """Of one tensor-parallel rank."""
-        attention = self.hidden * self.head_dim * 2 * (self.rank_heads + self.rank_kv_heads)
-        return attention + (3 if self.gated else 2) * self.hidden * self.ffn // self.tp
+        """Weights of one tensor-parallel rank that a token passes."""
+        return self._attention_parameters + (3 if self.gated else 2) * self.hidden * self.ffn // self.tp
+
+    @property
+    def rank_experts(self) -> int:
+        """Experts that are measured: this rank's, or as many as a token chooses if it has fewer."""
+        return (
+            0
+            if self.experts is None
+            else max(self.experts.count // self.experts.parallel, self.experts.chosen)
+        )
+
+    @property
+    def rank_parameters(self) -> int:
+        """Weights of the measured layer, which the optimizer updates."""
+        experts = self.experts
+        if experts is None:
+            return self.layer_parameters
+        width = (self.rank_experts * experts.ffn + experts.shared) // experts.tensor
+        mlp = self.hidden * ((3 if self.gated else 2) * width + self.rank_experts)
+        return self._attention_parameters + mlp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +125,18 @@ class Profile:
 
         wanted: values of ProfiledModel's fields that matter to the caller.
         """
+        there = asdict(self.model)
+        if (experts := wanted.get("experts")) or self.model.experts:
+            # A width says less than the experts do. What their memory assumes is not measured.
+            sizes = ("count", "ffn", "parallel", "tensor", "chosen", "shared")
+            wanted = {name: value for name, value in wanted.items() if name not in ("ffn", "experts")}
+            for name in sizes:
+                there[f"experts' {name}"] = getattr(self.model.experts, name, None)
+                wanted[f"experts' {name}"] = getattr(experts, name, None)
         differ = [
-            f"{name} {getattr(self.model, name)} there, {value} here"
+            f"{name} {there[name]} there, {value} here"
             for name, value in wanted.items()
-            if getattr(self.model, name) != value
+            if there[name] != value
         ]
         if differ:
             raise WlbError(
@@ -119,7 +166,7 @@ def read_profile(path: str | Path) -> Profile:
             raise ValueError("its fingerprint does not match its samples")
         return Profile(
             path=str(path),
-            model=ProfiledModel(**settings["model"]),
+            model=ProfiledModel.from_dict(settings["model"]),
             device=str(settings["gpu"]),
             versions={str(name): str(value) for name, value in settings["versions"].items()},
             fingerprint=str(contents["fingerprint"]),

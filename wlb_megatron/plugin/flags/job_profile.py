@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags.trained_model import TrainedModel
 from wlb_megatron.workload.profile import Profile, read_profile
 
@@ -14,13 +13,12 @@ def profile_of(path: str | None, model: TrainedModel, tensor: int) -> Profile | 
     """
     if path is None:
         return None
-    if model.experts is not None:
-        raise WlbError("--wlb-profile does not know experts: leave it out for a mixture of experts")
     profile = read_profile(path)
     profile.refuse_other(
         {
             "hidden": model.hidden,
             "ffn": model.ffn,
+            "experts": model.experts and model.experts.memory,
             "heads": model.heads,
             "kv_heads": model.kv_heads,
             "head_dim": model.head_dim,
