@@ -66,6 +66,29 @@ def test_the_readmes_command_is_predicted_as_it_is_pasted(
     same = analyzed(capsys, *short.split())
     assert shown["results"] == same["results"] and shown["layout"] == same["layout"]
     assert shown["documents"] == 594
+    planned = []
+    for flags in (
+        ["--gpu-memory", "80", "--", *words],
+        [*short.split(), "--gpu-memory", "80"],
+        ["--", *words],
+    ):
+        code, out, err = call(capsys, "inspect", "--iterations", "1", "--json", "-", *flags)
+        assert code == 0, err
+        planned.append(json.loads(out))
+    assert planned[0] == planned[1]
+    assert "recomputed" in planned[2]["iterations"][0]["micro_batches"][0]
+
+
+def test_inspect_reads_of_a_launch_command_what_it_has_no_flag_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Experts; keys that are gathered again change no plan, and other flags are passed over."""
+    own = ["inspect", "--lengths", "20,30,64,9", "--world-size", "4", "--iterations", "1", "--"]
+    job = f"{JOB} --num-experts 8 --wlb-regather-keys --lr 1e-4 --fp8-format hybrid".split()
+    code, out, err = call(capsys, *own, *job, "--expert-model-parallel-size", "4")
+    assert code == 0 and "note: --fp8-format" in out, err
+    code, _, err = call(capsys, *own, *job, "--expert-model-parallel-size", "3")
+    assert code == 2 and "--num-experts 8 is not a multiple" in err
 
 
 @pytest.mark.parametrize(

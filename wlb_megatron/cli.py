@@ -177,6 +177,8 @@ def _inspect(args: argparse.Namespace) -> None:
     messages: list[str] = list(args.notes)
     if args.micro_batch_size > 1:
         messages.append("note: --micro-batch-size is not shown: micro-batches of one window are")
+    if args.launched:
+        args.regather_keys = False  # changes no plan
     shown = inspect_plans(
         lengths,
         config,

@@ -95,10 +95,13 @@ def _script_end(words: Sequence[str]) -> int:
 
 
 def launch_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """A parser of the command's options by their names in training alone: there, --profile has another meaning."""
+    """A parser of the command's options by their names in training alone: there, --profile has another meaning. Options
+    that describe a job, but only a launch command can give here, are the command's default `of_launch`."""
     training = argparse.ArgumentParser(prog=parser.prog, add_help=False, allow_abbrev=False)
     training.error = parser.error  # type: ignore[method-assign]
-    for action in parser._actions:
+    shown = {action.dest for action in parser._actions}
+    more = [action for action in parser.get_default("of_launch") or () if action.dest not in shown]
+    for action in (*parser._actions, *more):
         names = [name for name in action.option_strings if name in MEGATRON or name.startswith("--wlb-")]
         if names:
             action = copy.copy(action)
