@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from test_cli import NUMPY_ALONE, call, run
 
+from wlb_megatron.analyze.candidates import as_given
 from wlb_megatron.analyze.comparison import Analysis, Gain
 from wlb_megatron.analyze.comparison import analyze as analyze_job
 from wlb_megatron.analyze.measure import JobLayout, rank_work, spread
 from wlb_megatron.analyze.output import figures, print_analysis
+from wlb_megatron.analyze.search import Found, Searched
 from wlb_megatron.analyze.settings_as_flags import flags_of
 from wlb_megatron.arguments import add_arguments, config_from_args
 from wlb_megatron.config import WlbConfig
@@ -181,27 +183,25 @@ def test_equal_token_weights_are_reported_and_reach_the_flags(
     def printed(flags: str) -> tuple[dict[str, str], str]:
         code, out, err = call(capsys, *f"{job} {flags}".split())
         assert (code, err) == (0, "")
-        ending = dict(
-            line.split(": ", 1) for line in out.splitlines() if line.startswith(("token w", "flags"))
-        )
+        ending = dict(line.split(": ", 1) for line in out.splitlines() if line.startswith("token w"))
         (row,) = (line for line in out.splitlines() if line.startswith("weight of a long document's tokens"))
         return ending, row
 
-    def weight(flags: str) -> float:
+    def weight(flags: str, recommended: bool | None = None) -> float:
         code, out, err = call(capsys, *f"{job} {flags} --json -".split())
         assert code == 0, err
-        return float(json.loads(out)["results"]["after"]["long_documents_weight"])
+        shown = json.loads(out)
+        assert recommended is None or ("--wlb-token-weights" in shown["flags"]) == recommended
+        return float(shown["results"]["after"]["long_documents_weight"])
 
     step = "--token-weights step"
-    by_step, (ending, row) = weight(step), printed(step)
+    by_step, (ending, row) = weight(step, True), printed(step)
     assert by_step < 0.9 and row.endswith(f"{by_step:.2f}")
     assert "--token-weights equal would make a long document's 1.00" in ending["token weights"]
-    assert "--wlb-token-weights step" in ending["flags"]
     for choice, recommended in ("--token-weights equal", True), ("", False):  # documents wait: auto is equal
         ending, row = printed(choice)
-        assert weight(choice) == 1.0 and row.endswith(" 1.00")
+        assert weight(choice, recommended) == 1.0 and row.endswith(" 1.00")
         assert ending["token weights"].endswith(f"{by_step:.2f}")
-        assert ("--wlb-token-weights" in ending["flags"]) == recommended
     with_chunks = "--pp 2 --chunks on"
     assert weight(f"{with_chunks} --token-weights step") == weight(with_chunks) != 1.0
 
@@ -382,7 +382,7 @@ def test_weights_that_fit_are_not_blamed_for_a_window_that_does_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     job = "--lengths 9000,131072,40000,70000,2000 --window 131072 --micro-batches 4 --tp 4 --cp 2 --pp 4 --model 7B"
-    code, out, err = call(capsys, *f"analyze {job} --iterations 1 --warm-up 0 --no-split".split())
+    code, out, err = call(capsys, *f"analyze {job} --iterations 1 --warm-up 0".split())
     assert (code, err) == (0, "")
     assert "weights, gradients" not in out and "flags, once it fits: " in out
     assert "does not fit 80 GiB a GPU, which holds windows up to " in out
@@ -537,6 +537,40 @@ def test_a_fuller_step_than_arrival_orders_names_a_steadier_setting_or_none(
     ):
         print_analysis(replace(full, gains=gains))
         assert line in capsys.readouterr().out
+
+
+def test_the_searchs_first_names_its_slowest_step_and_steadier_settings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of jobs as fast as 1.00 (as given), 1.20, 1.15 and 1.10 times the first."""
+    config = WlbConfig(quadratic_at=QUADRATIC_AT)
+    analysis = analyze(some_lengths(), config, JobLayout(64, tp=8), micro_batches=2, iterations=2, seed=1)
+    speed = 1e9 / analysis.after.simulated.ns_per_token
+    given = Found(as_given(analysis.job, config), "", speed, 100.0, 0, {}, 1.0)
+
+    def ending(*found: tuple[str, float, float], first: float = 1.2, slow: float = 130) -> list[str]:
+        best = [("--a", first, slow), *found]
+        rows = [
+            replace(given, flags=flags, tokens_per_second=speed * by_token, slowest=slowest)
+            for flags, by_token, slowest in best
+        ]
+        searched = Searched(given, tuple(rows), 3, 2)
+        print_analysis(replace(analysis, gains=(), searched=searched))
+        lines = capsys.readouterr().out.splitlines()
+        start = next(number for number, line in enumerate(lines) if line.startswith("flags"))
+        lines[start] = lines[start].partition(": ")[2]
+        return lines[start:]
+
+    first = "--a (1.20 x as set, slowest step {} x: the first of the search; your other flags stay)"
+    assert ending(("--b", 1.15, 106), ("--c", 1.1, 104)) == [
+        first.format("1.30"),
+        "steadier: --c (1.10 x as set, slowest step 1.04 x)",
+    ]
+    assert ending(("--b", 1.15, 106))[1:] == ["steadier: none found by the search"], (
+        "as given is below 0.9 of it"
+    )
+    assert ending(first=1.1)[1:] == ["steadier: the job as given (1.00 x as set, slowest step 1.00 x)"]
+    assert ending(slow=105)[0] == first.format("1.05") and "by the search" not in str(ending(slow=105))
 
 
 def _faster(simulated: Simulated, scale: float) -> Simulated:

@@ -53,14 +53,17 @@ def _stand_in_for_gpu() -> None:
 def _predict(arguments: Sequence[str], world: int) -> int:
     from wlb_megatron.cli import main as command
 
-    print(
-        f"> wlb_megatron: Megatron and the plugin take these flags on {world} GPUs. Not checked: kernels, checkpoints"
-    )
     flags = [word for word in arguments if word.startswith("-") or not word.endswith(".py")]
     own = ["analyze", "--no-split", "--search", "none", "--world-size", str(world)]
     if not any(word.split("=")[0] == "--wlb-gpu-memory" for word in arguments):
         own += ["--gpu-memory", "80"]
-    return command([*own, "--", *flags])
+    code = command([*own, "--", *flags])
+    if not code:
+        print(
+            f"> wlb_megatron: Megatron and the plugin take these flags on {world} GPUs. Not checked: kernels, "
+            "checkpoints. Other settings: wlb-megatron analyze -- <the same command>"
+        )
+    return code
 
 
 def _world_size(arguments: Sequence[str]) -> int | None:

@@ -173,6 +173,19 @@ class Analysis:
         return first if first.tokens_per_second > enough else None
 
     @property
+    def steadier_found(self) -> Found | None:
+        """Of what the search found, and the job as given, the fastest with steady steps beside the job's that is nearly
+        as fast as `found`, if that has none."""
+        if self.found is None or self.searched is None or (given := self.searched.given) is None:
+            return None
+        steady = STEADY * given.slowest
+        if self.found.slowest <= steady:
+            return None
+        least = KEPT * self.found.tokens_per_second
+        others = (*self.searched.best, given)
+        return next((one for one in others if one.slowest <= steady and one.tokens_per_second >= least), None)
+
+    @property
     def steadier(self) -> Gain | None:
         """Settings with steadier steps that are nearly as fast and beat arrival order, if those of `best` are not
         steady.

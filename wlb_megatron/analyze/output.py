@@ -343,6 +343,12 @@ def _gains_of(gain: Gain) -> str:
 
 def _steadier(analysis: Analysis) -> list[str]:
     """What to choose where steps must be alike."""
+    given = None if analysis.searched is None else analysis.searched.given
+    if (found := analysis.found) is not None and given is not None and found.slowest > STEADY * given.slowest:
+        other = analysis.steadier_found
+        if other is None:
+            return ["steadier: none found by the search"]
+        return [f"steadier: {other.flags or 'the job as given'} ({_beside(other, analysis)})"]
     best, steadier = analysis.best, analysis.steadier
     if steadier is None:
         if best.uneven == (STEADY, STEADY):
@@ -359,16 +365,29 @@ def _steadier(analysis: Analysis) -> list[str]:
     ]
 
 
+def _beside(found: Found, analysis: Analysis) -> str:
+    """Speed, and slowest step, over those of the job as set."""
+    text = f"{found.tokens_per_second * analysis.after.simulated.ns_per_token / 1e9:.2f} x as set"
+    given = None if analysis.searched is None else analysis.searched.given
+    return text if given is None else f"{text}, slowest step {found.slowest / given.slowest:.2f} x"
+
+
 def _ending(analysis: Analysis) -> list[str]:
     lines, ready = [], "flags"
     if analysis.weights_problem is not None:
         return ["flags: none recommended, because the weights do not fit (see above)"]
-    memory, window = analysis.memory, analysis.job.joined_window
+    memory, job = analysis.memory, analysis.job
     if analysis.fullest is not None:
         how = "documents in chunks" if memory.in_chunks else "whole documents"
-        most = f"micro-batches up to {memory.micro_batch:,} tokens, windows up to {memory.window:,} ({how})"
-        if memory.window < window or not memory.micro_batch:
-            takes = most if memory.micro_batch else f"windows up to {memory.window:,} ({how})"
+        windows = f"windows up to {memory.window // job.micro_batch_size:,} ({how})"
+        most = f"micro-batches up to {memory.micro_batch:,} tokens"
+        fits = memory.micro_batch >= analysis.capacity and analysis.fullest[0] <= job.gpu.room
+        if memory.window >= job.joined_window:
+            most += f", {windows}"
+        elif fits:  # of a lower Lmax than a job of this window has by itself
+            most += f" ({how})"
+        if not fits and (memory.window < job.joined_window or not memory.micro_batch):
+            takes = f"{most}, {windows}" if memory.micro_batch else windows
             ready = "flags, once it fits"
             lines.append(f"does not fit {memory.gib:g} GiB a GPU, which holds {takes}:")
             lines.append(
@@ -378,11 +397,13 @@ def _ending(analysis: Analysis) -> list[str]:
             lines.append(f"fits {memory.gib:g} GiB a GPU: {most}")
             if memory.micro_batch < analysis.capacity:
                 lines.append("training would lower Lmax to that; --gpu-memory does so here")
-    flags = flags_of(analysis.best.config) or "none, the defaults do this"
     if (found := analysis.found) is not None:
-        speed = found.tokens_per_second * analysis.after.simulated.ns_per_token / 1e9
-        flags = f"{found.flags} ({speed:.2f} x as set, the first of the search; your other flags stay)"
-    return [*lines, f"{ready}: {flags}", *_steadier(analysis)]
+        flags = f"{found.flags} ({_beside(found, analysis)}: the first of the search; your other flags stay)"
+    else:
+        flags = flags_of(analysis.best.config) or "none, the defaults do this"
+    if analysis.gains or analysis.searched is not None:  # else nothing was compared with the job as set
+        lines.append(f"{ready}: {flags}")
+    return [*lines, *_steadier(analysis)]
 
 
 def _uneven(analysis: Analysis, least: float = 0.005) -> bool:

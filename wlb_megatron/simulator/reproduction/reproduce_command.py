@@ -6,7 +6,7 @@ import argparse
 import json
 import platform
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def add_assumptions(parser: argparse.ArgumentParser, defaults: Assumptions) -> N
         group.add_argument(
             f"--{assumption.name.replace('_', '-')}",
             type=kind,
-            default=value,
+            default=None if assumption.name == "network_rate" else value,  # --network-gbps may say it
             help=f"{assumption.metadata['help']} (default: {value:g})",
         )
     parser.add_argument(
@@ -76,11 +76,14 @@ def add_assumptions(parser: argparse.ArgumentParser, defaults: Assumptions) -> N
 def read_assumptions(args: argparse.Namespace) -> tuple[Assumptions, KernelTable, Profile | None]:
     """Figures as the flags say, attention of a kernel table, and the profile that they are of, if one is given."""
     with explain_bad_values():
-        assumed = Assumptions(**{field.name: getattr(args, field.name) for field in fields(Assumptions)})
+        rates = {field.name: getattr(args, field.name) for field in fields(Assumptions)}
         if args.network_gbps is not None:
-            if assumed.network_rate != Assumptions().network_rate:
+            if args.network_rate is not None:
                 raise WlbError("--network-gbps and --network-rate say the same: give one")
-            assumed = replace(assumed, network_rate=args.network_gbps * 1e9 / 8)
+            if not args.network_gbps:
+                raise WlbError("--network-gbps 0 is no rate: give the Gbit/s of a GPU's network card")
+            rates["network_rate"] = args.network_gbps * 1e9 / 8
+        assumed = Assumptions(**{name: rate for name, rate in rates.items() if rate is not None})
         if args.profile is not None:
             if args.kernel_table is not None:
                 raise WlbError("--profile brings its own kernel table: drop --kernel-table")
