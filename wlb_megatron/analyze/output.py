@@ -344,7 +344,8 @@ def _gains_of(gain: Gain) -> str:
 def _steadier(analysis: Analysis) -> list[str]:
     """What to choose where steps must be alike."""
     given = None if analysis.searched is None else analysis.searched.given
-    if (found := analysis.found) is not None and given is not None and found.slowest > STEADY * given.slowest:
+    first = analysis.found
+    if first is not None and given is not None and first.slowest > STEADY * given.slowest:
         other = analysis.steadier_found
         if other is None:
             return ["steadier: none found by the search"]
