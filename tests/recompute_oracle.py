@@ -7,7 +7,7 @@ from itertools import product
 
 from wlb_megatron.pipeline.orders import Step
 from wlb_megatron.recompute.kept_layers import Load
-from wlb_megatron.workload.stage_memory import StageMemory
+from wlb_megatron.workload.stage_memory import ModelChunk, StageMemory
 
 Numbers = Sequence[Sequence[int]]
 """Recomputed layers [micro-batch][model chunk]."""
@@ -28,10 +28,9 @@ def held_bytes(
         number = recomputed[step.micro_batch][step.chunk]
         layers = load.tokens * chunk.floor
         if number < chunk.recomputed:
-            layers += load.tokens * (
-                chunk.switched + (chunk.recomputed - number) * (chunk.kept - chunk.input)
-            )
-        layers += load.chunk_tokens * (chunk.layers + chunk.depths) * memory.keys
+            kept = sum(kept_bytes(chunk, layer) - chunk.input for layer in range(number, chunk.recomputed))
+            layers += load.tokens * (chunk.switched + kept)
+        layers += load.chunk_tokens * chunk.keyed * memory.keys
         if step.chunk == 0:
             layers += load.tokens * memory.ends
         stored[step.micro_batch, step.chunk] = layers  # a backward holds it until its end
@@ -49,13 +48,19 @@ def held_bytes(
     return events
 
 
+def kept_bytes(chunk: ModelChunk, layer: int) -> int:
+    return chunk.unlike[layer].kept if chunk.unlike else chunk.kept
+
+
 def saved_work(loads: Sequence[Load], memory: StageMemory, recomputed: Numbers) -> int:
-    """Work that is not done again, in the loads' units times layers."""
-    return sum(
-        load.work * (chunk.recomputed - number)
-        for load, numbers in zip(loads, recomputed, strict=True)
-        for chunk, number in zip(memory.chunks, numbers, strict=True)
-    )
+    """Work that is not done again, in thousandths of the loads' units times layers."""
+    saved = 0
+    for load, numbers in zip(loads, recomputed, strict=True):
+        for chunk, number in zip(memory.chunks, numbers, strict=True):
+            for layer in range(number, chunk.recomputed):
+                linear, attends = chunk.unlike[layer][1:] if chunk.unlike else (1000, True)
+                saved += load.linear * linear + 1000 * (load.work - load.linear) * attends
+    return saved
 
 
 def most_saved(order: Sequence[Step], loads: Sequence[Load], memory: StageMemory, available: int) -> int:

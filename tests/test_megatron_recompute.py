@@ -34,6 +34,7 @@ LATENT = (
     "--multi-latent-attention --no-rope-fusion --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 "
     "--qk-pos-emb-head-dim 4 --v-head-dim 8"
 )
+HYBRID = "--spec wlb_megatron.plugin.model.local_hybrid stack --hybrid-layer-pattern"
 CHUNKS = "--wlb-chunks on --wlb-quadratic-at 80 --wlb-micro-batch-cost 2 --wlb-max-tokens 80"
 WHOLE = "--wlb-chunks off --wlb-max-tokens 128"
 
@@ -87,6 +88,12 @@ ROWS = {
         experts=True,
     ),
     "VPP2 on PP2": Row(flags=f"{PP2} --num-virtual-stages-per-pipeline-rank 2", available="350000"),
+    "HybridModel with experts, PP2": Row(
+        flags=f"{PP2} {BY_DOCUMENT_ALONE} {HYBRID} *E*-|*E-*",
+        documents=CHUNKS,
+        available="500000",
+        since=0.18,
+    ),
     "torch FSDP2, latent attention": Row(
         flags=f"{FSDP2} {LATENT}",
         available="480000,400000",

@@ -197,7 +197,6 @@ ARRIVES = {
     "recompute": ({"recompute_granularity": "full"}, "full"),
     "recompute_layers": ({"recompute_num_layers": 3}, 3),
     "recompute_block": ({"recompute_method": "block"}, True),
-    "recompute_inputs": ({"hybrid_layer_pattern": "*-*-*-*-", "recompute_num_layers": 1}, 2),
     "keep_keys": ({"wlb_regather_keys": True}, False),
 }
 """Megatron's arguments that set a field of the layout, and its value then."""

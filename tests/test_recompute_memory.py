@@ -22,8 +22,11 @@ from wlb_megatron.workload.memory import (
     ParallelLayout,
     StageShape,
     layer_bytes,
+    layers_bytes,
     micro_batch_bytes,
+    symbols,
     waiting_loss_bytes,
+    weight_bytes,
     working_bytes,
 )
 from wlb_megatron.workload.stage_memory import StageMemory, stage_memory
@@ -64,7 +67,38 @@ def test_blocks_keep_multi_token_predictions_layers_which_uniform_recomputes() -
     assert (block.floor, block.switched, block.remade) == (4 * INPUT + 2 * KEPT, 0, 0)
     first, last = stage_memory(TINY, FULL, 1, [2, 2], depths=1).chunks
     assert (first.floor, last.floor) == (2 * INPUT, 3 * INPUT)
-    assert (first.depths, last.depths) == (0, 1), "keys of documents in chunks, beside the layers'"
+    assert (first.keyed, last.keyed) == (2, 3), "keys of documents in chunks, beside the layers'"
+
+
+def test_a_hybrid_models_layers_hold_their_parts_of_a_whole_layer() -> None:
+    attention, mlp = 16 + 24 + 8, 16 + 48
+    layout = replace(FULL, context=2)
+    keys = 2 * 2 * 2 * 2  # with those of the other rank
+    (chunk,) = stage_memory(TINY, layout, 1, ["*--*"], depths="*-").chunks
+    assert [layer.kept for layer in chunk.unlike] == [attention + keys, mlp, mlp, attention + keys]
+    assert chunk.more() == [
+        0,
+        attention + keys - 8,
+        *(attention + keys + n * mlp - 8 - 8 * n for n in (1, 2)),
+        (2 * (attention + keys) + 2 * mlp - 4 * 8),
+    ]
+    assert (chunk.layers, chunk.keyed, chunk.floor) == (4, 3, 6 * INPUT)
+    assert chunk.switched == attention + keys + mlp - 2 * INPUT, "of multi-token prediction"
+    assert chunk.remade == mlp == attention + keys, "the largest layer"
+    # Attention has 2 x 4 x 2 x (2 + 1) = 48 weights, an MLP 3 x 4 x 8 = 96: 288 are the work of two whole layers.
+    assert [layer.linear for layer in chunk.unlike] == [333, 666, 666, 333]
+    assert chunk.saved() == [(0, 0), (333, 1000), (999, 1000), (1665, 1000), (1998, 2000)]
+    (block,) = stage_memory(
+        TINY, replace(layout, recompute_block=True, recompute_layers=3), 0, ["*--*"]
+    ).chunks
+    assert block.floor == 3 * INPUT + attention + keys and block.more()[1] == mlp - INPUT
+    whole, parts = replace(TINY, layers=2), replace(TINY, layers="**--")
+    for experts in (None, Experts(8, 6, shared=3)):
+        parts = replace(parts, layers="**--" if experts is None else "E*E*")
+        assert weight_bytes(parts, FULL, 1, experts) == weight_bytes(whole, FULL, 1, experts)
+        assert layers_bytes(symbols(parts.layers), parts, replace(FULL, recompute="none"), experts) == (
+            2 * layer_bytes(whole, FULL, experts)
+        )
 
 
 def test_exchanged_keys_are_kept_or_gathered_again() -> None:
@@ -349,7 +383,6 @@ MEMORY_ALONE = {
     "dtype_bytes": "kernel tables and rates are of bf16",
     "experts": "a token's work is that of the experts it passes, which the time model takes as ffn",
     "losses": "further depths are predicted as none",
-    "recompute_inputs": "what is kept takes no time",
 }
 TIME_ALONE = {
     **dict.fromkeys(("assumptions", "measured", "costs"), "rates"),
@@ -386,6 +419,5 @@ def test_every_flag_of_planned_recomputation_reaches_what_a_stage_holds() -> Non
         "micro_batches",
         "distributed_optimizer",
         "fully_sharded",
-        "recompute_inputs",  # of a HybridModel, whose steps run the flags
     }
     assert {field.name for field in fields(layout)} == set(changed) | others | {"recompute"}

@@ -19,6 +19,7 @@ from wlb_megatron.workload.memory import (
     fit_max_tokens,
     memory_needed,
     micro_batches_in_flight,
+    symbols,
     weight_bytes,
 )
 from wlb_megatron.workload.stage_memory import StageMemory, stage_memory
@@ -34,7 +35,8 @@ MARGIN = WlbConfig().memory_margin
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
     """size: bytes of one GPU. window, alignment: tokens. margin: share of the memory that is left free. layers: of each
-    model chunk, by stage; None: all have as many as the fullest. depths: of multi-token prediction."""
+    model chunk, by stage; None: all have as many as the fullest. depths: layers of multi-token prediction. Both are
+    symbols if the model is a HybridModel."""
 
     size: int
     shape: StageShape
@@ -43,15 +45,15 @@ class GpuMemory:
     alignment: int
     margin: float = MARGIN
     experts: Experts | None = None
-    layers: tuple[tuple[int, ...], ...] | None = None
-    depths: int = 0
+    layers: tuple[tuple[int | str, ...], ...] | None = None
+    depths: int | str = 0
 
     @property
     def room(self) -> int:
         """Bytes that a plan may use: all but the margin."""
         return int(self.size * (1 - self.margin))
 
-    def stage(self, stage: int, layers: Sequence[int] | None = None) -> StageMemory:
+    def stage(self, stage: int, layers: Sequence[int | str] | None = None) -> StageMemory:
         """What a stage holds of a step. layers: of each of its model chunks, where they are known better. Raises
         ValueError if the flags recompute no layers in full."""
         layers = layers or self._layers(stage)
@@ -59,11 +61,12 @@ class GpuMemory:
             *(self.shape, self.layout, stage, layers), depths=self.depths, experts=self.experts
         )
 
-    def _layers(self, stage: int) -> tuple[int, ...]:
+    def _layers(self, stage: int) -> tuple[int | str, ...]:
         """Layers of each model chunk, without multi-token prediction's."""
         if self.layers is not None:
             return self.layers[stage]
         virtual = self.layout.virtual
+        assert isinstance(self.shape.layers, int) and isinstance(self.depths, int)
         return (-(-(self.shape.layers - self.depths) // virtual),) * virtual
 
     def available(self, stage: int) -> int:
@@ -72,8 +75,8 @@ class GpuMemory:
 
     def weights(self, stage: int) -> int:
         """Bytes of a stage's weights, gradients and optimizer state."""
-        further = self.depths * (stage == self.layout.pipeline - 1)
-        shape = replace(self.shape, layers=sum(self._layers(stage)) + further)
+        layers = [*self._layers(stage), self.depths if stage == self.layout.pipeline - 1 else 0]
+        shape = replace(self.shape, layers="".join(map(symbols, layers)))
         return weight_bytes(shape, self.layout, stage, self.experts)
 
     def rooms(self) -> tuple[StageRoom, StageRoom] | None:
@@ -87,13 +90,13 @@ class GpuMemory:
     def _room(self, stage: int) -> StageRoom:
         held, context = self.stage(stage), self.layout.context
         chunks = held.chunks
-        more = sum(c.recomputed * (c.kept - c.input) + c.switched for c in chunks)
+        more = sum(chunk.more()[-1] + chunk.switched for chunk in chunks)
         return StageRoom(
             available=self.available(stage) * context,
             floor=sum(chunk.floor for chunk in chunks) + held.ends,
             more=more,
             working=max(held.loss, *(chunk.working for chunk in chunks)),
-            keys=held.keys * sum(chunk.layers + chunk.depths for chunk in chunks),
+            keys=held.keys * sum(chunk.keyed for chunk in chunks),
         )
 
     def whole(self) -> int:

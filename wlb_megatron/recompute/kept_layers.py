@@ -11,8 +11,9 @@ keep micro-batches 0 and 2 (40 + 4, then 4 + 80), but not 1 and 2 (40 + 80); mic
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -35,13 +36,14 @@ class Load:
 
     tokens: held by the rank. chunk_tokens: of those, in chunks of documents. earlier: tokens before these chunks, held
     by the rank. work: of the micro-batch, in the cost model's units; what recomputing one of its layers costs is
-    proportional to it.
+    proportional to it. linear: of that work, what does not grow with the square of a document's length.
     """
 
     tokens: int
     work: int
     chunk_tokens: int = 0
     earlier: int = 0
+    linear: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +77,19 @@ class _Stage:
 
     def __init__(self, order: Sequence[Step], loads: Sequence[Load], memory: StageMemory) -> None:
         self.chunks = memory.chunks
+        self.more, self.saved = [c.more() for c in memory.chunks], [c.saved() for c in memory.chunks]
         count, number = len(loads), len(memory.chunks)
         steps = np.array(order, dtype=np.int64)
         item, events = steps[:, 0] * number + steps[:, 1], np.arange(len(steps))
         backward = steps[:, 2].astype(bool)
         self.begin, self.end = (np.empty(count * number, dtype=np.int64) for _ in range(2))
         self.begin[item[~backward]], self.end[item[backward]] = events[~backward], events[backward]
-        of_load = np.array([[load.tokens, load.work, load.chunk_tokens, load.earlier] for load in loads])
-        tokens, work, chunk_tokens, earlier = of_load.T.astype(np.int64)
-        self.tokens, self.work = np.repeat(tokens, number), np.repeat(work, number)
+        tokens, work, chunk_tokens, earlier, linear = np.array([astuple(load) for load in loads]).T
+        self.tokens, self.linear = np.repeat(tokens, number), np.repeat(linear, number)
+        self.quadratic = np.repeat(work - linear, number)
         floors = np.array([chunk.floor for chunk in memory.chunks])
-        layers = np.array([chunk.layers + chunk.depths for chunk in memory.chunks])
-        fixed = np.multiply.outer(tokens, floors) + np.multiply.outer(chunk_tokens, layers * memory.keys)
+        keyed = np.array([chunk.keyed for chunk in memory.chunks])
+        fixed = np.multiply.outer(tokens, floors) + np.multiply.outer(chunk_tokens, keyed * memory.keys)
         fixed[:, 0] += tokens * memory.ends
         self.filled = self._held(fixed.ravel())
         bytes_of = np.array([(c.forward, c.working, c.remade) for c in memory.chunks], dtype=np.int64)
@@ -118,8 +121,8 @@ class _Stage:
         for turn in range(ROUNDS):
             slack, chosen = self._keep(self._worth(price if turn + 1 < ROUNDS else None), available)
             time = sum(
-                int(work) * (self.chunks[item % number].recomputed - layers)
-                for item, (work, layers) in enumerate(zip(self.work, chosen, strict=True))
+                self._time(item, self.chunks[item % number].recomputed - layers)
+                for item, layers in enumerate(chosen)
             )
             if time > saved:
                 best, saved, most = chosen, time, available - int(slack.min())
@@ -132,12 +135,18 @@ class _Stage:
     def _worth(self, price: FloatArray | None) -> FloatArray:
         """What keeping a layer of each item saves for the price of the bytes that it holds; None: what keeping all
         layers of the item saves, whatever they hold."""
+        number = len(self.chunks)
+        time = np.array([self._time(i, self.chunks[i % number].recomputed) for i in range(len(self.tokens))])
         if price is None:
-            most = [chunk.recomputed for chunk in self.chunks]
-            return self.work * np.resize(most, len(self.work)).astype(np.float64)
+            return time.astype(np.float64)
         until = np.concatenate(([0.0], np.cumsum(price)))
-        cost = self.tokens * (until[self.end + 1] - until[self.begin])
-        return self.work / np.maximum(cost, 1e-9)
+        size = self.tokens * np.resize([more[-1] for more in self.more], len(self.tokens))
+        return time / np.maximum(size * (until[self.end + 1] - until[self.begin]), 1e-9)
+
+    def _time(self, item: int, layers: int) -> int:
+        """Work that keeping so many of the item's recomputed layers saves."""
+        linear, quadratic = self.saved[item % len(self.chunks)][layers]
+        return (linear * int(self.linear[item]) + quadratic * int(self.quadratic[item])) // 1000
 
     def _keep(self, worth: FloatArray, available: int) -> tuple[IntArray, list[int]]:
         """What is left at each event, and the recomputed layers of each item, if items keep as many layers as fit,
@@ -150,17 +159,17 @@ class _Stage:
             chunk, tokens = self.chunks[item % number], int(self.tokens[item])
             begin, end = int(self.begin[item]), int(self.end[item])
             chosen[item] = chunk.recomputed
-            layer = tokens * (chunk.kept - chunk.input)
+            more = self.more[item % number]
             once = tokens * chunk.switched
             during = int(slack[begin:end].min()) - once
             freed = int(self.freed[item])
             after = int(slack[end]) + freed - once
             room = min(during, after)
-            more = min(room // layer if layer else chunk.recomputed, chunk.recomputed) if room >= 0 else 0
-            if more > 0:
-                slack[begin : end + 1] -= once + more * layer
+            layers = bisect(more, room // tokens if tokens else more[-1]) - 1 if room >= 0 else 0
+            if layers > 0:
+                slack[begin : end + 1] -= once + tokens * more[layers]
                 slack[end] += freed
-                chosen[item] -= more
+                chosen[item] -= layers
         return slack, chosen
 
 

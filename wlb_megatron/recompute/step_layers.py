@@ -11,6 +11,7 @@ from wlb_megatron.pipeline.groups import documents_in_chunks
 from wlb_megatron.pipeline.orders import Step, grouped_orders
 from wlb_megatron.plan import MicroBatch
 from wlb_megatron.recompute.kept_layers import KeptLayers, Load, plan_kept_layers
+from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 from wlb_megatron.workload.stage_memory import StageMemory
 
 IntArray = npt.NDArray[np.int64]
@@ -32,7 +33,7 @@ def loads_of(column: Sequence[MicroBatch], alignment: int, context: int) -> list
             shared = [p for p in micro_batch.pieces if p.prefix or p.document == document]
             own, earlier = sum(p.tokens for p in shared), sum(p.prefix for p in shared)
         held, own, earlier = (-(-size // context) for size in (tokens, own, earlier))
-        loads.append(Load(held, micro_batch.work, own, earlier))
+        loads.append(Load(held, micro_batch.work, own, earlier, micro_batch.tokens * UNITS_PER_TOKEN))
     return loads
 
 
@@ -44,6 +45,7 @@ def joined_loads(ranks: Sequence[Sequence[Load]]) -> list[Load]:
             sum(load.work for load in row),
             max(load.chunk_tokens for load in row),
             max(load.earlier for load in row),
+            sum(load.linear for load in row),
         )
         for row in zip(*ranks, strict=True)
     ]

@@ -11,6 +11,7 @@ from wlb_megatron.workload.memory import (
     ParallelLayout,
     StageShape,
     ends,
+    keyed_layers,
     kv_elements,
     micro_batch_bytes,
     waiting_loss_bytes,
@@ -22,7 +23,11 @@ from wlb_megatron.workload.memory import (
 def keys_bytes(shape: StageShape, layout: ParallelLayout) -> int:
     """Bytes that a stage keeps for each token held of a document in chunks: keys and values of all its layers, and
     their gradients, which are summed in fp32 at least (attention/key_cache.py)."""
-    return shape.layers * kv_elements(shape, layout) * (shape.dtype_bytes + max(4, shape.dtype_bytes))
+    return (
+        keyed_layers(shape.layers)
+        * kv_elements(shape, layout)
+        * (shape.dtype_bytes + max(4, shape.dtype_bytes))
+    )
 
 
 def attended_bytes(shape: StageShape, layout: ParallelLayout) -> int:

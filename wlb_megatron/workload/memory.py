@@ -20,6 +20,12 @@ LEAST, MOST = (5, 4), 4
 
 GIB = 1 << 30
 
+WHOLE = "T"
+"""A layer of attention and a feed-forward part, as a GPTModel's are, beside the symbols of a HybridModel's pattern."""
+
+ATTENDS = f"*{WHOLE}"
+"""The layers that have keys."""
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -44,7 +50,8 @@ class StageShape:
     """The fullest pipeline stage of a dense GPT, in Megatron's arguments:
 
     hidden: hidden_size. ffn: ffn_hidden_size. layers: of the fullest pipeline stage, all its virtual stages together
-    (num_layers / pipeline size, rounded up). heads: num_attention_heads. kv_heads: num_query_groups under
+    (num_layers / pipeline size, rounded up); of a HybridModel their symbols, such as "*-|*E" of two virtual stages,
+    of which each is attention, an MLP or experts alone. heads: num_attention_heads. kv_heads: num_query_groups under
     group_query_attention, else heads. head_dim: kv_channels. vocab: padded_vocab_size. gated: swiglu. tied: not
     untie_embeddings_and_output_weights. dropout: hidden_dropout > 0. dtype_bytes: 2 with bf16 or fp16, else 4.
     losses: of a token, 1 + mtp_num_layers; each has logits. experts: of every layer; how many tokens they get is
@@ -54,7 +61,7 @@ class StageShape:
 
     hidden: int
     ffn: int
-    layers: int
+    layers: int | str
     heads: int
     kv_heads: int
     head_dim: int
@@ -83,8 +90,7 @@ class ParallelLayout:
     fully_sharded: FSDP spreads weights and gradients over them too. losses_in_forward: with documents in chunks, losses
     do not wait for their backward; so with FSDP of either kind, whatever it spreads (plugin/step/deferred_losses.py).
     recompute: recompute_granularity or "none"; "selective" counts core attention only. recompute_layers:
-    recompute_num_layers or 1. recompute_block: recompute_method is "block". recompute_inputs: kept of each such unit, 2
-    where a HybridModel's attention and MLP are recomputed alone. keep_keys: exchanged keys are saved for
+    recompute_num_layers or 1. recompute_block: recompute_method is "block". keep_keys: exchanged keys are saved for
     backward (attention's option), or exchanged again.
     """
 
@@ -102,7 +108,6 @@ class ParallelLayout:
     recompute: str = "none"
     recompute_layers: int = 1
     recompute_block: bool = False
-    recompute_inputs: int = 1
     keep_keys: bool = True
 
     def __post_init__(self) -> None:
@@ -202,29 +207,40 @@ def weight_bytes(
     by FSDP. An expert's are spread over the ranks that hold a copy of it.
     """
     experts = experts or shape.experts
-    matrices = shape.projections or 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
-    whole = 2 * shape.layers * shape.hidden  # norms
-    if experts is None:
-        matrices += _ffn_parameters(shape, shape.ffn)
-    else:
-        matrices += _ffn_parameters(shape, experts.shared)
-        whole += shape.layers * shape.hidden * experts.count  # routers
+    attention, dense, routed = _layer_counts(shape.layers, experts)
+    split = attention * attention_parameters(shape) + dense * ffn_parameters(shape, shape.ffn)
+    whole = (attention + dense + routed) * shape.hidden  # norms
+    if experts is not None:
+        split += routed * ffn_parameters(shape, experts.shared)
+        whole += routed * shape.hidden * experts.count  # routers
     embeddings = is_first(stage) + is_last(layout, stage)
     if shape.tied and layout.pipeline == 1:
         embeddings = 1
-    split = shape.layers * matrices + embeddings * shape.vocab * shape.hidden
+    split += embeddings * shape.vocab * shape.hidden
     whole += is_last(layout, stage) * shape.hidden
     copies = layout.data * layout.context
     needed = _state_bytes(-(-split // layout.tensor) + whole, copies, shape, layout)
     if experts is not None:
-        held = shape.layers * -(-experts.count // experts.parallel)
-        parameters = held * -(-_ffn_parameters(shape, experts.ffn) // experts.tensor)
+        on_rank = routed * -(-experts.count // experts.parallel)
+        parameters = on_rank * -(-ffn_parameters(shape, experts.ffn) // experts.tensor)
         copies = max(1, copies * layout.tensor // (experts.parallel * experts.tensor))
         needed += _state_bytes(parameters, copies, shape, layout)
     return needed
 
 
-def _ffn_parameters(shape: StageShape, ffn: int) -> int:
+def _layer_counts(layers: int | str, experts: Experts | None) -> tuple[int, int, int]:
+    """Layers with attention, with an MLP and with experts; a GPTModel's each count twice."""
+    whole, attention, dense, routed = (symbols(layers).count(symbol) for symbol in f"{WHOLE}*-E")
+    return whole + attention, dense + whole * (experts is None), routed + whole * (experts is not None)
+
+
+def attention_parameters(shape: StageShape) -> int:
+    """Weights of a layer's attention."""
+    return shape.projections or 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
+
+
+def ffn_parameters(shape: StageShape, ffn: int) -> int:
+    """Weights of an MLP of this width."""
     return (3 if shape.gated else 2) * shape.hidden * ffn
 
 
@@ -234,7 +250,8 @@ def _state_bytes(parameters: int, copies: int, shape: StageShape, layout: Parall
     states = 8 + (4 if shape.dtype_bytes < 4 else 0)
     if layout.fully_sharded:
         # FSDP gathers a layer at work and the next one.
-        return -(-parameters * (held + states) // copies) + 2 * parameters // shape.layers * shape.dtype_bytes
+        layer = parameters // len(symbols(shape.layers))
+        return -(-parameters * (held + states) // copies) + 2 * layer * shape.dtype_bytes
     spread = copies if layout.distributed_optimizer else 1
     return parameters * held + -(-parameters * states // spread)
 
@@ -250,15 +267,16 @@ def token_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
 def working_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
     """Bytes for each token held of the micro-batch at work, beside what it keeps: the larger of a layer in its
     backward, and the logits with their loss."""
-    layer = layer_bytes(shape, layout)
+    chunks = model_chunks(shape, layout)
+    layer = max(layer_bytes(shape, layout, symbol=symbol) for symbol in {*"".join(chunks)})
     keys = gathered_keys_bytes(shape, layout)
     # Gradients of a layer take what its activations do; sequence parallelism gathers an input and a gradient.
     working = layer + 2 * shape.hidden * shape.dtype_bytes + keys
     if not layout.keep_keys or layout.recompute != "none":
         working += keys  # gathered again
     if layout.recompute == "full":
-        remade = 1 if layout.recompute_block else min(layout.recompute_layers, chunk_layers(shape, layout))
-        working += remade * layer + (remade - 1) * keys * layout.keep_keys
+        again = max(unit_bytes(chunk, shape, layout) for chunk in chunks)
+        working += again - keys * layout.keep_keys
     logits = logits_bytes(shape, layout) if is_last(layout, stage) else 0
     return max(working, logits)
 
@@ -316,27 +334,64 @@ def micro_batches_in_flight(layout: ParallelLayout, stage: int = 0) -> int:
     return -(-chunks_in_flight(layout, stage) // layout.virtual)
 
 
-def chunk_layers(shape: StageShape, layout: ParallelLayout) -> int:
-    return -(-shape.layers // layout.virtual)
+def model_chunks(shape: StageShape, layout: ParallelLayout) -> list[str]:
+    """The layers of each virtual stage by their symbols; one stands for all where layers are alike."""
+    if isinstance(shape.layers, str):
+        return shape.layers.split("|")
+    return [symbols(-(-shape.layers // layout.virtual))]
+
+
+def symbols(layers: int | str) -> str:
+    """These layers by their symbols: 3 of a GPTModel are "TTT"."""
+    return layers if isinstance(layers, str) else WHOLE * layers
+
+
+def keyed_layers(layers: int | str) -> int:
+    """Those of these layers that have keys."""
+    return sum(symbols(layers).count(symbol) for symbol in ATTENDS)
 
 
 def chunk_bytes(shape: StageShape, layout: ParallelLayout) -> int:
-    """What the layers of one virtual stage keep for a token held."""
-    layers = chunk_layers(shape, layout)
-    layer, keys = layer_bytes(shape, layout), gathered_keys_bytes(shape, layout) * layout.keep_keys
-    first_input = layout.recompute_inputs * spread_elements(shape.hidden, layout) * shape.dtype_bytes
-    if layout.recompute == "selective":
-        return layers * layer
-    if layout.recompute == "none":
-        return layers * (layer + keys)
-    if layout.recompute_block:
-        remade = min(layout.recompute_layers, layers)
-        return remade * first_input + (layers - remade) * (layer + keys)
-    return -(-layers // layout.recompute_layers) * first_input
+    """What the layers of one virtual stage, the fullest, keep for a token held."""
+    return max(layers_bytes(chunk, shape, layout) for chunk in model_chunks(shape, layout))
 
 
-def layer_bytes(shape: StageShape, layout: ParallelLayout, experts: Experts | None = None) -> int:
-    """Activations of a layer for a token held, without gathered keys.
+def layers_bytes(
+    layers: str, shape: StageShape, layout: ParallelLayout, experts: Experts | None = None
+) -> int:
+    """What these layers of a virtual stage keep for a token held, recomputed by the flags."""
+    first_input = spread_elements(shape.hidden, layout) * shape.dtype_bytes
+    recomputed = 0
+    if layout.recompute == "full":
+        recomputed = min(layout.recompute_layers, len(layers)) if layout.recompute_block else len(layers)
+    unit = 1 if layout.recompute_block else layout.recompute_layers
+    return -(-recomputed // unit) * first_input + sum(
+        layers.count(symbol, recomputed) * kept_bytes_of(symbol, shape, layout, experts)
+        for symbol in {*layers}
+    )
+
+
+def kept_bytes_of(
+    symbol: str, shape: StageShape, layout: ParallelLayout, experts: Experts | None = None
+) -> int:
+    """What a layer that is not recomputed keeps for a token held, with the keys that it has gathered."""
+    gathers = layout.keep_keys and layout.recompute != "selective" and symbol in ATTENDS
+    keys = gathered_keys_bytes(shape, layout) * gathers
+    return layer_bytes(shape, layout, experts, symbol) + keys
+
+
+def unit_bytes(layers: str, shape: StageShape, layout: ParallelLayout, experts: Experts | None = None) -> int:
+    """What the layers keep that a backward makes again at once: one of a block, else those of the fullest unit."""
+    unit = 1 if layout.recompute_block else layout.recompute_layers
+    each = {symbol: kept_bytes_of(symbol, shape, layout, experts) for symbol in {*layers}}
+    units = (layers[start : start + unit] for start in range(0, len(layers), unit))
+    return max((sum(each[symbol] for symbol in layers) for layers in units), default=0)
+
+
+def layer_bytes(
+    shape: StageShape, layout: ParallelLayout, experts: Experts | None = None, symbol: str = WHOLE
+) -> int:
+    """Activations of a layer for a token held, without gathered keys. symbol: of its kind.
 
     Elements, plain heads, ffn 4h: inputs of two norms and of the two matrices behind them 4h; q, k, v 3h, attention's
     output 1h; FFN's first output 4h and second input 4h. In 2 bytes 32h, and 2h of dropout masks: the paper's 34h.
@@ -344,17 +399,20 @@ def layer_bytes(shape: StageShape, layout: ParallelLayout, experts: Experts | No
     gather. Routing keeps 12 bytes for each expert (scores, sorted places) and 30 for each of those that a token passes.
     """
     b, tp, experts = shape.dtype_bytes, layout.tensor, experts or shape.experts
-    spread = spread_elements(shape.hidden, layout) * (4 * b + 2 * shape.dropout)
+    norm = spread_elements(shape.hidden, layout) * (2 * b + shape.dropout)
     heads = -(-shape.heads // tp)
     attention = heads * (2 * shape.head_dim * b + 4)  # q, output; log-sum-exp in fp32
-    attention += kv_elements(shape, layout) * b
+    attention += kv_elements(shape, layout) * b + norm
     matrices = 3 if shape.gated else 2
-    every = -(-(shape.ffn if experts is None else experts.shared) // tp) * matrices * b
-    if experts is None:
-        return spread + attention + every
-    routing = spread_elements(12 * experts.count + 30 * experts.chosen, layout)
-    row = -(-(matrices * experts.ffn + experts.tensor * shape.hidden) // tp)
-    return spread + attention + every + routing + -(-row * experts.chosen * b * experts.imbalance // 100)
+    routed = experts is not None and symbol != "-"
+    if experts is None or not routed:
+        feed_forward = -(-shape.ffn // tp) * matrices * b + norm
+    else:
+        feed_forward = -(-experts.shared // tp) * matrices * b + norm
+        feed_forward += spread_elements(12 * experts.count + 30 * experts.chosen, layout)
+        row = -(-(matrices * experts.ffn + experts.tensor * shape.hidden) // tp)
+        feed_forward += -(-row * experts.chosen * b * experts.imbalance // 100)
+    return {"*": attention, WHOLE: attention + feed_forward}.get(symbol, feed_forward)
 
 
 def gathered_keys_bytes(shape: StageShape, layout: ParallelLayout) -> int:

@@ -5,36 +5,61 @@ As in memory.py, whole bytes for each token that a rank holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 from wlb_megatron.workload.chunk_memory import attended_bytes
 from wlb_megatron.workload.memory import (
+    ATTENDS,
+    WHOLE,
     Experts,
     ParallelLayout,
     StageShape,
+    attention_parameters,
     ends_bytes,
+    ffn_parameters,
     gathered_keys_bytes,
     is_last,
+    kept_bytes_of,
+    keyed_layers,
     kv_elements,
     layer_bytes,
+    layers_bytes,
     logits_bytes,
     spread_elements,
+    symbols,
+    unit_bytes,
     waiting_loss_bytes,
 )
+
+
+class UnlikeLayer(NamedTuple):
+    """A layer of a HybridModel, which is attention, an MLP or experts alone.
+
+    Args:
+        kept: bytes for each token held, if it is not recomputed.
+        linear: thousandths of the linear work of a layer that is attention and a feed-forward part.
+        attends: whether the work that grows with the square of a document's length is its.
+    """
+
+    kept: int
+    linear: int
+    attends: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChunk:
     """One model chunk (virtual stage) of a pipeline stage, in bytes for each token held of a micro-batch.
 
-    layers: of the chunk. depths: its layers of multi-token prediction besides. recomputed: how many of `layers` the
-    user's flags recompute. kept, input: of a layer that is kept,
-    and of one that is recomputed alone. floor: of all layers by the user's flags. switched: what the first layer that
-    is kept beyond the flags adds besides, because another method of recomputation then runs (uniform units,
-    multi-token prediction). forward, working: of the layer at work in a forward and in a backward. remade: what a
-    backward by the flags needs beside `working`, if it begins with recomputed layers: what they keep until it has
-    passed them. One that begins with a kept layer has freed it before a layer is made again.
+    layers: of the chunk. keyed: layers with keys, those of multi-token prediction among them. recomputed: how many of
+    `layers` the user's flags recompute. kept, input: of a layer that is kept, the largest if they differ, and of one
+    that is recomputed alone. floor: of all layers by the user's flags. switched: what the first layer that is kept
+    beyond the flags adds besides, because another method of recomputation then runs (uniform units, multi-token
+    prediction). forward, working: of the layer at work in a forward and in a backward. remade: what a backward by the
+    flags needs beside `working`, if it begins with recomputed layers: what they keep until it has passed them. One that
+    begins with a kept layer has freed it before a layer is made again. unlike: every layer in order, if they differ.
     """
 
     layers: int
@@ -46,7 +71,23 @@ class ModelChunk:
     forward: int = 0
     working: int = 0
     remade: int = 0
-    depths: int = 0
+    keyed: int = 0
+    unlike: tuple[UnlikeLayer, ...] = ()
+
+    def more(self) -> list[int]:
+        """Bytes for each token held that 0, 1, .. of the recomputed layers add if they are kept, the last one first."""
+        if not self.unlike:
+            return [number * (self.kept - self.input) for number in range(self.recomputed + 1)]
+        kept = [layer.kept - self.input for layer in self.unlike[: self.recomputed]]
+        return [0, *accumulate(reversed(kept))]
+
+    def saved(self) -> list[tuple[int, int]]:
+        """Thousandths of a micro-batch's linear and quadratic work that keeping 0, 1, .. of these layers saves."""
+        if not self.unlike:
+            return [(1000 * number, 1000 * number) for number in range(self.recomputed + 1)]
+        layers = self.unlike[: self.recomputed][::-1]
+        linear = accumulate(layer.linear for layer in layers)
+        return [(0, 0), *zip(linear, accumulate(1000 * layer.attends for layer in layers), strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,20 +110,22 @@ def stage_memory(
     shape: StageShape,
     layout: ParallelLayout,
     stage: int,
-    layers: Sequence[int],
+    layers: Sequence[int | str],
     *,
-    depths: int = 0,
+    depths: int | str = 0,
     experts: Experts | None = None,
 ) -> StageMemory:
-    """What stage `stage` holds. layers: of each of its model chunks. depths: layers of multi-token prediction, on the
-    last chunk of the last stage. Raises ValueError if the flags recompute no layers in full.
+    """What stage `stage` holds. layers: of each of its model chunks, of a HybridModel their symbols. depths: layers of
+    multi-token prediction, on the last chunk of the last stage. Raises ValueError if the flags recompute no layers in
+    full.
     """
     if layout.recompute != "full":
         raise ValueError(f"recomputation of {layout.recompute!r} has no number of layers to plan")
     last = is_last(layout, stage)
-    further = [depths if last and number == len(layers) - 1 else 0 for number in range(len(layers))]
+    further = [""] * (len(layers) - 1) + [symbols(depths) if last else ""]
     chunks = tuple(
-        _chunk(shape, layout, count, more, experts) for count, more in zip(layers, further, strict=True)
+        _chunk(shape, layout, symbols(chunk), more, experts)
+        for chunk, more in zip(layers, further, strict=True)
     )
     held_keys = kv_elements(shape, layout) * (shape.dtype_bytes + max(4, shape.dtype_bytes))
     return StageMemory(
@@ -95,34 +138,51 @@ def stage_memory(
 
 
 def _chunk(
-    shape: StageShape, layout: ParallelLayout, layers: int, depths: int, experts: Experts | None
+    shape: StageShape, layout: ParallelLayout, layers: str, depths: str, experts: Experts | None
 ) -> ModelChunk:
-    layer, keys = layer_bytes(shape, layout, experts), gathered_keys_bytes(shape, layout)
+    keys = gathered_keys_bytes(shape, layout)
     first_input = spread_elements(shape.hidden, layout) * shape.dtype_bytes
-    kept = layer + keys * layout.keep_keys
-    unit = 1 if layout.recompute_block else min(layout.recompute_layers, layers)
+    kept = {symbol: kept_bytes_of(symbol, shape, layout, experts) for symbol in sorted({*layers, *depths})}
+    further = sum(kept[symbol] for symbol in depths)
+    floor = layers_bytes(layers, shape, layout, experts)
     if layout.recompute_block:
-        recomputed = min(layout.recompute_layers, layers)
-        floor = recomputed * first_input + (layers - recomputed + depths) * kept
-        switched = 0
+        recomputed = min(layout.recompute_layers, len(layers))
+        floor, switched = floor + further, 0
     else:
-        recomputed = layers
-        floor = (-(-layers // unit) + depths) * first_input
+        recomputed = len(layers)
+        floor += len(depths) * first_input
         # Blocks keep an input for each layer, not for each unit, and all of multi-token prediction.
-        switched = layers * first_input + depths * kept - floor
-    begins_kept = layers + depths > recomputed and layout.recompute_block
+        switched = recomputed * first_input + further - floor
+    begins_kept = len(layers + depths) > recomputed and layout.recompute_block
+    forward = max(layer_bytes(shape, layout, experts, symbol) + keys * (symbol in ATTENDS) for symbol in kept)
     # Gradients of a layer take what its activations do; sequence parallelism gathers an input and a gradient. Keys are
     # gathered again where they are not kept.
-    at_work = layer + 2 * shape.hidden * shape.dtype_bytes + keys
+    at_work = forward + 2 * shape.hidden * shape.dtype_bytes
     return ModelChunk(
-        layers=layers,
+        layers=len(layers),
         recomputed=recomputed,
-        kept=kept,
+        kept=max(kept.values()),
         input=first_input,
         floor=floor,
         switched=switched,
-        forward=layer + keys,
+        forward=forward,
         working=at_work + keys * (not layout.keep_keys),
-        remade=0 if begins_kept else unit * kept,
-        depths=depths,
+        remade=0 if begins_kept else unit_bytes(layers, shape, layout, experts),
+        keyed=keyed_layers(layers + depths),
+        unlike=() if {*layers} <= {WHOLE} else _unlike(layers, kept, shape, experts),
+    )
+
+
+def _unlike(
+    layers: str, kept: Mapping[str, int], shape: StageShape, experts: Experts | None
+) -> tuple[UnlikeLayer, ...]:
+    """The layers of a HybridModel's chunk. Their parameters share out the linear work of as many whole layers as there
+    are layers with attention: of *--, with 1 and twice 2 million parameters, the thousandths 200, 400 and 400."""
+    routed = 0 if experts is None else ffn_parameters(shape, experts.shared + experts.chosen * experts.ffn)
+    parameters = {"*": attention_parameters(shape), "-": ffn_parameters(shape, shape.ffn), "E": routed}
+    total = sum(parameters[symbol] for symbol in layers)
+    attention = max(1, layers.count("*"))
+    return tuple(
+        UnlikeLayer(kept[symbol], 1000 * attention * parameters[symbol] // total, symbol == "*")
+        for symbol in layers
     )

@@ -17,8 +17,7 @@ class Trainer:
     the largest values of all data-parallel ranks. offloads: offloads activations module by module. interleaves: has
     virtual stages. offloads_layers: offloads whole layers. replays_routes: experts' choices are recorded and replayed.
     release: of megatron-core. unknown_schedule: it interleaves stages in a way that the plugin does not know.
-    hides_padding: its block gives layers that it does not recompute no padding mask. hybrid: the model is a
-    HybridModel.
+    hides_padding: its block gives layers that it does not recompute no padding mask.
     """
 
     stages: int = 1
@@ -37,7 +36,6 @@ class Trainer:
     release: str | None = None
     unknown_schedule: bool = False
     hides_padding: bool = False
-    hybrid: bool = False
 
     def chunks_refused(self, chunks: str = "on") -> list[tuple[str, str]]:
         """(flag, cure) of each setting under which a step cannot run in groups of micro-batches, or runs so only if
@@ -86,8 +84,6 @@ class Trainer:
         recomputed before its backward. They come in the same order on a single stage without chunks alone. chunks: of
         --wlb-chunks.
         """
-        if self.hybrid:
-            return "a step's memory as it is not counted: a HybridModel's layer is attention or an MLP alone"
         if self.experts == 0:
             return None
         if "global_aux_loss" in self.balancing and (self.stages > 1 or chunks != "off"):

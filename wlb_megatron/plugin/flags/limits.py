@@ -45,7 +45,8 @@ def gpu_memory(job: TrainingJob, *, even_with_experts: bool = False) -> GpuMemor
     return GpuMemory(
         *(bytes_here, shape, layout, job.batches.joined_window, job.alignment, job.given.memory_margin),
         experts=None if experts is None else experts.memory,
-        depths=job.model.depths,
+        layers=job.memory.patterns,
+        depths=job.memory.depths,
     )
 
 
@@ -100,8 +101,8 @@ def model_and_layout(job: TrainingJob, memory: MemoryFlags) -> tuple[StageShape,
     model, sizes, batches = job.model, job.sizes, job.batches
     shape = StageShape(
         hidden=model.hidden,
-        ffn=model.ffn,
-        layers=memory.stage_layers + model.depths,  # of multi-token prediction, on the last stage
+        ffn=memory.ffn,
+        layers=memory.stage_layers + memory.depths,  # type: ignore[operator]  # both are numbers, or symbols
         heads=model.heads,
         kv_heads=model.kv_heads,
         head_dim=model.head_dim,
@@ -128,7 +129,6 @@ def model_and_layout(job: TrainingJob, memory: MemoryFlags) -> tuple[StageShape,
         recompute=job.recompute,
         recompute_layers=memory.recompute_layers,
         recompute_block=memory.recompute_block,
-        recompute_inputs=memory.recompute_inputs,
         keep_keys=not job.given.regather_keys,
     )
     return shape, layout

@@ -5,55 +5,62 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from wlb_megatron.plugin.flags.trained_model import layer_kinds
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFlags:
     """stage_layers: of the fullest pipeline stage, its virtual stages together, without multi-token prediction's.
-    fully_sharded: FSDP spreads weights and gradients over data-parallel ranks. recompute_layers, recompute_block: how
-    many layers at once, and by blocks, where they are recomputed in full. recompute_inputs: see ParallelLayout.
-
-    Layers are those with attention. In a HybridModel's *-*-, of 4 layers of its own, 1 recomputed alone is half of one.
+    ffn: width of an MLP. fully_sharded: FSDP spreads weights and gradients over data-parallel ranks. recompute_layers,
+    recompute_block: how many layers at once, and by blocks, where they are recomputed in full. depths: layers of
+    multi-token prediction. patterns: a HybridModel's layers by their symbols, of each virtual stage of each stage;
+    stage_layers and depths are such symbols then, too.
     """
 
-    stage_layers: int
+    stage_layers: int | str
+    ffn: int
     distributed_optimizer: bool
     fully_sharded: bool = False
     recompute_layers: int = 1
     recompute_block: bool = False
-    recompute_inputs: int = 1
+    patterns: tuple[tuple[str, ...], ...] | None = None
+    depths: int | str = 0
 
     @classmethod
     def of(cls, args: Any) -> MemoryFlags:
         """args: Megatron's validated arguments."""
         megatron_fsdp = getattr(args, "use_megatron_fsdp", False)
         strategy = getattr(args, "data_parallel_sharding_strategy", None)
-        block, number, attention = (
-            args.recompute_method == "block",
-            args.recompute_num_layers or 1,
-            layer_kinds(args)[0],
-        )
-        inputs = -(-args.num_layers // (attention * (1 if block else number)))
+        layers: int | str = _fullest_stage(args)
+        depths, patterns = getattr(args, "mtp_num_layers", None) or 0, None
+        if pattern := getattr(args, "hybrid_layer_pattern", None):
+            main, *further = pattern.split("/")
+            patterns, depths = _stage_patterns(main, args), "".join(further)
+            layers = max(
+                ("|".join(chunks) for chunks in patterns), key=lambda stage: (stage.count("*"), len(stage))
+            )
         return cls(
-            stage_layers=_fullest_stage(args),
+            stage_layers=layers,
+            ffn=args.ffn_hidden_size,
             distributed_optimizer=args.use_distributed_optimizer,
             fully_sharded=bool(getattr(args, "use_torch_fsdp2", False))
             or (megatron_fsdp and strategy == "optim_grads_params"),
-            recompute_layers=max(1, number * attention // args.num_layers),
-            recompute_block=block,
-            recompute_inputs=max(1, inputs),
+            recompute_layers=args.recompute_num_layers or 1,
+            recompute_block=args.recompute_method == "block",
+            patterns=patterns,
+            depths=depths,
         )
+
+
+def _stage_patterns(main: str, args: Any) -> tuple[tuple[str, ...], ...]:
+    """A pattern by pipeline stage and virtual stage: *-|--|*E|-- of two stages has (*-, *E) and (--, --)."""
+    stages, chunks = args.pipeline_model_parallel_size, main.split("|")
+    if len(chunks) < stages:  # cut evenly
+        size = -(-len(main) // stages)
+        chunks = [main[start : start + size] for start in range(0, len(main), size)]
+    return tuple(tuple(chunks[stage::stages]) for stage in range(stages))
 
 
 def _fullest_stage(args: Any) -> int:
     stages = args.pipeline_model_parallel_size
-    if pattern := getattr(args, "hybrid_layer_pattern", None):
-        chunks = pattern.split("/")[0].split("|")
-        if len(chunks) < stages:  # cut evenly
-            (layers,), size = chunks, -(-args.num_layers // stages)
-            chunks = [layers[start : start + size] for start in range(0, len(layers), size)]
-        return max(sum(chunk.count("*") for chunk in chunks[stage::stages]) for stage in range(stages))
     placed = getattr(args, "pipeline_model_parallel_layout", None)
     if placed is not None:
         from megatron.core.transformer.enums import LayerType

@@ -37,7 +37,6 @@ def trainer_of(args: Any) -> Trainer:
         release=megatron_version(),
         # Where the block has this function itself (0.17, dev). megatron.core.recompute (0.18, main) hands the mask on.
         hides_padding=hasattr(TransformerBlock, "_checkpointed_forward"),
-        hybrid=bool(setting("hybrid_layer_pattern")),
         unknown_schedule=bool(setting("virtual_pipeline_model_parallel_size"))
         and not _interleaves_as_known(),
     )

@@ -250,6 +250,12 @@ def decoder_of(model: Any) -> Any:
     return getattr(unwrapped(model), "decoder", None)
 
 
+def layers_of(decoder: Any) -> int | str:
+    """How many layers a block has; a HybridModel's by their symbols."""
+    hybrid = getattr(decoder, "layer_type_list", None)
+    return decoder.num_layers_per_pipeline_rank if hybrid is None else "".join(hybrid)
+
+
 def _flags_of(config: Any) -> tuple[str, int]:
     return config.recompute_method, config.recompute_num_layers
 
@@ -267,7 +273,7 @@ def _plan(state: Recomputation, batches: Sequence[PlannedMicroBatch], decoders: 
         parallel_state.get_pipeline_model_parallel_world_size(),
     )
     if state.memory is None:
-        layers = [decoder.num_layers_per_pipeline_rank for decoder in decoders]
+        layers = [layers_of(decoder) for decoder in decoders]
         state.memory = state.gpu.stage(stage, layers)
         if state.gpu.experts is not None:
             even = replace(state.gpu, experts=replace(state.gpu.experts, imbalance=100)).stage(stage, layers)
