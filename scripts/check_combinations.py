@@ -131,7 +131,8 @@ def in_bf16(jobs: Jobs, combination: Combination) -> Callable[[], dict[str, Any]
 
     def compare() -> dict[str, Any]:
         iterations = jobs.options.iterations
-        loss, gradient, _ = runs.differences(done(single), done(ranks), iterations)
+        numbers = runs.numbers(done(ranks)) if "--wlb-chunks on" in combination.flags else None
+        loss, gradient, _ = runs.differences(done(single), done(ranks), iterations, numbers)
         # Experts and FP8 err by more than bf16 rounds: tokens go to other experts, scales are taken anew.
         most = max(HALF_ULP, TIMES_NOISE * runs.differences(done(exact), done(single), iterations)[0])
         errors = [runs.errors_by_kind(done(exact), done(run)) for run in (single, ranks)]

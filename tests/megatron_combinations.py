@@ -60,8 +60,27 @@ WINDOWS = "--window-size 200,0 --window-attn-skip-freq 2 --softmax-type learnabl
 RECOMPUTE = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 
 REHEARSED = "--wlb-rehearsal always"
+PATTERN = "--hybrid-layer-pattern"
+
+LONG_WHOLE = "--wlb-chunks off --wlb-max-delay 0 --wlb-max-tokens 4096"
+LONG_CHUNKS = "--wlb-chunks on --wlb-quadratic-at 1280 --wlb-micro-batch-cost 32 --wlb-max-tokens 1280"
+"""For the GPUs' windows of 1024 tokens."""
 
 GPU: tuple[Combination, ...] = (
+    Combination("one GPU, HybridModel", 1, f"{PATTERN} *-*-*-*-"),
+    Combination("one GPU, HybridModel, MoE", 1, f"{PATTERN} *E*E*E*E", EXPERTS),
+    Combination(
+        "one GPU, HybridModel, some layers kept",
+        *(1, f"{PATTERN} *-*-*-*- {RECOMPUTE} uniform"),
+        available="26000000",
+    ),
+    Combination(
+        "one GPU, FP8 delayed, some layers kept",
+        *(1, f"{RECOMPUTE} uniform", f"{FP8} delayed"),
+        available="26000000",
+    ),
+    Combination("one GPU, chunks, MTP of 1", 1, LONG_CHUNKS, f"--mtp-num-layers 1 {LONG_WHOLE}"),
+    Combination("one GPU, chunks, seq_aux_loss", 1, LONG_CHUNKS, f"{BY_DOCUMENT_ALONE} {LONG_WHOLE}"),
     Combination("one GPU, layers offloaded", 1, "--cpu-offloading-num-layers 2"),
     Combination("one GPU, selective recompute", 1, "--recompute-granularity selective"),
     Combination("one GPU, FP8 delayed, after a rehearsal", 1, REHEARSED, f"{FP8} delayed"),
