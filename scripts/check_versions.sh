@@ -114,8 +114,8 @@ for branch in "${branches[@]}"; do
         echo "$branch is not in this clone: left out"
         continue
     fi
-    mapfile -t hybrid < <(git -C "$clone" ls-tree --name-only "$name" pretrain_hybrid.py hybrid_builders.py)
-    git -C "$clone" archive "$name" megatron pretrain_gpt.py gpt_builders.py model_provider.py "${hybrid[@]}" |
+    mapfile -t scripts < <(git -C "$clone" ls-tree --name-only "$name" pretrain_hybrid.py hybrid_builders.py)
+    git -C "$clone" archive "$name" megatron pretrain_gpt.py gpt_builders.py model_provider.py "${scripts[@]}" |
         tar -x -C "$tree"
     cp "$scratch"/0.19.2/megatron/core/datasets/helpers_cpp*.so "$tree/megatron/core/datasets/" # else make builds them
     commit=$(git -C "$clone" rev-parse --short "$name")

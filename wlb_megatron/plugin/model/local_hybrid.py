@@ -22,7 +22,8 @@ _experts = get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False, norma
 
 
 def _feed_forward(module: type, made_of: TransformerLayerSubmodules) -> ModuleSpec:
-    parts = {name: getattr(made_of, name) for name in ("pre_mlp_layernorm", "mlp", "mlp_bda")}
+    names = ("pre_mlp_layernorm", "mlp", "mlp_bda", "sharded_state_dict_keys_map")
+    parts = {name: getattr(made_of, name) for name in names}
     return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**parts))
 
 
@@ -35,6 +36,7 @@ stack = ModuleSpec(
                 input_layernorm=_dense.input_layernorm,
                 self_attention=_dense.self_attention,
                 self_attn_bda=_dense.self_attn_bda,
+                sharded_state_dict_keys_map=_dense.sharded_state_dict_keys_map,
             ),
         ),
         mlp_layer=_feed_forward(MLPLayer, _dense),
