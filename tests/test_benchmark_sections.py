@@ -18,7 +18,7 @@ def test_the_help_of_a_gpu_benchmark_needs_neither_torch_nor_a_gpu() -> None:
     script = """
 import runpy, sys
 sys.modules["torch"] = sys.modules["transformer_engine"] = None  # importing them fails
-sys.argv = ["gpu_attention", "share", "--help"]
+sys.argv = ["gpu_attention", "host", "--help"]
 runpy.run_module("scripts.bench.attention.gpu_attention", run_name="__main__")
 """
     done = subprocess.run(

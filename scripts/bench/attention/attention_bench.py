@@ -201,28 +201,6 @@ def padded_to(lengths: list[int], multiple: int) -> np.ndarray:
     return np.array(lengths + [pad] * (pad > 0), dtype=np.int64)
 
 
-def profile(name: str, step: Callable[[], Any]) -> None:
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
-
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    allocations = torch.cuda.memory_stats()["num_device_alloc"]
-    with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        for _ in range(5):
-            step()
-    torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    allocations = torch.cuda.memory_stats()["num_device_alloc"] - allocations
-    print(f"\nprofile of {name}, us a step; no device sync; {allocations / 5} device allocations a step")
-    events = trace.key_averages()
-    for kind in ("self_device_time_total", "self_cpu_time_total"):
-        print(f"  {kind}, {sum(getattr(e, kind) for e in events) / 5:.0f} in all")
-        for event in sorted(events, key=lambda e: -getattr(e, kind))[:16]:
-            print(f"  {getattr(event, kind) / 5:9.1f} {event.count / 5:5.1f}x {event.key[:110]}")
-
-
 def timing(mix: str, cp: int, kind: str, rank: int, times: Any, stamp: dict[str, str]) -> dict[str, Any]:
     named = dict(zip(("p20_ms", "p50_ms", "p80_ms", "host_ms"), times, strict=True))
     return {"mix": mix, "cp": cp, "attention": kind, "rank": rank} | named | stamp

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m scripts.bench.attention.gpu_attention MODE --out DIR ...       # a process a GPU
 
 One GPU:
-    share --mixes mixes.json                each rank's share
+    host --mixes mixes.json                 launches and host time of a packed 8B layer
     breadth                                 errors: head dims, windows, sinks, MLA, deterministic, fp16
     chunks --mixes mixes.json               a document in chunks (torchrun: over GPUs)
 Under torchrun:
@@ -13,7 +13,7 @@ Under torchrun:
 --kernels fa4 takes FlashAttention-4's in place of cuDNN's (Transformer Engine's own attention stays cuDNN's).
 mixes.json: {"name": [document lengths], ...}. Writes DIR/<mode>.csv and prints tables. Errors are norms of the
 difference to an fp32 reference over its norm, beside those of Transformer Engine's own unsharded attention.
-In `share` the exchange is simulated: its copies count, its transfer does not.
+In `host` the exchange is simulated: its copies count, its transfer does not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from scripts.bench.start import new_parser
 
 MODES = {
-    "share": ("attention_shares", "shares"),
+    "host": ("attention_host", "host"),
     "real": ("attention_real", "real"),
     "breadth": ("attention_breadth", "breadth"),
     "chunks": ("attention_chunks", "chunks"),
@@ -42,14 +42,10 @@ def main() -> None:
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("--mixes", type=Path, nargs="+")
     parser.add_argument("--only", help="comma list of mixes")
-    parser.add_argument("--cp", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--kinds", nargs="+", default=["per-sequence", "per-document", "hybrid"])
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument(
         "--check", nargs="+", help="in `real`, the mixes whose errors are measured (default all)"
-    )
-    parser.add_argument(
-        "--profile", default="", help="comma list of mixes whose shares at the last CP are profiled"
     )
     parser.add_argument("--kernels", choices=("cudnn", "fa4"), default="cudnn")
     parser.add_argument(
