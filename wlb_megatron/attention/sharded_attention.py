@@ -24,7 +24,6 @@ from wlb_megatron.attention.kernels.row_sums import (
 from wlb_megatron.attention.key_cache import KeyCache
 from wlb_megatron.attention.kv_exchange import add_returned, start_gather, start_return
 from wlb_megatron.attention.pairs import grads_apart, side_by_side
-from wlb_megatron.attention.sinks import apply_sink, sink_gradient
 
 
 class Kernels(Protocol):
@@ -71,7 +70,7 @@ def sharded_attention(
 
     * group: the context-parallel process group. keep_keys: save the exchanged keys for backward, else exchange them
       again.
-    * sink: [heads], see sinks.py. windowed: the layer uses the layout's window. cache: the layer's, if documents come
+    * sink: [heads], see apply_sink. windowed: the layer uses the layout's window. cache: the layer's, if documents come
       in chunks.
 
     Raises ValueError if shapes do not fit the layout.
@@ -258,3 +257,26 @@ def _apart(ctx: Any, dkv: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     if ctx.layout.cache:
         ctx.cache.finish(ctx.layout.cache, dkv)
     return grads_apart(dkv, q.shape[-1])
+
+
+def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log of the denominator with a sink.
+
+    A sink is one more logit per head in the denominator, without a value (gpt-oss; 0 is "off by one"). Let lse be the
+    log of the denominator over keys. With a sink the denominator is exp(lse) + exp(sink), so the output shrinks by
+    exp(lse - logaddexp(lse, sink)). So the sink is applied once, to the output of all keys, and kernels need not know
+    about it. Given the new output and log-sum-exp, the kernels' backward is that of the softmax with the sink.
+
+    out: [rows, heads, dim]; lse: [rows, heads], fp32 or more, over all keys; sink: [heads].
+    """
+    with_sink = torch.logaddexp(lse, sink.to(lse.dtype))
+    return (out * torch.exp(lse - with_sink)[..., None]).to(out.dtype), with_sink
+
+
+def sink_gradient(out: Tensor, lse: Tensor, dout: Tensor, sink: Tensor) -> Tensor:
+    """[heads]: the sink's gradient, from what apply_sink returned.
+
+    The sink's share p of a row has gradient p * (0 - sum(out * dout)).
+    """
+    pulled = torch.einsum("thd,thd->th", out.to(lse.dtype), dout.to(lse.dtype))
+    return -(torch.exp(sink.to(lse.dtype) - lse) * pulled).sum(0).to(sink.dtype)

@@ -24,7 +24,7 @@ from scripts.bench.attention.attention_steps import (
 from wlb_megatron.attention.device_layout import device_layout
 from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
-from wlb_megatron.attention.sinks import apply_sink, sink_gradient
+from wlb_megatron.attention.sharded_attention import apply_sink, sink_gradient
 from wlb_megatron.report.table import write_csv
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
 from wlb_megatron.sharding.segments import ShardPlan

@@ -32,7 +32,7 @@ from wlb_megatron.attention.core_attention import packed_seq_params
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin.model.spec import prepare_model, with_wlb_attention
 from wlb_megatron.profiler.layer import keep_gradients
-from wlb_megatron.report.files import write_csv
+from wlb_megatron.report.table import write_csv
 
 HEADS, KV_HEADS, DIM, HIDDEN, FFN = 32, 8, 128, 4096, 14336
 LAYERS, REPEATS = 4, 30
