@@ -4,7 +4,9 @@ import importlib
 import inspect
 import sys
 from dataclasses import replace
-from types import ModuleType
+from functools import partial
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -27,11 +29,14 @@ from wlb_megatron.sharding.select import shard
 NAME = "flash_attn.cute.interface"
 
 
+TILES = SimpleNamespace(m_block_size=8, n_block_size=16, dKV_swapAB=False)
+
+
 class Asked:
-    """Stands for flash_attn.cute.interface; keeps what it was asked."""
+    """Stands for flash_attn.cute.interface: functions that launch compiled kernels. Keeps what kernels are given."""
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.functions, self.rounded, self.module_functions = [], 0, [], ()
 
     def forward(
         self,
@@ -49,15 +54,14 @@ class Asked:
         return_lse,
     ):
         assert return_lse
+        self.functions += 1
         self._check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        self.calls.append({"q": q, "k": k, "v": v, "causal": causal, "window": window_size_left})
         out = q.new_full((*q.shape[:2], v.shape[-1]), float("nan"))
         lse = q.new_full((q.shape[1], len(q)), float("nan"))
-        for rows, _, _, values, scores, _ in self._each(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size_left
-        ):
-            lse[:, rows] = scores.logsumexp(-1)
-            out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        inputs = q.detach(), k, v, out, lse, softmax_scale, cu_seqlens_q, cu_seqlens_k
+        kernel = partial(self._attend, causal, window_size_left)
+        rest = None, None, None, window_size_left, None, None, None, "aux", None, None
+        self._launch(0, (causal, window_size_left), kernel, *inputs, *rest)
         return out, lse, None, None, None
 
     def backward(
@@ -80,26 +84,135 @@ class Asked:
         dk,
         dv,
     ):
+        self.functions += 1
         self._check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         assert out.shape == dout.shape == (*q.shape[:2], v.shape[-1])
         assert lse.shape == (q.shape[1], len(q)) and lse.is_contiguous()
         assert dk.shape == k.shape and dv.shape == v.shape
-        self.calls.append({"dk": dk, "dv": dv, "deterministic": deterministic})
-        dq = torch.full_like(q, float("nan"))
-        delta = (out * dout).sum(-1)
-        for rows, keys, key, values, scores, repeat in self._each(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size_left
+        rows, keys = (
+            (len(x) + len(bounds) * tile - 1) // tile * tile
+            for x, bounds, tile in ((q, cu_seqlens_q, 8), (k, cu_seqlens_k, 16))
+        )
+        dq, grouped, dim, v_dim = torch.full_like(q, float("nan")), q.shape[1] > k.shape[1], 32, 32
+        while dim < q.shape[-1]:
+            dim += 32
+        while v_dim < v.shape[-1]:
+            v_dim += 32
+        dpsum, weights = q.new_empty(2, q.shape[1], rows)
+        sums = [q.new_empty(q.shape[1], rows * dim)]
+        sums += (
+            [q.new_zeros(k.shape[1], keys * dim), q.new_zeros(k.shape[1], keys * v_dim)]
+            if grouped
+            else [dk, dv]
+        )
+        self._launch(
+            1,
+            0,
+            self._prepare,
+            out,
+            dout,
+            dpsum,
+            lse,
+            weights,
+            sums[0],
+            cu_seqlens_q,
+            *[None] * 4,
+            1.0,
+            None,
+            None,
+        )
+        semaphore = "semaphore" if deterministic else None
+        inputs = q.detach(), k, v, dout, weights, dpsum, *sums, softmax_scale, cu_seqlens_q, cu_seqlens_k
+        rest = None, None, window_size_left, None, semaphore, None, None, "aux", None, None
+        kernel = partial(self._pull, causal, window_size_left)
+        self._launch(2, (causal, window_size_left), kernel, *inputs, *rest)
+        ends = cu_seqlens_q, cu_seqlens_k, cu_seqlens_k
+        for total, gradient, scale, bounds, tile in list(
+            zip(sums, (dq, dk, dv), (softmax_scale, softmax_scale, 1.0), ends, (8, 16, 16), strict=True)
+        )[: 3 if grouped else 1]:
+            self._launch(
+                3, tile, partial(self._round, tile), total, gradient, scale, bounds, None, None, None
+            )
+        return dq, dk, dv
+
+    def _launch(self, cache, key, kernel, *arguments):
+        """As flash-attn does: by way of the cache that its function has at the moment."""
+        compiled = self.module_functions[cache].compile_cache
+        if key not in compiled:
+            compiled[key] = kernel
+        compiled[key](*arguments)
+
+    def _attend(self, causal, left, q, k, v, out, lse, scale, cu_q, cu_k, *rest):
+        assert rest == (None, None, None, left, None, None, None, "aux", None, None)
+        assert not q.requires_grad
+        self.calls.append({"q": q, "k": k, "v": v, "causal": causal, "window": left})
+        for rows, _, _, values, scores, _ in self._each(q, k, v, cu_q, cu_k, scale, causal, left):
+            lse[:, rows] = scores.logsumexp(-1)
+            out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+
+    def _prepare(self, out, dout, dpsum, lse, weights, dq_sum, cu_q, *rest):
+        assert rest == (None, None, None, None, 1.0, None, None)
+        dq_sum.zero_()
+        for rows, place in self._places(cu_q, 8):
+            dpsum[:, place] = (out * dout).sum(-1)[rows].T
+            weights[:, place] = lse[:, rows]
+
+    def _pull(self, causal, left, q, k, v, dout, weights, dpsum, dq, dk, dv, scale, cu_q, cu_k, *rest):
+        assert rest[:4] == (None, None, left, None) and rest[5:] == (None, None, "aux", None, None)
+        assert not q.requires_grad
+        self.deterministic = rest[4] is not None
+        if dk is not k and dk.shape == k.shape:
+            self.calls.append({"dk": dk, "dv": dv, "deterministic": self.deterministic})
+        queries, keys = self._places(cu_q, 8), self._places(cu_k, 16)
+        for (rows, place), (seen, spot), each in zip(
+            queries, keys, self._each(q, k, v, cu_q, cu_k, scale, causal, left), strict=True
         ):
-            probs = torch.exp(scores - lse[:, rows, None])
-            dscores = torch.einsum("qhd,khd->hqk", dout[rows], values) - delta[rows].T[..., None]
-            dscores = dscores * probs * softmax_scale
-            dq[rows] = torch.einsum("hqk,khd->qhd", dscores, key)
-            for whole, grad in (
+            _, _, key, values, scores, repeat = each
+            probs = torch.exp(scores - weights[:, place, None])
+            dscores = torch.einsum("qhd,khd->hqk", dout[rows], values) - dpsum[:, place, None]
+            dscores = dscores * probs
+            self._padded(dq, q.shape[1], dpsum.shape[1])[:, place, : q.shape[-1]] += torch.einsum(
+                "hqk,khd->hqd", dscores, key
+            )
+            for total, grad in (
                 (dk, torch.einsum("hqk,qhd->khd", dscores, q[rows])),
                 (dv, torch.einsum("hqk,qhd->khd", probs, dout[rows])),
             ):
-                whole[keys] = grad.unflatten(1, (-1, repeat)).sum(2)
-        return dq, dk, dv
+                grad = grad.unflatten(1, (-1, repeat)).sum(2)
+                if total.dim() == 3:
+                    total[seen] = grad * (scale if total is dk else 1)
+                else:
+                    room = (len(k) + len(cu_k) * 16 - 1) // 16 * 16
+                    self._padded(total, k.shape[1], room)[:, spot, : grad.shape[-1]] += grad.transpose(0, 1)
+
+    def _round(self, tile, total, gradient, scale, bounds, *rest):
+        assert rest == (None, None, None)
+        room = (len(gradient) + len(bounds) * tile - 1) // tile * tile
+        for rows, place in self._places(bounds, tile):
+            padded = self._padded(total, gradient.shape[1], room)
+            gradient[rows] = (
+                (padded[:, place, : gradient.shape[-1]] * scale).transpose(0, 1).to(gradient.dtype)
+            )
+        if tile == 16:
+            self.rounded.append(gradient)
+        if len(self.rounded) == 2:
+            dk, dv = self.rounded
+            self.calls.append({"dk": dk, "dv": dv, "deterministic": self.deterministic})
+            self.rounded = []
+
+    @staticmethod
+    def _padded(total, heads, room):
+        assert total.shape[0] == heads and total.is_contiguous()
+        return total.view(heads, room, -1)
+
+    @staticmethod
+    def _places(bounds, tile):
+        """A sequence's rows, and those where it is in a buffer: it begins at a multiple of the tile."""
+        found = []
+        for number, (begin, end) in enumerate(pairwise(bounds.tolist())):
+            start = (begin + number * tile) // tile * tile
+            found.append((slice(begin, end), slice(start, start + end - begin)))
+        return found
 
     @staticmethod
     def _check(q, k, v, cu_q, cu_k, max_q, max_k):
@@ -134,10 +247,22 @@ def asked():
     """The backend imported over the stand-in."""
     stand_in, patch = Asked(), pytest.MonkeyPatch()
     module = ModuleType(NAME)
-    module._flash_attn_fwd, module._flash_attn_bwd = stand_in.forward, stand_in.backward
+    module._flash_attn_fwd = partial(stand_in.forward)
+    module._flash_attn_bwd = partial(stand_in.backward)
+    module._bwd_preprocess, module._bwd_postprocess_convert = lambda: None, lambda: None
+    module._tile_size_bwd_sm90, module.BIN_BATCH_SEARCH_THRESH = lambda *_: TILES, 4
+    stand_in.module_functions = (
+        module._flash_attn_fwd,
+        module._bwd_preprocess,
+        module._flash_attn_bwd,
+        module._bwd_postprocess_convert,
+    )
+    for function in stand_in.module_functions:
+        function.compile_cache = {}
     parts = NAME.split(".")
     for depth in range(1, len(parts)):
-        patch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
+        package = ".".join(parts[:depth])
+        patch.setitem(sys.modules, package, ModuleType(package))
     patch.setitem(sys.modules, NAME, module)
     patch.delitem(sys.modules, "wlb_megatron.attention.kernels.fa4_backend", raising=False)
     stand_in.backend = importlib.import_module("wlb_megatron.attention.kernels.fa4_backend")
@@ -205,6 +330,27 @@ def test_deterministic_mode_reaches_every_backward(asked, deterministic):
     assert {call["deterministic"] for call in calls if "dk" in call} == {deterministic}
 
 
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "deterministic", "functions"),
+    [([9, 30], 2, False, 2), ([9, 30], 4, False, 2), ([9, 30], 2, True, 4), ([8, 2, 3, 4, 9], 2, False, 6)],
+)
+def test_only_the_first_call_of_a_kind_goes_through_the_functions(
+    asked, lengths, kv_heads, deterministic, functions
+):
+    """The backward of deterministic mode always does, and so do calls of more sequences than the limit, here 4."""
+    call = device_layout(attention_layout(shard(lengths, 1, "per-document"), 0), "cpu").diagonals
+    kernels, results = asked.backend.FlashAttention4Kernels(deterministic), []
+    x = random_tensors(sum(lengths), heads=4, kv_heads=kv_heads)
+    before = asked.functions
+    for _ in range(3):
+        kv = torch.stack((x.k, x.v), 1)
+        out, lse = kernels.forward(call, x.q, kv, SCALE)
+        results.append([out, lse, *kernels.backward(call, x.q, kv, out, lse, x.dout, SCALE)])
+    assert asked.functions - before == functions
+    for again in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
+
+
 def test_one_call_serves_segments_of_whole_and_of_cut_documents(asked):
     plan = replace(shard(padded([9, 1, 40], 2), 2, "hybrid"), one_call=True)
     calls = attend(asked, plan, random_tensors(plan.tokens))
@@ -232,10 +378,11 @@ def test_rows_are_merged_from_contiguous_ones_as_the_gpu_wants_them(asked, monke
 def test_lengths_are_told_long_enough_for_one_kernel_to_serve_all(asked, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        asked.backend,
+        asked.backend.interface,
         "_flash_attn_fwd",
-        lambda q, k, v, **arguments: calls.append(arguments) or (q, q[..., 0]),
+        noted := lambda q, k, v, **arguments: calls.append(arguments) or (q, q[..., 0]),
     )
+    noted.compile_cache = {}
     for tokens in (1, 600):
         call = device_layout(attention_layout(shard([tokens], 1, "per-document"), 0), "cpu").diagonals
         x = random_tensors(tokens)

@@ -7,14 +7,19 @@ Transformer Engine's own entry points do not work here. Its module makes an auto
 log-sum-exp of all keys, so it cannot use the merged one. Below that module, 2.18 and 2.19 have only FlashAttention's
 functions with such a node. 2.20 has these two, wrapped, in a private module. So this file calls FlashAttention-4
 itself.
+
+Its functions check and look up for longer than a launch takes. What they find depends on the kind of call alone. So the
+first call of a kind notes the compiled kernels that run and their constant arguments; later ones call these kernels.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
-from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+from flash_attn.cute import interface
 from torch import Tensor
 
 from wlb_megatron.attention.device_layout import DeviceCall
@@ -31,6 +36,7 @@ class FlashAttention4Kernels:
 
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
+        self._compiled: dict[tuple[Any, ...], list[_Launch]] = {}
 
     def takes(self, dim: int, v_dim: int) -> bool:
         return narrow_values(dim, v_dim)
@@ -40,30 +46,168 @@ class FlashAttention4Kernels:
 
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         k, v = apart(kv, q.shape[-1])
-        out, lse, *_ = _flash_attn_fwd(
-            q, k, v, softmax_scale=scale, return_lse=True, **_bounds_and_mask(call)
-        )
-        return out, lse.t()  # of [heads, rows]
+        kind = _kind("forward", call, q, kv, scale)
+        if launches := self._compiled.get(kind) if _usual(call) else None:
+            (run,) = launches
+            out = q.new_empty((*q.shape[:2], v.shape[-1]))
+            lse = q.new_empty((q.shape[1], len(q)), dtype=torch.promote_types(q.dtype, torch.float32))
+            bounds = call.cu_seqlens_q, call.cu_seqlens_kv
+            run.kernel(q.detach(), k, v, out, lse, scale, *bounds, *run.arguments[8:])
+            return out, lse.t()
+        with _noted() as launches:
+            out, lse, *_ = interface._flash_attn_fwd(
+                q, k, v, softmax_scale=scale, return_lse=True, **_bounds_and_mask(call)
+            )
+        if _usual(call) and len(launches) == 1:
+            self._compiled[kind] = [launch.without_tensors() for launch in launches]
+        return out, lse.t()  # lse is by heads, [heads, rows]
 
     def backward(
         self, call: DeviceCall, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        (k, v), dkv = apart(kv, q.shape[-1]), torch.empty_like(kv)
+        (k, v), dkv, lse = apart(kv, q.shape[-1]), torch.empty_like(kv), lse.t().contiguous()
         dk, dv = apart(dkv, q.shape[-1])
-        dq, *_ = _flash_attn_bwd(
-            q,
-            k,
-            v,
-            out,
-            dout,
-            lse.t().contiguous(),
-            softmax_scale=scale,
-            deterministic=self.deterministic,
-            dk=dk,
-            dv=dv,
-            **_bounds_and_mask(call),
-        )
+        kind, usual = _kind("backward", call, q, kv, scale), _usual(call) and not self.deterministic
+        if launches := self._compiled.get(kind) if usual else None:
+            dq = torch.empty_like(q)
+            _run_backward(launches, call, (q, k, v, out, dout, lse), (dq, dk, dv), scale)
+            return dq, dkv
+        with _noted() as launches:
+            dq, *_ = interface._flash_attn_bwd(
+                q,
+                k,
+                v,
+                out,
+                dout,
+                lse,
+                softmax_scale=scale,
+                deterministic=self.deterministic,
+                dk=dk,
+                dv=dv,
+                **_bounds_and_mask(call),
+            )
+        if usual and len(launches) == (5 if q.shape[1] > k.shape[1] else 3):
+            self._compiled[kind] = [launch.without_tensors() for launch in launches]
         return dq, dkv
+
+
+class _Launch(NamedTuple):
+    """A compiled kernel and the arguments that flash-attn called it with."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+
+    def without_tensors(self) -> _Launch:
+        """The same, without the tensors of the call, which would stay in memory."""
+        constants = tuple(None if isinstance(x, Tensor) else x for x in self.arguments)
+        return _Launch(self.kernel, constants)
+
+
+class _NotingCache:
+    """One of flash-attn's caches of compiled kernels, which notes what is called."""
+
+    def __init__(self, cache: Any, launches: list[_Launch]) -> None:
+        self.cache, self.launches = cache, launches
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.cache
+
+    def __setitem__(self, key: Any, kernel: Any) -> None:
+        self.cache[key] = kernel
+
+    def __getitem__(self, key: Any) -> Any:
+        kernel = self.cache[key]
+
+        def call(*arguments: Any) -> Any:
+            self.launches.append(_Launch(kernel, arguments))
+            return kernel(*arguments)
+
+        return call
+
+
+@contextmanager
+def _noted() -> Iterator[list[_Launch]]:
+    """The kernels that flash-attn launches meanwhile."""
+    launches: list[_Launch] = []
+    functions: list[Any] = [
+        interface._flash_attn_fwd,
+        interface._bwd_preprocess,
+        interface._flash_attn_bwd,
+        interface._bwd_postprocess_convert,
+    ]
+    caches = [function.compile_cache for function in functions]
+    for function, cache in zip(functions, caches, strict=True):
+        function.compile_cache = _NotingCache(cache, launches)
+    try:
+        yield launches
+    finally:
+        for function, cache in zip(functions, caches, strict=True):
+            function.compile_cache = cache
+
+
+def _kind(direction: str, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Any, ...]:
+    """What compiled kernels and their constant arguments depend on."""
+    return direction, q.shape[1:], kv.shape[1:], q.dtype, call.causal, call.window, scale
+
+
+def _usual(call: DeviceCall) -> bool:
+    """Whether nothing else is launched. With more sequences, one kernel more finds where they begin."""
+    return (
+        len(call.cu_seqlens_q) - 1 <= interface.BIN_BATCH_SEARCH_THRESH
+        and call.q_rows > 0
+        and call.kv_rows > 0
+    )
+
+
+def _run_backward(
+    launches: list[_Launch],
+    call: DeviceCall,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+) -> None:
+    """Launches what flash-attn's _flash_attn_bwd launches on Hopper, with buffers of the sizes that it makes.
+
+    Args:
+        launches: the kernels that prepare, compute, and round dq; if heads are grouped, also dk and dv.
+        inputs: q, k, v, out and dout of [rows, heads, dim], lse of fp32[heads, rows].
+        gradients: dq, dk and dv, to fill.
+    """
+    q, k, v, out, dout, lse = inputs
+    dq, dk, dv = gradients
+    before, main, *after = launches
+    bounds = call.cu_seqlens_q, call.cu_seqlens_kv
+    tiles = interface._tile_size_bwd_sm90(
+        q.shape[-1],
+        v.shape[-1],
+        call.causal and call.window is None,
+        call.window is not None,
+    )
+    unit = 64 if tiles.dKV_swapAB else 32
+    dim, v_dim = (-(-x.shape[-1] // unit) * unit for x in (q, v))
+
+    def room(rows: int, tile: int) -> int:
+        """Rows in which each sequence begins at a multiple of `tile`."""
+        return (rows + len(bounds[0]) * tile - 1) // tile * tile
+
+    heads, padded = q.shape[1], room(len(q), tiles.m_block_size)
+    sums, weights = q.new_empty((2, heads, padded), dtype=lse.dtype)
+    dq_sum = q.new_empty((heads, padded * dim), dtype=lse.dtype)
+    dk_sum, dv_sum = dk, dv
+    if len(after) > 1:  # query heads of a group add to one key head
+        kv_heads, padded = k.shape[1], room(len(k), tiles.n_block_size)
+        both = q.new_zeros(kv_heads * padded * (dim + v_dim), dtype=lse.dtype)
+        dk_sum, dv_sum = (
+            part.view(kv_heads, -1)
+            for part in both.split((kv_heads * padded * dim, kv_heads * padded * v_dim))
+        )
+    before.kernel(out, dout, sums, lse, weights, dq_sum, bounds[0], *before.arguments[7:])
+    main.kernel(
+        q.detach(), k, v, dout, weights, sums, dq_sum, dk_sum, dv_sum, scale, *bounds, *main.arguments[12:]
+    )
+    rounded = ((dq_sum, dq, bounds[0]), (dk_sum, dk, bounds[1]), (dv_sum, dv, bounds[1]))
+    for launch, (total, gradient, ends) in zip(after, rounded, strict=False):
+        launch.kernel(total, gradient, launch.arguments[2], ends, *launch.arguments[4:])
 
 
 def _bounds_and_mask(call: DeviceCall) -> dict[str, Any]:
