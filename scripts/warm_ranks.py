@@ -259,6 +259,10 @@ def _forget() -> None:
     ]:
         loader.close()
     training.destroy_global_state()
+    with contextlib.suppress(ImportError):  # from 0.18 on; it is sized by the last job's layers
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+        destroy_moe_metrics_tracker()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     begin_job()
