@@ -172,13 +172,13 @@ def _add_analyze(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
+    if args.launched:
+        args.regather_keys = False  # changes no plan
     lengths, config = _lengths(args), settings(args)
     check_vpp(args.pp, args.vpp)
     messages: list[str] = list(args.notes)
     if args.micro_batch_size > 1:
         messages.append("note: --micro-batch-size is not shown: micro-batches of one window are")
-    if args.launched:
-        args.regather_keys = False  # changes no plan
     shown = inspect_plans(
         lengths,
         config,

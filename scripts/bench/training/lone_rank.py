@@ -144,7 +144,7 @@ def reporting(report: Report, *, by_the_flags: bool) -> Iterator[None]:
         began = now
 
     def noted(job: Any, config: Any) -> Any:
-        memory = limits._gpu_memory(job)
+        memory = limits.gpu_memory(job)
         if memory is not None:
             report.update(_described(memory))
         return recompute_memory(job, config)
