@@ -27,7 +27,7 @@ from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.attention.kernels.warm_up import warm_up
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings
 from wlb_megatron.plugin.step import kernel_graphs
-from wlb_megatron.plugin.step.kernel_graphs import Met, build_graphs, likeliest_first
+from wlb_megatron.plugin.step.kernel_graphs import GraphSizes, build_graphs, likeliest_first
 from wlb_megatron.registry import SHARDINGS
 from wlb_megatron.sharding.alignment import padding
 from wlb_megatron.sharding.calls.attention_calls import attention_layout
@@ -237,7 +237,7 @@ def test_shardings_that_make_two_calls_build_no_graph_of_one():
 
 def a_rank(**changed):
     met = {"tokens": 1_572_864, "cp_size": 16, "segments": 4000, "cut": 64, "usual_tokens": 65536}
-    return Met(**met | {"usual_segments": 100} | changed)
+    return GraphSizes(**met | {"usual_segments": 100} | changed)
 
 
 class Clock:
@@ -332,7 +332,7 @@ def test_kinds_of_graphs_are_built_by_turns():
 @pytest.mark.parametrize(("cp", "sharding"), [(1, "adaptive"), (8, "adaptive"), (8, "per-document")])
 def test_what_a_rank_usually_holds_is_within_what_it_can_meet(cp, sharding):
     settings = ShardSettings(0, cp, cp, sharding, h100())
-    met = Met.of(196_608, 131_072, settings, 300)
+    met = GraphSizes.of(196_608, 131_072, settings, 300)
     assert met.usual_tokens == 131_072 // cp and met.segments == 600
     assert 32 <= met.usual_segments <= met.segments
     assert met.usual_segments == {1: 200, 8: 32 if sharding == "adaptive" else 400}[cp]

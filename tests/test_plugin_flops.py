@@ -66,7 +66,7 @@ def test_throughput_is_of_all_iterations_since_the_last_line(
     monkeypatch.setattr(flops, "get_args", lambda: argparse.Namespace(log_interval=3))
 
     def log_of_17(loss, iteration, is_first_iteration=False):  # type: ignore[no-untyped-def]
-        totals.append(part(flops.Counted).step)
+        totals.append(part(flops.SegmentCounts).step)
 
     def log_of_19(  # type: ignore[no-untyped-def]
         loss,
@@ -80,7 +80,7 @@ def test_throughput_is_of_all_iterations_since_the_last_line(
     log = flops.wrap_training_log(log_of_17 if release == "0.17" else log_of_19)
     for iteration in range(1, 7):
         counted = (10.0 * iteration, 100.0 * iteration)
-        part(flops.Counted).step = counted
+        part(flops.SegmentCounts).step = counted
         later = {} if release == "0.17" else dict(zip(flops._TOTALS, counted, strict=True))
         log(None, iteration, is_first_iteration=iteration == 1, **later)
     assert [totals[at] for at in (0, 2, 5)] == [(10, 100), (20, 200), (50, 500)]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from wlb_megatron.config import OVERLONG
 from wlb_megatron.documents.blocks import Lengths, blocks
-from wlb_megatron.documents.earlier_windows import Earlier
+from wlb_megatron.documents.earlier_windows import EarlierWindow
 from wlb_megatron.documents.piece_order import PieceOrder
 from wlb_megatron.errors import WlbError
 
@@ -132,7 +132,7 @@ class CorpusWalk:
         self._begun: tuple[object, ...] | None = None  # what the order is of
         self.place(np.zeros(10, dtype=np.int64), VERSION)
 
-    def place(self, row: IntArray, version: int, earlier: Sequence[Earlier] = ()) -> None:
+    def place(self, row: IntArray, version: int, earlier: Sequence[EarlierWindow] = ()) -> None:
         """Go on after this row; only its STATE columns matter. version: of the state, see VERSION. earlier: windows of
         the row's epoch before this one."""
         self._row, self._version = row.copy(), version
@@ -140,7 +140,7 @@ class CorpusWalk:
         self._begin_epoch()
         self._fill(int(row[CURSOR]), int(row[RESUME]) // self._piece_unit)
 
-    def earlier(self, epoch: int) -> tuple[Earlier, ...]:
+    def earlier(self, epoch: int) -> tuple[EarlierWindow, ...]:
         """The windows with which the epoch began, if the window changed within it."""
         return self._changed[1] if epoch == self._changed[0] else ()
 

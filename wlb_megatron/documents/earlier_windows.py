@@ -18,7 +18,7 @@ WHOLE = 2**62
 """Window of a run that gave all of a document at its place."""
 
 
-class Earlier(NamedTuple):
+class EarlierWindow(NamedTuple):
     """Up to the epoch's place `end`, documents came in pieces of `window` tokens."""
 
     end: int
@@ -51,7 +51,9 @@ class Spread(NamedTuple):
         return -((self.place - (edge - self.begin) * self.pieces) // self.width)
 
 
-def tokens_given(lengths: IntArray, places: IntArray, count: int, earlier: Sequence[Earlier]) -> IntArray:
+def tokens_given(
+    lengths: IntArray, places: IntArray, count: int, earlier: Sequence[EarlierWindow]
+) -> IntArray:
     """int64[n]: tokens that the epoch has given of documents of these lengths by the end of the last earlier window.
 
     places: of the documents in the epoch's order of `count`. A document that no window so far has cut comes whole at

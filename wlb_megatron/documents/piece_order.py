@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb_megatron.documents.blocks import SIZE, Lengths, blocks
-from wlb_megatron.documents.earlier_windows import Earlier, Spread, tokens_given
+from wlb_megatron.documents.earlier_windows import EarlierWindow, Spread, tokens_given
 from wlb_megatron.documents.epoch_order import epoch_order
 from wlb_megatron.errors import WlbError
 
@@ -46,7 +46,7 @@ class PieceOrder:
         *,
         stored: bool = False,
         spread: bool = True,
-        earlier: Sequence[Earlier] = (),
+        earlier: Sequence[EarlierWindow] = (),
     ) -> None:
         """Begin an epoch. seeds, stored: see epoch_order. Unless spread, a document's pieces come after each other.
         earlier: the windows that the epoch began with, if it is spread."""

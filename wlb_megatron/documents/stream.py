@@ -29,7 +29,7 @@ from wlb_megatron.documents.corpus import (
     CorpusWalk,
     Rules,
 )
-from wlb_megatron.documents.earlier_windows import Earlier
+from wlb_megatron.documents.earlier_windows import EarlierWindow
 from wlb_megatron.documents.passes import StreamCounts, counts
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import Piece
@@ -155,7 +155,7 @@ class DocumentStream:
             return self.rules
         return replace(self.rules, window=min(int(saved["window"]), self.rules.window))
 
-    def _restart(self, rows: list[IntArray], earlier: Sequence[Sequence[Earlier]]) -> None:
+    def _restart(self, rows: list[IntArray], earlier: Sequence[Sequence[EarlierWindow]]) -> None:
         for walk, row, windows in zip(self._walks, rows, earlier, strict=True):
             walk.place(row, self._version, windows)
         self._settled = rows
@@ -221,8 +221,8 @@ def _saved(row: IntArray, walk: CorpusWalk) -> dict[str, Any]:
     )
 
 
-def _earlier(saved: Mapping[str, Any]) -> list[Earlier]:
-    return [Earlier(int(end), int(window)) for end, window in saved.get("earlier", ())]
+def _earlier(saved: Mapping[str, Any]) -> list[EarlierWindow]:
+    return [EarlierWindow(int(end), int(window)) for end, window in saved.get("earlier", ())]
 
 
 def _row(saved: Mapping[str, int]) -> IntArray:

@@ -41,7 +41,7 @@ from wlb_megatron.refusals import Refused, RefusedHere, refuse_unsupported
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedJob:
     """A job that the plugin runs, and the planners over its corpus. saves: the folder of --save."""
 
     job: TrainingJob
@@ -54,7 +54,7 @@ class Start:
     """validated: the flags are read and checked. opened: the job that the plugin then runs, None with --wlb-off."""
 
     validated: bool = False
-    opened: Opened | None = None
+    opened: OpenedJob | None = None
 
 
 def make_printable(parser: Any) -> None:
@@ -171,7 +171,7 @@ ASSUMED_GIB = 80.0
 """A GPU's memory in a dry run, if no flag gives it."""
 
 
-def _open(args: Any, full_validation: bool) -> Opened:
+def _open(args: Any, full_validation: bool) -> OpenedJob:
     """Refuse what is not handled, and open the corpus."""
     dry = args.wlb_dry_run  # on any machine: what only GPUs can tell is left out
     if not dry:
@@ -193,7 +193,7 @@ def _open(args: Any, full_validation: bool) -> Opened:
             kernels_of(job)
         job = with_targets(job, _say)
         job = job.with_config(fit_to_memory(job))
-        return Opened(job, open_sources(job), args.save)
+        return OpenedJob(job, open_sources(job), args.save)
     except ValueError as error:  # WlbErrors, and settings that do not fit together
         raise RefusedHere(name_flag(str(error), args, PREFIX)) from None
 

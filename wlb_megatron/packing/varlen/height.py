@@ -28,21 +28,21 @@ RISE = 4
 should start near the value that keeps the mean delay at its aim."""
 
 
-class Lot(NamedTuple):
+class PackedWork(NamedTuple):
     """Summed work and tokens of what trains so far, and the largest document's work."""
 
     work: int
     tokens: int
     largest: int
 
-    def with_item(self, item: Item) -> Lot:
-        return Lot(self.work + item.work, self.tokens + item.tokens, max(self.largest, item.work))
+    def with_item(self, item: Item) -> PackedWork:
+        return PackedWork(self.work + item.work, self.tokens + item.tokens, max(self.largest, item.work))
 
 
 def choose_height(
     queues: OutlierQueues,
     due: Sequence[int],
-    lot: Lot,
+    lot: PackedWork,
     now: Situation,
     law: StepLaw,
     counts: Sequence[int],
@@ -80,7 +80,7 @@ def choose_height(
     return max((value(height) for height in sorted(set(heights))), key=lambda choice: choice[0])[1]
 
 
-def _cost(lot: Lot, now: Situation, law: StepLaw, counts: Sequence[int], dp: int) -> int:
+def _cost(lot: PackedWork, now: Situation, law: StepLaw, counts: Sequence[int], dp: int) -> int:
     """A step's time in excess of its documents' work, as a share of that work, plus the cost of a thin batch; in 1 /
     SCALE.
     """

@@ -26,7 +26,7 @@ from wlb_megatron.packing.varlen.assign import assign_ranks
 from wlb_megatron.packing.varlen.bins import UNBOUNDED, Bins
 from wlb_megatron.packing.varlen.delay_bound import Limits
 from wlb_megatron.packing.varlen.delay_price import DelayPrice
-from wlb_megatron.packing.varlen.height import Lot, choose_height
+from wlb_megatron.packing.varlen.height import PackedWork, choose_height
 from wlb_megatron.packing.varlen.improve_bins import improve_bins
 from wlb_megatron.packing.varlen.outlier_queues import Item, OutlierQueues, by_falling_work, items_of
 from wlb_megatron.packing.varlen.release import ReleaseChoice, Situation, choose_release
@@ -172,7 +172,9 @@ class VarlenPacker(Packer):
         """One of these numbers of micro-batches a rank, by the predicted step (height.py, arrange.py)."""
         due, counts, leftovers, short = ready
         certain = [*due, *leftovers, *short]
-        lot = Lot(sum(map(_WORK, certain)), sum(map(_TOKENS, certain)), max(map(_WORK, certain), default=0))
+        lot = PackedWork(
+            sum(map(_WORK, certain)), sum(map(_TOKENS, certain)), max(map(_WORK, certain), default=0)
+        )
         now = self._situation(iteration, leftovers + short)
         counts = choose_height(self._queues, counts, lot, now, self.law, numbers, self._ranks.dp)
         held = frozenset(item.serial for item in due)

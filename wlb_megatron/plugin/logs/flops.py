@@ -20,7 +20,7 @@ from wlb_megatron.plugin.job_state import part
 
 
 @dataclass(slots=True)
-class Counted:
+class SegmentCounts:
     """Tokens and squared lengths. here: of this rank's micro-batches since the last step's count, None outside of a
     step. step: of the last step, over all data-parallel ranks. passed: of the iterations since the last line. logged:
     of the iteration that was logged last."""
@@ -40,7 +40,7 @@ def count_segments(bounds: Sequence[torch.Tensor]) -> None:
         cumulative = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         training.update_seqlen_stats_from_cu_seqlens(cumulative.cuda(non_blocking=True))
         return
-    counts = part(Counted)
+    counts = part(SegmentCounts)
     tokens, squares = counts.here or (0, 0)
     counts.here = [tokens + int(lengths.sum()), squares + int((lengths * lengths).sum())]
 
@@ -49,7 +49,7 @@ def wrap_num_floating_point_operations(original: Callable[..., Any]) -> Callable
     """num_floating_point_operations(args, batch_size) of the step just trained, on every rank once before the log."""
 
     def num_floating_point_operations(args: Any, batch_size: int) -> float:
-        counts = part(Counted)
+        counts = part(SegmentCounts)
         if (
             counts.here is not None
         ):  # the training loop's call after a step; the log's then finds the same numbers
@@ -76,7 +76,7 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        counts = part(Counted)
+        counts = part(SegmentCounts)
         arguments = signature.bind(*args, **kwargs).arguments
         ours = set(_TOTALS) <= set(signature.parameters)
         last = tuple(arguments.get(name) for name in _TOTALS) if ours else counts.step
@@ -101,7 +101,7 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
 def logged_operations() -> float | None:
     """FLOPs of the iteration logged last: the model's own of its documents, forward and backward, by Megatron's
     formula. None where they were not counted."""
-    counts = part(Counted)
+    counts = part(SegmentCounts)
     if counts.logged is None or None in counts.logged:
         return None
     if hasattr(training, "update_seqlen_stats_from_cu_seqlens"):

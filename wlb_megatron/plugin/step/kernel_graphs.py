@@ -31,7 +31,7 @@ _PRINT_EVERY = 15.0
 
 
 @dataclass(frozen=True)
-class Met:
+class GraphSizes:
     """What a rank can meet: a micro-batch's tokens over cp_size ranks in so many segments, `cut` of them with earlier
     keys, and the tokens and segments that it usually holds. one_call: whether it may make one call instead of two.
     again: this rank's layout of one document of a window, as which every long document comes in the end; None where it
@@ -56,7 +56,7 @@ class Met:
         documents: int,
         again: AttentionLayout | None = None,
         prefix: int = 0,
-    ) -> Met:
+    ) -> GraphSizes:
         """documents: of the longest micro-batch, which usually has a window's tokens; at most two segments of each."""
         segments = 2 * documents
         cut = segments if settings.sharding == "per-document" else min(segments, MOST_CUT)
@@ -76,7 +76,7 @@ class Met:
         )
 
 
-def build_graphs(chunks: list[Any], met: Met, seconds: float) -> int:
+def build_graphs(chunks: list[Any], met: GraphSizes, seconds: float) -> int:
     """Build what the layers can meet, for at most `seconds` (one graph more, to be exact), and tell; returns how many.
 
     Ranks may stop after different graphs: what is not built here is built later, by whoever needs it. But which calls
@@ -110,7 +110,7 @@ def build_graphs(chunks: list[Any], met: Met, seconds: float) -> int:
     return built
 
 
-def likeliest_first(chunks: list[Any], met: Met) -> list[tuple[Any, Warmable]]:
+def likeliest_first(chunks: list[Any], met: GraphSizes) -> list[tuple[Any, Warmable]]:
     """Every kernel that the model's layers can meet, with a layer of its kind: FlashAttention-4's, and cuDNN's graphs
     of a document of a window, whose layout comes `again`; then graphs of diagonals, rectangles and windows by turns,
     of each those nearest to usual sizes first.
@@ -145,7 +145,7 @@ MANY = 256
 """Sequences in a call, above which FlashAttention-4 looks them up in another way, and compiles for it."""
 
 
-def compiled(met: Met, window: int | None) -> list[Warmable]:
+def compiled(met: GraphSizes, window: int | None) -> list[Warmable]:
     """A call of each kind that FlashAttention-4 compiles for: a layer's mask, and few or many sequences. window: of the
     layer, None where it sees whole documents."""
     kinds = [(True, met.segments)]

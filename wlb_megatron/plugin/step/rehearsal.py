@@ -23,7 +23,7 @@ from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.micro_batches.loaded import HeldTokens, Layout, LoadedMicroBatch, from_plan
 from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch, ShardSettings
 from wlb_megatron.plugin.step.kept_state import KeptState
-from wlb_megatron.plugin.step.kernel_graphs import Met, build_graphs
+from wlb_megatron.plugin.step.kernel_graphs import GraphSizes, build_graphs
 from wlb_megatron.plugin.step.loss_checks import unchecked
 from wlb_megatron.plugin.step.recomputation import by_the_flags, keeps_layers
 from wlb_megatron.recompute.kept_layers import Load
@@ -51,7 +51,7 @@ class Rehearsal:
     """
 
     batches: tuple[LoadedMicroBatch, ...]
-    met: Met
+    met: GraphSizes
     graph_seconds: float
 
 
@@ -82,7 +82,7 @@ def longest_micro_batches(
     plans = shard_all(lengths, settings.cp_size, "per-document", links=links_of(rows))
     summary = PlanSummary(REHEARSAL, usable, len(rows[0]), usable, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
     counts = (usable,) * (1 + layout.follows)
-    graphs = Met.of(
+    graphs = GraphSizes.of(
         *(usable, window, settings, documents, _of_a_window(window, settings, layout)),
         prefix=longest if held > 1 else 0,  # of a document up to its last chunk
     )
