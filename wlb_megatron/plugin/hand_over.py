@@ -137,7 +137,7 @@ _ALMOST = 1 << 20
 def name_full_disk(error: BaseException, folder: str) -> str | None:
     """One line if a checkpoint cannot be saved because its disk is full, which Megatron's errors do not name.
 
-    folder: of --save. None if the error does not say that nothing more fits, and there is room.
+    folder: that of --save. None if the error does not say that nothing more fits, and there is room.
     """
     texts = [text for text in _TEXTS if any(text in str(cause) for cause in _causes(error))]
     place = Path(folder)

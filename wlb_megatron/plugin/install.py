@@ -89,7 +89,7 @@ def _function(symbol: Any) -> Any:
 
 
 def _aliases(originals: list[Any]) -> dict[int, list[tuple[Any, str]]]:
-    """By id of each object: where loaded modules hold it by name, Megatron's and any other's."""
+    """By id of each object, the names by which loaded modules hold it, Megatron's and any other's."""
     aliases: dict[int, list[tuple[Any, str]]] = {id(original): [] for original in originals}
     for _, module in sorted(sys.modules.items()):
         # Some are no modules, and to ask one that loads itself late for an attribute would load it.

@@ -16,7 +16,7 @@ USAGE = """usage: torchrun ... -m wlb_megatron.{name} <Megatron's flags> [--wlb-
 def main(name: str = "pretrain_gpt") -> None:
     """Parse Megatron's and the plugin's flags, and run Megatron's own pretrain().
 
-    name: of Megatron's script that this stands for: pretrain_gpt builds a GPTModel, pretrain_hybrid a HybridModel.
+    name: the script of Megatron's that this stands for. pretrain_gpt builds a GPTModel, pretrain_hybrid a HybridModel.
     """
     started = time.time()
     from wlb_megatron.plugin.launch import enable, flags_help

@@ -12,7 +12,6 @@ import ast
 import copy
 import hashlib
 import inspect
-import os
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+from wlb_megatron.plugin.flags.refusal_printing import say
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.refusals import Refused, RefusedHere
 
@@ -41,9 +41,10 @@ _NO_MEANING = ("annotation", "returns", "type_comment")
 
 @dataclass(slots=True)
 class Script:
-    """step, provider: what pretrain() was given. replace: --wlb-replace-script-functions, None before flags are read.
-    fp16: losses are divided by the plan's tokens, whatever the loss function counts. loss: the function that the
-    script's forward step makes its loss with. is_megatrons: so is its source."""
+    """step, provider: the functions that pretrain() was given. replace: --wlb-replace-script-functions, None before
+    flags are read. fp16: losses are divided by the plan's tokens, whatever the loss function counts. loss: the function
+    that the script's forward step makes its loss with. is_megatrons: so is its source.
+    """
 
     step: Callable[..., Any] | None = None
     provider: Callable[..., Any] | None = None
@@ -55,7 +56,7 @@ class Script:
 
 def settle() -> None:
     """Decide what is replaced and what is called, once flags and functions are known: before 0.18 pretrain() itself
-    parses the flags. Refused where the script has its own functions and no flag allows to replace them."""
+    parses the flags. Refused if the script has its own functions and no flag allows to replace them."""
     script = part(Script)
     if script.step is None or script.provider is None or script.replace is None:
         return
@@ -82,13 +83,13 @@ def settle() -> None:
             "divided by the plan's tokens before the backward, and the function may count others; use --bf16"
         )
     if own_functions:
-        _say(f"replaces the script's own {replaced}")
+        say(f"replaces the script's own {replaced}")
     if script.loss is not None and not script.is_megatrons:
-        _say(f"calls the script's own loss function {_place(script.loss)}")
+        say(f"calls the script's own loss function {_place(script.loss)}")
 
 
 def loss_to_call(model: Any, *, distills: bool) -> Callable[[Any, Any], Any] | None:
-    """The script's loss function of (loss_mask, output_tensor), None where Megatron's own does no more than ours.
+    """The script's loss function of (loss_mask, output_tensor), None if Megatron's own does no more than ours.
 
     distills: with --modelopt-enabled Megatron's adds a distillation loss.
     """
@@ -100,7 +101,7 @@ def loss_to_call(model: Any, *, distills: bool) -> Callable[[Any, Any], Any] | N
 
 
 def _called(loss: Callable[..., Any], loss_mask: Any, output: Any) -> Any:
-    """RefusedHere where it does not return a loss, a number of tokens and what is logged."""
+    """RefusedHere if it does not return a loss, a number of tokens and what is logged."""
     result = loss(loss_mask, output)
     if len(result) != 3:
         raise RefusedHere(
@@ -210,8 +211,3 @@ def _place(function: Any) -> str:
     if code is None:
         return type(function).__qualname__
     return f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})"
-
-
-def _say(what: str) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"> wlb_megatron {what}", flush=True)

@@ -7,7 +7,6 @@ gets a TrainingJob.
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from wlb_megatron.plugin import script_functions
 from wlb_megatron.plugin.flags import versions
 from wlb_megatron.plugin.flags.batch_sizes import misfit, plan_decides
 from wlb_megatron.plugin.flags.limits import fit_to_memory
-from wlb_megatron.plugin.flags.refusal_printing import checked, refuse
+from wlb_megatron.plugin.flags.refusal_printing import checked, refuse, say
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.reporting import check_outputs
@@ -164,7 +163,7 @@ def _take_over(args: Any) -> None:
 
 
 class DryRunPassed(Exception):
-    """Megatron and the plugin take the flags of a --wlb-dry-run. args: as they are set."""
+    """Megatron and the plugin take the flags of a --wlb-dry-run. args: Megatron's arguments, validated and set."""
 
 
 ASSUMED_GIB = 80.0
@@ -179,7 +178,7 @@ def _open(args: Any, full_validation: bool) -> OpenedJob:
     try:
         from_flags, lines = take_instead(config_from_args(args))
         for line in lines:
-            _say(f"note: {line}")
+            say(f"note: {line}")
         if dry and from_flags.gpu_memory is None:
             from_flags = replace(from_flags, gpu_memory=ASSUMED_GIB)
         refuse_unsupported(args, from_flags)
@@ -191,7 +190,7 @@ def _open(args: Any, full_validation: bool) -> OpenedJob:
         if not dry:
             try_transformer_engine(job)
             kernels_of(job)
-        job = with_targets(job, _say)
+        job = with_targets(job, say)
         job = job.with_config(fit_to_memory(job))
         return OpenedJob(job, open_sources(job), args.save)
     except ValueError as error:  # WlbErrors, and settings that do not fit together
@@ -216,7 +215,7 @@ def _set_what_plans_need(args: Any, job: TrainingJob) -> None:
         args.sft = False  # by it Megatron's evaluation divides by micro-batches, not by targets
     comm_types = getattr(args, "cp_comm_type", None) or ["p2p"]
     if job.sizes.context > 1 and {*([comm_types] if isinstance(comm_types, str) else comm_types)} != {"p2p"}:
-        _say("ignores --cp-comm-type: the plan decides which keys ranks exchange")
+        say("ignores --cp-comm-type: the plan decides which keys ranks exchange")
     if job.sizes.context > 1 and job.model.implementation == "local":
         args.cp_comm_type = ["all_gather"]  # the only kind that Megatron's dev branch takes with plain torch
     # Megatron clears this in validate_args; shapes then come from the plan, not from an exchange.
@@ -249,12 +248,7 @@ def _refuse_misfits(job: TrainingJob) -> None:
 def _set(args: Any, name: str, value: Any, why: str) -> None:
     if getattr(args, name) != value:
         setattr(args, name, value)
-        _say(f"sets --{name.replace('_', '-')} {value}: {why}")
-
-
-def _say(what: str) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"> wlb_megatron {what}", flush=True)
+        say(f"sets --{name.replace('_', '-')} {value}: {why}")
 
 
 LEAST = {
@@ -276,7 +270,7 @@ LEAST = {
 
 
 def too_small(args: Any) -> str | None:
-    """What to refuse of Megatron's arguments before they are validated, a line each; None where nothing is wrong."""
+    """What to refuse of Megatron's arguments before they are validated, a line each; None if nothing is wrong."""
     lines = [
         f"--{name.replace('_', '-')} {value}: give {minimum} or more."
         for name, minimum in LEAST.items()

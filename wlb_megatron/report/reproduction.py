@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Section(NamedTuple):
-    """A table with its title; cells are text. note: what to know when reading it."""
+    """A table with its title; cells are text. note: a hint to read it by."""
 
     title: str
     header: tuple[str, ...]

@@ -64,6 +64,6 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], flag: str = "--out") -> None:
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """`as_csv` in a file, whole or not at all."""
-    write_whole(path, as_csv(rows), flag)
+    write_whole(path, as_csv(rows), "--out")

@@ -15,9 +15,12 @@ from wlb_megatron.whole_files import renamed_at_end
 
 
 class Drawn(NamedTuple):
-    """A step to draw. work: of each micro-batch. groups: sizes of those whose backwards run last first, None: all 1.
-    documents: of each micro-batch the document that it has a chunk of, -1 where it has none; none at all: (). again:
-    the share of its forward that a backward repeats, of each [stage][micro-batch]; nowhere: ()."""
+    """A step to draw.
+
+    work: each micro-batch's. groups: sizes of the groups whose backwards run last first, None if all are 1. documents:
+    the document that each micro-batch has a chunk of, or -1; empty if there are no chunks. again: share of its forward
+    that a backward repeats, [stage][micro-batch]; empty if none does.
+    """
 
     title: str
     work: Sequence[float]
@@ -29,6 +32,9 @@ class Drawn(NamedTuple):
         return self.documents[micro_batch] if self.documents else -1
 
 
+BACKWARD = 2.0
+"""A backward's work over its forward's."""
+
 NAMED, COLUMNS = 6, 3
 """Documents in chunks that a legend names, and its columns: more would be wider than the picture."""
 
@@ -39,13 +45,13 @@ LEGIBLE = 0.012
 """Of the time axis, at least: shorter bars have no number, which would lie over its neighbors."""
 
 
-def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward: float = 2.0) -> list[float]:
+def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int) -> list[float]:
     """Draw a 1F1B step for each plan, one above the other on one time axis.
 
     Micro-batches are shaded by work; those that share a document in chunks have the document's color, which a legend
     tells. What a backward repeats of its forward is darker.
 
-    A micro-batch's forward takes its work, its backward `backward` times that and what it repeats, on each of `stages`
+    A micro-batch's forward takes its work, its backward BACKWARD times that and what it repeats, on each of `stages`
     equal stages: the times are simulated from work. The unit of time is the step's own work on one stage, so that steps
     of different work compare: 1 would be a stage that never waits. Returns each step's length in it. Writes a PNG,
     whole or not at all.
@@ -57,13 +63,13 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int, *, backward:
 
     repeated = [_repeated(plan, stages) for plan in plans]
     forwards = [
-        np.array(plan.work) / ((1 + backward + recomputed.max(axis=0)) * sum(plan.work))
+        np.array(plan.work) / ((1 + BACKWARD + recomputed.max(axis=0)) * sum(plan.work))
         for plan, recomputed in zip(plans, repeated, strict=True)
     ]
     steps = [
         pipeline_events(
             np.broadcast_to(forward, recomputed.shape)[:, None],
-            ((backward + recomputed) * forward)[:, None],
+            ((BACKWARD + recomputed) * forward)[:, None],
             stages,
             groups=plan.groups,
         )

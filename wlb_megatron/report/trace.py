@@ -11,16 +11,15 @@ from wlb_megatron.pipeline.schedule import Event
 def chrome_trace(
     groups: Sequence[Sequence[Event]],
     *,
-    to_us: float = 1e-3,
     name: str = "simulated",
     thread: Callable[[int], str] = "stage {}".format,
     documents: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    """Trace Event Format, JSON-able. groups: each data-parallel rank's events, a process each; stages are threads.
+    """Trace Event Format, JSON-able.
 
-    to_us: microseconds of a unit of the events' times (from nanoseconds: 0.001). thread: name of a stage's row.
-    documents: of each rank's micro-batches, the document that it has a chunk of, -1 where it has none. These carry a
-    letter for the document in their names, by which viewers choose a color: "F3 (B)"; "legend" names the documents.
+    groups: each data-parallel rank's events, a process each; stages are threads. Times are nanoseconds. thread: returns
+    the name of a stage's row. documents: by rank, the document that each micro-batch has a chunk of, or -1. These carry
+    a letter for the document in their names, by which viewers choose a color: "F3 (B)"; "legend" names the documents.
     """
     events: list[dict[str, Any]] = []
     legend: dict[str, str] = {}
@@ -38,8 +37,8 @@ def chrome_trace(
                 + _label(of, event.micro_batch, letters),
                 "cat": "backward" if event.backward else "forward",
                 "ph": "X",
-                "ts": event.start * to_us,
-                "dur": (event.end - event.start) * to_us,
+                "ts": event.start / 1000,
+                "dur": (event.end - event.start) / 1000,
                 "pid": rank,
                 "tid": event.stage,
                 "args": {"micro_batch": event.micro_batch, "chunk": event.chunk}

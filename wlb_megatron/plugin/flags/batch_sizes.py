@@ -16,9 +16,9 @@ from wlb_megatron.plugin.flags.rank_counts import RankCounts
 class BatchSizes:
     """Sizes in windows, Megatron's samples.
 
-    window: tokens, --seq-length. schedule: of a global batch over all ranks, by consumed samples. evaluated: of an
-    evaluation iteration over all ranks. micro_batch_size, evaluated_micro_batch_size: the mean, in training and in
-    evaluation. stepped: --step-batch-size-schedule gives the sizes. ramp_ignored: this Megatron parses
+    window: tokens, --seq-length. schedule: sizes of a global batch over all ranks, by consumed samples. evaluated: size
+    of an evaluation iteration over all ranks. micro_batch_size, evaluated_micro_batch_size: the mean, in training and
+    in evaluation. stepped: --step-batch-size-schedule gives the sizes. ramp_ignored: this Megatron parses
     --rampup-batch-size but does not train by it.
     """
 
@@ -101,7 +101,7 @@ def plan_decides(config: WlbConfig, *, evaluation: bool = False) -> bool:
 
 
 def misfit(size: int, sizes: RankCounts, micro_batch_size: int = 1, *, by_plan: bool = False) -> str | None:
-    """Why Megatron cannot train a global batch of `size` windows in this layout; None where it can.
+    """Why Megatron cannot train a global batch of `size` windows in this layout; None if it can.
 
     micro_batch_size: windows. by_plan: see plan_decides.
     """

@@ -1,4 +1,4 @@
-"""Where the documents of a part lie, by Megatron's flags: --data-path, --data-args-path, per-split paths."""
+"""Where the documents of a part lie, by Megatron's flags: --data-path, --data-args-path, per-split paths, --sft."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blend import SPLITS, Blend, parse_blend, part_corpora
 from wlb_megatron.documents.corpus import Corpus
 from wlb_megatron.documents.indexed import read_index
 from wlb_megatron.documents.target_masks import Kept
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags.open_files import allow_open_files
+from wlb_megatron.sft.index_files import Tokenizing
 
 
 @dataclass(frozen=True, slots=True)
 class DataPaths:
     """Prefixes (and weights) as Megatron's flags give them.
 
-    common: of all parts, which `split` divides. by_part: of train, valid and test, where each has its own. masks: each
-    corpus has a mask of its trained tokens.
+    common: the prefixes of all parts, which `split` divides. by_part: those of train, valid and test, if each has its
+    own. masks: each corpus has a mask of its trained tokens.
     """
 
     common: tuple[str, ...] = ()
@@ -105,7 +107,7 @@ def _common_values(args: Any) -> list[str] | None:
 
 
 def _values_by_part(args: Any) -> dict[str, list[str]] | None:
-    """Prefixes (and weights) of train, valid and test where each has its own; None where --split divides them."""
+    """Prefixes (and weights) of train, valid and test if each has its own; None if --split divides them."""
     if args.per_split_data_args_path is not None:
         return _read_parts("--per-split-data-args-path", args.per_split_data_args_path)
     paths = {part: list(getattr(args, f"{part}_data_path") or ()) for part in SPLITS}
@@ -181,3 +183,34 @@ def file_system(folder: str, mounts: Path = Path("/proc/self/mountinfo")) -> str
     kinds = {row[4]: row[row.index("-") + 1] for row in rows}
     holding = [point for point in kinds if Path(folder).is_relative_to(point)]
     return kinds[max(holding, key=len)] if holding else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineTuning:
+    """tokenizing: how the jsonls of --data-path are tokenized; None if that names .bin/.idx pairs with masks. cache:
+    the folder of their tokens, None for one beside each. overlong_given: the user has chosen what happens to long
+    conversations.
+    """
+
+    tokenizing: Tokenizing | None
+    cache: Path | None
+    overlong_given: bool
+
+    @classmethod
+    def of(cls, args: Any, settings: WlbConfig) -> FineTuning | None:
+        """args: Megatron's validated arguments. None without --sft."""
+        if not getattr(args, "sft", False):
+            return None
+        tokenizing = Tokenizing(
+            tokenizer=str(getattr(args, "tokenizer_model", None)),
+            prompt_format=args.sft_tokenizer_prompt_format,
+            assistant_only=settings.sft_assistant_only,
+            skips_bad=settings.sft_skip_bad_lines,
+            drops_tools=settings.sft_drop_tools,
+        )
+        cache = getattr(args, "data_cache_path", None)
+        return cls(
+            tokenizing=None if settings.sft_mask_data else tokenizing,
+            cache=Path(cache) if cache else None,
+            overlong_given=getattr(args, "wlb_overlong", None) is not None,
+        )

@@ -22,7 +22,7 @@ class FilesAllowed:
 def allow_open_files(count: int, purpose: str) -> None:
     """Let this process open `count` files beside those of earlier calls. Often 1,024 are allowed until it asks.
 
-    purpose: what opens them, to begin the message. Raises WlbError if the machine's hard limit is too low.
+    purpose: the opener's name, to begin the message. Raises WlbError if the machine's hard limit is too low.
     """
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = part(FilesAllowed)

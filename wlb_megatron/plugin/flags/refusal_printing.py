@@ -59,6 +59,12 @@ def refuse(line: str) -> None:
     checked(check)
 
 
+def say(what: str) -> None:
+    """Print a line on rank 0, before ranks can talk to each other."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"> wlb_megatron {what}", flush=True)
+
+
 def _wait_for_the_end() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Megatron's handler would only note it

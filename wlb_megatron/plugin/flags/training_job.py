@@ -12,8 +12,7 @@ from typing import Any
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.plugin.flags.batch_sizes import BatchSizes
-from wlb_megatron.plugin.flags.data_paths import DataPaths
-from wlb_megatron.plugin.flags.fine_tuning import FineTuning
+from wlb_megatron.plugin.flags.data_paths import DataPaths, FineTuning
 from wlb_megatron.plugin.flags.job_profile import profile_of
 from wlb_megatron.plugin.flags.memory_flags import MemoryFlags
 from wlb_megatron.plugin.flags.rank_counts import RankCounts

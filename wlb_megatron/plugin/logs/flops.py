@@ -21,9 +21,12 @@ from wlb_megatron.plugin.job_state import part
 
 @dataclass(slots=True)
 class SegmentCounts:
-    """Tokens and squared lengths. here: of this rank's micro-batches since the last step's count, None outside of a
-    step. step: of the last step, over all data-parallel ranks. passed: of the iterations since the last line. logged:
-    of the iteration that was logged last."""
+    """Tokens and squared lengths of documents.
+
+    here: sums over this rank's micro-batches since the last step's count, None outside a step. step: the last step's,
+    over all data-parallel ranks. passed: those of each iteration since the last line. logged: those of the iteration
+    that was logged last.
+    """
 
     here: list[int] | None = None
     step: tuple[float, float] | None = None
@@ -32,9 +35,11 @@ class SegmentCounts:
 
 
 def count_segments(bounds: Sequence[torch.Tensor]) -> None:
-    """Add a trained step's documents; bounds: of each micro-batch, int64[n + 1] on the CPU, cumulative lengths, padding
-    left out; a document in chunks is whole in that of its last. Once a step, however often Megatron runs it again, and
-    not for evaluation."""
+    """Add a trained step's documents. Once a step, however often Megatron runs it again, and not for evaluation.
+
+    bounds: each micro-batch's cumulative lengths, int64[n + 1] on the CPU. Padding is left out; a document in chunks is
+    whole in the micro-batch of its last chunk.
+    """
     lengths = torch.cat([of_micro_batch.diff() for of_micro_batch in bounds])
     if hasattr(training, "update_seqlen_stats_from_cu_seqlens"):
         cumulative = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -100,7 +105,7 @@ def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def logged_operations() -> float | None:
     """FLOPs of the iteration logged last: the model's own of its documents, forward and backward, by Megatron's
-    formula. None where they were not counted."""
+    formula. None if they were not counted."""
     counts = part(SegmentCounts)
     if counts.logged is None or None in counts.logged:
         return None

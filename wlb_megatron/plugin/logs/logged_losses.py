@@ -26,10 +26,11 @@ from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch
 
 @dataclass(slots=True)
 class LoggedLosses:
-    """factor: Megatron's number of micro-batches over the plan's, of the step just trained. step: the first micro-batch
-    of the step that runs, None before any. weight: of the mean over tokens that a router is making, None outside of
-    one. averages: ranks that it is a mean of, where Megatron may leave them out. predicted: this rank's first
-    predictions of the micro-batch whose further ones are scored."""
+    """factor: Megatron's number of micro-batches over the plan's, in the step just trained. step: the first micro-batch
+    of the step that runs, None before any. weight: the weight of the mean over tokens that a router is making, None
+    outside one. averages: ranks that it is a mean of, if Megatron may leave them out. predicted: this rank's first
+    predictions of the micro-batch whose further ones are scored.
+    """
 
     factor: float = 1.0
     step: PlannedMicroBatch | None = None
@@ -113,10 +114,10 @@ def wrap_record(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _missing_ranks(name: str, entry: Callable[[str], Any]) -> dict[str, Any]:
-    """Which ranks a loss is to be reduced over, where a stage without experts has none to record it.
+    """Which ranks a loss is to be reduced over, if a stage without experts has none to record it.
 
     Megatron sums over pipeline stages, then over the groups that the stage's routers recorded. So a last stage without
-    experts logs one context-parallel rank's part. entry: what is noted so far, by name of the group.
+    experts logs one context-parallel rank's part. entry: returns the group noted so far, by its name.
     """
     from megatron.core import parallel_state
 

@@ -72,10 +72,11 @@ _NO_FIGURES = "figures of an iteration are not reported"
 
 @dataclass(slots=True)
 class Figures:
-    """pending: of the iteration that is not yet logged, and when it began (perf_counter). drift: of measured from
-    predicted times. thrown_away: what iterations held, since the last line, whose update Megatron threw away (in fp16,
-    where a gradient overflows). memory_peak: bytes, of all steps; steps that plan what they recompute reset torch's.
-    predicted_ms: since the start in arrival order, and as planned."""
+    """pending: figures of the iteration that is not yet logged, and when it began (perf_counter). drift: compares
+    measured with predicted times. thrown_away: iterations, documents and tokens since the last line whose update
+    Megatron threw away (in fp16, if a gradient overflows). memory_peak: bytes over all steps; steps that plan what they
+    recompute reset torch's. predicted_ms: sums since the start in arrival order, and as planned.
+    """
 
     pending: tuple[dict[str, Any], float] | None = None
     drift: Drift = field(default_factory=Drift)
@@ -203,7 +204,7 @@ def _add_scalars(writer: Any, scalars: dict[str, Any], iteration: int) -> None:
 
 
 def append_line(path: str, line: str) -> None:
-    """Append a whole line or nothing. OSError where it cannot be written, as on a full disk."""
+    """Append a whole line or nothing. OSError if it cannot be written, as on a full disk."""
     with open(path, "ab", buffering=0) as lines:
         size = lines.tell() if lines.seekable() else None
         unwritten = memoryview(f"{line}\n".encode())

@@ -56,7 +56,7 @@ def predictor(
     """The prediction of this job: by its profile, or without one by built-in attention and assumed rates.
 
     in_step: all data-parallel ranks run the same groups of micro-batches. memory: by which each step keeps layers;
-    None: steps run the flags of recomputation. table: of this GPU and its kernels, without a profile.
+    None: steps run the flags of recomputation. table: this GPU's kernel times, without a profile.
 
     None for a job that the simulator does not take (a schedule of another kind): it trains all the same.
     """
@@ -124,7 +124,7 @@ MOST_PLANNED = 64
 def plan_times(job: TrainingJob, memory: GpuMemory | None) -> PlanTimes | None:
     """The law by which `auto` chooses between chunks and whole documents, as `analyze` does: alike on all ranks.
 
-    None where it says nothing: a schedule that the simulator does not take, layers that see a window of earlier keys,
+    None if it says nothing: a schedule that the simulator does not take, layers that see a window of earlier keys,
     CPUs without a profile.
     """
     if (job.profile is None and not job.device.on_gpu) or job.model.window is not None:
@@ -142,8 +142,10 @@ def plan_times(job: TrainingJob, memory: GpuMemory | None) -> PlanTimes | None:
 
 
 def group_predictor(job: TrainingJob, cost: GroupCost) -> PredictGroups:
-    """The same with dynamic groups, every rank of a stage with micro-batches of its own. cost: what they were planned
-    by, which tells the attention of a group without sharding it."""
+    """The same with dynamic groups, every rank of a stage with micro-batches of its own.
+
+    cost: the costs by which groups were planned. They tell the attention of a group without sharding it.
+    """
     model = _model_or_none(job)
     if model is None:
         return nothing_predicted
@@ -232,10 +234,10 @@ def _model_or_none(job: TrainingJob, table: KernelTable | None = None) -> LayerM
 
 
 def layer_model(job: TrainingJob, table: KernelTable | None = None) -> LayerModel:
-    """The job as the simulator's model. Experts count as what they activate for a token. table: of attention's kernels,
-    None: cuDNN's on an H100.
+    """The job as the simulator's model. Experts count as what they activate for a token.
 
-    Raises ValueError for a model or a schedule that the simulator does not take.
+    table: attention's kernel times; None: cuDNN's on an H100. Raises ValueError for a model or a schedule that the
+    simulator does not take.
     """
     model, sizes = job.model, job.sizes
     experts, latent = job.sharing.experts, model.latent

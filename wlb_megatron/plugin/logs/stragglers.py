@@ -47,7 +47,9 @@ class Pace:
 
 @dataclass(slots=True)
 class Stragglers:
-    """store: of all ranks' latest measurements. reported: what the log has said last, by rank and kind of work."""
+    """store: holds all ranks' latest measurements. reported: the rank, kind of work and excess that the log has said
+    last.
+    """
 
     store: Any = None
     slowest: Pace | None = None
@@ -79,7 +81,7 @@ def after_iteration(iteration: int) -> str | None:
 
 
 def judge(paces: Sequence[Pace]) -> str | None:
-    """Remember the slowest rank; a line where it is another than before, or slower by more than LIMIT."""
+    """Remember the slowest rank; a line if it is another than before, or slower by more than LIMIT."""
     state = part(Stragglers)
     outlier = None
     for kind in ("device_ms", "host_ms"):
@@ -164,7 +166,7 @@ class Drift:
         self._moved = 0  # iterations since the median has
 
     def add(self, predicted_ms: float, measured_ms: float) -> str | None:
-        """Milliseconds of one iteration. A warning where the last WINDOW iterations' median has moved by more than
+        """Milliseconds of one iteration. A warning if the last WINDOW iterations' median has moved by more than
         LIMIT of the scale since the last warning, or since the first iterations."""
         if not (predicted_ms > 0 and measured_ms > 0):
             return None

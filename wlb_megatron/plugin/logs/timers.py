@@ -35,7 +35,7 @@ class Waits:
 
 
 def add(name: str, seconds: float) -> None:
-    """Add to a timer of LEVELS; nothing where the run does not log it. Times of a log interval are averaged."""
+    """Add to a timer of LEVELS; nothing if the run does not log it. Times of a log interval are averaged."""
     from megatron.training import get_args, get_timers
 
     if get_args().timing_log_level >= LEVELS[name]:

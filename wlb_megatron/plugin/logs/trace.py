@@ -136,7 +136,9 @@ def _id(output: Any) -> int:
 
 @dataclass(slots=True)
 class Tracing:
-    """next_traced: what the next step is traced for, if it is. recorder: of the traced iteration, while it runs."""
+    """next_traced: the trace that the next step is recorded for, if it is. recorder: the traced iteration's, while it
+    runs.
+    """
 
     next_traced: Traced | None = None
     recorder: Recorder | None = None
@@ -185,12 +187,11 @@ def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
 def after_iteration(
     iteration: int, traced: Traced | None, store: Any, pieces: Sequence[Sequence[Piece]] = ()
 ) -> None:
-    """To be called by every rank after each iteration (from 1): the one before the traced one makes it due, after the
-    traced one it is written.
+    """To be called by every rank after each iteration (from 1). The iteration before the traced one makes it due; after
+    the traced one it is written.
 
-    pieces: of this rank's micro-batches, whose documents in chunks the trace tells apart.
-    store: common to all ranks, over which they send their times to the last one, which writes --wlb-trace.
-    traced: None without that flag.
+    traced: None without --wlb-trace. store: common to all ranks, over which they send their times to the last one,
+    which writes the trace. pieces: this rank's micro-batches, whose documents in chunks the trace tells apart.
     """
     tracing = part(Tracing)
     if traced is None:
@@ -226,7 +227,7 @@ def _send(recorder: Recorder, store: Any, documents: Sequence[int]) -> None:
 
 
 def _gather(store: Any) -> list[IntArray]:
-    """What the ranks have sent, in rank order. TimeoutError where one has not within PATIENCE."""
+    """What the ranks have sent, in rank order. TimeoutError if one has not within PATIENCE."""
     deadline = time.monotonic() + PATIENCE
     tables = []
     for rank in range(dist.get_world_size()):

@@ -132,7 +132,7 @@ class RepeatedIterations(Iterable[PlannedIteration]):
     """
 
     def __init__(self, coming: Iterator[PlannedIteration], iterations: int | None) -> None:
-        """iterations: of an evaluation; None: all that come."""
+        """iterations: the number that an evaluation takes, None for all that come."""
         self._coming, self._iterations = coming, iterations
         self.started = False
         self._planned: list[PlannedIteration] = []

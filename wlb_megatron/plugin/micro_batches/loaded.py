@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Layout:
     """What of a micro-batch this process holds, and whether it needs its tokens.
 
-    window: earlier keys that a query of the model's windowed layers sees, None where it has no such layers.
+    window: earlier keys that a query of the model's windowed layers sees, None if it has no such layers.
     stage_rank, cp_size: among the stage's data x context parallel ranks, and of Megatron's groups of them.
     routes: the model has experts, whose routers must not count padding. follows: how many further tokens it predicts,
     each of which asks for the next one of a document. vocabulary: rows of the embedding, which token ids must be below.
@@ -69,11 +69,11 @@ class HeldTokens:
 class LoadedMicroBatch:
     """One micro-batch on this rank. It holds t of the micro-batch's T tokens.
 
-    layout: of the rank within the group that shares the micro-batch. attention: the rank's attention calls.
-    bounds: int64[n + 1], cumulative lengths of the n real documents that end here; one in chunks counts whole, with
-    its last chunk. held: None on a pipeline stage that neither embeds nor scores. padding_mask: bool[1, t], True where
-    a token is padding; for routers alone. document_of: int64[t], index of each token's piece; for routers that balance
-    each document.
+    layout: the rank's, within the group that shares the micro-batch. attention: the rank's attention calls. bounds:
+    int64[n + 1], cumulative lengths of the n real documents that end here; one in chunks counts whole, with its last
+    chunk. held: None on a pipeline stage that neither embeds nor scores. padding_mask: bool[1, t], True if a token is
+    padding; for routers alone. document_of: int64[t], index of each token's piece; for routers that balance each
+    document.
     """
 
     planned: PlannedMicroBatch

@@ -38,8 +38,8 @@ from wlb_megatron.workload.kernel_table import KernelTable
 class RankGroup:
     """Ranks [start, start + size) of a stage's data x context parallel ones, which share a micro-batch.
 
-    steps: micro-batches of the iteration on every rank. source: whose plan it is (dynamic.plan_step.Outcome).
-    gain: predicted time with fixed groups over this plan's.
+    steps: micro-batches of the iteration on every rank. source: the planner that made the plan
+    (dynamic.plan_step.Outcome). gain: predicted time with fixed groups over this plan's.
     """
 
     start: int
@@ -53,11 +53,11 @@ class RankGroup:
 class PlannedMicroBatch:
     """One item of the sampler. `pieces` and `shard` include the padding piece, if there is one.
 
-    group: who shares it; None: Megatron's context-parallel group. predictions: of the whole iteration, see
-    documents.predictions; empty where nothing asks for them. steps: micro-batches of the iteration on every rank, which
-    need not be as many as Megatron counts. chunk_groups: sizes of the groups that this rank's micro-batches form
-    (pipeline/groups.py); empty where no document is in chunks. loads: of all micro-batches of the iteration, by which
-    layers are kept; empty where steps run the flags of recomputation.
+    group: the ranks that share it; None: Megatron's context-parallel group. predictions: numbers for the whole
+    iteration, see documents.predictions; empty if nothing asks for them. steps: micro-batches of the iteration on every
+    rank, which need not be as many as Megatron counts. chunk_groups: sizes of the groups that this rank's micro-batches
+    form (pipeline/groups.py); empty if no document is in chunks. loads: tokens and documents of all micro-batches of
+    the iteration, by which layers are kept; empty if steps run the flags of recomputation.
     """
 
     iteration: int
@@ -77,12 +77,11 @@ class PlannedMicroBatch:
 class PlannedIteration:
     """One data-parallel rank's micro-batches, the planner's state after them, and a digest of all plans so far.
 
-    state: makes the JSON-able state when called; stream: the document stream's part of it. samples: of all
-    iterations so far, in micro-batches by Megatron's count. trained: their tokens.
-    put_back: pieces so far that arrived an iteration later, as their bound on delay could not be promised.
-    above_spread: iterations so far with more tokens than --wlb-batch-spread.
-    predicted_ms: of the whole iteration; arrival_ms: of its documents in arrival order. plan: of all data-parallel
-    ranks. None where they are not known.
+    state: makes the JSON-able state when called. stream: the document stream's part of it. samples: micro-batches by
+    Megatron's count of all iterations so far. trained: their tokens. put_back: pieces so far that arrived an iteration
+    later, as their bound on delay could not be promised. above_spread: iterations so far with more tokens than
+    --wlb-batch-spread. predicted_ms: the whole iteration's time. arrival_ms: its documents' time in arrival order.
+    plan: all data-parallel ranks' plan. These three are None if they are not known.
     """
 
     micro_batches: tuple[PlannedMicroBatch, ...]
@@ -105,14 +104,13 @@ def nothing_counted(_: Sequence[Piece]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ShardSettings:
-    """How a data-parallel rank's micro-batches are padded and cut.
+    """How a data-parallel rank's micro-batches are padded and cut. All of it can be sent to another process, see
+    planning_process.py.
 
-    predict: milliseconds of an iteration from its plan and shard plans, where this process reports them.
-    arrival_order: begins the same prediction in arrival order, of consecutive plans (prediction.in_arrival_order).
-    predictions: of an iteration's pieces, where losses are scaled by them.
-    in_step: data-parallel ranks meet in every forward and backward (experts, FSDP): all must run the same order.
-    keeps_layers: each step plans what it recomputes.
-    All of it can be sent to another process, see planning_process.py.
+    predict: milliseconds of an iteration from its plan and shard plans, if this process reports them. arrival_order:
+    begins the same prediction in arrival order, of consecutive plans (prediction.in_arrival_order). predictions: counts
+    an iteration's predictions from its pieces, if losses are scaled by them. in_step: data-parallel ranks meet in every
+    forward and backward (experts, FSDP): all must run the same order. keeps_layers: each step plans what it recomputes.
     """
 
     dp_rank: int
@@ -193,7 +191,7 @@ def planned_iteration(
 
 
 def chunk_groups(plan: IterationPlan, settings: ShardSettings) -> tuple[int, ...]:
-    """Sizes of the groups of this rank's micro-batches, empty where all are 1."""
+    """Sizes of the groups of this rank's micro-batches, empty if all are 1."""
     ranks = range(len(plan.micro_batches[0])) if settings.in_step else (settings.dp_rank,)
     sizes = joined_groups([groups([row[rank].pieces for row in plan.micro_batches]) for rank in ranks])
     return sizes if max(sizes) > 1 else ()
@@ -221,7 +219,7 @@ def update_digest(digest: Any, plan: IterationPlan) -> None:
 class PlanAhead:
     """Runs an iterator of plans `depth` items early in a daemon thread. An exception there is raised here.
 
-    check: called before each plan is given out; raises where no more can come.
+    check: called before each plan is given out; raises if no more can come.
     """
 
     def __init__(
@@ -290,7 +288,7 @@ class PlanAhead:
 
     @property
     def waiting(self) -> float:
-        """Seconds that training has been waiting for a plan by now; 0 where it is not."""
+        """Seconds that training has been waiting for a plan by now; 0 if it is not."""
         asked_at = self._asked
         return 0.0 if asked_at is None else time.perf_counter() - asked_at
 

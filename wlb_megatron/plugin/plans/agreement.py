@@ -162,7 +162,10 @@ def _who() -> str:
 @cache
 def shared_gpu(name: str) -> str:
     """The name of the GPU by whose kernel times all ranks plan: theirs, or in a job that mixes GPUs the first in the
-    alphabet, which is printed. name: of this rank's. Called on all ranks at once."""
+    alphabet, which is printed. Called on all ranks at once.
+
+    name: this rank's GPU.
+    """
     names = [name] * dist.get_world_size()
     dist.all_gather_object(names, name)
     ranks = Counter(names)

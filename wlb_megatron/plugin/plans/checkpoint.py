@@ -57,7 +57,7 @@ def _digest(text: str) -> str:
 
 
 def _opened(saved: Any) -> dict[str, Any]:
-    """The state of such a text; empty where it is damaged. States of releases before have no digest."""
+    """The state of such a text; empty if it is damaged. States of releases before have no digest."""
     try:
         state = json.loads(saved)
         digest = state.pop(_DIGEST, None)

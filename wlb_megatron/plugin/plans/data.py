@@ -139,8 +139,8 @@ def make_loader(
 ) -> DataLoader[LoadedMicroBatch]:
     """Loader over the plan; workers read about `prefetched` micro-batches before they are asked for.
 
-    ignored_signal: what a scheduler sends to all processes of a job before its end (--exit-signal-handler). The
-    trainer saves and exits then; workers that died of it would take the trainer with them first.
+    ignored_signal: the signal that a scheduler sends to all processes of a job before its end (--exit-signal-handler).
+    The trainer saves and exits then; workers that died of it would take the trainer with them first.
     """
     return DataLoader(
         PackedDocuments(corpus, layout),

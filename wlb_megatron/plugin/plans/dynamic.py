@@ -56,9 +56,12 @@ PATIENCE = 0.05
 
 @dataclass(frozen=True)
 class DynamicSettings:
-    """sizes, tables: of groups and their kernels. stage_rank: of this process among the stage's data x context
-    parallel ranks. plan: what rank 0 makes plans by, of tokens and fixed groups; it leaves them in the `store`, until
-    it is `closing`. predict: milliseconds of an iteration from its groups and tokens, on the rank that reports them.
+    """How dynamic groups are planned and sent.
+
+    sizes, tables: group sizes, and the kernel table of each. plan: makes rank 0's plans from tokens and fixed groups;
+    rank 0 leaves them in the `store`, until it is `closing`. stage_rank: this process's number among the stage's data x
+    context parallel ranks. predict: milliseconds of an iteration from its groups and tokens, on the rank that reports
+    them.
     """
 
     sizes: tuple[int, ...]
@@ -77,7 +80,8 @@ def training_plans(
 ) -> Callable[[], Iterator[PlannedIteration]]:
     """Make the process groups (on all ranks at once) and return what makes the plans, to be run in a thread.
 
-    plan_ahead: what runs the thread. Costs are of the job's profile, or of the model's shape on H100s.
+    plan_ahead: returns the object that runs the thread. Costs are those of the job's profile, or of the model's shape
+    on H100s.
     """
     planner, job, config = source.planner, source.job, source.config
     make_groups(timedelta(minutes=job.timeout))
@@ -193,8 +197,11 @@ def padded_group(group: Group, pieces: Sequence[Piece], shards: ShardSettings) -
 def agree(
     number: int, tokens: list[int], fixed: StepPlan, dynamic: DynamicSettings
 ) -> tuple[StepPlan, str, float] | None:
-    """Rank 0's plan, whose it is, and its predicted gain over fixed groups; the same on every rank. None when rank 0
-    or this one is closing: no rank is then left waiting. number: of the plan, from 0."""
+    """Rank 0's plan, whose it is, and its predicted gain over fixed groups; the same on every rank. None when rank 0 or
+    this one is closing: no rank is then left waiting.
+
+    number: the plan's number, from 0.
+    """
     if dist.get_rank() == 0:
         note = dynamic.store.leave(
             number, lambda: b"" if dynamic.closing() else _encode(dynamic.plan(tokens, fixed))

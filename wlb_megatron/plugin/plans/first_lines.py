@@ -23,8 +23,11 @@ from wlb_megatron.workload.profile import Profile, host_name
 
 
 def first_lines(source: Source, backend: str, steps: int | None = None) -> Iterator[str]:
-    """One line each. source: training's, or the first one of evaluation. backend: whose kernel times plans use. steps:
-    iterations of the whole run, where that is known."""
+    """Yields a line for each thing to know.
+
+    source: the corpus that trains, or the first one of evaluation. backend: the kernels whose times plans use. steps:
+    iterations of the whole run, None if that is not known.
+    """
     job = source.job
     yield (
         f"{_documents_of(source)}, packing {source.config.packing}, micro-batches "

@@ -118,7 +118,7 @@ def _continue(source: Source, loaded_at: LoadedAt) -> list[str]:
 
 
 def _length_kept(source: Source, before: dict[str, Any]) -> list[str]:
-    """What there is to say where documents are split at a shorter length than this run allows, as before."""
+    """What there is to say if documents are split at a shorter length than this run allows, as before."""
     states = source.planner.stream.state(), before
     window, allowed_window = (state.get("fingerprint", {}).get("window", 0) for state in states)
     if window == allowed_window:

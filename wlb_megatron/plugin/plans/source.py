@@ -36,12 +36,11 @@ from wlb_megatron.plugin.plans.data import files_of_workers
 class Source:
     """One part (train, valid or test) of the corpus and the planner over it.
 
-    job: with the settings of this part.
-    micro_batches: of one DP rank by Megatron's count, at most; most_micro_batches: that it is planned with.
-    mean_length: of a sample of the pieces (tokens). names: of the corpora that
-    have documents in this part; documents: how many, in all of them. messages: what the packer's choice says of itself.
-    longest: tokens of a document that is not split, at most. trained_share: of the tokens, those that are targets.
-    train_samples: windows until the last epoch ends, None where epochs do not end the run.
+    job: the job with the settings of this part. micro_batches: one data-parallel rank's by Megatron's count, at most.
+    most_micro_batches: the most that an iteration is planned with. mean_length: mean tokens of a sample of the pieces.
+    names: corpora that have documents in this part. documents: their number, in all corpora. messages: lines about the
+    packer's choice. longest: tokens of a document that is not split, at most. trained_share: share of the tokens that
+    are targets. train_samples: windows until the last epoch ends, None if epochs do not end the run.
     """
 
     corpus: Blend
@@ -111,9 +110,10 @@ def open_part(
     *,
     keeps_layers: bool = True,
 ) -> Source | None:
-    """The source of train, valid or test; None if it has no document. batches: micro-batches of all ranks.
+    """The source of train, valid or test; None if it has no document.
 
-    blends: what other parts have read, see data_paths.documents. keeps_layers: see packing.choices.chosen.
+    batches: micro-batches of all ranks. blends: corpora that other parts have read, see data_paths.documents.
+    keeps_layers: see packing.choices.chosen.
     """
     blend_and_corpora = documents(job.data, part, blends)
     return (
@@ -275,7 +275,7 @@ def steps_of(corpora: list[Corpus], rules: Rules, step_tokens: int) -> tuple[int
 
 
 def _left_out(corpora: list[Corpus], rules: Rules) -> list[str]:
-    """Conversations that do not train as they are: a line where there are any."""
+    """Conversations that do not train as they are: a line if there are any."""
     long_count = sum(int((np.asarray(corpus.lengths) > rules.window).sum()) for corpus in corpora)
     empty_count = sum(int((np.asarray(corpus.lengths) == 0).sum()) for corpus in corpora)
     fate = "keep the window with the most targets" if rules.overlong == "truncate" else "are dropped"

@@ -144,7 +144,7 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
 
 
 def _check_count(planned_iteration: PlannedIteration, micro_batch_size: int) -> None:
-    """Refused where Megatron's count of windows is not the plan's: its checkpoint would then be of another number of
+    """Refused if Megatron's count of windows is not the plan's: its checkpoint would then be of another number of
     samples than the packing state in it. micro_batch_size: windows."""
     from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
     from megatron.training import get_args

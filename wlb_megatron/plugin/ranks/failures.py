@@ -25,7 +25,7 @@ _LINE = "line"
 
 @dataclass(slots=True)
 class Failures:
-    """store: of this job's failures; None before training."""
+    """The store of this job's failures; None before training."""
 
     store: Any = None
 

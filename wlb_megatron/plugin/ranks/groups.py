@@ -42,7 +42,7 @@ def process_group(group: Sized | None) -> Any:
 def make_groups(timeout: timedelta) -> None:
     """Make this rank's groups of all sizes. Called on every rank, before training. Safe to call again.
 
-    timeout: of their collectives, as of Megatron's own groups (--distributed-timeout-minutes).
+    timeout: their collectives' time limit, the same as that of Megatron's own groups (--distributed-timeout-minutes).
     """
     from megatron.core import parallel_state
 

@@ -43,7 +43,7 @@ class Signer:
         return self._signature(place, note) + note
 
     def read(self, place: str, signed: bytes) -> bytes | None:
-        """The note, or None where its signature is not that of the place."""
+        """The note, or None if its signature is not that of the place."""
         signature, note = signed[:SIZE], signed[SIZE:]
         return note if hmac.compare_digest(signature, self._signature(place, note)) else None
 
@@ -119,8 +119,8 @@ class PlanStore:
 
     def take(self, number: int, given_up: Callable[[], bool]) -> bytes | None:
         """The message, waited for without a limit (rank 0 may be saving a checkpoint); None once `given_up`. Raises
-        DistNetworkError where rank 0 is gone. RuntimeError where the message is gone (rank 0 is more than KEPT messages
-        ahead), where rank 0 could not make it, or where it is not rank 0's."""
+        DistNetworkError if rank 0 is gone. RuntimeError if the message is gone (rank 0 is more than KEPT messages
+        ahead), if rank 0 could not make it, or if it is not rank 0's."""
         questions = itertools.count(1)
 
         def over() -> bool:
@@ -238,9 +238,10 @@ def resolved(host: str, port: int) -> str:
 
 
 def own_address(host: str, port: int) -> str:
-    """How other ranks reach this machine: as `host`, if that is this machine, which they have reached by that name;
-    else by the address that faces it. (torchrun's store is kept by the agent that was first, which after a change of
-    nodes need not be rank 0's.)"""
+    """How other ranks reach this machine. They reach it as `host` if that is this machine, because they have reached it
+    by that name; else by the address that faces it. (torchrun's store is kept by the agent that was first, which after
+    a change of nodes need not be rank 0's.)
+    """
     try:
         family, kind, *_, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -254,8 +255,9 @@ def own_address(host: str, port: int) -> str:
 def listener(own_host: str, host: str, rank_addresses: Iterable[str]) -> tuple[socket.socket | None, str]:
     """A listening socket at the one address at which ranks reach this machine, and that address.
 
-    own_host: own_address of `host`. rank_addresses: what each rank resolves `host` to. Returns None and `own_host` if
-    ranks know the machine by several addresses or it cannot listen at theirs: then only all interfaces will do.
+    own_host: own_address of `host`. rank_addresses: the address to which each rank resolves `host`. Returns None and
+    `own_host` if ranks know the machine by several addresses or it cannot listen at theirs: then only all interfaces
+    will do.
     """
     addresses = {address for address in rank_addresses if address} if own_host == host else {own_host}
     # A machine may know its own name as a loopback address, at which no other machine reaches it.

@@ -22,7 +22,7 @@ from wlb_megatron.child import Child
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.sft.shards import Shard, make_shard, make_shards, token_type
 from wlb_megatron.plugin.sft.tokenizer import ConversationTokenizer
-from wlb_megatron.report.progress import progress
+from wlb_megatron.report.progress import duration, progress
 from wlb_megatron.sft.index_files import (
     SHARD_BYTES,
     Counts,
@@ -50,10 +50,13 @@ def build(
     shard_bytes: int = SHARD_BYTES,
     say: Say = lambda _: None,
 ) -> None:
-    """Make the folder. key: what its name was made of. processes: None: one a core. say: called with how far it is.
+    """Make the folder.
 
-    WlbError, and shards are kept, for bad lines (unless they are to be skipped), where no conversation has a target,
-    and where the cache cannot be written.
+    key: the parts that its name was made of. processes: their number, None for one a core. say: called with how far it
+    is.
+
+    WlbError, and shards are kept, for bad lines (unless they are to be skipped), if no conversation has a target, and
+    if the cache cannot be written.
     """
     try:
         into.partial.mkdir(parents=True, exist_ok=True)
@@ -144,17 +147,13 @@ def _reported(shards: list[Shard], missing: list[Shard], say: Say) -> Iterator[C
             done_bytes += count
             seconds = (time.monotonic() - start) * (todo - done_bytes) / max(done_bytes, 1)
             line = f"tokenizes {missing[0].jsonl.name}: {(size - todo + done_bytes) / size:.0%} done"
-            line += f", about {_duration(seconds)} left" if done_bytes < todo else ""
+            line += f", about {duration(seconds)} left" if done_bytes < todo else ""
             say(line)
             while ticked < done_bytes * ticks // todo:
                 ticked += 1
                 tick(line)
 
         yield report
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def _refuse_bad(shards: list[Shard], tokenizing: Tokenizing, *, raises: bool = False) -> bool:

@@ -77,7 +77,7 @@ def index_all(
 
 
 def described(indexed: Indexed) -> str:
-    """One line: what trains of a jsonl, and what was left out."""
+    """One line about a jsonl: its conversations and tokens that train, and those left out."""
     counts = indexed.counts
     line = (
         f"{indexed.jsonl.name}: {counts.conversations:,} conversations, {counts.tokens:,} tokens, "

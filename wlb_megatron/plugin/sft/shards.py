@@ -42,7 +42,7 @@ class Shard:
         return self.prefix.with_suffix(".json")
 
     def about(self) -> dict[str, Any] | None:
-        """{"counts": .., "bad": [[line of the shard, from 1, reason], ..]}; None where it is not (wholly) made."""
+        """{"counts": .., "bad": [[line of the shard, from 1, reason], ..]}; None if it is not (wholly) made."""
         try:
             about = json.loads(self.about_path.read_text(encoding="utf-8"))
             Counts(**about["counts"])

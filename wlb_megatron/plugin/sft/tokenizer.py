@@ -28,11 +28,12 @@ PREFIX_TOKENS = 3
 class ConversationTokenizer:
     """Tokens of a conversation and which of them are trained targets.
 
-    digest: of vocabulary, chat template, Megatron's code and the versions of its libraries. token_ids: below this.
+    digest: a digest of the vocabulary, the chat template, Megatron's code and the versions of its libraries. token_ids:
+    the bound that all token ids are below.
     """
 
     def __init__(self, tokenizing: Tokenizing) -> None:
-        """WlbError where the tokenizer cannot be loaded, or its template cannot be used."""
+        """WlbError if the tokenizer cannot be loaded, or its template cannot be used."""
         self._tokenizing = tokenizing
         self._megatron = _load(tokenizing)
         self._hugging_face = self._megatron._tokenizer

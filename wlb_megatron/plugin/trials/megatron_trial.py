@@ -53,7 +53,7 @@ class Comparison(NamedTuple):
 def try_megatron() -> None:
     """On all ranks at once: check a Megatron that was not tried, on rank 0, which tells the others.
 
-    A warning on rank 0 where it passes; Refused on all ranks, with what differs, where it does not. A check that has
+    A warning on rank 0 if it passes; Refused on all ranks, with what differs, if it does not. A check that has
     passed is remembered and not run again for the same versions.
     """
     refusal: list[str | None] = [None]

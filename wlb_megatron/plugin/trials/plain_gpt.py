@@ -35,8 +35,8 @@ def loss_of(
 ) -> tuple[Tensor, int]:
     """The step's loss, a mean over its predictions, and how many these are.
 
-    micro_batches: of documents, int64[n] token ids. aux, z: coefficients of the routers' losses, each a mean over a
-    micro-batch, which weighs by its tokens.
+    micro_batches: each one's documents, int64[n] token ids. aux, z: coefficients of the routers' losses, each a mean
+    over a micro-batch, which weighs by its tokens.
     """
     total, predictions = torch.zeros((), dtype=torch.float64), 0
     for documents in micro_batches:
@@ -84,8 +84,8 @@ def _layer(weights: Mapping[str, Tensor], ids: Tensor, shape: Shape) -> tuple[Te
     return hidden, logits
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
 
 
 def _rotated(x: Tensor, base: float) -> Tensor:

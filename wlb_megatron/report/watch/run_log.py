@@ -30,7 +30,9 @@ Row = dict[str, Any]
 
 
 class RunLog:
-    """rows: the last line of each iteration. starts: of the run's processes, by their time."""
+    """The lines of a --wlb-log. rows: the last line of each iteration. starts: the times at which the run's processes
+    began.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
