@@ -62,6 +62,7 @@ def rank_error(device: str, size: int, meeting: str, rank: int) -> float:
     from wlb_megatron.sharding.calls.attention_calls import attention_layout
     from wlb_megatron.sharding.select import shard
 
+    # The kernels that a job would run.
     torch.set_num_threads(1)
     kernels: Any
     if device == "cuda":
@@ -81,6 +82,7 @@ def rank_error(device: str, size: int, meeting: str, rank: int) -> float:
         kernels, dtype = TorchKernels(), torch.float64
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{meeting}", world_size=size, rank=rank)
+    # The right outputs and gradients, one document at a time in fp64.
     lengths = padded(LENGTHS, size).tolist()
     generator = torch.Generator().manual_seed(0)
     shapes = [(sum(lengths), heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
@@ -89,12 +91,13 @@ def rank_error(device: str, size: int, meeting: str, rank: int) -> float:
     starts = np.concatenate(([0], np.cumsum(lengths)))
     # cuDNN's have several forms of call; FlashAttention-4's take seconds to compile for each, and one version serves.
     largest_error = worst_error(kernels, dtype, device, DIM) if device == "cpu" or name == "cudnn" else 0.0
+    # The same by shards of all ranks; this one compares the rows that it holds.
     for sharding in ("hybrid", "per-document"):
         plan = shard(np.array(lengths, dtype=np.int64), size, sharding)
         rows = [
-            at
+            row
             for index, start, end in plan.ranks[rank].tolist()
-            for at in range(starts[index] + start, starts[index] + end)
+            for row in range(starts[index] + start, starts[index] + end)
         ]
         mine = [x[rows].to(device, dtype).requires_grad_() for x in (q, k, v)]
         layout = device_layout(attention_layout(plan, rank), device)

@@ -61,6 +61,7 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int) -> list[floa
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    # Times of forwards and backwards, such that a stage that never waits takes 1, and the events of 1F1B.
     repeated = [_repeated(plan, stages) for plan in plans]
     forwards = [
         np.array(plan.work) / ((1 + BACKWARD + recomputed.max(axis=0)) * sum(plan.work))
@@ -76,6 +77,7 @@ def draw_timelines(path: Path, plans: Sequence[Drawn], stages: int) -> list[floa
         for plan, forward, recomputed in zip(plans, forwards, repeated, strict=True)
     ]
     lengths = [max(event.end for event in events) for events in steps]
+    # A row for each step: bars, what they repeat, numbers, a legend of documents in chunks.
     heaviest = max(max(plan.work) / sum(plan.work) for plan in plans)
     figure, rows = pyplot.subplots(
         len(plans), 1, sharex=True, squeeze=False, figsize=(11, 1.1 + 1.3 * len(plans)), layout="constrained"

@@ -136,6 +136,8 @@ def plan_iterations(planner: Planner, settings: ShardSettings) -> Iterator[Plann
         plan = planner.next_iteration()
         if plan is None:
             return
+        # This rank's micro-batches, padded and cut over context-parallel ranks. With an alignment of 4,
+        # pieces of 5 and 8 tokens get a padding piece of 3.
         summary = summariser.summarise(plan)
         padded = [pad(row[settings.dp_rank].pieces, settings.alignment) for row in plan.micro_batches]
         lengths = [np.array([p.end - p.start for p in pieces], dtype=np.int64) for pieces in padded]

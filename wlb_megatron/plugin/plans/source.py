@@ -173,7 +173,7 @@ def _source(
             config = replace(config, max_tokens=-(-5 * window // (4 * alignment)) * alignment)
         job = job.with_config(config)
     messages: list[str] = []
-    # Of documents that train whole, beside the iteration's tokens.
+    # The longest document that is not split: by the iteration's tokens, the model's positions and memory.
     in_chunks = config.overlong == "chunk"
     bounds = [Bound(job.model.positions, "--max-position-embeddings")] if in_chunks else []
     memory = document_memory(job) if in_chunks else None
@@ -184,6 +184,7 @@ def _source(
         longest_one = max((int(corpus.lengths.max()) for corpus in corpora), default=0)
         longest_document, overlong = max(of.window, min(longest_document, longest_one)), "drop"
         limits = limits.replace("are split", "are dropped")
+    # The stream of pieces, and a sample of their lengths.
     epochs = config.train_epochs if endless else None
     rules = Rules(window=longest_document, overlong=overlong, seed=job.seed, endless=endless, epochs=epochs)
     if blend.masked:
@@ -195,6 +196,7 @@ def _source(
             f"predict, in {', '.join(corpus.name for corpus in corpora)}; correct the corpus or --split"
         )
     sample = sample_lengths_of(stream, sum(len(corpus.lengths) for corpus in corpora))
+    # The planner over them.
     layer_memory = recompute_memory(job) if endless and keeps_layers else None
     # The law without memory took every full recomputation for one of all layers.
     weighed = job if keeps_layers else replace(job, recompute_blocks=None)
@@ -224,6 +226,7 @@ def _source(
         say=messages.append,
     )
     planner = plan_job(stream, packing, schedule=batches, memory=gpu_memory(job))
+    # Where epochs end the run, the step in which the last one does.
     samples = None
     if epochs is not None:
         if blend.weights is not None:

@@ -15,7 +15,12 @@ from wlb_megatron.plugin.logs import metrics, timers, trace
 from wlb_megatron.plugin.logs.flops import count_segments
 from wlb_megatron.plugin.micro_batches.iterators import MicroBatchIterator
 from wlb_megatron.plugin.micro_batches.loaded import LoadedMicroBatch
-from wlb_megatron.plugin.micro_batches.planning import PlanAhead, PlannedIteration, plan_iterations
+from wlb_megatron.plugin.micro_batches.planning import (
+    PlanAhead,
+    PlannedIteration,
+    ShardSettings,
+    plan_iterations,
+)
 from wlb_megatron.plugin.plans.agreement import PlanAgreement
 from wlb_megatron.plugin.plans.data import MicroBatchSampler
 from wlb_megatron.plugin.plans.dynamic import training_plans
@@ -37,7 +42,6 @@ PLANS_AHEAD = 4
 def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIterator:
     """Called on every rank at once. agreement: begun."""
     from megatron.training import get_args, print_rank_0
-    from megatron.training.utils import is_last_rank
 
     job = source.job
     spans, traced = common_store("trace"), _traced(source)
@@ -53,23 +57,8 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
     if line:
         print_rank_0(f"> wlb_megatron: {line}")
     settings, layout = reporting(shard_settings(source), source), rank_layout(source)
-    make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, source.planner, settings)
-    processes: list[Child] = []
     failures.begin()
-    if in_a_process(source.planner, source.config, source.mean_length):
-        documents_each = source.planner.global_tokens / source.mean_length
-        print_rank_0(
-            f"> wlb_megatron: a process on each rank plans iterations, of about {documents_each:,.0f} documents"
-        )
-        logs = source.config.log_plans and is_last_rank()
-        make = partial(
-            plan_in_a_process, source.planner, settings, keeps_plans=logs, started=processes.append
-        )
-    if source.config.cp_mode == "dynamic":
-        make = training_plans(source, settings, lambda: plan_ahead)
-    plan_ahead = PlanAhead(make, PLANS_AHEAD, lambda: check_alive(processes))
-    if source.config.cp_mode == "dynamic":
-        atexit.register(plan_ahead.close)
+    plan_ahead = _plan_ahead(source, settings)
     sampler = MicroBatchSampler(plan_ahead, partial(agreement.see, dp_rank=settings.dp_rank))
     latest: int | None = None
 
@@ -78,6 +67,7 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
         iteration = batches[0].planned.iteration
         if iteration == latest or iteration not in sampler.passed:
             return  # run again by Megatron, to tell a wrong result from a wrong GPU; or out of a checkpoint for that
+        # The step must have trained what was planned.
         latest, planned_iteration = iteration, sampler.passed[iteration]
         places_drawn = [(batch.planned.iteration, batch.planned.index) for batch in batches]
         if places_drawn != [(iteration, index) for index in range(len(planned_iteration.micro_batches))]:
@@ -87,6 +77,7 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
             )
         agreement.check()
         checked(partial(_check_count, planned_iteration, job.batches.micro_batch_size))
+        # The next checkpoint is this iteration's; plans before it are not needed any more.
         for passed in [number for number in sampler.passed if number < iteration]:
             del sampler.passed[passed]
         remember(source, planned_iteration.state, applied=skipped)
@@ -94,6 +85,7 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
         if skipped:
             _print_skipped(planned_iteration)
             return
+        # Figures for the log.
         count_segments([batch.bounds for batch in batches])
         timers.add("wlb-plan-wait", waited)
         timers.add("wlb-planning", planned_iteration.micro_batches[0].plan_seconds)
@@ -108,6 +100,7 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
         pieces = [micro_batch.pieces for micro_batch in planned_iteration.micro_batches]
         trace.after_iteration(number, traced, spans, pieces)
 
+    # What runs before step 1: the longest micro-batches that the job can meet.
     rehearses = {"auto": job.device.on_gpu, "always": True, "never": False}[source.config.rehearsal]
     max_tokens = source.planner.packer.max_tokens
     max_tokens += padding(max_tokens, settings.alignment)
@@ -130,6 +123,7 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
             longest=max(job.batches.window, source.longest),
             count=job.sizes.micro_step_multiple,
         )
+    # What a step's gradients are divided by.
     equal_tokens = 0
     if weighs_equally(source.config, source.planner.packer):
         equal_tokens = max(1, round(job.batches.joined_window * job.sizes.data * source.trained_share))
@@ -141,6 +135,29 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
         defers_losses=not job.trainer.shards_weights,
     )
     return iterator
+
+
+def _plan_ahead(source: Source, settings: ShardSettings) -> PlanAhead:
+    """What makes iterations early: a thread that plans, or that takes the plans of a process or of dynamic groups."""
+    from megatron.training import print_rank_0
+    from megatron.training.utils import is_last_rank
+
+    planner, config = source.planner, source.config
+    make: Callable[[], Iterator[PlannedIteration]] = partial(plan_iterations, planner, settings)
+    processes: list[Child] = []
+    if in_a_process(planner, config, source.mean_length):
+        documents_each = planner.global_tokens / source.mean_length
+        print_rank_0(
+            f"> wlb_megatron: a process on each rank plans iterations, of about {documents_each:,.0f} documents"
+        )
+        logs = config.log_plans and is_last_rank()
+        make = partial(plan_in_a_process, planner, settings, keeps_plans=logs, started=processes.append)
+    if config.cp_mode == "dynamic":
+        make = training_plans(source, settings, lambda: plan_ahead)
+    plan_ahead = PlanAhead(make, PLANS_AHEAD, lambda: check_alive(processes))
+    if config.cp_mode == "dynamic":
+        atexit.register(plan_ahead.close)
+    return plan_ahead
 
 
 def _check_count(planned_iteration: PlannedIteration, micro_batch_size: int) -> None:
