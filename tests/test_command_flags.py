@@ -68,6 +68,7 @@ ANALYZE = {
     "seed": ("7", NO_HOST),
     "model": ("7B", NO_HOST),
     "num-layers": ("8", NO_HOST),
+    "hybrid-layer-pattern": ("*-*-*-*-*-*-*-*-", NO_HOST),
     "hidden-size": ("512", f"{SHAPE} --host-launch 0 --chunks off"),
     "num-attention-heads": ("8", f"{SHAPE} --host-launch 0 --chunks off"),
     "num-query-groups": ("2", f"{SHAPE} --host-launch 0 --chunks off"),

@@ -144,6 +144,28 @@ def test_a_micro_batch_of_two_windows_is_predicted_as_one_of_twice_the_window(
     assert code == 2 and "not a multiple of --micro-batch-size 2" in err
 
 
+@pytest.mark.parametrize(
+    ("pattern", "same"),
+    [
+        ("*-*-|*-*-/*-", "--ffn-hidden-size 512 --num-layers 4 --mtp-num-layers 1"),
+        ("*--*-*|*-|*-|*-", "--ffn-hidden-size 512 --num-layers 6 --num-virtual-stages-per-pipeline-rank 2"),
+        ("*---|*---", "--ffn-hidden-size 1536 --num-layers 2"),
+        ("*E|*E", "--ffn-hidden-size 512 --num-layers 2 --num-experts 4"),
+    ],
+)
+def test_a_hybrid_models_pattern_is_predicted_as_the_gpt_model_of_its_layers(
+    capsys: pytest.CaptureFixture[str], pattern: str, same: str
+) -> None:
+    lengths = "--lengths", ",".join(map(str, range(1, 90))), "--world-size", "2", "--"
+    rest = "--hidden-size 256 --num-attention-heads 4 --seq-length 64 --global-batch-size 8 "
+    rest += "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform"
+    experts = "--num-experts 4" if "E" in pattern else ""
+    hybrid = f"--ffn-hidden-size 512 --recompute-num-layers 2 --hybrid-layer-pattern {pattern} {experts}"
+    assert analyzed(capsys, *lengths, *rest.split(), *hybrid.split()) == (
+        analyzed(capsys, *lengths, *rest.split(), *same.split())
+    )
+
+
 def test_what_the_prediction_leaves_out_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     own = "analyze --no-split --iterations 1 --lengths 20,30,64 --world-size 1 --"
     code, out, _ = call(

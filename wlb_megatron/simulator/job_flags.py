@@ -214,6 +214,12 @@ def _add_trainer(parser: argparse.ArgumentParser) -> None:
         help="further tokens that multi-token prediction predicts, one layer each (default: 0)",
     )
     add(
+        "--hybrid-layer-pattern",
+        metavar="PATTERN",
+        help='layers of a HybridModel, such as "*-*E|*-*E": a layer is counted for each *, with its share of the MLPs '
+        "(-) and experts (E); each | begins a virtual stage, each / a further prediction",
+    )
+    add(
         "--use-megatron-fsdp",
         action="store_true",
         help="Megatron's FSDP: weights are sharded over data-parallel ranks",
@@ -437,6 +443,8 @@ def _complete_model(args: argparse.Namespace) -> None:
                 "--recompute-activations is selective recomputation, not full: drop one of the two"
             )
         args.recompute_granularity = "selective"
+    if args.hybrid_layer_pattern is not None:
+        _complete_pattern(args)
     layers = args.num_layers_per_virtual_pipeline_stage
     if layers is not None:
         if args.vpp > 1 or args.num_layers is None or args.num_layers % (args.pp * layers):
@@ -450,6 +458,24 @@ def _complete_model(args: argparse.Namespace) -> None:
     if args.multi_latent_attention:
         args.num_query_groups = None
         args.kv_channels = (args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim) // 2
+
+
+def _complete_pattern(args: argparse.Namespace) -> None:
+    """Fills in layers, stages and predictions of a HybridModel's pattern. `*-*--|*-*--/*-` on two stages: 4 layers, an
+    MLP of 3/2 of the width, one further prediction."""
+    main, *further = args.hybrid_layer_pattern.split("/")
+    attention, dense, routed = (main.count(symbol) for symbol in "*-E")
+    if not attention or {*main} - {*"*-E|"}:
+        raise WlbError(
+            f"--hybrid-layer-pattern {main} is not predicted: give attention (*), MLPs (-) and experts (E)"
+        )
+    number = args.recompute_num_layers * attention // (attention + dense + routed)
+    args.num_layers, args.mtp_num_layers, args.recompute_num_layers = attention, len(further), max(1, number)
+    args.vpp = max(1, (main.count("|") + 1) // args.pp)
+    if args.ffn_hidden_size is not None and not routed:
+        args.ffn_hidden_size = args.ffn_hidden_size * dense // attention
+    if routed and args.moe_layer_freq == "1":
+        args.moe_layer_freq = f"[1]*{min(routed, attention)}+[0]*{max(0, attention - routed)}"
 
 
 _MEASURED = ("matmul_rate", "memory_rate", "activation_passes", "ffn_passes", "optimizer_bytes")

@@ -12,14 +12,14 @@ from wlb_megatron.errors import WlbError
 
 _NAMES = """
 context-parallel-size cpu-offloading-num-layers data-args-path data-path expert-model-parallel-size
-expert-tensor-parallel-size ffn-hidden-size fine-grained-activation-offloading global-batch-size
-group-query-attention hidden-dropout hidden-size kv-channels kv-lora-rank micro-batch-size moe-ffn-hidden-size
+expert-tensor-parallel-size ffn-hidden-size fine-grained-activation-offloading global-batch-size group-query-attention
+hidden-dropout hidden-size hybrid-layer-pattern kv-channels kv-lora-rank micro-batch-size moe-ffn-hidden-size
 moe-layer-freq moe-router-load-balancing-type moe-router-topk moe-shared-expert-intermediate-size mtp-num-layers
 multi-latent-attention num-attention-heads num-experts num-layers num-layers-per-virtual-pipeline-stage
 num-query-groups num-virtual-stages-per-pipeline-rank overlap-grad-reduce overlap-param-gather
-per-split-data-args-path pipeline-model-parallel-size q-lora-rank qk-head-dim qk-pos-emb-head-dim recompute-activations
-recompute-granularity recompute-method recompute-num-layers seed seq-length sequence-parallel split swiglu
-tensor-model-parallel-size test-data-path train-data-path train-iters train-samples
+per-split-data-args-path pipeline-model-parallel-size q-lora-rank qk-head-dim qk-pos-emb-head-dim
+recompute-activations recompute-granularity recompute-method recompute-num-layers seed seq-length sequence-parallel
+split swiglu tensor-model-parallel-size test-data-path train-data-path train-iters train-samples
 untie-embeddings-and-output-weights use-distributed-optimizer use-megatron-fsdp use-torch-fsdp2 v-head-dim
 valid-data-path vocab-size
 """
@@ -43,7 +43,6 @@ PASSED_OVER = {
     "--use-precision-aware-optimizer": "the optimizer's state is counted in fp32",
     "--grad-reduce-in-bf16": "gradients are reduced in fp32; give --gradient-bytes 2",
     "--tp-comm-overlap": "give --tp-exposed, the share of tensor parallelism's communication that is not hidden",
-    "--hybrid-layer-pattern": "every layer is counted as attention and a feed-forward",
     "--mock-data": "give --lengths",
 }
 """Megatron's flags that change a prediction and are not read, and what is assumed instead."""
