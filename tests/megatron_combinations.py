@@ -109,6 +109,7 @@ GPU: tuple[Combination, ...] = (
         "CP2, EP2, MoE, after a rehearsal", 2, f"{CP} 2 --expert-model-parallel-size 2 {REHEARSED}", EXPERTS
     ),
     Combination("CP2", 2, f"{CP} 2"),
+    Combination("CP2, HybridModel", 2, f"{CP} 2 {PATTERN} *-*-*-*-"),
     Combination("TP2+SP", 2, f"{TP} 2 --sequence-parallel", stock=True),
     Combination("PP2", 2, f"{PP} 2"),
     Combination("VPP2 on PP2", 2, VPP),
