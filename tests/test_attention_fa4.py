@@ -5,7 +5,7 @@ import inspect
 import sys
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -37,6 +37,7 @@ class Asked:
 
     def __init__(self):
         self.calls, self.functions, self.rounded, self.module_functions = [], 0, [], ()
+        self.launched = []
 
     def forward(
         self,
@@ -61,7 +62,8 @@ class Asked:
         inputs = q.detach(), k, v, out, lse, softmax_scale, cu_seqlens_q, cu_seqlens_k
         kernel = partial(self._attend, causal, window_size_left)
         rest = None, None, None, window_size_left, None, None, None, "aux", None, None
-        self._launch(0, (causal, window_size_left), kernel, *inputs, *rest)
+        one_tile = max_seqlen_q * (q.shape[1] // k.shape[1]) <= 192
+        self._launch(0, (*self._choice(causal, window_size_left, q, k, v), one_tile), kernel, *inputs, *rest)
         return out, lse, None, None, None
 
     def backward(
@@ -105,9 +107,10 @@ class Asked:
             if grouped
             else [dk, dv]
         )
+        choice = *self._choice(causal, window_size_left, q, k, v), 0 in dout.stride()
         self._launch(
             1,
-            0,
+            (q.dtype, dim, v_dim),
             self._prepare,
             out,
             dout,
@@ -125,13 +128,14 @@ class Asked:
         inputs = q.detach(), k, v, dout, weights, dpsum, *sums, softmax_scale, cu_seqlens_q, cu_seqlens_k
         rest = None, None, window_size_left, None, semaphore, None, None, "aux", None, None
         kernel = partial(self._pull, causal, window_size_left)
-        self._launch(2, (causal, window_size_left), kernel, *inputs, *rest)
+        one_tile = max_seqlen_q <= 128, max_seqlen_k <= 128
+        self._launch(2, (*choice, deterministic, one_tile), kernel, *inputs, *rest)
         ends = cu_seqlens_q, cu_seqlens_k, cu_seqlens_k
         for total, gradient, scale, bounds, tile in list(
             zip(sums, (dq, dk, dv), (softmax_scale, softmax_scale, 1.0), ends, (8, 16, 16), strict=True)
         )[: 3 if grouped else 1]:
             self._launch(
-                3, tile, partial(self._round, tile), total, gradient, scale, bounds, None, None, None
+                3, (tile, q.dtype), partial(self._round, tile), total, gradient, scale, bounds, *[None] * 3
             )
         return dq, dk, dv
 
@@ -139,8 +143,18 @@ class Asked:
         """As flash-attn does: by way of the cache that its function has at the moment."""
         compiled = self.module_functions[cache].compile_cache
         if key not in compiled:
-            compiled[key] = kernel
+            compiled[key] = partial(self._run, (cache, key), kernel)
         compiled[key](*arguments)
+
+    def _run(self, name, kernel, *arguments):
+        self.launched.append(name)
+        kernel(*arguments)
+
+    @staticmethod
+    def _choice(causal, left, q, k, v):
+        """What flash-attn compiles kernels by, and the value of the window, by which this stand-in's compute."""
+        dims = q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
+        return causal, left, q.dtype, *dims, *(0 in x.stride() for x in (q, k, v))
 
     def _attend(self, causal, left, q, k, v, out, lse, scale, cu_q, cu_k, *rest):
         assert rest == (None, None, None, left, None, None, None, "aux", None, None)
@@ -349,6 +363,73 @@ def test_only_the_first_call_of_a_kind_goes_through_the_functions(
     assert asked.functions - before == functions
     for again in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
+
+
+def each_kind_of_call():
+    """Calls that choose different kernels, of sizes that must not matter, with heads, key heads and channels."""
+    shapes = (
+        (4, 2, 16, 16),
+        (4, 4, 16, 16),
+        (2, 2, 16, 16),
+        (4, 1, 16, 16),
+        (4, 2, 32, 32),
+        (2, 2, 192, 128),
+    )
+    for lengths, window in product(([9, 30], [1, 1, 1], [300, 4], [560]), (None, 0, 3)):
+        plan = shard(padded(lengths, 2), 2, "per-document")
+        layout = device_layout(attention_layout(plan, 0, window), "cpu")
+        calls = [layout.window.call] if window is not None else [layout.diagonals, layout.rectangles]
+        yield from product(filter(None, calls), shapes, (torch.float64, torch.float32))
+
+
+def launched(asked, kernels, call, q, kv, dout):
+    """Names of the kernels that a forward and a backward launch, and their results."""
+    asked.launched.clear()
+    out, lse = kernels.forward(call, q, kv, SCALE)
+    results = out, *kernels.backward(call, q, kv, out, lse, dout, SCALE)
+    return list(asked.launched), results
+
+
+def test_a_noted_kernel_is_launched_only_where_its_function_would_choose_it(asked):
+    noting, direct = asked.backend.FlashAttention4Kernels(), 0
+    for call, (heads, kv_heads, dim, v_dim), dtype in each_kind_of_call():
+        kv_shape = (2, kv_heads, dim) if dim == v_dim else (kv_heads, dim + v_dim)
+        q, kv, dout = (
+            torch.randn(rows, *shape, dtype=dtype)
+            for rows, shape in (
+                (call.q_rows, (heads, dim)),
+                (call.kv_rows, kv_shape),
+                (call.q_rows, (heads, v_dim)),
+            )
+        )
+        names, results = launched(asked, asked.backend.FlashAttention4Kernels(), call, q, kv, dout)
+        before = asked.functions
+        again, same = launched(asked, noting, call, q, kv, dout)
+        direct += asked.functions == before
+        assert again == names
+        assert all(torch.equal(a, b) for a, b in zip(results, same, strict=True))
+    assert direct > 90
+
+
+def test_tensors_that_functions_would_copy_or_compile_for_go_through_them(asked):
+    """Addresses between multiples of 16 bytes, which the stand-in refuses, and a single row with a stride of 0."""
+    kernels, x = asked.backend.FlashAttention4Kernels(), random_tensors(9)
+    call, single = (
+        device_layout(attention_layout(shard([n], 1, "per-document"), 0), "cpu").diagonals for n in (9, 1)
+    )
+    kv = torch.stack((x.k, x.v), 1)
+    before = asked.functions
+    for _ in range(2):
+        launched(asked, kernels, call, x.q, kv, x.dout)
+        launched(asked, kernels, single, x.q[:1], kv[:1], x.dout[:1])
+    assert asked.functions - before == 2
+    out, lse = kernels.forward(call, x.q, kv, SCALE)
+    odd = torch.empty(x.q.numel() + 1, dtype=x.q.dtype)[1:].view_as(x.q).copy_(x.q)
+    with pytest.raises(AssertionError):
+        kernels.forward(call, odd, kv, SCALE)
+    kernels.backward(call, x.q, kv, out, lse, odd, SCALE)
+    kernels.forward(single, x.q.as_strided((1, *x.q.shape[1:]), (0, *x.q.stride()[1:])), kv[:1], SCALE)
+    assert asked.functions - before == 5
 
 
 def test_one_call_serves_segments_of_whole_and_of_cut_documents(asked):

@@ -8,8 +8,9 @@ log-sum-exp of all keys, so it cannot use the merged one. Below that module, 2.1
 functions with such a node. 2.20 has these two, wrapped, in a private module. So this file calls FlashAttention-4
 itself.
 
-Its functions check and look up for longer than a launch takes. What they find depends on the kind of call alone. So the
-first call of a kind notes the compiled kernels that run and their constant arguments; later ones call these kernels.
+Its functions check and look up for longer than a launch takes. What they find depends on the kind of call alone (see
+`_kind`). So the first call of a kind notes the compiled kernels that run and their constant arguments; later ones call
+these kernels.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class FlashAttention4Kernels:
 
     def forward(self, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         k, v = apart(kv, q.shape[-1])
-        kind = _kind("forward", call, q, kv, scale)
-        if launches := self._compiled.get(kind) if _usual(call) else None:
+        kind, usual = _kind("forward", call, scale, q, kv), _usual(call, q, kv)
+        if launches := self._compiled.get(kind) if usual else None:
             (run,) = launches
             out = q.new_empty((*q.shape[:2], v.shape[-1]))
             lse = q.new_empty((q.shape[1], len(q)), dtype=torch.promote_types(q.dtype, torch.float32))
@@ -58,7 +59,7 @@ class FlashAttention4Kernels:
             out, lse, *_ = interface._flash_attn_fwd(
                 q, k, v, softmax_scale=scale, return_lse=True, **_bounds_and_mask(call)
             )
-        if _usual(call) and len(launches) == 1:
+        if usual and len(launches) == 1:
             self._compiled[kind] = [launch.without_tensors() for launch in launches]
         return out, lse.t()  # lse is by heads, [heads, rows]
 
@@ -67,7 +68,8 @@ class FlashAttention4Kernels:
     ) -> tuple[Tensor, Tensor]:
         (k, v), dkv, lse = apart(kv, q.shape[-1]), torch.empty_like(kv), lse.t().contiguous()
         dk, dv = apart(dkv, q.shape[-1])
-        kind, usual = _kind("backward", call, q, kv, scale), _usual(call) and not self.deterministic
+        kind = _kind("backward", call, scale, q, kv, dout)
+        usual = _usual(call, q, kv, dout) and not self.deterministic  # else with zeroed semaphores
         if launches := self._compiled.get(kind) if usual else None:
             dq = torch.empty_like(q)
             _run_backward(launches, call, (q, k, v, out, dout, lse), (dq, dk, dv), scale)
@@ -145,18 +147,30 @@ def _noted() -> Iterator[list[_Launch]]:
             function.compile_cache = cache
 
 
-def _kind(direction: str, call: DeviceCall, q: Tensor, kv: Tensor, scale: float) -> tuple[Any, ...]:
-    """What compiled kernels and their constant arguments depend on."""
-    return direction, q.shape[1:], kv.shape[1:], q.dtype, call.causal, call.window, scale
+def _kind(direction: str, call: DeviceCall, scale: float, *tensors: Tensor) -> tuple[Any, ...]:
+    """What decides the compiled kernels and their constant arguments, as read in flash-attn 4.0.0b36 for Hopper.
+
+    kernel_choice.TRIED allows no other version. Dtype, heads, channels, mask and window decide kernels and tiles. Keys
+    are never split over programs, as num_splits stays 1, so there is no scheduler's metadata. Query heads are packed
+    (pack_gqa) wherever they share keys. The longest lengths decide one thing: whether each sequence fits into one tile,
+    of at most 192 rows forward and 128 backward. LEAST_LONGEST keeps the answer no. Strides of 0 are compiled in; a
+    contiguous tensor may have one where its size is 1, hence strides. `_usual` is about the rest.
+    """
+    shapes = [(x.shape[1:], x.stride()) for x in tensors]
+    return direction, call.causal, call.window, scale, tensors[0].dtype, *shapes
 
 
-def _usual(call: DeviceCall) -> bool:
-    """Whether nothing else is launched. With more sequences, one kernel more finds where they begin."""
-    return (
-        len(call.cu_seqlens_q) - 1 <= interface.BIN_BATCH_SEARCH_THRESH
-        and call.q_rows > 0
-        and call.kv_rows > 0
-    )
+def _usual(call: DeviceCall, *tensors: Tensor) -> bool:
+    """Whether the functions launch nothing but the noted kernels, and give them these very tensors.
+
+    With more sequences, a kernel more finds where they begin. Without rows nothing runs. A tensor that does not begin
+    at a multiple of 16 bytes would be copied.
+    """
+    bits = 0
+    for x in tensors:
+        bits |= x.data_ptr()
+    few = len(call.cu_seqlens_q) - 1 <= interface.BIN_BATCH_SEARCH_THRESH
+    return few and call.q_rows > 0 and call.kv_rows > 0 and not bits & 15
 
 
 def _run_backward(
