@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tracemalloc
 
 import numpy as np
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from wlb_megatron.documents.corpus import Corpus, Rules
 from wlb_megatron.documents.epoch_order import MOST_STORED, epoch_order, permuted
 from wlb_megatron.documents.stream import DocumentStream
+from wlb_megatron.errors import WlbError
 
 LARGE = MOST_STORED + 77
 
@@ -88,22 +88,7 @@ def test_a_stream_over_many_documents_holds_nothing_of_their_number() -> None:
     assert len({piece.document for piece in pieces if piece is not None}) == 10_000
 
 
-@pytest.mark.parametrize("taken", [0, 5, 5000])
-def test_a_state_of_version_1_goes_on_in_its_stored_order(taken: int) -> None:
-    """What that version did: every epoch sorted, of any size."""
-    lengths, rules = np.full(LARGE, 3, dtype=np.int32), Rules(8, seed=5, endless=True)
-    sorted_draws = np.argsort(
-        np.random.PCG64(np.random.SeedSequence([5, 0, 0])).random_raw(LARGE), kind="stable"
-    )
-    stream = DocumentStream.of_lengths(lengths, rules)
-    state = json.loads(json.dumps(stream.state()))
-    state["version"] = 1
-    state["corpora"][0] |= {"cursor": taken, "tokens": 3 * taken}
-    stream.load_state(state)
-    assert stream.state() == state
-    documents = [piece.document for piece in (stream.next() for _ in range(9000)) if piece is not None]
-    assert documents == sorted_draws[taken : taken + 9000].tolist()
-    assert stream.state()["version"] == 1
-    again = DocumentStream.of_lengths(lengths, rules)
-    again.load_state(json.loads(json.dumps(stream.state())))
-    assert again.next() == stream.next()
+def test_a_state_of_before_the_first_release_is_refused() -> None:
+    stream = DocumentStream.of_lengths(np.full(9, 3, dtype=np.int32), Rules(8, seed=5, endless=True))
+    with pytest.raises(WlbError, match="has version 1, this one reads 2 to 3"):
+        stream.load_state({**stream.state(), "version": 1})

@@ -118,7 +118,7 @@ FROZEN = [(2, 0), (3, 0), (4, 0), (0, 0), (1, 0), (3, 4), (1, 4), (3, 8), (0, 4)
 
 
 @pytest.mark.parametrize("block", [3, 4096])
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [2])
 def test_a_state_of_before_goes_on_with_a_documents_pieces_after_each_other(
     version: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,7 +185,7 @@ def test_fp8s_scales_and_histories_are_those_of_a_start_or_of_the_checkpoint(eng
             for state in map(RecipeState, scales, engine.global_amax_history_buffer[key]):
                 state.learn(1000.0)
 
-    rehearse(step, chunk, SimpleNamespace(met=(), graph_seconds=0.0))
+    rehearse(step, chunk, SimpleNamespace(met=()))
     assert loaded.fp8_meta["scaling_fwd"].values() == loaded.fp8_meta["scaling_bwd"].values() == before
     assert shortened.fp8_meta["scaling_bwd"].values() == ([56.0] * 3, kept_rows)
     assert (

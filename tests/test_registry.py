@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from wlb_megatron.arguments import add_arguments, config_from_args, take_instead
+from wlb_megatron.arguments import add_arguments, config_from_args, removed_flags, take_instead
 from wlb_megatron.attention.kernels import kernel_choice
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
@@ -94,3 +94,14 @@ def test_a_value_that_flags_no_longer_offer_is_taken_for_another_with_a_line() -
         "--wlb-sharding adaptive"
     ]
     assert take_instead(WlbConfig()) == (WlbConfig(), [])
+
+
+def test_a_removed_flag_is_taken_for_one_release_with_a_line() -> None:
+    parser = add_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--wlb-graph-seconds", "15"])
+    assert config_from_args(args) == WlbConfig() and "graph-seconds" not in parser.format_help()
+    assert removed_flags(args) == [
+        "--wlb-graph-seconds does nothing from this release on, and will be refused from the next: leave it out "
+        "(attention graphs are built for at most a minute before step 1)"
+    ]
+    assert not removed_flags(parser.parse_args([]))

@@ -14,6 +14,10 @@ from wlb_megatron.errors import WlbError
 PREFIX = "wlb_"
 
 
+REMOVED = {"graph_seconds": "attention graphs are built for at most a minute before step 1"}
+"""Flags that this release takes for the last time, and says that they do nothing: name, and what happens instead."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the plugin's argument group to Megatron's parser (an `extra_args_provider`)."""
     group = parser.add_argument_group(
@@ -35,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             if setting.default is not None:
                 options["help"] += f" (default: {setting.default})"
         group.add_argument(flag, **options)
+    for name in REMOVED:
+        group.add_argument(_flag(PREFIX + name), dest=PREFIX + name, help=argparse.SUPPRESS)
     return parser
 
 
@@ -49,6 +55,16 @@ def config_from_args(args: argparse.Namespace) -> WlbConfig:
     config = WlbConfig(**{name: value for name, value in given.items() if name not in left})
     check_numbers(config)
     return config
+
+
+def removed_flags(args: argparse.Namespace) -> list[str]:
+    """A line on each flag of REMOVED that is given."""
+    return [
+        f"{_flag(PREFIX + name)} does nothing from this release on, and will be refused from the next: leave it out "
+        f"({why})"
+        for name, why in REMOVED.items()
+        if getattr(args, PREFIX + name, None) is not None
+    ]
 
 
 def take_instead(config: WlbConfig) -> tuple[WlbConfig, list[str]]:

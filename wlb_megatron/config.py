@@ -206,13 +206,6 @@ class WlbConfig:
         "1,000 documents an iteration on, unless --wlb-cp-mode is dynamic), always, never (a thread plans)",
         choices=("auto", "always", "never"),
     )
-    graph_seconds: float = _setting(
-        60.0,
-        "time limit for building cuDNN's attention graphs before step 1, likeliest sizes first (seconds). A step that "
-        "needs another graph builds it in about 0.13 s",
-        type=float,
-        within=(0, SECONDS),
-    )
     fresh_order: bool = _setting(
         False,
         "continue a checkpoint with other corpora, weights, --seq-length or packing, or one made without the plugin. "

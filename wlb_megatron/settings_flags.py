@@ -17,7 +17,6 @@ NOT_HERE = (
     *(
         "dry_run",
         "fresh_order",
-        "graph_seconds",
         "kernels",
         "log",
         "log_plans",

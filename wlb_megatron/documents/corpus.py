@@ -20,8 +20,8 @@ EPOCH, DOCUMENT, START, END, CURSOR, RESUME, TOKENS, EMPTY, OVERLONG_COUNT, LOST
 """Columns of a walk's rows: the piece (first four), then the walk's place and counts once it is taken."""
 
 VERSION = 3
-"""Version of a stream's state, and of the order in which its run continues. 1: every epoch's order was stored and
-sorted, however large the corpus. 2: the pieces of a split document followed one another."""
+"""Version of a stream's state, and of the order in which its run continues. 2, of release 0.1.0: the
+pieces of a split document followed one another."""
 
 STATE = {
     "epoch": EPOCH,
@@ -193,7 +193,7 @@ class CorpusWalk:
         if self._begun != begun:
             seeds = None if seed is None else [seed, self.position, epoch]
             earlier = self.earlier(epoch) if spread else ()
-            self._order.begin(seeds, stored=self._version == 1, spread=spread, earlier=earlier)
+            self._order.begin(seeds, spread=spread, earlier=earlier)
             self._begun = begun
 
     def _fill(self, begin: int, out: int = 0) -> None:

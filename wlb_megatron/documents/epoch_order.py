@@ -43,16 +43,15 @@ class EpochOrder:
         return documents if self._keys is None else permuted(documents, self._count, self._keys, back=True)
 
 
-def epoch_order(count: int, seeds: Sequence[int] | None, *, stored: bool = False) -> EpochOrder:
-    """The order of `count` documents by seeds; None: in file order. stored: store it for a large corpus too, as
-    version 1 did.
+def epoch_order(count: int, seeds: Sequence[int] | None) -> EpochOrder:
+    """The order of `count` documents by seeds; None: in file order.
 
     Both kinds use raw 64-bit draws, whose stream numpy keeps the same from version to version.
     """
     if seeds is None:
         return EpochOrder(count)
     draws = np.random.PCG64(np.random.SeedSequence(seeds))
-    if stored or count <= MOST_STORED:
+    if count <= MOST_STORED:
         return EpochOrder(count, stored=np.argsort(draws.random_raw(count), kind="stable"))
     return EpochOrder(count, keys=draws.random_raw(_ROUNDS))
 

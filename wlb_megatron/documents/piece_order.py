@@ -44,13 +44,12 @@ class PieceOrder:
         self,
         seeds: Sequence[int] | None,
         *,
-        stored: bool = False,
         spread: bool = True,
         earlier: Sequence[EarlierWindow] = (),
     ) -> None:
-        """Begin an epoch. seeds, stored: see epoch_order. Unless spread, a document's pieces come after each other.
+        """Begin an epoch. seeds: see epoch_order. Unless spread, a document's pieces come after each other.
         earlier: the windows that the epoch began with, if it is spread."""
-        self._order = epoch_order(self._count, seeds, stored=stored)
+        self._order = epoch_order(self._count, seeds)
         least = min([self._window, *(window for _, window in earlier)])
         if least != self._least:
             self._find_long(least)

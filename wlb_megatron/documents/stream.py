@@ -111,9 +111,9 @@ class DocumentStream:
         longest length depends on the layout, but a run's order must not.
         """
         version = state.get("version")
-        if not isinstance(version, int) or not 1 <= version <= VERSION:
+        if not isinstance(version, int) or not 2 <= version <= VERSION:
             raise WlbError(
-                f"saved document stream has version {version}, this one reads 1 to {VERSION}; "
+                f"saved document stream has version {version}, this one reads 2 to {VERSION}; "
                 "resume with the release that saved it"
             )
         try:

@@ -14,7 +14,6 @@ from typing import Any
 
 from wlb_megatron.documents.corpus import VERSION
 from wlb_megatron.documents.earlier_windows import WHOLE
-from wlb_megatron.documents.epoch_order import MOST_STORED
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.saved_pieces import packed_waiting
@@ -111,9 +110,7 @@ def _places(
         left.remove(at)
         moves.append(_moved(before[at], corpus))
         place = {**saved["corpora"][at], "tokens": 0, "position": positions[at]}
-        in_order = rules["seed"] == now["seed"] and (
-            saved["version"] > 1 or corpus["documents"] <= MOST_STORED
-        )
+        in_order = rules["seed"] == now["seed"]
         cut_alike = saved["version"] == VERSION and all(
             rules[name] == now[name] for name in ("window", "overlong")
         )

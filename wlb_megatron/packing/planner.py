@@ -15,7 +15,7 @@ from wlb_megatron.pipeline.groups import groups
 from wlb_megatron.plan import IterationPlan, MicroBatch, Piece
 
 STATE_VERSION = 3
-"""Versions before 3 hold waiting pieces as rows, version 1 knows one batch size only."""
+"""Version 2, of release 0.1.0, holds waiting pieces as rows."""
 
 _PREFIX = itemgetter(4)  # of pieces; faster than access by name
 
@@ -184,13 +184,11 @@ class Planner:
     def load_state(self, state: dict[str, Any]) -> None:
         """Continues after the iteration at which `state` was taken. Raises ValueError if it does not fit.
 
-        The schedule may differ for what has not been taken in yet. States of versions 1 and 2 are accepted, too.
+        The schedule may differ for what has not been taken in yet. States of version 2 are accepted, too.
         """
-        if state.get("version") == 1:
-            state = self._from_version_1(state)
         if state.get("version") not in (2, STATE_VERSION):
             raise WlbError(
-                f"planner state of version {state.get('version')!r}, this release reads 1 to {STATE_VERSION}: "
+                f"planner state of version {state.get('version')!r}, this release reads 2 to {STATE_VERSION}: "
                 "resume with the release that wrote it"
             )
         if state["sample_tokens"] != self._tokens(1):
@@ -223,18 +221,6 @@ class Planner:
         )  # a run that had ended may go on for more epochs
         self.put_back = int(state["put_back_so_far"])
         self._put_back = deque(Piece(*row) for row in state["put_back"])
-
-    def _from_version_1(self, state: dict[str, Any]) -> dict[str, Any]:
-        bins, iteration = state["packer"]["settings"]["global_micro_batches"], int(state["iteration"])
-        batches = self.packer.intake_batches
-        return {
-            **state,
-            "version": 2,
-            "samples": iteration * bins,
-            "supplied": -(-iteration // batches) * batches,
-            "sample_tokens": state["global_tokens"] // bins,
-            "batches": [[0, bins]],
-        }
 
 
 def _works_and_groups(column: Sequence[MicroBatch]) -> tuple[list[int], tuple[int, ...] | None]:

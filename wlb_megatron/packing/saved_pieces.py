@@ -33,7 +33,7 @@ def encode(waiting: Iterable[Waiting]) -> str:
 
 
 def decode(saved: str | Iterable[Sequence[int]]) -> list[Waiting]:
-    """What was encoded; or rows [epoch, document, start, end, entry], as states of version 1 and 2 have them."""
+    """What was encoded; or rows [epoch, document, start, end, entry], as states of version 2 have them."""
     if not isinstance(saved, str):
         return [Waiting(Piece(*(int(x) for x in row[:4])), int(row[4])) for row in saved]
     try:
@@ -56,7 +56,7 @@ def encode_windows(windows: Sequence[Sequence[Waiting]]) -> dict[str, Any]:
 
 
 def decode_windows(saved: dict[str, Any] | Sequence[Sequence[Sequence[int]]]) -> list[list[Waiting]]:
-    """What was encoded; or rows of each window, as states of version 1 and 2 have them."""
+    """What was encoded; or rows of each window, as states of version 2 have them."""
     if not isinstance(saved, dict):
         return [decode(window) for window in saved]
     items = iter(decode(saved["pieces"]))

@@ -20,6 +20,7 @@ from wlb_megatron.arguments import (
     config_from_args,
     explain_unparsed,
     name_flag,
+    removed_flags,
     take_instead,
 )
 from wlb_megatron.plugin import script_functions
@@ -177,7 +178,7 @@ def _open(args: Any, full_validation: bool) -> OpenedJob:
         versions.check_transformer_engine(args.transformer_impl)
     try:
         from_flags, lines = take_instead(config_from_args(args))
-        for line in lines:
+        for line in (*lines, *removed_flags(args)):
             say(f"note: {line}")
         if dry and from_flags.gpu_memory is None:
             from_flags = replace(from_flags, gpu_memory=ASSUMED_GIB)

@@ -74,9 +74,7 @@ DEVICES = {
     "cuda": "--distributed-backend nccl --wlb-rehearsal never --transformer-impl transformer_engine --bf16",
 }
 CPU_ALONE = ("--use-cpu-initialization", "--no-rope-fusion")
-FASTER = (
-    "--no-check-for-nan-in-loss-and-grad --rerun-mode disabled --wlb-max-documents 256 --wlb-graph-seconds 15"
-)
+FASTER = "--no-check-for-nan-in-loss-and-grad --rerun-mode disabled --wlb-max-documents 256"
 """Without a device synchronisation in each micro-batch, and with few sizes of kernel graphs to build."""
 
 

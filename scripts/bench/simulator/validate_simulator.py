@@ -138,7 +138,6 @@ def arguments(options: argparse.Namespace, profile: Path, lines: Path, prefix: P
         *("--num-layers", str(options.layers), "--data-path", str(prefix), "--wlb-log", str(lines)),
         *("--seq-length", str(WINDOW), "--max-position-embeddings", str(2 * WINDOW), "--wlb-log-plans"),
         *("--global-batch-size", str(options.global_batch_size), "--train-iters", str(options.iterations)),
-        *("--wlb-graph-seconds", "15"),
         *(["--wlb-profile", str(profile)] if profile.exists() else []),
     ]
 

@@ -319,7 +319,7 @@ class VarlenPacker(Packer):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        saved = {"release": "balance"} | state["settings"]  # the first states had no other
+        saved = state["settings"]
         own = self._settings()
         if saved.get("chunks"):  # a plan with chunks leaves only waiting documents
             saved = own | {name: saved[name] for name in ("packing", "window")}

@@ -107,7 +107,6 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
     documents = min(source.config.max_documents, 1 + int(1.5 * max_tokens / source.mean_length))
     rehearsal = None
     if rehearses:
-        seconds = source.config.graph_seconds
         held_micro_batches = -(-source.planner.packer.held_tokens // max_tokens)
         rehearsal = longest_micro_batches(
             *(
@@ -117,7 +116,6 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
                 layout,
                 source.corpus,
                 documents,
-                seconds,
                 held_micro_batches,
             ),
             longest=max(job.batches.window, source.longest),

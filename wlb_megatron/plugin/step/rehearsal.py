@@ -47,12 +47,11 @@ class Rehearsal:
     """What runs before step 1.
 
     batches: of one step; a single one stands for as many as the schedule takes. met: the sizes to build kernel graphs
-    for, in at most graph_seconds.
+    for.
     """
 
     batches: tuple[LoadedMicroBatch, ...]
     met: GraphSizes
-    graph_seconds: float
 
 
 def longest_micro_batches(
@@ -62,17 +61,19 @@ def longest_micro_batches(
     layout: Layout,
     corpus: Blend,
     documents: int = 1,
-    graph_seconds: float = 0.0,
     held: int = 0,
     longest: int = 0,
     count: int = 1,
 ) -> Rehearsal:
     """A batch of max_tokens as documents of one window, cut per document: every rank needs all keys.
 
-    The tokens are the corpus's. documents: how many a micro-batch of max_tokens may hold. graph_seconds: for building
-    kernel graphs before it. held: micro-batches that run forward before the first backward: so many batches, of which
-    the first are a document of `longest` tokens in chunks; 0: as the schedule has it, one batch that stands for all.
-    count: the schedule takes a multiple of so many batches, and the shortest ones fill up.
+    The tokens are the corpus's.
+
+    Args:
+        documents: how many a micro-batch of max_tokens may hold.
+        held: micro-batches that run forward before the first backward: so many batches, of which the first are a
+            document of `longest` tokens in chunks; 0: as the schedule has it, one batch that stands for all.
+        count: the schedule takes a multiple of so many batches, and the shortest ones fill up.
     """
     usable = max_tokens // settings.alignment * settings.alignment
     rows = in_chunks(usable, held, longest) if held > 1 else [_of_windows(usable, window)]
@@ -103,7 +104,7 @@ def longest_micro_batches(
         if layout.reads_tokens:
             batch = replace(batch, held=_read(plan, corpus, layout, settings.dp_rank))
         batches.append(batch)
-    return Rehearsal(tuple(batches), graphs, graph_seconds)
+    return Rehearsal(tuple(batches), graphs)
 
 
 def in_chunks(tokens: int, count: int, longest: int) -> list[tuple[Piece, ...]]:
@@ -181,7 +182,7 @@ def rehearse(step: Callable[[], Any], model: Any, rehearsal: Rehearsal) -> None:
     """
     chunks = model if isinstance(model, list) else [model]
     kept = KeptState(chunks)
-    build_graphs(chunks, rehearsal.met, rehearsal.graph_seconds)
+    build_graphs(chunks, rehearsal.met)
     with unchecked():
         with by_the_flags():
             checked(partial(_fitting, step, rehearsal))
