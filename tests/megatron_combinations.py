@@ -33,6 +33,10 @@ MOE = (
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
 )
 ALLGATHER = MOE.replace("alltoall", "allgather")
+DELTA_NET = (
+    "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 8 --linear-value-head-dim 8"
+)
+DELTA_NETS = f"--hybrid-layer-pattern G-*-G- --spec wlb_megatron.plugin.model.local_hybrid stack {DELTA_NET}"
 BY_DOCUMENT = MOE.replace("type aux", "type seq_aux")
 BY_DOCUMENT_ALONE = (
     MOE.replace("aux_loss --moe-aux-loss-coeff 0.01", "aux_loss seq_aux_loss --moe-aux-loss-coeff 0 0.1")
@@ -375,5 +379,21 @@ CPU: tuple[Combination, ...] = (
     Combination("FP8 delayed, full recompute, DP2xPP2", 4, f"{PP} 2 {RECOMPUTE} uniform", FP8_DELAYED),
     Combination("evaluation inside, PP2", 2, f"{PP} 2 --eval-iters 1 --eval-interval 1"),
     Combination("evaluation inside, VPP2 on PP2", 2, f"{VPP} --eval-iters 1 --eval-interval 1", FOUR),
+    Combination("gated delta nets, CP2", 2, f"{CP} 2", DELTA_NETS),
+    Combination("gated delta nets, TP2+SP, CP2", 4, f"{TP} 2 --sequence-parallel {CP} 2", DELTA_NETS),
+    Combination("gated delta nets, PP2, DP2", 4, f"{PP} 2 {OVERLAPS}", DELTA_NETS),
+    Combination("gated delta nets, full recompute, CP2", 2, f"{CP} 2 {RECOMPUTE} uniform", DELTA_NETS),
+    Combination(
+        "gated delta nets of a GPTModel, full recompute, CP2",
+        2,
+        f"{CP} 2 {RECOMPUTE} uniform",
+        f"--experimental-attention-variant gated_delta_net --linear-attention-freq 2 {DELTA_NET}",
+    ),
+    Combination(
+        "gated delta nets, MoE, EP2, TP2+SP",
+        4,
+        f"{TP} 2 --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        f"{DELTA_NETS} {MOE}".replace("G-*-G-", "GE*EG"),
+    ),
 )
 """For CPUs (gloo, fp32)."""

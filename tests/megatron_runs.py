@@ -274,18 +274,28 @@ def whole_gradients(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
             expert = EXPERT in name  # experts are spread over data- and context-parallel ranks
             if expert or not (place["cp"] or place["dp"]):
                 parts.setdefault(name, {})[place["etp" if expert else "tp"]] = (gradient, dim)
-    gated = ranks[0]["place"]["gated"]
+    fused = ranks[0]["place"]["fused"]
     return {
-        name: _join([by_rank[r] for r in sorted(by_rank)], gated and "linear_fc1" in name)
-        for name, by_rank in parts.items()
+        name: _join([by_rank[r] for r in sorted(by_rank)], name, fused) for name, by_rank in parts.items()
     }
 
 
-def _join(parts: list[tuple[torch.Tensor, int | None]], gated: bool) -> torch.Tensor:
+def _join(
+    parts: list[tuple[torch.Tensor, int | None]], name: str, fused: dict[str, tuple[int, ...]]
+) -> torch.Tensor:
     dim = parts[0][1]
-    tensors = [tensor for tensor, _ in parts]
     if dim is None:
-        return tensors[0]
-    if gated:
-        return torch.cat([torch.cat([t.chunk(2, dim)[half] for t in tensors], dim) for half in (0, 1)], dim)
-    return torch.cat(tensors, dim)
+        return parts[0][0]
+    of_ranks = [split_fused(tensor, dim, name, fused) for tensor, _ in parts]
+    return torch.cat([torch.cat(section, dim) for section in zip(*of_ranks, strict=True)], dim)
+
+
+def split_fused(
+    tensor: torch.Tensor, dim: int, name: str, fused: dict[str, tuple[int, ...]]
+) -> tuple[torch.Tensor, ...]:
+    """The matrices that Megatron keeps as one, each of which it spreads over tensor-parallel ranks.
+
+    fused: by a part of a parameter's name, the proportions of its matrices. linear_fc1 of (1, 1) is gate and up.
+    """
+    shares = next((shares for part, shares in fused.items() if part in name), (1,))
+    return tensor.split([tensor.shape[dim] * share // sum(shares) for share in shares], dim)

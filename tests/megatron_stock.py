@@ -1,10 +1,13 @@
 """One rank of a run without the plugin, from the weights of megatron_worker.py: what its layout changes by itself.
 
 Fixed windows of the corpus, one document each as Megatron sees it; losses and gradients as the worker saves them.
+WORKER_ALONE: numbers of the documents that are trained instead, each alone in a micro-batch.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from typing import Any
 
 import numpy as np
@@ -39,8 +42,25 @@ class Windows(torch.utils.data.Dataset):
         }
 
 
+class Documents(torch.utils.data.Dataset):
+    """Whole documents of the corpus; each predicts its tokens from the second one on."""
+
+    def __init__(self, prefix: str, numbers: list[int]) -> None:
+        index = IndexedDataset(prefix)
+        self._documents = [torch.from_numpy(index[number].astype(np.int64)) for number in numbers]
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = self._documents[index]
+        return {"tokens": tokens[:-1], "labels": tokens[1:]}
+
+
 def provider(samples: Any, vp_stage: int | None = None) -> Any:
     args = get_args()
+    if alone := os.environ.get("WORKER_ALONE"):
+        return Documents(args.data_path[0], json.loads(alone)), None, None
     return Windows(args.data_path[0], args.seq_length, samples[0]), None, None
 
 
@@ -63,7 +83,8 @@ def train(provider: Any, forward_step: Any) -> None:
     norms_for_sequence_parallelism()
     datasets.compile_helpers = wrap_compile_helpers(datasets.compile_helpers)
     args = arguments.parse_and_validate_args()
-    config = argument_utils.gpt_config_from_args(args)
+    hybrid = args.hybrid_layer_pattern is not None
+    config = (argument_utils.hybrid_config_from_args if hybrid else argument_utils.gpt_config_from_args)(args)
     config.pre_wrap_hooks.append(with_known_weights)
     provider.is_distributed = True
     pretrain(

@@ -25,11 +25,13 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import get_args, training
+from megatron_runs import split_fused
 
 from wlb_megatron.attention import core_attention
 from wlb_megatron.attention.kernels.torch_backend import TorchKernels
 from wlb_megatron.plugin import pretrain_gpt
 from wlb_megatron.plugin.flags import training_job
+from wlb_megatron.plugin.flags.trained_model import layer_symbols
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.model import spec
 from wlb_megatron.plugin.step import forward_step as steps
@@ -64,7 +66,9 @@ def global_names(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """
     pattern = (get_args().hybrid_layer_pattern or "").replace("|", "").split("/")[0]
     numbers = {
-        name: pattern[: module.layer_number].count("*") - 1 if pattern else module.layer_number - 1
+        name: len(re.findall("[*G]", pattern[: module.layer_number])) - 1
+        if pattern
+        else module.layer_number - 1
         for name, module in chunk.named_modules()
         if isinstance(module, TransformerLayer) and not (pattern and "mtp" in name)
     }
@@ -92,6 +96,17 @@ def _global_expert(name: str) -> str:
     return re.sub(
         r"(local_experts\.|weight|bias)(\d+)", lambda match: f"{match[1]}{first + int(match[2])}", name
     )
+
+
+def fused_matrices() -> dict[str, tuple[int, ...]]:
+    """See split_fused: MLPs' gate and up; a gated delta net's queries, keys, values, gates, beta and alpha."""
+    args = get_args()
+    fused = {"linear_fc1": (1, 1)} if args.swiglu else {}
+    if "G" not in layer_symbols(args):
+        return fused
+    heads, values = args.linear_num_value_heads, args.linear_num_value_heads * args.linear_value_head_dim
+    keys = args.linear_num_key_heads * args.linear_key_head_dim
+    return fused | {"in_proj": (keys, keys, values, values, heads, heads), "conv1d": (keys, keys, values)}
 
 
 def tensor_parallel_dim(parameter: torch.nn.Parameter) -> int | None:
@@ -125,10 +140,8 @@ def with_known_weights(chunks: list[Any]) -> list[Any]:
             if EXACT:  # the weights that a run in bf16 has
                 full = full.bfloat16().float()
             if dim is not None:
-                if "linear_fc1" in name and get_args().swiglu:  # gate and up are cut each: [gate_r; up_r]
-                    full = torch.cat([half.chunk(size, dim)[rank] for half in full.chunk(2, dim)], dim)
-                else:
-                    full = full.chunk(size, dim)[rank]
+                matrices = split_fused(full, dim, name, fused_matrices())
+                full = torch.cat([matrix.chunk(size, dim)[rank] for matrix in matrices], dim)
             parameter.data.copy_(full)
     return chunks
 
@@ -257,7 +270,7 @@ def save_when_reduced() -> None:
                 "cp": parallel_state.get_context_parallel_rank(),
                 "dp": parallel_state.get_data_parallel_rank(),
                 "pp": parallel_state.get_pipeline_model_parallel_rank(),
-                "gated": get_args().swiglu,
+                "fused": fused_matrices(),
                 "etp": parallel_state.get_expert_tensor_parallel_rank(),
                 "layers": sum(
                     isinstance(part, TransformerLayer) for chunk in model for part in chunk.modules()
@@ -411,6 +424,29 @@ def norms_for_sequence_parallelism() -> None:
     WrappedTorchNorm.__new__ = marked
 
 
+def variants_without_transformer_engine() -> None:
+    """--experimental-attention-variant, whose layers Megatron makes of Transformer Engine's parts alone."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    def attention(config: Any, backend: Any = None) -> Any:
+        spec = get_gpt_layer_local_spec(normalization=config.normalization).submodules.self_attention
+        spec.metainfo = {"fuse_input_layernorm": False}
+        return spec
+
+    def delta_net(make: Any, **given: Any) -> Any:
+        spec = make(**given)
+        spec.metainfo = {"fuse_input_layernorm": False}
+        return spec
+
+    LocalSpecProvider.column_parallel_layer_norm_linear = lambda self: ColumnParallelLinear
+    specs._get_backend_spec_provider = lambda config: LocalSpecProvider()
+    specs._get_self_attention_module_spec = attention
+    specs.get_gated_delta_net_module_spec = partial(delta_net, specs.get_gated_delta_net_module_spec)
+
+
 def routers_without_transformer_engine() -> None:
     """Routers of 0.16 ask for the name of a kernel of Transformer Engine's that they import where it is there alone."""
     from megatron.core.transformer.moe import moe_utils
@@ -497,6 +533,8 @@ if __name__ == "__main__":
         core_attention._kernels = lambda *_: ("torch", TorchKernels())
     norms_for_sequence_parallelism()
     routers_without_transformer_engine()
+    if "--experimental-attention-variant" in sys.argv and find_spec("transformer_engine") is None:
+        variants_without_transformer_engine()
     if "--fp8-format" in sys.argv and find_spec("transformer_engine") is None:
         from fp8_stand_in import stand_in
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from megatron.training import checkpointing
 from megatron_combinations import CHUNKS, MOE
-from megatron_runs import LENGTHS, flags, train, write_corpus
+from megatron_runs import LENGTHS, differences, flags, train, without_plugin, write_corpus
 
 pytestmark = pytest.mark.megatron
 
@@ -65,3 +66,42 @@ def test_a_hybrid_model_trains_as_a_gpt_model_does(tmp_path: Path, layout: str) 
         assert ours["losses"] == theirs["losses"][len(theirs["losses"]) - len(ours["losses"]) :]
         assert ours["evaluated"] == theirs["evaluated"]
     assert resumed[-1]["losses"]
+
+
+DELTA_NETS = """--hybrid-layer-pattern G-*-G --linear-num-key-heads 2 --linear-num-value-heads 4
+--linear-key-head-dim 8 --linear-value-head-dim 8 --spec wlb_megatron.plugin.model.local_hybrid stack"""
+
+
+def test_gated_delta_nets_over_packed_documents_are_those_of_each_document_alone(tmp_path: Path) -> None:
+    """The documents of a step, on two context-parallel ranks, and each alone in Megatron's own deterministic mode."""
+    write_corpus(tmp_path / "corpus", LENGTHS)
+    arguments = [*flags(), *DELTA_NETS.split(), "--data-path", str(tmp_path / "corpus"), "--train-iters", "1"]
+    ranks = train(
+        [
+            *arguments,
+            "--global-batch-size",
+            "4",
+            "--context-parallel-size",
+            "2",
+            "--split",
+            "1,0,0",
+            "--wlb-token-weights",
+            "step",
+        ],
+        2,
+        tmp_path / "packed",
+    )
+    trained = {piece for _, _, pieces, _ in ranks[0]["documents"] for piece in pieces if piece[1] >= 0}
+    documents = sorted(document for _, document, _, end in trained if end > 1)
+    assert any(len(rows) > 1 for _, _, _, rows in ranks[0]["documents"])
+    alone = train(
+        without_plugin([*arguments, "--global-batch-size", str(len(documents)), "--deterministic-mode"]),
+        1,
+        tmp_path / "alone",
+        stock=True,
+        NCCL_ALGO="Ring",
+        WORKER_ALONE=json.dumps(documents),
+    )
+    loss, gradient, parameter = differences(alone, ranks, 1)
+
+    assert loss <= 5e-6 and gradient <= 1e-4, parameter

@@ -184,6 +184,8 @@ ALLTOALL = {"num_experts": 8, "moe_token_dispatcher_type": "alltoall"}
 ALLGATHER = {"num_experts": 8, "moe_token_dispatcher_type": "allgather"}
 FLEX = {"num_experts": 8, "moe_token_dispatcher_type": "flex"}
 EP2 = {"expert_model_parallel_size": 2}
+SERVED = {"cuda_graph_modules": None}
+"""What tells a Megatron whose gated delta nets are served from 0.17."""
 TOGETHER: list[dict[str, object]] = [
     {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["mlp"]},
     {**ALLGATHER, **EP2},
@@ -195,6 +197,9 @@ TOGETHER: list[dict[str, object]] = [
     {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tm|L"},
     {"hybrid_layer_pattern": "--|-E/*-"},
     {"hybrid_layer_pattern": "*-/*E"},
+    {"hybrid_layer_pattern": "G*"},
+    {"hybrid_layer_pattern": "G*", **SERVED, "tensor_model_parallel_size": 2},
+    {"experimental_attention_variant": "gdn", **SERVED, "deterministic_mode": True},
     {"hybrid_layer_pattern": "*-*-", "decoder_first_pipeline_num_layers": 1},
     {"hybrid_layer_pattern": "*-", "multi_latent_attention": True, "apply_rope_fusion": False},
     {"sft": True, "tokenizer_type": "SFTTokenizer", "wlb_overlong": "split"},
@@ -276,6 +281,7 @@ SETTINGS_REFUSED = [
         {"cp_mode": "dynamic"},
     ),
     ({}, {"cp_mode": "dynamic", "micro_batches_per_window": "2"}),
+    ({"hybrid_layer_pattern": "G*", **SERVED}, {"cp_mode": "dynamic"}),
     ({}, {"overlong": "chunk", "chunks": "off"}),
     ({"max_position_embeddings": 64}, {"overlong": "chunk"}),
     ({}, {"packing": "fixed-solver"}),

@@ -109,6 +109,17 @@ def _batches_grow(args: Any) -> bool:
     return len(str(steps).split()) > 1 if steps else bool(ramp) and int(ramp[0]) < args.global_batch_size
 
 
+DELTA_NETS = ("gated_delta_net", "gdn")
+"""Values of --experimental-attention-variant that are one layer, the second in Megatron's main alone."""
+
+
+def delta_nets(args: Any) -> bool:
+    """Whether some layers are gated delta nets, by a HybridModel's pattern or a GPTModel's flag."""
+    return "G" in (_get(args, "hybrid_layer_pattern") or "") or (
+        _get(args, "experimental_attention_variant") in DELTA_NETS
+    )
+
+
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda a, c: (
@@ -192,10 +203,41 @@ REFUSALS: tuple[Refusal, ...] = (
         "graphs of MLPs give about 1 %); use --wlb-packing fixed-greedy, which fills windows, or leave graphs off",
     ),
     Refusal(
-        lambda a, c: _get(a, "hybrid_layer_pattern") and {*a.hybrid_layer_pattern} - {*"*-E|/"},
-        "--hybrid-layer-pattern with layers other than *, - and E",
-        "M (Mamba) and G (gated delta nets) would carry state from one document to the next, and D and + are attention "
-        "of other kinds; use attention, MLP and experts",
+        lambda a, c: _get(a, "hybrid_layer_pattern") and {*a.hybrid_layer_pattern} - {*"*-EG|/"},
+        "--hybrid-layer-pattern with layers other than *, -, E and G",
+        "M (Mamba) would carry state from one document to the next, and D and + are attention of other kinds; use "
+        "attention, MLP, experts and gated delta nets",
+    ),
+    Refusal(
+        lambda a, c: _get(a, "experimental_attention_variant") not in (None, *DELTA_NETS),
+        "--experimental-attention-variant other than gated_delta_net (main: gdn)",
+        "dsa replaces core attention, as the plugin does, and gdn2 has not been tried; drop it",
+    ),
+    Refusal(
+        lambda a, c: delta_nets(a) and (hasattr(a, "linear_cp_mode") or not hasattr(a, "cuda_graph_modules")),
+        "--hybrid-layer-pattern with G / --experimental-attention-variant on Megatron 0.17 or dev",
+        "0.17's layer takes no packed documents, and dev cuts tokens for its chunkwise mode itself; use megatron-core "
+        "0.18.2, 0.19 or main",
+    ),
+    Refusal(
+        lambda a, c: (
+            delta_nets(a)
+            and (_get(a, "tensor_model_parallel_size") or 1) > 1
+            and not _get(a, "sequence_parallel")
+        ),
+        "--tensor-model-parallel-size above 1 with gated delta nets, without --sequence-parallel",
+        "Megatron then does not sum the gradient of their norm over tensor-parallel ranks (its issue 7452); add "
+        "--sequence-parallel",
+    ),
+    Refusal(
+        lambda a, c: delta_nets(a) and _get(a, "deterministic_mode"),
+        "--deterministic-mode with gated delta nets",
+        "Megatron's deterministic convolution and rule carry state from one document to the next; drop it",
+    ),
+    Refusal(
+        lambda a, c: delta_nets(a) and c.cp_mode == "dynamic",
+        "--wlb-cp-mode dynamic with gated delta nets",
+        "their heads are spread over all context-parallel ranks; use --wlb-cp-mode fixed",
     ),
     Refusal(
         lambda a, c: (
@@ -205,10 +247,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "the plugin plans attention over documents; a HybridModel needs a layer of it, and megatron-core 0.18",
     ),
     Refusal(
-        lambda a, c: "E" in (_get(a, "hybrid_layer_pattern") or "").partition("/")[2],
-        "--hybrid-layer-pattern with E after /",
-        "HybridModel tells the routers of further predictions nothing of padding, which would count in their losses; "
-        "predict with * and -",
+        lambda a, c: {*(_get(a, "hybrid_layer_pattern") or "").partition("/")[2]} & {*"EG"},
+        "--hybrid-layer-pattern with E or G after /",
+        "HybridModel tells the routers of further predictions nothing of padding, which would count in their losses, "
+        "and G was not tried there; predict with * and -",
     ),
     Refusal(
         lambda a, c: (
@@ -384,11 +426,6 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda a, c: _get(a, "fused_single_qkv_rope"),
         "--fused-single-qkv-rope",
         "Megatron does not support it for packed sequences; drop it",
-    ),
-    Refusal(
-        lambda a, c: _get(a, "experimental_attention_variant"),
-        "--experimental-attention-variant",
-        "the plugin replaces core attention; drop it",
     ),
     Refusal(
         lambda a, c: _get(a, "tp_comm_overlap") and not _windows(a, c),

@@ -52,6 +52,7 @@ class WlbPackedSeqParams(PackedSeqParams):
     predicted: float = 0.0
     copied: bool = False
     depth: int = 0
+    documents: Any = None  # for gated delta nets, see plugin/micro_batches/loaded.DocumentRows
 
 
 def packed_seq_params(

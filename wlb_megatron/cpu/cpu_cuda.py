@@ -32,7 +32,7 @@ def _means_cuda(device: Any) -> bool:
     """Whether a device argument names a GPU: an index, "cuda..", or a cuda device. (bool is not an index.)"""
     if type(device) is int:
         return True
-    return getattr(device, "type", device if isinstance(device, str) else "").startswith("cuda")
+    return str(getattr(device, "type", device)).startswith("cuda")  # a tensor's type is a method
 
 
 class CudaMeansCpu(TorchFunctionMode):

@@ -12,7 +12,7 @@ from typing import Any
 from wlb_megatron.plugin import hand_over, take_over
 from wlb_megatron.plugin.logs import logged_losses, trace
 from wlb_megatron.plugin.micro_batches import iterators
-from wlb_megatron.plugin.model import document_balance, routing, spec
+from wlb_megatron.plugin.model import delta_nets, document_balance, routing, spec
 from wlb_megatron.plugin.plans import checkpoint
 from wlb_megatron.plugin.step import (
     deferred_losses,
@@ -100,6 +100,35 @@ HOOKS: tuple[Hook, ...] = (
         ("decoder_input", "labels", "packed_seq_params", "padding_mask"),
         "leaves output layer and loss to right before a micro-batch's backward where documents are in chunks",
         deferred_losses.wrap_hybrid_forward,
+        since=(0, 18),
+    ),
+    Hook(
+        "megatron.core.ssm.gated_delta_net:GatedDeltaNet.forward",
+        ("hidden_states", "packed_seq_params"),
+        "gives gated delta nets the documents of their micro-batch",
+        delta_nets.wrap_layer,
+        since=(0, 18),
+    ),
+    Hook(
+        "megatron.core.ssm.gated_delta_net.common:_GDNBase._gated_norm_and_a2a",
+        ("packed_seq_params",),
+        "the same where their norm is recomputed",
+        delta_nets.wrap_layer,
+        since=(0, 19),
+        optional=True,
+    ),
+    Hook(
+        "megatron.core.ssm.mamba_context_parallel:_undo_attention_load_balancing",
+        (),
+        "puts tokens of all context-parallel ranks into the documents' order, by the plan",
+        delta_nets.wrap_undo,
+        since=(0, 18),
+    ),
+    Hook(
+        "megatron.core.ssm.mamba_context_parallel:_redo_attention_load_balancing",
+        (),
+        "and back",
+        delta_nets.wrap_redo,
         since=(0, 18),
     ),
     Hook(

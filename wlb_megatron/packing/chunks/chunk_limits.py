@@ -17,7 +17,8 @@ class Trainer:
     the largest values of all data-parallel ranks. offloads: offloads activations module by module. interleaves: has
     virtual stages. offloads_layers: offloads whole layers. replays_routes: experts' choices are recorded and replayed.
     release: of megatron-core. unknown_schedule: it interleaves stages in a way that the plugin does not know.
-    hides_padding: its block gives layers that it does not recompute no padding mask.
+    hides_padding: its block gives layers that it does not recompute no padding mask. delta_nets: it has gated delta
+    nets.
     """
 
     stages: int = 1
@@ -36,6 +37,7 @@ class Trainer:
     release: str | None = None
     unknown_schedule: bool = False
     hides_padding: bool = False
+    delta_nets: bool = False
 
     def chunks_refused(self, chunks: str = "on") -> list[tuple[str, str]]:
         """(flag, cure) of each setting under which a step cannot run in groups of micro-batches, or runs so only if
@@ -73,6 +75,11 @@ class Trainer:
                 self.experts > 0 and self.replays_routes,
                 "--moe-enable-routing-replay",
                 "it replays experts' choices in the order of the forwards, but chunks run backward last first; drop it",
+            ),
+            (
+                self.delta_nets,
+                "gated delta nets (--hybrid-layer-pattern, --experimental-attention-variant)",
+                "their state does not pass from chunk to chunk; train without chunks",
             ),
         )
         return [(flag, cure) for applies, flag, cure in rows if applies]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from wlb_megatron.refusals import delta_nets
 from wlb_megatron.workload.cost_model import latent_parameters, layer_parameters
 from wlb_megatron.workload.memory import Experts as ExpertsMemory
 
@@ -41,11 +42,29 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNets:
+    """Layers of gated delta nets: how many, their heads and channels a head, tokens of the convolution."""
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+    def parameters(self, hidden: int) -> int:
+        """Weights of a layer that a token passes. The rule counts as 4 matrix products of a head's state."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        projections = hidden * (2 * keys + 3 * values + 2 * self.value_heads)
+        return projections + self.width * (2 * keys + values) + 4 * values * self.key_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
     """Sizes of the whole model, not of a rank's part.
 
-    layers: with attention. ffn: the MLP's width; of a HybridModel the mean of a layer with attention, whose MLPs are
-    layers of their own.
+    layers: with attention. ffn: the MLP's width; the mean of a layer with attention, where MLPs are layers of their
+    own (HybridModel) or other layers have none (delta_nets).
     head_dim: channels of a query or key head; value_dim: of a value head. positions: --max-position-embeddings.
     depths: further tokens that are predicted (--mtp-num-layers). vocabulary: rows of the embedding, None where only the
     tokenizer knows. window: earlier keys that a windowed layer's query sees, None without such layers; whole_layers:
@@ -66,6 +85,7 @@ class TrainedModel:
     dropout: bool = False
     latent: LatentAttention | None = None
     experts: Experts | None = None
+    delta_nets: DeltaNets | None = None
     depths: int = 0
     vocabulary: int | None = None
     window: int | None = None
@@ -95,6 +115,7 @@ class TrainedModel:
             dropout=args.hidden_dropout > 0,
             latent=latent,
             experts=_experts(args),
+            delta_nets=_delta_nets(args),
             depths=getattr(args, "mtp_num_layers", None) or 0,
             positions=args.max_position_embeddings,
             vocabulary=args.padded_vocab_size or args.vocab_size,
@@ -116,17 +137,45 @@ class TrainedModel:
         latent = self.latent
         query, key = (0, 0) if latent else (self.heads * self.head_dim, self.kv_heads * self.head_dim)
         parameters = layer_parameters(self.hidden, query, key, self.active_ffn, gated=self.gated)
+        if self.delta_nets:
+            parameters += self.delta_nets.parameters(self.hidden) * self.delta_nets.layers // self.layers
         return parameters + (latent.parameters(self.hidden, self.heads) if latent else 0)
 
 
+def layer_symbols(args: Any) -> str:
+    """What layers are, in order: a HybridModel's pattern without its bars and further predictions (after a /); of a
+    GPTModel * for attention and G for a gated delta net."""
+    if pattern := getattr(args, "hybrid_layer_pattern", None):
+        return str(pattern).split("/")[0].replace("|", "")
+    every = getattr(args, "linear_attention_freq", None)
+    if not delta_nets(args) or every is None:
+        return "*" * args.num_layers
+    linear = every if isinstance(every, list) else [(n + 1) % every for n in range(args.num_layers)]
+    return "".join("G" if layer else "*" for layer in linear)
+
+
 def layer_kinds(args: Any) -> tuple[int, int, int]:
-    """Layers with attention, with an MLP and with experts. A GPTModel's have all; a HybridModel's pattern names them:
-    `*-*E|*-` has 3, 2 and 1, its further predictions after a / left out."""
-    pattern = getattr(args, "hybrid_layer_pattern", None)
-    if not pattern:
-        return args.num_layers, args.num_layers, args.num_layers
-    attention, dense, experts = (pattern.split("/")[0].count(symbol) for symbol in "*-E")
+    """Layers with attention, with an MLP and with experts. All of a GPTModel have the latter two; a HybridModel's
+    pattern names them: `*-*E|*-` has 3, 2 and 1."""
+    symbols = layer_symbols(args)
+    if not getattr(args, "hybrid_layer_pattern", None):
+        return symbols.count("*"), args.num_layers, args.num_layers
+    attention, dense, experts = (symbols.count(symbol) for symbol in "*-E")
     return attention, dense, experts
+
+
+def _delta_nets(args: Any) -> DeltaNets | None:
+    layers = layer_symbols(args).count("G")
+    if not layers:
+        return None
+    return DeltaNets(
+        layers=layers,
+        key_heads=args.linear_num_key_heads or 16,
+        value_heads=args.linear_num_value_heads or 32,
+        key_dim=args.linear_key_head_dim or 128,
+        value_dim=args.linear_value_head_dim or 128,
+        width=args.linear_conv_kernel_dim or 4,
+    )
 
 
 def _latent(args: Any) -> LatentAttention | None:
@@ -152,7 +201,8 @@ def _experts(args: Any) -> Experts | None:
     memory = ExpertsMemory(args.num_experts, one, parallel, tensor, chosen, shared=shared)
     ffn = one * chosen
     if experts != attention:
-        ffn = (ffn * experts + args.ffn_hidden_size * dense) // attention
+        beside = dense if getattr(args, "hybrid_layer_pattern", None) else 0
+        ffn = (ffn * experts + args.ffn_hidden_size * beside) // attention
     return Experts(count=args.num_experts, ffn=ffn, balancing=balancing_of(args), memory=memory)
 
 
@@ -170,10 +220,7 @@ def _windows(args: Any) -> tuple[int | None, float]:
         return None, 1.0
     from megatron.core.transformer.utils import is_layer_window_attention
 
-    pattern = (
-        (getattr(args, "hybrid_layer_pattern", None) or "*" * args.num_layers).split("/")[0].replace("|", "")
-    )
-    numbers = [number for number, symbol in enumerate(pattern, 1) if symbol == "*"]
+    numbers = [number for number, symbol in enumerate(layer_symbols(args), 1) if symbol == "*"]
     near = [is_layer_window_attention(args.window_size, skip, number) for number in numbers]
     return size, 1 - sum(near) / len(near)
 

@@ -8,7 +8,7 @@ from types import CodeType
 from typing import Any
 
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
-from wlb_megatron.plugin.flags.trained_model import balancing_of
+from wlb_megatron.plugin.flags.trained_model import balancing_of, layer_symbols
 from wlb_megatron.plugin.flags.versions import megatron_version
 
 
@@ -37,6 +37,7 @@ def trainer_of(args: Any) -> Trainer:
         release=megatron_version(),
         # Where the block has this function itself (0.17, dev). megatron.core.recompute (0.18, main) hands the mask on.
         hides_padding=hasattr(TransformerBlock, "_checkpointed_forward"),
+        delta_nets="G" in layer_symbols(args),
         unknown_schedule=bool(setting("virtual_pipeline_model_parallel_size"))
         and not _interleaves_as_known(),
     )

@@ -11,6 +11,7 @@ import torch
 from wlb_megatron.plan import PADDING
 from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch, RankGroup
 from wlb_megatron.sharding.calls.attention_calls import AttentionLayout, attention_layout
+from wlb_megatron.sharding.segments import ShardPlan
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -26,7 +27,8 @@ class Layout:
     stage_rank, cp_size: among the stage's data x context parallel ranks, and of Megatron's groups of them.
     routes: the model has experts, whose routers must not count padding. follows: how many further tokens it predicts,
     each of which asks for the next one of a document. vocabulary: rows of the embedding, which token ids must be below.
-    by_document: its routers balance each document by itself.
+    by_document: its routers balance each document by itself. gathers: it has gated delta nets, which take all tokens of
+    a micro-batch for some of their heads.
     """
 
     cp_rank: int
@@ -40,6 +42,7 @@ class Layout:
     follows: int = 0
     vocabulary: int | None = None
     by_document: bool = False
+    gathers: bool = False
 
     def within(self, group: RankGroup | None) -> Layout:
         """The same where another group than Megatron's context-parallel one shares the micro-batch."""
@@ -66,6 +69,49 @@ class HeldTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class DocumentRows:
+    """How all tokens of a micro-batch, rank by rank, are put in its documents' order; for gated delta nets.
+
+    Args:
+        starts: int32[n + 1], the first token of each of n pieces, padding included, and the end of the last.
+        starts_on_host: The same, where starts is on a GPU.
+        gathered: int32[T], the place in that order of each token, rank by rank. None if one rank has them all, whose
+            order is the documents'. Example: ranks with tokens 0 1 5 and 2 3 4 give 0 1 5 2 3 4.
+        order: int32[T], the inverse: 0 1 3 4 5 2.
+    """
+
+    starts: torch.Tensor
+    starts_on_host: torch.Tensor
+    gathered: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, plan: ShardPlan) -> DocumentRows:
+        """Those of a micro-batch's plan. Chunks of documents have none."""
+        if plan.cp_size == 1:
+            ends = np.cumsum(plan.lengths[plan.ranks[0][:, 0]])
+            starts = torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32))
+            return cls(starts, starts)
+        gathered = np.concatenate([plan.packed_index(rank) for rank in range(plan.cp_size)]).astype(np.int32)
+        order = np.empty_like(gathered)
+        order[gathered] = np.arange(len(gathered), dtype=np.int32)
+        starts = torch.from_numpy(plan.piece_starts.astype(np.int32))
+        return cls(starts, starts, torch.from_numpy(gathered), torch.from_numpy(order))
+
+    def pin_memory(self) -> DocumentRows:
+        return _pinned(self)
+
+    def cuda(self) -> DocumentRows:
+        """The same on the current GPU, the starts there and on the host."""
+        moved = {
+            name: value.cuda(non_blocking=True)
+            for name in ("starts", "gathered", "order")
+            if (value := getattr(self, name)) is not None
+        }
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedMicroBatch:
     """One micro-batch on this rank. It holds t of the micro-batch's T tokens.
 
@@ -73,7 +119,7 @@ class LoadedMicroBatch:
     int64[n + 1], cumulative lengths of the n real documents that end here; one in chunks counts whole, with its last
     chunk. held: None on a pipeline stage that neither embeds nor scores. padding_mask: bool[1, t], True if a token is
     padding; for routers alone. document_of: int64[t], index of each token's piece; for routers that balance each
-    document.
+    document. documents: for gated delta nets.
     """
 
     planned: PlannedMicroBatch
@@ -83,6 +129,7 @@ class LoadedMicroBatch:
     held: HeldTokens | None = None
     padding_mask: torch.Tensor | None = None
     document_of: torch.Tensor | None = None
+    documents: DocumentRows | None = None
 
     def pin_memory(self) -> LoadedMicroBatch:
         """torch's data loader calls this with pin_memory=True; it does not look into a dataclass by itself."""
@@ -108,7 +155,7 @@ def share(parts: DataclassInstance) -> None:
         value = getattr(parts, field.name)
         if isinstance(value, torch.Tensor):
             value.share_memory_()
-        elif isinstance(value, HeldTokens):
+        elif isinstance(value, HeldTokens | DocumentRows):
             share(value)
 
 
@@ -131,6 +178,7 @@ def from_plan(micro_batch: PlannedMicroBatch, layout: Layout) -> LoadedMicroBatc
         torch.from_numpy(np.concatenate(([0], np.cumsum(real))).astype(np.int64)),
         padding_mask=padding,
         document_of=document_of,
+        documents=DocumentRows.of(planned.shard) if layout.gathers else None,
     )
 
 

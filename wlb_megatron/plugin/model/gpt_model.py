@@ -83,6 +83,10 @@ def _layer_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
         return _named_spec(args.spec)
     if args.heterogeneous_layers_config_path is not None or args.heterogeneous_layers_config_encoded_json:
         return get_gpt_heterogeneous_layer_spec(config, te)
+    if args.experimental_attention_variant is not None:
+        from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+
+        return variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage)
     return get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=te,

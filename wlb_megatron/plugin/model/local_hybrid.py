@@ -1,15 +1,16 @@
 """Layers of a HybridModel in plain torch, because Megatron's own need Transformer Engine.
 
-For `--spec wlb_megatron.plugin.model.local_hybrid stack`, with --transformer-impl local. Attention, MLP and
-experts alone: `*`, `-` and `E` of --hybrid-layer-pattern.
+For `--spec wlb_megatron.plugin.model.local_hybrid stack`, with --transformer-impl local: `*`, `-`, `E` and `G` of
+--hybrid-layer-pattern.
 """
 
 from __future__ import annotations
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid import hybrid_block
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import multi_token_prediction as mtp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -37,6 +38,19 @@ stack = ModuleSpec(
                 self_attention=_dense.self_attention,
                 self_attn_bda=_dense.self_attn_bda,
                 sharded_state_dict_keys_map=_dense.sharded_state_dict_keys_map,
+            ),
+        ),
+        gdn_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=_dense.input_layernorm,
+                self_attention=ModuleSpec(
+                    module=GatedDeltaNet,
+                    submodules=GatedDeltaNetSubmodules(
+                        in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
+                    ),
+                ),
+                self_attn_bda=_dense.self_attn_bda,
             ),
         ),
         mlp_layer=_feed_forward(MLPLayer, _dense),

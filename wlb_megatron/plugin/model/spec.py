@@ -12,14 +12,16 @@ from wlb_megatron.attention.core_attention import WlbCoreAttention, wlb_core_att
 from wlb_megatron.attention.rope import PlannedRotaryEmbedding
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.model.delta_nets import begin_at_documents
 from wlb_megatron.refusals import Refused, RefusedHere
 
 
 def with_wlb_attention(spec: Any) -> Any:
     """The same layer (or block) spec with the plugin's core attention in place of Megatron's.
 
-    A layer without one is refused, not left as it is, unless nothing stands in its attention's place, or a linear
-    layer (heterogeneous models), where tokens do not meet. Of a HybridModel's stack, a copy: releases have one for all.
+    A layer without one is refused, not left as it is, unless it is a gated delta net, or nothing stands in its
+    attention's place, or a linear layer (heterogeneous models), where tokens do not meet. Of a HybridModel's stack, a
+    copy: releases have one for all.
     """
     attention = getattr(getattr(spec, "submodules", None), "attention_layer", None)
     if attention is not None:
@@ -28,7 +30,7 @@ def with_wlb_attention(spec: Any) -> Any:
     layers = spec.layer_specs if hasattr(spec, "layer_specs") else [spec]
     for layer in layers:
         inner = _attention_submodules(layer)
-        if inner is None and _token_by_token(layer):
+        if _without_core_attention(layer):
             continue
         if inner is None or not hasattr(inner, "core_attention"):
             raise RefusedHere(
@@ -41,7 +43,7 @@ def with_wlb_attention(spec: Any) -> Any:
 
 def _has_wlb_attention(spec: Any) -> bool:
     layers = spec.layer_specs if hasattr(spec, "layer_specs") else [spec]
-    submodules = [_attention_submodules(layer) for layer in layers]
+    submodules = [_attention_submodules(layer) for layer in layers if not _without_core_attention(layer)]
     attention = [getattr(inner, "core_attention", None) for inner in submodules]
     return bool(attention) and all(
         isinstance(cls, type) and issubclass(cls, WlbCoreAttention) for cls in attention
@@ -54,10 +56,11 @@ def _attention_submodules(layer: Any) -> Any:
     return getattr(attention, "submodules", None)
 
 
-def _token_by_token(layer: Any) -> bool:
+def _without_core_attention(layer: Any) -> bool:
     module = getattr(getattr(getattr(layer, "submodules", None), "self_attention", None), "module", None)
     return getattr(module, "__name__", "") in (
         "IdentityOp",
+        "GatedDeltaNet",  # begun anew at each document (delta_nets.py)
         "ColumnParallelLinearGathered",
         "TELayerNormColumnParallelLinearGathered",
     )
@@ -145,10 +148,12 @@ def prepare_model(chunks: list[Any], settings: WlbConfig) -> list[Any]:
 
     for chunk in chunks:
         for name, module in chunk.named_modules():
-            if _carries_state(module):
+            if type(module).__name__ == "GatedDeltaNet":
+                begin_at_documents(module)
+            elif _carries_state(module):
                 raise RefusedHere(
                     f"wlb_megatron: {name} is a {type(module).__name__}, which would carry state from one document to "
-                    "the next: build the model of attention, MLP and experts"
+                    "the next: build the model of attention, gated delta nets, MLP and experts"
                 )
             if not isinstance(module, Attention):
                 continue
@@ -171,7 +176,7 @@ def prepare_model(chunks: list[Any], settings: WlbConfig) -> list[Any]:
 
 
 def _carries_state(module: Any) -> bool:
-    """Whether it is of a class of megatron.core.ssm: Mamba, gated delta nets. HybridModel's MLP is there too."""
+    """Whether it is of a class of megatron.core.ssm, as Mamba is. HybridModel's MLP is there too."""
     names = {kind.__module__ for kind in type(module).__mro__} - {"megatron.core.ssm.mlp_layer"}
     return any(name.startswith("megatron.core.ssm.") for name in names)
 

@@ -94,6 +94,7 @@ def rank_layout(source: Source) -> Layout:
         routes=model.experts is not None,
         follows=model.depths,
         vocabulary=model.vocabulary,
+        gathers=model.delta_nets is not None,
         by_document=model.experts is not None and "seq_aux_loss" in model.experts.balancing,
     )
 

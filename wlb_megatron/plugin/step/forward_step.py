@@ -59,6 +59,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         document_balance.begin(documents)
         group = process_group(planned.group)
         params = packed_seq_params(batch.attention, batch.layout.cp_rank, group=group)
+        params.documents = None if batch.documents is None else batch.documents.cuda()
         params.further, params.predicted = rows, 0.0 if held is None else held.predicted
         told = loss_mask
         if rows is not None and len(rows[0]) > 1 and not params.predicted:

@@ -1,0 +1,107 @@
+"""Gated delta nets over packed documents: convolution and rule begin anew at each document.
+
+Megatron's layer exchanges heads for tokens over the context-parallel ranks, so that each computes all tokens of some
+heads. It takes them to be cut in zigzag. Here they are put in the documents' order by the plan, and back.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wlb_megatron.attention.core_attention import WlbPackedSeqParams
+from wlb_megatron.errors import WlbError
+from wlb_megatron.plugin.job_state import part
+from wlb_megatron.plugin.micro_batches.loaded import DocumentRows
+
+
+@dataclass(slots=True)
+class Running:
+    """documents: those of the micro-batch whose layer runs, None outside of one."""
+
+    documents: DocumentRows | None = None
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in another order. index_select's own backward adds, with atomics, what can be copied."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(order, back)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        order, back = ctx.saved_tensors
+        return _Permuted.apply(gradient, back, order), None, None
+
+
+def wrap_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of GatedDeltaNet that gets the micro-batch's packed_seq_params, and runs with its documents."""
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        given = (value for value in (*args, *kwargs.values()) if isinstance(value, WlbPackedSeqParams))
+        documents = getattr(next(given, None), "documents", None)
+        if documents is None:
+            raise WlbError(
+                "a gated delta net got no plan of the micro-batch: feed the model through wlb_megatron's forward_step"
+            )
+        running = part(Running)
+        outer, running.documents = running.documents, documents
+        try:
+            return original(*args, **kwargs)
+        finally:
+            running.documents = outer
+
+    return method
+
+
+def wrap_undo(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Rows [tokens, 1, channels] of all ranks, rank by rank, in the documents' order."""
+
+    def undo(input_: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+        documents = part(Running).documents
+        if documents is None:
+            return original(input_, *rest, **kwargs)
+        return _Permuted.apply(input_, documents.order, documents.gathered)
+
+    return undo
+
+
+def wrap_redo(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Rows [tokens, 1, channels] in the documents' order, rank by rank."""
+
+    def redo(input_: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+        documents = part(Running).documents
+        if documents is None:
+            return original(input_, *rest, **kwargs)
+        return _Permuted.apply(input_, documents.gathered, documents.order)
+
+    return redo
+
+
+def begin_at_documents(layer: Any) -> None:
+    """Tell a built layer's convolution and rule where documents begin."""
+    module: Any = sys.modules[type(layer).__module__]
+    layer.gated_delta_rule = _at_documents(layer.gated_delta_rule)
+    module.causal_conv1d = _at_documents(module.causal_conv1d)
+
+
+def _at_documents(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    if hasattr(kernel, "__wrapped__"):  # of another layer, for the convolution is the module's
+        return kernel
+
+    @functools.wraps(kernel)
+    def begun(*args: Any, **kwargs: Any) -> Any:
+        documents = part(Running).documents
+        assert documents is not None
+        kwargs |= {"cu_seqlens": documents.starts, "cu_seqlens_cpu": documents.starts_on_host}
+        return kernel(*args, **kwargs)
+
+    return begun
