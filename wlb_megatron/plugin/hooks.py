@@ -103,6 +103,14 @@ HOOKS: tuple[Hook, ...] = (
         since=(0, 18),
     ),
     Hook(
+        "megatron.core.ssm.gated_delta_net:GatedDeltaNet.__init__",
+        ("submodules", "pg_collection"),
+        "takes --cp-comm-type, which 0.18 gives to every attention, and leaves it",
+        delta_nets.wrap_init,
+        since=(0, 18),
+        before=(0, 19),
+    ),
+    Hook(
         "megatron.core.ssm.gated_delta_net:GatedDeltaNet.forward",
         ("hidden_states", "packed_seq_params"),
         "gives gated delta nets the documents of their micro-batch",

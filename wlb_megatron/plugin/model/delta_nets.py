@@ -42,6 +42,15 @@ class _Permuted(torch.autograd.Function):
         return _Permuted.apply(gradient, back, order), None, None
 
 
+def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
+    """GatedDeltaNet.__init__ of megatron-core 0.18, which cannot be built at context parallelism otherwise."""
+
+    def __init__(self: Any, *args: Any, cp_comm_type: Any = None, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
 def wrap_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     """A method of GatedDeltaNet that gets the micro-batch's packed_seq_params, and runs with its documents."""
 
