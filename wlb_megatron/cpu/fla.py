@@ -5,6 +5,7 @@ Megatron imports them by the names of that package's modules, and builds no gate
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,11 @@ build_cp_context = causal_conv1d_update = fused_recurrent_gated_delta_rule = (
 )
 
 
+def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function in a wrapper, as the package's own are."""
+    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+
+
 def _by_document(function: Callable[..., Tensor], cu_seqlens: Tensor | None, *rows: Tensor) -> Tensor:
     """The function's results over [1, tokens, ..] of each document, end to end."""
     if cu_seqlens is None:
@@ -30,6 +36,7 @@ def _by_document(function: Callable[..., Tensor], cu_seqlens: Tensor | None, *ro
     return torch.cat([function(*part) for part in parts], dim=1)
 
 
+@_guarded
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, cu_seqlens: Tensor | None = None, **_: Any
 ) -> tuple[Tensor, None]:
@@ -48,6 +55,7 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
+@_guarded
 def chunk_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, **_: Any
 ) -> tuple[Tensor, None]:

@@ -6,7 +6,6 @@ heads. It takes them to be cut in zigzag. Here they are put in the documents' or
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,22 +94,31 @@ def wrap_redo(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return redo
 
 
+def is_delta_net(module: Any) -> bool:
+    """Whether it is Megatron's GatedDeltaNet; main's GatedDeltaNet2 and wrappers of either are not."""
+    return type(module).__name__ == "GatedDeltaNet"
+
+
 def begin_at_documents(layer: Any) -> None:
     """Tell a built layer's convolution and rule where documents begin."""
     module: Any = sys.modules[type(layer).__module__]
-    layer.gated_delta_rule = _at_documents(layer.gated_delta_rule)
-    module.causal_conv1d = _at_documents(module.causal_conv1d)
+    layer.gated_delta_rule = AtDocuments.of(layer.gated_delta_rule)
+    module.causal_conv1d = AtDocuments.of(module.causal_conv1d)
 
 
-def _at_documents(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    if hasattr(kernel, "__wrapped__"):  # of another layer, for the convolution is the module's
-        return kernel
+@dataclass(frozen=True, slots=True)
+class AtDocuments:
+    """A kernel of flash-linear-attention that begins anew at each document of the micro-batch whose layer runs."""
 
-    @functools.wraps(kernel)
-    def begun(*args: Any, **kwargs: Any) -> Any:
+    kernel: Callable[..., Any]
+
+    @classmethod
+    def of(cls, kernel: Callable[..., Any]) -> AtDocuments:
+        """The convolution, which is the module's, is of another layer already from the second layer on."""
+        return kernel if isinstance(kernel, AtDocuments) else cls(kernel)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         documents = part(Running).documents
         assert documents is not None
-        kwargs |= {"cu_seqlens": documents.starts, "cu_seqlens_cpu": documents.starts_on_host}
-        return kernel(*args, **kwargs)
-
-    return begun
+        starts = {"cu_seqlens": documents.starts, "cu_seqlens_cpu": documents.starts_on_host}
+        return self.kernel(*args, **(kwargs | starts))
