@@ -372,6 +372,7 @@ BOTH = {
     "head_dim": "shape.channels",
 }
 MEMORY_ALONE = {
+    "delta_nets": "the time model counts them in projections",
     "group": "an interleaved schedule takes stages of micro-batches at a time in both; more only holds more",
     "micro_batches": "each plan brings its own number",
     "sequence": "the time model assumes it with tensor parallelism",

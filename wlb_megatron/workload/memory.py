@@ -23,6 +23,9 @@ GIB = 1 << 30
 WHOLE = "T"
 """A layer of attention and a feed-forward part, as a GPTModel's are, beside the symbols of a HybridModel's pattern."""
 
+WHOLE_NET = "N"
+"""The same with a gated delta net (G) in place of attention."""
+
 ATTENDS = f"*{WHOLE}"
 """The layers that have keys."""
 
@@ -46,6 +49,68 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNets:
+    """Gated delta nets of a model.
+
+    Args:
+        layers: How many the model has.
+        key_heads: Heads of queries and keys.
+        value_heads: Heads of values, of states and of the output.
+        key_dim: Channels of a query or key head.
+        value_dim: Channels of a value head.
+        width: Tokens that the convolution sees.
+    """
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int = 4
+
+    @property
+    def keys(self) -> int:
+        """Channels of all query heads, and of all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Channels of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def state(self) -> int:
+        """Elements of all heads' states."""
+        return self.values * self.key_dim
+
+    def parameters(self, hidden: int) -> int:
+        """Weights of a layer."""
+        projections = hidden * (2 * self.keys + 3 * self.values + 2 * self.value_heads)
+        return projections + self.width * (2 * self.keys + self.values)
+
+    def work(self, hidden: int) -> int:
+        """Multiplications of a token in a layer's forward; Megatron, too, counts a state four times."""
+        return self.parameters(hidden) + 4 * self.state
+
+    def elements(self) -> int:
+        """What a layer keeps of a token for its backward: the convolution's input and output, normalized and repeated
+        queries and keys, values, gates, the rule's output and chunks of 64 tokens, and the norm's two outputs."""
+        mixed = 2 * self.keys + self.values
+        repeated = 2 * self.value_heads * self.key_dim
+        return 2 * mixed + 2 * self.keys + repeated + 5 * self.values + CHUNK * self.value_heads
+
+    def elements_at_work(self) -> int:
+        """What the layer at work holds besides: exchanged rows in two orders; states and their gradients of each chunk
+        of 64 tokens."""
+        rows = 2 * self.keys + 2 * self.values + 2 * self.value_heads
+        return 2 * rows + 2 * self.state // CHUNK
+
+
+CHUNK = 64
+"""Tokens over which the rule of a gated delta net is computed at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageShape:
     """The fullest pipeline stage of a dense GPT, in Megatron's arguments:
 
@@ -57,6 +122,7 @@ class StageShape:
     losses: of a token, 1 + mtp_num_layers; each has logits. experts: of every layer; how many tokens they get is
     assumed.
     projections: weights of a layer's attention where heads do not say them (multi-latent attention).
+    delta_nets: those of layers G and N.
     """
 
     hidden: int
@@ -73,6 +139,7 @@ class StageShape:
     losses: int = 1
     experts: Experts | None = None
     projections: int | None = None
+    delta_nets: DeltaNets | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -210,6 +277,10 @@ def weight_bytes(
     attention, dense, routed = _layer_counts(shape.layers, experts)
     split = attention * attention_parameters(shape) + dense * ffn_parameters(shape, shape.ffn)
     whole = (attention + dense + routed) * shape.hidden  # norms
+    if shape.delta_nets:
+        nets = sum(symbols(shape.layers).count(symbol) for symbol in f"G{WHOLE_NET}")
+        split += nets * shape.delta_nets.parameters(shape.hidden)
+        whole += nets * shape.hidden
     if experts is not None:
         split += routed * ffn_parameters(shape, experts.shared)
         whole += routed * shape.hidden * experts.count  # routers
@@ -230,8 +301,11 @@ def weight_bytes(
 
 def _layer_counts(layers: int | str, experts: Experts | None) -> tuple[int, int, int]:
     """Layers with attention, with an MLP and with experts; a GPTModel's each count twice."""
-    whole, attention, dense, routed = (symbols(layers).count(symbol) for symbol in f"{WHOLE}*-E")
-    return whole + attention, dense + whole * (experts is None), routed + whole * (experts is not None)
+    whole, net, attention, dense, routed = (
+        symbols(layers).count(symbol) for symbol in f"{WHOLE}{WHOLE_NET}*-E"
+    )
+    both = whole + net
+    return whole + attention, dense + both * (experts is None), routed + both * (experts is not None)
 
 
 def attention_parameters(shape: StageShape) -> int:
@@ -268,7 +342,7 @@ def working_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
     """Bytes for each token held of the micro-batch at work, beside what it keeps: the larger of a layer in its
     backward, and the logits with their loss."""
     chunks = model_chunks(shape, layout)
-    layer = max(layer_bytes(shape, layout, symbol=symbol) for symbol in {*"".join(chunks)})
+    layer = max(busy_bytes(shape, layout, None, symbol) for symbol in {*"".join(chunks)})
     keys = gathered_keys_bytes(shape, layout)
     # Gradients of a layer take what its activations do; sequence parallelism gathers an input and a gradient.
     working = layer + 2 * shape.hidden * shape.dtype_bytes + keys
@@ -412,7 +486,19 @@ def layer_bytes(
         feed_forward += spread_elements(12 * experts.count + 30 * experts.chosen, layout)
         row = -(-(matrices * experts.ffn + experts.tensor * shape.hidden) // tp)
         feed_forward += -(-row * experts.chosen * b * experts.imbalance // 100)
-    return {"*": attention, WHOLE: attention + feed_forward}.get(symbol, feed_forward)
+    parts = {"*": attention, WHOLE: attention + feed_forward}
+    if nets := shape.delta_nets:
+        net = -(-(nets.elements() * b + 20 * nets.value_heads) // tp) + norm  # decay and beta, partly in fp32
+        parts |= {"G": net, WHOLE_NET: net + feed_forward}
+    return parts.get(symbol, feed_forward)
+
+
+def busy_bytes(shape: StageShape, layout: ParallelLayout, experts: Experts | None, symbol: str) -> int:
+    """What a layer holds for a token held while it runs, without gathered keys."""
+    layer = layer_bytes(shape, layout, experts, symbol)
+    if shape.delta_nets is None or symbol not in ("G", WHOLE_NET):
+        return layer
+    return layer + -(-shape.delta_nets.elements_at_work() // layout.tensor) * shape.dtype_bytes
 
 
 def gathered_keys_bytes(shape: StageShape, layout: ParallelLayout) -> int:

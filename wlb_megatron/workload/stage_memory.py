@@ -14,10 +14,12 @@ from wlb_megatron.workload.chunk_memory import attended_bytes
 from wlb_megatron.workload.memory import (
     ATTENDS,
     WHOLE,
+    WHOLE_NET,
     Experts,
     ParallelLayout,
     StageShape,
     attention_parameters,
+    busy_bytes,
     ends_bytes,
     ffn_parameters,
     gathered_keys_bytes,
@@ -25,7 +27,6 @@ from wlb_megatron.workload.memory import (
     kept_bytes_of,
     keyed_layers,
     kv_elements,
-    layer_bytes,
     layers_bytes,
     logits_bytes,
     spread_elements,
@@ -154,7 +155,7 @@ def _chunk(
         # Blocks keep an input for each layer, not for each unit, and all of multi-token prediction.
         switched = recomputed * first_input + further - floor
     begins_kept = len(layers + depths) > recomputed and layout.recompute_block
-    forward = max(layer_bytes(shape, layout, experts, symbol) + keys * (symbol in ATTENDS) for symbol in kept)
+    forward = max(busy_bytes(shape, layout, experts, symbol) + keys * (symbol in ATTENDS) for symbol in kept)
     # Gradients of a layer take what its activations do; sequence parallelism gathers an input and a gradient. Keys are
     # gathered again where they are not kept.
     at_work = forward + 2 * shape.hidden * shape.dtype_bytes
@@ -176,13 +177,16 @@ def _chunk(
 def _unlike(
     layers: str, kept: Mapping[str, int], shape: StageShape, experts: Experts | None
 ) -> tuple[UnlikeLayer, ...]:
-    """The layers of a HybridModel's chunk. Their parameters share out the linear work of as many whole layers as there
-    are layers with attention: of *--, with 1 and twice 2 million parameters, the thousandths 200, 400 and 400."""
+    """The layers of a chunk of several kinds. Their parameters share out the linear work of as many whole layers as
+    there are layers with attention: of *--, with 1 and twice 2 million parameters, the thousandths 200, 400 and 400."""
     routed = 0 if experts is None else ffn_parameters(shape, experts.shared + experts.chosen * experts.ffn)
     parameters = {"*": attention_parameters(shape), "-": ffn_parameters(shape, shape.ffn), "E": routed}
+    parameters["G"] = shape.delta_nets.work(shape.hidden) if shape.delta_nets else 0
+    feed_forward = parameters["-" if experts is None else "E"]
+    parameters |= {WHOLE: parameters["*"] + feed_forward, WHOLE_NET: parameters["G"] + feed_forward}
     total = sum(parameters[symbol] for symbol in layers)
-    attention = max(1, layers.count("*"))
+    attention = max(1, keyed_layers(layers))
     return tuple(
-        UnlikeLayer(kept[symbol], 1000 * attention * parameters[symbol] // total, symbol == "*")
+        UnlikeLayer(kept[symbol], 1000 * attention * parameters[symbol] // total, symbol in ATTENDS)
         for symbol in layers
     )

@@ -112,6 +112,7 @@ def model_and_layout(job: TrainingJob, memory: MemoryFlags) -> tuple[StageShape,
         dropout=model.dropout,
         dtype_bytes=4 if model.dtype == "float32" else 2,
         losses=1 + model.depths,
+        delta_nets=model.delta_nets,
     )
     count = batches.schedule.largest // (sizes.data * batches.micro_batch_size)
     layout = ParallelLayout(

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from wlb_megatron.plugin.flags.trained_model import layer_symbols
+from wlb_megatron.workload.memory import WHOLE, WHOLE_NET
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFlags:
     """stage_layers: of the fullest pipeline stage, its virtual stages together, without multi-token prediction's.
     ffn: width of an MLP. fully_sharded: FSDP spreads weights and gradients over data-parallel ranks. recompute_layers,
     recompute_block: how many layers at once, and by blocks, where they are recomputed in full. depths: layers of
-    multi-token prediction. patterns: a HybridModel's layers by their symbols, of each virtual stage of each stage;
-    stage_layers and depths are such symbols then, too.
+    multi-token prediction. patterns: layers of several kinds by their symbols, of each virtual stage of each stage;
+    stage_layers and depths are such symbols then, too. A GPTModel's with gated delta nets are those of the stage that
+    may have most of them.
     """
 
     stage_layers: int | str
@@ -35,8 +39,12 @@ class MemoryFlags:
             main, *further = pattern.split("/")
             patterns, depths = _stage_patterns(main, args), "".join(further)
             layers = max(
-                ("|".join(chunks) for chunks in patterns), key=lambda stage: (stage.count("*"), len(stage))
+                ("|".join(chunks) for chunks in patterns),
+                key=lambda stage: (stage.count("*") + stage.count("G"), len(stage)),
             )
+        elif "G" in layer_symbols(args):
+            patterns, depths = _net_stages(args), WHOLE * (getattr(args, "mtp_num_layers", None) or 0)
+            layers = "|".join(patterns[0])
         return cls(
             stage_layers=layers,
             ffn=args.ffn_hidden_size,
@@ -48,6 +56,18 @@ class MemoryFlags:
             patterns=patterns,
             depths=depths,
         )
+
+
+def _net_stages(args: Any) -> tuple[tuple[str, ...], ...]:
+    """Those of a GPTModel with gated delta nets: of each stage the layers, as many as the fullest has, with most of
+    them. Of NNNT on two stages, (NN,) twice."""
+    kinds = layer_symbols(args).translate({ord("*"): WHOLE, ord("G"): WHOLE_NET})
+    count = _fullest_stage(args)
+    runs = [kinds[first : first + count] for first in range(len(kinds) - count + 1)]
+    stage = max(runs, key=lambda layers: layers.count(WHOLE_NET))
+    size = -(-count // (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1))
+    chunks = tuple(stage[first : first + size] for first in range(0, count, size))
+    return (chunks,) * args.pipeline_model_parallel_size
 
 
 def _stage_patterns(main: str, args: Any) -> tuple[tuple[str, ...], ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from wlb_megatron.refusals import delta_nets
 from wlb_megatron.workload.cost_model import latent_parameters, layer_parameters
+from wlb_megatron.workload.memory import DeltaNets
 from wlb_megatron.workload.memory import Experts as ExpertsMemory
 
 LARGE_VOCABULARY = 131072
@@ -39,24 +40,6 @@ class Experts:
     ffn: int
     balancing: tuple[str, ...]
     memory: ExpertsMemory | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaNets:
-    """Layers of gated delta nets: how many, their heads and channels a head, tokens of the convolution."""
-
-    layers: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    width: int
-
-    def parameters(self, hidden: int) -> int:
-        """Weights of a layer that a token passes. The rule counts as 4 matrix products of a head's state."""
-        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
-        projections = hidden * (2 * keys + 3 * values + 2 * self.value_heads)
-        return projections + self.width * (2 * keys + values) + 4 * values * self.key_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,12 +117,22 @@ class TrainedModel:
     @property
     def layer_parameters(self) -> int:
         """Weights of a layer's matrix products that a token passes."""
-        latent = self.latent
-        query, key = (0, 0) if latent else (self.heads * self.head_dim, self.kv_heads * self.head_dim)
+        query, key = (
+            (0, 0) if self.projections else (self.heads * self.head_dim, self.kv_heads * self.head_dim)
+        )
         parameters = layer_parameters(self.hidden, query, key, self.active_ffn, gated=self.gated)
+        return parameters + (self.projections or 0)
+
+    @property
+    def projections(self) -> int | None:
+        """Weights of a layer's attention where heads do not say them: latent, or with gated delta nets beside it."""
+        if self.latent:
+            projections = self.latent.parameters(self.hidden, self.heads)
+        else:
+            projections = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         if self.delta_nets:
-            parameters += self.delta_nets.parameters(self.hidden) * self.delta_nets.layers // self.layers
-        return parameters + (latent.parameters(self.hidden, self.heads) if latent else 0)
+            return projections + self.delta_nets.work(self.hidden) * self.delta_nets.layers // self.layers
+        return projections if self.latent else None
 
 
 def layer_symbols(args: Any) -> str:

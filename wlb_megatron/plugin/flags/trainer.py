@@ -8,8 +8,9 @@ from types import CodeType
 from typing import Any
 
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
-from wlb_megatron.plugin.flags.trained_model import balancing_of, layer_symbols
+from wlb_megatron.plugin.flags.trained_model import balancing_of
 from wlb_megatron.plugin.flags.versions import megatron_version
+from wlb_megatron.refusals import delta_nets
 
 
 def trainer_of(args: Any) -> Trainer:
@@ -37,7 +38,7 @@ def trainer_of(args: Any) -> Trainer:
         release=megatron_version(),
         # Where the block has this function itself (0.17, dev). megatron.core.recompute (0.18, main) hands the mask on.
         hides_padding=hasattr(TransformerBlock, "_checkpointed_forward"),
-        delta_nets="G" in layer_symbols(args),
+        delta_nets=delta_nets(args),
         unknown_schedule=bool(setting("virtual_pipeline_model_parallel_size"))
         and not _interleaves_as_known(),
     )

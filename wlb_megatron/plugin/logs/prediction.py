@@ -240,7 +240,7 @@ def layer_model(job: TrainingJob, table: KernelTable | None = None) -> LayerMode
     simulator does not take.
     """
     model, sizes = job.model, job.sizes
-    experts, latent = job.sharing.experts, model.latent
+    experts = job.sharing.experts
     shape = ModelShape(
         layers=model.layers,
         hidden=model.hidden,
@@ -250,7 +250,7 @@ def layer_model(job: TrainingJob, table: KernelTable | None = None) -> LayerMode
         vocab=model.vocabulary or LARGE_VOCABULARY,
         channels=(model.head_dim + model.value_dim) // 2,
         gated=model.gated,
-        projections=None if latent is None else latent.parameters(model.hidden, model.heads),
+        projections=model.projections,
     )
     layout = ParallelSizes(
         tp=sizes.tensor, cp=sizes.context, pp=sizes.pipeline, dp=sizes.data, chunks=sizes.virtual

@@ -12,7 +12,7 @@ from wlb_megatron.attention.core_attention import WlbCoreAttention, wlb_core_att
 from wlb_megatron.attention.rope import PlannedRotaryEmbedding
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.plugin.job_state import part
-from wlb_megatron.plugin.model.delta_nets import begin_at_documents
+from wlb_megatron.plugin.model.delta_nets import begin_at_documents, is_delta_net
 from wlb_megatron.refusals import Refused, RefusedHere
 
 
@@ -148,7 +148,7 @@ def prepare_model(chunks: list[Any], settings: WlbConfig) -> list[Any]:
 
     for chunk in chunks:
         for name, module in chunk.named_modules():
-            if type(module).__name__ == "GatedDeltaNet":
+            if is_delta_net(module):
                 begin_at_documents(module)
             elif _carries_state(module):
                 raise RefusedHere(

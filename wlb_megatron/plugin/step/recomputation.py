@@ -28,11 +28,12 @@ from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.logs.metrics import Figures
 from wlb_megatron.plugin.logs.reporting import never_fatal
 from wlb_megatron.plugin.micro_batches.planning import PlannedMicroBatch
+from wlb_megatron.plugin.model.delta_nets import is_delta_net
 from wlb_megatron.plugin.ranks.plan_store import common_store
 from wlb_megatron.recompute.kept_layers import KeptLayers, plan_kept_layers
 from wlb_megatron.recompute.step_layers import stage_orders
 from wlb_megatron.refusals import RefusedHere
-from wlb_megatron.workload.memory import GIB
+from wlb_megatron.workload.memory import GIB, WHOLE, WHOLE_NET
 from wlb_megatron.workload.stage_memory import StageMemory
 
 LEAST_SCALE = 800
@@ -251,9 +252,11 @@ def decoder_of(model: Any) -> Any:
 
 
 def layers_of(decoder: Any) -> int | str:
-    """How many layers a block has; a HybridModel's by their symbols."""
-    hybrid = getattr(decoder, "layer_type_list", None)
-    return decoder.num_layers_per_pipeline_rank if hybrid is None else "".join(hybrid)
+    """How many layers a block has; by their symbols, if some are of other kinds (HybridModel, gated delta nets)."""
+    if (hybrid := getattr(decoder, "layer_type_list", None)) is not None:
+        return "".join(hybrid)
+    nets = [is_delta_net(getattr(layer, "self_attention", None)) for layer in decoder.layers]
+    return "".join(WHOLE_NET if net else WHOLE for net in nets) if any(nets) else len(nets)
 
 
 def _flags_of(config: Any) -> tuple[str, int]:
