@@ -13,7 +13,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from wlb_megatron.plugin.micro_batches.iterators import (
     MicroBatchIterator,
     RepeatedIterations,
 )
-from wlb_megatron.plugin.micro_batches.loaded import Layout
+from wlb_megatron.plugin.micro_batches.loaded import DocumentRows, Layout
 from wlb_megatron.plugin.micro_batches.planning import PlanAhead, PlannedIteration, PlannedMicroBatch
 from wlb_megatron.plugin.plans.data import (
     MicroBatchSampler,
@@ -619,6 +619,31 @@ def test_documents_without_a_token_in_the_files_are_passed_over_and_counted(tmp_
     batch = read(corpus, planned(list(micro_batch.pieces), 1, "hybrid"), 0)
     assert sorted(batch["tokens"]) == [1, 2, 3, 4]
     assert stream.counts().empty == 3
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    cp=st.integers(1, 4),
+    kind=st.sampled_from(SHARDINGS),
+)
+def test_rows_of_all_ranks_are_put_into_documents_that_begin_where_it_is_told(lengths, cp, kind):
+    plan = shard([*lengths, -sum(lengths) % cp] if sum(lengths) % cp else lengths, cp, kind)
+    documents = DocumentRows.of(plan)
+    gathered = [
+        (piece, token)
+        for rows in plan.ranks
+        for piece, start, end in rows.tolist()
+        for token in range(start, end)
+    ]
+    if cp > 1:
+        gathered = [gathered[row] for row in documents.order.tolist()]
+        assert documents.order[documents.gathered.long()].tolist() == [*range(plan.tokens)]
+    begins = documents.starts.tolist()
+    parts = [gathered[begin:end] for begin, end in pairwise(begins)]
+    whole = [
+        [(piece, token) for token in range(length)] for piece, length in enumerate(plan.lengths.tolist())
+    ]
+    assert sorted(parts) == whole and begins[-1] == plan.tokens
 
 
 FAILS = """

@@ -18,6 +18,7 @@ from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes
 from wlb_megatron.workload.chunk_memory import attended_bytes
 from wlb_megatron.workload.memory import (
     GIB,
+    DeltaNets,
     Experts,
     ParallelLayout,
     StageShape,
@@ -99,6 +100,27 @@ def test_a_hybrid_models_layers_hold_their_parts_of_a_whole_layer() -> None:
         assert layers_bytes(symbols(parts.layers), parts, replace(FULL, recompute="none"), experts) == (
             2 * layer_bytes(whole, FULL, experts)
         )
+
+
+def test_gated_delta_nets_hold_more_at_work_and_no_keys() -> None:
+    """1 key head of 2, 2 value heads of 2: the convolution's input and output 2 x 8, normalized 2 x 2, repeated 2 x 4,
+    five of 4, and 64 for each value head; 20 bytes a value head in fp32. At work rows of 16 twice, states of 8."""
+    nets = DeltaNets(layers=2, key_heads=1, value_heads=2, key_dim=2, value_dim=2)
+    shape = replace(TINY, delta_nets=nets)
+    layout = replace(FULL, context=2)
+    attention, mlp, keys = 16 + 24 + 8, 16 + 48, 2 * 2 * 2 * 2
+    net = 16 + 2 * (16 + 4 + 8 + 20 + 128) + 20 * 2
+    (chunk,) = stage_memory(shape, layout, 0, ["G-*G"]).chunks
+    assert [layer.kept for layer in chunk.unlike] == [net, mlp, attention + keys, net]
+    assert (chunk.layers, chunk.keyed, chunk.forward) == (4, 1, net + 2 * (2 * 16 + 0))
+    # A net has 4 x (4 + 12 + 4) + 4 x 8 = 112 weights and 4 x 8 products more, attention 48, an MLP 96.
+    assert [layer.linear for layer in chunk.unlike] == [1000 * w // 432 for w in (144, 96, 48, 144)]
+    whole, parts = replace(shape, layers="NNT"), replace(shape, layers="G-*-G-")
+    assert weight_bytes(whole, FULL, 1) == weight_bytes(parts, FULL, 1)
+    assert (
+        weight_bytes(whole, FULL, 1) - weight_bytes(replace(TINY, layers=3), FULL, 1) == 2 * (112 - 48) * 18
+    )
+    assert layer_bytes(whole, FULL, symbol="N") == net + mlp
 
 
 def test_exchanged_keys_are_kept_or_gathered_again() -> None:

@@ -17,13 +17,21 @@ from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.workload.fit import fit
-from wlb_megatron.workload.memory import Experts
+from wlb_megatron.workload.memory import DeltaNets, Experts
 from wlb_megatron.workload.profile import FORMAT, ProfiledModel, write_profile
 
 MOE = {"num_experts": 8, "moe_ffn_hidden_size": 1024, "moe_router_topk": 2}
 MLA = {
     **{"multi_latent_attention": True, "q_lora_rank": None, "kv_lora_rank": 512},
     **{"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 96},
+}
+NETS = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4},
+}
+QWEN = {
+    **{"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4, "num_layers": 4},
+    **NETS,
 }
 ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
     ({"num_layers": 6}, "model.layers", 6),
@@ -79,6 +87,20 @@ ARRIVES: list[tuple[dict[str, Any], str, Any]] = [
     ({"hybrid_layer_pattern": "*-*-|*E--/*-"}, "model.layers", 3),
     ({"hybrid_layer_pattern": "*-*---*-"}, "model.ffn", 5632 * 5 // 3),
     ({"hybrid_layer_pattern": "**-*|-*--", "pipeline_model_parallel_size": 2}, "memory.stage_layers", "**-*"),
+    (
+        {"hybrid_layer_pattern": "G-G-|*-*-", **NETS},
+        "model.delta_nets",
+        DeltaNets(layers=2, key_heads=2, value_heads=4, key_dim=8, value_dim=16),
+    ),
+    (
+        {"hybrid_layer_pattern": "GG|**-*", **NETS, "pipeline_model_parallel_size": 2},
+        "memory.stage_layers",
+        "**-*",
+    ),
+    (QWEN, "model.layers", 1),
+    (QWEN, "model.ffn", 5632 * 4),
+    ({**QWEN, "linear_attention_freq": [1, 0, 0, 1]}, "model.layers", 2),
+    ({**QWEN, "pipeline_model_parallel_size": 2}, "memory.patterns", (("NN",), ("NN",))),
     ({"hybrid_layer_pattern": "*-|-|E|*E/*-"}, "memory.patterns", (("*-", "-", "E", "*E"),)),
     ({"hybrid_layer_pattern": "*-|-|E|*E/*-/*-"}, "memory.depths", "*-*-"),
     (
@@ -118,6 +140,14 @@ def test_latent_attention_has_the_weights_of_its_compressions() -> None:
     up, output 16 x 96 x 2048; a gated MLP of 5632."""
     weights = 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 224 + 16 * 96 * 2048 + 3 * 2048 * 5632
     assert training_job(**MLA).model.layer_parameters == weights
+
+
+def test_the_square_of_a_length_is_the_work_of_the_layers_with_attention_alone() -> None:
+    """NNNT: three nets of 2048 x (2 x 16 + 3 x 64 + 2 x 4) and 4 x (2 x 16 + 64) weights, whose states of 4 x 8 x 16
+    are counted four times, and four MLPs, beside one layer of attention as without them."""
+    whole, mixed = (training_job(**flags).model.layer_parameters for flags in ({}, QWEN))
+    net = 2048 * (2 * 16 + 3 * 64 + 2 * 4) + 4 * (2 * 16 + 64) + 4 * 4 * 8 * 16
+    assert mixed - whole == 3 * (net + 3 * 2048 * 5632)
 
 
 def test_the_vocabulary_is_known_once_the_tokenizer_is_built() -> None:

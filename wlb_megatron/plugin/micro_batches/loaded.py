@@ -178,7 +178,7 @@ def from_plan(micro_batch: PlannedMicroBatch, layout: Layout) -> LoadedMicroBatc
         torch.from_numpy(np.concatenate(([0], np.cumsum(real))).astype(np.int64)),
         padding_mask=padding,
         document_of=document_of,
-        documents=DocumentRows.of(planned.shard) if layout.gathers else None,
+        documents=DocumentRows.of(micro_batch.shard) if layout.gathers else None,
     )
 
 
