@@ -148,6 +148,8 @@ OF_LAUNCH_COMMANDS = {
         "untie-embeddings-and-output-weights",
     ),
     *("train-iters", "train-samples", "multi-latent-attention", "q-lora-rank", "kv-lora-rank", "qk-head-dim"),
+    *("linear-num-key-heads", "linear-num-value-heads", "linear-key-head-dim", "linear-value-head-dim"),
+    "linear-conv-kernel-dim",
     *(
         "qk-pos-emb-head-dim",
         "v-head-dim",

@@ -166,6 +166,23 @@ def test_a_hybrid_models_pattern_is_predicted_as_the_gpt_model_of_its_layers(
     )
 
 
+def test_gated_delta_nets_add_work_by_token_and_leave_out_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Three nets and four MLPs to a layer with attention: X is as much longer as the weights of a layer are more."""
+    job = "--lengths 20,30,64 --world-size 2 --search none --iterations 1 -- --hidden-size 256 --num-attention-heads 4"
+    job += " --seq-length 64 --global-batch-size 8 --ffn-hidden-size 512 --pipeline-model-parallel-size 2"
+    job += " --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 32 --linear-value-head-dim 64"
+    says = {}
+    for pattern in ("*-|*-", "G-G-G-*-|G-G-G-*-"):
+        code, out, _ = call(capsys, "analyze", *job.split(), "--hybrid-layer-pattern", pattern)
+        assert code == 0
+        says[pattern] = int(re.search(r"work = d \+ d\*d/([\d,]+)", out)[1].replace(",", ""))  # type: ignore[index]
+    attention, mlp = 256 * 256 * 4, 2 * 256 * 512
+    net = 256 * (2 * 64 + 3 * 256 + 2 * 4) + 4 * (2 * 64 + 256) + 4 * 256 * 32
+    ratio = (attention + 4 * mlp + 3 * net) / (attention + mlp)
+    assert says["G-G-G-*-|G-G-G-*-"] == pytest.approx(says["*-|*-"] * ratio, abs=2)
+    assert "documents in chunks: no (not with gated delta nets" in out
+
+
 def test_what_the_prediction_leaves_out_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     own = "analyze --no-split --iterations 1 --lengths 20,30,64 --world-size 1 --"
     code, out, _ = call(

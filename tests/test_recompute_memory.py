@@ -382,6 +382,7 @@ def test_each_forward_has_its_own_number_and_the_flags_are_back_after_the_step(
 
 BOTH = {
     "projections": "shape.projections",
+    "delta_nets": "shape.delta_nets",
     # of the memory model: of the time model
     **{"tensor": "layout.tp", "context": "layout.cp", "pipeline": "layout.pp", "data": "layout.dp"},
     **{"virtual": "layout.chunks", "keep_keys": "regather"},
@@ -394,7 +395,6 @@ BOTH = {
     "head_dim": "shape.channels",
 }
 MEMORY_ALONE = {
-    "delta_nets": "the time model counts them in projections",
     "group": "an interleaved schedule takes stages of micro-batches at a time in both; more only holds more",
     "micro_batches": "each plan brings its own number",
     "sequence": "the time model assumes it with tensor parallelism",

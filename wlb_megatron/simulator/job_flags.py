@@ -21,7 +21,7 @@ from wlb_megatron.simulator.reproduction.paper import SHAPES
 from wlb_megatron.simulator.reproduction.reproduce_command import add_assumptions, read_assumptions
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import latent_parameters
-from wlb_megatron.workload.memory import RECOMPUTE, Experts
+from wlb_megatron.workload.memory import RECOMPUTE, DeltaNets, Experts
 from wlb_megatron.workload.profile import Profile, ProfiledModel
 
 ITERATIONS, FEWEST, WARM_UP = 100, 4, 16
@@ -143,6 +143,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--qk-pos-emb-head-dim", type=whole(1), default=64, help="its channels with positions (default: 64)"
     )
     model("--v-head-dim", type=whole(1), default=128, help="channels of a value's head (default: 128)")
+    for name, default, what in (
+        ("num-key-heads", 16, "query and key heads"),
+        ("num-value-heads", 32, "value heads"),
+        ("key-head-dim", 128, "channels of a key head"),
+        ("value-head-dim", 128, "channels of a value head"),
+        ("conv-kernel-dim", 4, "tokens that the convolution sees"),
+    ):
+        line = f"of gated delta nets: {what} (default: {default})"
+        model(f"--linear-{name}", type=whole(1), default=default, help=line)
     model("--kv-channels", type=whole(1), help="channels of a head (default: hidden size over heads)")
     model(
         "--ffn-hidden-size",
@@ -318,6 +327,7 @@ def read_trainer(args: argparse.Namespace) -> Trainer:
         offloads=args.fine_grained_activation_offloading,
         interleaves=args.vpp > 1,
         offloads_layers=args.cpu_offloading_num_layers > 0,
+        delta_nets="G" in (args.hybrid_layer_pattern or ""),
     )
 
 
@@ -464,12 +474,13 @@ def _complete_pattern(args: argparse.Namespace) -> None:
     """Fills in layers, stages and predictions of a HybridModel's pattern. `*-*--|*-*--/*-` on two stages: 4 layers, an
     MLP of 3/2 of the width, one further prediction."""
     main, *further = args.hybrid_layer_pattern.split("/")
-    attention, dense, routed = (main.count(symbol) for symbol in "*-E")
-    if not attention or {*main} - {*"*-E|"}:
+    attention, dense, routed, nets = (main.count(symbol) for symbol in "*-EG")
+    if not attention or {*main} - {*"*-EG|"}:
         raise WlbError(
-            f"--hybrid-layer-pattern {main} is not predicted: give attention (*), MLPs (-) and experts (E)"
+            f"--hybrid-layer-pattern {main} is not predicted: give attention (*), gated delta nets (G), MLPs (-) and "
+            "experts (E)"
         )
-    number = args.recompute_num_layers * attention // (attention + dense + routed)
+    number = args.recompute_num_layers * attention // (attention + dense + routed + nets)
     args.num_layers, args.mtp_num_layers, args.recompute_num_layers = attention, len(further), max(1, number)
     args.vpp = max(1, (main.count("|") + 1) // args.pp)
     if args.ffn_hidden_size is not None and not routed:
@@ -519,6 +530,9 @@ def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> Mode
         raise WlbError("--hidden-size needs --num-attention-heads; give both, or --model")
     ffn = int(4 * hidden * 2 / 3) // 64 * 64 if args.swiglu else 4 * hidden
     latent = (args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim)
+    sizes = (args.linear_num_key_heads, args.linear_num_value_heads)
+    dims = (args.linear_key_head_dim, args.linear_value_head_dim, args.linear_conv_kernel_dim)
+    nets = (args.hybrid_layer_pattern or "").split("/")[0].count("G")
     plain = ModelShape(
         layers=known.layers,
         hidden=hidden,
@@ -530,6 +544,7 @@ def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> Mode
         projections=latent_parameters(hidden, heads, args.q_lora_rank or 0, args.kv_lora_rank, latent)
         if args.multi_latent_attention
         else None,
+        delta_nets=DeltaNets(nets, *sizes, *dims) if nets else None,
     )
     return replace(plain, **flags_set)
 

@@ -15,6 +15,7 @@ context-parallel-size cpu-offloading-num-layers data-args-path data-path expert-
 expert-tensor-parallel-size ffn-hidden-size fine-grained-activation-offloading global-batch-size group-query-attention
 hidden-dropout hidden-size hybrid-layer-pattern kv-channels kv-lora-rank micro-batch-size moe-ffn-hidden-size
 moe-layer-freq moe-router-load-balancing-type moe-router-topk moe-shared-expert-intermediate-size mtp-num-layers
+linear-conv-kernel-dim linear-key-head-dim linear-num-key-heads linear-num-value-heads linear-value-head-dim
 multi-latent-attention num-attention-heads num-experts num-layers num-layers-per-virtual-pipeline-stage
 num-query-groups num-virtual-stages-per-pipeline-rank overlap-grad-reduce overlap-param-gather
 per-split-data-args-path pipeline-model-parallel-size q-lora-rank qk-head-dim qk-pos-emb-head-dim
@@ -43,6 +44,7 @@ PASSED_OVER = {
     "--use-precision-aware-optimizer": "the optimizer's state is counted in fp32",
     "--grad-reduce-in-bf16": "gradients are reduced in fp32; give --gradient-bytes 2",
     "--tp-comm-overlap": "give --tp-exposed, the share of tensor parallelism's communication that is not hidden",
+    "--experimental-attention-variant": "every layer is counted as one of attention; give G's and *'s as a pattern",
     "--mock-data": "give --lengths",
 }
 """Megatron's flags that change a prediction and are not read, and what is assumed instead."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from wlb_megatron.packing.chunks.chunk_limits import Trainer
 from wlb_megatron.packing.memory_limits import MARGIN, GpuMemory
 from wlb_megatron.simulator.model import LayerModel
-from wlb_megatron.workload.memory import GIB, Experts, ParallelLayout, StageShape
+from wlb_megatron.workload.memory import GIB, WHOLE, Experts, ParallelLayout, StageShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,20 @@ def gpu_memory(
     windows of a data-parallel rank and step.
     """
     shape, sizes, choices = model.shape, model.layout, choices or MemoryChoices()
+    layers = tuple(tuple(model.layers_of(p, c) for c in range(sizes.chunks)) for p in range(sizes.pp))
+    counted: dict[str, Any] = {"layers": layers, "depths": trainer.mtp}
+    fullest: int | str = -(-shape.layers // sizes.pp) + trainer.mtp
+    if nets := shape.delta_nets:
+        kinds = [
+            [WHOLE * count + "G" * -(-count * nets.layers // shape.layers) for count in stage]
+            for stage in layers
+        ]
+        counted = {"layers": tuple(map(tuple, kinds)), "depths": WHOLE * trainer.mtp}
+        fullest = "|".join(max(kinds, key=lambda stage: len("".join(stage)))) + WHOLE * trainer.mtp
     described = StageShape(
         hidden=shape.hidden,
         ffn=shape.ffn,
-        layers=-(-shape.layers // sizes.pp) + trainer.mtp,
+        layers=fullest,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
@@ -50,6 +61,7 @@ def gpu_memory(
         losses=1 + trainer.mtp,
         experts=experts,
         projections=shape.projections,
+        delta_nets=nets,
     )
     layout = ParallelLayout(
         tensor=sizes.tp,
@@ -71,6 +83,5 @@ def gpu_memory(
     return GpuMemory(
         *(int(gib * GIB), described, layout, window, alignment, margin),
         experts=experts,
-        layers=tuple(tuple(model.layers_of(p, c) for c in range(sizes.chunks)) for p in range(sizes.pp)),
-        depths=trainer.mtp,
+        **counted,
     )

@@ -20,7 +20,7 @@ from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel, backward_over_forward
 from wlb_megatron.workload.costs import Costs, micro_batch_cost
 from wlb_megatron.workload.kernel_table import KernelTable, h100
-from wlb_megatron.workload.memory import RECOMPUTE, Experts
+from wlb_megatron.workload.memory import RECOMPUTE, DeltaNets, Experts
 from wlb_megatron.workload.micro_batch import LAUNCH_NS, chunk_ns, stage_launch_ns
 
 FloatArray = npt.NDArray[np.float64]
@@ -35,7 +35,7 @@ FORWARD_SHARE = 1 / 3.5
 class ModelShape:
     """A decoder-only transformer. kv_heads: fewer than heads under GQA. channels: of a head, if not hidden / heads.
     gated: the feed-forward has three matrices, not two. projections: weights of a layer's attention where heads do not
-    say them (multi-latent attention).
+    say them (multi-latent attention). delta_nets: beside the layers, which have attention.
     """
 
     layers: int
@@ -47,6 +47,7 @@ class ModelShape:
     channels: int | None = None
     gated: bool = True
     projections: int | None = None
+    delta_nets: DeltaNets | None = None
 
     @property
     def head_dim(self) -> int:
@@ -55,6 +56,8 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         attention = self.projections or self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        if nets := self.delta_nets:
+            attention += nets.work(self.hidden) * nets.layers // self.layers
         return attention + (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property

@@ -48,7 +48,7 @@ class Experts:
     dense_layers: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DeltaNets:
     """Gated delta nets of a model.
 

@@ -117,22 +117,12 @@ class TrainedModel:
     @property
     def layer_parameters(self) -> int:
         """Weights of a layer's matrix products that a token passes."""
-        query, key = (
-            (0, 0) if self.projections else (self.heads * self.head_dim, self.kv_heads * self.head_dim)
-        )
+        latent, nets = self.latent, self.delta_nets
+        query, key = (0, 0) if latent else (self.heads * self.head_dim, self.kv_heads * self.head_dim)
         parameters = layer_parameters(self.hidden, query, key, self.active_ffn, gated=self.gated)
-        return parameters + (self.projections or 0)
-
-    @property
-    def projections(self) -> int | None:
-        """Weights of a layer's attention where heads do not say them: latent, or with gated delta nets beside it."""
-        if self.latent:
-            projections = self.latent.parameters(self.hidden, self.heads)
-        else:
-            projections = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        if self.delta_nets:
-            return projections + self.delta_nets.work(self.hidden) * self.delta_nets.layers // self.layers
-        return projections if self.latent else None
+        if nets:
+            parameters += nets.work(self.hidden) * nets.layers // self.layers
+        return parameters + (latent.parameters(self.hidden, self.heads) if latent else 0)
 
 
 def layer_symbols(args: Any) -> str:

@@ -250,7 +250,8 @@ def layer_model(job: TrainingJob, table: KernelTable | None = None) -> LayerMode
         vocab=model.vocabulary or LARGE_VOCABULARY,
         channels=(model.head_dim + model.value_dim) // 2,
         gated=model.gated,
-        projections=model.projections,
+        projections=None if model.latent is None else model.latent.parameters(model.hidden, model.heads),
+        delta_nets=model.delta_nets,
     )
     layout = ParallelSizes(
         tp=sizes.tensor, cp=sizes.context, pp=sizes.pipeline, dp=sizes.data, chunks=sizes.virtual
