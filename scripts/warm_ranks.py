@@ -267,9 +267,24 @@ def _forget() -> None:
         torch.distributed.destroy_process_group()
     begin_job()
     gc.collect()
+    for tensor in _trained(torch):
+        if tensor.is_cuda:
+            tensor.untyped_storage().resize_(0)
     torch.cuda.empty_cache()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
+
+
+def _trained(torch: Any) -> list[Any]:
+    """Tensors of weights, gradients and optimizers that something still refers to: models with experts never die."""
+    tensors: list[Any] = []
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.nn.Parameter):
+            tensors += [thing.data, getattr(thing, "main_grad", None), getattr(thing, "main_param", None)]
+        elif issubclass(type(thing), torch.optim.Optimizer):
+            tensors += [tensor for group in thing.param_groups for tensor in group["params"]]
+            tensors += [value for state in thing.state.values() for value in state.values()]
+    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 
 if __name__ == "__main__":

@@ -128,14 +128,20 @@ def test_exchanged_keys_are_kept_or_gathered_again() -> None:
     kept = only_chunk(replace(FULL, context=2))
     again = only_chunk(replace(FULL, context=2, keep_keys=False))
     assert (kept.kept, again.kept) == (KEPT + keys, KEPT)
-    assert again.working - kept.working == keys
-    assert kept.working + kept.remade == again.working + again.remade
+    assert kept.working == KEPT + 2 * 4 * 2 + keys
+    # Its attention is more: five rows of four channels, 16 bytes a channel for two ranks' keys, the keys gathered again
+    # and their gradients, this rank's own; the feed-forward's 48 are free.
+    assert again.working == 5 * 4 * 2 + 16 * 4 * 2 + 2 * keys + 2 * 4 * 2 - 48
 
 
 def test_keys_for_later_chunks_are_held_with_their_fp32_gradients() -> None:
     memory = stage_memory(TINY, FULL, 1, [4])
     assert memory.keys == 2 * 2 * (2 + 4)
-    assert memory.attended == attended_bytes(TINY, FULL)
+    rounded = 3 * 16 * 4 // 2  # gradients for both heads of queries
+    assert memory.attended == attended_bytes(TINY, FULL) + rounded
+    assert stage_memory(replace(TINY, kv_heads=2), FULL, 1, [4]).attended == attended_bytes(
+        replace(TINY, kv_heads=2), FULL
+    )
     assert memory.loss > 0 == stage_memory(TINY, FULL, 0, [4]).loss
     in_forward = stage_memory(TINY, replace(FULL, losses_in_forward=True), 1, [4])
     assert in_forward.ends - memory.ends == 4 * 16, "the softmax in fp32"

@@ -5,7 +5,8 @@ is as long as Lmax, and every rank needs all keys. Per layer this is the formula
 al., table 2), with separate query, key and FFN widths and without attention scores. Megatron prints the same for
 ordinary attention heads and a plain FFN (megatron/training/theoretical_memory_usage.py).
 
-The margin covers what is not counted: the CUDA context, NCCL's buffers, fragmentation, rotary tables, biases.
+The margin covers what is not counted: the CUDA context, NCCL's buffers, libraries' workspaces (0.1 GiB on an H200),
+fragmentation, rotary tables, biases.
 """
 
 from __future__ import annotations
@@ -288,6 +289,8 @@ def weight_bytes(
     if shape.tied and layout.pipeline == 1:
         embeddings = 1
     split += embeddings * shape.vocab * shape.hidden
+    if is_last(layout, stage):  # multi-token prediction joins two rows into one
+        split += (shape.losses - 1) * 2 * shape.hidden**2
     whole += is_last(layout, stage) * shape.hidden
     copies = layout.data * layout.context
     needed = _state_bytes(-(-split // layout.tensor) + whole, copies, shape, layout)
@@ -339,8 +342,8 @@ def token_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
 
 
 def working_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
-    """Bytes for each token held of the micro-batch at work, beside what it keeps: the larger of a layer in its
-    backward, and the logits with their loss."""
+    """Bytes for each token held of the micro-batch at work, beside what it keeps: the largest of a layer in its
+    backward, its attention in it, and the logits with their loss."""
     chunks = model_chunks(shape, layout)
     layer = max(busy_bytes(shape, layout, None, symbol) for symbol in {*"".join(chunks)})
     keys = gathered_keys_bytes(shape, layout)
@@ -348,11 +351,39 @@ def working_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
     working = layer + 2 * shape.hidden * shape.dtype_bytes + keys
     if not layout.keep_keys or layout.recompute != "none":
         working += keys  # gathered again
+    working = max(working, attention_bytes("".join(chunks), shape, layout))
     if layout.recompute == "full":
         again = max(unit_bytes(chunk, shape, layout) for chunk in chunks)
         working += again - keys * layout.keep_keys
-    logits = logits_bytes(shape, layout) if is_last(layout, stage) else 0
+    logits = output_bytes(shape, layout) if is_last(layout, stage) else 0
     return max(working, logits)
+
+
+def attention_bytes(
+    layers: str, shape: StageShape, layout: ParallelLayout, experts: Experts | None = None
+) -> int:
+    """Bytes for each token held that the backward of a layer's attention needs beside what the layer keeps.
+
+    With fewer heads of keys than of queries, cuDNN makes gradients of all gathered keys and values for each head of
+    queries, twice in fp32. Beside them are their sums, and of this rank's tokens five rows as wide as its heads. The
+    feed-forward's activations in the same layer are free by then. 0 if none of the layers has attention.
+    """
+    if not keyed_layers(layers):
+        return 0
+    width = -(-shape.heads // layout.tensor) * shape.head_dim
+    keys = gathered_keys_bytes(shape, layout)
+    rows = 5 * width * shape.dtype_bytes + layout.context * apart_bytes(shape, layout)
+    rows += keys or kv_elements(shape, layout) * shape.dtype_bytes
+    if not layout.keep_keys or layout.recompute != "none":
+        rows += keys  # gathered again
+    if keys and not layout.keep_keys:
+        rows += 2 * width * shape.dtype_bytes  # the gradients of this rank's own keys, made meanwhile
+    return rows - ffn_bytes(shape, layout, experts) * ("*" not in layers)
+
+
+def apart_bytes(shape: StageShape, layout: ParallelLayout) -> int:
+    """Gradients of a key and its value for each head of queries; 0 where each has keys of its own."""
+    return 16 * -(-shape.heads // layout.tensor) * shape.head_dim * (shape.kv_heads < shape.heads)
 
 
 def kept_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
@@ -376,6 +407,13 @@ def logits_bytes(shape: StageShape, layout: ParallelLayout) -> int:
     """Final norm's input and output, logits, and their fp32 copy of which the loss makes its gradient."""
     norm = 2 * spread_elements(shape.hidden, layout) * shape.dtype_bytes
     return shape.losses * (norm + -(-shape.vocab // layout.tensor) * (shape.dtype_bytes + 4))
+
+
+def output_bytes(shape: StageShape, layout: ParallelLayout) -> int:
+    """Logits, and beside them what the output layer gathered and the next two tensors that stages send each other."""
+    gathered = shape.hidden * (layout.sequence and layout.tensor > 1)
+    sent = 2 * spread_elements(shape.hidden, layout) * (layout.pipeline > 1)
+    return logits_bytes(shape, layout) + (gathered + sent) * shape.dtype_bytes
 
 
 def waiting_loss_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
@@ -477,15 +515,7 @@ def layer_bytes(
     heads = -(-shape.heads // tp)
     attention = heads * (2 * shape.head_dim * b + 4)  # q, output; log-sum-exp in fp32
     attention += kv_elements(shape, layout) * b + norm
-    matrices = 3 if shape.gated else 2
-    routed = experts is not None and symbol != "-"
-    if experts is None or not routed:
-        feed_forward = -(-shape.ffn // tp) * matrices * b + norm
-    else:
-        feed_forward = -(-experts.shared // tp) * matrices * b + norm
-        feed_forward += spread_elements(12 * experts.count + 30 * experts.chosen, layout)
-        row = -(-(matrices * experts.ffn + experts.tensor * shape.hidden) // tp)
-        feed_forward += -(-row * experts.chosen * b * experts.imbalance // 100)
+    feed_forward = ffn_bytes(shape, layout, experts, symbol) + norm
     parts = {"*": attention, WHOLE: attention + feed_forward}
     if nets := shape.delta_nets:
         net = -(-(nets.elements() * b + 20 * nets.value_heads) // tp) + norm  # decay and beta, partly in fp32
@@ -499,6 +529,20 @@ def busy_bytes(shape: StageShape, layout: ParallelLayout, experts: Experts | Non
     if shape.delta_nets is None or symbol not in ("G", WHOLE_NET):
         return layer
     return layer + -(-shape.delta_nets.elements_at_work() // layout.tensor) * shape.dtype_bytes
+
+
+def ffn_bytes(
+    shape: StageShape, layout: ParallelLayout, experts: Experts | None = None, symbol: str = WHOLE
+) -> int:
+    """Of that, the feed-forward's or the experts', without its norm."""
+    b, tp, experts = shape.dtype_bytes, layout.tensor, experts or shape.experts
+    matrices = 3 if shape.gated else 2
+    if experts is None or symbol == "-":
+        return -(-shape.ffn // tp) * matrices * b
+    routing = spread_elements(12 * experts.count + 30 * experts.chosen, layout)
+    row = -(-(matrices * experts.ffn + experts.tensor * shape.hidden) // tp)
+    routed = -(-row * experts.chosen * b * experts.imbalance // 100)
+    return -(-experts.shared // tp) * matrices * b + routing + routed
 
 
 def gathered_keys_bytes(shape: StageShape, layout: ParallelLayout) -> int:

@@ -18,6 +18,8 @@ from wlb_megatron.workload.memory import (
     Experts,
     ParallelLayout,
     StageShape,
+    apart_bytes,
+    attention_bytes,
     attention_parameters,
     busy_bytes,
     ends_bytes,
@@ -28,7 +30,7 @@ from wlb_megatron.workload.memory import (
     keyed_layers,
     kv_elements,
     layers_bytes,
-    logits_bytes,
+    output_bytes,
     spread_elements,
     symbols,
     unit_bytes,
@@ -129,12 +131,14 @@ def stage_memory(
         for chunk, more in zip(layers, further, strict=True)
     )
     held_keys = kv_elements(shape, layout) * (shape.dtype_bytes + max(4, shape.dtype_bytes))
+    # cuDNN's gradients are made for rounded counts of keys: 40,844 are 65,536.
+    apart = 3 * layout.context * apart_bytes(shape, layout) // 2
     return StageMemory(
         chunks=chunks,
         ends=ends_bytes(shape, layout, stage) + waiting_loss_bytes(shape, layout, stage),
-        loss=logits_bytes(shape, layout) if last else 0,
+        loss=output_bytes(shape, layout) if last else 0,
         keys=held_keys,
-        attended=attended_bytes(shape, layout),
+        attended=attended_bytes(shape, layout) + apart,
     )
 
 
@@ -158,7 +162,8 @@ def _chunk(
     forward = max(busy_bytes(shape, layout, experts, symbol) + keys * (symbol in ATTENDS) for symbol in kept)
     # Gradients of a layer take what its activations do; sequence parallelism gathers an input and a gradient. Keys are
     # gathered again where they are not kept.
-    at_work = forward + 2 * shape.hidden * shape.dtype_bytes
+    at_work = forward + 2 * shape.hidden * shape.dtype_bytes + keys * (not layout.keep_keys)
+    attention = attention_bytes(layers + depths, shape, layout, experts) - keys * layout.keep_keys
     return ModelChunk(
         layers=len(layers),
         recomputed=recomputed,
@@ -167,7 +172,7 @@ def _chunk(
         floor=floor,
         switched=switched,
         forward=forward,
-        working=at_work + keys * (not layout.keep_keys),
+        working=max(at_work, attention),
         remade=0 if begins_kept else unit_bytes(layers, shape, layout, experts),
         keyed=keyed_layers(layers + depths),
         unlike=() if {*layers} <= {WHOLE} else _unlike(layers, kept, shape, experts),

@@ -35,7 +35,7 @@ Report = dict[str, Any]
 def main() -> None:
     place, path, *flags = sys.argv[1:]
     os.environ["RANK"], os.environ["WORLD_SIZE"] = place.split("/")
-    report: Report = {"steps": []}
+    report: Report = {"steps": [], "before": torch.cuda.memory_allocated()}
     by_the_flags = "--by-the-flags" in flags
     flags = [flag for flag in flags if flag != "--by-the-flags"]
     sys.argv = ["pretrain_gpt", *flags, "--fake-process-group"]
@@ -50,6 +50,8 @@ def main() -> None:
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Stand in for RANK of WORLD_SIZE ranks: what waits for the others' words finds them agreed."""
+    from megatron.core.tensor_parallel import layers, mappings
+
     from wlb_megatron.plugin.plans.agreement import PlanAgreement
 
     replaced: Any = dist
@@ -68,6 +70,9 @@ def alone() -> Iterator[None]:
         (replaced, "all_to_all_single", _copy_over),
         (replaced, "batch_isend_irecv", _receive_noise),
         (PlanAgreement, "compare", _nothing),
+        (replaced, "reduce_scatter_tensor", _take_part),
+        (mappings, "dist_reduce_scatter_func", _take_part),
+        (layers, "dist_reduce_scatter_func", _take_part),
     ]
     usual = [(place, name, getattr(place, name)) for place, name, _ in stand_ins]
     try:
@@ -98,6 +103,11 @@ def _copy_over(output: Tensor, input: Tensor, *_: Any, async_op: bool = False, *
             part = output[begin : begin + sent]
             part.copy_(input[: part.shape[0]])
     return _Done() if async_op else None
+
+
+def _take_part(output: Tensor, input: Tensor, *_: Any, async_op: bool = False, **__: Any) -> _Done | None:
+    """A sum over ranks scattered: this rank's rows alone. Left as they were, routers would see one row many times."""
+    return _copy_over(output, input[: output.shape[0]], async_op=async_op)
 
 
 def _receive_noise(operations: list[Any]) -> list[_Done]:

@@ -68,6 +68,8 @@ UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-n
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers"
 SIZES = ("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size")
 K = 1024
+WORKSPACES = 1 / 8
+"""GiB of libraries, which estimates leave to the margin."""
 FIRST_FAILURES = 6
 """If so many cases fail and none has run, the others are not tried."""
 
@@ -365,7 +367,7 @@ def row_of(report: dict[str, Any]) -> dict[str, Any]:
     between, peak, reserved = (
         max(step[name] for step in steps) / GIB for name in ("between", "allocated", "reserved")
     )
-    weights, bound, planned = (value / GIB for value in estimates(report, fullest))
+    weights, bound, planned = (value and value / GIB + WORKSPACES for value in estimates(report, fullest))
     return {
         "case": report["case"],
         "between_steps": between,
