@@ -277,7 +277,8 @@ class LayerModel:
         products = t * (2 * shape.layer_parameters / tp / rates.matmul_rate * 1e9)
         widths = rates.activation_passes * shape.hidden + rates.ffn_passes * shape.ffn
         elements = t * (2 * widths / tp / rates.memory_rate * 1e9)
-        return Times(products + elements + exchange, 2 * products + 2 * elements + exchange)
+        weights = rates.weight_traffic * shape.layer_parameters / tp / rates.memory_rate * 1e9
+        return Times(products + elements + exchange, 2 * products + 2 * elements + weights + exchange)
 
     def embedding(self, tokens: npt.ArrayLike) -> Times:
         """Look-up on the first stage (ns): reads and writes rows; tensor ranks reduce-scatter them."""
@@ -291,7 +292,7 @@ class LayerModel:
         return Times(rows + exchange, rows + exchange)
 
     def loss(self, tokens: npt.ArrayLike) -> Times:
-        """Output layer and cross entropy on the last stage (ns): fp32 logits, read and written twice."""
+        """Output layer and cross entropy on the last stage (ns): fp32 logits, read and written several times."""
         shape, tp, rates = self.shape, self.layout.tp, self.assumptions
         t = np.asarray(tokens, dtype=np.float64)
         gather = t * self._tp_row_ns() + self._tp_wait_ns()
@@ -299,7 +300,7 @@ class LayerModel:
             forward, backward = self.costs.loss.at(t)
             return Times(forward + gather, backward + gather)
         product = t * (2 * shape.hidden * shape.vocab / tp / rates.matmul_rate * 1e9)
-        logits = t * (4 * 4 * shape.vocab / tp / rates.memory_rate * 1e9)
+        logits = t * (rates.logit_traffic * shape.vocab / tp / rates.memory_rate * 1e9)
         return Times(product + logits + gather, 2 * product + logits / 2 + gather)
 
     def layers_of(self, stage: int, chunk: int = 0) -> int:

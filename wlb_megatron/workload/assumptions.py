@@ -47,6 +47,12 @@ class Assumptions:
     )
     gradient_bytes: float = _assumed(4, "size of a parameter's gradient in its reduction (bytes)")
     parameter_bytes: float = _assumed(2, "size of a parameter in its gather (bytes)")
+    weight_traffic: float = _assumed(
+        0, "memory traffic of a micro-batch's backward for each weight, however few its tokens (bytes)"
+    )
+    logit_traffic: float = _assumed(
+        16, "memory traffic of the loss's forward for each logit; backward takes a third to a half (bytes)"
+    )
     optimizer_bytes: float = _assumed(
         40, "memory traffic of the optimizer for each parameter that a GPU owns (bytes)"
     )
@@ -61,6 +67,11 @@ class Assumptions:
                 raise ValueError(f"{name} is a share from 0 to 1, got {getattr(self, name)}")
         if not self.host_launch >= 0:
             raise ValueError(f"host_launch must not be negative, got {self.host_launch}")
+
+    @staticmethod
+    def of_gpu(name: str) -> Assumptions:
+        """Rates of a GPU by its driver's name: fitted to an H200's measured times, else those assumed for an H100."""
+        return Assumptions(**H200) if "H200" in name else Assumptions()
 
     def ring_rate(self, size: int, stride: int) -> float:
         """Bytes/s through each GPU of a ring of `size` ranks that lie `stride` GPUs apart.
@@ -90,3 +101,8 @@ class Assumptions:
 
     def _on_node(self, size: int, stride: int) -> int:
         return max(1, min(size, self.node // stride))
+
+
+H200 = {"matmul_rate": 680e12, "memory_rate": 3.3e12, "weight_traffic": 13.0, "logit_traffic": 40.0}
+"""Fitted to layers of 2048 to 8192 on one H200, of one to eight tensor-parallel ranks (docs/results/1x_h200/
+layer_rates.jsonl): 2K to 32K tokens within 10 %, in mean 3 %. Matrix products run at 580 to 785 TFLOP/s."""

@@ -253,6 +253,7 @@ def layer_model(job: TrainingJob, table: KernelTable | None = None) -> LayerMode
         projections=None if model.latent is None else model.latent.parameters(model.hidden, model.heads),
         delta_nets=model.delta_nets,
     )
+    measured = h100() if table is None else table
     layout = ParallelSizes(
         tp=sizes.tensor, cp=sizes.context, pp=sizes.pipeline, dp=sizes.data, chunks=sizes.virtual
     )
@@ -262,8 +263,8 @@ def layer_model(job: TrainingJob, table: KernelTable | None = None) -> LayerMode
     return LayerModel(
         shape=shape,
         layout=layout,
-        assumptions=with_links(Assumptions(), job.costs),
-        measured=h100() if table is None else table,
+        assumptions=with_links(Assumptions.of_gpu(measured.device), job.costs),
+        measured=measured,
         costs=job.costs,
         recompute=job.recompute,
         recompute_blocks=job.recompute_blocks,
