@@ -31,8 +31,19 @@ LAYERS_8B = (
     .replace("heads 16", "heads 32")
     .replace("groups 4", "groups 8")
 )
-MODELS = {"2048": MODEL, "8B-layers": LAYERS_8B}
-"""Layers of 2048, and those of an 8B model (hidden 4096)."""
+LAYERS_70B = LAYERS_8B.replace("4096", "8192").replace("14336", "28672").replace("heads 32", "heads 64")
+LAYERS_30B_A3B = (
+    f"{MODEL.replace('5632', '6144').replace('heads 16', 'heads 32')} --qk-layernorm --num-experts 128 "
+    "--moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001"
+)
+MODELS = {
+    "2048": MODEL,
+    "8B-layers": LAYERS_8B,
+    "70B-layers": LAYERS_70B,
+    "30B-A3B-layers": LAYERS_30B_A3B,
+}
+"""Layers of 2048, those of an 8B and a 70B model (hidden 4096, 8192), and Qwen3-30B-A3B's."""
 TRAINING = """--micro-batch-size 1 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 5 --bf16
 --clip-grad 1.0 --weight-decay 0.1 --log-interval 1 --eval-iters 0 --eval-interval 1000 --seed 1234
 --tokenizer-type NullTokenizer --vocab-size 257 --num-workers 2 --no-gradient-accumulation-fusion

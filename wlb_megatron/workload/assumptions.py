@@ -103,6 +103,11 @@ class Assumptions:
         return max(1, min(size, self.node // stride))
 
 
-H200 = {"matmul_rate": 680e12, "memory_rate": 3.3e12, "weight_traffic": 13.0, "logit_traffic": 40.0}
+H200: dict[str, Any] = {
+    "matmul_rate": 680e12,
+    "memory_rate": 3.3e12,
+    "weight_traffic": 13.0,
+    "logit_traffic": 40.0,
+}
 """Fitted to layers of 2048 to 8192 on one H200, of one to eight tensor-parallel ranks (docs/results/1x_h200/
 layer_rates.jsonl): 2K to 32K tokens within 10 %, in mean 3 %. Matrix products run at 580 to 785 TFLOP/s."""

@@ -122,11 +122,22 @@ def _receive_noise(operations: list[Any]) -> list[_Done]:
 @contextlib.contextmanager
 def reporting(report: Report, *, by_the_flags: bool) -> Iterator[None]:
     """Note each step's peaks, and the job as the memory model knows it."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
     from wlb_megatron.plugin.flags import limits
     from wlb_megatron.plugin.job_state import part
     from wlb_megatron.plugin.logs import trace
     from wlb_megatron.plugin.plans import training
     from wlb_megatron.plugin.step import recomputation
+
+    dispatcher: Any = MoEAlltoAllTokenDispatcher
+    preprocess, routed = dispatcher.preprocess, []
+
+    def counted(self: Any, routing_map: Tensor) -> Any:
+        per_expert = routing_map.sum(dim=0).float()
+        received = per_expert[list(self.local_expert_indices)].sum() * self.ep_size / per_expert.sum()
+        routed.append((per_expert.max() / per_expert.mean(), received))
+        return preprocess(self, routing_map)
 
     usual, recompute_memory = trace.after_iteration, training.recompute_memory
     plan, loads = recomputation._plan, []
@@ -137,6 +148,9 @@ def reporting(report: Report, *, by_the_flags: bool) -> Iterator[None]:
         cuda, recomputed = torch.cuda, part(recomputation.Recomputation)
         cuda.synchronize()
         now = time.perf_counter()
+        # Of a layer: tokens of the fullest expert, and of this rank's experts, over the mean.
+        imbalance = [max(map(float, ratios)) for ratios in zip(*routed, strict=True)]
+        routed.clear()
         report["steps"].append(
             {
                 "iteration": iteration,
@@ -146,6 +160,7 @@ def reporting(report: Report, *, by_the_flags: bool) -> Iterator[None]:
                 "between": cuda.memory_allocated(),
                 "recomputed": asdict(recomputed.last),
                 "scale": recomputed.scale,
+                "experts": imbalance,
                 "loads": loads[-1:],
                 "documents": [[[p.document, p.start, p.end] for p in row] for row in pieces],
             }
@@ -175,11 +190,11 @@ def reporting(report: Report, *, by_the_flags: bool) -> Iterator[None]:
 
     try:
         trace.after_iteration, training.recompute_memory = after_iteration, noted
-        recomputation._plan = planned
+        recomputation._plan, dispatcher.preprocess = planned, counted
         yield
     finally:
         trace.after_iteration, training.recompute_memory = usual, recompute_memory
-        recomputation._plan = plan
+        recomputation._plan, dispatcher.preprocess = plan, preprocess
 
 
 def _described(memory: GpuMemory) -> Report:
