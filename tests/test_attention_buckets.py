@@ -236,7 +236,7 @@ def test_shardings_that_make_two_calls_build_no_graph_of_one():
 
 
 def a_rank(**changed):
-    met = {"tokens": 1_572_864, "cp_size": 16, "segments": 4000, "cut": 64, "usual_tokens": 65536}
+    met = {"tokens": 1_572_864, "cp_size": 16, "segments": 4000, "cut_segments": 64, "usual_tokens": 65536}
     return GraphSizes(**met | {"usual_segments": 100} | changed)
 
 
@@ -279,7 +279,7 @@ def test_which_equal_sequences_get_kernels_of_their_own_is_no_matter_of_time(mon
 def test_graphs_of_usual_sizes_come_first():
     usual = a_rank()
     for window, full in ((None, True), (4096, False)):
-        graphs = foreseen(usual.tokens, usual.cp_size, usual.segments, usual.cut, window, full=full)
+        graphs = foreseen(usual.tokens, usual.cp_size, usual.segments, usual.cut_segments, window, full=full)
         causal, rectangles = by_likelihood(graphs, usual.usual_tokens, usual.usual_segments)
         assert sorted(causal + rectangles) == sorted(graphs)
         assert causal[0] == (True, window, Bucket(128, 65536, 65536))
@@ -306,7 +306,7 @@ def test_kinds_of_graphs_are_built_by_turns():
 
     chunks = [torch.nn.ModuleList([Layer(False), Layer(True), Layer(False)])]
     again = attention_layout(shard(np.array([131_072 * 16]), 16, "per-sequence"), 15, 4096)
-    first = likeliest_first(chunks, a_rank(again=again))[:4]
+    first = likeliest_first(chunks, a_rank(window_layout=again))[:4]
     assert [(module is chunks[0][0], type(size)) for module, (_, _, size) in first] == [
         (True, Equal),  # its diagonals and its rectangle
         (True, Equal),
@@ -322,10 +322,10 @@ def test_kinds_of_graphs_are_built_by_turns():
     Layer.whose = "torch"
     assert likeliest_first(chunks, a_rank()) == []
     Layer.whose = "fa4"
-    kinds = [graph for _, graph in likeliest_first(chunks, a_rank(again=again))]
+    kinds = [graph for _, graph in likeliest_first(chunks, a_rank(window_layout=again))]
     masks = [(causal, window, size.sequences) for causal, window, size in kinds]
     assert masks == [(True, None, 1), (True, None, 257), (False, None, 1), (True, 4096, 1), (True, 4096, 257)]
-    few = [graph for _, graph in likeliest_first(chunks, a_rank(segments=40, cut=40, cp_size=1))]
+    few = [graph for _, graph in likeliest_first(chunks, a_rank(segments=40, cut_segments=40, cp_size=1))]
     assert [graph[:2] for graph in few] == [(True, None), (True, 4096)]
 
 

@@ -74,7 +74,9 @@ def test_a_document_in_chunks_is_rehearsed_whole_with_every_micro_batch_full(
 ) -> None:
     corpus, _ = documents
     settings = ShardSettings(0, 2, 2, "hybrid", h100())
-    rehearsal = longest_micro_batches(24, 64, settings, Layout(1, 1, 8, True), corpus, held=4, longest=60)
+    rehearsal = longest_micro_batches(
+        24, 64, settings, Layout(1, 1, 8, True), corpus, in_flight=4, longest_document=60
+    )
     planned = [batch.planned for batch in rehearsal.batches]
     chunks = [micro_batch.pieces[0] for micro_batch in planned]
     assert [(chunk.prefix, chunk.tokens) for chunk in chunks] == [(0, 24), (24, 24), (48, 12), (0, 24)]
@@ -83,7 +85,7 @@ def test_a_document_in_chunks_is_rehearsed_whole_with_every_micro_batch_full(
     } == {4}
     assert {micro_batch.chunk_groups for micro_batch in planned} == {(4,)}
     assert [micro_batch.shard.prefixes.max() for micro_batch in planned] == [0, 24, 48, 0]
-    assert rehearsal.met.prefix == 60
+    assert rehearsal.sizes.prefix == 60
 
 
 @dataclass
@@ -185,7 +187,7 @@ def test_fp8s_scales_and_histories_are_those_of_a_start_or_of_the_checkpoint(eng
             for state in map(RecipeState, scales, engine.global_amax_history_buffer[key]):
                 state.learn(1000.0)
 
-    rehearse(step, chunk, SimpleNamespace(met=()))
+    rehearse(step, chunk, SimpleNamespace(sizes=()))
     assert loaded.fp8_meta["scaling_fwd"].values() == loaded.fp8_meta["scaling_bwd"].values() == before
     assert shortened.fp8_meta["scaling_bwd"].values() == ([56.0] * 3, kept_rows)
     assert (

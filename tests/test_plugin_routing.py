@@ -231,14 +231,14 @@ def test_chunks_balance_as_their_document_whole_whether_their_layer_is_recompute
                 losses[0].backward(retain_graph=True)
     total, gradient = 0.0, torch.zeros_like(wanted)
     for at in (2, 1, 0):
-        document_balance.begin(micro_batches[at], again=True)
+        document_balance.begin(micro_batches[at], in_backward=True)
         loss = losses[at] if at in losses else loss_of(at)
         total += float(loss.detach())
         gradient += torch.autograd.grad(loss, logits, retain_graph=True)[0]
     assert total == pytest.approx(float(right.detach()), rel=1e-6)
     assert torch.allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
     document_balance.forget_chunks()
-    assert not part(document_balance.Routed).whole
+    assert not part(document_balance.Routed).chunked
 
 
 def test_routers_of_a_layer_that_is_recomputed_get_its_own_micro_batchs_documents() -> None:

@@ -259,7 +259,9 @@ def test_measurements_raise_the_estimate_at_once_and_lower_it_slowly() -> None:
     from wlb_megatron.plugin.step.recomputation import LEAST_SCALE, StepMemory, corrected
 
     def after(scale: int, planned: int, measured: int, **how: object) -> int:
-        return corrected(scale, StepMemory(available=100, planned=planned, measured=measured), **how)  # type: ignore[arg-type]
+        return corrected(
+            scale, StepMemory(available=100, planned_peak=planned, measured_peak=measured), **how
+        )  # type: ignore[arg-type]
 
     assert after(1000, 50, 60) == 1200
     assert after(1200, 50, 40) == 1200 - (1200 - 960) // 8
@@ -274,7 +276,7 @@ def test_measurements_raise_the_estimate_at_once_and_lower_it_slowly() -> None:
     assert 1000 <= scale <= 1010, "the estimate settles where planned and measured agree"
     steps = 0
     while scale > 750:  # experts that get equally many tokens, though half more were assumed
-        scale, steps = after(scale, 80, 80 * 730 // scale, least=600), steps + 1
+        scale, steps = after(scale, 80, 80 * 730 // scale, least_scale=600), steps + 1
     assert steps <= 30
 
 

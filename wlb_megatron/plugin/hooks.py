@@ -17,10 +17,10 @@ from wlb_megatron.plugin.plans import checkpoint
 from wlb_megatron.plugin.step import (
     deferred_losses,
     grouped_steps,
+    loss_scale,
     multi_token,
     offloading,
     pipeline_shapes,
-    torch_fsdp,
 )
 
 
@@ -250,7 +250,7 @@ HOOKS: tuple[Hook, ...] = (
         "megatron.core.distributed.torch_fully_sharded_data_parallel:TorchFullyShardedDataParallel.scale_gradients",
         ("scaling_factor",),
         "divides FSDP2's gradients by tokens, where Megatron does nothing",
-        torch_fsdp.wrap_scale_gradients,
+        loss_scale.wrap_scale_gradients,
     ),
     Hook(
         "megatron.core.pipeline_parallel.fine_grained_activation_offload:OffloadTensorGroup.__init__",

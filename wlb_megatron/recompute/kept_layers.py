@@ -34,9 +34,13 @@ that fit beside it. More gained nothing on 400 random steps."""
 class Load:
     """One micro-batch on the fullest rank of those that must keep the same layers.
 
-    tokens: held by the rank. chunk_tokens: of those, in chunks of documents. earlier: tokens before these chunks, held
-    by the rank. work: of the micro-batch, in the cost model's units; what recomputing one of its layers costs is
-    proportional to it. linear: of that work, what does not grow with the square of a document's length.
+    Args:
+        tokens: held by the rank.
+        work: the micro-batch's, in the cost model's units; what recomputing one of its layers costs is proportional to
+            it.
+        chunk_tokens: those of the tokens that are in chunks of documents.
+        earlier: tokens before these chunks, held by the rank.
+        linear: the part of the work that does not grow with the square of a document's length.
     """
 
     tokens: int
@@ -48,8 +52,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class KeptLayers:
-    """recomputed[m][c]: layers of model chunk c that micro-batch m recomputes. peak: bytes at the fullest event.
-    fits: whether that is within what was given; with False every micro-batch has the user's flags."""
+    """recomputed[m][c]: layers of model chunk c that micro-batch m recomputes. peak: bytes at the fullest event. If
+    that is more than was given, `fits` is False and every micro-batch has the user's flags."""
 
     recomputed: tuple[tuple[int, ...], ...]
     peak: int
@@ -61,8 +65,8 @@ def plan_kept_layers(
 ) -> KeptLayers:
     """The layers that each micro-batch recomputes on one stage, at most as many as the user's flags do.
 
-    order: of the stage's forwards and backwards (pipeline.orders). available: bytes that the step's activations may
-    take. Layers that save most time for what they hold, weighed by how full those events are, are kept first.
+    order: the stage's forwards and backwards (pipeline.orders). available: bytes that the step's activations may take.
+    Layers that save most time for what they hold, weighed by how full those events are, are kept first.
     """
     return _Stage(order, loads, memory).plan(available)
 
@@ -84,7 +88,7 @@ class _Stage:
         backward = steps[:, 2].astype(bool)
         self.begin, self.end = (np.empty(count * number, dtype=np.int64) for _ in range(2))
         self.begin[item[~backward]], self.end[item[backward]] = events[~backward], events[backward]
-        tokens, work, chunk_tokens, earlier, linear = np.array([astuple(load) for load in loads]).T
+        tokens, work, chunk_tokens, earlier_tokens, linear = np.array([astuple(load) for load in loads]).T
         self.tokens, self.linear = np.repeat(tokens, number), np.repeat(linear, number)
         self.quadratic = np.repeat(work - linear, number)
         floors = np.array([chunk.floor for chunk in memory.chunks])
@@ -95,13 +99,13 @@ class _Stage:
         bytes_of = np.array([(c.forward, c.working, c.remade) for c in memory.chunks], dtype=np.int64)
         forward, working, remade = bytes_of[steps[:, 1]].T
         at_work, loss = tokens[steps[:, 0]], memory.loss * (steps[:, 1] == number - 1)
-        read = earlier[steps[:, 0]] * memory.attended
+        read = earlier_tokens[steps[:, 0]] * memory.attended
         need = np.maximum(at_work * np.where(backward, working, forward) + read, at_work * loss)
-        again = np.maximum(at_work * (working + remade) + read, at_work * loss) - need
-        self.filled += need + again * backward
+        remade_more = np.maximum(at_work * (working + remade) + read, at_work * loss) - need
+        self.filled += need + remade_more * backward
         # What the backward of an item needs less if it begins with a layer that is kept.
         self.freed = np.empty_like(self.begin)
-        self.freed[item[backward]] = again[backward]
+        self.freed[item[backward]] = remade_more[backward]
 
     def _held(self, sizes: IntArray) -> IntArray:
         """Bytes held at each event, if each item holds its size from its forward to its backward."""
@@ -116,32 +120,32 @@ class _Stage:
         floor = int(self.filled.max())
         if floor > available:
             return KeptLayers(_rows(recomputed, number), floor, False)
-        best, saved = recomputed, -1
+        saved = -1
         price = np.ones(len(self.filled))
         for turn in range(ROUNDS):
-            slack, chosen = self._keep(self._worth(price if turn + 1 < ROUNDS else None), available)
+            slack, candidate = self._keep(self._worth(price if turn + 1 < ROUNDS else None), available)
             time = sum(
                 self._time(item, self.chunks[item % number].recomputed - layers)
-                for item, layers in enumerate(chosen)
+                for item, layers in enumerate(candidate)
             )
             if time > saved:
-                best, saved, most = chosen, time, available - int(slack.min())
+                recomputed, saved, peak = candidate, time, available - int(slack.min())
             # Only sums, products and quotients, which round alike on every processor.
-            full = np.square(np.clip(1 - slack / max(1, available), 0, 1))
-            price *= 0.25 + full * full
+            fullness = np.square(np.clip(1 - slack / max(1, available), 0, 1))
+            price *= 0.25 + fullness * fullness
             price /= price.max()
-        return KeptLayers(_rows(best, number), most, True)
+        return KeptLayers(_rows(recomputed, number), peak, True)
 
     def _worth(self, price: FloatArray | None) -> FloatArray:
-        """What keeping a layer of each item saves for the price of the bytes that it holds; None: what keeping all
-        layers of the item saves, whatever they hold."""
+        """What keeping a layer of each item saves for the price of the bytes that it holds. Without a price, what
+        keeping all layers of the item saves, whatever they hold."""
         number = len(self.chunks)
         time = np.array([self._time(i, self.chunks[i % number].recomputed) for i in range(len(self.tokens))])
         if price is None:
             return time.astype(np.float64)
-        until = np.concatenate(([0.0], np.cumsum(price)))
-        size = self.tokens * np.resize([more[-1] for more in self.more], len(self.tokens))
-        return time / np.maximum(size * (until[self.end + 1] - until[self.begin]), 1e-9)
+        price_before = np.concatenate(([0.0], np.cumsum(price)))
+        size = self.tokens * np.resize([sizes[-1] for sizes in self.more], len(self.tokens))
+        return time / np.maximum(size * (price_before[self.end + 1] - price_before[self.begin]), 1e-9)
 
     def _time(self, item: int, layers: int) -> int:
         """Work that keeping so many of the item's recomputed layers saves."""
@@ -153,24 +157,24 @@ class _Stage:
         those of most worth first."""
         slack = available - self.filled
         first = np.lexsort((np.arange(len(worth)), -worth))
-        chosen = [0] * len(worth)
+        numbers = [0] * len(worth)
         number = len(self.chunks)
         for item in first.tolist():
             chunk, tokens = self.chunks[item % number], int(self.tokens[item])
             begin, end = int(self.begin[item]), int(self.end[item])
-            chosen[item] = chunk.recomputed
-            more = self.more[item % number]
-            once = tokens * chunk.switched
-            during = int(slack[begin:end].min()) - once
+            numbers[item] = chunk.recomputed
+            sizes = self.more[item % number]
+            switched = tokens * chunk.switched
+            during = int(slack[begin:end].min()) - switched
             freed = int(self.freed[item])
-            after = int(slack[end]) + freed - once
+            after = int(slack[end]) + freed - switched
             room = min(during, after)
-            layers = bisect(more, room // tokens if tokens else more[-1]) - 1 if room >= 0 else 0
+            layers = bisect(sizes, room // tokens if tokens else sizes[-1]) - 1 if room >= 0 else 0
             if layers > 0:
-                slack[begin : end + 1] -= once + tokens * more[layers]
+                slack[begin : end + 1] -= switched + tokens * sizes[layers]
                 slack[end] += freed
-                chosen[item] -= layers
-        return slack, chosen
+                numbers[item] -= layers
+        return slack, numbers
 
 
 def _rows(recomputed: Sequence[int], number: int) -> tuple[tuple[int, ...], ...]:

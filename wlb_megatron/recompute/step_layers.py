@@ -27,13 +27,16 @@ def loads_of(column: Sequence[MicroBatch], alignment: int, context: int) -> list
     loads = []
     for micro_batch, document in zip(column, chunked, strict=True):
         tokens = -(-micro_batch.tokens // alignment) * alignment
-        own = earlier = 0
+        chunk_tokens = earlier_tokens = 0
         if document >= 0:
             # Pieces with a prefix, or the first chunk of the document, which has none yet.
             shared = [p for p in micro_batch.pieces if p.prefix or p.document == document]
-            own, earlier = sum(p.tokens for p in shared), sum(p.prefix for p in shared)
-        held, own, earlier = (-(-size // context) for size in (tokens, own, earlier))
-        loads.append(Load(held, micro_batch.work, own, earlier, micro_batch.tokens * UNITS_PER_TOKEN))
+            chunk_tokens, earlier_tokens = sum(p.tokens for p in shared), sum(p.prefix for p in shared)
+        tokens, chunk_tokens, earlier_tokens = (
+            -(-size // context) for size in (tokens, chunk_tokens, earlier_tokens)
+        )
+        linear = micro_batch.tokens * UNITS_PER_TOKEN
+        loads.append(Load(tokens, micro_batch.work, chunk_tokens, earlier_tokens, linear))
     return loads
 
 
@@ -66,23 +69,28 @@ def plan_step_layers(
     *,
     in_step: bool = False,
 ) -> list[list[KeptLayers]]:
-    """Kept layers [dp][stage] of one step. columns: each data-parallel rank's loads. groups: of each rank. stages,
-    available: of each stage, what it holds and bytes to use. in_step: all ranks must keep the same layers."""
+    """Kept layers [dp][stage] of one step.
+
+    Args:
+        columns, groups: each data-parallel rank's loads, and the sizes of its groups of micro-batches.
+        stages, available: each stage's memory, and the bytes that it may use.
+        in_step: all ranks must keep the same layers.
+    """
     if in_step:
-        joined = plan_step_layers([joined_loads(columns)], groups[:1], stages, available)
-        return joined * len(columns)
-    planned = []
+        joint = plan_step_layers([joined_loads(columns)], groups[:1], stages, available)
+        return joint * len(columns)
+    plans = []
     for loads, sizes in zip(columns, groups, strict=True):
         orders = stage_orders(len(stages), len(loads), len(stages[0].chunks), sizes)
-        planned.append(
+        plans.append(
             [
                 plan_kept_layers(order, loads, memory, size)
                 for order, memory, size in zip(orders, stages, available, strict=True)
             ]
         )
-    return planned
+    return plans
 
 
-def recomputed_array(planned: Sequence[Sequence[KeptLayers]]) -> IntArray:
+def recomputed_array(plans: Sequence[Sequence[KeptLayers]]) -> IntArray:
     """int[dp, P, V, m]: recomputed layers, as the simulator takes them."""
-    return np.array([[np.transpose(stage.recomputed) for stage in rank] for rank in planned], dtype=np.int64)
+    return np.array([[np.transpose(stage.recomputed) for stage in rank] for rank in plans], dtype=np.int64)

@@ -38,9 +38,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """index: int64[t], of which of `count` documents each of the tokens is that a router here gets; padding is one.
-    chunks: those of them that are chunks. calls: of each router so far; a layer of multi-token prediction may be used
-    several times."""
+    """Whose tokens a router gets.
+
+    Args:
+        index: int64[t], each token's document, of `count`; padding is one.
+        chunks: the documents that are chunks.
+        calls: how often each router has run; a layer of multi-token prediction may be used several times.
+    """
 
     index: Tensor
     count: int
@@ -60,12 +64,17 @@ class WholeDocument:
 
 @dataclass(slots=True)
 class Routed:
-    """documents: of the micro-batch whose tokens routers get now; again: in its backward. whole: the step's documents
-    in chunks, by router, its call in a micro-batch, and document."""
+    """What routers are told, and have seen.
+
+    Args:
+        documents: those of the micro-batch that is routed now.
+        in_backward: its backward runs.
+        chunked: the step's documents in chunks, by router, its call in a micro-batch, and document.
+    """
 
     documents: Documents | None = None
-    again: bool = False
-    whole: dict[tuple[Any, int, tuple[int, int, int]], WholeDocument] = field(default_factory=dict)
+    in_backward: bool = False
+    chunked: dict[tuple[Any, int, tuple[int, int, int]], WholeDocument] = field(default_factory=dict)
 
 
 def chunks_of(pieces: Sequence[Piece], shared: Chunks | None) -> tuple[Chunk, ...]:
@@ -74,15 +83,15 @@ def chunks_of(pieces: Sequence[Piece], shared: Chunks | None) -> tuple[Chunk, ..
         return ()
     continued = set(shared.continued.tolist())
     return tuple(
-        Chunk(at, (piece.epoch, piece.document, piece.start - piece.prefix), at not in continued)
-        for at, piece in enumerate(pieces)
-        if piece.prefix or at in continued
+        Chunk(number, (piece.epoch, piece.document, piece.start - piece.prefix), number not in continued)
+        for number, piece in enumerate(pieces)
+        if piece.prefix or number in continued
     )
 
 
 def forget_chunks() -> None:
     """Drop what routers have seen of documents in chunks. Call it where a step begins, ends or fails."""
-    part(Routed).whole.clear()
+    part(Routed).chunked.clear()
 
 
 def noted() -> Documents | None:
@@ -90,29 +99,29 @@ def noted() -> Documents | None:
     return part(Routed).documents
 
 
-def begin(documents: Documents | None, *, again: bool = False) -> None:
-    """Note whose tokens are routed from now on. again: in a backward, so that what has counted does not count twice."""
-    part(Routed).documents, part(Routed).again = documents, again
+def begin(documents: Documents | None, *, in_backward: bool = False) -> None:
+    """Note whose tokens are routed from now on. in_backward: so that what has counted does not count twice."""
+    part(Routed).documents, part(Routed).in_backward = documents, in_backward
 
 
 def begin_backward(documents: Documents | None, output: Any) -> None:
     """Note it again when the backward of the micro-batch that gave `output` begins."""
     if documents is not None and output.requires_grad:
-        output.register_hook(lambda _: begin(documents, again=True))
+        output.register_hook(lambda _: begin(documents, in_backward=True))
 
 
 def wrap_apply_seq_aux_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     """TopKRouter._apply_seq_aux_loss by document, where a planned micro-batch is routed."""
 
     def _apply_seq_aux_loss(
-        self: Any, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, *rest: Any, **more: Any
+        self: Any, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         from megatron.core import parallel_state
 
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         documents = part(Routed).documents
         if documents is None or coefficient == 0:
-            return original(self, probs, scores_for_aux_loss, routing_map, *rest, **more)
+            return original(self, probs, scores_for_aux_loss, routing_map, *args, **kwargs)
         group = self.tp_cp_group
         loss, tokens = balance(self, scores_for_aux_loss, routing_map, documents)
         with weighed(tokens, parallel_state.get_data_parallel_world_size()):
@@ -135,7 +144,7 @@ def wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def routing(
-        self: Any, logits: Tensor, padding_mask: Tensor | None = None, *rest: Any, **more: Any
+        self: Any, logits: Tensor, padding_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         documents = part(Routed).documents
         counts = self.training and not torch.is_grad_enabled() and self.get_aux_loss_coeff("seq_aux_loss")
@@ -150,7 +159,7 @@ def wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
                 padding_mask=None if padding_mask is None else padding_mask.reshape(-1),
             )
             _count(self, scores, routes, documents)
-        return original(self, logits, padding_mask, *rest, **more)
+        return original(self, logits, padding_mask, *args, **kwargs)
 
     return routing
 
@@ -163,9 +172,9 @@ def balance(router: Any, scores: Tensor, routes: Tensor, documents: Documents) -
     up over the router's ranks: scores are a rank's own, routes are counted over all. Its value has a document in chunks
     in the last one, its gradient in each.
     """
-    counts, whole = _count(router, scores, routes, documents)
+    counts, chunked = _count(router, scores, routes, documents)
     tokens = counts.sum() / router.topk
-    loss: Tensor = _ScoresTimesShares.apply(scores.float(), documents.index, counts, whole)
+    loss: Tensor = _ScoresTimesShares.apply(scores.float(), documents.index, counts, chunked)
     return scores.shape[1] * loss / tokens.clamp(min=1), tokens
 
 
@@ -178,19 +187,19 @@ def _count(
     counts.index_add_(0, documents.index, routes.float())
     if router.tp_cp_group.size() > 1:
         torch.distributed.all_reduce(counts, group=router.tp_cp_group)
-    state, whole = part(Routed), []
-    documents.calls[router] -= state.again  # the last call is recomputed first
+    state, chunked = part(Routed), []
+    documents.calls[router] -= state.in_backward  # the last call is recomputed first
     for chunk in documents.chunks:
         nothing = WholeDocument(*counts.new_zeros((2, counts.shape[1])))
-        document = state.whole.setdefault((router, documents.calls[router], chunk.document), nothing)
-        if not state.again:
+        document = state.chunked.setdefault((router, documents.calls[router], chunk.document), nothing)
+        if not state.in_backward:
             document.complete = chunk.last
             document.counts += counts[chunk.piece]
             mine = (documents.index == chunk.piece).unsqueeze(1)
             document.sums += (scores.detach().float() * mine).sum(0)
-        whole.append((chunk, document))
-    documents.calls[router] += not state.again
-    return counts, whole
+        chunked.append((chunk, document))
+    documents.calls[router] += not state.in_backward
+    return counts, chunked
 
 
 class _ScoresTimesShares(torch.autograd.Function):
@@ -201,18 +210,22 @@ class _ScoresTimesShares(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, scores: Tensor, index: Tensor, counts: Tensor, whole: Sequence[tuple[Chunk, WholeDocument]]
+        ctx: Any,
+        scores: Tensor,
+        index: Tensor,
+        counts: Tensor,
+        chunked: Sequence[tuple[Chunk, WholeDocument]],
     ) -> Tensor:
-        ctx.index, ctx.counts, ctx.whole = index, counts, whole
+        ctx.index, ctx.counts, ctx.chunked = index, counts, chunked
         shares = _shares(counts)
-        for chunk, _ in whole:
+        for chunk, _ in chunked:
             shares[chunk.piece] = 0
         loss = (scores * shares.index_select(0, index)).sum()
-        return sum((d.sums @ _shares(d.counts) for chunk, d in whole if chunk.last), loss)
+        return sum((d.sums @ _shares(d.counts) for chunk, d in chunked if chunk.last), loss)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        for chunk, document in ctx.whole:
+        for chunk, document in ctx.chunked:
             if not document.complete:
                 raise RuntimeError("backward of a chunk before the forward of its document's last one")
             ctx.counts[chunk.piece] = document.counts

@@ -35,12 +35,12 @@ def model_provider(
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
         model = HybridModel
-        own = {
+        arguments = {
             "hybrid_stack_spec": hybrid_stack_spec if args.spec is None else _named_spec(args.spec),
             "hybrid_layer_pattern": args.hybrid_layer_pattern,
         }
     else:
-        own = {
+        arguments = {
             "transformer_layer_spec": _layer_spec(args, config, vp_stage),
             "rope_scaling": args.use_rope_scaling,
             "rope_scaling_factor": args.rope_scaling_factor,
@@ -59,7 +59,7 @@ def model_provider(
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
-        **own,
+        **arguments,
     )
 
 

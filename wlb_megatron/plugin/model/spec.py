@@ -191,6 +191,6 @@ def plan_positions(model: Any) -> None:
     for module in list(model.modules()):
         if isinstance(module, Attention) and getattr(module, "rotary_pos_emb", None) is not None:
             # Megatron's dev branch drops the batch dimension only of its own packed format, which is not the plan's.
-            packed = "if thd_packed_seq:" not in inspect.getsource(module.get_query_key_value_tensors)
-            latent = latent or PlannedRotaryEmbedding(module.rotary_pos_emb, packed)
+            drops_batch = "if thd_packed_seq:" not in inspect.getsource(module.get_query_key_value_tensors)
+            latent = latent or PlannedRotaryEmbedding(module.rotary_pos_emb, drops_batch)
             module.rotary_pos_emb = latent

@@ -118,7 +118,7 @@ def training_iterator(source: Source, agreement: PlanAgreement) -> MicroBatchIte
                 documents,
                 held_micro_batches,
             ),
-            longest=max(job.batches.window, source.longest),
+            longest_document=max(job.batches.window, source.longest),
             count=job.sizes.micro_step_multiple,
         )
     # What a step's gradients are divided by.

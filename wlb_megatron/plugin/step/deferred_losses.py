@@ -42,7 +42,7 @@ class DeferredLoss:
         """Stands for `function` in the forward: a loss and a number of tokens of 0. `run` fills in what is logged,
         which Megatron reads after the step, and counts the tokens."""
         self._function = function
-        part(Deferring).begun += 1
+        part(Deferring).losses_begun += 1
         return output, torch.zeros((), dtype=torch.int, device=output.device), self._logged
 
     def run(self) -> torch.Tensor:
@@ -54,50 +54,58 @@ class DeferredLoss:
         self._function = self._losses = None
         self._logged.update(logged)
         step = part(Deferring)
-        step.run += 1
+        step.losses_run += 1
         step.tokens = count if step.tokens is None else step.tokens + count
         return loss
 
 
 @dataclass(slots=True)
 class Deferring:
-    """active: the step that runs defers losses. made: that of the forward that runs. begun, run: losses of the step.
-    tokens: that those run have counted. told: what keeps losses in the forward has been printed."""
+    """The deferred losses of the step that runs, if it is `active`.
+
+    Args:
+        forward_loss: that of the forward that runs.
+        losses_begun, losses_run: how many forwards have begun one, and how many of these have run.
+        tokens: the sum that these have counted.
+        reason_shown: the line on why losses stay in the forward has been printed.
+    """
 
     active: bool = False
-    made: DeferredLoss | None = None
-    begun: int = 0
-    run: int = 0
+    forward_loss: DeferredLoss | None = None
+    losses_begun: int = 0
+    losses_run: int = 0
     tokens: torch.Tensor | None = None
-    told: bool = False
+    reason_shown: bool = False
 
 
 @contextmanager
-def deferring(wanted: bool, config: Any, micro_batches: int) -> Iterator[None]:
-    """Defer the losses of a step, if wanted.
+def deferring(defers: bool, config: Any, micro_batches: int) -> Iterator[None]:
+    """Defer the losses of a step, if it is so planned.
 
     config: the model's, whose function for reducing gradients gets the tokens that losses have counted. micro_batches:
     of the step, whose losses this stage makes; 0 on all but the last. RefusedHere where it has made another number.
     """
-    if not wanted:
+    if not defers:
         yield
         return
     state, finalize = part(Deferring), config.finalize_model_grads_func
-    state.active, state.made, state.begun, state.run, state.tokens = True, None, 0, 0, None
+    state.active, state.forward_loss, state.tokens = True, None, None
+    state.losses_begun = state.losses_run = 0
 
-    def finalize_counted(model: Any, num_tokens: Any, *rest: Any, **more: Any) -> Any:
+    def finalize_counted(model: Any, num_tokens: Any, *args: Any, **kwargs: Any) -> Any:
         if state.tokens is not None:
             num_tokens = num_tokens + state.tokens.to(num_tokens.dtype)
-        return finalize(model, num_tokens, *rest, **more)
+        return finalize(model, num_tokens, *args, **kwargs)
 
     config.finalize_model_grads_func = finalize_counted
     try:
         yield
     finally:
         state.active, config.finalize_model_grads_func = False, finalize
-    if not state.begun == state.run == micro_batches:
+    if not state.losses_begun == state.losses_run == micro_batches:
         raise _lost(
-            f"of {micro_batches} micro-batches {state.begun} have begun their losses and {state.run} run them"
+            f"of {micro_batches} micro-batches {state.losses_begun} have begun their losses and "
+            f"{state.losses_run} run them"
         )
 
 
@@ -122,8 +130,8 @@ def returns_its_losses(model: Any) -> bool:
         model[-1] if isinstance(model, list) else model
     )  # the last chunk makes the losses
     state = part(Deferring)
-    if changes is not None and not state.told:
-        state.told = True
+    if changes is not None and not state.reason_shown:
+        state.reason_shown = True
         print_rank_0(
             f"> wlb_megatron: {changes}, so those of documents in chunks stay in the forward: logits of all chunks are "
             "kept at once, which estimates of memory leave out"
@@ -142,28 +150,28 @@ def _what_may_change(model: Any) -> str | None:
         models.append(HybridModel)
     names = ("forward", "_postprocess")
     while True:
-        own = type(model)
+        outer = type(model)
         if model._forward_hooks or model._backward_hooks or model._backward_pre_hooks:
-            return f"a hook on {own.__name__} may read or change its losses"
+            return f"a hook on {outer.__name__} may read or change its losses"
         if not hasattr(model, "module"):
             break
-        package = str(getattr(own.forward, "__module__", "")).split(".")[0]
+        package = str(getattr(outer.forward, "__module__", "")).split(".")[0]
         if "forward" in vars(model) or package not in ("megatron", "torch"):
-            return f"{own.__name__} may read or change losses"
+            return f"{outer.__name__} may read or change losses"
         model = model.module  # DDP and mixed precision wrap it
-    if any(all(getattr(own, name, None) is getattr(kind, name, None) for name in names) for kind in models):
+    if any(all(getattr(outer, name, None) is getattr(kind, name, None) for name in names) for kind in models):
         return None
-    return f"{own.__name__} does not return its losses as GPTModel or HybridModel does"
+    return f"{outer.__name__} does not return its losses as GPTModel or HybridModel does"
 
 
 def claim(output: Any) -> DeferredLoss | None:
     """That of a model's output, when its forward has ended; None where losses are not deferred. RefusedHere where the
     output is not the one that was made, or was changed in place."""
     state = part(Deferring)
-    made, state.made = state.made, None
-    if made is not None and (getattr(output, "deferred_loss", None) is not made or output._version):
+    deferred, state.forward_loss = state.forward_loss, None
+    if deferred is not None and (getattr(output, "deferred_loss", None) is not deferred or output._version):
         raise _lost("the model's output was changed after its forward, and its loss would be lost")
-    return made
+    return deferred
 
 
 def deferred_of(output: Any) -> DeferredLoss | None:
@@ -199,21 +207,21 @@ def wrap_hybrid_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         hidden_states = _before_output(self, partial(original, self, *args, **kwargs))
 
-        def rest() -> torch.Tensor:
-            def given(*_: Any, **__: Any) -> torch.Tensor:
+        def finish() -> torch.Tensor:
+            def hand_back(*_: Any, **__: Any) -> torch.Tensor:
                 return hidden_states
 
-            own = vars(self)  # found before the modules of these names, which stay as they are
+            attributes = vars(self)  # found before the modules of these names, which stay as they are
             kind = self.position_embedding_type
-            own.update(decoder=given, mtp=given, position_embedding_type="none")
+            attributes.update(decoder=hand_back, mtp=hand_back, position_embedding_type="none")
             try:
                 losses: torch.Tensor = original(self, *args, **{**kwargs, "decoder_input": hidden_states})
             finally:
-                del own["decoder"], own["mtp"]
+                del attributes["decoder"], attributes["mtp"]
                 self.position_embedding_type = kind
             return losses
 
-        return _deferred(hidden_states, rest)
+        return _deferred(hidden_states, finish)
 
     return forward
 
@@ -234,7 +242,7 @@ def _before_output(model: Any, forward: Callable[[], torch.Tensor]) -> torch.Ten
 def _deferred(hidden_states: torch.Tensor, losses: Callable[[], torch.Tensor]) -> Any:
     """What stands for the model's output until its losses run."""
     output: Any = torch.zeros((), device=hidden_states.device)
-    output.deferred_loss = part(Deferring).made = DeferredLoss(losses)
+    output.deferred_loss = part(Deferring).forward_loss = DeferredLoss(losses)
     return output
 
 
@@ -242,17 +250,17 @@ def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """A schedule's backward of one micro-batch, which begins with its deferred loss. Megatron's timer of backwards
     counts it."""
 
-    def backward_step(input_tensor: Any, output_tensor: Any, *rest: Any) -> Any:
+    def backward_step(input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
         deferred = deferred_of(output_tensor)
         if deferred is None:
-            return original(input_tensor, output_tensor, *rest)
-        timers = rest[-1].timers  # of the config, which comes last in every release
+            return original(input_tensor, output_tensor, *args)
+        timers = args[-1].timers  # of the config, which comes last in every release
         timer = None if timers is None else timers("backward-compute", log_level=2)
         if timer is not None:
             timer.start()
         loss = deferred.run()
         if timer is not None:
             timer.stop()
-        return original(input_tensor, [loss], *rest)
+        return original(input_tensor, [loss], *args)
 
     return backward_step

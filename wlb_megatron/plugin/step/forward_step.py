@@ -37,44 +37,55 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     timers("batch-generator", log_level=2).start()
     with stimer(bdata=True):
         batch: LoadedMicroBatch = next(data_iterator)
-        planned, held = batch.planned, batch.held
-        trace.begin_micro_batch(planned.index)
+        plan, own_tokens = batch.planned, batch.held
+        trace.begin_micro_batch(plan.index)
         tokens = labels = loss_mask = position_ids = None
         rows = None
-        if held is not None:
+        if own_tokens is not None:
             rows = tuple(
                 tensor.cuda(non_blocking=True)
-                for tensor in (held.tokens, held.labels, held.loss_mask, held.position_ids)
+                for tensor in (
+                    own_tokens.tokens,
+                    own_tokens.labels,
+                    own_tokens.loss_mask,
+                    own_tokens.position_ids,
+                )
             )
             tokens, labels, loss_mask, position_ids = (of_depths[:1] for of_depths in rows)
-        routed, spread = {}, batch.layout.activation_divisor > 1  # under sequence parallelism
+        routed, sequence_parallel = {}, batch.layout.activation_divisor > 1  # under sequence parallelism
         if batch.padding_mask is not None:
             padding = batch.padding_mask.cuda(non_blocking=True)
-            routed["padding_mask"] = stage_padding_mask(padding, model, spread)
+            routed["padding_mask"] = stage_padding_mask(padding, model, sequence_parallel)
         documents = None
         if batch.document_of is not None:
-            index = stage_part(batch.document_of.cuda(non_blocking=True), spread)
-            chunks = document_balance.chunks_of(planned.pieces, planned.shard.chunks)
-            documents = document_balance.Documents(index, len(planned.pieces), chunks)
+            index = stage_part(batch.document_of.cuda(non_blocking=True), sequence_parallel)
+            chunks = document_balance.chunks_of(plan.pieces, plan.shard.chunks)
+            documents = document_balance.Documents(index, len(plan.pieces), chunks)
         document_balance.begin(documents)
-        group = process_group(planned.group)
+        group = process_group(plan.group)
         params = packed_seq_params(batch.attention, batch.layout.cp_rank, group=group)
         params.documents = None if batch.documents is None else batch.documents.cuda()
-        params.further, params.predicted = rows, 0.0 if held is None else held.predicted
-        told = loss_mask
+        params.further, params.predicted = rows, 0.0 if own_tokens is None else own_tokens.predicted
+        mask_for_model = loss_mask
         if rows is not None and len(rows[0]) > 1 and not params.predicted:
             # Tokens may predict only further ones (targets). Megatron multiplies those losses by the mask's sum.
             params.predicted = 1.0
-            told = CountedMask.of(rows[2][:1], rows[2].new_ones(()))
+            mask_for_model = CountedMask.of(rows[2][:1], rows[2].new_ones(()))
     timers("batch-generator").stop()
-    prepare_forward(model, planned.index)
+    prepare_forward(model, plan.index)
     with stimer:
         output = model(
-            tokens, position_ids, None, labels=labels, loss_mask=told, packed_seq_params=params, **routed
+            tokens,
+            position_ids,
+            None,
+            labels=labels,
+            loss_mask=mask_for_model,
+            packed_seq_params=params,
+            **routed,
         )
     deferred = claim(output)
     document_balance.begin_backward(documents, output)
-    function = partial(_loss_function(model, rehearses=planned.iteration == REHEARSAL), loss_mask)
+    function = partial(_loss_function(model, rehearses=plan.iteration == REHEARSAL), loss_mask)
     return output, function if deferred is None else partial(deferred.begin, function)
 
 
@@ -125,8 +136,8 @@ def loss_per_token(
         ),
         (args.check_for_spiky_loss, result[0], spiky, "Spiky loss", False),
     ]
-    for wanted, checked, rejection, message, fatal in checks:
-        if wanted and checked is not None:
+    for active, checked, rejection, message, fatal in checks:
+        if active and checked is not None:
             rerun.validate_result(
                 result=checked, rejection_func=rejection, message=message, tolerance=0.0, fatal=fatal
             )

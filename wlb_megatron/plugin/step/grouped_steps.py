@@ -7,12 +7,19 @@ Megatron runs a backward right after its forward; here it waits for the last for
 
 The interleaved schedule takes its warm-up and its table of forwards from two functions of Megatron's, which answer as
 planned. Its backwards follow the same table, so their number tells the model chunk and the micro-batch.
+
+FP8 with delayed scaling: in a forward that will be recomputed, each module of Transformer Engine appends its scale to a
+queue, and the recomputation takes the oldest one (copy_forward_fp8_meta_tensors_for_recompute and
+get_old_fp8_meta_tensors_for_recompute in its quantization.py). In groups backwards come last first: after forwards
+0 1 2, the backward of 2 would get the scale of 0. So what a forward appends is kept with its micro-batch, and put back
+right before its backward.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+import sys
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +30,6 @@ from wlb_megatron.attention.key_cache import clear_caches
 from wlb_megatron.pipeline.orders import grouped_orders, interleaved
 from wlb_megatron.plugin.job_state import part
 from wlb_megatron.plugin.model import document_balance
-from wlb_megatron.plugin.step.recompute_scales import put_scales, take_scales
 
 
 class GroupedStep:
@@ -47,27 +53,27 @@ class GroupedStep:
 
     def keep(self, chunk: int, input_tensor: Any, output_tensor: Any) -> None:
         """Tensors of the forward that has just run, through this model chunk, and what its recomputation needs."""
-        again = take_scales(), document_balance.noted()
-        self._kept[self._forwards[chunk], chunk] = input_tensor, output_tensor, *again
+        for_backward = _take_scales(), document_balance.noted()
+        self._kept[self._forwards[chunk], chunk] = input_tensor, output_tensor, *for_backward
         self._forwards[chunk] += 1
 
-    def backward(self, call: Callable[..., Any], gradient: Any, rest: tuple[Any, ...]) -> Any:
+    def backward(self, call: Callable[..., Any], gradient: Any, args: tuple[Any, ...]) -> Any:
         """Run the backward whose turn it is, or on one stage all that can run now; gradients to its inputs."""
         if not self._alone:
-            return self._next(call, gradient, rest)
-        config = rest[-1]
+            return self._next(call, gradient, args)
+        config = args[-1]
         while self._done < len(self._backwards) and self._ready():
             last = self._done == len(self._backwards) - 1
             # Megatron has ended its no_sync when it calls the last backward, but others may still be waiting.
             quiet = contextlib.nullcontext if last or config.no_sync_func is None else config.no_sync_func
             with quiet():
-                self._next(call, gradient, rest)
+                self._next(call, gradient, args)
         return None
 
     def _ready(self) -> bool:
         return self._backwards[self._done] in self._kept
 
-    def _next(self, call: Callable[..., Any], gradient: Any, rest: tuple[Any, ...]) -> Any:
+    def _next(self, call: Callable[..., Any], gradient: Any, args: tuple[Any, ...]) -> Any:
         micro_batch, chunk = self._backwards[self._done]
         if not self._ready():
             raise RuntimeError(
@@ -75,14 +81,14 @@ class GroupedStep:
                 "schedule is not the one that wlb_megatron was tried with; set --wlb-chunks off"
             )
         inputs, outputs, scales, documents = self._kept.pop((micro_batch, chunk))
-        put_scales(scales)
-        document_balance.begin(documents, again=True)
+        _put_scales(scales)
+        document_balance.begin(documents, in_backward=True)
         self._done += 1
-        result = call(inputs, outputs, gradient, *rest)
+        result = call(inputs, outputs, gradient, *args)
         # Megatron's own lists hold both until the turn of the oldest has come: free what they are not needed for.
-        for held in (inputs, outputs):
-            if isinstance(held, list):
-                held.clear()
+        for tensors in (inputs, outputs):
+            if isinstance(tensors, list):
+                tensors.clear()
         if isinstance(inputs, torch.Tensor):  # the interleaved schedule passes them without a list
             inputs.grad = None
             inputs.data = inputs.new_empty(1)
@@ -100,7 +106,7 @@ class Running:
 def running(sizes: Sequence[int], micro_batches: int, chunks: int = 1) -> Iterator[None]:
     """Run one step of Megatron's schedule in groups of these sizes. Whatever ends it, nothing of it is left behind.
 
-    sizes: of the groups, in order, of all the step's micro-batches; empty: the step is Megatron's own. chunks: model
+    sizes: micro-batches of each group, in order; empty if the step is Megatron's own. chunks: model
     chunks of a stage. Raises RuntimeError where the step is of another number of micro-batches.
     """
     from megatron.core import parallel_state
@@ -139,11 +145,11 @@ def wrap_forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
 def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """A schedule's backward of the oldest micro-batch: in a step in groups, of the one whose turn it is."""
 
-    def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, *rest: Any) -> Any:
+    def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, *args: Any) -> Any:
         step = part(Running).step
         if step is None:
-            return original(input_tensor, output_tensor, output_tensor_grad, *rest)
-        return step.backward(original, output_tensor_grad, rest)
+            return original(input_tensor, output_tensor, output_tensor_grad, *args)
+        return step.backward(original, output_tensor_grad, args)
 
     return backward_step
 
@@ -170,8 +176,8 @@ def wrap_get_pp_rank_microbatches(original: Callable[..., Any]) -> Callable[...,
             state.get_pipeline_model_parallel_world_size(),
             state.get_pipeline_model_parallel_rank(),
         )
-        ahead = step.interleaved.ahead(stages, stage)
-        return counts[0], ahead == counts[0], ahead, counts[0] - ahead
+        warm_up = step.interleaved.ahead(stages, stage)
+        return counts[0], warm_up == counts[0], warm_up, counts[0] - warm_up
 
     return get_pp_rank_microbatches
 
@@ -186,3 +192,31 @@ def wrap_get_schedule_table(original: Callable[..., Any]) -> Callable[..., Any]:
         return list(step.interleaved.table)
 
     return get_schedule_table
+
+
+def _take_scales() -> list[list[Any]]:
+    """What the forward that has just run appended, by module. Nothing stays in the queues."""
+    queues = _queues()
+    scales = [list(queue) for queue in queues]
+    for queue in queues:
+        queue.clear()
+    return scales
+
+
+def _put_scales(scales: Sequence[Sequence[Any]]) -> None:
+    """Append to the queues what _take_scales returned."""
+    for queue, of_module in zip(
+        _queues(), scales, strict=False
+    ):  # modules that ran later have queues behind these
+        queue.extend(of_module)
+
+
+def _queues() -> Sequence[deque[Any]]:
+    """By module. None where nothing has loaded Transformer Engine, so it is looked up and not imported."""
+    quantization = sys.modules.get("transformer_engine.pytorch.quantization")
+    if quantization is None:
+        return ()
+    queues: list[deque[Any]] = (
+        quantization.FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer
+    )
+    return queues

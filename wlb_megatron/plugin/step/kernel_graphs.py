@@ -32,19 +32,23 @@ _PRINT_EVERY = 15.0
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """What a rank can meet: a micro-batch's tokens over cp_size ranks in so many segments, `cut` of them with earlier
-    keys, and the tokens and segments that it usually holds. one_call: whether it may make one call instead of two.
-    again: this rank's layout of one document of a window, as which every long document comes in the end; None where it
-    is not known. prefix: earlier tokens that its documents in chunks attend to at most, all together."""
+    """What a rank can meet: a micro-batch's tokens over cp_size ranks in so many segments, cut_segments of them with
+    earlier keys, and the tokens and segments that it usually holds. With one_call it may make one call instead of two.
+
+    Args:
+        window_layout: this rank's layout of one document of a window, as which every long document comes in the end;
+            None where it is not known.
+        prefix: earlier tokens that its documents in chunks attend to at most, all together.
+    """
 
     tokens: int
     cp_size: int
     segments: int
-    cut: int
+    cut_segments: int
     usual_tokens: int
     usual_segments: int
     one_call: bool = True
-    again: AttentionLayout | None = None
+    window_layout: AttentionLayout | None = None
     prefix: int = 0
 
     @classmethod
@@ -54,12 +58,13 @@ class GraphSizes:
         window: int,
         settings: ShardSettings,
         documents: int,
-        again: AttentionLayout | None = None,
+        window_layout: AttentionLayout | None = None,
         prefix: int = 0,
     ) -> GraphSizes:
-        """documents: of the longest micro-batch, which usually has a window's tokens; at most two segments of each."""
+        """Sizes of the longest micro-batch of so many documents, each of at most two segments. It usually has the
+        tokens of a window."""
         segments = 2 * documents
-        cut = segments if settings.sharding == "per-document" else min(segments, MOST_CUT)
+        cut_segments = segments if settings.sharding == "per-document" else min(segments, MOST_CUT)
         # Per document, a rank holds two segments of each; otherwise most documents are whole, on one rank.
         share = 2.0 if settings.sharding == "per-document" else 1.0 / settings.cp_size
         usual = max(32, int(documents * min(1.0, window / tokens) * share))
@@ -67,11 +72,11 @@ class GraphSizes:
             tokens,
             settings.cp_size,
             segments,
-            cut,
+            cut_segments,
             max(1, min(window, tokens) // settings.cp_size),
             usual,
             bool(SHARDINGS[settings.sharding].chooses),
-            again,
+            window_layout,
             prefix,
         )
 
@@ -80,30 +85,30 @@ SECONDS = 60.0
 """Time limit for building attention graphs before step 1. A step that needs another graph builds it in about 0.13 s."""
 
 
-def build_graphs(chunks: list[Any], met: GraphSizes, seconds: float = SECONDS) -> int:
+def build_graphs(chunks: list[Any], sizes: GraphSizes, seconds: float = SECONDS) -> int:
     """Build what the layers can meet, for at most `seconds` (one graph more, to be exact), and tell; returns how many.
 
-    Ranks may stop after different graphs: what is not built here is built later, by whoever needs it. But which calls
-    go to the kernels for equal sequences is no matter of time, or a resumed run would not repeat bitwise: of these few
-    all are built, or with 0 seconds none.
+    Ranks may stop after different graphs, for what is not built here is built later, by whoever needs it. But which
+    calls go to the kernels for equal sequences is no matter of time, or a resumed run would not repeat bitwise: of
+    these few all are built, or with 0 seconds none.
     """
     from megatron.training import print_rank_0
 
-    began = printed = time.perf_counter()
-    graphs, built = likeliest_first(chunks, met), 0
+    start = last_line = time.perf_counter()
+    graphs, built = likeliest_first(chunks, sizes), 0
     for module, graph in graphs:
         now = time.perf_counter()
-        if now - began >= seconds and not (seconds and isinstance(graph[2], Equal)):
+        if now - start >= seconds and not (seconds and isinstance(graph[2], Equal)):
             break
-        if now - printed >= _PRINT_EVERY:
+        if now - last_line >= _PRINT_EVERY:
             print_rank_0(
-                f"> wlb_megatron: {built} of {len(graphs)} attention kernels, {now - began:.0f} s .."
+                f"> wlb_megatron: {built} of {len(graphs)} attention kernels, {now - start:.0f} s .."
             )
-            printed = now
+            last_line = now
         module.warm_up([graph])
         built += 1
     if graphs:
-        took = time.perf_counter() - began
+        took = time.perf_counter() - start
         seconds_each = f", {took / built:.2f} s each" if built else ""
         remaining = "; others are built when a step needs them" if built < len(graphs) else ""
         print_rank_0(
@@ -112,9 +117,9 @@ def build_graphs(chunks: list[Any], met: GraphSizes, seconds: float = SECONDS) -
     return built
 
 
-def likeliest_first(chunks: list[Any], met: GraphSizes) -> list[tuple[Any, Warmable]]:
+def likeliest_first(chunks: list[Any], sizes: GraphSizes) -> list[tuple[Any, Warmable]]:
     """Every kernel that the model's layers can meet, with a layer of its kind: FlashAttention-4's, and cuDNN's graphs
-    of a document of a window, whose layout comes `again`; then graphs of diagonals, rectangles and windows by turns,
+    of a document of a window, whose layout comes again; then graphs of diagonals, rectangles and windows by turns,
     of each those nearest to usual sizes first.
     """
     from wlb_megatron.attention.core_attention import WlbCoreAttention, window_of
@@ -128,18 +133,18 @@ def likeliest_first(chunks: list[Any], met: GraphSizes) -> list[tuple[Any, Warma
     for (whose, windowed, *_), module in kinds.items():
         window = window_of(module.config) if windowed else None
         if builds_by_size(whose):
-            if met.again is not None:
-                turns += [(-1, module, graph) for graph in repeated(met.again, windowed=windowed)]
+            if sizes.window_layout is not None:
+                turns += [(-1, module, graph) for graph in repeated(sizes.window_layout, windowed=windowed)]
             graphs = foreseen(
-                *(met.tokens, met.cp_size, met.segments, met.cut, window),
+                *(sizes.tokens, sizes.cp_size, sizes.segments, sizes.cut_segments, window),
                 full=not windowed,
-                one_call=met.one_call,
-                prefix=met.prefix,
+                one_call=sizes.one_call,
+                prefix=sizes.prefix,
             )
-            for kind in by_likelihood(graphs, met.usual_tokens, met.usual_segments):
+            for kind in by_likelihood(graphs, sizes.usual_tokens, sizes.usual_segments):
                 turns += [(turn, module, graph) for turn, graph in enumerate(kind)]
         elif whose in KERNELS:
-            turns += [(-1, module, kind) for kind in compiled(met, window)]
+            turns += [(-1, module, kind) for kind in compiled(sizes, window)]
     return [(module, graph) for _, module, graph in sorted(turns, key=lambda entry: entry[0])]
 
 
@@ -147,11 +152,13 @@ MANY = 256
 """Sequences in a call, above which FlashAttention-4 looks them up in another way, and compiles for it."""
 
 
-def compiled(met: GraphSizes, window: int | None) -> list[Warmable]:
-    """A call of each kind that FlashAttention-4 compiles for: a layer's mask, and few or many sequences. window: of the
-    layer, None where it sees whole documents."""
-    kinds = [(True, met.segments)]
-    if window is None and (met.cp_size > 1 or met.prefix):
-        kinds.append((False, met.cut))
-    counts = [(causal, count) for causal, most in kinds for count in (1, MANY + 1) if count <= max(1, most)]
+def compiled(sizes: GraphSizes, window: int | None) -> list[Warmable]:
+    """A call of each kind that FlashAttention-4 compiles for: a layer's mask, and few or many sequences. A layer that
+    sees whole documents has no `window`."""
+    kinds = [(True, sizes.segments)]
+    if window is None and (sizes.cp_size > 1 or sizes.prefix):
+        kinds.append((False, sizes.cut_segments))
+    counts = [
+        (causal, count) for causal, segments in kinds for count in (1, MANY + 1) if count <= max(1, segments)
+    ]
     return [(causal, window, Bucket(count, 128, 128 if causal else 256)) for causal, count in counts]

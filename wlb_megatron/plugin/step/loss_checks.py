@@ -17,23 +17,23 @@ from wlb_megatron.plugin.job_state import part
 
 @dataclass(slots=True)
 class StepLosses:
-    """left: losses of the step that are not yet there. total: the sum of those that are."""
+    """remaining: how many losses of the step are not yet there. total: the sum of the others."""
 
-    left: int = 0
+    remaining: int = 0
     total: torch.Tensor | None = None
 
 
 def begin_step(micro_batches: int) -> None:
     """The losses of so many micro-batches are checked together."""
-    part(StepLosses).left, part(StepLosses).total = micro_batches, None
+    part(StepLosses).remaining, part(StepLosses).total = micro_batches, None
 
 
 def to_check(loss: torch.Tensor) -> torch.Tensor | None:
     """What to check now that `loss` is there: the step's sum with its last one, before that nothing."""
     step = part(StepLosses)
     step.total = loss.detach() if step.total is None else step.total + loss.detach()
-    step.left -= 1
-    if step.left > 0:
+    step.remaining -= 1
+    if step.remaining > 0:
         return None
     total, step.total = step.total, None
     return total

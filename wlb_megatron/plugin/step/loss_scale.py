@@ -10,7 +10,7 @@ number is that of the global batch's windows in every step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,14 +30,37 @@ def divided_losses(config: Any, tokens: int) -> Iterator[None]:
     def scale_divided(loss: Any) -> Any:
         return (loss if scale is None else scale(loss)) / tokens
 
-    def finalize_undivided(model: Any, num_tokens: Any, *rest: Any, **more: Any) -> Any:
+    def finalize_undivided(model: Any, num_tokens: Any, *args: Any, **kwargs: Any) -> Any:
         # One token over all ranks. Without a number Megatron would not scale at all, and FSDP2's gradients, which are
-        # averages over ranks, would not become sums (torch_fsdp.py).
+        # averages over ranks, would not become sums (wrap_scale_gradients).
         first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-        return finalize(model, torch.full_like(num_tokens, int(first)), *rest, **more)
+        return finalize(model, torch.full_like(num_tokens, int(first)), *args, **kwargs)
 
     config.grad_scale_func, config.finalize_model_grads_func = scale_divided, finalize_undivided
     try:
         yield
     finally:
         config.grad_scale_func, config.finalize_model_grads_func = scale, finalize
+
+
+def wrap_scale_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+    """TorchFullyShardedDataParallel.scale_gradients, which Megatron leaves empty.
+
+    FSDP2 averages gradients over the data- and context-parallel ranks, whatever their tokens. Losses are sums over
+    tokens here: 4 ranks' average, times 4, over all tokens is the gradient of the mean over tokens.
+    """
+
+    def scale_gradients(self: Any, scaling_factor: Any) -> None:
+        from megatron.training import get_args
+
+        if getattr(get_args(), "wlb_off", True):
+            original(self, scaling_factor)
+            return
+        factor = scaling_factor * self.process_group.size()
+        for parameter in self.module.parameters():
+            gradient = parameter.grad
+            if gradient is not None:
+                local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                local.mul_(factor)
+
+    return scale_gradients

@@ -32,10 +32,10 @@ def wrap_roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
         dims: int = -1,
         cp_group: Any = None,
         packed_seq_params: Any = None,
-        **rest: Any,
+        **kwargs: Any,
     ) -> Any:
         if tensor is None or not _planned(packed_seq_params, shifts):
-            return original(tensor, shifts, dims, cp_group, packed_seq_params, **rest)
+            return original(tensor, shifts, dims, cp_group, packed_seq_params, **kwargs)
         return _rolled(tensor, packed_seq_params)
 
     return roll_tensor
@@ -50,15 +50,13 @@ def wrap_roll_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
         dims: int = -1,
         cp_group: Any = None,
         packed_seq_params: Any = None,
-        *rest: Any,
-        **more: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if not _planned(packed_seq_params, shifts):
-            return original(tensors, shifts, dims, cp_group, packed_seq_params, *rest, **more)
+            return original(tensors, shifts, dims, cp_group, packed_seq_params, *args, **kwargs)
         rolled = [_rolled(tensor, packed_seq_params) for tensor in tensors]
-        return [
-            CountedMask.of(later, total) if later.is_floating_point() else later for later, total in rolled
-        ]
+        return [CountedMask.of(row, total) if row.is_floating_point() else row for row, total in rolled]
 
     return roll_tensor
 
@@ -71,9 +69,9 @@ class CountedMask(torch.Tensor):
 
     @classmethod
     def of(cls, mask: torch.Tensor, total: torch.Tensor) -> CountedMask:
-        counted = mask.as_subclass(cls)
-        counted.total = total
-        return counted
+        view = mask.as_subclass(cls)
+        view.total = total
+        return view
 
     def sum(self, *_: Any, **__: Any) -> torch.Tensor:
         return self.total
@@ -100,18 +98,18 @@ def _rolled(tensor: torch.Tensor, params: Any) -> tuple[torch.Tensor, Any]:
     """
     if tensor.dtype is torch.bool:
         return tensor, tensor.sum()  # routers' padding mask: padding stays where it is
-    found = [(rows, row) for rows in params.further if (row := _row(tensor, rows)) is not None]
-    if not found and not params.copied and not tensor.is_floating_point():
+    places = [(rows, row) for rows in params.further if (row := _row(tensor, rows)) is not None]
+    if not places and not params.copied and not tensor.is_floating_point():
         params.copied = True  # releases copy the labels, before they roll them first
-        found = [(params.further[1], 0)]
-    if not found or found[0][1] + 1 == len(found[0][0]):
+        places = [(params.further[1], 0)]
+    if not places or places[0][1] + 1 == len(places[0][0]):
         raise WlbError(UNPLANNED)
-    rows, row = found[0]
-    later = rows[row + 1 : row + 2]
-    if not later.is_floating_point():
-        return later, None
+    rows, row = places[0]
+    next_row = rows[row + 1 : row + 2]
+    if not next_row.is_floating_point():
+        return next_row, None
     part(logged_losses.LoggedLosses).predicted = params.predicted
-    return later, later.new_full((), params.predicted)
+    return next_row, next_row.new_full((), params.predicted)
 
 
 def _row(tensor: torch.Tensor, rows: torch.Tensor) -> int | None:
@@ -150,7 +148,7 @@ def wrap_is_inference_linear(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def wrap_track_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
-    """track_mtp_metrics: as logged_losses has it, but for a Megatron that divides by predictions itself."""
+    """track_mtp_metrics as logged_losses has it, but for a Megatron that divides by predictions itself."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     save = getattr(MTPLossLoggingHelper, "save_loss_to_tracker", None)

@@ -49,7 +49,7 @@ def begin_step(micro_batches: int) -> None:
 def _order(manager: Any, backwards: Sequence[int]) -> None:
     """Handlers of these micro-batches, as far as there are any yet."""
     handlers = manager._cached_chunks_forward
-    manager._cached_chunks_backward = [handlers[at] for at in backwards if at < len(handlers)]
+    manager._cached_chunks_backward = [handlers[number] for number in backwards if number < len(handlers)]
 
 
 def wrap_commit_backward(original: Callable[..., Any]) -> Callable[..., Any]:

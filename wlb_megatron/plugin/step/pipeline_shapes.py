@@ -86,7 +86,7 @@ class ShapeQueue:
 
 @dataclass(slots=True)
 class KnownShapes:
-    """queue: of the planned step that runs, None outside of one."""
+    """The queue of the planned step that runs, None outside of one."""
 
     queue: ShapeQueue | None = None
 
@@ -202,12 +202,12 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
             return forward_backward(data_iterator=data_iterator, num_microbatches=num_microbatches, **kwargs)
 
         def step(batches: Sequence[LoadedMicroBatch]) -> Any:
-            model, known = kwargs["model"], part(KnownShapes)
+            model, queues = kwargs["model"], part(KnownShapes)
             chunks = len(model) if isinstance(model, list) else 1
             shapes = [batch.activation_shape for batch in batches]
             groups = batches[0].planned.chunk_groups if training else ()
-            known.queue = ShapeQueue(shapes, _orders(len(batches), model, chunks, groups))
-            ahead = draw_ahead if training and batches[0].planned.iteration != REHEARSAL else None
+            queues.queue = ShapeQueue(shapes, _orders(len(batches), model, chunks, groups))
+            draw_next = draw_ahead if training and batches[0].planned.iteration != REHEARSAL else None
             equal = source.equal_tokens * num_microbatches
             divided = _divided_losses(model, batches, equal) if training else nullcontext()
             begin_losses(len(batches))
@@ -220,36 +220,36 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
                 get_model_config(model[0] if isinstance(model, list) else model),
                 len(batches) if is_last else 0,
             )
-            drawn = [_drawn(batches, ahead), *(_drawn(batches) for _ in range(chunks - 1))]
-            planned = [batch.planned for batch in batches]
-            kept = recomputation.planned(planned, model) if training else nullcontext()
+            iterators = [_drawn(batches, draw_next), *(_drawn(batches) for _ in range(chunks - 1))]
+            plans = [batch.planned for batch in batches]
+            recomputing = recomputation.planned(plans, model) if training else nullcontext()
             try:
-                with running, kept, divided, deferred:  # what is counted is then divided
+                with running, recomputing, divided, deferred:  # what is counted is then divided
                     if training and chunks == 1:
                         offloading.begin_step(len(batches))
                     return forward_backward(
-                        data_iterator=drawn if chunks > 1 else drawn[0],
+                        data_iterator=iterators if chunks > 1 else iterators[0],
                         num_microbatches=len(batches),
                         **kwargs,
                     )
             finally:
-                known.queue = None
+                queues.queue = None
 
         def draw_ahead(count: int) -> None:
-            began = time.perf_counter()
+            start = time.perf_counter()
             source.draw_ahead(count)
-            timers.add("wlb-draw", time.perf_counter() - began)
+            timers.add("wlb-draw", time.perf_counter() - start)
 
-        longest = source.take_rehearsal() if training else None
-        if longest is not None:
-            repeated = longest.batches
+        rehearsal = source.take_rehearsal() if training else None
+        if rehearsal is not None:
+            repeated = rehearsal.batches
             if len(repeated) == 1:
                 repeated = same_again(repeated[0], _micro_batch_count(num_microbatches, kwargs["model"]))
-            rehearse(lambda: step(repeated), kwargs["model"], longest)
-        began = time.perf_counter()
+            rehearse(lambda: step(repeated), kwargs["model"], rehearsal)
+        start = time.perf_counter()
         batches = draw_step(first)
         if training:
-            timers.add("wlb-draw", time.perf_counter() - began)
+            timers.add("wlb-draw", time.perf_counter() - start)
             trace.begin_step()
         result = step(batches)
         if training:
@@ -261,11 +261,11 @@ def _with_known_shapes(forward_backward: Callable[..., Any]) -> Callable[..., An
 
 
 def _drawn(
-    batches: Sequence[LoadedMicroBatch], ahead: Callable[[int], None] | None = None
+    batches: Sequence[LoadedMicroBatch], draw_next: Callable[[int], None] | None = None
 ) -> Iterator[LoadedMicroBatch]:
-    """The step's micro-batches. ahead: called from the second on, when the device has the one before to work at, with
-    how many of the next step's are due by then."""
+    """The step's micro-batches. From the second on, when the device has the one before to work at, draw_next gets how
+    many of the next step's are due by then."""
     for index, batch in enumerate(batches):
-        if ahead is not None and index:
-            ahead(index + 1)
+        if draw_next is not None and index:
+            draw_next(index + 1)
         yield batch

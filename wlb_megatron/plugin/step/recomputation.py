@@ -60,13 +60,15 @@ full step left 7.8 of 55.8 GiB in pieces too small for its tensors (gpu_memory_c
 class StepMemory:
     """What the step that ran last, or runs, was planned with and took. Bytes above what was allocated when it began.
 
-    available: for activations. recomputed, by_flags, layers: of all micro-batches, the layers that are recomputed, that
-    the flags would recompute, and all.
+    Args:
+        available: bytes for activations.
+        recomputed, by_flags, layers: in all micro-batches together, the layers that are recomputed, that the flags
+            would recompute, and all.
     """
 
     available: int = 0
-    planned: int = 0
-    measured: int = 0
+    planned_peak: int = 0
+    measured_peak: int = 0
     recomputed: int = 0
     by_flags: int = 0
     layers: int = 0
@@ -75,10 +77,17 @@ class StepMemory:
 
 @dataclass(slots=True)
 class Recomputation:
-    """active: steps plan it. memory: of this stage. gpu: of the job, by the memory model. scale: measured over
-    estimated bytes, in thousandths; least: it goes no lower. numbers: layers to recompute [micro-batch][model chunk] in
-    the step that runs, None outside of one. flags: method and number of each model chunk, as Megatron was given them.
-    growing: the allocator's segments grow. store: where the stages of the first replica say what their last step took.
+    """What steps plan by, and what they have learnt.
+
+    Args:
+        active: steps plan what they recompute.
+        memory, gpu: this stage's and the job's, by the memory model.
+        scale: measured over estimated bytes, in thousandths; it goes no lower than least_scale.
+        allocated: bytes when the step began.
+        numbers: layers to recompute [micro-batch][model chunk] in the step that runs, None outside of one.
+        flags: method and number of each model chunk, as Megatron was given them.
+        growing: the allocator's segments grow.
+        store: the stages of the first replica say there what their last step took.
     """
 
     active: bool = False
@@ -89,10 +98,10 @@ class Recomputation:
     cap: int | None = None
     on_gpu: bool = False
     scale: int = 1000
-    least: int = LEAST_SCALE
+    least_scale: int = LEAST_SCALE
     optimizer: int = 0
     retries: int = 0
-    began: int = 0
+    allocated: int = 0
     numbers: tuple[tuple[int, ...], ...] | None = None
     flags: list[tuple[str, int]] = field(default_factory=list)
     last: StepMemory = field(default_factory=StepMemory)
@@ -112,7 +121,7 @@ def begin(
 ) -> str | None:
     """Plan recomputation from the next step on. Returns a line for the log: why it is left off, or of the allocator.
 
-    gpu: None where nothing says what fits. cap: of --wlb-gpu-memory (GiB). in_step: data-parallel ranks meet in every
+    gpu: None where nothing says what fits. cap: GiB of --wlb-gpu-memory. in_step: data-parallel ranks meet in every
     forward and backward. registered: NCCL registers buffers (--use-nccl-ub). Called on every rank, once Megatron's
     groups of ranks are made.
     """
@@ -199,7 +208,7 @@ def planned(batches: Sequence[PlannedMicroBatch], model: Any) -> Iterator[None]:
         if rehearsed or state.last.recomputed == state.last.by_flags:
             raise  # the rehearsal says what to do, and the flags are not ours
         raise RefusedHere(
-            f"memory ran out in a step that was planned to take {state.last.planned / GIB:.1f} of "
+            f"memory ran out in a step that was planned to take {state.last.planned_peak / GIB:.1f} of "
             f"{state.last.available / GIB:.1f} GiB beside weights and optimizer: raise --wlb-memory-margin (now "
             f"{state.margin:g}), or set --wlb-recompute off ({str(error).splitlines()[0]})"
         ) from None
@@ -279,25 +288,27 @@ def _plan(state: Recomputation, batches: Sequence[PlannedMicroBatch], decoders: 
         layers = [layers_of(decoder) for decoder in decoders]
         state.memory = state.gpu.stage(stage, layers)
         if state.gpu.experts is not None:
-            even = replace(state.gpu, experts=replace(state.gpu.experts, imbalance=100)).stage(stage, layers)
-            state.least = LEAST_SCALE * even.chunks[0].kept // state.memory.chunks[0].kept
+            balanced = replace(state.gpu, experts=replace(state.gpu.experts, imbalance=100)).stage(
+                stage, layers
+            )
+            state.least_scale = LEAST_SCALE * balanced.chunks[0].kept // state.memory.chunks[0].kept
         state.optimizer = state.gpu.weights(stage)
-    state.began, available = _available(state, stage)
+    state.allocated, available = _available(state, stage)
     available = _agreed(state, available)
     groups = batches[0].chunk_groups or None
     order = stage_orders(stages, len(batches), len(decoders), groups)[stage]
     usable = 0 if state.suspended else available * 1000 // state.scale
-    kept = plan_kept_layers(order, batches[0].loads, state.memory, usable)
-    numbers = kept.recomputed
+    plan = plan_kept_layers(order, batches[0].loads, state.memory, usable)
+    numbers = plan.recomputed
     state.last = StepMemory(
         available=available,
-        planned=kept.peak * state.scale // 1000,
+        planned_peak=plan.peak * state.scale // 1000,
         recomputed=sum(map(sum, numbers)),
         by_flags=len(numbers) * sum(chunk.recomputed for chunk in state.memory.chunks),
         layers=len(numbers) * sum(chunk.layers for chunk in state.memory.chunks),
         iteration=batches[0].iteration,
     )
-    return kept
+    return plan
 
 
 def _available(state: Recomputation, stage: int) -> tuple[int, int]:
@@ -306,16 +317,16 @@ def _available(state: Recomputation, stage: int) -> tuple[int, int]:
     assert state.gpu is not None
     if not state.on_gpu:
         return 0, state.gpu.available(stage)
-    free, total = torch.cuda.mem_get_info()
+    free_bytes, total = torch.cuda.mem_get_info()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    others = total - free - reserved
+    other_bytes = total - free_bytes - reserved
     cap = min(_cap_of_torch(total), total if state.cap is None else state.cap)
     share = 1 - state.margin
-    usable = min(int(total * share) - others, int(cap * share))
+    usable = min(int(total * share) - other_bytes, int(cap * share))
     torch.cuda.reset_peak_memory_stats()
     coming = max(0, state.optimizer - allocated)
-    left = max(0, usable - allocated - coming)
-    return allocated, left if state.growing else left - left // FRAGMENTS
+    remaining = max(0, usable - allocated - coming)
+    return allocated, remaining if state.growing else remaining - remaining // FRAGMENTS
 
 
 def _cap_of_torch(total: int) -> int:
@@ -331,8 +342,8 @@ def _agreed(state: Recomputation, available: int) -> int:
     device = "cuda" if state.on_gpu else "cpu"
     figures = torch.tensor([-available, state.scale], dtype=torch.int64, device=device)
     dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=state.group)
-    least, state.scale = figures.tolist()
-    return -least
+    least_bytes, state.scale = figures.tolist()
+    return -least_bytes
 
 
 def _tell(state: Recomputation) -> None:
@@ -372,12 +383,12 @@ def figures() -> dict[str, Any]:
     steps = [step for step in _steps_of_all_stages() if step.layers]
     if not steps:
         return {}
-    fullest = max(steps, key=lambda step: (step.measured or step.planned) / max(1, step.available))
+    fullest = max(steps, key=lambda step: (step.measured_peak or step.planned_peak) / max(1, step.available))
     return {
         "recomputed_share": sum(step.recomputed for step in steps) / sum(step.layers for step in steps),
         "fullest_stage": steps.index(fullest),
-        "planned_peak_gib": fullest.planned / GIB,
-        "peak_gib": fullest.measured / GIB,
+        "planned_peak_gib": fullest.planned_peak / GIB,
+        "peak_gib": fullest.measured_peak / GIB,
         "available_gib": fullest.available / GIB,
     }
 
@@ -386,22 +397,22 @@ def _measure(state: Recomputation, *, rehearsed: bool) -> None:
     """Correct the estimate by the step that has run."""
     if not state.on_gpu:
         return
-    state.last.measured = torch.cuda.max_memory_allocated() - state.began
+    state.last.measured_peak = torch.cuda.max_memory_allocated() - state.allocated
     retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     if not rehearsed:
         state.optimizer = 0  # its states are allocated from the first step's end on
-    state.scale = corrected(state.scale, state.last, state.least, retried=retries > state.retries)
+    state.scale = corrected(state.scale, state.last, state.least_scale, retried=retries > state.retries)
     state.retries = retries
 
 
-def corrected(scale: int, step: StepMemory, least: int = LEAST_SCALE, *, retried: bool = False) -> int:
+def corrected(scale: int, step: StepMemory, least_scale: int = LEAST_SCALE, *, retried: bool = False) -> int:
     """Measured over estimated bytes, in thousandths, after a step: up at once, down slowly.
 
     Planned 50 with scale 1000 and measured 60 of available 100: 1200. Measured 40 then: 1200 - (1200 - 960) / 8.
     """
-    ratio = scale * step.measured // max(1, step.planned)
+    ratio = scale * step.measured_peak // max(1, step.planned_peak)
     if retried:
         return max(ratio, scale * RETRIED // 1000)
-    if max(step.planned, step.measured) * TELLING < step.available:
+    if max(step.planned_peak, step.measured_peak) * TELLING < step.available:
         return scale
-    return ratio if ratio > scale else max(least, scale - (scale - ratio) // FORGET)
+    return ratio if ratio > scale else max(least_scale, scale - (scale - ratio) // FORGET)

@@ -46,12 +46,12 @@ MOST_READ = 4096
 class Rehearsal:
     """What runs before step 1.
 
-    batches: of one step; a single one stands for as many as the schedule takes. met: the sizes to build kernel graphs
-    for.
+    batches: those of one step; a single one stands for as many as the schedule takes. sizes: those to build kernel
+    graphs for.
     """
 
     batches: tuple[LoadedMicroBatch, ...]
-    met: GraphSizes
+    sizes: GraphSizes
 
 
 def longest_micro_batches(
@@ -61,8 +61,8 @@ def longest_micro_batches(
     layout: Layout,
     corpus: Blend,
     documents: int = 1,
-    held: int = 0,
-    longest: int = 0,
+    in_flight: int = 0,
+    longest_document: int = 0,
     count: int = 1,
 ) -> Rehearsal:
     """A batch of max_tokens as documents of one window, cut per document: every rank needs all keys.
@@ -71,53 +71,53 @@ def longest_micro_batches(
 
     Args:
         documents: how many a micro-batch of max_tokens may hold.
-        held: micro-batches that run forward before the first backward: so many batches, of which the first are a
-            document of `longest` tokens in chunks; 0: as the schedule has it, one batch that stands for all.
+        in_flight: micro-batches that run forward before the first backward: so many batches, of which the first are a
+            document of longest_document tokens in chunks. With 0 one batch stands for all of the schedule's.
         count: the schedule takes a multiple of so many batches, and the shortest ones fill up.
     """
     usable = max_tokens // settings.alignment * settings.alignment
-    rows = in_chunks(usable, held, longest) if held > 1 else [_of_windows(usable, window)]
-    together = (held, *(1 for _ in range(-held % count))) if held > 1 else ()
-    rows += [(Piece(0, 1 + at, 0, settings.alignment),) for at in range(held, sum(together))]
+    rows = in_chunks(usable, in_flight, longest_document) if in_flight > 1 else [_of_windows(usable, window)]
+    together = (in_flight, *(1 for _ in range(-in_flight % count))) if in_flight > 1 else ()
+    rows += [(Piece(0, 1 + number, 0, settings.alignment),) for number in range(in_flight, sum(together))]
     lengths = [[piece.tokens for piece in pieces] for pieces in rows]
     plans = shard_all(lengths, settings.cp_size, "per-document", links=links_of(rows))
     summary = PlanSummary(REHEARSAL, usable, len(rows[0]), usable, 1.0, 1.0, 1.0, 1, 0, 0.0, 0, 0)
     counts = (usable,) * (1 + layout.follows)
     graphs = GraphSizes.of(
         *(usable, window, settings, documents, _of_a_window(window, settings, layout)),
-        prefix=longest if held > 1 else 0,  # of a document up to its last chunk
+        prefix=longest_document if in_flight > 1 else 0,  # of a document up to its last chunk
     )
     loads: tuple[Load, ...] = ()
     if settings.keeps_layers:
         column = [MicroBatch(pieces, sum(piece.tokens for piece in pieces)) for pieces in rows]
         loads = tuple(loads_of(column, settings.alignment, settings.cp_size))
     batches = []
-    for at, (pieces, plan) in enumerate(zip(rows, plans, strict=True)):
-        planned = PlannedMicroBatch(
-            *(REHEARSAL, at, pieces, plan, summary, 0.0),
+    for number, (pieces, plan) in enumerate(zip(rows, plans, strict=True)):
+        micro_batch = PlannedMicroBatch(
+            *(REHEARSAL, number, pieces, plan, summary, 0.0),
             predictions=counts,
             steps=len(rows),
             chunk_groups=together,
             loads=loads,
         )
-        batch = from_plan(planned, layout)
+        batch = from_plan(micro_batch, layout)
         if layout.reads_tokens:
             batch = replace(batch, held=_read(plan, corpus, layout, settings.dp_rank))
         batches.append(batch)
     return Rehearsal(tuple(batches), graphs)
 
 
-def in_chunks(tokens: int, count: int, longest: int) -> list[tuple[Piece, ...]]:
-    """`count` micro-batches of so many tokens, of which the first hold a document of `longest` ones in chunks.
+def in_chunks(tokens: int, count: int, document: int) -> list[tuple[Piece, ...]]:
+    """`count` micro-batches of so many tokens, of which the first hold a `document` of so many ones in chunks.
 
     4 tokens, 3 micro-batches, a document of 6: (0, 4) | (4, 6) (0, 2) | (0, 4).
     """
     rows: list[tuple[Piece, ...]] = []
-    for at in range(count):
-        start, end = at * tokens, min((at + 1) * tokens, longest)
+    for number in range(count):
+        start, end = number * tokens, min((number + 1) * tokens, document)
         chunk = (Piece(0, 0, start, end, start),) if start < end else ()
-        rest = tokens - sum(piece.tokens for piece in chunk)
-        rows.append((*chunk, Piece(0, 1 + at, 0, rest)) if rest else chunk)
+        remaining = tokens - sum(piece.tokens for piece in chunk)
+        rows.append((*chunk, Piece(0, 1 + number, 0, remaining)) if remaining else chunk)
     return rows
 
 
@@ -156,22 +156,24 @@ def text(corpus: Blend, tokens: int, seed: int, vocabulary: int | None) -> np.nd
     with expert parallelism a rank would get every rank's tokens. Ids without a row in the embedding become its last
     one: they are reported where they train.
     """
-    drawn, drawn_tokens = [np.zeros(0, dtype=np.int64)], 0
+    texts, drawn_tokens = [np.zeros(0, dtype=np.int64)], 0
     for document in np.random.default_rng(seed).integers(corpus.first_ids[-1], size=MOST_READ).tolist():
         if drawn_tokens == tokens:
             break
-        drawn.append(corpus.read(document, 0, min(corpus.length(document), tokens - drawn_tokens)))
-        drawn_tokens += len(drawn[-1])
-    ids = np.resize(np.concatenate(drawn), tokens)
+        texts.append(corpus.read(document, 0, min(corpus.length(document), tokens - drawn_tokens)))
+        drawn_tokens += len(texts[-1])
+    ids = np.resize(np.concatenate(texts), tokens)
     return ids if vocabulary is None else ids.clip(0, vocabulary - 1)
 
 
 def same_again(batch: LoadedMicroBatch, count: int) -> tuple[LoadedMicroBatch, ...]:
     """The batch in every place of a step of `count` micro-batches."""
-    planned = batch.planned
+    micro_batch = batch.planned
     return tuple(
-        replace(batch, planned=replace(planned, index=at, steps=count, loads=planned.loads * count))
-        for at in range(count)
+        replace(
+            batch, planned=replace(micro_batch, index=number, steps=count, loads=micro_batch.loads * count)
+        )
+        for number in range(count)
     )
 
 
@@ -181,25 +183,25 @@ def rehearse(step: Callable[[], Any], model: Any, rehearsal: Rehearsal) -> None:
     RefusedHere with one line where the GPU's memory does not suffice.
     """
     chunks = model if isinstance(model, list) else [model]
-    kept = KeptState(chunks)
-    build_graphs(chunks, rehearsal.met)
+    state = KeptState(chunks)
+    build_graphs(chunks, rehearsal.sizes)
     with unchecked():
         with by_the_flags():
             checked(partial(_fitting, step, rehearsal))
         if keeps_layers():
-            checked(partial(_fitting, step, rehearsal, kept=True))
+            checked(partial(_fitting, step, rehearsal, layers_kept=True))
     for chunk in chunks:
         chunk.zero_grad_buffer()
         for parameter in chunk.parameters():
             parameter.grad = None  # where FSDP2 keeps it
-    kept.restore()
+    state.restore()
 
 
-def _fitting(step: Callable[[], Any], rehearsal: Rehearsal, *, kept: bool = False) -> None:
+def _fitting(step: Callable[[], Any], rehearsal: Rehearsal, *, layers_kept: bool = False) -> None:
     try:
         step()
     except torch.OutOfMemoryError as error:
-        if kept:
+        if layers_kept:
             raise RefusedHere(
                 "the fullest step fits the GPU with the flags of recomputation, but not with the layers "
                 "that it was planned to keep: raise --wlb-memory-margin, or set --wlb-recompute off "
