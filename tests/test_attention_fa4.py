@@ -3,9 +3,11 @@
 import importlib
 import inspect
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
+from threading import get_ident
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -36,7 +38,8 @@ class Asked:
     """Stands for flash_attn.cute.interface: functions that launch compiled kernels. Keeps what kernels are given."""
 
     def __init__(self):
-        self.calls, self.functions, self.rounded, self.module_functions = [], 0, [], ()
+        self.calls, self.functions, self.module_functions = [], 0, ()
+        self.rounded = defaultdict(list)  # by thread, since each rank is one
         self.launched = []
 
     def forward(
@@ -207,12 +210,13 @@ class Asked:
             gradient[rows] = (
                 (padded[:, place, : gradient.shape[-1]] * scale).transpose(0, 1).to(gradient.dtype)
             )
+        rounded = self.rounded[get_ident()]
         if tile == 16:
-            self.rounded.append(gradient)
-        if len(self.rounded) == 2:
-            dk, dv = self.rounded
+            rounded.append(gradient)
+        if len(rounded) == 2:
+            dk, dv = rounded
             self.calls.append({"dk": dk, "dv": dv, "deterministic": self.deterministic})
-            self.rounded = []
+            rounded.clear()
 
     @staticmethod
     def _padded(total, heads, room):

@@ -145,7 +145,8 @@ KERNELS: dict[str, KernelsEntry] = {
         "FlashAttention-4, needs the extra fa4",
         label="FlashAttention-4",
         unfit=f"{_KERNELS}.kernel_choice:unfit_for_fa4",
-        # flash-attn-4 is a beta with private entry points, and its compiler's version matters as much.
+        # flash-attn-4 is a beta with private entry points, and its compiler's version matters as much. Before another
+        # version is named, read anew what decides the compiled kernels that fa4_backend._kind launches directly.
         packages={"flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1", "quack-kernels": "0.6.5"},
         extra="fa4",
     ),

@@ -132,20 +132,20 @@ def device_layout(layout: AttentionLayout, device: torch.device | str) -> Device
     if needed:
         arrays += _moves(exchange, _parts(layout.cached, layout.tokens))
     arrays += _keeps(layout.cached, layout.tokens)
-    for near in filter(None, (layout.window, layout.single)):
-        arrays += _near(near, layout.tokens)
+    for one_call in filter(None, (layout.window, layout.single)):
+        arrays += _one_call_arrays(one_call, layout.tokens)
     shipped = _ship(arrays, torch.device(device))
 
-    positions, own = next(shipped), next(shipped)
-    diagonals, others, rows, queries = _call(layout.diagonals, (own, own)), None, None, None
+    positions, bounds = next(shipped), next(shipped)
+    diagonals, others, rows, queries = _call(layout.diagonals, (bounds, bounds)), None, None, None
     if rectangles:
         others = _call(rectangles, (next(shipped), next(shipped)), causal=False)
         rows, queries = next(shipped), _take_row_groups(shipped)
     moves = _take_moves(exchange, _parts(layout.cached, layout.tokens), shipped) if needed else None
     cache = _take_cache(layout.cached, layout.tokens, shipped)
     window, single = (
-        None if near is None else _take_near(near, layout.tokens, shipped)
-        for near in (layout.window, layout.single)
+        None if one_call is None else _take_one_call(one_call, layout.tokens, shipped)
+        for one_call in (layout.window, layout.single)
     )
     return DeviceLayout(
         layout.tokens,
@@ -162,25 +162,27 @@ def device_layout(layout: AttentionLayout, device: torch.device | str) -> Device
     )
 
 
-def _at_home(near: WindowLayout) -> bool:
+def _at_home(one_call: WindowLayout) -> bool:
     """Whether nothing is remote or cached. Then all pieces are whole on a rank, and its keys are its own, in order."""
-    return not near.exchange.remote and not (near.cached and near.cached.takes)
+    return not one_call.exchange.remote and not (one_call.cached and one_call.cached.takes)
 
 
-def _near(near: WindowLayout, rows: int) -> list[np.ndarray]:
-    arrays: list[np.ndarray] = [near.call.cu_seqlens_q]
-    if not _at_home(near):
-        arrays += [near.call.cu_seqlens_kv, *_moves(near.exchange, _parts(near.cached, rows))]
-    return arrays + _keeps(near.cached, rows)
+def _one_call_arrays(one_call: WindowLayout, rows: int) -> list[np.ndarray]:
+    arrays: list[np.ndarray] = [one_call.call.cu_seqlens_q]
+    if not _at_home(one_call):
+        arrays += [one_call.call.cu_seqlens_kv, *_moves(one_call.exchange, _parts(one_call.cached, rows))]
+    return arrays + _keeps(one_call.cached, rows)
 
 
-def _take_near(near: WindowLayout, rows: int, shipped: Iterator[Tensor]) -> DeviceWindow:
+def _take_one_call(one_call: WindowLayout, rows: int, shipped: Iterator[Tensor]) -> DeviceWindow:
     bounds, moves = next(shipped), None
     seen = bounds
-    if not _at_home(near):
-        seen, moves = next(shipped), _take_moves(near.exchange, _parts(near.cached, rows), shipped)
+    if not _at_home(one_call):
+        seen, moves = next(shipped), _take_moves(one_call.exchange, _parts(one_call.cached, rows), shipped)
     return DeviceWindow(
-        _call(near.call, (bounds, seen), near.size), moves, _take_cache(near.cached, rows, shipped)
+        _call(one_call.call, (bounds, seen), one_call.size),
+        moves,
+        _take_cache(one_call.cached, rows, shipped),
     )
 
 
@@ -229,11 +231,11 @@ def _moves(exchange: ExchangePlan, parts: Sequence[int]) -> list[np.ndarray]:
     parts: rows of each target of what comes back; send_rows counts through them.
     """
     place, send_rows = exchange.place, exchange.send_rows
-    own, first = np.flatnonzero(place >= 0), sum(exchange.send_counts[: exchange.rank])
+    local, first = np.flatnonzero(place >= 0), sum(exchange.send_counts[: exchange.rank])
     # In rank order, so that a sum does not depend on which of its rows come from other ranks.
     back = ~np.arange(len(send_rows))
-    owner = np.concatenate((send_rows[:first], place[own], send_rows[first:]))
-    source = np.concatenate((back[:first], own, back[first:]))
+    owner = np.concatenate((send_rows[:first], place[local], send_rows[first:]))
+    source = np.concatenate((back[:first], local, back[first:]))
     chosen = [rows for rows in (send_rows, _arrivals(exchange)) if _run(rows) is None]
     return [place, *chosen, *_row_groups(owner, *parts, source=source)]
 

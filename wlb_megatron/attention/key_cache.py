@@ -54,10 +54,10 @@ class KeyCache:
 
     @property
     def bytes(self) -> int:
-        held = [
-            kept for entry in self._entries.values() for kept in (entry.kv, entry.grad) if kept is not None
+        tensors = [
+            part for entry in self._entries.values() for part in (entry.kv, entry.grad) if part is not None
         ]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def start(self, use: DeviceCache) -> bool:
         """Begins a forward. Returns whether it may save exchanged keys, so that backward need not take them again.
@@ -78,8 +78,8 @@ class KeyCache:
         """Keeps the rows of kv that later micro-batches read, unless an earlier forward of this micro-batch has."""
         for piece, rows in use.keeps:
             if (use.micro_batch, piece) not in self._entries:
-                kept = kv if rows is None else kv.index_select(0, rows)
-                self._entries[use.micro_batch, piece] = _Entry(kept)
+                saved = kv if rows is None else kv.index_select(0, rows)
+                self._entries[use.micro_batch, piece] = _Entry(saved)
 
     def take(self, use: DeviceCache, kv: Tensor) -> Tensor:
         """The rank's own keys, followed by those of earlier micro-batches: the rows that the exchange sends from."""

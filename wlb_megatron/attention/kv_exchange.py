@@ -52,12 +52,12 @@ def start_return(
     return _travel(grad, exchange.arrivals, exchange.recv_counts, exchange.send_counts, group, hidden)
 
 
-def add_returned(exchange: DeviceExchange, grad: Tensor, back: Tensor, *held: Tensor) -> None:
+def add_returned(exchange: DeviceExchange, grad: Tensor, back: Tensor, *targets: Tensor) -> None:
     """Adds gradients to those of the rank's own keys, [t, 2, heads, dim], and of each part of its cached keys.
 
     Sums are in fp32 at least, in rank order, rounded once. back: what start_return's function returned for grad.
     """
-    for target, groups in zip(held, exchange.returns, strict=True):
+    for target, groups in zip(targets, exchange.returns, strict=True):
         add_rows(target, grad, groups, back)
 
 

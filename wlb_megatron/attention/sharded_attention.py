@@ -93,9 +93,9 @@ def sharded_attention(
         )
     if pad:
         v = torch.nn.functional.pad(v, (0, dim - v_dim))
-    near = layout.window if windowed else layout.single
-    function: Any = _ShardedAttention if near is None else _OneCall
-    chosen = near or layout
+    one_call = layout.window if windowed else layout.single
+    function: Any = _ShardedAttention if one_call is None else _OneCall
+    chosen = one_call or layout
     if chosen.cache is not None:
         if cache is None:
             raise ValueError("a micro-batch that shares a document with another needs the layer's cache")
@@ -128,8 +128,8 @@ class _Attention(torch.autograd.Function):
         if sink is not None:
             out, lse = apply_sink(out, lse, sink)
         keys = keys if keep_keys else None
-        own = None if keys is not None and cls.keys_serve else kv
-        ctx.save_for_backward(q, own, keys, out, lse, sink)
+        local = None if keys is not None and cls.keys_serve else kv
+        ctx.save_for_backward(q, local, keys, out, lse, sink)
         return out.view(len(out), 1, -1) if ctx.flat else out
 
     @classmethod
@@ -159,7 +159,7 @@ class _ShardedAttention(_Attention):
     @classmethod
     def attend(cls, ctx: Any, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         layout, kernels, scale = ctx.layout, ctx.kernels, ctx.scale
-        finish = start_gather(layout.exchange, _held(ctx, kv), ctx.group) if layout.exchange else None
+        finish = start_gather(layout.exchange, _rows_to_send(ctx, kv), ctx.group) if layout.exchange else None
         out, lse = kernels.forward(layout.diagonals, q, kv, scale)
         earlier = finish(_key_rows(layout, kernels)) if finish else None
         if call := layout.rectangles:
@@ -180,27 +180,27 @@ class _ShardedAttention(_Attention):
         if layout.exchange is None:
             dq, dkv = diagonals()
             return dq, *_apart(ctx, dkv, q)
-        own = None
+        gradients = None
         if earlier is None:  # keys are exchanged again, hidden by the diagonals
-            finish = start_gather(layout.exchange, _held(ctx, kv), group)
-            own = diagonals()
+            finish = start_gather(layout.exchange, _rows_to_send(ctx, kv), group)
+            gradients = diagonals()
             earlier = finish(_key_rows(layout, kernels))
         dq_part, dearlier = None, earlier
         if call := layout.rectangles:
             rows, _ = kernels.buffer_rows(call)
             queries, *picked = spread_four((q, out, lse, dout), layout.query_rows, rows)
             dq_part, dearlier = kernels.backward(call, queries, earlier, *picked, scale)
-        if own is None and not layout.hide_return:
-            own = diagonals()
+        if gradients is None and not layout.hide_return:
+            gradients = diagonals()
         come_back = start_return(layout.exchange, dearlier, group)
-        dq, dkv = own or diagonals()
+        dq, dkv = gradients or diagonals()
         if dq_part is not None:
             add_rows(dq, dq_part, layout.queries)
         add_returned(layout.exchange, dearlier, come_back(), dkv, *_cached_gradients(ctx))
         return dq, *_apart(ctx, dkv, q)
 
 
-def _held(ctx: Any, kv: Tensor) -> Tensor:
+def _rows_to_send(ctx: Any, kv: Tensor) -> Tensor:
     """All keys that the rank holds: its own, and those it kept in earlier micro-batches."""
     return ctx.cache.take(ctx.layout.cache, kv) if ctx.layout.cache else kv
 
@@ -221,35 +221,35 @@ class _OneCall(_Attention):
 
     @classmethod
     def attend(cls, ctx: Any, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        near: DeviceWindow = ctx.layout
-        keys = _all_keys(ctx, kv) if near.exchange else None
-        out, lse = ctx.kernels.forward(near.call, q, kv if keys is None else keys, ctx.scale)
+        layout: DeviceWindow = ctx.layout
+        keys = _all_keys(ctx, kv) if layout.exchange else None
+        out, lse = ctx.kernels.forward(layout.call, q, kv if keys is None else keys, ctx.scale)
         return out, lse, keys
 
     @classmethod
     def pull(cls, ctx: Any, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, kv, keys, out, lse, dout = saved
-        near: DeviceWindow = ctx.layout
-        if near.exchange is None:
-            dq, dkv = ctx.kernels.backward(near.call, q, kv, out, lse, dout, ctx.scale)
+        layout: DeviceWindow = ctx.layout
+        if layout.exchange is None:
+            dq, dkv = ctx.kernels.backward(layout.call, q, kv, out, lse, dout, ctx.scale)
             return dq, *_apart(ctx, dkv, q)
         if keys is None:
             keys = _all_keys(ctx, kv)
-        dq, dkeys = ctx.kernels.backward(near.call, q, keys, out, lse, dout, ctx.scale)
-        back = start_return(near.exchange, dkeys, ctx.group, hidden=False)()
-        if near.cache is None and dkeys.dim() == 4:
-            return dq, *sum_pairs(dkeys, near.exchange.returns[0], back)
+        dq, dkeys = ctx.kernels.backward(layout.call, q, keys, out, lse, dout, ctx.scale)
+        back = start_return(layout.exchange, dkeys, ctx.group, hidden=False)()
+        if layout.cache is None and dkeys.dim() == 4:
+            return dq, *sum_pairs(dkeys, layout.exchange.returns[0], back)
         dkv = dkeys.new_zeros((len(q), *dkeys.shape[1:]))
-        add_returned(near.exchange, dkeys, back, dkv, *_cached_gradients(ctx))
+        add_returned(layout.exchange, dkeys, back, dkv, *_cached_gradients(ctx))
         return dq, *_apart(ctx, dkv, q)
 
 
 def _all_keys(ctx: Any, kv: Tensor) -> Tensor:
     """The buffer of each segment's keys, exchanged."""
-    near: DeviceWindow = ctx.layout
-    assert near.exchange is not None
-    gather = start_gather(near.exchange, _held(ctx, kv), ctx.group, hidden=False)
-    return gather(ctx.kernels.buffer_rows(near.call)[1])
+    layout: DeviceWindow = ctx.layout
+    assert layout.exchange is not None
+    gather = start_gather(layout.exchange, _rows_to_send(ctx, kv), ctx.group, hidden=False)
+    return gather(ctx.kernels.buffer_rows(layout.call)[1])
 
 
 def _apart(ctx: Any, dkv: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +128,10 @@ class _NotingCache:
         return call
 
 
+_noting = Lock()
+"""flash-attn's caches belong to all threads."""
+
+
 @contextmanager
 def _noted() -> Iterator[list[_Launch]]:
     """The kernels that flash-attn launches meanwhile."""
@@ -137,20 +142,21 @@ def _noted() -> Iterator[list[_Launch]]:
         interface._flash_attn_bwd,
         interface._bwd_postprocess_convert,
     ]
-    caches = [function.compile_cache for function in functions]
-    for function, cache in zip(functions, caches, strict=True):
-        function.compile_cache = _NotingCache(cache, launches)
-    try:
-        yield launches
-    finally:
+    with _noting:
+        caches = [function.compile_cache for function in functions]
         for function, cache in zip(functions, caches, strict=True):
-            function.compile_cache = cache
+            function.compile_cache = _NotingCache(cache, launches)
+        try:
+            yield launches
+        finally:
+            for function, cache in zip(functions, caches, strict=True):
+                function.compile_cache = cache
 
 
 def _kind(direction: str, call: DeviceCall, scale: float, *tensors: Tensor) -> tuple[Any, ...]:
     """What decides the compiled kernels and their constant arguments, as read in flash-attn 4.0.0b36 for Hopper.
 
-    kernel_choice.TRIED allows no other version. Dtype, heads, channels, mask and window decide kernels and tiles. Keys
+    The registry allows no other version. Dtype, heads, channels, mask and window decide kernels and tiles. Keys
     are never split over programs, as num_splits stays 1, so there is no scheduler's metadata. Query heads are packed
     (pack_gqa) wherever they share keys. The longest lengths decide one thing: whether each sequence fits into one tile,
     of at most 192 rows forward and 128 backward. LEAST_LONGEST keeps the answer no. Strides of 0 are compiled in; a

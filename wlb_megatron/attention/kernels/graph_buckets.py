@@ -47,9 +47,9 @@ def sequences_like(count: int) -> int:
 def buffer_rows(call: DeviceCall) -> tuple[int, int]:
     """Rows of a call's buffers: of rectangles' queries and exchanged keys, which are copied, some to spare, so that few
     graphs serve all. A rank's own rows are not copied."""
-    own = call.cu_seqlens_q is call.cu_seqlens_kv
+    same_rows = call.cu_seqlens_q is call.cu_seqlens_kv
     queries = call.q_rows if call.causal else padded_queries(call.q_rows)
-    return queries, call.kv_rows if own else padded_keys(call.kv_rows)
+    return queries, call.kv_rows if same_rows else padded_keys(call.kv_rows)
 
 
 def padded_queries(count: int) -> int:
@@ -91,9 +91,9 @@ Warmable = tuple[bool, int | None, Bucket | Equal]
 
 def repeated(layout: AttentionLayout, *, windowed: bool) -> list[Warmable]:
     """Of a micro-batch that comes again and again, the calls with equal sequences: a full or a windowed layer's."""
-    near = layout.window if windowed else layout.single
-    if near:
-        calls: list[tuple[bool, int | None, AttentionCall | None]] = [(True, near.size, near.call)]
+    one_call = layout.window if windowed else layout.single
+    if one_call:
+        calls: list[tuple[bool, int | None, AttentionCall | None]] = [(True, one_call.size, one_call.call)]
     else:
         calls = [] if windowed else [(True, None, layout.diagonals), (False, None, layout.rectangles)]
     return [(causal, window, Equal(*call.equal)) for causal, window, call in calls if call and call.equal]

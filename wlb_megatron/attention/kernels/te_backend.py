@@ -144,8 +144,16 @@ class TransformerEngineKernels:
         _expected.add(self._key(call, q, kv))
 
     def _key(self, call: DeviceCall, q: Tensor, kv: Tensor) -> tuple[Any, ...]:
-        own = call.causal and call.cu_seqlens_q is call.cu_seqlens_kv  # as `_mask` asks for it
-        return (call.equal, call.causal, call.window, own, self.deterministic, q.shape[1:], kv.shape[1:])
+        same_rows = call.causal and call.cu_seqlens_q is call.cu_seqlens_kv  # as `_mask` asks for it
+        return (
+            call.equal,
+            call.causal,
+            call.window,
+            same_rows,
+            self.deterministic,
+            q.shape[1:],
+            kv.shape[1:],
+        )
 
     def _form(self, call: DeviceCall, q: Tensor, kv: Tensor) -> tuple[_Form, tuple[Tensor, Tensor, Tensor]]:
         """The form in which the call is made, with its queries, keys and values in that form."""

@@ -70,14 +70,14 @@ def _call(causal: bool, window: int | None, size: Bucket | Equal, device: torch.
     else:
         first, others, rows = (1, 1), (0, 0), (queries, keys)
     sizes = (first, *(others,) * (count - 1))
-    own, seen = (
+    bounds_q, bounds_kv = (
         torch.tensor([0, *accumulate(side)], dtype=torch.int32, device=device)
         for side in zip(*sizes, strict=True)
     )
     # The mask depends on whether queries are the keys (te_backend.py), which then are equally many.
-    seen = own if queries == keys else seen
+    bounds_kv = bounds_q if queries == keys else bounds_kv
     return DeviceCall(
-        causal, window, own, seen, *first, *rows, sizes, size if isinstance(size, Equal) else None
+        causal, window, bounds_q, bounds_kv, *first, *rows, sizes, size if isinstance(size, Equal) else None
     )
 
 
