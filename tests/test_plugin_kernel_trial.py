@@ -1,9 +1,11 @@
-"""A Transformer Engine that was not tried: reported if its attention is right, else refused with a cure."""
+"""A Transformer Engine that was not tried: reported if its attention is right, else refused with a cure. Gated delta
+nets are tried at each start."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +18,8 @@ from training_jobs import training_job
 from wlb_megatron.attention.kernels import kernel_check
 from wlb_megatron.doctor import findings, software
 from wlb_megatron.plugin.flags import versions
+from wlb_megatron.plugin.model.delta_nets import AtDocuments
+from wlb_megatron.plugin.trials.delta_net_trial import try_delta_nets
 from wlb_megatron.plugin.trials.megatron_trial import try_transformer_engine
 from wlb_megatron.refusals import Refused
 
@@ -96,3 +100,56 @@ def test_doctor_tells_of_a_version_that_was_not_tried(monkeypatch: pytest.Monkey
     monkeypatch.setattr(findings, "gpus", lambda: 0)
     finding = next(software.transformer_engine())
     assert (finding.verdict, finding.found) == (findings.NOTE, "2.30") and "not tried" in finding.cure
+
+
+NETS = {
+    **{"hybrid_layer_pattern": "G-*-", "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4},
+}
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module whose kernels Megatron's layers call; here those of the CPU stand-in."""
+    gated_delta_net = pytest.importorskip("megatron.core.ssm.gated_delta_net")
+    path = Path(versions.__file__).parents[2] / "cpu" / "fla.py"
+    spec = importlib.util.spec_from_file_location("fla", path)
+    assert spec is not None and spec.loader is not None
+    before, stand_in = set(sys.modules), importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "fla", stand_in)
+    spec.loader.exec_module(stand_in)
+    module = sys.modules[gated_delta_net.GatedDeltaNet.__module__]
+    for name in ("causal_conv1d", "chunk_gated_delta_rule"):
+        monkeypatch.setattr(module, name, getattr(stand_in, name))
+    yield module
+    for name in {name for name in sys.modules if name.startswith("fla.")} - before:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_delta_nets_of_packed_documents_are_tried(layers: Any, dtype: torch.dtype) -> None:
+    try_delta_nets(training_job(**NETS, params_dtype=dtype))
+    try_delta_nets(training_job())  # without any
+
+
+@pytest.mark.parametrize("kernel", ["causal_conv1d", "chunk_gated_delta_rule"])
+def test_kernels_that_do_not_begin_at_documents_are_refused(
+    layers: Any, monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    """As where a wrapper of the kernel's own was taken for the one that tells it the starts."""
+    alone, begun = getattr(layers, kernel), AtDocuments.__call__
+
+    def call(self: AtDocuments, *args: Any, **kwargs: Any) -> Any:
+        return alone(*args, **kwargs) if self.kernel is alone else begun(self, *args, **kwargs)
+
+    monkeypatch.setattr(AtDocuments, "__call__", call)
+    with pytest.raises(Refused, match="gated delta nets of packed documents are off by"):
+        try_delta_nets(training_job(**NETS))
+
+
+def test_without_flash_linear_attention_the_job_is_refused_by_its_name(
+    layers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "causal_conv1d", None)
+    with pytest.raises(Refused, match="pip install flash-linear-attention"):
+        try_delta_nets(training_job(**NETS))

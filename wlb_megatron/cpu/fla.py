@@ -59,7 +59,7 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 def chunk_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, **_: Any
 ) -> tuple[Tensor, None]:
-    """The rule S = exp(g) S, S += beta k (v - S k), and its outputs S q.
+    """The rule S = exp(g) S, S += beta k (v - S k), in fp32, and its outputs S q.
 
     Args:
         q: [1, tokens, heads, key channels].
@@ -81,4 +81,5 @@ def chunk_gated_delta_rule(
             rows.append(torch.einsum("bhkv,bhk->bhv", state, query))
         return torch.stack(rows, dim=1)
 
-    return _by_document(recur, cu_seqlens, q * q.shape[-1] ** -0.5, k, v, g, beta), None
+    wide = (tensor.float() for tensor in (q * q.shape[-1] ** -0.5, k, v, g, beta))
+    return _by_document(recur, cu_seqlens, *wide).to(v.dtype), None

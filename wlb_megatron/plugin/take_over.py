@@ -36,6 +36,7 @@ from wlb_megatron.plugin.plans.cost_settings import complete
 from wlb_megatron.plugin.plans.source import Source, open_sources
 from wlb_megatron.plugin.sft.indexed import with_targets
 from wlb_megatron.plugin.step.multi_token import refuse_other_form
+from wlb_megatron.plugin.trials.delta_net_trial import try_delta_nets
 from wlb_megatron.plugin.trials.megatron_trial import try_transformer_engine
 from wlb_megatron.refusals import Refused, RefusedHere, refuse_unsupported
 
@@ -190,6 +191,7 @@ def _open(args: Any, full_validation: bool) -> OpenedJob:
         check_outputs(job.config)
         if not dry:
             try_transformer_engine(job)
+            try_delta_nets(job)
             kernels_of(job)
         job = with_targets(job, say)
         job = job.with_config(fit_to_memory(job))

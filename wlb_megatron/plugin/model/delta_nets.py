@@ -100,10 +100,24 @@ def is_delta_net(module: Any) -> bool:
 
 
 def begin_at_documents(layer: Any) -> None:
-    """Tell a built layer's convolution and rule where documents begin."""
-    module: Any = sys.modules[type(layer).__module__]
-    layer.gated_delta_rule = AtDocuments.of(layer.gated_delta_rule)
-    module.causal_conv1d = AtDocuments.of(module.causal_conv1d)
+    """Tell a built layer's convolution, which is its module's, and its rule where documents begin."""
+    sys.modules[type(layer).__module__].causal_conv1d, layer.gated_delta_rule = kernels()  # type: ignore[attr-defined]
+
+
+def kernels() -> tuple[AtDocuments, AtDocuments]:
+    """The convolution and the rule that begin at documents, of the functions that Megatron's layers call."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    module: Any = sys.modules[GatedDeltaNet.__module__]
+    return AtDocuments.of(module.causal_conv1d), AtDocuments.of(module.chunk_gated_delta_rule)
+
+
+def exact_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """Megatron's own rule in plain torch, of one document."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    module: Any = sys.modules[GatedDeltaNet.__module__]
+    return module.torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +128,7 @@ class AtDocuments:
 
     @classmethod
     def of(cls, kernel: Callable[..., Any]) -> AtDocuments:
-        """The convolution, which is the module's, is of another layer already from the second layer on."""
+        """Of a kernel, or of what is made of one already: each layer asks for the module's convolution."""
         return kernel if isinstance(kernel, AtDocuments) else cls(kernel)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
