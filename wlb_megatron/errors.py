@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,14 @@ def explain_bad_values() -> Iterator[None]:
         raise
     except ValueError as error:
         raise WlbError(str(error)) from error
+
+
+def installed_version(package: str) -> str | None:
+    """Version of an installed package; None if it is not installed, or has no metadata."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def install(extra: str) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from dataclasses import dataclass
+
+from wlb_megatron.errors import installed_version as version
 
 OK, NOTE, FIX = "ok", "note", "FIX"
 
@@ -28,11 +29,3 @@ def gpus() -> int:
     if "cpu_cuda" in sys.modules:  # of wlb_megatron/cpu, imported with torch: the CPU answers for CUDA
         return 0
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def version(package: str) -> str | None:
-    """Version of an installed package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

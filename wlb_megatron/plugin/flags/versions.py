@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 import re
 from pathlib import Path
 
+from wlb_megatron.errors import installed_version
 from wlb_megatron.refusals import Refused
 
 TRIED_MEGATRON = {
@@ -149,15 +149,14 @@ def check_transformer_engine(transformer_impl: str) -> None:
     """Refuse a Transformer Engine run where it is missing or older than the first version tried."""
     if transformer_impl != "transformer_engine":
         return
-    try:
-        version = importlib.metadata.version("transformer_engine")
-    except importlib.metadata.PackageNotFoundError:
+    version = installed_version("transformer_engine")
+    if version is None:
         if importlib.util.find_spec("transformer_engine") is None:
             raise Refused(
                 "--transformer-impl transformer_engine, but Transformer Engine is not installed: "
                 'pip install "transformer-engine[pytorch]", or on a machine without a GPU set '
                 "--transformer-impl local."
-            ) from None
+            )
         return
     if _release(version) < MINIMUM_TRANSFORMER_ENGINE:
         minimum = ".".join(map(str, MINIMUM_TRANSFORMER_ENGINE))
@@ -172,9 +171,8 @@ def untried_transformer_engine(transformer_impl: str) -> str | None:
     None."""
     if transformer_impl != "transformer_engine":
         return None
-    try:
-        version = importlib.metadata.version("transformer_engine")
-    except importlib.metadata.PackageNotFoundError:
+    version = installed_version("transformer_engine")
+    if version is None:
         return "of unknown version"
     return version if _release(version) > LATEST_TRANSFORMER_ENGINE else None
 

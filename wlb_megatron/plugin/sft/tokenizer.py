@@ -7,14 +7,13 @@ import inspect
 import json
 import re
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from wlb_megatron.errors import WlbError, install
+from wlb_megatron.errors import WlbError, install, installed_version
 from wlb_megatron.sft.conversations import BadLine, Conversation
 from wlb_megatron.sft.index_files import Tokenizing
 
@@ -149,7 +148,7 @@ class ConversationTokenizer:
             ),
             f"{config.assistant_prefix_len} {config.has_bos} {config.has_system_role}",
             code,
-            *(f"{name} {_version(name)}" for name in ("transformers", "tokenizers")),
+            *(f"{name} {installed_version(name) or '?'}" for name in ("transformers", "tokenizers")),
         )
         digest = hashlib.sha256()
         for part in parts:
@@ -182,10 +181,3 @@ def _load(tokenizing: Tokenizing) -> Any:
         raise WlbError(
             f"cannot load the tokenizer {tokenizing.tokenizer}: {reason}; give a local folder"
         ) from None
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "?"
