@@ -70,6 +70,8 @@ SIZES = ("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-
 K = 1024
 WORKSPACES = 1 / 8
 """GiB of libraries, which estimates leave to the margin."""
+LIBRARIES = 3 / 32
+"""GiB of them that an earlier job of the same process left, and that this one uses: its peak is the same with them."""
 FIRST_FAILURES = 6
 """If so many cases fail and none has run, the others are not tried."""
 
@@ -359,25 +361,34 @@ def _corpora(out: Path, tiny: bool) -> dict[tuple[int, bool], Path]:
 
 
 def row_of(report: dict[str, Any]) -> dict[str, Any]:
-    """A row of the table (GiB). Measured figures are the largest of steps after the first."""
+    """A row of the table (GiB). Measured figures are the largest of steps after the first, less what earlier jobs of
+    the process left behind. call: the run that measured it, where reports of several are in one file."""
     if not report.get("steps"):
-        return {"case": report["case"], "error": report.get("error", "no step")}
+        return {
+            "call": report.get("call", 1),
+            "case": report["case"],
+            "error": report.get("error", "no step"),
+        }
     steps = report["steps"][1:] or report["steps"]
     fullest = max(steps, key=lambda step: step["allocated"])
+    remainder = max(0.0, round(report.get("before", 0) / GIB - LIBRARIES, 3))
     between, peak, reserved = (
-        max(step[name] for step in steps) / GIB for name in ("between", "allocated", "reserved")
+        max(step[name] for step in steps) / GIB - remainder for name in ("between", "allocated", "reserved")
     )
     weights, bound, planned = (value and value / GIB + WORKSPACES for value in estimates(report, fullest))
+    filled = any(not plan["by_the_flags"] for plan in fullest["loads"])  # up to the memory there is
     return {
+        "call": report.get("call", 1),
         "case": report["case"],
         "between_steps": between,
         "weights_estimate": weights,
         "peak": peak,
         "lmax_estimate": bound,
-        "lmax_over_peak": bound / peak if peak else None,
+        "lmax_over_peak": bound / peak if peak and not filled else None,
         "plan_estimate": planned or None,
         "plan_over_peak": planned / peak if peak and planned else None,
         "reserved_over_peak": reserved / peak if peak else None,
+        "from_earlier_jobs": remainder,
         "error": None,
     }
 
@@ -425,6 +436,7 @@ def table(reports: Sequence[dict[str, Any]], out: Path) -> None:
     """CSV and print: all cases, then how estimates lie."""
     rows = [row_of(report) for report in reports]
     columns = [
+        "call",
         "case",
         "between_steps",
         "weights_estimate",
@@ -433,7 +445,7 @@ def table(reports: Sequence[dict[str, Any]], out: Path) -> None:
         "lmax_over_peak",
         "plan_estimate",
     ]
-    columns += ["plan_over_peak", "reserved_over_peak", "error"]
+    columns += ["plan_over_peak", "reserved_over_peak", "from_earlier_jobs", "error"]
     write_csv(out / "memory_peaks.csv", [{name: row.get(name) for name in columns} for row in rows])
     for row in rows:
         print(_line(row))
