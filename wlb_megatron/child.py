@@ -68,9 +68,11 @@ class Child:
         reading, writing = os.pipe()
         self._answers = os.fdopen(reading, "rb", buffering=0)
         command = "from wlb_megatron.child import serve; serve()"
+        function = work.func if isinstance(work, partial) else work
+        name = f"{function.__module__}.{function.__qualname__}"  # for ps
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", command, str(os.getpid()), str(writing)],
+                [sys.executable, "-c", command, str(os.getpid()), str(writing), name],
                 stdin=subprocess.PIPE,
                 stdout=2,
                 bufsize=0,
