@@ -89,6 +89,8 @@ ANALYZE = {
     "use-torch-fsdp2": ("", f"{NO_HOST} --chunks on"),
     "matmul-rate": ("1e12", NO_HOST),
     "memory-rate": ("1e11", NO_HOST),
+    "weight-traffic": ("1e5", NO_HOST),
+    "logit-traffic": ("1e5", NO_HOST),
     "nvlink-rate": ("1e6", "--model 550M --host-launch 0 --chunks off"),
     "network-rate": ("1e6", NO_HOST),
     "network-gbps": ("0.016", NO_HOST),

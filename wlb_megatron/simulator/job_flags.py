@@ -489,7 +489,10 @@ def _complete_pattern(args: argparse.Namespace) -> None:
         args.moe_layer_freq = f"[1]*{min(routed, attention)}+[0]*{max(0, attention - routed)}"
 
 
-_MEASURED = ("matmul_rate", "memory_rate", "activation_passes", "ffn_passes", "optimizer_bytes")
+_MEASURED = (
+    *("matmul_rate", "memory_rate", "activation_passes", "ffn_passes"),
+    *("weight_traffic", "logit_traffic", "optimizer_bytes"),
+)
 """Assumptions for which a profile has measured times."""
 
 
