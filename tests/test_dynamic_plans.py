@@ -20,8 +20,7 @@ from wlb_megatron.dynamic.buckets import bucket
 from wlb_megatron.dynamic.cost import GroupCost, group_cost
 from wlb_megatron.dynamic.placement import Problem, problem_of
 from wlb_megatron.dynamic.plan import Group, StepPlan, finish_times, in_multiples, validate
-from wlb_megatron.dynamic.plan_step import FIXED, LATE, plan_step
-from wlb_megatron.dynamic.predict import predicted_time
+from wlb_megatron.dynamic.plan_step import FIXED, LATE, plan_step, predicted_time
 from wlb_megatron.plugin.plans.planning_process import GroupPlanner
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.kernel_table import h100

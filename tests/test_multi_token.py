@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from megatron_runs import flags, rewrite_corpus, train, whole_gradients, write_corpus
 
 from wlb_megatron.attention.core_attention import WlbPackedSeqParams
-from wlb_megatron.documents.blend import Blend
-from wlb_megatron.documents.predictions import predictions
+from wlb_megatron.documents.blend import Blend, predictions
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.summary import PlanSummary
 from wlb_megatron.plan import Piece

@@ -27,9 +27,8 @@ from wlb_megatron.packing.packer import PackingJob, Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.varlen import thresholds
 from wlb_megatron.packing.varlen.assign import assign_ranks, in_given_order, step_bound, step_work
-from wlb_megatron.packing.varlen.bins import Bins
+from wlb_megatron.packing.varlen.bins import Bins, improve_bins
 from wlb_megatron.packing.varlen.delay_bound import Limits
-from wlb_megatron.packing.varlen.improve_bins import improve_bins
 from wlb_megatron.packing.varlen.outlier_queues import Item, by_falling_work
 from wlb_megatron.packing.varlen.thresholds import DELAY_BOUND, find_thresholds
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker

@@ -20,9 +20,8 @@ import pytest
 
 from wlb_megatron import child
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.documents.blend import Blend
+from wlb_megatron.documents.blend import Blend, predictions_in
 from wlb_megatron.documents.corpus import Rules
-from wlb_megatron.documents.predictions import predictions_in
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.job import plan_job
@@ -38,7 +37,7 @@ from wlb_megatron.plugin.micro_batches.planning import (
 )
 from wlb_megatron.plugin.plans import planning_process
 from wlb_megatron.plugin.plans.planning_process import check_alive, in_a_process, plan_in_a_process
-from wlb_megatron.sharding.digest import digest_of_cuts
+from wlb_megatron.sharding.cut import digest_of_cuts
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import h100

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_runs import rewrite_corpus
 
-from wlb_megatron.documents.blend import Blend
+from wlb_megatron.documents.blend import Blend, predictions_in
 from wlb_megatron.documents.corpus import Rules
-from wlb_megatron.documents.predictions import predictions_in
 from wlb_megatron.documents.target_masks import Kept, MaskedCorpus
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import Piece

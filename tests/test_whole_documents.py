@@ -12,8 +12,8 @@ import pytest
 
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.corpus import Rules
+from wlb_megatron.documents.lengths import Bound, longest_whole
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.documents.whole_documents import Bound, longest_whole
 from wlb_megatron.errors import WlbError
 from wlb_megatron.inspect_plans import inspect_plans
 

@@ -10,9 +10,8 @@ from typing import Any
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.documents.corpus import Rules
-from wlb_megatron.documents.lengths import sample_lengths
+from wlb_megatron.documents.lengths import longest_whole, sample_lengths
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.documents.whole_documents import longest_whole
 from wlb_megatron.errors import WlbError, explain_bad_values
 from wlb_megatron.packing.chunks.choose_chunks import holds_whole
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker

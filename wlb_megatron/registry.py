@@ -112,10 +112,8 @@ PACKERS: dict[str, PackerEntry] = {
 """--wlb-packing."""
 
 SHARDINGS: dict[str, ShardingEntry] = {
-    "per-sequence": ShardingEntry(
-        f"{_CUTS}.per_sequence:per_sequence", "the packed sequence in equal slices"
-    ),
-    "per-document": ShardingEntry(f"{_CUTS}.per_document:per_document", "each document in equal slices"),
+    "per-sequence": ShardingEntry(f"{_CUTS}.slots:per_sequence", "the packed sequence in equal slices"),
+    "per-document": ShardingEntry(f"{_CUTS}.slots:per_document", "each document in equal slices"),
     "hybrid": ShardingEntry(
         f"{_CUTS}.hybrid:hybrid", "short documents whole, long ones cut", instead="adaptive"
     ),

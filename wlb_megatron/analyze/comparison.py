@@ -16,9 +16,9 @@ from wlb_megatron.analyze.search import Found, Searched
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
+from wlb_megatron.packing.choices import weighs_equally
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.job import arrival_order
-from wlb_megatron.packing.token_weights import weighs_equally
 from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 from wlb_megatron.recompute.step_layers import recomputed_array
 from wlb_megatron.sharding.select import shard_all
@@ -86,7 +86,7 @@ class Analysis:
       document masks.
     * balanced: the same of a perfectly balanced plan of the documents as set.
     * assumed: no model was given, so the figures are a known one's.
-    * equal_weights: whether a token weighs the same in every step of the settings, see token_weights.py.
+    * equal_weights: whether a token weighs the same in every step of the settings, see packing/choices.py.
     * fullest: bytes of the fullest GPU as set, and of its weights and their states; None: not estimated.
     * weights_problem: a line if the weights alone do not fit a GPU. Nothing is then recommended.
     * runs: of before and after. recomputed: their speeds by kind of recomputation.

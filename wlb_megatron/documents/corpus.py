@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from wlb_megatron.config import OVERLONG
 from wlb_megatron.documents.blocks import Lengths, blocks
-from wlb_megatron.documents.earlier_windows import EarlierWindow
-from wlb_megatron.documents.piece_order import PieceOrder
+from wlb_megatron.documents.piece_order import EarlierWindow, PieceOrder
 from wlb_megatron.errors import WlbError
 
 IntArray = npt.NDArray[np.int64]

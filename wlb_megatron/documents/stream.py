@@ -29,8 +29,8 @@ from wlb_megatron.documents.corpus import (
     CorpusWalk,
     Rules,
 )
-from wlb_megatron.documents.earlier_windows import EarlierWindow
 from wlb_megatron.documents.passes import StreamCounts, counts
+from wlb_megatron.documents.piece_order import EarlierWindow
 from wlb_megatron.errors import WlbError
 from wlb_megatron.plan import Piece
 

@@ -3,7 +3,7 @@
 Sizes are a chain in which each divides the next, so two blocks are either apart or one holds the other. A rank is in
 one block of each size, of which there are at most MOST_GROUPS of more than one rank. And micro-steps that run in
 falling order of their group's size never wait: all ranks of a block have run the same larger blocks before it (see
-greedy.py).
+place_greedily).
 """
 
 from __future__ import annotations

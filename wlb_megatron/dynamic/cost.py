@@ -1,7 +1,7 @@
 """What a document costs each rank of a group, by the group's size: what the planner adds up (nanoseconds a layer).
 
 attention / g + the rest / g + keys exchanged, by degree and by what links the ranks (NVLink inside a node, network
-outside) + what a micro-step costs whatever it holds. predict.py shards whole micro-steps
+outside) + what a micro-step costs whatever it holds. predicted_time (plan_step.py) shards whole micro-steps
 as the executor would and is dearer.
 """
 

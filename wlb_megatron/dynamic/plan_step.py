@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Sequence
@@ -14,11 +15,12 @@ from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.buckets import bucket
 from wlb_megatron.dynamic.cost import GroupCost
 from wlb_megatron.dynamic.exact import LARGEST, place_exactly
-from wlb_megatron.dynamic.greedy import SHARES, place_greedily
 from wlb_megatron.dynamic.improve_placement import improve_placement
 from wlb_megatron.dynamic.placement import Placement, Problem, problem_of
-from wlb_megatron.dynamic.plan import StepPlan, in_multiples
-from wlb_megatron.dynamic.predict import predicted_time
+from wlb_megatron.dynamic.plan import Group, StepPlan, finish_times, in_multiples
+from wlb_megatron.sharding.alignment import padded
+from wlb_megatron.sharding.predict import predict_all
+from wlb_megatron.sharding.select import shard_all
 
 MORE_STEPS = 5
 """Numbers of micro-steps tried: the least that is possible, and four more."""
@@ -161,3 +163,102 @@ def _place_by_solver(
     for placement in placements:
         improve_placement(placement)
     return min(placements, key=Placement.time, default=None)
+
+
+SHARES = (1.0, 1.15, 1.4, 0.75, 0.5, 0.3, 0.15)
+"""Of the bound, what one document may cost a rank: tried one after another, the best plan counts."""
+
+
+def place_greedily(problem: Problem, most: int, share: float) -> Placement | None:
+    """A placement in at most `most` micro-steps, or None if the documents did not fit.
+
+    Each document takes the smallest block that holds it and on which it costs at most `share` of the bound (or the
+    one on which it costs least). Larger blocks are filled first, each with the longest documents first, so that
+    when a size's turn comes all ranks of a block are equally loaded.
+    """
+    placement = Placement(problem, most)
+    patience = 16 + problem.stage.ranks // 16
+    for level, documents in reversed(list(enumerate(_by_level(problem, int(share * problem.bound))))):
+        queue = _Blocks(placement, level)
+        for document in documents:
+            if queue.place(document):
+                continue
+            patience -= 1
+            if patience < 0 or not _place_above(placement, level, document):
+                return None
+            queue = _Blocks(placement, level)
+    return placement
+
+
+def _by_level(problem: Problem, allowed: int) -> list[list[int]]:
+    """Documents of each size of block, longest first."""
+    prices, held = problem.price_array, problem.fitting
+    quick = held & (prices <= allowed)
+    least = np.where(held, prices, np.iinfo(np.int64).max).argmin(axis=0)
+    chosen = np.where(quick.any(axis=0), quick.argmax(axis=0), least)
+    order = np.argsort(-np.array(problem.tokens), kind="stable")
+    return [order[chosen[order] == level].tolist() for level in range(len(problem.stage.sizes))]
+
+
+class _Blocks:
+    """The blocks of one size by load. One that lacked room waits for a document that it holds."""
+
+    def __init__(self, placement: Placement, level: int) -> None:
+        self._placement, self._level = placement, level
+        size = placement.problem.stage.sizes[level]
+        loads = placement.load.reshape(-1, size).max(axis=1).tolist()
+        self._open = [(load, block) for block, load in enumerate(loads)]
+        heapq.heapify(self._open)
+        self._full: list[tuple[int, int, int]] = []  # (-room, load, block)
+
+    def place(self, document: int) -> bool:
+        """On the least loaded block with room; False if none has."""
+        placement, level = self._placement, self._level
+        tokens = placement.problem.tokens[document]
+        while self._full and -self._full[0][0] >= tokens:
+            heapq.heappush(self._open, heapq.heappop(self._full)[1:])
+        while self._open:
+            load, block = heapq.heappop(self._open)
+            at = placement.find_room(level, block, tokens)
+            if at >= 0:
+                heapq.heappush(self._open, (load + placement.put(level, block, at, document), block))
+                return True
+            room = max((bin_.room for bin_ in placement.bins[level][block]), default=-1)
+            heapq.heappush(self._full, (-room, load, block))
+        return False
+
+
+def _place_above(placement: Placement, level: int, document: int) -> bool:
+    """On a larger block, where no block of the wanted size has room."""
+    return any(
+        _Blocks(placement, above).place(document)
+        for above in range(level + 1, len(placement.problem.stage.sizes))
+    )
+
+
+def predicted_time(
+    plan: StepPlan, tokens: Sequence[int], cost: GroupCost, sharding: str = "adaptive", pipeline: int = 1
+) -> int:
+    """Nanoseconds of a layer until the last rank is done. tokens: of each document. pipeline: stages, which fill and
+    drain at the pace of the largest micro-step."""
+    times = group_times([group for groups in plan.micro_steps for group in groups], tokens, cost, sharding)
+    flat = iter(times)
+    by_step = [[next(flat) for _ in groups] for groups in plan.micro_steps]
+    return int(finish_times(plan, by_step, cost.step_ns).max()) + (pipeline - 1) * max(times, default=0)
+
+
+def group_times(
+    groups: Sequence[Group], tokens: Sequence[int], cost: GroupCost, sharding: str = "adaptive"
+) -> list[int]:
+    """Nanoseconds of each group's micro-step: its slowest rank's attention, its tokens, and what any takes."""
+    times = [0] * len(groups)
+    for size, table in zip(cost.sizes, cost.tables, strict=True):
+        chosen = [at for at, group in enumerate(groups) if group.size == size]
+        if not chosen:
+            continue
+        lengths = [[tokens[d] for d in groups[at].documents] for at in chosen]
+        plans = shard_all([padded(row, size) for row in lengths], size, sharding, table)
+        attention = predict_all(plans, table).max(axis=1).tolist()
+        for at, plan, ns in zip(chosen, plans, attention, strict=True):
+            times[at] = ns + round(cost.token_ns * plan.tokens / size) + cost.step_ns
+    return times

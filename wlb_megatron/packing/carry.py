@@ -2,7 +2,7 @@
 
 Two corpora are the same if their lengths are, wherever they stand in the blend. A known corpus continues at its
 place, so each of its tokens still trains once an epoch. If the window changed, what is left of a long document comes
-in pieces of the new window (documents/earlier_windows.py). Weights apply from here on; there is no correction for what
+in pieces of the new window (documents/piece_order.py). Weights apply from here on; there is no correction for what
 a corpus gave before.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wlb_megatron.documents.corpus import VERSION
-from wlb_megatron.documents.earlier_windows import WHOLE
+from wlb_megatron.documents.piece_order import WHOLE
 from wlb_megatron.documents.stream import DocumentStream
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.packing.saved_pieces import packed_waiting

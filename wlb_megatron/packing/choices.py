@@ -14,7 +14,7 @@ from typing import Any
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.packing.chunks.chunk_packer import ChunkPacker
 from wlb_megatron.packing.packer import Packer
-from wlb_megatron.packing.token_weights import weighs_equally
+from wlb_megatron.packing.varlen.varlen_packer import VarlenPacker
 
 
 def chosen(config: WlbConfig, packer: Packer) -> dict[str, Any]:
@@ -86,3 +86,11 @@ def keep(config: WlbConfig, packer: Packer, saved: Mapping[str, Any]) -> tuple[W
 
 def _token_weights(config: WlbConfig, packer: Packer) -> str:
     return "equal" if weighs_equally(config, packer) else "step"
+
+
+def weighs_equally(config: WlbConfig, packer: Packer) -> bool:
+    """auto: where documents may wait. Those train in fuller steps, so a mean over the step's tokens would give their
+    tokens less weight. Measured: docs/measured.md, equal weights of tokens."""
+    if config.token_weights == "auto":
+        return isinstance(packer, VarlenPacker) and packer.longest_delay > 0
+    return config.token_weights == "equal"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -84,3 +85,16 @@ def orders_of(plans: Sequence[IterationPlan], *, in_step: bool = False) -> list[
 
 def _tokens(pieces: Sequence[Piece]) -> npt.NDArray[np.int64]:
     return np.array([piece.end - piece.start for piece in pieces], dtype=np.int64)
+
+
+def digest_of_cuts(shards: Iterable[ShardPlan]) -> bytes:
+    """An 8-byte hash of every segment of every rank, the cached keys, and the number of kernel calls."""
+    digest = hashlib.blake2b(digest_size=8)
+    for shard in shards:
+        arrays = [shard.lengths, shard.prefixes, *shard.ranks]
+        if shard.chunks is not None:
+            arrays += [shard.chunks.rests, *shard.chunks.cached]
+        sizes = [int(shard.one_call), len(shard.ranks), *map(len, arrays)]
+        for array in (np.array(sizes), *arrays):
+            digest.update(np.ascontiguousarray(array, dtype=np.int64))
+    return digest.digest()

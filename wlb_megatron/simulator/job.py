@@ -11,8 +11,8 @@ import numpy as np
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.documents.corpus import Corpus, Rules
+from wlb_megatron.documents.lengths import longest_whole
 from wlb_megatron.documents.stream import DocumentStream
-from wlb_megatron.documents.whole_documents import longest_whole
 from wlb_megatron.dynamic.blocks import Stage
 from wlb_megatron.dynamic.cost import GroupCost, group_cost, token_ns
 from wlb_megatron.dynamic.plan import StepPlan, fixed_groups

@@ -20,8 +20,7 @@ from wlb_megatron.packing.packer import (
     most_per_window,
 )
 from wlb_megatron.packing.saved_pieces import Waiting, decode, encode
-from wlb_megatron.packing.varlen.delay_bound import Limits
-from wlb_megatron.packing.varlen.delay_price import DelayPrice
+from wlb_megatron.packing.varlen.delay_bound import DelayPrice, Limits
 from wlb_megatron.packing.varlen.outlier_queues import Item, by_falling_work, items_of
 from wlb_megatron.pipeline.step_law import most_held
 from wlb_megatron.plan import Piece

@@ -9,9 +9,8 @@ from typing import NamedTuple
 from wlb_megatron.packing.chunks.chunked import Filled
 from wlb_megatron.packing.packer import Grid, Ranks
 from wlb_megatron.packing.varlen.assign import assign_ranks
-from wlb_megatron.packing.varlen.bins import Bins
+from wlb_megatron.packing.varlen.bins import Bins, improve_bins
 from wlb_megatron.packing.varlen.delay_bound import Limits
-from wlb_megatron.packing.varlen.improve_bins import improve_bins
 from wlb_megatron.packing.varlen.outlier_queues import Item
 from wlb_megatron.pipeline.step_law import StepLaw
 from wlb_megatron.plan import MicroBatch

@@ -86,7 +86,7 @@ def find_thresholds(
     micro-batch or, if the number of micro-batches is free, of the predicted steps. Among choices within 0.1 % the
     first wins, which is also what a run without a sample gets.
 
-    Thresholds stay fixed during training, and a checkpoint keeps its own. The price of waiting (delay_price.py, in
+    Thresholds stay fixed during training, and a checkpoint keeps its own. The price of waiting (DelayPrice, in
     the state) follows lengths that drift. Levels are geometric in the window, so those of one corpus are within 0.4 %
     of the best step time on another. Relearning from recent arrivals changes as little, either way
     (docs/results/packing_drift.csv).

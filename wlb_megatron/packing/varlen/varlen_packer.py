@@ -23,13 +23,16 @@ from wlb_megatron.packing.packer import (
 from wlb_megatron.packing.saved_pieces import Waiting, decode, encode
 from wlb_megatron.packing.varlen.arrange import Arranged, arrange
 from wlb_megatron.packing.varlen.assign import assign_ranks
-from wlb_megatron.packing.varlen.bins import UNBOUNDED, Bins
-from wlb_megatron.packing.varlen.delay_bound import Limits
-from wlb_megatron.packing.varlen.delay_price import DelayPrice
-from wlb_megatron.packing.varlen.height import PackedWork, choose_height
-from wlb_megatron.packing.varlen.improve_bins import improve_bins
+from wlb_megatron.packing.varlen.bins import UNBOUNDED, Bins, improve_bins
+from wlb_megatron.packing.varlen.delay_bound import DelayPrice, Limits
 from wlb_megatron.packing.varlen.outlier_queues import Item, OutlierQueues, by_falling_work, items_of
-from wlb_megatron.packing.varlen.release import ReleaseChoice, Situation, choose_release
+from wlb_megatron.packing.varlen.release import (
+    PackedWork,
+    ReleaseChoice,
+    Situation,
+    choose_height,
+    choose_release,
+)
 from wlb_megatron.plan import MicroBatch, Piece
 from wlb_megatron.workload.cost_model import CostModel
 
@@ -169,7 +172,7 @@ class VarlenPacker(Packer):
         return Packed(grid, put_back)
 
     def _fit(self, iteration: int, ready: _Ready, numbers: Sequence[int]) -> Arranged:
-        """One of these numbers of micro-batches a rank, by the predicted step (height.py, arrange.py)."""
+        """One of these numbers of micro-batches a rank, by the predicted step (release.py, arrange.py)."""
         due, counts, leftovers, short = ready
         certain = [*due, *leftovers, *short]
         lot = PackedWork(

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from wlb_megatron.config import WlbConfig
-from wlb_megatron.documents.whole_documents import Bound
+from wlb_megatron.documents.lengths import Bound
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.choose_chunks import chunk_capacity
 from wlb_megatron.packing.memory_limits import GpuMemory, with_lmax

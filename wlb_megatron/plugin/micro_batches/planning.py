@@ -54,7 +54,7 @@ class PlannedMicroBatch:
     """One item of the sampler. `pieces` and `shard` include the padding piece, if there is one.
 
     group: the ranks that share it; None: Megatron's context-parallel group. predictions: numbers for the whole
-    iteration, see documents.predictions; empty if nothing asks for them. steps: micro-batches of the iteration on every
+    iteration, see documents.blend; empty if nothing asks for them. steps: micro-batches of the iteration on every
     rank, which need not be as many as Megatron counts. chunk_groups: sizes of the groups that this rank's micro-batches
     form (pipeline/groups.py); empty if no document is in chunks. loads: tokens and documents of all micro-batches of
     the iteration, by which layers are kept; empty if steps run the flags of recomputation.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from wlb_megatron.plugin.micro_batches.planning import PlannedIteration
 from wlb_megatron.plugin.ranks.plan_store import common_store, wait_for
-from wlb_megatron.sharding.digest import digest_of_cuts
+from wlb_megatron.sharding.cut import digest_of_cuts
 
 EVERY = 100
 """Iterations between comparisons."""

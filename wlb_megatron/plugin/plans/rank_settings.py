@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch.utils.data import DataLoader
 
-from wlb_megatron.documents.predictions import predictions_in
+from wlb_megatron.documents.blend import predictions_in
 from wlb_megatron.plan import Piece
 from wlb_megatron.plugin.flags.limits import recompute_memory
 from wlb_megatron.plugin.logs.prediction import in_arrival_order, predictor

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from wlb_megatron.child import Child
-from wlb_megatron.packing.token_weights import weighs_equally
+from wlb_megatron.packing.choices import weighs_equally
 from wlb_megatron.plugin.flags.limits import recompute_memory
 from wlb_megatron.plugin.flags.refusal_printing import checked
 from wlb_megatron.plugin.logs import metrics, timers, trace

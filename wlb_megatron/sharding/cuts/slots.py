@@ -14,7 +14,9 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from wlb_megatron.sharding.alignment import slot_bounds
 from wlb_megatron.sharding.segments import IntArray, ShardPlan
+from wlb_megatron.workload.kernel_table import KernelTable
 
 
 @dataclass(frozen=True)
@@ -100,3 +102,43 @@ def deal(pieces: PieceList, cuts: IntArray) -> list[ShardPlan]:
         ShardPlan(pieces.lengths[first[m] : first[m + 1]], tuple(shares[m * cp_size : (m + 1) * cp_size]))
         for m in range(count)
     ]
+
+
+def per_document(pieces: PieceList, cp_size: int, table: KernelTable | None = None) -> list[ShardPlan]:
+    """The plan of each micro-batch; the table does not matter.
+
+    Example: lengths [5, 3], CP=2: piece 0 lengthens slot 0 (chunks 2 1 1 1), piece 1 slots 1, 2, 3 (chunks 0 1 1 1).
+    Raises ValueError if a total is not a positive multiple of cp_size.
+    """
+    return deal(pieces, document_cuts(pieces, cp_size))
+
+
+def document_cuts(pieces: PieceList, cp_size: int) -> IntArray:
+    """int64[n, 2 * CP + 1]: where each piece's chunks begin and end, in tokens."""
+    slot_bounds(pieces.totals(), cp_size)  # refuses totals that would leave ranks unequal
+    slots = 2 * cp_size
+    base, extra = np.divmod(pieces.lengths, slots)
+    cursor = (pieces.before(extra) % slots)[:, None]
+    base, extra = base[:, None], extra[:, None]
+    chunk = np.arange(slots + 1)
+    # Longer chunks are slots cursor .. cursor + extra - 1, modulo 2CP: how many of them lie before slot c?
+    # With 8 slots, cursor 6, extra 3 (slots 6, 7, 0): before slot 1 one (slot 0, wrapped), before slot 7 two.
+    ahead = np.clip(chunk - cursor, 0, extra)
+    wrapped = np.clip(cursor + extra - slots, 0, chunk)
+    return chunk * base + ahead + wrapped
+
+
+def per_sequence(pieces: PieceList, cp_size: int, table: KernelTable | None = None) -> list[ShardPlan]:
+    """The plan of each micro-batch; the table does not matter.
+
+    Example: lengths [24, 8], CP=4: slots of 4 tokens; piece 1 is slots 6 and 7, held by ranks 1 and 0. Raises
+    ValueError if a total is not a positive multiple of cp_size.
+    """
+    return deal(pieces, sequence_cuts(pieces, cp_size))
+
+
+def sequence_cuts(pieces: PieceList, cp_size: int) -> IntArray:
+    """int64[n, 2 * CP + 1]: the bounds of the slots, as tokens inside each piece."""
+    bounds = slot_bounds(pieces.totals(), cp_size)[pieces.owner]
+    starts = pieces.before(pieces.lengths)
+    return np.clip(bounds - starts[:, None], 0, pieces.lengths[:, None])
