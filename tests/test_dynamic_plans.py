@@ -43,7 +43,7 @@ def problem(tokens: list[int], stage: Stage, step_ns: int = 300_000) -> Problem:
 def test_every_plan_is_valid_and_runs_equally_many_micro_steps_on_every_rank(
     tokens: list[int], shape: tuple[int, int]
 ) -> None:
-    stage = Stage.of(*shape, longest=9000 // shape[0] * shape[0])
+    stage = Stage.of(*shape, max_tokens=9000 // shape[0] * shape[0])
     made = plan_step([min(n, stage.tokens[-1]) for n in tokens], stage, cost_of(stage))
     validate(made.plan, [min(n, stage.tokens[-1]) for n in tokens], stage)
     assert made.priced >= made.bound
@@ -64,7 +64,7 @@ def test_fixed_groups_are_kept_unless_others_are_predicted_faster(
     tokens: list[int], shape: tuple[int, int]
 ) -> None:
     context, data = shape
-    stage = Stage.of(context, data, longest=9000 // context * context)
+    stage = Stage.of(context, data, max_tokens=9000 // context * context)
     tokens = [min(n, stage.tokens[-1]) for n in tokens]
     every = StepPlan(
         stage.ranks, tuple((Group(i % data * context, context, (i,)),) for i in range(len(tokens)))
@@ -112,7 +112,7 @@ def fewest_bins(sizes: list[int], capacity: int) -> int | None:
 def test_small_plans_are_within_three_percent_of_the_best_there_is(seed: int) -> None:
     dice = np.random.default_rng(seed)
     shape = [(2, 1), (2, 2), (1, 2), (3, 1)][seed % 4]
-    stage = Stage.of(*shape, longest=24_000)
+    stage = Stage.of(*shape, max_tokens=24_000)
     count = 5 if stage.ranks == 2 else 4
     tokens = np.clip(dice.lognormal(8, 1.2, count), 1, 12_000).astype(int).tolist()
     best = best_by_brute_force(problem(tokens, stage))
@@ -303,7 +303,7 @@ def test_a_budget_that_is_used_up_leaves_a_valid_plan() -> None:
 def test_micro_steps_come_in_multiples_with_every_document_on_the_ranks_that_it_had(
     tokens: list[int], shape: tuple[int, int], multiple: int, seed: int
 ) -> None:
-    stage = Stage.of(*shape, longest=9000 // shape[0] * shape[0])
+    stage = Stage.of(*shape, max_tokens=9000 // shape[0] * shape[0])
     tokens = [min(n, stage.tokens[-1]) for n in tokens]
     plan = random_plan(tokens, stage, seed)
     made = in_multiples(plan, tokens, multiple)

@@ -155,7 +155,7 @@ def test_three_documents_over_four_micro_batches_leave_the_last_one_to_padding()
 
 @pytest.mark.parametrize("packing", QUICK_PACKINGS)
 def test_remainders_are_carried_on_rather_than_trained_in_a_short_micro_batch(packing: str) -> None:
-    lengths = lognormal(10_000, seed=1, mean=900, longest=8192)
+    lengths = lognormal(10_000, seed=1, mean=900, max_tokens=8192)
     plans = run(
         make_planner(lengths.tolist(), window=8192, micro_batches=4, packing=packing, cost=CostModel(1e9))
     )

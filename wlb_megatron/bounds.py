@@ -18,37 +18,37 @@ LARGEST = 1e30
 """The largest rate or cost."""
 
 
-def whole(least: int, most: int = COUNT) -> Callable[[str], int]:
-    """An argparse type: a whole number from `least` to `most`."""
+def whole(low: int, high: int = COUNT) -> Callable[[str], int]:
+    """An argparse type: a whole number from `low` to `high`."""
 
     def read(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
-            value = least - 1
-        _check(text, "a whole number", value, least, most)
+            value = low - 1
+        _check(text, "a whole number", value, low, high)
         return value
 
     return read
 
 
-def real(least: float, most: float = LARGEST) -> Callable[[str], float]:
-    """An argparse type: a number from `least` to `most`, never NaN."""
+def real(low: float, high: float = LARGEST) -> Callable[[str], float]:
+    """An argparse type: a number from `low` to `high`, never NaN."""
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        _check(text, "a number", value, least, most)
+        _check(text, "a number", value, low, high)
         return value
 
     return read
 
 
-def _check(text: str, kind: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {kind} from {least} to {most}")
+def _check(text: str, kind: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind} from {low} to {high}")
 
 
 def check_heads(heads: int, groups: int | None, *, hidden: int | None = None, tp: int = 1) -> None:

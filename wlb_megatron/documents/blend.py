@@ -64,9 +64,9 @@ def split_bounds(split: str, documents: int) -> list[tuple[int, int]]:
         raise WlbError(
             f"--split {split!r} has no shares to read; give shares of train, valid and test, e.g. 969,30,1"
         )
-    whole = np.array(shares, dtype=np.float64)
+    weights = np.array(shares, dtype=np.float64)
     # The sums and the rounding are Megatron's own, to land on the same document.
-    ends = [round(end * documents) for end in accumulate((whole / whole.sum()).tolist())]
+    ends = [round(end * documents) for end in accumulate((weights / weights.sum()).tolist())]
     return list(pairwise([0, *ends]))
 
 
@@ -93,8 +93,8 @@ class Blend:
         self.masked = masks is not None
         checked = [trusted is not None and trusted(path) for path in paths]
         self.readers: list[IndexedCorpus] = [
-            IndexedCorpus(path, trusted=known) if masks is None else MaskedCorpus(path, masks)
-            for path, known in zip(paths, checked, strict=True)
+            IndexedCorpus(path, trusted=is_trusted) if masks is None else MaskedCorpus(path, masks)
+            for path, is_trusted in zip(paths, checked, strict=True)
         ]
         self.first_ids = list(accumulate((len(reader) for reader in self.readers), initial=0))
 
@@ -126,9 +126,9 @@ class Blend:
             return 1.0
         shares = []
         for corpus in corpora:
-            kept = rules.kept(np.asarray(corpus.lengths, dtype=np.int64))
-            targets = self.targets_of(corpus.first_id + np.flatnonzero(kept)).sum()
-            shares.append(float(targets) / max(1, int(kept.sum())))
+            kept_tokens = rules.kept(np.asarray(corpus.lengths, dtype=np.int64))
+            targets = self.targets_of(corpus.first_id + np.flatnonzero(kept_tokens)).sum()
+            shares.append(float(targets) / max(1, int(kept_tokens.sum())))
         return float(np.average(shares, weights=[corpus.weight for corpus in corpora]))
 
     def length(self, document: int) -> int:
@@ -165,13 +165,13 @@ class Blend:
         Corpora that have weight 0, or no token in this part, are left out; the list may be empty.
         """
         lengths = [reader.index.lengths for reader in self.readers]
-        chosen = part_corpora(self.paths, lengths, self.weights, split, part)
+        part_of_each = part_corpora(self.paths, lengths, self.weights, split, part)
         digests = {
             path: reader.digest()
             for path, reader in zip(self.paths, self.readers, strict=True)
             if isinstance(reader, MaskedCorpus)
         }
-        return [replace(corpus, targets=digests.get(corpus.name, "")) for corpus in chosen]
+        return [replace(corpus, targets=digests.get(corpus.name, "")) for corpus in part_of_each]
 
 
 def part_corpora(
@@ -184,17 +184,17 @@ def part_corpora(
     """The corpora of a part, see Blend.corpora. lengths: of all documents of each path."""
     if part not in SPLITS:
         raise WlbError(f"unknown part {part!r}; choose {', '.join(SPLITS)}")
-    chosen, first_id = [], 0
-    for at, (path, documents) in enumerate(zip(paths, lengths, strict=True)):
+    corpora, first_id = [], 0
+    for number, (path, documents) in enumerate(zip(paths, lengths, strict=True)):
         begin, end = 0, len(documents)
         if split is not None:
             begin, end = split_bounds(split, len(documents))[SPLITS.index(part)]
-        own = documents[begin:end]
-        weight = float(own.sum()) if weights is None else weights[at]
-        if weight > 0 and own.any():
-            chosen.append(Corpus(path, own, first_id + begin, weight))
+        part_lengths = documents[begin:end]
+        weight = float(part_lengths.sum()) if weights is None else weights[number]
+        if weight > 0 and part_lengths.any():
+            corpora.append(Corpus(path, part_lengths, first_id + begin, weight))
         first_id += len(documents)
-    return chosen
+    return corpora
 
 
 def predictions(pieces: Sequence[Piece], lengths: npt.NDArray[np.int64], further: int = 0) -> tuple[int, ...]:
@@ -229,12 +229,12 @@ def _targets(
 ) -> tuple[int, ...]:
     """The same of a corpus with masks: a prediction counts where what it predicts is a target."""
     counts = np.zeros(further + 1, dtype=np.int64)
-    whole = []
+    whole_documents = []
     for piece, length in zip(pieces, lengths.tolist(), strict=True):
         if not further and piece.start == 0 and piece.end == length:
-            whole.append(piece.document)
+            whole_documents.append(piece.document)
             continue
         mask = corpus.targets(piece.document, piece.start - piece.prefix + 1, min(piece.end + 1, length))
         counts += [int(mask[max(depth, piece.prefix) :].sum()) for depth in range(further + 1)]
-    counts[0] += int(corpus.targets_of(np.array(whole, dtype=np.int64)).sum())
+    counts[0] += int(corpus.targets_of(np.array(whole_documents, dtype=np.int64)).sum())
     return tuple(counts.tolist())

@@ -63,8 +63,10 @@ class Corpus:
                 f"{self.name}: weight must be positive, got {self.weight}; leave the corpus out for 0"
             )
         if len(lengths) and lengths.min() < 0:
-            at = int((lengths < 0).argmax())
-            raise WlbError(f"{self.name}: document {at} has a negative length ({int(lengths[at])})")
+            document = int((lengths < 0).argmax())
+            raise WlbError(
+                f"{self.name}: document {document} has a negative length ({int(lengths[document])})"
+            )
         if lengths.sum(dtype=np.float64) >= 2**62:
             raise WlbError(f"{self.name}: more tokens than 64-bit counts can hold; check the lengths")
         object.__setattr__(self, "lengths", lengths if len(lengths) else lengths.astype(np.int64))
@@ -131,11 +133,11 @@ class CorpusWalk:
         self._begun: tuple[object, ...] | None = None  # what the order is of
         self.place(np.zeros(10, dtype=np.int64), VERSION)
 
-    def place(self, row: IntArray, version: int, earlier: Sequence[EarlierWindow] = ()) -> None:
-        """Go on after this row; only its STATE columns matter. version: of the state, see VERSION. earlier: windows of
-        the row's epoch before this one."""
+    def place(self, row: IntArray, version: int, earlier_windows: Sequence[EarlierWindow] = ()) -> None:
+        """Go on after this row; only its STATE columns matter. version: of the state, see VERSION. earlier_windows:
+        windows of the row's epoch before this one."""
         self._row, self._version = row.copy(), version
-        self._changed = int(row[EPOCH]), tuple(earlier)
+        self._changed = int(row[EPOCH]), tuple(earlier_windows)
         self._begin_epoch()
         self._fill(int(row[CURSOR]), int(row[RESUME]) // self._piece_unit)
 
@@ -145,14 +147,14 @@ class CorpusWalk:
 
     def rest_of_place(self) -> IntArray:
         """int64[k, 10]: takes the pieces left at the place where the walk stands; none where it is between places."""
-        epoch, place, left = int(self._row[EPOCH]), int(self._row[CURSOR]), bool(self._row[RESUME])
-        taken = [np.empty((0, 10), dtype=np.int64)]
-        while left:
+        epoch, place, has_more = int(self._row[EPOCH]), int(self._row[CURSOR]), bool(self._row[RESUME])
+        blocks_of_rows = [np.empty((0, 10), dtype=np.int64)]
+        while has_more:
             rows = self.advance()
             of_place = rows[:, CURSOR] - (rows[:, RESUME] == 0) == place
-            taken.append(rows[of_place & (rows[:, EPOCH] == epoch)])
-            left = 0 < len(taken[-1]) == len(rows)  # a place's last entry may be empty
-        return np.concatenate(taken)
+            blocks_of_rows.append(rows[of_place & (rows[:, EPOCH] == epoch)])
+            has_more = 0 < len(blocks_of_rows[-1]) == len(rows)  # a place's last entry may be empty
+        return np.concatenate(blocks_of_rows)
 
     @property
     def row(self) -> IntArray:
@@ -186,14 +188,14 @@ class CorpusWalk:
 
     def _begin_epoch(self) -> None:
         epoch, seed = int(self._row[EPOCH]), self._rules.seed
-        spread = self._version >= 3 and seed is not None
-        self._piece_unit = 1 if spread else self._rules.window
-        begun = epoch, self._version, self.position, self.earlier(epoch)
-        if self._begun != begun:
+        is_spread = self._version >= 3 and seed is not None
+        self._piece_unit = 1 if is_spread else self._rules.window
+        order_key = epoch, self._version, self.position, self.earlier(epoch)
+        if self._begun != order_key:
             seeds = None if seed is None else [seed, self.position, epoch]
-            earlier = self.earlier(epoch) if spread else ()
-            self._order.begin(seeds, spread=spread, earlier=earlier)
-            self._begun = begun
+            earlier_windows = self.earlier(epoch) if is_spread else ()
+            self._order.begin(seeds, is_spread=is_spread, earlier_windows=earlier_windows)
+            self._begun = order_key
 
     def _fill(self, begin: int, out: int = 0) -> None:
         """Take the epoch's next places, from `begin` on. out: entries of the first one that are given out already."""
@@ -207,32 +209,32 @@ class CorpusWalk:
         """
         block = slice(self._taken, self._taken + _BLOCK)
         places = self._ahead.place
-        at = np.arange(len(places))[block]
+        entries = np.arange(len(places))[block]
         # A place's entries are all in one stretch.
         last_of_place = np.append(places[1:] > places[:-1], True)[block]
-        within = at - np.searchsorted(places, places[block])
+        entry_in_place = entries - np.searchsorted(places, places[block])
         documents = self._ahead.document[block]
         window, before = self._rules.window, self._row
         lengths = self._corpus.lengths[documents].astype(np.int64)
-        kept = self._rules.kept(lengths)
+        kept_tokens = self._rules.kept(lengths)
         start = self._ahead.start[block]
         end = np.maximum(
-            start, np.minimum(start + window, kept)
+            start, np.minimum(start + window, kept_tokens)
         )  # what an earlier window gave may exceed `kept`
-        whole = end >= kept  # of the document, with this piece
-        rows = np.zeros((len(at), 10), dtype=np.int64)
+        ends_document = end >= kept_tokens  # of the document, with this piece
+        rows = np.zeros((len(entries), 10), dtype=np.int64)
         rows[:, EPOCH] = before[EPOCH]
         rows[:, DOCUMENT] = self._corpus.first_id + documents
         rows[:, START], rows[:, END] = start, end
         rows[:, CURSOR] = places[block] + last_of_place
-        rows[:, RESUME] = np.where(last_of_place, 0, (within + 1) * self._piece_unit)
+        rows[:, RESUME] = np.where(last_of_place, 0, (entry_in_place + 1) * self._piece_unit)
         for column, amounts in (
             (TOKENS, end - start),
-            (EMPTY, whole & (lengths == 0)),
-            (OVERLONG_COUNT, whole & (lengths > window)),
-            (LOST, whole * (lengths - kept)),
+            (EMPTY, ends_document & (lengths == 0)),
+            (OVERLONG_COUNT, ends_document & (lengths > window)),
+            (LOST, ends_document * (lengths - kept_tokens)),
         ):
             rows[:, column] = before[column] + np.cumsum(amounts)
-        self._taken += len(at)
+        self._taken += len(entries)
         self._row = rows[-1].copy()
         return rows[end > start]

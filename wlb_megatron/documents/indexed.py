@@ -85,19 +85,19 @@ def read_index(path: str | Path, *, trusted: bool = False) -> Index:
         raise WlbError(f"{idx} has index version {version}, this reader knows version {VERSION}; {_REBUILD}")
     if code not in _TOKEN_TYPES:
         raise WlbError(f"{idx} stores tokens of type code {code}, not an integer type; {_REBUILD}")
-    needed = HEADER.size + 12 * sequences + 8 * entries
-    if size < needed:
-        raise WlbError(f"{idx} is truncated: {size} bytes, its header asks for {needed}; {_REBUILD}")
+    needed_bytes = HEADER.size + 12 * sequences + 8 * entries
+    if size < needed_bytes:
+        raise WlbError(f"{idx} is truncated: {size} bytes, its header asks for {needed_bytes}; {_REBUILD}")
 
     content = np.memmap(idx, mode="r", dtype=np.uint8)
-    at = HEADER.size
-    counts = np.frombuffer(content, "<i4", sequences, at)
-    pointers = np.frombuffer(content, "<i8", sequences, at + 4 * sequences)
-    bounds = np.frombuffer(content, "<i8", entries, at + 12 * sequences)
+    offset = HEADER.size
+    counts = np.frombuffer(content, "<i4", sequences, offset)
+    pointers = np.frombuffer(content, "<i8", sequences, offset + 4 * sequences)
+    bounds = np.frombuffer(content, "<i8", entries, offset + 12 * sequences)
     token_type = np.dtype(_TOKEN_TYPES[code])
     _check_counts(idx, counts)
     single = len(bounds) == sequences + 1 > 1 and (
-        _sample_counts_up(idx, at + 12 * sequences, entries) if trusted else _counts_up(bounds)
+        _sample_counts_up(idx, offset + 12 * sequences, entries) if trusted else _counts_up(bounds)
     )
     lengths, offsets = counts, pointers
     if not single:
@@ -108,13 +108,13 @@ def read_index(path: str | Path, *, trusted: bool = False) -> Index:
     return Index(idx, lengths, offsets, token_type, ends)
 
 
-def _sample_counts_up(idx: Path, at: int, entries: int) -> bool:
-    """Whether 64 of the integers from byte `at` on are 0, 1, 2 .. at their places. Read one by one: through the map
+def _sample_counts_up(idx: Path, offset: int, entries: int) -> bool:
+    """Whether 64 of the integers from byte `offset` on are 0, 1, 2 .. at their places. Read one by one: through the map
     each brings megabytes of its neighbors along, which every node would read."""
     with idx.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         places = np.linspace(0, entries - 1, min(entries, 64)).astype(np.int64).tolist()
-        return all(os.pread(file.fileno(), 8, at + 8 * n) == n.to_bytes(8, "little") for n in places)
+        return all(os.pread(file.fileno(), 8, offset + 8 * n) == n.to_bytes(8, "little") for n in places)
 
 
 def _counts_up(bounds: IntArray) -> bool:
@@ -135,13 +135,13 @@ def _check_counts(idx: Path, counts: npt.NDArray[np.int32]) -> None:
 def _check_pointers(idx: Path, counts: npt.NDArray[np.int32], pointers: IntArray, item: int) -> int:
     """Where the last byte of any sequence ends. WlbError if an offset is out of range."""
     ends = 0
-    for n, (tokens, at) in enumerate(zip(blocks(counts), blocks(pointers), strict=True)):
-        wild = (at < 0) | (at > 2**62)
+    for n, (tokens, block_pointers) in enumerate(zip(blocks(counts), blocks(pointers), strict=True)):
+        wild = (block_pointers < 0) | (block_pointers > 2**62)
         if wild.any():
             raise WlbError(
                 f"{idx}: sequence {n * SIZE + int(wild.argmax())} has a byte offset out of range; {_REBUILD}"
             )
-        ends = max(ends, int((at + tokens * item).max()))
+        ends = max(ends, int((block_pointers + tokens * item).max()))
     return ends
 
 

@@ -34,8 +34,8 @@ def read_lengths(text: str) -> Lengths:
     name = f"--lengths {text}" if len(text) < 60 else "--lengths"
     checked = Corpus(name, lengths).lengths
     if len(checked) and checked.max() > LONGEST:
-        at = int(checked.argmax())
-        raise WlbError(f"{name}: document {at} has more than {LONGEST} tokens, as no index may")
+        document = int(checked.argmax())
+        raise WlbError(f"{name}: document {document} has more than {LONGEST} tokens, as no index may")
     return checked
 
 
@@ -43,18 +43,18 @@ LONGEST = (1 << 31) - 1
 """Tokens of a document: an index holds them as int32."""
 
 
-def sample_lengths(lengths: Lengths, window: int, overlong: str, most: int = 65536) -> list[int]:
-    """Tokens of at most `most` pieces, from as many documents, in random order: a sample on which thresholds are
+def sample_lengths(lengths: Lengths, window: int, overlong: str, max_pieces: int = 65536) -> list[int]:
+    """Tokens of at most `max_pieces` pieces, from as many documents, in random order: a sample on which thresholds are
     fitted.
 
     A fixed seed draws documents and order, because an even stride would see only one kind where kinds alternate. If
     no drawn document has a piece, the first ones that have are taken; [] if none has.
     """
     generator = np.random.default_rng(_SEED)
-    drawn = lengths[generator.choice(len(lengths), min(most, len(lengths)), replace=False)]
-    candidates = (pieces_of(block, window, overlong) for block in chain((drawn,), blocks(lengths)))
+    drawn_lengths = lengths[generator.choice(len(lengths), min(max_pieces, len(lengths)), replace=False)]
+    candidates = (pieces_of(block, window, overlong) for block in chain((drawn_lengths,), blocks(lengths)))
     pieces = next((tokens for tokens in candidates if len(tokens)), np.empty(0, dtype=np.int64))
-    return list(map(int, generator.permutation(pieces)[:most]))
+    return list(map(int, generator.permutation(pieces)[:max_pieces]))
 
 
 _SEED = 20250317
@@ -62,11 +62,11 @@ _SEED = 20250317
 
 def pieces_of(lengths: Lengths, window: int, overlong: str) -> npt.NDArray[np.int64]:
     """int64[k], tokens of the pieces of these documents. Window 4, split, lengths [0, 10, 3]: [4, 4, 2, 3]."""
-    kept = Rules(window=window, overlong=overlong).kept(np.asarray(lengths, dtype=np.int64))
-    counts = -(-kept // window)
+    kept_tokens = Rules(window=window, overlong=overlong).kept(np.asarray(lengths, dtype=np.int64))
+    counts = -(-kept_tokens // window)
     pieces = np.full(int(counts.sum()), window, dtype=np.int64)
-    some = kept > 0
-    pieces[np.cumsum(counts)[some] - 1] = kept[some] - (counts[some] - 1) * window
+    some = kept_tokens > 0
+    pieces[np.cumsum(counts)[some] - 1] = kept_tokens[some] - (counts[some] - 1) * window
     return pieces
 
 
@@ -74,8 +74,8 @@ def _is_list(text: str) -> bool:
     """Whether lengths themselves are meant: nothing but numbers, or commas in what is no file's name."""
     if re.fullmatch(r"[\s\d,.+-]*", text):
         return True
-    named = "/" in text or text.endswith((".npy", ".idx", ".bin")) or Path(f"{text}.idx").exists()
-    return not named and re.search("[,;]", text) is not None
+    is_file = "/" in text or text.endswith((".npy", ".idx", ".bin")) or Path(f"{text}.idx").exists()
+    return not is_file and re.search("[,;]", text) is not None
 
 
 def _parse(text: str) -> npt.NDArray[np.int64]:
@@ -88,21 +88,21 @@ def _parse(text: str) -> npt.NDArray[np.int64]:
     return np.array([int(part) for part in text.split(",")], dtype=np.int64)
 
 
-def _shorten(text: str, most: int = 40) -> str:
-    return repr(text if len(text) <= most else f"{text[:most]}...")
+def _shorten(text: str, max_characters: int = 40) -> str:
+    return repr(text if len(text) <= max_characters else f"{text[:max_characters]}...")
 
 
 def _load(path: Path) -> npt.NDArray[np.int64]:
     try:
-        loaded = np.load(path, allow_pickle=False)
+        array = np.load(path, allow_pickle=False)
     except OSError as error:
         raise WlbError(f"cannot read lengths {path}: {error.strerror or error}; give a .npy file") from None
     except (ValueError, EOFError):
         raise WlbError(f"{path} is not a plain .npy array; save it by numpy.save(path, lengths)") from None
-    if not isinstance(loaded, np.ndarray):
-        loaded.close()
+    if not isinstance(array, np.ndarray):
+        array.close()
         raise WlbError(f"{path} is not a plain .npy array; save it by numpy.save(path, lengths)")
-    return loaded
+    return array
 
 
 class Bound(NamedTuple):
@@ -125,8 +125,8 @@ def longest_whole(
         return window, ""
     share = Bound(windows * window, "a data-parallel rank's share of an iteration")
     bounds_known = [share, *bounds, *([memory] if memory else [])]
-    least = min(bounds_known)
-    tokens = max(window, least.tokens)
+    least_bound = min(bounds_known)
+    tokens = max(window, least_bound.tokens)
     limits = ", ".join(f"{bound.of} {bound.tokens:,}" for bound in bounds_known)
     beyond = (
         f"documents of up to {tokens:,} tokens ({tokens / window:.1f} windows) train whole, longer ones are split there"

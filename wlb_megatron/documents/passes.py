@@ -44,35 +44,37 @@ def epochs(state: Mapping[str, Any]) -> list[float]:
 
 def distinguish(names: Sequence[str]) -> list[str]:
     """The names, numbered from the second occurrence of a name on: a, b, a #2."""
-    seen: Counter[str] = Counter()
+    occurrences: Counter[str] = Counter()
     numbered = []
     for name in names:
-        seen[name] += 1
-        numbered.append(name if seen[name] == 1 else f"{name} #{seen[name]}")
+        occurrences[name] += 1
+        numbered.append(name if occurrences[name] == 1 else f"{name} #{occurrences[name]}")
     return numbered
 
 
 def figures(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """For a log: epochs by corpus, the most of them, documents above the length at which they are split (truncated,
     dropped), and what was left out, so far."""
-    passed, counted = epochs(state), counts(state)
+    passed, totals = epochs(state), counts(state)
     return {
         "epochs": {name: round(epochs_done, 4) for name, epochs_done in zip(names, passed, strict=True)},
         "most_epochs": max(passed),
-        "overlong_documents": counted.overlong,
-        "lost_tokens": counted.lost_tokens,
-        "empty_documents": counted.empty,
+        "overlong_documents": totals.overlong,
+        "lost_tokens": totals.lost_tokens,
+        "empty_documents": totals.empty,
     }
 
 
-def describe(figures: Mapping[str, Any], most: int = 4) -> str:
+def describe(figures: Mapping[str, Any], max_corpora: int = 4) -> str:
     """The part of a log line on passes: the corpora with the most passes, and what was left out."""
     passed = sorted(figures["epochs"].items(), key=lambda item: -item[1])
-    alone = len(passed) == 1
-    phrases = [f"{value:.3f}" + ("" if alone else f" {Path(name).name}") for name, value in passed[:most]]
+    is_alone = len(passed) == 1
+    phrases = [
+        f"{value:.3f}" + ("" if is_alone else f" {Path(name).name}") for name, value in passed[:max_corpora]
+    ]
     line = " | epochs: " + ", ".join(phrases)
-    if len(passed) > most:
-        line += f", less of {len(passed) - most} others"
+    if len(passed) > max_corpora:
+        line += f", less of {len(passed) - max_corpora} others"
     if figures["overlong_documents"]:
         line += f" | documents above the window: {figures['overlong_documents']}"
         line += f", {figures['lost_tokens']} of their tokens left out" if figures["lost_tokens"] else ""

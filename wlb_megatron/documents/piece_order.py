@@ -46,29 +46,34 @@ class PieceOrder:
         self,
         seeds: Sequence[int] | None,
         *,
-        spread: bool = True,
-        earlier: Sequence[EarlierWindow] = (),
+        is_spread: bool = True,
+        earlier_windows: Sequence[EarlierWindow] = (),
     ) -> None:
         """Begin an epoch. seeds: see epoch_order. Unless spread, a document's pieces come after each other.
-        earlier: the windows that the epoch began with, if it is spread."""
+        earlier_windows: the windows that the epoch began with, if it is spread."""
         self._order = epoch_order(self._count, seeds)
-        least = min([self._window, *(window for _, window in earlier)])
-        if least != self._least:
-            self._find_long(least)
+        least_window = min([self._window, *(window for _, window in earlier_windows)])
+        if least_window != self._least:
+            self._find_long(least_window)
         self._spread: Spread | None = None
-        if spread and len(self._long):
+        if is_spread and len(self._long):
             lengths, places = self._long_lengths(), self._order.places(self._long)
-            begin, given = 0, np.broadcast_to(np.int64(0), lengths.shape)
-            if earlier:
-                begin, given = earlier[-1].end, tokens_given(lengths, places, self._count, earlier)
-            self._given = given
-            self._spread = Spread.of(places, lengths - given, self._window, begin, self._count)
+            begin, tokens_out = 0, np.broadcast_to(np.int64(0), lengths.shape)
+            if earlier_windows:
+                begin, tokens_out = (
+                    earlier_windows[-1].end,
+                    tokens_given(lengths, places, self._count, earlier_windows),
+                )
+            self._given = tokens_out
+            self._spread = Spread.of(places, lengths - tokens_out, self._window, begin, self._count)
 
-    def _find_long(self, least: int) -> None:
-        """Find the documents above `least` tokens, which an epoch gives in pieces."""
-        above = [n * SIZE + np.flatnonzero(block > least) for n, block in enumerate(blocks(self._lengths))]
-        self._least = least
-        self._long = np.concatenate([np.empty(0, dtype=np.int64), *above])
+    def _find_long(self, least_window: int) -> None:
+        """Find the documents above `least_window` tokens, which an epoch gives in pieces."""
+        long_documents = [
+            n * SIZE + np.flatnonzero(block > least_window) for n, block in enumerate(blocks(self._lengths))
+        ]
+        self._least = least_window
+        self._long = np.concatenate([np.empty(0, dtype=np.int64), *long_documents])
         pieces = -(-self._long_lengths() // self._window)
         self._total = self._count + int((pieces - 1).sum())
         if self._count * int(pieces.max(initial=1)) >= 2**62:
@@ -85,25 +90,31 @@ class PieceOrder:
         places = np.arange(begin, begin + len(documents))
         lengths = self._lengths[documents].astype(np.int64)
         if self._spread is not None:
-            whole = lengths <= self._least
-            return self._merged(self._spread, places[whole], documents[whole], begin, begin + len(documents))
+            is_whole = lengths <= self._least
+            return self._merged(
+                self._spread, places[is_whole], documents[is_whole], begin, begin + len(documents)
+            )
         counts = np.maximum(-(-lengths // self._window), 1)
         pieces = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         return Entries(np.repeat(places, counts), np.repeat(documents, counts), pieces * self._window)
 
-    def _merged(self, spread: Spread, places: IntArray, documents: IntArray, begin: int, end: int) -> Entries:
+    def _merged(
+        self, spread_pieces: Spread, places: IntArray, documents: IntArray, begin: int, end: int
+    ) -> Entries:
         """Whole documents at their places, with the pieces of others that come between places `begin` and `end`."""
-        first, last = spread.before(begin), spread.before(end)
+        first, last = spread_pieces.before(begin), spread_pieces.before(end)
         counts = last - first
         which = np.repeat(np.arange(len(counts)), counts)
         pieces = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts - first, counts)
-        place, rest = np.divmod(spread.place[which] + pieces * spread.width, spread.pieces[which])
-        between = np.concatenate((np.full(len(places), -1.0), rest / spread.pieces[which]))
-        merged = np.concatenate((places, spread.begin + place))
-        order = np.lexsort((between, merged))
+        place, remainder = np.divmod(
+            spread_pieces.place[which] + pieces * spread_pieces.width, spread_pieces.pieces[which]
+        )
+        fraction = np.concatenate((np.full(len(places), -1.0), remainder / spread_pieces.pieces[which]))
+        all_places = np.concatenate((places, spread_pieces.begin + place))
+        order = np.lexsort((fraction, all_places))
         starts = self._given[which] + pieces * self._window
         return Entries(
-            merged[order],
+            all_places[order],
             np.concatenate((documents, self._long[which]))[order],
             np.concatenate((np.zeros(len(places), dtype=np.int64), starts))[order],
         )
@@ -138,9 +149,9 @@ class Spread(NamedTuple):
     pieces: IntArray
 
     @classmethod
-    def of(cls, places: IntArray, left: IntArray, window: int, begin: int, end: int) -> Spread:
-        """places: of the documents in the epoch's order. left: tokens that each has yet to give."""
-        return cls(begin, end, places % max(1, end - begin), -(-left // window))
+    def of(cls, places: IntArray, tokens_left: IntArray, window: int, begin: int, end: int) -> Spread:
+        """places: of the documents in the epoch's order. tokens_left: tokens that each has yet to give."""
+        return cls(begin, end, places % max(1, end - begin), -(-tokens_left // window))
 
     @property
     def width(self) -> int:
@@ -152,18 +163,20 @@ class Spread(NamedTuple):
 
 
 def tokens_given(
-    lengths: IntArray, places: IntArray, count: int, earlier: Sequence[EarlierWindow]
+    lengths: IntArray, places: IntArray, count: int, earlier_windows: Sequence[EarlierWindow]
 ) -> IntArray:
     """int64[n]: tokens that the epoch has given of documents of these lengths by the end of the last earlier window.
 
     places: of the documents in the epoch's order of `count`. A document that no window so far has cut comes whole at
     its place.
     """
-    given, begin, least = np.zeros_like(lengths), 0, WHOLE
-    for end, window in earlier:
-        least = min(least, window)
-        spread = Spread.of(places, lengths - given, window, begin, count)
-        in_pieces = np.minimum(given + spread.before(end) * np.minimum(window, lengths), lengths)
-        given = np.where(lengths > least, in_pieces, lengths * (places < end))
+    tokens_out, begin, least_window = np.zeros_like(lengths), 0, WHOLE
+    for end, window in earlier_windows:
+        least_window = min(least_window, window)
+        pieces_of_window = Spread.of(places, lengths - tokens_out, window, begin, count)
+        in_pieces = np.minimum(
+            tokens_out + pieces_of_window.before(end) * np.minimum(window, lengths), lengths
+        )
+        tokens_out = np.where(lengths > least_window, in_pieces, lengths * (places < end))
         begin = end
-    return given
+    return tokens_out

@@ -50,7 +50,7 @@ class DocumentStream:
         if not corpora:
             raise WlbError("no corpus to draw documents from; give at least one")
         ends = [corpus.first_id + len(corpus.lengths) for corpus in corpora]
-        if any(later.first_id < end for end, later in zip(ends, corpora[1:], strict=False)):
+        if any(next_corpus.first_id < end for end, next_corpus in zip(ends, corpora[1:], strict=False)):
             raise WlbError("ids of two corpora overlap; let each first_id follow the corpus before it")
         self.rules = rules
         self.fingerprint = _fingerprint(corpora, rules)
@@ -76,8 +76,10 @@ class DocumentStream:
         """The corpus that is the first to have been passed once, and the tokens that all have given then."""
         tokens = (sum(int(b.sum(dtype=np.int64)) for b in blocks(corpus.lengths)) for corpus in self._corpora)
         total = sum(self._weights)
-        given = [int(own * total / weight) for own, weight in zip(tokens, self._weights, strict=True)]
-        return min(zip(self.names, given, strict=True), key=lambda item: item[1])
+        tokens_out = [
+            int(own_tokens * total / weight) for own_tokens, weight in zip(tokens, self._weights, strict=True)
+        ]
+        return min(zip(self.names, tokens_out, strict=True), key=lambda item: item[1])
 
     def next(self) -> Piece | None:
         """The next piece; None after the last one of a single pass."""
@@ -88,10 +90,10 @@ class DocumentStream:
         self._taken += 1
         return self._block[self._taken - 1]
 
-    def peek(self, most: int) -> list[int]:
-        """Tokens of the next pieces, at most `most` of them, without taking any."""
+    def peek(self, max_pieces: int) -> list[int]:
+        """Tokens of the next pieces, at most `max_pieces` of them, without taking any."""
         before = self.state()
-        coming = [piece.end - piece.start for _ in range(most) if (piece := self.next()) is not None]
+        coming = [piece.end - piece.start for _ in range(max_pieces) if (piece := self.next()) is not None]
         self.load_state(before)
         return coming
 
@@ -121,8 +123,8 @@ class DocumentStream:
             now = {**self.fingerprint, "window": rules.window}
             changed = _differences(state["fingerprint"], now, self.names)
             rows = [_row(saved) for saved in state["corpora"]]
-            earlier = [_earlier(saved) for saved in state["corpora"]]
-            positions = [int(saved.get("position", at)) for at, saved in enumerate(state["corpora"])]
+            earlier_windows = [_earlier(saved) for saved in state["corpora"]]
+            positions = [int(saved.get("position", number)) for number, saved in enumerate(state["corpora"])]
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise WlbError("saved document stream is damaged; resume from another checkpoint") from None
         if changed:
@@ -134,11 +136,11 @@ class DocumentStream:
             raise WlbError("saved document stream is damaged; resume from another checkpoint")
         if rules != self.rules:
             self.rules, self.fingerprint = rules, now
-            self._walks = [CorpusWalk(corpus, rules, at) for at, corpus in enumerate(self._corpora)]
+            self._walks = [CorpusWalk(corpus, rules, number) for number, corpus in enumerate(self._corpora)]
         self._version = version
         for walk, position in zip(self._walks, positions, strict=True):
             walk.position = position
-        self._restart(rows, earlier)
+        self._restart(rows, earlier_windows)
 
     def rest_of_place(
         self, number: int, saved: Mapping[str, Any], version: int, *, window: int, overlong: str
@@ -155,8 +157,8 @@ class DocumentStream:
             return self.rules
         return replace(self.rules, window=min(int(saved["window"]), self.rules.window))
 
-    def _restart(self, rows: list[IntArray], earlier: Sequence[Sequence[EarlierWindow]]) -> None:
-        for walk, row, windows in zip(self._walks, rows, earlier, strict=True):
+    def _restart(self, rows: list[IntArray], earlier_windows: Sequence[Sequence[EarlierWindow]]) -> None:
+        for walk, row, windows in zip(self._walks, rows, earlier_windows, strict=True):
             walk.place(row, self._version, windows)
         self._settled = rows
         self._ahead = [np.empty((0, 10), dtype=np.int64) for _ in rows]  # cut, not yet in a block
@@ -172,8 +174,8 @@ class DocumentStream:
             last, self._owner[: self._taken], np.arange(self._taken)
         )  # once over all, not once a corpus
         return [
-            settled if at < 0 else self._rows[at]
-            for at, settled in zip(last.tolist(), self._settled, strict=True)
+            settled if last_row < 0 else self._rows[last_row]
+            for last_row, settled in zip(last.tolist(), self._settled, strict=True)
         ]
 
     def _fill(self) -> None:
@@ -213,11 +215,11 @@ class DocumentStream:
 def _saved(row: IntArray, walk: CorpusWalk) -> dict[str, Any]:
     """Where a corpus stands after this row."""
     state: dict[str, Any] = {name: int(row[column]) for name, column in STATE.items()}
-    earlier = walk.earlier(int(row[EPOCH]))
+    earlier_windows = walk.earlier(int(row[EPOCH]))
     return (
         state
         | {"position": walk.position}
-        | ({"earlier": [list(each) for each in earlier]} if earlier else {})
+        | ({"earlier": [list(each) for each in earlier_windows]} if earlier_windows else {})
     )
 
 
@@ -269,6 +271,6 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequen
     before, after = saved["corpora"], now["corpora"]
     if len(before) != len(after):
         return [*changed, f"the blend had {len(before)} corpora, has {len(after)}"]
-    for name, old, new in zip(names, before, after, strict=True):
-        changed += [f"{name}: {change}" for change in changes(old, new)]
+    for name, corpus_before, corpus_after in zip(names, before, after, strict=True):
+        changed += [f"{name}: {change}" for change in changes(corpus_before, corpus_after)]
     return changed

@@ -40,11 +40,13 @@ def web_like(count: int, seed: int = 0) -> Lengths:
 
 
 def lognormal(
-    count: int, seed: int = 0, mean: float = 1024.0, sigma: float = 1.5, longest: int = 8192
+    count: int, seed: int = 0, mean: float = 1024.0, sigma: float = 1.5, max_tokens: int = 8192
 ) -> Lengths:
-    """int64[count]: log-normal of this mean (tokens) before it is cut off at `longest`."""
+    """int64[count]: log-normal of this mean (tokens) before it is cut off at `max_tokens`."""
     rng = np.random.default_rng(seed)
-    return np.clip(rng.lognormal(np.log(mean) - sigma * sigma / 2, sigma, count), 1, longest).astype(np.int64)
+    return np.clip(rng.lognormal(np.log(mean) - sigma * sigma / 2, sigma, count), 1, max_tokens).astype(
+        np.int64
+    )
 
 
 KINDS: dict[str, Callable[[int, int], Lengths]] = {

@@ -42,17 +42,19 @@ class MaskedCorpus(IndexedCorpus):
     the most targets begins, the first such, so that its own first tokens may be left out.
     """
 
-    def __init__(self, path: str | Path, kept: Kept, known: tuple[Any, ...] | None = None) -> None:
-        """known: of a pickled copy. WlbError as for IndexedCorpus, and where the mask is missing or not one of these
-        tokens."""
+    def __init__(
+        self, path: str | Path, kept_part: Kept, measured_before: tuple[Any, ...] | None = None
+    ) -> None:
+        """measured_before: of a pickled copy. WlbError as for IndexedCorpus, and where the mask is missing or not one
+        of these tokens."""
         super().__init__(path)
-        self._kept = kept
+        self._kept = kept_part
         self.mask_path = self.index.path.with_suffix(".mask")
-        if known is None:
+        if measured_before is None:
             self._check_mask()
-            known = self._measure()
-        self._known = known
-        self.counts, lengths, offsets = known
+            measured_before = self._measure()
+        self._known = measured_before
+        self.counts, lengths, offsets = measured_before
         self.index = replace(
             self.index,
             lengths=self.index.lengths if lengths is None else lengths,
@@ -127,9 +129,9 @@ class MaskedCorpus(IndexedCorpus):
             first, last = int(begins[begin]), int(begins[end - 1] + lengths[end - 1])
             mask = np.frombuffer(FILES.read(self.mask_path, first, last - first), np.uint8)
             if len(mask) and mask.max() > 1:
-                at = first + int((mask > 1).argmax())
+                byte = first + int((mask > 1).argmax())
                 raise WlbError(
-                    f"{self.mask_path} holds {mask[at - first]} at byte {at}: a mask holds 0 and 1"
+                    f"{self.mask_path} holds {mask[byte - first]} at byte {byte}: a mask holds 0 and 1"
                 )
             yield slice(begin, end), np.concatenate(([0], np.cumsum(mask, dtype=np.int64)))
             begin = end
@@ -142,6 +144,6 @@ class MaskedCorpus(IndexedCorpus):
         window = self._kept.window
         sums = np.concatenate(([0], np.cumsum(self.targets(document, 0, length), dtype=np.int64)))
         starts = np.arange(length - window + 1)
-        trained = sums[np.minimum(starts + window + 1, length)] - sums[starts + 1]
-        best = int(trained.argmax())
-        return best, int(trained[best])
+        targets = sums[np.minimum(starts + window + 1, length)] - sums[starts + 1]
+        best_start = int(targets.argmax())
+        return best_start, int(targets[best_start])

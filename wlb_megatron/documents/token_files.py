@@ -25,17 +25,17 @@ class TokenFiles:
     def read(self, path: Path, offset: int, size: int) -> bytes:
         """Bytes [offset, offset + size) of the file. WlbError where it cannot be read, or is shorter."""
         parts: list[bytes] = []
-        left = size
+        bytes_left = size
         try:
             file = self._file(path)
-            while left and (
-                part := os.pread(file, left, offset + size - left)
+            while bytes_left and (
+                part := os.pread(file, bytes_left, offset + size - bytes_left)
             ):  # one call gives 2 GiB at most
                 parts.append(part)
-                left -= len(part)
+                bytes_left -= len(part)
         except OSError as error:
             raise WlbError(f"cannot read {path}: {error.strerror}") from error
-        if left:
+        if bytes_left:
             raise WlbError(
                 f"{path} ends before byte {offset + size}, which its index names: the file has changed since the start"
             )

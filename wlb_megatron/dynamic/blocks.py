@@ -28,9 +28,9 @@ def block_sizes(context: int, data: int) -> tuple[int, ...]:
     sizes = [1]
     for factor in (*_primes(context), *_primes(data)):
         sizes.append(sizes[-1] * factor)
-    kept = {1, context, sizes[-1]}
-    others = [size for size in sizes if size not in kept]
-    return tuple(sorted({*kept, *others[: MOST_GROUPS + 1 - len(kept)]}))
+    kept_sizes = {1, context, sizes[-1]}
+    other_sizes = [size for size in sizes if size not in kept_sizes]
+    return tuple(sorted({*kept_sizes, *other_sizes[: MOST_GROUPS + 1 - len(kept_sizes)]}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class Stage:
         return Stage(self.sizes, (*(max(n // parts, 1) for n in self.tokens[:-1]), self.tokens[-1]))
 
     @staticmethod
-    def of(context: int, data: int, longest: int) -> Stage:
-        """longest: tokens of a micro-batch of `context` ranks, Lmax. A rank holds at most longest // context of
+    def of(context: int, data: int, max_tokens: int) -> Stage:
+        """max_tokens: tokens of a micro-batch of `context` ranks, Lmax. A rank holds at most longest // context of
         them, and no group's micro-step more than Lmax, so that no rank holds more keys than with fixed groups.
 
         context 2, data 2, Lmax 96: 48, 96, 96 tokens on groups of 1, 2, 4.
         """
         sizes = block_sizes(context, data)
-        return Stage(sizes, tuple(min(size * (longest // context), longest) for size in sizes))
+        return Stage(sizes, tuple(min(size * (max_tokens // context), max_tokens) for size in sizes))
 
 
 def blocks_of(sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -39,34 +39,44 @@ def bucket(lengths: npt.ArrayLike, count: int = 16) -> Buckets:
         )
     values, occurrences = _thin(*np.unique(tokens, return_counts=True))
     n = len(values)
-    many, total = (np.concatenate(([0], np.cumsum(row))) for row in (occurrences, values * occurrences))
-    best = np.full(n + 1, np.iinfo(np.int64).max // 2)
-    best[0] = 0
+    running_count, total = (
+        np.concatenate(([0], np.cumsum(row))) for row in (occurrences, values * occurrences)
+    )
+    best_error = np.full(n + 1, np.iinfo(np.int64).max // 2)
+    best_error[0] = 0
     begins = []
     for _ in range(min(count, n)):
         # new[j]: least error of values 0 .. j - 1 in one bucket more, whose longest is values[j - 1].
-        new, begin = best.copy(), np.arange(n + 1)
+        new_error, begin = best_error.copy(), np.arange(n + 1)
         for j in range(1, n + 1):
-            error = best[:j] + values[j - 1] * (many[j] - many[:j]) - (total[j] - total[:j])
-            at = int(np.argmin(error))
-            if error[at] < new[j]:
-                new[j], begin[j] = error[at], at
-        best = new
+            error = (
+                best_error[:j]
+                + values[j - 1] * (running_count[j] - running_count[:j])
+                - (total[j] - total[:j])
+            )
+            best_index = int(np.argmin(error))
+            if error[best_index] < new_error[j]:
+                new_error[j], begin[j] = error[best_index], best_index
+        best_error = new_error
         begins.append(begin)
-    cuts, at = [n], n
+    cuts, best_index = [n], n
     for begin in reversed(begins):
-        at = int(begin[at])
-        if at < cuts[-1]:
-            cuts.append(at)
+        best_index = int(begin[best_index])
+        if best_index < cuts[-1]:
+            cuts.append(best_index)
     cuts.reverse()
     where = np.searchsorted(values[np.array(cuts[1:]) - 1], tokens)
     order = np.lexsort((np.arange(len(tokens)), -tokens))
     members = tuple(tuple(order[where[order] == k].tolist()) for k in range(len(cuts) - 1))
-    counted = np.array([-(-int(tokens[list(held)].sum()) // len(held)) for held in members])
-    longest = np.array([tokens[held[0]] for held in members])
+    mean_tokens = np.array(
+        [-(-int(tokens[list(bucket_members)].sum()) // len(bucket_members)) for bucket_members in members]
+    )
+    longest_tokens = np.array([tokens[bucket_members[0]] for bucket_members in members])
     everything = max(int(tokens.sum()), 1)
     return Buckets(
-        counted, members, *(float((row[where] - tokens).sum() / everything) for row in (counted, longest))
+        mean_tokens,
+        members,
+        *(float((row[where] - tokens).sum() / everything) for row in (mean_tokens, longest_tokens)),
     )
 
 
@@ -81,7 +91,9 @@ def _thin(values: IntArray, occurrences: IntArray) -> tuple[IntArray, IntArray]:
     # Half of those kept are spread over the values, half over the tokens: both tails are told apart.
     share = np.cumsum(values * occurrences)
     marks = np.linspace(0, share[-1], _FINE // 2)
-    kept = np.union1d(np.searchsorted(share, marks), np.linspace(0, len(values) - 1, _FINE // 2).astype(int))
-    kept = np.union1d(np.minimum(kept, len(values) - 1), [len(values) - 1])
-    starts = np.concatenate(([0], kept[:-1] + 1))
-    return values[kept], np.add.reduceat(occurrences, starts)
+    kept_index = np.union1d(
+        np.searchsorted(share, marks), np.linspace(0, len(values) - 1, _FINE // 2).astype(int)
+    )
+    kept_index = np.union1d(np.minimum(kept_index, len(values) - 1), [len(values) - 1])
+    starts = np.concatenate(([0], kept_index[:-1] + 1))
+    return values[kept_index], np.add.reduceat(occurrences, starts)

@@ -47,19 +47,19 @@ class GroupCost:
         A document is cut in causal pairs over all of its group; one on a group of 1 is whole.
         """
         tokens = np.asarray(lengths, dtype=np.int64)
-        whole = self.tables[0].diagonal_ns(tokens)
+        whole_ns = self.tables[0].diagonal_ns(tokens)
         rows = []
         for size, table in zip(self.sizes, self.tables, strict=True):
             if size == 1:
-                attention = whole.astype(np.float64)
+                attention = whole_ns.astype(np.float64)
             else:
                 chunk = -(-tokens // (2 * size))
                 tiles = -(-chunk // TILE) * TILE / np.maximum(chunk, 1)
                 keys = (2 * size - 1) * tokens // (2 * size)
-                attention = whole / size * tiles + 2 * table.segment + table.earlier_key * keys
+                attention = whole_ns / size * tiles + 2 * table.segment + table.earlier_key * keys
                 # Diagonals run while keys travel: 2 of the 2 x g chunks, each 1 / (2g)^2 of the pairs.
                 moved = table.exchange_row * tokens * (size - 1) / size
-                attention += np.maximum(moved - whole / (2 * size * size), 0.0)
+                attention += np.maximum(moved - whole_ns / (2 * size * size), 0.0)
             rows.append(attention)
         return np.array(rows)
 

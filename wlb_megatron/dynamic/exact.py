@@ -18,34 +18,36 @@ _UNIT = 1000
 
 
 def place_exactly(
-    problem: Problem, buckets: Buckets, most: int, hint: Placement | None, seconds: float
+    problem: Problem, buckets: Buckets, max_steps: int, hint: Placement | None, seconds: float
 ) -> Placement | None:
-    """The best placement found in at most `most` micro-steps and about `seconds` (deterministic time of one worker:
-    the same answer everywhere); None if none was found, or ortools is not installed."""
+    """The best placement found in at most `max_steps` micro-steps and about `seconds` (deterministic time of one
+    worker: the same answer everywhere); None if none was found, or ortools is not installed."""
     try:
         from ortools.sat.python import cp_model
     except ImportError:
         return None
     stage, counts = problem.stage, [len(members) for members in buckets.members]
-    longest = [problem.tokens[members[0]] for members in buckets.members]
+    longest_tokens = [problem.tokens[members[0]] for members in buckets.members]
     model = cp_model.CpModel()
     placed: list[list[dict[int, cp_model.IntVar]]] = []
     steps: list[list[cp_model.IntVar]] = []
     hinted = _counts(hint, buckets) if hint is not None else None
     for level, size in enumerate(stage.sizes):
         blocks = range(stage.ranks // size)
-        fitting = [k for k, most_tokens in enumerate(longest) if most_tokens <= stage.tokens[level]]
-        placed.append([{k: model.new_int_var(0, counts[k], "") for k in fitting} for _ in blocks])
-        steps.append([model.new_int_var(0, most, "") for _ in blocks])
+        fitting_buckets = [
+            k for k, most_tokens in enumerate(longest_tokens) if most_tokens <= stage.tokens[level]
+        ]
+        placed.append([{k: model.new_int_var(0, counts[k], "") for k in fitting_buckets} for _ in blocks])
+        steps.append([model.new_int_var(0, max_steps, "") for _ in blocks])
         for block in blocks:
-            row, opened = placed[level][block], steps[level][block]
+            row, open_steps = placed[level][block], steps[level][block]
             tokens = sum(int(buckets.tokens[k]) * variable for k, variable in row.items())
-            model.add(tokens <= stage.tokens[level] * opened)
-            big = [row[k] for k in fitting if 2 * buckets.tokens[k] > stage.tokens[level]]
+            model.add(tokens <= stage.tokens[level] * open_steps)
+            big = [row[k] for k in fitting_buckets if 2 * buckets.tokens[k] > stage.tokens[level]]
             if big:  # no two of them share a micro-step
-                model.add(sum(big) <= opened)
+                model.add(sum(big) <= open_steps)
             if hinted is not None and hint is not None:
-                model.add_hint(opened, len(hint.bins[level][block]))
+                model.add_hint(open_steps, len(hint.bins[level][block]))
                 for k, variable in row.items():
                     model.add_hint(variable, hinted[level][block].get(k, 0))
     for k, count in enumerate(counts):
@@ -57,7 +59,7 @@ def place_exactly(
     most_load = model.new_int_var(0, sum(c * u for c, u in zip(counts, unit[0], strict=True)) + 10**6, "")
     for rank in range(stage.ranks):
         path = [(level, rank // size) for level, size in enumerate(stage.sizes)]
-        model.add(sum(steps[level][block] for level, block in path) <= most)
+        model.add(sum(steps[level][block] for level, block in path) <= max_steps)
         load = sum(
             sum(unit[level][k] * variable for k, variable in placed[level][block].items())
             + -(-problem.opening[level] // _UNIT) * steps[level][block]
@@ -73,7 +75,7 @@ def place_exactly(
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     solution = [[{k: solver.value(v) for k, v in row.items()} for row in blocks] for blocks in placed]
-    return _deal(problem, buckets, most, solution)
+    return _deal(problem, buckets, max_steps, solution)
 
 
 def _counts(placement: Placement, buckets: Buckets) -> list[list[dict[int, int]]]:
@@ -91,10 +93,10 @@ def _counts(placement: Placement, buckets: Buckets) -> list[list[dict[int, int]]
 
 
 def _deal(
-    problem: Problem, buckets: Buckets, most: int, solution: list[list[dict[int, int]]]
+    problem: Problem, buckets: Buckets, max_steps: int, solution: list[list[dict[int, int]]]
 ) -> Placement | None:
     """Documents to blocks by these counts, longest buckets first; of a bucket the longest to the least loaded."""
-    placement = Placement(problem, most)
+    placement = Placement(problem, max_steps)
     for k in reversed(range(len(buckets.members))):
         places = [
             (level, block)

@@ -81,9 +81,9 @@ class Placement:
     """bins[level][block]: micro-steps of each block. load, steps: int64[ranks], nanoseconds and micro-steps of the
     blocks that hold a rank, which must stay at most `most`."""
 
-    def __init__(self, problem: Problem, most: int) -> None:
+    def __init__(self, problem: Problem, max_steps: int) -> None:
         stage = problem.stage
-        self.problem, self.most = problem, most
+        self.problem, self.most = problem, max_steps
         self.bins: list[list[list[Bin]]] = [[[] for _ in range(stage.ranks // size)] for size in stage.sizes]
         self.load = np.zeros(stage.ranks, dtype=np.int64)
         self.steps = np.zeros(stage.ranks, dtype=np.int64)
@@ -95,46 +95,46 @@ class Placement:
     def find_room(self, level: int, block: int, tokens: int) -> int:
         """The bin of the block with the least room that holds these tokens; one past the last where a new one may
         be opened; -1 where none can."""
-        best, least = -1, self.problem.stage.tokens[level] + 1
-        for at, bin_ in enumerate(self.bins[level][block]):
-            if tokens <= bin_.room < least:
-                best, least = at, bin_.room
-        if best >= 0 or tokens > self.problem.stage.tokens[level]:
-            return best
-        free = int(self.steps[self.ranks(level, block)].max()) < self.most
-        return len(self.bins[level][block]) if free else -1
+        best_index, least_room = -1, self.problem.stage.tokens[level] + 1
+        for bin_index, bin_ in enumerate(self.bins[level][block]):
+            if tokens <= bin_.room < least_room:
+                best_index, least_room = bin_index, bin_.room
+        if best_index >= 0 or tokens > self.problem.stage.tokens[level]:
+            return best_index
+        may_open = int(self.steps[self.ranks(level, block)].max()) < self.most
+        return len(self.bins[level][block]) if may_open else -1
 
-    def put(self, level: int, block: int, at: int, document: int) -> int:
+    def put(self, level: int, block: int, bin_index: int, document: int) -> int:
         """Place a document in a bin that `find_room` found; returns what the block's ranks pay for it."""
-        bins, held = self.bins[level][block], self.ranks(level, block)
+        bins, block_ranks = self.bins[level][block], self.ranks(level, block)
         paid = self.problem.prices[level][document]
-        if at == len(bins):
+        if bin_index == len(bins):
             bins.append(Bin(self.problem.stage.tokens[level]))
             paid += self.problem.opening[level]
-            self.steps[held] += 1
-        bins[at].room -= self.problem.tokens[document]
-        bins[at].documents.append(document)
-        self.load[held] += paid
+            self.steps[block_ranks] += 1
+        bins[bin_index].room -= self.problem.tokens[document]
+        bins[bin_index].documents.append(document)
+        self.load[block_ranks] += paid
         return paid
 
     def take(self, level: int, block: int, document: int) -> tuple[int, bool]:
         """Take a document off its block. Its bin closes when it is empty. Returns what `put_back` needs."""
-        bins, held = self.bins[level][block], self.ranks(level, block)
-        at = next(i for i, bin_ in enumerate(bins) if document in bin_.documents)
-        bins[at].documents.remove(document)
-        bins[at].room += self.problem.tokens[document]
-        self.load[held] -= self.problem.prices[level][document]
-        closed = not bins[at].documents
-        if closed:
-            del bins[at]
-            self.load[held] -= self.problem.opening[level]
-            self.steps[held] -= 1
-        return at, closed
+        bins, block_ranks = self.bins[level][block], self.ranks(level, block)
+        bin_index = next(i for i, bin_ in enumerate(bins) if document in bin_.documents)
+        bins[bin_index].documents.remove(document)
+        bins[bin_index].room += self.problem.tokens[document]
+        self.load[block_ranks] -= self.problem.prices[level][document]
+        was_last = not bins[bin_index].documents
+        if was_last:
+            del bins[bin_index]
+            self.load[block_ranks] -= self.problem.opening[level]
+            self.steps[block_ranks] -= 1
+        return bin_index, was_last
 
-    def put_back(self, level: int, block: int, document: int, taken: tuple[int, bool]) -> None:
+    def put_back(self, level: int, block: int, document: int, undo: tuple[int, bool]) -> None:
         """Undo `take`, if nothing else on the block has changed since: the same bin, opened again if it closed."""
-        at, closed = taken
-        self.put(level, block, len(self.bins[level][block]) if closed else at, document)
+        bin_index, was_last = undo
+        self.put(level, block, len(self.bins[level][block]) if was_last else bin_index, document)
 
     def time(self) -> int:
         """Nanoseconds until the last rank is done."""
@@ -147,11 +147,13 @@ class Placement:
         next_step = np.zeros(stage.ranks, dtype=np.int64)
         for level in reversed(range(len(stage.sizes))):
             for block, bins in enumerate(self.bins[level]):
-                held = self.ranks(level, block)
+                block_ranks = self.ranks(level, block)
                 for bin_ in bins:
-                    group = Group(held.start, held.stop - held.start, tuple(sorted(bin_.documents)))
-                    micro_steps[int(next_step[held.start])].append(group)
-                    next_step[held] += 1
+                    group = Group(
+                        block_ranks.start, block_ranks.stop - block_ranks.start, tuple(sorted(bin_.documents))
+                    )
+                    micro_steps[int(next_step[block_ranks.start])].append(group)
+                    next_step[block_ranks] += 1
         return StepPlan(
             stage.ranks, tuple(tuple(sorted(groups, key=lambda g: g.start)) for groups in micro_steps)
         )
@@ -161,9 +163,9 @@ def problem_of(
     tokens: Sequence[int], prices: IntArray, opening: tuple[int, ...], step_ns: int, stage: Stage
 ) -> Problem:
     """Raises ValueError where a document fits no group: Lmax is at least the window, so none should."""
-    longest = max(tokens, default=0)
-    if longest > max(stage.tokens):
+    longest_tokens = max(tokens, default=0)
+    if longest_tokens > max(stage.tokens):
         raise ValueError(
-            f"a document of {longest} tokens exceeds Lmax of {max(stage.tokens)}: raise --wlb-max-tokens"
+            f"a document of {longest_tokens} tokens exceeds Lmax of {max(stage.tokens)}: raise --wlb-max-tokens"
         )
     return Problem(stage, list(tokens), prices.tolist(), opening, step_ns)

@@ -34,16 +34,16 @@ class StepPlan:
         """Of every micro-step the rank's group; one of the rank alone, without documents, where it has none."""
         groups_of_rank = []
         for groups in self.micro_steps:
-            own = [group for group in groups if group.start <= rank < group.start + group.size]
-            groups_of_rank.append(own[0] if own else Group(rank, 1, ()))
+            own_groups = [group for group in groups if group.start <= rank < group.start + group.size]
+            groups_of_rank.append(own_groups[0] if own_groups else Group(rank, 1, ()))
         return groups_of_rank
 
     def encode(self) -> IntArray:
         """int64[n]: ranks, micro-steps, then of each group micro-step, start, size, documents and their count."""
         rows = [self.ranks, len(self.micro_steps)]
-        for at, groups in enumerate(self.micro_steps):
+        for number, groups in enumerate(self.micro_steps):
             for group in groups:
-                rows += [at, group.start, group.size, len(group.documents), *group.documents]
+                rows += [number, group.start, group.size, len(group.documents), *group.documents]
         return np.array(rows, dtype=np.int64)
 
     @staticmethod
@@ -51,11 +51,11 @@ class StepPlan:
         """The plan that `encode` wrote."""
         ranks, steps, *groups = np.asarray(rows, dtype=np.int64).tolist()
         micro_steps: list[list[Group]] = [[] for _ in range(steps)]
-        at = 0
-        while at < len(groups):
-            step, start, size, count = groups[at : at + 4]
-            micro_steps[step].append(Group(start, size, tuple(groups[at + 4 : at + 4 + count])))
-            at += 4 + count
+        offset = 0
+        while offset < len(groups):
+            step, start, size, count = groups[offset : offset + 4]
+            micro_steps[step].append(Group(start, size, tuple(groups[offset + 4 : offset + 4 + count])))
+            offset += 4 + count
         return StepPlan(ranks, tuple(map(tuple, micro_steps)))
 
 
@@ -64,12 +64,14 @@ def fixed_groups(plan: IterationPlan, context: int) -> StepPlan:
 
     Documents are numbered in the order of the grid, row by row.
     """
-    rows, at = [], 0
+    rows, document = [], 0
     for row in plan.micro_batches:
         groups = []
         for rank, micro_batch in enumerate(row):
-            groups.append(Group(rank * context, context, tuple(range(at, at + len(micro_batch.pieces)))))
-            at += len(micro_batch.pieces)
+            groups.append(
+                Group(rank * context, context, tuple(range(document, document + len(micro_batch.pieces))))
+            )
+            document += len(micro_batch.pieces)
         rows.append(tuple(groups))
     return StepPlan(len(plan.micro_batches[0]) * context, tuple(rows))
 
@@ -84,22 +86,22 @@ def in_multiples(plan: StepPlan, tokens: Sequence[int], multiple: int) -> StepPl
     steps = list(plan.micro_steps)
     while len(steps) % multiple:
         shared = [sum(tokens[d] for g in step if len(g.documents) > 1 for d in g.documents) for step in steps]
-        at = max(range(len(steps)), key=lambda m: (shared[m], -m), default=0)
-        if not steps or not shared[at]:
+        fullest = max(range(len(steps)), key=lambda m: (shared[m], -m), default=0)
+        if not steps or not shared[fullest]:
             steps.append(())
             continue
         halves: tuple[list[Group], list[Group]] = ([], [])
-        for group in steps[at]:
-            held: tuple[list[int], list[int]] = ([], [])
+        for group in steps[fullest]:
+            half_documents: tuple[list[int], list[int]] = ([], [])
             filled = [0, 0]
             for document in sorted(group.documents, key=lambda d: (-tokens[d], d)):
-                less = int(filled[1] < filled[0])
-                held[less].append(document)
-                filled[less] += tokens[document]
-            for half, documents in zip(halves, held, strict=True):
+                emptier = int(filled[1] < filled[0])
+                half_documents[emptier].append(document)
+                filled[emptier] += tokens[document]
+            for half, documents in zip(halves, half_documents, strict=True):
                 if documents:
                     half.append(Group(group.start, group.size, tuple(sorted(documents))))
-        steps[at : at + 1] = map(tuple, halves)
+        steps[fullest : fullest + 1] = map(tuple, halves)
     return StepPlan(plan.ranks, tuple(steps))
 
 
@@ -108,15 +110,15 @@ def finish_times(plan: StepPlan, times: Sequence[Sequence[int]], step_ns: int = 
 
     times[m][g]: nanoseconds of group g of micro-step m; step_ns: of a rank's padding where it has no group.
     """
-    done = np.zeros(plan.ranks, dtype=np.int64)
+    free_at = np.zeros(plan.ranks, dtype=np.int64)
     for groups, group_times in zip(plan.micro_steps, times, strict=True):
-        busy = np.zeros(plan.ranks, dtype=bool)
+        is_busy = np.zeros(plan.ranks, dtype=bool)
         for group, ns in zip(groups, group_times, strict=True):
-            held = slice(group.start, group.start + group.size)
-            done[held] = done[held].max() + ns
-            busy[held] = True
-        done[~busy] += step_ns
-    return done
+            group_ranks = slice(group.start, group.start + group.size)
+            free_at[group_ranks] = free_at[group_ranks].max() + ns
+            is_busy[group_ranks] = True
+        free_at[~is_busy] += step_ns
+    return free_at
 
 
 def validate(plan: StepPlan, lengths: npt.ArrayLike, stage: Stage) -> None:
@@ -129,18 +131,18 @@ def validate(plan: StepPlan, lengths: npt.ArrayLike, stage: Stage) -> None:
     if sorted(placed) != list(range(len(tokens))):
         raise ValueError(f"{len(placed)} documents are placed, not each of {len(tokens)} once")
     limit = dict(zip(stage.sizes, stage.tokens, strict=True))
-    for at, groups in enumerate(plan.micro_steps):
+    for number, groups in enumerate(plan.micro_steps):
         end = 0
         for group in groups:
             if group.size not in limit or group.start % group.size or group.start + group.size > plan.ranks:
                 raise ValueError(
-                    f"micro-step {at}: ranks {group.start} + {group.size} are no block of the stage"
+                    f"micro-step {number}: ranks {group.start} + {group.size} are no block of the stage"
                 )
             if group.start < end:
-                raise ValueError(f"micro-step {at}: rank {group.start} is in two groups")
+                raise ValueError(f"micro-step {number}: rank {group.start} is in two groups")
             end = group.start + group.size
-            held = int(tokens[list(group.documents)].sum())
-            if held > limit[group.size]:
+            group_tokens = int(tokens[list(group.documents)].sum())
+            if group_tokens > limit[group.size]:
                 raise ValueError(
-                    f"micro-step {at}: {held} tokens on {group.size} ranks, which hold {limit[group.size]}"
+                    f"micro-step {number}: {group_tokens} tokens on {group.size} ranks, which hold {limit[group.size]}"
                 )

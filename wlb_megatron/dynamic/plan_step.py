@@ -76,68 +76,70 @@ def plan_step(
     interleaved schedules take them. budget: seconds after which nothing more is tried than one placement: the clock
     decides then, so that one rank must plan for all. Raises ValueError where a document fits no group.
     """
-    until = time.monotonic() + budget
+    deadline = time.monotonic() + budget
     prices, opening = cost.prices(tokens), cost.opening()
     bound = problem_of(tokens, prices, opening, cost.step_ns, stage).bound
     stages = [stage] if pipeline == 1 else [stage.divided(parts) for parts in (1, 2, 4)]
     outcomes: list[Outcome] = []
     for divided in stages:
-        if outcomes and time.monotonic() > until:
+        if outcomes and time.monotonic() > deadline:
             break
         problem = problem_of(tokens, prices, opening, cost.step_ns, divided)
-        placement, source = _place(problem, seconds / len(stages), threads, until)
+        placement, source = _place(problem, seconds / len(stages), threads, deadline)
         plan = in_multiples(placement.plan(), tokens, multiple)
-        predicted = predicted_time(plan, tokens, cost, sharding, pipeline)
-        outcomes.append(Outcome(plan, source, placement.time(), bound, predicted, 0))
-    best = min(outcomes, key=lambda outcome: outcome.predicted)
+        predicted_ns = predicted_time(plan, tokens, cost, sharding, pipeline)
+        outcomes.append(Outcome(plan, source, placement.time(), bound, predicted_ns, 0))
+    best_outcome = min(outcomes, key=lambda outcome: outcome.predicted)
     if fixed is None:
-        return best
-    kept = predicted_time(fixed, tokens, cost, sharding, pipeline)
-    if kept <= best.predicted:
-        return replace(best, plan=fixed, source=FIXED, predicted=kept, fixed=kept)
-    return replace(best, fixed=kept)
+        return best_outcome
+    fixed_ns = predicted_time(fixed, tokens, cost, sharding, pipeline)
+    if fixed_ns <= best_outcome.predicted:
+        return replace(best_outcome, plan=fixed, source=FIXED, predicted=fixed_ns, fixed=fixed_ns)
+    return replace(best_outcome, fixed=fixed_ns)
 
 
-def _place(problem: Problem, seconds: float, threads: int, until: float) -> tuple[Placement, str]:
-    greedy = place_all_greedily(problem, until)
-    best = min(greedy.values(), key=Placement.time)
-    if best.time() > CLOSE * problem.bound:
-        improve_placement(best, until)
-    seconds = min(seconds, until - time.monotonic())
-    if seconds <= 0 or best.time() <= NEAR * problem.bound:
-        return best, GREEDY
+def _place(problem: Problem, seconds: float, threads: int, deadline: float) -> tuple[Placement, str]:
+    greedy = place_all_greedily(problem, deadline)
+    best_placement = min(greedy.values(), key=Placement.time)
+    if best_placement.time() > CLOSE * problem.bound:
+        improve_placement(best_placement, deadline)
+    seconds = min(seconds, deadline - time.monotonic())
+    if seconds <= 0 or best_placement.time() <= NEAR * problem.bound:
+        return best_placement, GREEDY
     solved = _place_by_solver(problem, greedy, seconds, threads)
-    if solved is not None and solved.time() < best.time():
+    if solved is not None and solved.time() < best_placement.time():
         return solved, SOLVER
-    return best, GREEDY
+    return best_placement, GREEDY
 
 
-def place_all_greedily(problem: Problem, until: float = math.inf) -> dict[int, Placement]:
+def place_all_greedily(problem: Problem, deadline: float = math.inf) -> dict[int, Placement]:
     """The best greedy placement of each number of micro-steps (the most allowed) at which one was found; one, if that
     takes until then (of time.monotonic)."""
     placements: dict[int, Placement] = {}
-    most = problem.least_steps()
+    max_steps = problem.least_steps()
     shares: tuple[float, ...] = SHARES
-    while len(placements) < MORE_STEPS and not (placements and time.monotonic() > until):
-        fitting = []
+    while len(placements) < MORE_STEPS and not (placements and time.monotonic() > deadline):
+        found_placements = []
         for share in shares:
-            placement = place_greedily(problem, most, share)
+            placement = place_greedily(problem, max_steps, share)
             if placement is not None:
                 if len(problem.tokens) <= FEW:
-                    improve_placement(placement, until)
-                fitting.append((placement.time(), share, placement))
-                if placement.time() <= CLOSE * problem.bound or time.monotonic() > until:
+                    improve_placement(placement, deadline)
+                found_placements.append((placement.time(), share, placement))
+                if placement.time() <= CLOSE * problem.bound or time.monotonic() > deadline:
                     break
-        most += 1
-        if not fitting:
+        max_steps += 1
+        if not found_placements:
             continue
-        fitting.sort(key=lambda item: item[:2])
-        best = fitting[0][2]
-        placements[most - 1] = best
-        if int(best.steps.max()) < most - 1 or best.time() <= CLOSE * problem.bound:
+        found_placements.sort(key=lambda item: item[:2])
+        best_placement = found_placements[0][2]
+        placements[max_steps - 1] = best_placement
+        if int(best_placement.steps.max()) < max_steps - 1 or best_placement.time() <= CLOSE * problem.bound:
             break  # more micro-steps than it uses change nothing
-        if len(fitting) == len(shares):  # none for lack of room: what served best serves for one more
-            shares = tuple(share for _, share, _ in fitting[:2])
+        if len(found_placements) == len(
+            shares
+        ):  # none for lack of room: what served best serves for one more
+            shares = tuple(share for _, share, _ in found_placements[:2])
     return placements
 
 
@@ -156,7 +158,10 @@ def _place_by_solver(
     with ThreadPoolExecutor(threads) as pool:
         solved = list(
             pool.map(
-                lambda most: place_exactly(problem, buckets, most, greedy.get(most), seconds_each), counts
+                lambda max_steps: place_exactly(
+                    problem, buckets, max_steps, greedy.get(max_steps), seconds_each
+                ),
+                counts,
             )
         )
     placements = [solution for solution in solved if solution is not None]
@@ -169,14 +174,14 @@ SHARES = (1.0, 1.15, 1.4, 0.75, 0.5, 0.3, 0.15)
 """Of the bound, what one document may cost a rank: tried one after another, the best plan counts."""
 
 
-def place_greedily(problem: Problem, most: int, share: float) -> Placement | None:
-    """A placement in at most `most` micro-steps, or None if the documents did not fit.
+def place_greedily(problem: Problem, max_steps: int, share: float) -> Placement | None:
+    """A placement in at most `max_steps` micro-steps, or None if the documents did not fit.
 
     Each document takes the smallest block that holds it and on which it costs at most `share` of the bound (or the
     one on which it costs least). Larger blocks are filled first, each with the longest documents first, so that
     when a size's turn comes all ranks of a block are equally loaded.
     """
-    placement = Placement(problem, most)
+    placement = Placement(problem, max_steps)
     patience = 16 + problem.stage.ranks // 16
     for level, documents in reversed(list(enumerate(_by_level(problem, int(share * problem.bound))))):
         queue = _Blocks(placement, level)
@@ -190,14 +195,14 @@ def place_greedily(problem: Problem, most: int, share: float) -> Placement | Non
     return placement
 
 
-def _by_level(problem: Problem, allowed: int) -> list[list[int]]:
+def _by_level(problem: Problem, max_price: int) -> list[list[int]]:
     """Documents of each size of block, longest first."""
-    prices, held = problem.price_array, problem.fitting
-    quick = held & (prices <= allowed)
-    least = np.where(held, prices, np.iinfo(np.int64).max).argmin(axis=0)
-    chosen = np.where(quick.any(axis=0), quick.argmax(axis=0), least)
+    prices, fits = problem.price_array, problem.fitting
+    quick = fits & (prices <= max_price)
+    cheapest = np.where(fits, prices, np.iinfo(np.int64).max).argmin(axis=0)
+    level_of = np.where(quick.any(axis=0), quick.argmax(axis=0), cheapest)
     order = np.argsort(-np.array(problem.tokens), kind="stable")
-    return [order[chosen[order] == level].tolist() for level in range(len(problem.stage.sizes))]
+    return [order[level_of[order] == level].tolist() for level in range(len(problem.stage.sizes))]
 
 
 class _Blocks:
@@ -219,9 +224,9 @@ class _Blocks:
             heapq.heappush(self._open, heapq.heappop(self._full)[1:])
         while self._open:
             load, block = heapq.heappop(self._open)
-            at = placement.find_room(level, block, tokens)
-            if at >= 0:
-                heapq.heappush(self._open, (load + placement.put(level, block, at, document), block))
+            bin_index = placement.find_room(level, block, tokens)
+            if bin_index >= 0:
+                heapq.heappush(self._open, (load + placement.put(level, block, bin_index, document), block))
                 return True
             room = max((bin_.room for bin_ in placement.bins[level][block]), default=-1)
             heapq.heappush(self._full, (-room, load, block))
@@ -231,8 +236,8 @@ class _Blocks:
 def _place_above(placement: Placement, level: int, document: int) -> bool:
     """On a larger block, where no block of the wanted size has room."""
     return any(
-        _Blocks(placement, above).place(document)
-        for above in range(level + 1, len(placement.problem.stage.sizes))
+        _Blocks(placement, larger).place(document)
+        for larger in range(level + 1, len(placement.problem.stage.sizes))
     )
 
 
@@ -253,12 +258,12 @@ def group_times(
     """Nanoseconds of each group's micro-step: its slowest rank's attention, its tokens, and what any takes."""
     times = [0] * len(groups)
     for size, table in zip(cost.sizes, cost.tables, strict=True):
-        chosen = [at for at, group in enumerate(groups) if group.size == size]
-        if not chosen:
+        of_size = [index for index, group in enumerate(groups) if group.size == size]
+        if not of_size:
             continue
-        lengths = [[tokens[d] for d in groups[at].documents] for at in chosen]
+        lengths = [[tokens[d] for d in groups[index].documents] for index in of_size]
         plans = shard_all([padded(row, size) for row in lengths], size, sharding, table)
         attention = predict_all(plans, table).max(axis=1).tolist()
-        for at, plan, ns in zip(chosen, plans, attention, strict=True):
-            times[at] = ns + round(cost.token_ns * plan.tokens / size) + cost.step_ns
+        for index, plan, ns in zip(of_size, plans, attention, strict=True):
+            times[index] = ns + round(cost.token_ns * plan.tokens / size) + cost.step_ns
     return times

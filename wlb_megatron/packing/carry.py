@@ -58,27 +58,32 @@ def take_up(planner: Planner, samples: int, state: Mapping[str, Any], *, next_ep
     assert isinstance(stream, DocumentStream)
     now = stream.state()
     saved = state["stream"]
-    places, moves, begun = _places(saved, now["fingerprint"], next_epoch)
+    places, moves, begun_places = _places(saved, now["fingerprint"], next_epoch)
     rules, window = saved["fingerprint"], now["fingerprint"]["window"]
-    kept: list[Piece] = []
-    lost: list[Piece] = []
+    kept_pieces: list[Piece] = []
+    lost_pieces: list[Piece] = []
     for piece in waiting_in(state):
         move = next((move for move in moves if move.first <= piece.document < move.end), None)
         if move is None:
-            lost.append(piece)
+            lost_pieces.append(piece)
         else:
             moved = piece._replace(document=piece.document + move.further)
-            kept += _cut(moved, window)
-    for number, place in begun.items():
+            kept_pieces += _cut(moved, window)
+    for number, place in begun_places.items():
         how = {name: rules[name] for name in ("window", "overlong")}
         for piece in stream.rest_of_place(number, place, saved["version"], **how):
-            kept += _cut(piece, window)
+            kept_pieces += _cut(piece, window)
     stream.load_state({**now, "version": VERSION, "corpora": places})
-    planner.begin_at(samples, kept, state.get("trained"))
-    known = len(moves)
+    planner.begin_at(samples, kept_pieces, state.get("trained"))
+    known_count = len(moves)
     on = sum(place["cursor"] > 0 or place["resume"] > 0 for place in places)
     return Carried(
-        tuple(kept), tuple(lost), on, known - on, len(places) - known, len(saved["corpora"]) - known
+        tuple(kept_pieces),
+        tuple(lost_pieces),
+        on,
+        known_count - on,
+        len(places) - known_count,
+        len(saved["corpora"]) - known_count,
     )
 
 
@@ -94,22 +99,24 @@ def _places(
     """Where each corpus of the fingerprint `now` continues, as in a stream's state, where its documents moved, and the
     saved places, by number of the corpus, of which the rest is to come in old pieces."""
     before, rules = saved["fingerprint"]["corpora"], saved["fingerprint"]
-    positions = [row.get("position", at) for at, row in enumerate(saved["corpora"])]
-    free, left = 1 + max(positions), list(range(len(before)))
-    places, moves, begun = [], [], {}
+    positions = [row.get("position", number) for number, row in enumerate(saved["corpora"])]
+    next_position, unmatched = 1 + max(positions), list(range(len(before)))
+    places, moves, begun_places = [], [], {}
     for corpus in now["corpora"]:
-        same = [at for at in left if all(before[at][name] == corpus[name] for name in _CORPUS)]
-        if not same:
-            new = dict.fromkeys(
+        matches = [
+            number for number in unmatched if all(before[number][name] == corpus[name] for name in _CORPUS)
+        ]
+        if not matches:
+            new_place = dict.fromkeys(
                 ("epoch", "cursor", "resume", "tokens", "empty", "overlong", "lost_tokens"), 0
             )
-            places.append(new | {"position": free})
-            free += 1
+            places.append(new_place | {"position": next_position})
+            next_position += 1
             continue
-        at = same[0]
-        left.remove(at)
-        moves.append(_moved(before[at], corpus))
-        place = {**saved["corpora"][at], "tokens": 0, "position": positions[at]}
+        number = matches[0]
+        unmatched.remove(number)
+        moves.append(_moved(before[number], corpus))
+        place = {**saved["corpora"][number], "tokens": 0, "position": positions[number]}
         in_order = rules["seed"] == now["seed"]
         cut_alike = saved["version"] == VERSION and all(
             rules[name] == now[name] for name in ("window", "overlong")
@@ -118,18 +125,21 @@ def _places(
             in_epoch = place["cursor"] > 0 or place["resume"] > 0
             place |= {"epoch": place["epoch"] + in_epoch, "cursor": 0, "resume": 0, "earlier": []}
         elif not cut_alike:
-            begun[len(places)] = place
+            begun_places[len(places)] = place
             place = _with_another_window(place, saved)
         places.append(place)
-    return places, moves, begun
+    return places, moves, begun_places
 
 
 def _with_another_window(place: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """The place after this one, with the windows that its epoch has begun with."""
     rules, end = saved["fingerprint"], place["cursor"] + (place["resume"] > 0)
-    spread = saved["version"] >= 3 and rules["seed"] is not None and rules["overlong"] in ("split", "chunk")
-    earlier = [*place.get("earlier", ()), *([(end, rules["window"] if spread else WHOLE)] if end else ())]
-    return {**place, "cursor": end, "resume": 0, "earlier": earlier}
+    spreads = saved["version"] >= 3 and rules["seed"] is not None and rules["overlong"] in ("split", "chunk")
+    earlier_windows = [
+        *place.get("earlier", ()),
+        *([(end, rules["window"] if spreads else WHOLE)] if end else ()),
+    ]
+    return {**place, "cursor": end, "resume": 0, "earlier": earlier_windows}
 
 
 def _moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> _Move:
@@ -140,4 +150,4 @@ def _moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> _Move:
 def _cut(piece: Piece, window: int) -> Sequence[Piece]:
     """The piece, cut into pieces of a window."""
     starts = range(piece.start, piece.end, window)
-    return [piece._replace(start=at, end=min(at + window, piece.end)) for at in starts]
+    return [piece._replace(start=start, end=min(start + window, piece.end)) for start in starts]

@@ -58,10 +58,10 @@ def began_otherwise(config: WlbConfig, packer: Packer, saved: Mapping[str, Any])
         return None
     now = chosen(config, packer)
     auto = config.chunks == "auto" and config.overlong != "chunk" and config.cp_mode == "fixed"
-    other = auto and saved.get("chunks", now["chunks"]) != now["chunks"]
-    if other:
+    changed = auto and saved.get("chunks", now["chunks"]) != now["chunks"]
+    if changed:
         config = replace(config, chunks="on" if saved["chunks"] else "off")
-    return config if other or (now["keeps_layers"] and not saved.get("keeps_layers")) else None
+    return config if changed or (now["keeps_layers"] and not saved.get("keeps_layers")) else None
 
 
 def keep(config: WlbConfig, packer: Packer, saved: Mapping[str, Any]) -> tuple[WlbConfig, list[str]]:

@@ -60,8 +60,8 @@ def make_packer(job: PackingJob) -> Packer:
         raise WlbError(f"max_documents must be at least 1, got {config.max_documents}")
     per_window = read_per_window(config.micro_batches_per_window)
     if job.sample:
-        most = most_per_window(job.ranks.law(job.cost), 1 if entry.fixed_windows else per_window)
-        if warning := too_many_documents(job.sample, job.window, config.max_documents, most):
+        per_window_limit = most_per_window(job.ranks.law(job.cost), 1 if entry.fixed_windows else per_window)
+        if warning := too_many_documents(job.sample, job.window, config.max_documents, per_window_limit):
             job.say(warning)
     if entry.fixed_windows:
         _refuse_with_fixed_windows(job, per_window)
@@ -75,11 +75,11 @@ def make_packer(job: PackingJob) -> Packer:
 
 def _refuse_with_fixed_windows(job: PackingJob, per_window: float | None) -> None:
     config = job.config
-    for asked, flag in (
+    for is_asked, flag in (
         (config.chunks == "on", "--wlb-chunks on"),
         (config.overlong == "chunk", "--wlb-overlong chunk"),
     ):
-        if asked:
+        if is_asked:
             raise WlbError(f"{flag} needs --wlb-packing varlen, not {config.packing}: change one of them")
     if per_window not in (None, 1):
         raise WlbError(
@@ -101,12 +101,12 @@ def make_varlen(job: PackingJob) -> Packer:
         read_spread(config.batch_spread),
     )
 
-    def whole(few: Limits, on: Ranks, thresholds: Sequence[int]) -> VarlenPacker:
+    def whole(whole_limits: Limits, on: Ranks, thresholds: Sequence[int]) -> VarlenPacker:
         capacity = lmax(config, window, alignment)
-        few = replace(few, capacity=capacity, max_delay=max_delay)
+        whole_limits = replace(whole_limits, capacity=capacity, max_delay=max_delay)
         return VarlenPacker(
             job.cost,
-            few,
+            whole_limits,
             thresholds,
             on,
             per_window=per_window,
@@ -116,11 +116,11 @@ def make_varlen(job: PackingJob) -> Packer:
             adopt_capacity=job.adopt_max_tokens // alignment * alignment,
         )
 
-    short = with_chunks(limits, config.max_tokens, alignment)
+    chunk_limits = with_chunks(limits, config.max_tokens, alignment)
     usual = rule_of_thumb(window) if thresholds_set is None else thresholds_set
-    chunks, why = choose_chunks(job, short, partial(whole, thresholds=usual))
+    chunks, why = choose_chunks(job, chunk_limits, partial(whole, thresholds=usual))
     say(f"documents in chunks: {'yes' if chunks else 'no'} ({why})")
-    if chunks and short.capacity * MOST_PER_WINDOW < window:
+    if chunks and chunk_limits.capacity * MOST_PER_WINDOW < window:
         raise WlbError(
             f"--wlb-max-tokens {config.max_tokens} cuts a window into more than {MOST_PER_WINDOW} micro-batches: set "
             f"it to {-(-window // (MOST_PER_WINDOW * alignment)) * alignment} or more"
@@ -136,13 +136,15 @@ def make_varlen(job: PackingJob) -> Packer:
             "steps above it are only counted; leave it out, or add --wlb-chunks off"
         )
     if chunks:
-        return ChunkPacker(job.cost, short, ranks, per_window=per_window, longest=job.longest or window)
+        return ChunkPacker(
+            job.cost, chunk_limits, ranks, per_window=per_window, longest_tokens=job.longest or window
+        )
     if thresholds_set is None and job.sample is not None:
         limits = replace(limits, capacity=lmax(config, window, alignment))
         usual = find_thresholds(job.sample, job.cost, limits, ranks, per_window).thresholds
     if job.sample and max_delay:
-        few = replace(limits, bins=min(limits.bins // ranks.dp, MOST_BINS))
-        warning = unpaired(job.sample, window, whole(few, ranks._replace(dp=1), usual))
+        few_limits = replace(limits, bins=min(limits.bins // ranks.dp, MOST_BINS))
+        warning = unpaired(job.sample, window, whole(few_limits, ranks._replace(dp=1), usual))
         if warning:
             say(warning)
     return whole(limits, ranks, usual)

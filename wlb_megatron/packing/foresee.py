@@ -44,21 +44,24 @@ def too_small(lengths: Lengths, step_tokens: int) -> str | None:
     )
 
 
-def too_many_documents(sample: Sequence[int], window: int, most: int, per_window: float) -> str | None:
+def too_many_documents(
+    sample: Sequence[int], window: int, max_documents: int, per_window: float
+) -> str | None:
     """A warning if documents are so short that the limit on documents leaves micro-batches nearly empty, else None.
 
-    sample: lengths of documents (tokens). most: documents per micro-batch. per_window: the most micro-batches per
-    window. Example: documents of 2 tokens, windows of 100 and 10 documents per micro-batch: 20 % of the tokens asked
-    for.
+    sample: lengths of documents (tokens). max_documents: documents per micro-batch. per_window: the most micro-batches
+    per window. Example: documents of 2 tokens, windows of 100 and 10 documents per micro-batch: 20 % of the tokens
+    asked for.
     """
     mean = float(np.mean(np.asarray(sample)))
-    share = mean * most * per_window / window
+    share = mean * max_documents * per_window / window
     if share >= LEAST:
         return None
+    enough = int(window / mean) + 1
     return (
         f"WARNING: at most {share:.1%} of the tokens asked for train in a step: documents have {mean:.1f} tokens in "
-        f"mean, and a micro-batch holds {most:,} of them; set --wlb-max-documents to {int(window / mean) + 1:,}, or "
-        "shorten --seq-length"
+        f"mean, and a micro-batch holds {max_documents:,} of them; set --wlb-max-documents to {enough:,}, or shorten "
+        "--seq-length"
     )
 
 
@@ -74,11 +77,11 @@ def unpaired(sample: Sequence[int], window: int, packer: VarlenPacker) -> str | 
     if large.sum() < (1 - LEAST) * lengths.sum():
         return None
     planner = Planner(Repeated(lengths), packer, global_tokens=packer.bins * window)
-    trained = []
+    trained_tokens = []
     for _ in range(SETTLE + COUNTED):
         planner.next_iteration()
-        trained.append(planner.trained)
-    share = (trained[-1] - trained[-1 - COUNTED]) / (COUNTED * planner.global_tokens)
+        trained_tokens.append(planner.trained)
+    share = (trained_tokens[-1] - trained_tokens[-1 - COUNTED]) / (COUNTED * planner.global_tokens)
     if share >= LEAST:
         return None
     return (

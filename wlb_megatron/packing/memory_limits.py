@@ -88,15 +88,15 @@ class GpuMemory:
         return first, last
 
     def _room(self, stage: int) -> StageRoom:
-        held, context = self.stage(stage), self.layout.context
-        chunks = held.chunks
-        more = sum(chunk.more()[-1] + chunk.switched for chunk in chunks)
+        stage_held, context = self.stage(stage), self.layout.context
+        chunks = stage_held.chunks
+        more_bytes = sum(chunk.more()[-1] + chunk.switched for chunk in chunks)
         return StageRoom(
             available=self.available(stage) * context,
-            floor=sum(chunk.floor for chunk in chunks) + held.ends,
-            more=more,
-            working=max(held.loss, *(chunk.working for chunk in chunks)),
-            keys=held.keys * sum(chunk.keyed for chunk in chunks),
+            floor=sum(chunk.floor for chunk in chunks) + stage_held.ends,
+            more=more_bytes,
+            working=max(stage_held.loss, *(chunk.working for chunk in chunks)),
+            keys=stage_held.keys * sum(chunk.keyed for chunk in chunks),
         )
 
     def whole(self) -> int:
@@ -111,26 +111,28 @@ class GpuMemory:
     def in_chunks(self) -> int:
         """The same with documents in chunks, none longer than the window; at most what a plan with chunks uses."""
         flying = held(self.window, self.layout.micro_batches, micro_batches_in_flight(self.layout))
-        fitting = fit_chunks(
+        fitting_tokens = fit_chunks(
             *(self.shape, self.layout, self.size),
             margin=self.margin,
             held=flying,
             document=self.window,
             alignment=self.alignment,
         )
-        return min(fitting, chunk_capacity(self.window, None, self.alignment))
+        return min(fitting_tokens, chunk_capacity(self.window, None, self.alignment))
 
-    def needed(self, config: WlbConfig, longest: int) -> tuple[int, int]:
+    def needed(self, config: WlbConfig, longest_tokens: int) -> tuple[int, int]:
         """Bytes that the fullest GPU needs at most: (with chunks, with whole documents).
 
-        longest: tokens of the longest document in chunks. Whole documents are counted at the settings' Lmax (0: they
-        are not trained).
+        longest_tokens: tokens of the longest document in chunks. Whole documents are counted at the settings' Lmax (0:
+        they are not trained).
         """
         chunked = chunked_bytes(
             *(self.shape, self.layout),
             longest=chunk_capacity(self.window, config.max_tokens, self.alignment),
-            held=held(self.window, self.layout.micro_batches, micro_batches_in_flight(self.layout), longest),
-            document=max(self.window, longest),
+            held=held(
+                self.window, self.layout.micro_batches, micro_batches_in_flight(self.layout), longest_tokens
+            ),
+            document=max(self.window, longest_tokens),
         )
         if not holds_whole(config, self.window, self.alignment):
             return chunked, 0
@@ -138,12 +140,12 @@ class GpuMemory:
 
 
 def with_lmax(
-    config: WlbConfig, memory: GpuMemory | None, window: int, refused: Sequence[tuple[str, str]]
+    config: WlbConfig, memory: GpuMemory | None, window: int, no_chunks: Sequence[tuple[str, str]]
 ) -> WlbConfig:
     """The settings with Lmax filled in: 1.5 windows, or what fits if that is less. A given value stays.
 
     If not even 1.25 windows fit, micro-batches are shorter and documents train in chunks, if they can; else WlbError.
-    memory: None: ignore memory. refused: settings that cannot be combined with chunks.
+    memory: None: ignore memory. no_chunks: settings that cannot be combined with chunks.
     """
     if config.max_tokens is not None:
         return config
@@ -153,15 +155,15 @@ def with_lmax(
     try:
         return replace(config, max_tokens=min(usual, memory.whole()))
     except WlbError:
-        shorter = 0 if _whole_alone(config, refused) else memory.in_chunks()
+        shorter = 0 if _whole_alone(config, no_chunks) else memory.in_chunks()
         if shorter * LEAST_CHUNK < window:
             raise
         return replace(config, max_tokens=shorter)
 
 
-def _whole_alone(config: WlbConfig, refused: Sequence[tuple[str, str]]) -> bool:
+def _whole_alone(config: WlbConfig, no_chunks: Sequence[tuple[str, str]]) -> bool:
     off = config.chunks == "off" or config.fixed_windows
-    return off or bool(settings_refused(config)) or bool(refused)
+    return off or bool(settings_refused(config)) or bool(no_chunks)
 
 
 def no_memory_for_chunks(config: WlbConfig, memory: GpuMemory | None) -> list[tuple[str, str]]:
@@ -173,31 +175,32 @@ def no_memory_for_chunks(config: WlbConfig, memory: GpuMemory | None) -> list[tu
     """
     if config.chunks != "auto" or config.overlong == "chunk" or memory is None:
         return []
-    chunked, whole = memory.needed(config, memory.window)
-    if not whole or chunked <= max(whole, memory.room):
+    chunked, whole_bytes = memory.needed(config, memory.window)
+    if not whole_bytes or chunked <= max(whole_bytes, memory.room):
         return []
     peaks = (
         f"a peak of {chunked / GIB:.1f} GiB on a GPU with {memory.room / GIB:.1f} to use, where whole documents need "
-        f"{whole / GIB:.1f}"
+        f"{whole_bytes / GIB:.1f}"
     )
     return [(f"{peaks}: --wlb-chunks on allows it", "use fewer key heads (--num-query-groups)")]
 
 
-def describe_memory(config: WlbConfig, memory: GpuMemory, longest: int, *, chunks: bool) -> str:
+def describe_memory(config: WlbConfig, memory: GpuMemory, longest_tokens: int, *, chunks: bool) -> str:
     """A line for people: how much of a GPU's memory it takes to make more micro-batches than windows.
 
-    longest: tokens of the longest document. chunks: whether long documents train in chunks. Whole documents free
+    longest_tokens: tokens of the longest document. chunks: whether long documents train in chunks. Whole documents free
     nothing: a micro-batch may still have Lmax tokens, and as many of these run at once as with one per window
     (arrange.py).
     """
-    chunked, whole = (needed / GIB for needed in memory.needed(config, longest))
-    begun = "memory of the fullest GPU, at most"
-    if chunks and not whole:
-        return f"{begun}: {chunked:.1f} GiB; whole documents do not fit"
+    chunked_gib, whole_gib = (size / GIB for size in memory.needed(config, longest_tokens))
+    start = "memory of the fullest GPU, at most"
+    if chunks and not whole_gib:
+        return f"{start}: {chunked_gib:.1f} GiB; whole documents do not fit"
     if chunks:
-        freed = f"{'free' if chunked < whole else 'add'} {abs(whole - chunked):.1f}"
-        return f"{begun}: {chunked:.1f} GiB, with whole documents {whole:.1f}, so chunks {freed}"
-    return f"{begun}: {whole:.1f} GiB, however many micro-batches: each may hold {lmax(config, memory.window):,} tokens"
+        freed = f"{'free' if chunked_gib < whole_gib else 'add'} {abs(whole_gib - chunked_gib):.1f}"
+        return f"{start}: {chunked_gib:.1f} GiB, with whole documents {whole_gib:.1f}, so chunks {freed}"
+    tokens = lmax(config, memory.window)
+    return f"{start}: {whole_gib:.1f} GiB, however many micro-batches: each may hold {tokens:,} tokens"
 
 
 def lmax(config: WlbConfig, window: int) -> int:

@@ -77,15 +77,17 @@ class Planner:
         self._waiting = packer.waiting  # after the last plan
         self._ended = False
 
-    def begin_at(self, samples: int, waiting: Sequence[Piece] = (), trained: int | None = None) -> None:
+    def begin_at(
+        self, samples: int, first_pieces: Sequence[Piece] = (), trained_tokens: int | None = None
+    ) -> None:
         """Begins an order in a run that has trained `samples` samples of another one; batches have the size due
         there.
 
-        waiting: pieces that come before the stream's. trained: tokens so far, if known.
+        first_pieces: pieces that come before the stream's. trained_tokens: tokens so far, if known.
         """
         self.samples, self.taken, self.began = samples, self._tokens(samples), samples
-        self.trained = self.taken if trained is None else trained
-        self._put_back = deque(waiting)
+        self.trained = self.taken if trained_tokens is None else trained_tokens
+        self._put_back = deque(first_pieces)
         if self.packer.waiting:  # of a state that was loaded before
             self.packer.load_state({**self.packer.state(), "waiting": [], "planned": []})
         self._waiting = self.packer.waiting
@@ -101,56 +103,65 @@ class Planner:
             return None
         grid, put_back = self.packer.pack(self.iteration, arrived, batch, self._ended)
         while last and (put_back or self.packer.waiting):
-            more, put_back = self.packer.pack(self.iteration, put_back, batch, True)
-            grid += more
+            more_rows, put_back = self.packer.pack(self.iteration, put_back, batch, True)
+            grid += more_rows
         if put_back:
-            refused = frozenset(put_back)
-            arrived = [piece for piece in arrived if piece not in refused]
+            refused_pieces = frozenset(put_back)
+            arrived = [piece for piece in arrived if piece not in refused_pieces]
             self._put_back.extendleft(reversed(put_back))
             self.put_back += len(put_back)
-        waiting = self.packer.waiting
-        trained = audit(self.packer, self.iteration, [*self._waiting, *arrived], grid, waiting)
+        waiting_now = self.packer.waiting
+        trained_tokens = audit(self.packer, self.iteration, [*self._waiting, *arrived], grid, waiting_now)
         tokens = [[micro_batch.tokens for micro_batch in column] for column in zip(*grid, strict=True)]
         works, together = zip(*(_works_and_groups(column) for column in zip(*grid, strict=True)), strict=True)
         plan = IterationPlan(
             self.iteration,
             tuple(arrived),
             grid,
-            waiting,
+            waiting_now,
             predicted=self.packer.law.step(works, together, tokens),
             ideal=self.packer.law.ideal(sum(map(sum, works)) // len(works)),
         )
-        self._waiting = waiting
+        self._waiting = waiting_now
         self.iteration += 1
         self.samples += batch.bins
-        self.trained += trained
-        spread = self.packer.batch_spread
-        self.above_spread += spread is not None and 100 * trained > spread * self._tokens(batch.bins)
+        self.trained += trained_tokens
+        spread_percent = self.packer.batch_spread
+        self.above_spread += (
+            spread_percent is not None and 100 * trained_tokens > spread_percent * self._tokens(batch.bins)
+        )
         return plan
 
     def _next_batch(self) -> Batch:
-        due = self.iteration >= self._supplied
-        count = self.schedule.alike(self.samples, self.packer.intake_batches) if due else 0
+        is_due = self.iteration >= self._supplied
+        count = self.schedule.alike(self.samples, self.packer.intake_batches) if is_due else 0
         return Batch(self.schedule.size(self.samples), count)
 
     def _take_in(self, batch: Batch, *, all_left: bool = False) -> list[Piece]:
         arrived: list[Piece] = []
         self._supplied += batch.iterations
         goal = self._tokens(self.samples + batch.bins * batch.iterations)
-        most = batch.bins * batch.iterations * self.packer.most_pieces
+        piece_limit = batch.bins * batch.iterations * self.packer.most_pieces
         # Bound to local names, because this runs for every piece.
-        taken, again, following, arrive = self.taken, self._put_back, self.stream.next, arrived.append
-        while taken < goal or all_left:
-            if len(arrived) >= most and not all_left:  # the stream runs slower, as when pieces are put back
-                taken = goal
+        taken_tokens, returned, following, arrive = (
+            self.taken,
+            self._put_back,
+            self.stream.next,
+            arrived.append,
+        )
+        while taken_tokens < goal or all_left:
+            if (
+                len(arrived) >= piece_limit and not all_left
+            ):  # the stream runs slower, as when pieces are put back
+                taken_tokens = goal
                 break
-            piece = again.popleft() if again else following()
+            piece = returned.popleft() if returned else following()
             if piece is None:
                 self._ended = True
                 break
             arrive(piece)
-            taken += piece[3] - piece[2]
-        self.taken = taken
+            taken_tokens += piece[3] - piece[2]
+        self.taken = taken_tokens
         return arrived
 
     def _tokens(self, samples: int) -> int:
@@ -163,7 +174,7 @@ class Planner:
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """What `state` returns now, made when called: cheap to take in each iteration."""
         packer = self.packer.snapshot()
-        rest = {
+        own_state = {
             "version": STATE_VERSION,
             "iteration": self.iteration,
             "samples": self.samples,
@@ -179,7 +190,7 @@ class Planner:
             "batches": [list(step) for step in self.schedule.steps],
             "stream": self.stream.state(),
         }
-        return lambda: {**rest, "packer": packer()}
+        return lambda: {**own_state, "packer": packer()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continues after the iteration at which `state` was taken. Raises ValueError if it does not fit.
@@ -196,14 +207,14 @@ class Planner:
                 f"the saved plan has windows of {state['sample_tokens']} tokens, this run of {self._tokens(1)}: keep "
                 "--seq-length and --micro-batch-size"
             )
-        saved = BatchSchedule(tuple((int(at), int(size)) for at, size in state["batches"]))
-        samples, ahead = int(state["samples"]), int(state["supplied"]) - int(state["iteration"])
-        known = samples + ahead * saved.size(samples)
-        if saved.before(known) != self.schedule.before(known):
+        saved = BatchSchedule(tuple((int(start), int(size)) for start, size in state["batches"]))
+        samples, intake_ahead = int(state["samples"]), int(state["supplied"]) - int(state["iteration"])
+        known_samples = samples + intake_ahead * saved.size(samples)
+        if saved.before(known_samples) != self.schedule.before(known_samples):
             raise WlbError(
                 f"the saved plan had global batches of {_describe(saved)}, this run has "
                 f"{_describe(self.schedule)}: keep "
-                f"--global-batch-size or --step-batch-size-schedule as they were up to sample {known}"
+                f"--global-batch-size or --step-batch-size-schedule as they were up to sample {known_samples}"
             )
         self.stream.load_state(state["stream"])
         self.packer.load_state(state["packer"])
@@ -212,8 +223,10 @@ class Planner:
         self.samples = samples
         self.taken = int(state["taken"])
         self._waiting = self.packer.waiting
-        waiting = sum(piece.tokens for piece in self._waiting)
-        self.trained = int(state.get("trained", self.taken - waiting))  # states saved before it was counted
+        waiting_tokens = sum(piece.tokens for piece in self._waiting)
+        self.trained = int(
+            state.get("trained", self.taken - waiting_tokens)
+        )  # states saved before it was counted
         self.above_spread = int(state.get("above_spread", 0))
         self._supplied = int(state["supplied"])
         self._ended = (
@@ -233,4 +246,6 @@ def _works_and_groups(column: Sequence[MicroBatch]) -> tuple[list[int], tuple[in
 
 def _describe(schedule: BatchSchedule) -> str:
     """4, or 2, from sample 100 on 4."""
-    return ", ".join(f"from sample {at} on {size}" if at else str(size) for at, size in schedule.steps)
+    return ", ".join(
+        f"from sample {start} on {size}" if start else str(size) for start, size in schedule.steps
+    )

@@ -23,9 +23,9 @@ class Waiting(NamedTuple):
     entry: int
 
 
-def encode(waiting: Iterable[Waiting]) -> str:
+def encode(waiting_pieces: Iterable[Waiting]) -> str:
     """Columns epoch, document, start, end, entry as little-endian int64, compressed, in base64."""
-    items = list(waiting)
+    items = list(waiting_pieces)
     pieces = chain.from_iterable(item.piece for item in items)
     rows = np.fromiter(pieces, dtype="<i8", count=5 * len(items)).reshape(-1, 5)
     rows[:, 4] = np.fromiter((item.entry for item in items), dtype="<i8", count=len(items))

@@ -43,21 +43,21 @@ class PlanSummary:
 class Summariser:
     """Summaries of consecutive plans; remembers only when what waits arrived."""
 
-    def __init__(self, waiting: Iterable[Waiting] = ()) -> None:
-        """waiting: what waits before the first of the plans, as when a run is resumed."""
+    def __init__(self, waiting_pieces: Iterable[Waiting] = ()) -> None:
+        """waiting_pieces: what waits before the first of the plans, as when a run is resumed."""
         self._arrived: dict[tuple[int, int], dict[int, int]] = {}  # of a document's pieces: start, iteration
-        self._wait(waiting)
+        self._wait(waiting_pieces)
 
-    def _wait(self, waiting: Iterable[Waiting]) -> None:
+    def _wait(self, waiting_pieces: Iterable[Waiting]) -> None:
         self._arrived = {}
-        for piece, iteration in waiting:
+        for piece, iteration in waiting_pieces:
             self._arrived.setdefault((piece.epoch, piece.document), {})[piece.start] = iteration
 
     def _arrival(self, piece: Piece, default: int) -> int:
         """When the piece arrived, or the one that it was cut from: the last one that does not begin after it.
         default: where that is not known."""
         starts = self._arrived.get((piece.epoch, piece.document), {})
-        return starts.get(max((at for at in starts if at <= piece.start), default=-1), default)
+        return starts.get(max((start for start in starts if start <= piece.start), default=-1), default)
 
     def summarise(self, plan: IterationPlan) -> PlanSummary:
         # If no piece of a document waited, its pieces arrived now. That is usual, so a piece costs one look-up here.
@@ -78,7 +78,7 @@ class Summariser:
         delays = [(plan.iteration - self._arrival(p, plan.iteration), p) for p in late]
         # A document in n chunks has n - 1 pieces with a prefix; the last one's is the longest.
         chunks = [piece for of_micro_batch in pieces for piece in of_micro_batch if piece[4]]
-        later = Counter((p.epoch, p.document, p.start - p.prefix) for p in chunks)
+        later_chunks = Counter((p.epoch, p.document, p.start - p.prefix) for p in chunks)
         self._wait([Waiting(p, self._arrival(p, plan.iteration)) for p in plan.waiting])
         return PlanSummary(
             iteration=plan.iteration,
@@ -93,9 +93,9 @@ class Summariser:
             token_delay=sum(delay * piece.tokens for delay, piece in delays) / max(sum(sizes), 1),
             waiting_documents=len(plan.waiting),
             waiting_tokens=sum(piece.tokens for piece in plan.waiting),
-            documents_in_chunks=len(later),
-            chunks=sum(later.values()) + len(later),
-            longest_group=max(later.values(), default=0) + 1,
+            documents_in_chunks=len(later_chunks),
+            chunks=sum(later_chunks.values()) + len(later_chunks),
+            longest_group=max(later_chunks.values(), default=0) + 1,
         )
 
 

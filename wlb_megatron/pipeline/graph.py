@@ -48,19 +48,19 @@ def pipeline_graph(
 def _free_graph(orders: list[list[Step]], chunks: int) -> tuple[Node, ...]:
     """The graph if a stage continues while its results travel."""
     nodes: list[Node] = []
-    made: dict[tuple[int, Step], int] = {}
-    left = [list(reversed(order)) for order in orders]
+    node_of: dict[tuple[int, Step], int] = {}
+    steps_left = [list(reversed(order)) for order in orders]
     last: list[tuple[int, ...]] = [()] * len(orders)
-    while any(left):
+    while any(steps_left):
         before = len(nodes)
-        for stage, order in enumerate(left):
+        for stage, order in enumerate(steps_left):
             while order:
                 source, travels = _source(stage, order[-1], len(orders), chunks)
-                if source is not None and source not in made:
+                if source is not None and source not in node_of:
                     break
-                feeding = () if source is None else (made[source],)
+                feeding = () if source is None else (node_of[source],)
                 step = order.pop()
-                made[stage, step] = len(nodes)
+                node_of[stage, step] = len(nodes)
                 nodes.append(
                     Node(stage, step, last[stage] + (() if travels else feeding), feeding if travels else ())
                 )
@@ -73,12 +73,12 @@ def _source(stage: int, step: Step, stages: int, chunks: int) -> tuple[tuple[int
     """The stage and step whose result this one needs, and whether it travels to get here."""
     m, chunk, backward = step
     towards = 1 if backward else -1
-    at = chunk * stages + stage + towards  # place among all P * V chunks of the model
-    if at < 0:
+    place = chunk * stages + stage + towards  # place among all P * V chunks of the model
+    if place < 0:
         return None, False
-    if at == stages * chunks:
+    if place == stages * chunks:
         return (stage, Step(m, chunk, False)), False
-    return (at % stages, Step(m, at // stages, backward)), stages > 1
+    return (place % stages, Step(m, place // stages, backward)), stages > 1
 
 
 def _blocking_graph(orders: list[list[Step]]) -> tuple[Node, ...]:
@@ -93,7 +93,7 @@ def _blocking_graph(orders: list[list[Step]]) -> tuple[Node, ...]:
     posted: dict[Transfer, list[int | None]] = {}  # what ended before each side came, None: nothing
     place = [0] * len(orders)
     begin = [False] * len(orders)
-    while any(at < len(program) for at, program in zip(place, programs, strict=True)):
+    while any(position < len(program) for position, program in zip(place, programs, strict=True)):
         moved = False
         for stage, program in enumerate(programs):
             while place[stage] < len(program):

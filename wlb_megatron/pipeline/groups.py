@@ -16,16 +16,16 @@ def groups(micro_batches: Sequence[Sequence[Piece]]) -> tuple[int, ...]:
     [(7, 0, 4, 0)] [(7, 4, 6, 4), (8, 0, 2, 0)] [(9, 0, 5, 0)] [(9, 5, 6, 5)] make groups of 2, 2.
     Raises ValueError where a prefix has no earlier part, or micro-batches in a group are not consecutive.
     """
-    wanted = {
+    wanted_ends = {
         (epoch, document, start)
         for row in micro_batches
         for epoch, document, start, _, prefix in row
         if prefix
     }
-    chunked = {document for _, document, _ in wanted}
+    chunked = {document for _, document, _ in wanted_ends}
     ends: dict[tuple[int, int, int], tuple[int, int]] = {}  # micro-batch and start of the document's part
-    joined = list(range(len(micro_batches)))  # the first micro-batch connected to each, so far as is known
-    for index, row in enumerate(micro_batches if wanted else ()):
+    parents = list(range(len(micro_batches)))  # the first micro-batch connected to each, so far as is known
+    for index, row in enumerate(micro_batches if wanted_ends else ()):
         for piece in row:
             if not piece[4]:
                 continue
@@ -35,11 +35,11 @@ def groups(micro_batches: Sequence[Sequence[Piece]]) -> tuple[int, ...]:
                 raise ValueError(
                     f"{piece} of micro-batch {index} continues no piece of an earlier micro-batch"
                 )
-            _join(joined, before, index)
+            _join(parents, before, index)
         for epoch, document, start, end, prefix in row:
-            if document in chunked and (epoch, document, end) in wanted:
+            if document in chunked and (epoch, document, end) in wanted_ends:
                 ends[epoch, document, end] = index, start - prefix
-    firsts = [_first(joined, index) for index in range(len(joined))]
+    firsts = [_first(parents, index) for index in range(len(parents))]
     sizes: list[int] = []
     for index, first in enumerate(firsts):
         if first == index:
@@ -79,19 +79,19 @@ def joined_groups(ranks: Sequence[Sequence[int]]) -> tuple[int, ...]:
     Ranks that share experts or parameters (expert parallelism, FSDP) meet in every forward and backward.
     ranks: group sizes of each, all of the same number of micro-batches. (1, 2, 1) and (2, 1, 1) give (3, 1).
     """
-    cuts = set.intersection(*({sum(sizes[:at]) for at in range(1, len(sizes) + 1)} for sizes in ranks))
+    cuts = set.intersection(*({sum(sizes[:count]) for count in range(1, len(sizes) + 1)} for sizes in ranks))
     if len({sum(sizes) for sizes in ranks}) != 1:
         raise ValueError(f"groups {[list(sizes) for sizes in ranks]} are not of equally many micro-batches")
     ends = sorted(cuts)
     return tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False))
 
 
-def _first(joined: list[int], index: int) -> int:
-    while joined[index] != index:
-        index = joined[index]
+def _first(parents: list[int], index: int) -> int:
+    while parents[index] != index:
+        index = parents[index]
     return index
 
 
-def _join(joined: list[int], first: int, other: int) -> None:
-    root, other_root = sorted((_first(joined, first), _first(joined, other)))
-    joined[other_root] = root
+def _join(parents: list[int], first: int, second: int) -> None:
+    root, other_root = sorted((_first(parents, first), _first(parents, second)))
+    parents[other_root] = root

@@ -66,8 +66,8 @@ def grouped_orders(stages: int, group_sizes: Sequence[int], chunks: int = 1) -> 
     if stages == 1:
         bounds = list(accumulate(group_sizes, initial=0))
         return [[s for a, b in pairwise(bounds) for s in (*forwards[a:b], *backwards[a:b])]]
-    ahead = max(group_sizes) - 1
-    return [_order(forwards, backwards, stages - stage - 1 + ahead) for stage in range(stages)]
+    extra_forwards = max(group_sizes) - 1
+    return [_order(forwards, backwards, stages - stage - 1 + extra_forwards) for stage in range(stages)]
 
 
 def backward_turns(group_sizes: Sequence[int]) -> list[int]:
@@ -134,7 +134,9 @@ def interleaved(stages: int, group_sizes: tuple[int, ...], chunks: int) -> Inter
 def _in_blocks(blocks: Sequence[int], turns: tuple[int, ...], chunks: int) -> Interleaved:
     bounds = list(accumulate(blocks, initial=0))
     table = tuple((m, c) for begin, end in pairwise(bounds) for c in range(chunks) for m in range(begin, end))
-    first, last = ({m: at for at, (m, c) in enumerate(table) if c == chunk} for chunk in (0, chunks - 1))
+    first, last = (
+        {m: place for place, (m, c) in enumerate(table) if c == chunk} for chunk in (0, chunks - 1)
+    )
     return Interleaved(table, turns, max(last[m] - first[n] for n, m in enumerate(turns)))
 
 
@@ -144,21 +146,21 @@ def _whole_groups(stages: int, group_sizes: Sequence[int], chunks: int) -> tuple
     A block of n micro-batches whose largest group has g needs a lead of (chunks - 1) * n + g - 1.
     """
     ends = list(accumulate(group_sizes, initial=0))
-    best: dict[int, tuple[int, int, tuple[int, ...]]] = {
+    best_blocks: dict[int, tuple[int, int, tuple[int, ...]]] = {
         0: (0, 0, ())
     }  # lead, sum of squares, sizes up to there
-    for at in range(1, len(ends)):
-        largest = 0
-        for begin in reversed(range(at)):
-            size, largest = ends[at] - ends[begin], max(largest, group_sizes[begin])
-            own = (chunks - 1) * size + largest - 1
-            if at in best and own > best[at][0]:
+    for end in range(1, len(ends)):
+        largest_group = 0
+        for begin in reversed(range(end)):
+            size, largest_group = ends[end] - ends[begin], max(largest_group, group_sizes[begin])
+            block_lead = (chunks - 1) * size + largest_group - 1
+            if end in best_blocks and block_lead > best_blocks[end][0]:
                 break
-            if size >= stages and begin in best:
-                lead, squares, sizes = best[begin]
-                option = max(lead, own), squares + size * size, (*sizes, size)
-                best[at] = min(best.get(at, option), option)
-    return best[len(ends) - 1][2]
+            if size >= stages and begin in best_blocks:
+                lead, squares, sizes = best_blocks[begin]
+                option = max(lead, block_lead), squares + size * size, (*sizes, size)
+                best_blocks[end] = min(best_blocks.get(end, option), option)
+    return best_blocks[len(ends) - 1][2]
 
 
 def in_flight(orders: Sequence[Sequence[Step]], tokens: Sequence[int]) -> list[int]:
@@ -166,14 +168,14 @@ def in_flight(orders: Sequence[Sequence[Step]], tokens: Sequence[int]) -> list[i
 
     tokens: of each micro-batch. Steps of an interleaved stage count a micro-batch once for each model chunk.
     """
-    most = []
+    peaks = []
     for order in orders:
-        held = peak = 0
+        running = peak = 0
         for step in order:
-            held += -tokens[step.micro_batch] if step.backward else tokens[step.micro_batch]
-            peak = max(peak, held)
-        most.append(peak)
-    return most
+            running += -tokens[step.micro_batch] if step.backward else tokens[step.micro_batch]
+            peak = max(peak, running)
+        peaks.append(peak)
+    return peaks
 
 
 def _order(forwards: list[Step], backwards: list[Step], warm_up: int) -> list[Step]:

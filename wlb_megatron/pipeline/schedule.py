@@ -100,11 +100,11 @@ def pipeline_ends(
     _, stages, chunks, micro_batches = forward.shape
     graph = pipeline_graph(stages, micro_batches, chunks, blocking, _key(groups))
     ends = _solve(graph, forward, backward, transfer, launches)
-    done = np.zeros((len(forward), stages))
+    last_end = np.zeros((len(forward), stages))
     for node, end in zip(graph, ends, strict=True):
         if node.step is not None:
-            np.maximum(done[:, node.stage], end, out=done[:, node.stage])
-    return done
+            np.maximum(last_end[:, node.stage], end, out=last_end[:, node.stage])
+    return last_end
 
 
 def _key(groups: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -128,11 +128,11 @@ def _solve(
     launched = np.zeros(
         (forward.shape[1], len(forward))
     )  # by when each stage's host has launched its steps so far
-    for at, (stage, step, after, sent) in enumerate(graph):
-        end = ends[at]
+    for index, (stage, step, after, sent_nodes) in enumerate(graph):
+        end = ends[index]
         for node in after:
             np.maximum(end, ends[node], out=end)
-        for node in sent:
+        for node in sent_nodes:
             np.maximum(end, ends[node] + transfer, out=end)
         if step is None:
             continue

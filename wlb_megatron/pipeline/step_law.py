@@ -38,15 +38,15 @@ class StageRoom:
     working: int = 0
     keys: int = 0
 
-    def kept(self, tokens: int, largest: int, *, chunked: bool) -> int:
+    def kept(self, tokens: int, largest_tokens: int, *, chunked: bool) -> int:
         """Thousandths of the layers recomputed by the flags that a step can keep, if all micro-batches keep the same.
 
-        tokens: held at once. largest: of a micro-batch. available 100, floor 2, more 8, working 1, tokens 15, largest
-        10: (100 - 10 - 30) / (8 * 15) = 500 thousandths.
+        tokens: held at once. largest_tokens: of a micro-batch. available 100, floor 2, more 8, working 1, tokens 15,
+        largest 10: (100 - 10 - 30) / (8 * 15) = 500 thousandths.
         """
         floor = self.floor + self.keys * chunked
-        free = self.available - largest * self.working - tokens * floor
-        return max(0, min(1000, 1000 * free // max(1, tokens * self.more)))
+        free_bytes = self.available - largest_tokens * self.working - tokens * floor
+        return max(0, min(1000, 1000 * free_bytes // max(1, tokens * self.more)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +97,23 @@ class StepLaw:
             return self.pp
         return -(-(2 * (self.pp - 1) + (self.vpp - 1) * self.pp + 1) // self.vpp)
 
-    def fill(self, longest: int) -> int:
-        """Work units to fill and drain the pipeline at the pace of a micro-batch that occupies `longest`."""
-        return (self.pp - 1) * longest // self.vpp
+    def fill(self, longest_work: int) -> int:
+        """Work units to fill and drain the pipeline at the pace of a micro-batch that occupies `longest_work`."""
+        return (self.pp - 1) * longest_work // self.vpp
 
-    def estimate(self, count: int, work: int, largest: int = 0) -> int:
-        """Estimated time of `count` equal micro-batches of `work` in all, one of them at least `largest`."""
+    def estimate(self, count: int, work: int, largest_work: int = 0) -> int:
+        """Estimated time of `count` equal micro-batches of `work` in all, one of them at least `largest_work`."""
         mean = self.occupied(work // count)
-        return count * mean + self.fill(max(self.occupied(largest), mean))
+        return count * mean + self.fill(max(self.occupied(largest_work), mean))
 
     def worthwhile(self, counts: Sequence[int], work: int) -> list[int]:
         """The first of the counts, and those with which evenly spread work takes less time than with the first.
 
         Returns only the first if the best takes more than PAYS hundredths of its time.
         """
-        first, *others = counts
+        first, *other_counts = counts
         usual = self.estimate(first, work)
-        times = {count: self.estimate(count, work) for count in others}
+        times = {count: self.estimate(count, work) for count in other_counts}
         if not times or min(times.values()) * 100 > usual * PAYS:
             return [first]
         return [first, *(count for count, time in times.items() if time < usual)]
@@ -134,18 +134,23 @@ class StepLaw:
             chunk = [size > 1 for size in groups for _ in range(size)]
             works = [work + self.per_chunk * in_chunk for work, in_chunk in zip(works, chunk, strict=True)]
         occupied = list(map(self.occupied, works))
-        longer, once = self.backward
-        whole = longer + once
-        if tokens is not None and (kept := self.kept(tokens, groups)):
+        backward_share, forward_share = self.backward
+        both_shares = backward_share + forward_share
+        if tokens is not None and (kept_share := self.kept(tokens, groups)):
             # A backward of the flags, less the forwards that this step does not repeat.
-            longer, once = 1000 * longer - once * (self.again * kept // 1000), 1000 * once
-            whole *= 1000
+            backward_share, forward_share = (
+                1000 * backward_share - forward_share * (self.again * kept_share // 1000),
+                1000 * forward_share,
+            )
+            both_shares *= 1000
         if self.pp == 1:
-            return sum(occupied) * (longer + once) // whole
+            return sum(occupied) * (backward_share + forward_share) // both_shares
         none = [0] * (-len(works) % self.group if self.vpp > 1 else 0)
-        forward, backward = ([way * time for time in occupied] + none for way in (once, longer))
+        forward, backward = (
+            [way * time for time in occupied] + none for way in (forward_share, backward_share)
+        )
         groups = None if groups is None else (*groups, *(1 for _ in none))
-        return step_time(forward, backward, self.pp, groups, chunks=self.vpp) // (whole * self.vpp)
+        return step_time(forward, backward, self.pp, groups, chunks=self.vpp) // (both_shares * self.vpp)
 
     def step(
         self,
@@ -156,20 +161,24 @@ class StepLaw:
         """Work units of a step: the slowest data-parallel rank. columns: works of each rank's micro-batches; groups,
         tokens: of each rank, see `rank`."""
         none: list[None] = [None] * len(columns)
-        chosen = list(zip(columns, groups or none, tokens or none, strict=True))
-        if self.pp > 1 and len(chosen) > EXACT:
+        of_ranks = list(zip(columns, groups or none, tokens or none, strict=True))
+        if self.pp > 1 and len(of_ranks) > EXACT:
             rough = [sum(map(self.occupied, works)) + self.fill(max(works)) for works in columns]
-            order = sorted(range(len(chosen)), key=lambda i: (-rough[i], i))
-            chosen = [chosen[i] for i in order[:EXACT]]
-        return max(self.rank(*of_rank) for of_rank in chosen)
+            order = sorted(range(len(of_ranks)), key=lambda i: (-rough[i], i))
+            of_ranks = [of_ranks[i] for i in order[:EXACT]]
+        return max(self.rank(*of_rank) for of_rank in of_ranks)
 
     def ideal(self, work: int) -> int:
         """Work units of the same documents on one stage, with no layer recomputed where steps keep layers; `work` by
         the flags."""
         if self.rooms is None:
             return work
-        longer, once = self.backward
-        return work * (1000 * (longer + once) - once * self.again) // (1000 * (longer + once))
+        backward_share, forward_share = self.backward
+        return (
+            work
+            * (1000 * (backward_share + forward_share) - forward_share * self.again)
+            // (1000 * (backward_share + forward_share))
+        )
 
     def counts(self, windows: int, per_window: float | None, *, always: bool = False) -> list[int]:
         """Numbers of micro-batches that a rank may be given, ascending; windows: that it trains in a step.
@@ -198,20 +207,20 @@ def most_held(tokens: Sequence[int], groups: Sequence[int], law: StepLaw, stage:
         ends = list(accumulate(groups))
         return max(sum(tokens[end - size : end]) for end, size in zip(ends, groups, strict=True))
     forwards, backwards = list(range(len(tokens))), backward_turns(groups)
-    ahead = law.pp - 1 - stage + max(groups) - 1
+    forwards_ahead = law.pp - 1 - stage + max(groups) - 1
     if law.vpp > 1:
         none = (0,) * (-len(tokens) % law.group)
         tokens, groups = [*tokens, *none], [*groups, *(1 for _ in none)]
         plan = interleaved(law.pp, tuple(groups), law.vpp)
-        forwards, ahead = [m for m, _ in plan.table], plan.ahead(law.pp, stage)
-        backwards = [plan.turns[at] for at in forwards]
-    held = most = 0
-    for at, index in enumerate(forwards):
-        held += tokens[index]
-        most = max(most, held)
-        if at >= ahead:
-            held -= tokens[backwards[at - ahead]]
-    return -(-most // law.vpp)
+        forwards, forwards_ahead = [m for m, _ in plan.table], plan.ahead(law.pp, stage)
+        backwards = [plan.turns[turn] for turn in forwards]
+    held_now = peak = 0
+    for turn, index in enumerate(forwards):
+        held_now += tokens[index]
+        peak = max(peak, held_now)
+        if turn >= forwards_ahead:
+            held_now -= tokens[backwards[turn - forwards_ahead]]
+    return -(-peak // law.vpp)
 
 
 FACTORS = (1, 1.5, 2, 3, 4, 6, 8)

@@ -34,9 +34,9 @@ def step_time(
     times = [0, *forward, *backward]
     ends = [0]
     add = ends.append
-    for former, latter, at in _program(stages, len(forward), chunks, group_sizes, blocking):
+    for former, latter, time_index in _program(stages, len(forward), chunks, group_sizes, blocking):
         first, second = ends[former], ends[latter]
-        add((first if first > second else second) + times[at])
+        add((first if first > second else second) + times[time_index])
     return max(ends)
 
 
@@ -53,20 +53,23 @@ def _free_time(
     turns: list[int] = []  # backwards in their order
     for size in group_sizes:
         turns += backward[len(turns) : len(turns) + size][::-1]
-    total, ahead = len(forward), stages - 1 + max(group_sizes) - 1  # forwards that the first stage runs ahead
+    total, forwards_ahead = (
+        len(forward),
+        stages - 1 + max(group_sizes) - 1,
+    )  # forwards that the first stage runs ahead
     ends = [0] * stages
     gradient = [0] * (stages + 1)  # when each stage's latest backward ended
-    for turn in range(total + ahead):
+    for turn in range(total + forwards_ahead):
         activation = 0
         for stage in range(stages):
             end = ends[stage]
             if turn < total:
                 end = activation = (end if end > activation else activation) + forward[turn]
-            at = turn - ahead + stage
-            if 0 <= at < total:
+            backward_turn = turn - forwards_ahead + stage
+            if 0 <= backward_turn < total:
                 # Of the turn before: the next stage has not come to this turn yet.
                 after = gradient[stage + 1]
-                end = gradient[stage] = (end if end > after else after) + turns[at]
+                end = gradient[stage] = (end if end > after else after) + turns[backward_turn]
             ends[stage] = end
     return ends[0]
 
@@ -79,7 +82,7 @@ def _interleaved_time(forward: Sequence[int], backward: Sequence[int], stages: i
     there are stages.
     """
     total = len(plan.table)
-    places = {step: at for at, step in enumerate(plan.table)}
+    places = {step: place for place, step in enumerate(plan.table)}
     before = [
         places.get((m, chunk - 1), -1) for m, chunk in plan.table
     ]  # in the model chunk before; last: none
@@ -110,14 +113,14 @@ def _program(
     program: list[tuple[int, int, int]] = []
     place: list[int] = []  # of each node's end
     for node in pipeline_graph(stages, total, chunks, blocking, group_sizes):
-        former, *more = sorted({place[before] for before in (*node.after, *node.sent)}) or [0]
+        former, *other_ends = sorted({place[before] for before in (*node.after, *node.sent)}) or [0]
         step = node.step
-        at = 0 if step is None else 1 + step.micro_batch + total * step.backward
-        for latter in more[:-1]:  # a wait for more than two is several entries
+        time_index = 0 if step is None else 1 + step.micro_batch + total * step.backward
+        for latter in other_ends[:-1]:  # a wait for more than two is several entries
             program.append((former, latter, 0))
             former = len(program)
-        if more or at:
-            program.append((former, more[-1] if more else 0, at))
+        if other_ends or time_index:
+            program.append((former, other_ends[-1] if other_ends else 0, time_index))
             former = len(program)
         place.append(former)
     return tuple(program)

@@ -85,11 +85,11 @@ def _parse(text: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    record = dict(pairs)
+    if len(record) < len(pairs):
         names = [name for name, _ in pairs]
         raise BadLine(f"has the key {next(name for name in names if names.count(name) > 1)} twice")
-    return made
+    return record
 
 
 def _check_turn(turn: Any, number: int, reading: Reading) -> None:

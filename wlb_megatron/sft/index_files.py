@@ -65,9 +65,9 @@ class Counts:
     bad_lines: int = 0
     special_text: int = 0
 
-    def __add__(self, other: Counts) -> Counts:
-        added = {name: value + getattr(other, name) for name, value in asdict(self).items()}
-        return Counts(**{**added, "longest": max(self.longest, other.longest)})
+    def __add__(self, counts: Counts) -> Counts:
+        added = {name: value + getattr(counts, name) for name, value in asdict(self).items()}
+        return Counts(**{**added, "longest": max(self.longest, counts.longest)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,9 +69,9 @@ def slot_bounds(tokens: npt.ArrayLike, cp_size: int) -> IntArray:
     if cp_size < 1:
         raise ValueError(f"context-parallel size must be at least 1, got {cp_size}")
     totals = np.asarray(tokens, dtype=np.int64)
-    wrong = (totals <= 0) | (totals % cp_size != 0)
-    if wrong.any():
-        bad = int(totals[wrong][0])
+    is_wrong = (totals <= 0) | (totals % cp_size != 0)
+    if is_wrong.any():
+        bad = int(totals[is_wrong][0])
         raise ValueError(
             f"{bad} tokens cannot be cut evenly over {cp_size} context-parallel ranks: "
             f"add a last piece of {padding(max(bad, 0), cp_size)} padding tokens"

@@ -35,7 +35,7 @@ def links_of(micro_batches: Sequence[Sequence[Piece]]) -> tuple[Link, ...]:
     ends: dict[tuple[int, int, int], tuple[int, int]] = {}
     links = []
     for index, pieces in enumerate(micro_batches):
-        for at, piece in enumerate(pieces):
+        for number, piece in enumerate(pieces):
             if not piece.prefix:
                 continue
             end = ends.pop((piece.epoch, piece.document, piece.start), None)
@@ -45,9 +45,11 @@ def links_of(micro_batches: Sequence[Sequence[Piece]]) -> tuple[Link, ...]:
                     f"micro-batch {index}: tokens [{piece.start}, {piece.end}) of document {piece.document} attend to "
                     f"{piece.prefix} before them, which earlier micro-batches of the rank do not hold as one prefix"
                 )
-            links.append(Link(index, at, *end))
+            links.append(Link(index, number, *end))
         # After the loop above, because no piece continues inside its own micro-batch.
-        ends |= {(piece.epoch, piece.document, piece.end): (index, at) for at, piece in enumerate(pieces)}
+        ends |= {
+            (piece.epoch, piece.document, piece.end): (index, number) for number, piece in enumerate(pieces)
+        }
     return tuple(links)
 
 
@@ -62,10 +64,12 @@ def around(
     lengths = [np.asarray(micro_batch, dtype=np.int64) for micro_batch in micro_batches]
     prefixes, rests = ([np.zeros_like(micro_batch) for micro_batch in lengths] for _ in range(2))
     ordered = sorted(links)
-    for index, piece, earlier, earlier_piece in ordered:
-        prefixes[index][piece] = prefixes[earlier][earlier_piece] + lengths[earlier][earlier_piece]
-    for index, piece, earlier, earlier_piece in reversed(ordered):
-        rests[earlier][earlier_piece] = rests[index][piece] + lengths[index][piece]
+    for index, piece, earlier_index, earlier_piece in ordered:
+        prefixes[index][piece] = (
+            prefixes[earlier_index][earlier_piece] + lengths[earlier_index][earlier_piece]
+        )
+    for index, piece, earlier_index, earlier_piece in reversed(ordered):
+        rests[earlier_index][earlier_piece] = rests[index][piece] + lengths[index][piece]
     return prefixes, rests
 
 
@@ -102,11 +106,11 @@ class Holders:
         assert plan.chunks is not None
         before = plan.chunks.cached[rank]
         before = before[before[:, 0] == link.earlier_piece]
-        own = plan.ranks[rank]
-        own = own[own[:, 0] == link.earlier_piece]
+        own_rows = plan.ranks[rank]
+        own_rows = own_rows[own_rows[:, 0] == link.earlier_piece]
         end = int(plan.prefixes[link.earlier_piece] + plan.lengths[link.earlier_piece])
-        origin = np.broadcast_to((link.earlier, link.earlier_piece, end), (len(own), 3))
-        rows = np.concatenate((before, np.column_stack((own, origin))))
+        origin = np.broadcast_to((link.earlier, link.earlier_piece, end), (len(own_rows), 3))
+        rows = np.concatenate((before, np.column_stack((own_rows, origin))))
         rows[:, 0] = link.piece
         return rows
 
@@ -155,16 +159,16 @@ def cached_keys(plan: ShardPlan, rank: int, window: int | None = None) -> Cached
             takes[-1] = takes[-1]._replace(rows=takes[-1].rows + end - start)
         else:
             takes.append(Taken(index, piece, end - start))
-    own = plan.ranks[rank]
-    size = own[:, 2] - own[:, 1]
+    own_rows = plan.ranks[rank]
+    size = own_rows[:, 2] - own_rows[:, 1]
     first_row = np.cumsum(size) - size
     keeps = []
     for piece in plan.chunks.continued.tolist():
-        mine = own[:, 0] == piece
+        mine = own_rows[:, 0] == piece
         skip = np.zeros_like(size[mine])
         if window is not None:
-            seen = plan.key_starts[piece + 1] - plan.key_starts[piece] - window
-            skip = np.clip(seen - own[mine, 1], 0, size[mine])
+            first_seen = plan.key_starts[piece + 1] - plan.key_starts[piece] - window
+            skip = np.clip(first_seen - own_rows[mine, 1], 0, size[mine])
         rows = _ranges(first_row[mine] + skip, first_row[mine] + size[mine])
         if len(rows):
             keeps.append(Kept(piece, rows))

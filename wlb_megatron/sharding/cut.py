@@ -54,8 +54,10 @@ def cut_plans(
     links = [links_of(column) for column in columns]
     lengths = [[_tokens(pieces) for pieces in column] for column in columns]
     # All micro-batches without chunks in one pass, which is much faster than rank by rank.
-    free = [tokens for column, linked in zip(lengths, links, strict=True) if not linked for tokens in column]
-    together = iter(cut(free, cp_size, sharding, table) if free else ())
+    unlinked = [
+        tokens for column, linked in zip(lengths, links, strict=True) if not linked for tokens in column
+    ]
+    together = iter(cut(unlinked, cp_size, sharding, table) if unlinked else ())
     shards = iter(
         [
             cut(column, cp_size, sharding, table, linked) if linked else [next(together) for _ in column]

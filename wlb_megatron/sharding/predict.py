@@ -28,9 +28,9 @@ def predict(plan: ShardPlan, table: KernelTable) -> IntArray:
 def predict_all(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
     """int64[plans, cp]: the predictions of plans of one CP size, in nanoseconds, in one pass. See `predict`."""
     times = in_two_calls(plans, table)
-    one_call = [at for at, plan in enumerate(plans) if plan.one_call]
+    one_call = [index for index, plan in enumerate(plans) if plan.one_call]
     if one_call:
-        times[one_call] = in_one_call([plans[at] for at in one_call], table)
+        times[one_call] = in_one_call([plans[index] for index in one_call], table)
     return times
 
 
@@ -48,9 +48,9 @@ def in_two_calls(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
     opens[1:] = (rank[1:] != rank[:-1]) | (piece[1:] != piece[:-1])
 
     diagonal = _per_rank(rank, table.diagonal_ns(size), len(counts)) + table.call
-    longest = np.zeros(len(counts))
-    np.maximum.at(longest, rank, size)
-    diagonal = np.maximum(diagonal, table.call + table.tile_key * longest)
+    longest_segment = np.zeros(len(counts))
+    np.maximum.at(longest_segment, rank, size)
+    diagonal = np.maximum(diagonal, table.call + table.tile_key * longest_segment)
     cached = _cached(plans, rank, piece)
     exchange = _exchange(rank, start, size, opens, cached, len(counts), table)
     exposed = np.maximum(exchange - diagonal, 0.0)
@@ -67,21 +67,21 @@ def in_one_call(plans: Sequence[ShardPlan], table: KernelTable) -> IntArray:
     rank, piece, start, end = rank[order], *rows[order].T
     # A segment attends to keys [0, end). The rank holds this segment and the piece's earlier ones: (0, 0, 2) (0, 6, 8)
     # attend to 2 and 8 keys, and hold 2 and 4.
-    held = np.cumsum(end - start)
+    held_keys = np.cumsum(end - start)
     opens = np.ones(len(rank), dtype=bool)
     opens[1:] = (rank[1:] != rank[:-1]) | (piece[1:] != piece[:-1])
     firsts = np.flatnonzero(opens)
-    before = held[firsts] - (end - start)[firsts]
-    held -= np.repeat(before, np.diff(np.append(firsts, len(rank)))) - _cached(plans, rank, piece)
+    before = held_keys[firsts] - (end - start)[firsts]
+    held_keys -= np.repeat(before, np.diff(np.append(firsts, len(rank)))) - _cached(plans, rank, piece)
 
     def per_rank(values: IntArray) -> np.ndarray:
         return np.bincount(rank, weights=values, minlength=len(counts))
 
-    remote = per_rank(end - held)
-    busy = per_rank(table.bottom_right_ns(end - start, end)) + table.moved_key * per_rank(end)
+    remote = per_rank(end - held_keys)
+    kernel_ns = per_rank(table.bottom_right_ns(end - start, end)) + table.moved_key * per_rank(end)
     exchange = np.where(remote > 0, table.exchange + table.exchange_row * remote, 0.0)
-    once = table.call + ONE_CALL * table.second_call
-    return np.rint(once + busy + exchange).astype(np.int64).reshape(len(plans), -1)
+    call_ns = table.call + ONE_CALL * table.second_call
+    return np.rint(call_ns + kernel_ns + exchange).astype(np.int64).reshape(len(plans), -1)
 
 
 def _rectangles(
@@ -90,24 +90,24 @@ def _rectangles(
     """float64[ranks]: nanoseconds of the call on earlier keys: one rectangle per run of keys between a piece's
     segments.
     """
-    chosen = np.flatnonzero(start > 0)
-    if not len(chosen):
+    with_earlier = np.flatnonzero(start > 0)
+    if not len(with_earlier):
         return np.zeros(ranks)
     # A segment at 0 is its piece's first; it has no rectangle, so the next one opens the piece.
-    opens = opens[chosen] | (start[chosen - 1] == 0)
-    rank, start, size = rank[chosen], start[chosen], size[chosen]
+    opens = opens[with_earlier] | (start[with_earlier - 1] == 0)
+    rank, start, size = rank[with_earlier], start[with_earlier], size[with_earlier]
     keys = start - np.where(opens, 0, np.concatenate(([0], start[:-1])))
     # All segments of the piece from this one on are the queries.
     heads = np.flatnonzero(opens)
     tails = np.repeat(np.append(heads[1:], len(rank)), np.diff(np.append(heads, len(rank))))
     before = np.concatenate(([0], np.cumsum(size)))
     queries = before[tails] - before[:-1]
-    busy = _per_rank(rank, table.rectangle_ns(queries, keys), ranks)
+    kernel_ns = _per_rank(rank, table.rectangle_ns(queries, keys), ranks)
     # A call's forward takes at least its longest tile.
-    longest = np.zeros(ranks)
-    np.maximum.at(longest, rank, keys)
-    waits = np.maximum(table.tile_key * longest - busy * table.forward_share, 0.0)
-    return np.where(longest > 0, busy + waits + table.earlier_call, 0.0)
+    longest_keys = np.zeros(ranks)
+    np.maximum.at(longest_keys, rank, keys)
+    waits = np.maximum(table.tile_key * longest_keys - kernel_ns * table.forward_share, 0.0)
+    return np.where(longest_keys > 0, kernel_ns + waits + table.earlier_call, 0.0)
 
 
 def _exchange(
@@ -126,8 +126,8 @@ def _exchange(
     """
     firsts = np.flatnonzero(opens)
     lasts = np.append(firsts[1:], len(rank)) - 1
-    own = np.add.reduceat(size, firsts) - size[lasts] + cached[lasts] if len(firsts) else firsts
-    remote = _per_rank(rank[lasts], (start[lasts] - own).astype(np.float64), ranks)
+    own_keys = np.add.reduceat(size, firsts) - size[lasts] + cached[lasts] if len(firsts) else firsts
+    remote = _per_rank(rank[lasts], (start[lasts] - own_keys).astype(np.float64), ranks)
     return np.where(remote > 0, table.exchange + table.exchange_row * remote, 0.0)
 
 
@@ -140,14 +140,14 @@ def _cached(plans: Sequence[ShardPlan], rank: IntArray, piece: IntArray) -> IntA
     if all(plan.chunks is None for plan in plans):
         return none
     width = max(len(plan.lengths) for plan in plans)
-    held = np.zeros(sum(plan.cp_size for plan in plans) * width, dtype=np.int64)
+    held_keys = np.zeros(sum(plan.cp_size for plan in plans) * width, dtype=np.int64)
     first = 0
     for plan in plans:
         for rows in () if plan.chunks is None else plan.chunks.cached:
-            np.add.at(held, first * width + rows[:, 0], rows[:, 2] - rows[:, 1])
+            np.add.at(held_keys, first * width + rows[:, 0], rows[:, 2] - rows[:, 1])
             first += 1
         first += plan.cp_size if plan.chunks is None else 0
-    return held[rank * width + piece]
+    return held_keys[rank * width + piece]
 
 
 def _per_rank(rank: IntArray, values: np.ndarray, ranks: int) -> np.ndarray:

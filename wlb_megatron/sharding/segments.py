@@ -154,8 +154,8 @@ def merge_touching(rows: IntArray) -> IntArray:
     opens[1:] = (ordered[1:, 0] != ordered[:-1, 0]) | (ordered[1:, 1] != ordered[:-1, 2])
     heads = np.flatnonzero(opens)
     tails = np.append(heads[1:], len(rows)) - 1
-    merged = np.column_stack((ordered[heads, 0], ordered[heads, 1], ordered[tails, 2]))
-    return merged[np.argsort(np.minimum.reduceat(order, heads))]
+    merged_rows = np.column_stack((ordered[heads, 0], ordered[heads, 1], ordered[tails, 2]))
+    return merged_rows[np.argsort(np.minimum.reduceat(order, heads))]
 
 
 def validate(plan: ShardPlan) -> None:
@@ -203,9 +203,9 @@ def _tiles(rows: IntArray, starts: IntArray, first: IntArray, what: str) -> None
     begins = (starts[:-1] - first)[rows[:, 0]] + rows[:, 1]
     expected = np.concatenate(([0], np.cumsum(rows[:, 2] - rows[:, 1])))
     if (begins != expected[:-1]).any():
-        at = int(np.argmax(begins != expected[:-1]))
-        how = "twice" if begins[at] < expected[at] else "not at all"
-        token = min(int(begins[at]), int(expected[at]))
+        index = int(np.argmax(begins != expected[:-1]))
+        how = "twice" if begins[index] < expected[index] else "not at all"
+        token = min(int(begins[index]), int(expected[index]))
         raise ValueError(f"{what} {token} is held {how}; each must be on one rank, once")
     if expected[-1] != starts[-1]:
         raise ValueError(f"{what} {int(expected[-1])} is held not at all; each must be on one rank, once")

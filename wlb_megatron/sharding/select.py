@@ -46,15 +46,15 @@ def shard_all(
     if not links:
         return _fastest(choices, table or h100())
     # Only once earlier micro-batches are cut is it known which rank holds a prefix's keys.
-    holders, chosen = Holders(links), []
+    holders, chosen_plans = Holders(links), []
     for index, first in enumerate(pieces.first[:-1].tolist()):
         chunks = holders.chunks(
             index, pieces.prefixes[first : pieces.first[index + 1]], rests[index], cp_size
         )
         of_micro_batch = {name: [replace(plans[index], chunks=chunks)] for name, plans in choices.items()}
-        chosen += _fastest(of_micro_batch, table or h100())
-        holders.settled(index, chosen[-1])
-    return chosen
+        chosen_plans += _fastest(of_micro_batch, table or h100())
+        holders.settled(index, chosen_plans[-1])
+    return chosen_plans
 
 
 def _choices(pieces: PieceList, cp_size: int, kind: str, table: KernelTable) -> dict[str, list[ShardPlan]]:
@@ -72,6 +72,8 @@ def _fastest(choices: dict[str, list[ShardPlan]], table: KernelTable) -> list[Sh
     if len(choices) == 1:
         return next(iter(choices.values()))
     times = predict_all([plan for plans in choices.values() for plan in plans], table).max(axis=1)
-    chosen = times.reshape(len(choices), -1).argmin(axis=0).tolist()
+    fastest = times.reshape(len(choices), -1).argmin(axis=0).tolist()
     names = list(choices)
-    return [replace(choices[names[choice]][at], kind=names[choice]) for at, choice in enumerate(chosen)]
+    return [
+        replace(choices[names[choice]][index], kind=names[choice]) for index, choice in enumerate(fastest)
+    ]

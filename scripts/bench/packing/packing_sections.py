@@ -106,7 +106,7 @@ def time_rows() -> Iterator[dict[str, Any]]:
     yield from _log_normal(sizes + [(1 << k, 32768, 1 << (k + 4)) for k in (6, 8, 10)])
     for windows, documents in ((2, 134), (4, 1028)):
         lengths = lognormal(
-            120 * documents, seed=1, mean=windows * WINDOW / documents, sigma=1.2, longest=WINDOW
+            120 * documents, seed=1, mean=windows * WINDOW / documents, sigma=1.2, max_tokens=WINDOW
         )
         for chunks in ("on", "off"):
             yield _time(
@@ -136,7 +136,7 @@ def _log_normal(sizes: Sequence[tuple[int, int, int]], section: str = "time") ->
     for bins, window, documents in sizes:
         mean = bins * window / documents
         iterations = max(6, min(200, 200_000 // documents))
-        lengths = lognormal(documents * (iterations + 1), seed=1, mean=mean, sigma=1.2, longest=window)
+        lengths = lognormal(documents * (iterations + 1), seed=1, mean=mean, sigma=1.2, max_tokens=window)
         for packing in ("fixed-greedy", "varlen"):
             yield _time(packing, "log-normal", lengths, bins, window, iterations) | {"section": section}
 

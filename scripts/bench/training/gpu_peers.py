@@ -178,7 +178,7 @@ def write_corpus(prefix: Path, steps: int, options: argparse.Namespace) -> Corpu
     if options.lengths is not None:
         lengths = np.load(options.lengths, allow_pickle=False)
     elif options.conversations:
-        lengths = np.maximum(lognormal(100_000, mean=1200, longest=window), SHORTEST)
+        lengths = np.maximum(lognormal(100_000, mean=1200, max_tokens=window), SHORTEST)
     else:
         lengths = paper_like(100_000, window=window)
     if not options.conversations:

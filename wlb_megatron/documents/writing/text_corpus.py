@@ -34,9 +34,9 @@ def text_files(folder: Path, pattern: str) -> list[Path]:
     ]
 
 
-def at_most(files: list[Path], longest: int) -> list[Path]:
-    """Those of at most `longest` tokens, end-of-document included."""
-    return [path for path in files if path.stat().st_size < longest]
+def at_most(files: list[Path], max_tokens: int) -> list[Path]:
+    """Those of at most `max_tokens` tokens, end-of-document included."""
+    return [path for path in files if path.stat().st_size < max_tokens]
 
 
 def documents_of(files: list[Path]) -> Iterator[np.ndarray]:

@@ -52,15 +52,15 @@ def chunk_capacity(window: int, max_tokens: int | None, alignment: int) -> int:
     """Tokens of the longest micro-batch of a plan with chunks. max_tokens: the flag's value; None: the longest
     useful.
     """
-    most = window * LONGEST[0] // LONGEST[1]
-    return max(alignment, min(most, max_tokens or most) // alignment * alignment)
+    longest_useful = window * LONGEST[0] // LONGEST[1]
+    return max(alignment, min(longest_useful, max_tokens or longest_useful) // alignment * alignment)
 
 
 Whole = Callable[[Limits, Ranks], Packer]
 """Makes the packer without chunks, for limits.bins windows on ranks."""
 
 
-def choose_chunks(job: PackingJob, limits: Limits, whole: Whole) -> ChunkChoice:
+def choose_chunks(job: PackingJob, limits: Limits, make_whole: Whole) -> ChunkChoice:
     """Whether documents train in chunks, and why.
 
     WlbError if chunks are asked for, by --wlb-chunks or by --wlb-overlong, and refused. A delay that is given acts:
@@ -70,42 +70,44 @@ def choose_chunks(job: PackingJob, limits: Limits, whole: Whole) -> ChunkChoice:
         limits: of the plan with chunks.
     """
     config, ranks = job.config, job.ranks
-    longest = job.longest or job.window
+    longest_tokens = job.longest or job.window
     fits_whole = holds_whole(config, job.window, job.alignment)
-    refused = [*job.no_chunks, *settings_refused(config)]
-    asked = _asked_for(config)
-    if asked is not None and config.chunks == "off":
-        raise WlbError(f"{asked[0]} cannot be combined with --wlb-chunks off: leave it out, or {asked[1]}")
+    refusals = [*job.no_chunks, *settings_refused(config)]
+    asking_flag = _asked_for(config)
+    if asking_flag is not None and config.chunks == "off":
+        raise WlbError(
+            f"{asking_flag[0]} cannot be combined with --wlb-chunks off: leave it out, or {asking_flag[1]}"
+        )
     if config.chunks == "off":
         return ChunkChoice(False, "--wlb-chunks off")
-    if refused:
-        flag, cure = refused[0]
-        if asked is not None:
-            raise WlbError(f"{asked[0]} cannot be combined with {flag}: {cure}, or {asked[1]}")
+    if refusals:
+        flag, cure = refusals[0]
+        if asking_flag is not None:
+            raise WlbError(f"{asking_flag[0]} cannot be combined with {flag}: {cure}, or {asking_flag[1]}")
         lost = ""
         if (
             ranks.pp > 1
             and job.sample
-            and longest <= limits.window
+            and longest_tokens <= limits.window
             and fits_whole
             and config.cp_mode == "fixed"
         ):
-            predicted = _predicted(job, job.sample, limits, whole)
-            lost = f"; chunks would shorten the predicted step by {1 - predicted.gain:.0%}"
-            lost = lost if predicted.pays else "; chunks would bring nothing"
+            prediction = _predicted(job, job.sample, limits, make_whole)
+            lost = f"; chunks would shorten the predicted step by {1 - prediction.gain:.0%}"
+            lost = lost if prediction.pays else "; chunks would bring nothing"
         return ChunkChoice(False, f"not with {flag}{lost}")
     if config.chunks == "on":
         return ChunkChoice(True, "--wlb-chunks on")
-    if longest > limits.window:
-        return ChunkChoice(True, f"documents of up to {longest:,} tokens train whole")
+    if longest_tokens > limits.window:
+        return ChunkChoice(True, f"documents of up to {longest_tokens:,} tokens train whole")
     if not fits_whole:
         return ChunkChoice(True, f"micro-batches of {config.max_tokens:,} tokens do not hold whole documents")
     if ranks.pp == 1:
         return ChunkChoice(False, "there is no pipeline to fill")
     if not job.sample:
         return ChunkChoice(False, "no documents to predict from")
-    predicted = _predicted(job, job.sample, limits, whole)
-    return ChunkChoice(predicted.pays, predicted.why)
+    prediction = _predicted(job, job.sample, limits, make_whole)
+    return ChunkChoice(prediction.pays, prediction.why)
 
 
 class _Predicted(NamedTuple):
@@ -116,7 +118,7 @@ class _Predicted(NamedTuple):
     why: str
 
 
-def _predicted(job: PackingJob, sample: Sequence[int], limits: Limits, whole: Whole) -> _Predicted:
+def _predicted(job: PackingJob, sample: Sequence[int], limits: Limits, make_whole: Whole) -> _Predicted:
     """See choose_chunks."""
     cost, ranks, times = job.cost, job.ranks, job.times
     lengths = sampled(sample)
@@ -125,19 +127,26 @@ def _predicted(job: PackingJob, sample: Sequence[int], limits: Limits, whole: Wh
     fill = max(1, int(at_once * mean) // limits.window)  # so many windows
     windows = min(windows, fill) if times is not None else min(windows, fill, MOST_BINS)
     dp = 1 if times is None else min(ranks.dp, max(1, fill // windows))
-    few, on = replace(limits, bins=windows * dp), ranks._replace(dp=dp)
-    packers = ChunkPacker(cost, few, on, per_window=per_window_of(job.config)), whole(few, on)
-    tokens = few.bins * limits.window
+    few_limits, few_ranks = replace(limits, bins=windows * dp), ranks._replace(dp=dp)
+    packers = (
+        ChunkPacker(cost, few_limits, few_ranks, per_window=per_window_of(job.config)),
+        make_whole(few_limits, few_ranks),
+    )
+    tokens = few_limits.bins * limits.window
     if times is None:
-        cut, uncut = (step_over_ideal(lengths, tokens, packer, cost.per_earlier_key) for packer in packers)
-        pays = cut <= (PAYS if ranks.rooms is None else ALIKE) * uncut
+        cut_time, uncut_time = (
+            step_over_ideal(lengths, tokens, packer, cost.per_earlier_key) for packer in packers
+        )
+        pays = cut_time <= (PAYS if ranks.rooms is None else ALIKE) * uncut_time
         return _Predicted(
-            pays, cut / uncut, f"predicted step over ideal: {cut:.2f} in chunks, {uncut:.2f} whole"
+            pays,
+            cut_time / uncut_time,
+            f"predicted step over ideal: {cut_time:.2f} in chunks, {uncut_time:.2f} whole",
         )
     looked = min(LOOKED[1], max(LOOKED[0], int(LOOKED[0] * at_once * mean) // tokens))
-    cut, uncut = (_per_work(lengths, tokens, packer, looked, times) for packer in packers)
-    speed = f"{uncut / cut:.3f} times as fast as whole documents"
-    return _Predicted(cut <= ALIKE * uncut, cut / uncut, f"predicted: {speed}")
+    cut_time, uncut_time = (_per_work(lengths, tokens, packer, looked, times) for packer in packers)
+    speed = f"{uncut_time / cut_time:.3f} times as fast as whole documents"
+    return _Predicted(cut_time <= ALIKE * uncut_time, cut_time / uncut_time, f"predicted: {speed}")
 
 
 def _per_work(lengths: np.ndarray, tokens: int, packer: Packer, looked: int, times: Times) -> float:

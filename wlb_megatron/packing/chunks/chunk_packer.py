@@ -59,11 +59,11 @@ class ChunkPacker(Packer):
         ranks: Ranks = ONE_RANK,
         *,
         per_window: float | None = None,
-        longest: int = 0,
+        longest_tokens: int = 0,
     ) -> None:
-        """limits.capacity: tokens of a micro-batch; longer documents come in chunks. per_window: micro-batches for each
-        window, None: as many as give the least predicted step. longest: tokens of the longest document, where that is
-        above the window."""
+        """limits.capacity: tokens of a micro-batch; longer documents come in chunks. per_window: micro-batches for
+        each window, None: as many as give the least predicted step. longest_tokens: tokens of the longest document,
+        where that is above the window."""
         self._cost = cost
         self._limits = limits
         self.batch_spread = limits.spread
@@ -72,7 +72,7 @@ class ChunkPacker(Packer):
         self.bins, self.max_tokens = limits.bins, limits.capacity
         self.law = ranks.law(cost)
         self.most_pieces = limits.max_documents * most_per_window(self.law, None, always=True)
-        self.held_tokens = held(limits.window, limits.bins // ranks.dp, self.law.held_at_once, longest)
+        self.held_tokens = held(limits.window, limits.bins // ranks.dp, self.law.held_at_once, longest_tokens)
         self._waiting: list[Item] = []
         self._serial = 0
 
@@ -88,26 +88,26 @@ class ChunkPacker(Packer):
         windows = batch.bins // self._ranks.dp
         counts = self.law.counts(windows, self._per_window)
         rough = sorted(counts, key=lambda count: (self.law.estimate(count, share), count))[:TRIED]
-        best = _Tried(_WORST, ())
+        best_try = _Tried(_WORST, ())
         for count in rough:
             # Uneven works take longer than the estimate's even ones, of which no layer is recomputed at best.
-            if best.price > (0, 0, 0, self.law.ideal(self.law.estimate(count, share))):
-                best = self._better(best, ranks, count)
-        if best.price[:3] > (0, 0, 0):
+            if best_try.price > (0, 0, 0, self.law.ideal(self.law.estimate(count, share))):
+                best_try = self._better(best_try, ranks, count)
+        if best_try.price[:3] > (0, 0, 0):
             # Documents longer than a micro-batch may need more micro-batches than requested.
             for count in self.law.counts(windows, None, always=True):
                 if count not in rough:
-                    best = self._better(best, ranks, count)
-        left, empty, *_ = best.price
-        if left:
+                    best_try = self._better(best_try, ranks, count)
+        left_out, empty_count, *_ = best_try.price
+        if left_out:
             count = self._enough_for(ranks, self._limits.max_documents)
-            best = self._better(best, ranks, count)
-            if best.price[0]:
-                best = self._better(best, ranks, count, all_fit=True)
-        elif empty:  # one micro-batch for each document or chunk may be fewer
-            best = self._better(best, ranks, self._enough_for(ranks, 1))
+            best_try = self._better(best_try, ranks, count)
+            if best_try.price[0]:
+                best_try = self._better(best_try, ranks, count, all_fit=True)
+        elif empty_count:  # one micro-batch for each document or chunk may be fewer
+            best_try = self._better(best_try, ranks, self._enough_for(ranks, 1))
         self._waiting = []
-        return Packed(tuple(tuple(bin_.micro_batch() for bin_ in row) for row in best.grid))
+        return Packed(tuple(tuple(bin_.micro_batch() for bin_ in row) for row in best_try.grid))
 
     def _enough_for(self, ranks: Sequence[Sequence[Item]], most_documents: int) -> int:
         """Micro-batches of a rank that hold each rank's documents, cut only if they are too long (see enough_for)."""
@@ -118,7 +118,7 @@ class ChunkPacker(Packer):
         return -(-enough // self.law.group) * self.law.group
 
     def _better(
-        self, best: _Tried, ranks: Sequence[Sequence[Item]], count: int, *, all_fit: bool = False
+        self, best_try: _Tried, ranks: Sequence[Sequence[Item]], count: int, *, all_fit: bool = False
     ) -> _Tried:
         """The best so far, or the grid of `count` micro-batches per rank if its price is lower. all_fit: see fill.
 
@@ -126,25 +126,25 @@ class ChunkPacker(Packer):
         order. None of them falls as ranks are added, so remaining ranks are skipped once it is too high.
         """
         columns: list[list[Filled]] = []
-        left = 0
+        left_out = 0
         price = (0, 0, 0, 0)
         limits = self._limits.capacity, self._limits.max_documents
         for items in ranks:
             units, out = fill(items, count, *limits, self._cost, all_fit=all_fit)
-            left += len(out)
+            left_out += len(out)
             column, groups = in_order(units)
             columns.append(column)
             if len(column) == count:
-                _, empty, over, step = price
+                _, empty_count, excess, step = price
                 tokens = [bin_.tokens for bin_ in column]
                 step = max(step, self.law.rank([bin_.work for bin_ in column], groups, tokens))
-                most = most_held(tokens, groups, self.law)
-                empty += sum(not bin_.items for bin_ in column)
-                price = left, empty, max(over, most - self.held_tokens), step
+                peak = most_held(tokens, groups, self.law)
+                empty_count += sum(not bin_.items for bin_ in column)
+                price = left_out, empty_count, max(excess, peak - self.held_tokens), step
             else:
                 price = _WORST
-            if price >= best.price:
-                return best
+            if price >= best_try.price:
+                return best_try
         return _Tried(price, tuple(zip(*columns, strict=True)))
 
     def _items(self, pieces: Sequence[Piece], entries: Sequence[int]) -> list[Item]:
@@ -177,12 +177,16 @@ class ChunkPacker(Packer):
         }
 
 
-def held(window: int, windows: int, at_once: int, longest: int = 0) -> int:
+def held(window: int, windows: int, at_once: int, longest_tokens: int = 0) -> int:
     """The most tokens that a stage should hold at once.
 
     windows: of a data-parallel rank in an iteration. at_once: that the schedule holds by itself (StepLaw.held_at_once).
-    longest: tokens of the longest document. A document longer than the window has a group that spans most of the
+    longest_tokens: tokens of the longest document. A document longer than the window has a group that spans most of the
     iteration, and what ran before it is also held. The document may cross the end of the rank's share, and then adds
     to it. Both are then in flight.
     """
-    return windows * window + longest if longest > window else min(windows, at_once) * window * HELD // 100
+    return (
+        windows * window + longest_tokens
+        if longest_tokens > window
+        else min(windows, at_once) * window * HELD // 100
+    )

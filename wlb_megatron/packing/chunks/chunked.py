@@ -88,24 +88,24 @@ def fill(
     works, tokens = (
         np.fromiter(map(column, items), dtype=np.int64, count=len(items)) for column in (_WORK, _TOKENS)
     )
-    full = int(cost.work([capacity])[0])
-    chunks = chunk_counts(works, tokens, count, capacity, full, most_documents if all_fit else 0)
+    full_work = int(cost.work([capacity])[0])
+    chunks = chunk_counts(works, tokens, count, capacity, full_work, most_documents if all_fit else 0)
     split = np.flatnonzero(chunks > 1).tolist()
     if sum(chunks[split].tolist()) > count:
         return [], list(items)
     bins = Bins(count, capacity, most_documents)
     groups: list[range] = []
-    at = 0
+    first_bin = 0
     for index in split:
         number = int(chunks[index])
-        for place, chunk in enumerate(cut(items[index], number, cost, capacity), start=at):
+        for place, chunk in enumerate(cut(items[index], number, cost, capacity), start=first_bin):
             bins.place(chunk, place)
-        groups.append(range(at, at + number))
-        at += number
-    left = bins.add_all(compress(items, (chunks == 1).tolist()) if split else items)
-    made = list(map(Filled, bins.contents(), bins.work, bins.tokens))
-    units = [Unit(tuple(made[place] for place in group)) for group in groups]
-    return units + [Unit((micro_batch,)) for micro_batch in made[at:]], left
+        groups.append(range(first_bin, first_bin + number))
+        first_bin += number
+    left_out = bins.add_all(compress(items, (chunks == 1).tolist()) if split else items)
+    micro_batches = list(map(Filled, bins.contents(), bins.work, bins.tokens))
+    units = [Unit(tuple(micro_batches[place] for place in group)) for group in groups]
+    return units + [Unit((micro_batch,)) for micro_batch in micro_batches[first_bin:]], left_out
 
 
 def enough_for(tokens: IntArray, chunks: IntArray, capacity: int, most_documents: int) -> int:
@@ -117,9 +117,9 @@ def enough_for(tokens: IntArray, chunks: IntArray, capacity: int, most_documents
     `capacity`, and one for each `most_documents`, thus suffice; or one for each document. Example: capacity 3, tokens 2
     11 15 in 1 4 5 chunks: 10. Chunks 1 1 1 1 of tokens 1 1 1 1: 3 + 1, with most_documents 4096.
     """
-    whole = tokens[chunks == 1]
-    sharing = -(-2 * int(whole.sum()) // capacity) + -(-len(whole) // most_documents)
-    return int(chunks[chunks > 1].sum()) + min(len(whole), sharing)
+    whole_tokens = tokens[chunks == 1]
+    sharing = -(-2 * int(whole_tokens.sum()) // capacity) + -(-len(whole_tokens) // most_documents)
+    return int(chunks[chunks > 1].sum()) + min(len(whole_tokens), sharing)
 
 
 def chunk_counts(
@@ -127,44 +127,44 @@ def chunk_counts(
     tokens: npt.ArrayLike,
     count: int,
     capacity: int,
-    full: int = 1 << 62,
+    full_work: int = 1 << 62,
     most_documents: int = 0,
 ) -> IntArray:
     """int64[n]: into how many chunks each document is cut; 1: it stays whole. works, tokens: int64[n].
 
     The number is the one whose chunks come closest to a micro-batch's share of the work, but at least what `capacity`
-    requires. With chunks of equal work the first is the longest and has at most `full`, a document of `capacity`
+    requires. With chunks of equal work the first is the longest and has at most `full_work`, a document of `capacity`
     tokens. If all chunks are more than `count`, the documents whose chunks grow least give up one, if any can.
     most_documents: of a micro-batch, if `count` must be enough_for all documents; 0: small ones are not counted.
     """
     works, tokens = np.asarray(works, dtype=np.int64), np.asarray(tokens, dtype=np.int64)
     share = max(1, int(works.sum()) // count)
-    least, even = -(-tokens // capacity), -(-works // full)
+    by_tokens, by_capacity = -(-tokens // capacity), -(-works // full_work)
     by_work = np.where(
         100 * works <= WHOLE * share, 1, np.maximum(2, np.rint(works / share).astype(np.int64))
     )
-    chosen = np.minimum(tokens, np.maximum.reduce((least, even, by_work)))
+    counts = np.minimum(tokens, np.maximum.reduce((by_tokens, by_capacity, by_work)))
     # Small documents share a micro-batch with chunks; the others need their own.
-    large = np.flatnonzero((2 * works >= share) | (chosen > 1)).tolist()
+    large = np.flatnonzero((2 * works >= share) | (counts > 1)).tolist()
 
     def needed() -> int:
         if most_documents:
-            return enough_for(tokens, chosen, capacity, most_documents)
-        return int(chosen[large].sum())
+            return enough_for(tokens, counts, capacity, most_documents)
+        return int(counts[large].sum())
 
     while needed() > count:
-        open_to = [i for i in large if chosen[i] > max(1, least[i])]
+        open_to = [i for i in large if counts[i] > max(1, by_tokens[i])]
         if not open_to:
             break
-        i = min(open_to, key=lambda i: (works[i] / (chosen[i] - 1), i))
-        chosen[i] -= 1
+        i = min(open_to, key=lambda i: (works[i] / (counts[i] - 1), i))
+        counts[i] -= 1
     # Every micro-batch gets something: if there are too few chunks, cut one more document, or one into more chunks.
-    while len(chosen) and chosen.sum() < count:
-        open_to = np.flatnonzero(chosen < tokens).tolist()
+    while len(counts) and counts.sum() < count:
+        open_to = np.flatnonzero(counts < tokens).tolist()
         if not open_to:
             break
-        chosen[max(open_to, key=lambda i: (works[i] / chosen[i], -i))] += 1
-    return chosen
+        counts[max(open_to, key=lambda i: (works[i] / counts[i], -i))] += 1
+    return counts
 
 
 def cut(item: Item, number: int, cost: CostModel, capacity: int = 1 << 62) -> list[Item]:
@@ -173,15 +173,15 @@ def cut(item: Item, number: int, cost: CostModel, capacity: int = 1 << 62) -> li
     Chunks end at whole tokens.
     """
     length = item.tokens
-    whole = length + length * length / cost.quadratic_at
+    document_work = length + length * length / cost.quadratic_at
     ends: list[int] = []
-    for at in range(1, number):
+    for chunk in range(1, number):
         # Solve d + d*d/q = w for d. Sums, products and square roots round the same on every host.
-        work = whole * at / number
+        work = document_work * chunk / number
         end = int((math.sqrt(cost.quadratic_at * (cost.quadratic_at + 4 * work)) - cost.quadratic_at) / 2)
-        before, after = (ends[-1] if ends else 0), number - at
-        least = max(before + 1, length - after * capacity)
-        ends.append(min(max(end, least), length - after, before + capacity))
+        before, after = (ends[-1] if ends else 0), number - chunk
+        earliest = max(before + 1, length - after * capacity)
+        ends.append(min(max(end, earliest), length - after, before + capacity))
     ends.append(length)
     works = cost.work(ends).tolist()
     own = int(

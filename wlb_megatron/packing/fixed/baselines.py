@@ -20,8 +20,8 @@ from wlb_megatron.workload.cost_model import CostModel
 
 def cut(piece: Piece, tokens: int) -> tuple[Piece, Piece]:
     """The first `tokens` tokens of a piece, and the rest: [2, 10) cut at 3 is [2, 5) and [5, 10)."""
-    at = piece.start + tokens
-    return piece._replace(end=at), piece._replace(start=at)
+    cut_token = piece.start + tokens
+    return piece._replace(end=cut_token), piece._replace(start=cut_token)
 
 
 def price(pieces: Sequence[Piece], cost: CostModel) -> int:
@@ -39,11 +39,11 @@ def cut_windows(
     """
     windows: list[list[Waiting]] = []
     room = 0
-    for at, item in enumerate(items):
+    for index, item in enumerate(items):
         while True:
             if not room:
                 if len(windows) == count:
-                    return windows, [item, *items[at + 1 :]]
+                    return windows, [item, *items[index + 1 :]]
                 windows.append([])
                 room = window
             fits = item.piece.tokens <= room
@@ -65,9 +65,9 @@ def keep_one_window(
     a window's tokens remain only if windows were closed by their number of documents.
     """
     tokens = 0
-    for at, item in enumerate(remainder):
+    for index, item in enumerate(remainder):
         if tokens >= window and item.entry == iteration:
-            return remainder[:at], tuple(item.piece for item in remainder[at:])
+            return remainder[:index], tuple(item.piece for item in remainder[index:])
         tokens += item.piece.tokens
     return remainder, ()
 
@@ -162,34 +162,34 @@ class FixedGreedyPacker(WindowPacker):
         count = batch.bins * max(batch.iterations, 1)  # 0 where a finite stream ended before
         goods, remainder = cut_windows(self._remainder, self._window, count, self._max_documents)
         items = [item for window in goods for item in window]
-        filled, left = self._fill(items, len(goods), batch.bins)
+        filled, left_over = self._fill(items, len(goods), batch.bins)
         # Pieces that are cut again may exceed the windows' limit on documents. Where a finite stream ends there are
         # spare windows for them: no piece may wait while a window is empty.
         for windows in range(len(goods) + 1, count + 1):
-            if not left:
+            if not left_over:
                 break
-            filled, left = self._fill(items, windows, batch.bins)
+            filled, left_over = self._fill(items, windows, batch.bins)
         remainder, put_back = keep_one_window(remainder, self._window, iteration)
-        self._remainder = left + remainder
+        self._remainder = left_over + remainder
         self._planned = self._order(filled, batch.bins)
         return put_back
 
     def _order(self, windows: list[list[Waiting]], bins: int) -> list[list[Waiting]]:
         work = [price([item.piece for item in window], self._cost) for window in windows]
         alike = [windows[i] for i in sorted(range(len(windows)), key=lambda i: (work[i], i))]
-        groups = [alike[at : at + bins] for at in range(0, len(alike), bins)]
-        short = groups.pop() if groups and len(groups[-1]) < bins else []  # the end of a finite stream
+        groups = [alike[begin : begin + bins] for begin in range(0, len(alike), bins)]
+        short_group = groups.pop() if groups and len(groups[-1]) < bins else []  # the end of a finite stream
         groups.sort(
             key=lambda group: max((item.piece.tokens, item.piece) for window in group for item in window)[1]
         )
-        return [window for group in groups for window in group] + short
+        return [window for group in groups for window in group] + short_group
 
     def _fill(
         self, items: list[Waiting], windows: int, bins: int
     ) -> tuple[list[list[Waiting]], list[Waiting]]:
         """Items in this many windows, of which an iteration takes `bins`; and what did not fit."""
-        empty: list[list[Waiting]] = [[] for _ in range(windows)]
-        return fill_greedily(items, empty, self._window, self._max_documents, self._cost)
+        empty_windows: list[list[Waiting]] = [[] for _ in range(windows)]
+        return fill_greedily(items, empty_windows, self._window, self._max_documents, self._cost)
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         # Windows are not changed once they are planned.
@@ -231,9 +231,9 @@ def fill_greedily(
         if room and len(window) < max_documents:
             heap.append((price([item.piece for item in window], cost), i, room))
     heapq.heapify(heap)
-    left = []
-    for at in sorted(range(len(items)), key=lambda i: (-work[i], i)):
-        item, tokens, extra = items[at], lengths[at], work[at]
+    left_over = []
+    for index in sorted(range(len(items)), key=lambda i: (-work[i], i)):
+        item, tokens, extra = items[index], lengths[index], work[index]
         while heap:
             total, i, room = heapq.heappop(heap)
             if tokens <= room:
@@ -247,5 +247,5 @@ def fill_greedily(
             tokens -= room
             extra = int(cost.work(tokens))
         else:
-            left.append(item)
-    return windows, sorted(left, key=lambda item: item.entry)
+            left_over.append(item)
+    return windows, sorted(left_over, key=lambda item: item.entry)

@@ -23,9 +23,9 @@ class BatchSchedule:
     def __post_init__(self) -> None:
         rises = all(a < b and low < high for (a, low), (b, high) in pairwise(self.steps))
         if not self.steps or self.steps[0][0] or self.steps[0][1] < 1 or not rises:
+            sizes = " ".join(f"{start}:{size}" for start, size in self.steps)
             raise WlbError(
-                f"batch sizes {' '.join(f'{at}:{size}' for at, size in self.steps)} (samples:size) must begin at 0 and "
-                "rise: Megatron trains with growing batches only"
+                f"batch sizes {sizes} (samples:size) must begin at 0 and rise: Megatron trains growing batches only"
             )
 
     @classmethod
@@ -38,13 +38,17 @@ class BatchSchedule:
             raise WlbError(
                 f"a global batch of {self.steps[0][1]} cannot be decreased to a multiple of {multiple}"
             )
-        sizes = {size // multiple * multiple: at for at, size in reversed(self.steps)}  # on a tie, the first
-        return BatchSchedule(tuple((at, size) for size, at in reversed(sizes.items())))
+        sizes = {
+            size // multiple * multiple: start for start, size in reversed(self.steps)
+        }  # on a tie, the first
+        return BatchSchedule(tuple((start, size) for size, start in reversed(sizes.items())))
 
     def joined(self, windows: int) -> BatchSchedule:
         """The same counted in micro-batches of so many windows each, which must divide every size: 0:4, 10:8 by 4
         is 0:1, 3:2 (its iterations begin at 0, 4, 8, 12 windows, and the first of 10 or more at 12)."""
-        return BatchSchedule(tuple({-(-at // windows): size // windows for at, size in self.steps}.items()))
+        return BatchSchedule(
+            tuple({-(-start // windows): size // windows for start, size in self.steps}.items())
+        )
 
     @property
     def largest(self) -> int:
@@ -52,17 +56,17 @@ class BatchSchedule:
 
     def size(self, samples: int) -> int:
         """Micro-batches of the iteration that begins after `samples` samples."""
-        return max(size for at, size in self.steps if at <= samples)
+        return max(size for start, size in self.steps if start <= samples)
 
-    def alike(self, samples: int, most: int) -> int:
-        """How many iterations from `samples` on have the same size as the next one, at most `most`."""
+    def alike(self, samples: int, limit: int) -> int:
+        """How many iterations from `samples` on have the same size as the next one, at most `limit`."""
         size = self.size(samples)
-        change = min((at for at, _ in self.steps if at > samples), default=None)
-        return most if change is None else min(most, -(-(change - samples) // size))
+        change = min((start for start, _ in self.steps if start > samples), default=None)
+        return limit if change is None else min(limit, -(-(change - samples) // size))
 
     def from_now(self, samples: int) -> list[int]:
         """The next iteration's size and all later ones."""
-        return [self.size(samples), *(size for at, size in self.steps if at > samples)]
+        return [self.size(samples), *(size for start, size in self.steps if start > samples)]
 
     def before(self, samples: int) -> tuple[tuple[int, int], ...]:
         """The steps that iterations up to `samples` can have used."""
@@ -89,7 +93,7 @@ def _first(rise: int, samples: int, rises: int) -> int:
     """From how many samples on the batch has risen so often: by Megatron's own division, in floating point."""
     if not samples:
         return 0
-    at = max(rise * samples // rises - 1, 0)
-    while int(at / (samples / rises)) < rise and at <= samples:
-        at += 1
-    return at
+    sample = max(rise * samples // rises - 1, 0)
+    while int(sample / (samples / rises)) < rise and sample <= samples:
+        sample += 1
+    return sample

@@ -55,10 +55,10 @@ def solve(
             "fixed-solver needs ortools, which is not installed: pip install 'ortools>=9.10'"
         ) from None
     model = cp_model.CpModel()
-    chosen = [[model.new_bool_var("") for _ in range(bins)] for _ in work]
+    in_bin = [[model.new_bool_var("") for _ in range(bins)] for _ in work]
     divisible_tokens, divisible_work = divisible
     left_out = []
-    for row in chosen:
+    for row in in_bin:
         if divisible_tokens:
             out = model.new_bool_var("")
             model.add_exactly_one(*row, out)
@@ -68,12 +68,12 @@ def solve(
     total = sum(work) + divisible_work
     ceilings = [model.new_int_var(0, total, "") for _ in range(-(-bins // per_iteration))]
     divisible_in = [model.new_int_var(0, capacity, "") for _ in range(bins)]
-    for at in range(bins):
-        held = sum(row[at] * n for row, n in zip(chosen, tokens, strict=True))
-        weight = sum(row[at] * w for row, w in zip(chosen, work, strict=True))
-        model.add(held + divisible_in[at] <= capacity)
+    for bin_index in range(bins):
+        bin_tokens = sum(row[bin_index] * n for row, n in zip(in_bin, tokens, strict=True))
+        weight = sum(row[bin_index] * w for row, w in zip(in_bin, work, strict=True))
+        model.add(bin_tokens + divisible_in[bin_index] <= capacity)
         density = divisible_work // max(divisible_tokens, 1)
-        model.add(weight + density * divisible_in[at] <= ceilings[at // per_iteration])
+        model.add(weight + density * divisible_in[bin_index] <= ceilings[bin_index // per_iteration])
     model.add(
         sum(divisible_in) == divisible_tokens + sum(out * n for out, n in zip(left_out, tokens, strict=False))
     )
@@ -81,15 +81,17 @@ def solve(
         model.add(low <= high)
     # A piece left to the divisible rest costs extra: count all of its work once more.
     model.minimize(sum(ceilings) + sum(out * w for out, w in zip(left_out, work, strict=False)))
-    for row, bin_ in zip(chosen, hint or [], strict=False):
-        for at, variable in enumerate(row):
-            model.add_hint(variable, at == bin_)
+    for row, bin_ in zip(in_bin, hint or [], strict=False):
+        for bin_index, variable in enumerate(row):
+            model.add_hint(variable, bin_index == bin_)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.max_deterministic_time = seconds
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
-    bin_of = [next((at for at, v in enumerate(row) if solver.boolean_value(v)), -1) for row in chosen]
+    bin_of = [
+        next((bin_index for bin_index, v in enumerate(row) if solver.boolean_value(v)), -1) for row in in_bin
+    ]
     return Solution(bin_of, round(solver.objective_value), round(solver.best_objective_bound))
 
 
@@ -110,34 +112,34 @@ class FixedSolverPacker(FixedGreedyPacker):
     def _fill(
         self, items: list[Waiting], windows: int, bins: int
     ) -> tuple[list[list[Waiting]], list[Waiting]]:
-        greedy, left = super()._fill(items, windows, bins)
-        if not windows or left:
-            return greedy, left
+        greedy, left_over = super()._fill(items, windows, bins)
+        if not windows or left_over:
+            return greedy, left_over
         by_length = sorted(range(len(items)), key=lambda i: (-items[i].piece.tokens, i))
-        long = [items[i] for i in by_length[: LONG_PER_WINDOW * windows]]
-        short = [items[i] for i in by_length[LONG_PER_WINDOW * windows :]]
-        where = {item.piece: at for at, window in enumerate(greedy) for item in window}
+        long_items = [items[i] for i in by_length[: LONG_PER_WINDOW * windows]]
+        short_items = [items[i] for i in by_length[LONG_PER_WINDOW * windows :]]
+        where = {item.piece: index for index, window in enumerate(greedy) for item in window}
         solution = solve(
-            [price([item.piece], self._cost) // UNITS_PER_TOKEN for item in long],
-            [item.piece.tokens for item in long],
+            [price([item.piece], self._cost) // UNITS_PER_TOKEN for item in long_items],
+            [item.piece.tokens for item in long_items],
             bins=windows,
             capacity=self._window,
             per_iteration=bins,
             divisible=(
-                sum(item.piece.tokens for item in short),
-                price([item.piece for item in short], self._cost) // UNITS_PER_TOKEN,
+                sum(item.piece.tokens for item in short_items),
+                price([item.piece for item in short_items], self._cost) // UNITS_PER_TOKEN,
             ),
-            hint=[where.get(item.piece, -1) for item in long],
+            hint=[where.get(item.piece, -1) for item in long_items],
             seconds=self._seconds,
         )
         self.gap = None if solution is None else solution.gap
         if solution is None:
-            return greedy, left
+            return greedy, left_over
         filled: list[list[Waiting]] = [[] for _ in range(windows)]
-        for item, at in zip(long, solution.bin_of, strict=True):
-            (filled[at] if at >= 0 else short).append(item)
-        filled, left = fill_greedily(short, filled, self._window, self._max_documents, self._cost)
-        if left or not all(window and len(window) <= self._max_documents for window in filled):
+        for item, index in zip(long_items, solution.bin_of, strict=True):
+            (filled[index] if index >= 0 else short_items).append(item)
+        filled, left_over = fill_greedily(short_items, filled, self._window, self._max_documents, self._cost)
+        if left_over or not all(window and len(window) <= self._max_documents for window in filled):
             return (
                 greedy,
                 [],
@@ -146,7 +148,7 @@ class FixedSolverPacker(FixedGreedyPacker):
 
     def _summed_largest(self, windows: Sequence[Sequence[Waiting]], bins: int) -> int:
         work = sorted(price([item.piece for item in window], self._cost) for window in windows)
-        return sum(work[min(at + bins, len(work)) - 1] for at in range(0, len(work), bins))
+        return sum(work[min(begin + bins, len(work)) - 1] for begin in range(0, len(work), bins))
 
     def _settings(self) -> dict[str, Any]:
         return super()._settings() | {"solver_seconds": self._seconds}

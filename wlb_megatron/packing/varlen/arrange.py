@@ -38,34 +38,34 @@ def arrange(
     least as many documents as bins, or the smallest number of bins is taken. A number that leaves documents out, or
     holds more tokens at a time than one micro-batch per window may, is considered only if all numbers do.
     """
-    documents, work, largest = lot
+    documents, work, largest_work = lot
     windows = limits.bins // ranks.dp
-    least = law.counts(windows, 1)
-    fitting = [count for count in counts if count * ranks.dp <= documents] or least
-    rough = [law.estimate(count, work // ranks.dp, largest) for count in fitting]
-    tried = sorted(sorted(range(len(fitting)), key=lambda i: (rough[i], i))[:TRIED])
-    allowed = min(windows, law.held_at_once) * limits.capacity
-    best: tuple[tuple[int, int, int], Bins, list[Item]] | None = None
+    one_per_window = law.counts(windows, 1)
+    fitting_counts = [count for count in counts if count * ranks.dp <= documents] or one_per_window
+    rough = [law.estimate(count, work // ranks.dp, largest_work) for count in fitting_counts]
+    tried_counts = sorted(sorted(range(len(fitting_counts)), key=lambda i: (rough[i], i))[:TRIED])
+    token_limit = min(windows, law.held_at_once) * limits.capacity
+    best_try: tuple[tuple[int, int, int], Bins, list[Item]] | None = None
     # The smallest number comes last: it holds no more than allowed, and is packed only if no better number fits.
-    for count in sorted((fitting[i] for i in tried), reverse=True):
-        bins, left = fill(count * ranks.dp)
+    for count in sorted((fitting_counts[i] for i in tried_counts), reverse=True):
+        bins, left_out = fill(count * ranks.dp)
         # Only totals matter so far, not what each bin holds.
         grid = assign_ranks([Filled([], *size) for size in zip(bins.work, bins.tokens, strict=True)], ranks)
-        over = max(0, most_held(grid, law) - allowed)
-        price = sum(item.work for item in left), over, law.step(*_works_and_tokens(grid))
-        if best is None or price < best[0]:
-            best = price, bins, left
-    assert best is not None
-    if best[0][1] and fitting != least:
-        return arrange(fill, least, lot, limits, ranks, law)
-    _, bins, left = best
+        excess = max(0, most_held(grid, law) - token_limit)
+        price = sum(item.work for item in left_out), excess, law.step(*_works_and_tokens(grid))
+        if best_try is None or price < best_try[0]:
+            best_try = price, bins, left_out
+    assert best_try is not None
+    if best_try[0][1] and fitting_counts != one_per_window:
+        return arrange(fill, one_per_window, lot, limits, ranks, law)
+    _, bins, left_out = best_try
     contents = bins.contents()
     improve_bins(contents, bins.work, limits.capacity, limits.max_documents)
     sizes = (sum(map(_TOKENS, items)) for items in contents)
     grid = assign_ranks(list(map(Filled, contents, bins.work, sizes)), ranks)
-    if most_held(grid, law) > allowed and fitting != least:
-        return arrange(fill, least, lot, limits, ranks, law)
-    return Arranged(tuple(tuple(bin_.micro_batch() for bin_ in row) for row in grid), left)
+    if most_held(grid, law) > token_limit and fitting_counts != one_per_window:
+        return arrange(fill, one_per_window, lot, limits, ranks, law)
+    return Arranged(tuple(tuple(bin_.micro_batch() for bin_ in row) for row in grid), left_out)
 
 
 def most_held(grid: Sequence[Sequence[Filled | MicroBatch]], law: StepLaw) -> int:
@@ -73,11 +73,14 @@ def most_held(grid: Sequence[Sequence[Filled | MicroBatch]], law: StepLaw) -> in
 
     Example: 2 stages, tokens 5 3 4: 8.
     """
-    at_once, most = law.held_at_once, 0
+    at_once, peak = law.held_at_once, 0
     for column in zip(*grid, strict=True):
         tokens = [micro_batch.tokens for micro_batch in column]
-        most = max(most, *(sum(tokens[at : at + at_once]) for at in range(max(1, len(tokens) - at_once + 1))))
-    return most
+        peak = max(
+            peak,
+            *(sum(tokens[begin : begin + at_once]) for begin in range(max(1, len(tokens) - at_once + 1))),
+        )
+    return peak
 
 
 def _works_and_tokens(

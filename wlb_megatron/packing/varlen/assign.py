@@ -22,7 +22,7 @@ IntArray = npt.NDArray[np.int64]
 
 def in_given_order(bins: Sequence[MicroBatch], dp: int) -> Grid:
     """Micro-batch-major, as Megatron's own sampler deals samples: bins 0..3 with dp 2 give [[0, 1], [2, 3]]."""
-    return tuple(tuple(bins[at : at + dp]) for at in range(0, len(bins), dp))
+    return tuple(tuple(bins[begin : begin + dp]) for begin in range(0, len(bins), dp))
 
 
 def step_work(grid: Grid, pp: int, vpp: int = 1) -> int:
@@ -38,8 +38,8 @@ def step_bound(grid: Grid, largest_document: int, pp: int) -> int:
     stages.
     """
     total = sum(micro_batch.work for row in grid for micro_batch in row)
-    even = total * (len(grid) + pp - 1) // (len(grid) * len(grid[0]))
-    return max(even, pp * largest_document)
+    even_work = total * (len(grid) + pp - 1) // (len(grid) * len(grid[0]))
+    return max(even_work, pp * largest_document)
 
 
 class HasWork(Protocol):
@@ -77,16 +77,16 @@ def assign_ranks(bins: Sequence[Bin], ranks: Ranks) -> tuple[tuple[Bin, ...], ..
 def _cost(work: IntArray, rank_of: IntArray, dp: int, pp: int, vpp: int) -> IntArray:
     """int64[dp], vpp times each rank's step; work falls."""
     total = np.zeros(dp, dtype=np.int64)
-    largest = np.zeros(dp, dtype=np.int64)
+    largest_work = np.zeros(dp, dtype=np.int64)
     np.add.at(total, rank_of, work)
-    np.maximum.at(largest, rank_of, work)
-    return vpp * total + (pp - 1) * largest
+    np.maximum.at(largest_work, rank_of, work)
+    return vpp * total + (pp - 1) * largest_work
 
 
 def _deal_snake(count: int, dp: int) -> IntArray:
     """Ranks of bins in falling order of work: 0 1 2 2 1 0 0 1 2 ..."""
-    at = np.arange(count) % (2 * dp)
-    return np.where(at < dp, at, 2 * dp - 1 - at)
+    place = np.arange(count) % (2 * dp)
+    return np.where(place < dp, place, 2 * dp - 1 - place)
 
 
 def _deal_greedy(work: IntArray, dp: int) -> IntArray:
@@ -122,11 +122,14 @@ def _swap_pair(work: IntArray, rank_of: IntArray, high: int, low: int, pp: int, 
     mine, theirs = np.flatnonzero(rank_of == high), np.flatnonzero(rank_of == low)
     a, b = work[mine][:, None], work[theirs][None, :]
     costs = [
-        vpp * (kept.sum() - out + into) + (pp - 1) * np.maximum(into, _largest_without(kept, axis))
-        for kept, out, into, axis in ((work[mine], a, b, 0), (work[theirs], b, a, 1))
+        vpp * (rank_works.sum() - out + into)
+        + (pp - 1) * np.maximum(into, _largest_without(rank_works, axis))
+        for rank_works, out, into, axis in ((work[mine], a, b, 0), (work[theirs], b, a, 1))
     ]
     after = np.maximum(*costs)
-    now = max(vpp * kept.sum() + (pp - 1) * kept.max() for kept in (work[mine], work[theirs]))
+    now = max(
+        vpp * rank_works.sum() + (pp - 1) * rank_works.max() for rank_works in (work[mine], work[theirs])
+    )
     if after.min() >= now:
         return False
     i, j = np.unravel_index(after.argmin(), after.shape)
@@ -136,6 +139,6 @@ def _swap_pair(work: IntArray, rank_of: IntArray, high: int, low: int, pp: int, 
 
 def _largest_without(work: IntArray, axis: int) -> IntArray:
     """The largest of the others, for each of `work` (falling), along one axis of a matrix: 5 3 2 gives 3 5 5."""
-    largest = np.full(len(work), work[0])
-    largest[0] = work[1] if len(work) > 1 else 0
-    return np.expand_dims(largest, 1 - axis)
+    largest_work = np.full(len(work), work[0])
+    largest_work[0] = work[1] if len(work) > 1 else 0
+    return np.expand_dims(largest_work, 1 - axis)

@@ -32,8 +32,8 @@ class Bins:
         self.items: list[Item] = []
         self.places: list[int] = []
         # Heaps of (work, bin) and (tokens, bin). Rows become outdated when a bin grows, see _least.
-        self._lightest = [(0, at) for at in range(count)]
-        self._shortest = [(0, at) for at in range(count)]
+        self._lightest = [(0, index) for index in range(count)]
+        self._shortest = [(0, index) for index in range(count)]
 
     def copy(self) -> Bins:
         twin = Bins(0, self.capacity, self.max_documents)
@@ -48,20 +48,20 @@ class Bins:
 
         (WLB-LLM, algorithm 1.) It fits if the bin then has at most `capacity` tokens and `ceiling` work.
         """
-        at = self._place_for(item)
-        if at < 0 or self.work[at] + item[0] > ceiling:
+        index = self._place_for(item)
+        if index < 0 or self.work[index] + item[0] > ceiling:
             return False
-        self._put(item, at)
+        self._put(item, index)
         return True
 
     def _place_for(self, item: Item) -> int:
         """The bin that `add` takes, -1 if there is none."""
-        at = self._least(self._lightest, self.work)
-        if at >= 0 and self.tokens[at] + item[1] > self.capacity:
-            at = self._least(self._shortest, self.tokens)
-            if self.tokens[at] + item[1] > self.capacity:
+        index = self._least(self._lightest, self.work)
+        if index >= 0 and self.tokens[index] + item[1] > self.capacity:
+            index = self._least(self._shortest, self.tokens)
+            if self.tokens[index] + item[1] > self.capacity:
                 return -1
-        return at
+        return index
 
     def add_all(self, items: Iterable[Item]) -> list[Item]:
         """Adds each item in turn; returns those that fit nowhere.
@@ -69,54 +69,54 @@ class Bins:
         This is `add`, inlined for the bin with the least work, because an iteration has tens of thousands of items.
         """
         heap, works, tokens, documents = self._lightest, self.work, self.tokens, self.documents
-        capacity, most, replace = self.capacity, self.max_documents, heapq.heapreplace
+        capacity, document_limit, replace = self.capacity, self.max_documents, heapq.heapreplace
         items = list(items)
         places: list[int] = []  # -1: nowhere
         note = places.append
         for item in items:
-            seen, at = heap[0] if heap else (0, -1)
-            if at < 0 or seen != works[at] or documents[at] >= most:
-                at = self._least(heap, works)
-            length = tokens[at] + item[1]
-            if at < 0 or length > capacity:
+            listed, index = heap[0] if heap else (0, -1)
+            if index < 0 or listed != works[index] or documents[index] >= document_limit:
+                index = self._least(heap, works)
+            length = tokens[index] + item[1]
+            if index < 0 or length > capacity:
                 note(self._grow(item, self._place_for(item)))
                 continue
-            work = works[at] = works[at] + item[0]
-            tokens[at] = length
-            documents[at] += 1
-            note(at)
-            replace(heap, (work, at))
+            work = works[index] = works[index] + item[0]
+            tokens[index] = length
+            documents[index] += 1
+            note(index)
+            replace(heap, (work, index))
         if -1 not in places:
             self.items += items
             self.places += places
             return []
-        self.items += [item for item, at in zip(items, places, strict=True) if at >= 0]
-        self.places += [at for at in places if at >= 0]
-        return [item for item, at in zip(items, places, strict=True) if at < 0]
+        self.items += [item for item, index in zip(items, places, strict=True) if index >= 0]
+        self.places += [index for index in places if index >= 0]
+        return [item for item, index in zip(items, places, strict=True) if index < 0]
 
     def add_shortest(self, item: Item) -> bool:
         """Adds to the bin with the fewest tokens, whatever its work."""
-        at = self._least(self._shortest, self.tokens)
-        if at < 0 or self.tokens[at] + item.tokens > self.capacity:
+        index = self._least(self._shortest, self.tokens)
+        if index < 0 or self.tokens[index] + item.tokens > self.capacity:
             return False
-        self._put(item, at)
+        self._put(item, index)
         return True
 
-    def place(self, item: Item, at: int) -> None:
-        """Adds to the bin `at`, whatever it holds."""
-        self._put(item, at)
+    def place(self, item: Item, index: int) -> None:
+        """Adds to the bin `index`, whatever it holds."""
+        self._put(item, index)
 
-    def _put(self, item: Item, at: int) -> None:
-        self._grow(item, at)
+    def _put(self, item: Item, index: int) -> None:
+        self._grow(item, index)
         self.items.append(item)
-        self.places.append(at)
+        self.places.append(index)
 
-    def _grow(self, item: Item, at: int) -> int:
-        if at >= 0:
-            self.work[at] += item[0]
-            self.tokens[at] += item[1]
-            self.documents[at] += 1
-        return at
+    def _grow(self, item: Item, index: int) -> int:
+        if index >= 0:
+            self.work[index] += item[0]
+            self.tokens[index] += item[1]
+            self.documents[index] += 1
+        return index
 
     def _least(self, heap: list[tuple[int, int]], now: list[int]) -> int:
         """The bin with the least `now` that can take one more piece, -1 if there is none.
@@ -124,11 +124,11 @@ class Bins:
         Bins only grow, so an outdated heap row is too small: it comes up first and is corrected here.
         """
         while heap:
-            seen, at = heap[0]
-            if seen != now[at]:
-                heapq.heapreplace(heap, (now[at], at))
-            elif self.documents[at] < self.max_documents:
-                return at
+            listed, index = heap[0]
+            if listed != now[index]:
+                heapq.heapreplace(heap, (now[index], index))
+            elif self.documents[index] < self.max_documents:
+                return index
             else:
                 heapq.heappop(heap)
         return -1
@@ -142,28 +142,28 @@ class Bins:
         total = sum(self.work)
         if not work:
             return max(self.work), total
-        room = [(self.capacity - held) * work // tokens for held in self.tokens]
+        room = [(self.capacity - bin_tokens) * work // tokens for bin_tokens in self.tokens]
         if sum(room) <= work:
             return max(map(int.__add__, self.work, room)), total + sum(room)
         # Sweep the level of work upwards: a bin joins at its work and leaves when it is full.
         events = sorted(
             [(w, 1) for w in self.work] + [(w + r, -1) for w, r in zip(self.work, room, strict=True)]
         )
-        level, rising, left = events[0][0], 0, work
-        for at, change in events:
-            if rising * (at - level) >= left:
+        level, rising, work_left = events[0][0], 0, work
+        for event_level, change in events:
+            if rising * (event_level - level) >= work_left:
                 break
-            left -= rising * (at - level)
-            level, rising = at, rising + change
-        level += left // max(rising, 1)
+            work_left -= rising * (event_level - level)
+            level, rising = event_level, rising + change
+        level += work_left // max(rising, 1)
         return max(level, max(self.work)), total + work
 
     def contents(self) -> list[list[Item]]:
         """The items of each bin, in the order of filling."""
         items: list[list[Item]] = [[] for _ in self.work]
         add = [of_bin.append for of_bin in items]
-        for at, item in zip(self.places, self.items, strict=True):
-            add[at](item)
+        for index, item in zip(self.places, self.items, strict=True):
+            add[index](item)
         return items
 
 
@@ -193,15 +193,15 @@ def improve_bins(
 ) -> None:
     """Move a piece from the bin with most work to a light one, or swap two, whichever evens them best, while it
     helps; `bins` and their `work` change in place. None gets more work than the largest had, nor breaks a limit."""
-    seen: dict[int, _Bin] = {}
+    arrays: dict[int, _Bin] = {}
     for _ in range(rounds):
         order = sorted(range(len(bins)), key=work.__getitem__)
         high = order[-1]
         for low in order[: min(PARTNERS, len(bins) - 1)]:
-            for at in (high, low):
-                if at not in seen:
-                    seen[at] = _Bin(bins[at])
-            trade = _best_trade(seen[high], seen[low], work[high] - work[low], capacity, max_documents)
+            for index in (high, low):
+                if index not in arrays:
+                    arrays[index] = _Bin(bins[index])
+            trade = _best_trade(arrays[high], arrays[low], work[high] - work[low], capacity, max_documents)
             if trade is not None:
                 break
         else:
@@ -209,7 +209,7 @@ def improve_bins(
         moved = _carry_out(trade, bins[high], bins[low])
         work[high] -= moved
         work[low] += moved
-        del seen[high], seen[low]
+        del arrays[high], arrays[low]
 
 
 def _best_trade(high: _Bin, low: _Bin, gap: int, capacity: int, max_documents: int) -> _Trade | None:
@@ -229,11 +229,14 @@ def _best_trade(high: _Bin, low: _Bin, gap: int, capacity: int, max_documents: i
     if len(works):
         back = near.clip(0, len(works) - 1)
         grow = high.tokens[:, None] - tokens[back]
-        left = np.abs(gap - 2 * (high.work[:, None] - works[back]))
+        remaining = np.abs(gap - 2 * (high.work[:, None] - works[back]))
         fits = (
-            (near == back) & (low.total + grow <= capacity) & (high.total - grow <= capacity) & (left < gap)
+            (near == back)
+            & (low.total + grow <= capacity)
+            & (high.total - grow <= capacity)
+            & (remaining < gap)
         )
-        away[:, 1:][fits] = left[fits]
+        away[:, 1:][fits] = remaining[fits]
     row, column = divmod(int(away.argmin()), 4)
     if away[row, column] == _NONE:
         return None

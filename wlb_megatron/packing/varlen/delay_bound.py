@@ -42,29 +42,33 @@ class Limits:
         """What an iteration can take of any pieces."""
         return self.bins * (self.capacity - self.window) * self.max_documents
 
-    def must_go(self, waiting: Sequence[Item], iteration: int) -> list[Item]:
+    def must_go(self, waiting_items: Sequence[Item], iteration: int) -> list[Item]:
         """The oldest pieces, as many as must train in `iteration` so that each of the others still can in time.
 
-        waiting: by age. If earlier iterations kept to this, the result fits, added oldest first to the shortest bin.
+        waiting_items: by age. If earlier iterations kept to this, the result fits, added oldest first to the shortest
+        bin.
         """
         need, before = 0, 0
-        for item in waiting:
-            later = item.entry + self.max_delay - iteration  # iterations that remain after this one
-            need = max(need, before + self.share(item) if later <= 0 else before - later * self.whole)
+        for item in waiting_items:
+            iterations_left = item.entry + self.max_delay - iteration  # iterations that remain after this one
+            need = max(
+                need,
+                before + self.share(item) if iterations_left <= 0 else before - iterations_left * self.whole,
+            )
             before += self.share(item)
-        gone, due = 0, []
-        for item in waiting:
+        gone, due_items = 0, []
+        for item in waiting_items:
             if gone >= need:
                 break
-            due.append(item)
+            due_items.append(item)
             gone += self.share(item)
-        return due
+        return due_items
 
-    def too_many(self, waiting: Sequence[Item], iteration: int) -> int:
+    def too_many(self, waiting_items: Sequence[Item], iteration: int) -> int:
         """How many of the newest pieces, all arrived in `iteration`, cannot be promised to train in time."""
-        before = sum(map(self.share, waiting))
+        before = sum(map(self.share, waiting_items))
         count = 0
-        for item in reversed(waiting):
+        for item in reversed(waiting_items):
             before -= self.share(item)
             if item.entry < iteration or (self.max_delay and before <= self.max_delay * self.whole):
                 break

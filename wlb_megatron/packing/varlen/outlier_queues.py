@@ -62,10 +62,10 @@ class OutlierQueues:
         age.
         """
         level = self.levels[self.level_of(item.tokens)]
-        at = len(level)
-        while at and level[at - 1].serial > item.serial:
-            at -= 1
-        level.insert(at, item)
+        index = len(level)
+        while index and level[index - 1].serial > item.serial:
+            index -= 1
+        level.insert(index, item)
 
     def pop_oldest(self) -> Item:
         return min((level for level in self.levels if level), key=lambda level: level[0].serial).popleft()

@@ -78,15 +78,15 @@ def choose_release(queues: OutlierQueues, must: ReleaseChoice, now: Situation) -
     floor = max(must.bins.work)
     ceilings = [floor, *(height for height in heights if height > floor)]
     room = now.most_tokens - sum(must.bins.tokens)
-    best = max(
+    best_choice = max(
         ((_value(c := _fill(queues, must, h, room), queues, now), -i, h, c) for i, h in enumerate(ceilings))
     )
     for percent in STRETCH:
-        choice = _fill(queues, must, best[2] * percent // 100, room)
+        choice = _fill(queues, must, best_choice[2] * percent // 100, room)
         value = _value(choice, queues, now)
-        if value > best[0]:
-            best = (value, best[1], best[2], choice)
-    return best[3]
+        if value > best_choice[0]:
+            best_choice = (value, best_choice[1], best_choice[2], choice)
+    return best_choice[3]
 
 
 def _fill(queues: OutlierQueues, must: ReleaseChoice, ceiling: int, room: int) -> ReleaseChoice:
@@ -111,15 +111,15 @@ def _value(choice: ReleaseChoice, queues: OutlierQueues, now: Situation) -> int:
             gain += item.work * (now.price + URGENCY * age * age // (now.max_delay * now.max_delay or 1))
     placed = sum(choice.bins.tokens)
     tokens = min(now.short_tokens, max(0, now.most_tokens - placed))
-    largest, total = choice.bins.poured(now.short_work * tokens // max(now.short_tokens, 1), tokens)
+    largest_work, total = choice.bins.poured(now.short_work * tokens // max(now.short_tokens, 1), tokens)
     if not total:
         return 0
-    largest = max(largest, now.short_largest)
-    held = now.short_work + sum(choice.bins.work) - total
-    imbalance = largest * len(choice.bins.work) * SCALE // total - SCALE
+    largest_work = max(largest_work, now.short_largest)
+    short_left = now.short_work + sum(choice.bins.work) - total
+    imbalance = largest_work * len(choice.bins.work) * SCALE // total - SCALE
     missing = max(0, now.global_tokens * FULL // 100 - placed - tokens)
     thin = missing * missing * THIN // (now.global_tokens * now.global_tokens)
-    return (gain - held * HELD_SHORT) // max(now.mean_work, 1) - imbalance - thin
+    return (gain - short_left * HELD_SHORT) // max(now.mean_work, 1) - imbalance - thin
 
 
 MOST = 200
@@ -143,27 +143,27 @@ class PackedWork(NamedTuple):
 
 def choose_height(
     queues: OutlierQueues,
-    due: Sequence[int],
+    due_counts: Sequence[int],
     lot: PackedWork,
     now: Situation,
     law: StepLaw,
     counts: Sequence[int],
     dp: int,
 ) -> list[int]:
-    """How many of each level train now, oldest first; at least `due` of each.
+    """How many of each level train now, oldest first; at least `due_counts` of each.
 
     lot: the due documents and everything else that trains in any case. counts: numbers of micro-batches that a rank
     may get. dp: data-parallel ranks.
     """
 
     # Outliers may take the place of short documents, which then wait for the next iteration.
-    most = min(now.most_tokens + now.short_tokens, now.global_tokens * MOST // 100)
+    token_limit = min(now.most_tokens + now.short_tokens, now.global_tokens * MOST // 100)
 
     def value(height: int) -> tuple[int, list[int]]:
-        released, after, gain = list(due), lot, 0
+        released, after, gain = list(due_counts), lot, 0
         for level in reversed(range(len(released))):
             for item in islice(queues.levels[level], released[level], None):
-                if item.work > height or after.tokens + item.tokens > most:
+                if item.work > height or after.tokens + item.tokens > token_limit:
                     break
                 released[level] += 1
                 after = after.with_item(item)
@@ -171,10 +171,10 @@ def choose_height(
                 gain += item.work * (
                     RISE * now.price + URGENCY * age * age // (now.max_delay * now.max_delay or 1)
                 )
-        over = min(max(0, after.tokens - now.most_tokens), now.short_tokens)
-        waits = now.short_work * over // max(now.short_tokens, 1)
+        excess = min(max(0, after.tokens - now.most_tokens), now.short_tokens)
+        waits = now.short_work * excess // max(now.short_tokens, 1)
         gain -= waits * HELD_SHORT
-        after = after._replace(work=after.work - waits, tokens=after.tokens - over)
+        after = after._replace(work=after.work - waits, tokens=after.tokens - excess)
         return gain // max(now.mean_work, 1) - _cost(after, now, law, counts, dp), released
 
     heights = [lot.largest, *(max(item.work for item in level) for level in queues.levels if level)]
@@ -189,7 +189,7 @@ def _cost(lot: PackedWork, now: Situation, law: StepLaw, counts: Sequence[int], 
     if not lot.work:
         return 0
     share = lot.work // dp  # of one rank
-    beside = min(law.estimate(count, share, lot.largest) for count in counts) - share
+    extra = min(law.estimate(count, share, lot.largest) for count in counts) - share
     missing = max(0, now.global_tokens * FULL // 100 - lot.tokens)
     thin = missing * missing * THIN // (now.global_tokens * now.global_tokens)
-    return beside * SCALE // max(share, 1) + thin
+    return extra * SCALE // max(share, 1) + thin

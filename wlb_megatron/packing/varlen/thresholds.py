@@ -97,21 +97,21 @@ def find_thresholds(
     share = float(limits.bins * limits.window * work) / max(tokens, 1) / ranks.dp
     law = ranks.law(cost)
     numbers = law.worthwhile(law.counts(limits.bins // ranks.dp, per_window), int(share))
-    free = numbers != law.counts(limits.bins // ranks.dp, 1)
-    limits = replace(limits, bins=min(limits.bins // (ranks.dp if free else 1), MOST_BINS))
+    number_is_free = numbers != law.counts(limits.bins // ranks.dp, 1)
+    limits = replace(limits, bins=min(limits.bins // (ranks.dp if number_is_free else 1), MOST_BINS))
     packers = partial(VarlenPacker, cost, limits)
-    if free:
+    if number_is_free:
         packers = partial(packers, ranks=ranks._replace(dp=1), per_window=per_window)
     choices = [spread(limits.window, first, step) for first in FIRST_LEVELS for step in STEPS]
     if len(lengths) == 0 or lengths.max() < min(choices[0]):
         return Trial(choices[0], 1.0, 0.0)
-    best = None
+    best_trial = None
     for thresholds in [*choices, ()]:
         trial = _try(lengths, limits, packers(thresholds))
-        if best is None or _rank(trial) < _rank(best):
-            best = trial
-    assert best is not None
-    return best
+        if best_trial is None or _rank(trial) < _rank(best_trial):
+            best_trial = trial
+    assert best_trial is not None
+    return best_trial
 
 
 def sampled(sample: Sequence[int]) -> np.ndarray:
@@ -125,16 +125,16 @@ def step_over_ideal(
     """Predicted steps over the same work without bubble and waiting, over at most ITERATIONS iterations of the
     sample. per_earlier_key: see CostModel; it lengthens steps, and is no part of the work."""
     planner = Planner(Repeated(lengths), packer, global_tokens=global_tokens)
-    predicted = ideal = pieces = 0
+    predicted_work = ideal = pieces = 0
     for iteration in range(ITERATIONS):
         if pieces > MOST_PIECES and iteration >= FEWEST:
             break
         plan = planner.next_iteration()
         assert plan is not None
-        predicted += plan.predicted if not per_earlier_key else _with_keys(plan, packer, per_earlier_key)
+        predicted_work += plan.predicted if not per_earlier_key else _with_keys(plan, packer, per_earlier_key)
         ideal += plan.ideal
         pieces += len(plan.arrived)
-    return predicted / max(ideal, 1)
+    return predicted_work / max(ideal, 1)
 
 
 def _with_keys(plan: IterationPlan, packer: Packer, per_earlier_key: float) -> int:
@@ -161,15 +161,15 @@ def _rank(trial: Trial) -> tuple[bool, int]:
 
 def _try(lengths: np.ndarray, limits: Limits, packer: VarlenPacker) -> Trial:
     planner = Planner(Repeated(lengths), packer, global_tokens=limits.bins * limits.window)
-    slow = total = delayed = 0
+    slow = total = delayed_tokens = 0
     for _ in range(ITERATIONS):
         plan = planner.next_iteration()
         assert plan is not None
         work = [micro_batch.work for row in plan.micro_batches for micro_batch in row]
         slow += max(work) * len(work) if packer.law.pp == 1 else plan.predicted
         total += sum(work)
-        delayed += sum(piece.tokens for piece in plan.waiting)
-    return Trial(packer.thresholds, slow / total, delayed / planner.taken)
+        delayed_tokens += sum(piece.tokens for piece in plan.waiting)
+    return Trial(packer.thresholds, slow / total, delayed_tokens / planner.taken)
 
 
 class Repeated:

@@ -54,13 +54,13 @@ class _Ready(NamedTuple):
     def within(self, room: int) -> tuple[_Ready, list[Item]]:
         """The same with as many leftovers and short items, oldest first, as have at most so many tokens; and the
         rest."""
-        others = [*self.leftovers, *self.short]
-        sums = list(accumulate(map(_TOKENS, others), initial=0))
+        other_items = [*self.leftovers, *self.short]
+        sums = list(accumulate(map(_TOKENS, other_items), initial=0))
         if sums[-1] <= room:
             return self, []
-        kept = max(bisect_right(sums, room) - 1, 0)
-        short = others[len(self.leftovers) : kept]
-        return self._replace(leftovers=self.leftovers[:kept], short=short), others[kept:]
+        count = max(bisect_right(sums, room) - 1, 0)
+        short_items = other_items[len(self.leftovers) : count]
+        return self._replace(leftovers=self.leftovers[:count], short=short_items), other_items[count:]
 
 
 def lmax(config: WlbConfig, window: int, alignment: int = 1) -> int:
@@ -69,16 +69,16 @@ def lmax(config: WlbConfig, window: int, alignment: int = 1) -> int:
     Documents are not cut, so a micro-batch cannot always be filled: with less, documents would pile up.
     """
     usual = int(1.5 * window)
-    asked = usual if config.max_tokens is None else config.max_tokens
-    tokens = asked // alignment * alignment
-    least = -(-5 * window // 4)
-    if tokens < least:
-        whose = "1.5 windows" if asked == usual else f"max_tokens of {asked}"
-        multiples = "" if tokens == asked else f" ({tokens} tokens in multiples of {alignment})"
+    asked_tokens = usual if config.max_tokens is None else config.max_tokens
+    tokens = asked_tokens // alignment * alignment
+    least_tokens = -(-5 * window // 4)
+    if tokens < least_tokens:
+        whose = "1.5 windows" if asked_tokens == usual else f"max_tokens of {asked_tokens}"
+        multiples = "" if tokens == asked_tokens else f" ({tokens} tokens in multiples of {alignment})"
         raise WlbError(
-            f"{whose}{multiples} is below 1.25 windows ({least} tokens), too short to pack uncut documents "
+            f"{whose}{multiples} is below 1.25 windows ({least_tokens} tokens), too short to pack uncut documents "
             "without an ever longer queue: set --wlb-max-tokens to "
-            f"{-(-least // alignment) * alignment} or more, train in chunks (--wlb-chunks on), or use "
+            f"{-(-least_tokens // alignment) * alignment} or more, train in chunks (--wlb-chunks on), or use "
             "--wlb-packing fixed-greedy"
         )
     return tokens
@@ -145,57 +145,59 @@ class VarlenPacker(Packer):
     def pack(self, iteration: int, arrived: Sequence[Piece], batch: Batch, draining: bool = False) -> Packed:
         # Batches only grow, so every piece that was promised to train in time still can.
         self._limits = replace(self._limits, bins=batch.bins)
-        due = self._limits.must_go(self._by_age(), iteration)
+        due_items = self._limits.must_go(self._by_age(), iteration)
         leftovers, self._left = self._left, []
-        short = self._take_in(arrived, iteration)
+        short_items = self._take_in(arrived, iteration)
         if draining or not self._limits.max_delay:
-            due = sorted([*leftovers, *short, *self._queues], key=lambda item: item.serial)
+            due_items = sorted([*leftovers, *short_items, *self._queues], key=lambda item: item.serial)
         counts = [0] * len(self._queues.levels)
-        for item in due:
+        for item in due_items:
             level = self._queues.level_of(item.tokens)
             if level >= 0:
                 counts[level] += 1
-        last_due = due[-1].serial if due else -1
+        last_due = due_items[-1].serial if due_items else -1
         leftovers = [item for item in leftovers if item.serial > last_due]
-        short = [item for item in short if item.serial > last_due]
-        ready = _Ready(due, counts, leftovers, short)
-        same = [self._limits.bins // self._ranks.dp]
-        numbers = self.law.counts(same[0], self._per_window)
+        short_items = [item for item in short_items if item.serial > last_due]
+        ready = _Ready(due_items, counts, leftovers, short_items)
+        one_per_window = [self._limits.bins // self._ranks.dp]
+        numbers = self.law.counts(one_per_window[0], self._per_window)
         if self._per_window is None:
             numbers = self.law.worthwhile(numbers, self._price.mean_work() // self._ranks.dp)
-        grid, left = (
-            self._balance(iteration, ready) if numbers == same else self._fit(iteration, ready, numbers)
+        grid, left_over = (
+            self._balance(iteration, ready)
+            if numbers == one_per_window
+            else self._fit(iteration, ready, numbers)
         )
-        self._left = self._sort_in(sorted(left, key=lambda item: item.serial))
+        self._left = self._sort_in(sorted(left_over, key=lambda item: item.serial))
         put_back = self._put_back(iteration)
         self._price.see_waiting(sum(item.tokens for item in self._by_age()))
         return Packed(grid, put_back)
 
     def _fit(self, iteration: int, ready: _Ready, numbers: Sequence[int]) -> Arranged:
         """One of these numbers of micro-batches a rank, by the predicted step (release.py, arrange.py)."""
-        due, counts, leftovers, short = ready
-        certain = [*due, *leftovers, *short]
+        due_items, counts, leftovers, short_items = ready
+        certain = [*due_items, *leftovers, *short_items]
         lot = PackedWork(
             sum(map(_WORK, certain)), sum(map(_TOKENS, certain)), max(map(_WORK, certain), default=0)
         )
-        now = self._situation(iteration, leftovers + short)
+        now = self._situation(iteration, leftovers + short_items)
         counts = choose_height(self._queues, counts, lot, now, self.law, numbers, self._ranks.dp)
-        held = frozenset(item.serial for item in due)
-        released = [item for item in self._queues.release(counts) if item.serial not in held]
-        while len(due) + len(released) + len(leftovers) + len(short) < self._limits.bins and len(
+        due_serials = frozenset(item.serial for item in due_items)
+        released = [item for item in self._queues.release(counts) if item.serial not in due_serials]
+        while len(due_items) + len(released) + len(leftovers) + len(short_items) < self._limits.bins and len(
             self._queues
         ):
             released.append(self._queues.pop_oldest())
-        room = self._most_tokens() - sum(map(_TOKENS, due)) - sum(map(_TOKENS, released))
-        (_, _, leftovers, short), waits = ready.within(room)
-        others = by_falling_work([*released, *leftovers, *short])
+        room = self._most_tokens() - sum(map(_TOKENS, due_items)) - sum(map(_TOKENS, released))
+        (_, _, leftovers, short_items), waits = ready.within(room)
+        other_items = by_falling_work([*released, *leftovers, *short_items])
 
         def fill(number: int) -> tuple[Bins, list[Item]]:
-            bins, left = self._place_due(due, number)
-            return bins, left + bins.add_all(others)
+            bins, left_over = self._place_due(due_items, number)
+            return bins, left_over + bins.add_all(other_items)
 
-        works = [item.work for item in (*due, *others)]
-        grid, left = arrange(
+        works = [item.work for item in (*due_items, *other_items)]
+        grid, left_over = arrange(
             fill,
             numbers,
             (len(works), sum(works), max(works, default=0)),
@@ -203,31 +205,31 @@ class VarlenPacker(Packer):
             self._ranks,
             self.law,
         )
-        return Arranged(grid, [*left, *waits])
+        return Arranged(grid, [*left_over, *waits])
 
     def _balance(self, iteration: int, ready: _Ready) -> Arranged:
         """Packs as many micro-batches as windows, of similar work."""
-        due, counts, leftovers, short = ready
-        bins, left = self._place_due(due, self._limits.bins)
-        now = self._situation(iteration, leftovers + short)
+        due_items, counts, leftovers, short_items = ready
+        bins, left_over = self._place_due(due_items, self._limits.bins)
+        now = self._situation(iteration, leftovers + short_items)
         choice = self._release_levels(ReleaseChoice(counts, bins), now)
         if self._by_balance:
             choice = choose_release(self._queues, choice, now)
         bins = choice.bins
         self._queues.release(choice.counts)
         for _ in range(
-            min(self._limits.bins - len(bins.items) - len(leftovers) - len(short), len(self._queues))
+            min(self._limits.bins - len(bins.items) - len(leftovers) - len(short_items), len(self._queues))
         ):
             bins.add(self._queues.pop_oldest())
-        (_, _, leftovers, short), waits = ready.within(self._most_tokens() - sum(bins.tokens))
-        left += [*waits, *bins.add_all(by_falling_work(leftovers))]
-        left += bins.add_all(by_falling_work(short))
+        (_, _, leftovers, short_items), waits = ready.within(self._most_tokens() - sum(bins.tokens))
+        left_over += [*waits, *bins.add_all(by_falling_work(leftovers))]
+        left_over += bins.add_all(by_falling_work(short_items))
         contents = bins.contents()
         improve_bins(contents, bins.work, self._limits.capacity, self._limits.max_documents)
         micro_batches = [
             MicroBatch(tuple(map(_PIECE, items)), w) for items, w in zip(contents, bins.work, strict=True)
         ]
-        return Arranged(assign_ranks(micro_batches, self._ranks), left)
+        return Arranged(assign_ranks(micro_batches, self._ranks), left_over)
 
     def _take_in(self, arrived: Sequence[Piece], iteration: int) -> list[Item]:
         items = self._make_items([(piece, iteration) for piece in arrived])
@@ -236,19 +238,19 @@ class VarlenPacker(Packer):
 
     def _sort_in(self, items: Sequence[Item]) -> list[Item]:
         """Queue the outliers, return the others."""
-        shortest = self._queues.thresholds[0] if self._queues.thresholds else UNBOUNDED
+        shortest_outlier = self._queues.thresholds[0] if self._queues.thresholds else UNBOUNDED
         for item in items:
-            if item.tokens >= shortest:
+            if item.tokens >= shortest_outlier:
                 self._queues.put(item)
-        return [item for item in items if item.tokens < shortest]
+        return [item for item in items if item.tokens < shortest_outlier]
 
     def _make_items(self, arrivals: Sequence[tuple[Piece, int]]) -> list[Item]:
         lengths = [end - start for (_, _, start, end, _), _ in arrivals]
-        longest = max(lengths, default=0)
-        if longest > self._limits.window:
-            piece, _ = arrivals[lengths.index(longest)]
+        longest_tokens = max(lengths, default=0)
+        if longest_tokens > self._limits.window:
+            piece, _ = arrivals[lengths.index(longest_tokens)]
             raise WlbError(
-                f"document {piece.document} has {longest} tokens, above the window of {self._limits.window}: "
+                f"document {piece.document} has {longest_tokens} tokens, above the window of {self._limits.window}: "
                 "split it before packing"
             )
         work = self._cost.work(lengths).tolist()
@@ -257,17 +259,17 @@ class VarlenPacker(Packer):
         serials = range(first, self._serial)
         return items_of(work, lengths, serials, entries, pieces)
 
-    def _place_due(self, due: list[Item], number: int) -> tuple[Bins, list[Item]]:
+    def _place_due(self, due_items: list[Item], number: int) -> tuple[Bins, list[Item]]:
         """Places due items balanced if all fit that way, else oldest first, which fits.
 
         Returns what is left if even that is impossible.
         """
         bins = Bins(number, self._limits.capacity, self._limits.max_documents)
-        left = bins.add_all(by_falling_work(due))
-        if left:
+        left_over = bins.add_all(by_falling_work(due_items))
+        if left_over:
             bins = Bins(number, self._limits.capacity, self._limits.max_documents)
-            left = [item for item in due if not bins.add_shortest(item)]
-        return bins, left
+            left_over = [item for item in due_items if not bins.add_shortest(item)]
+        return bins, left_over
 
     def _release_levels(self, must: ReleaseChoice, now: Situation) -> ReleaseChoice:
         """A level that holds as many as there are bins gives one to each. Without a choice by balance, one of which
@@ -275,24 +277,24 @@ class VarlenPacker(Packer):
         counts, bins = must
         room = now.most_tokens - sum(bins.tokens)
         for i, level in enumerate(self._queues.levels):
-            full = len(level) >= self._limits.bins
-            wanted = self._limits.bins if full or (counts[i] and not self._by_balance) else 0
-            for item in islice(level, counts[i], wanted):
+            is_full = len(level) >= self._limits.bins
+            wanted_count = self._limits.bins if is_full or (counts[i] and not self._by_balance) else 0
+            for item in islice(level, counts[i], wanted_count):
                 if item.tokens > room or not bins.add(item):
                     break
                 counts[i] += 1
                 room -= item.tokens
         return must
 
-    def _situation(self, iteration: int, short: list[Item]) -> Situation:
+    def _situation(self, iteration: int, short_items: list[Item]) -> Situation:
         return Situation(
             iteration=iteration,
             max_delay=self._limits.max_delay,
             price=self._price.price,
             mean_work=self._price.mean_work(),
-            short_work=sum(map(_WORK, short)),
-            short_tokens=sum(map(_TOKENS, short)),
-            short_largest=max(map(_WORK, short), default=0),
+            short_work=sum(map(_WORK, short_items)),
+            short_tokens=sum(map(_TOKENS, short_items)),
+            short_largest=max(map(_WORK, short_items), default=0),
             global_tokens=self._limits.bins * self._limits.window,
             most_tokens=self._most_tokens(),
         )
@@ -305,13 +307,13 @@ class VarlenPacker(Packer):
 
     def _put_back(self, iteration: int) -> tuple[Piece, ...]:
         """Drop those of this iteration's arrivals that cannot be promised to train within their bound."""
-        waiting = self._by_age()
-        count = self._limits.too_many(waiting, iteration)
+        waiting_items = self._by_age()
+        count = self._limits.too_many(waiting_items, iteration)
         if not count:
             return ()
         self._queues = OutlierQueues(self._queues.thresholds)
-        self._left = self._sort_in(waiting[:-count])
-        return tuple(item.piece for item in waiting[-count:])
+        self._left = self._sort_in(waiting_items[:-count])
+        return tuple(item.piece for item in waiting_items[-count:])
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         settings, items, price = self._settings(), self._by_age(), self._price.state()
@@ -323,9 +325,9 @@ class VarlenPacker(Packer):
 
     def load_state(self, state: dict[str, Any]) -> None:
         saved = state["settings"]
-        own = self._settings()
+        own_settings = self._settings()
         if saved.get("chunks"):  # a plan with chunks leaves only waiting documents
-            saved = own | {name: saved[name] for name in ("packing", "window")}
+            saved = own_settings | {name: saved[name] for name in ("packing", "window")}
         thresholds = saved.get("thresholds", []) if self._adopt_thresholds else self._queues.thresholds
         capacity = saved.get("max_tokens", 0) if self._adopt_capacity else self._limits.capacity
         if capacity > max(self._limits.capacity, self._adopt_capacity):

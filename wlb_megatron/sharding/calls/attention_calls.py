@@ -79,21 +79,21 @@ def attention_layout(plan: ShardPlan, rank: int, window: int | None = None) -> A
     first_row = np.cumsum(size) - size
 
     # Segments with earlier keys, sorted by piece and start. From any i on, chosen[i:last[i]] are of one piece.
-    chosen = np.flatnonzero(rows[:, 1] > 0)
-    chosen = chosen[np.lexsort((rows[chosen, 1], rows[chosen, 0]))]
-    piece, start = rows[chosen, 0], rows[chosen, 1]
-    count = len(chosen)
+    with_earlier = np.flatnonzero(rows[:, 1] > 0)
+    with_earlier = with_earlier[np.lexsort((rows[with_earlier, 1], rows[with_earlier, 0]))]
+    piece, start = rows[with_earlier, 0], rows[with_earlier, 1]
+    count = len(with_earlier)
     last = np.searchsorted(piece, piece, side="right")
     opens = np.ones(count, dtype=bool)
     opens[1:] = piece[1:] != piece[:-1]
     key_start = np.where(opens, 0, np.concatenate(([0], start[:-1]))[:count])
     # Rectangle i: queries of segments i .. last of its piece, keys [key_start, start).
-    members = chosen[_ranges(np.arange(count), last)]
+    members = with_earlier[_ranges(np.arange(count), last)]
     query_rows = _ranges(first_row[members], first_row[members] + size[members])
-    running = np.concatenate(([0], np.cumsum(size[chosen])))
+    running = np.concatenate(([0], np.cumsum(size[with_earlier])))
     queries = running[last] - running[:-1]
     buffer = _ranges(plan.key_starts[piece] + key_start, plan.key_starts[piece] + start)
-    reaches = [_reach(plan, held) for held in plan.ranks]
+    reaches = [_reach(plan, rank_rows) for rank_rows in plan.ranks]
     return AttentionLayout(
         int(size.sum()),
         int((plan.prefixes + plan.lengths).max()),

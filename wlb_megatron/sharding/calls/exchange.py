@@ -43,17 +43,17 @@ def exchange_plan(plan: ShardPlan, rank: int, reaches: Sequence[IntArray], buffe
     Example: pieces [4]; rank 0 holds (0, 0, 1) (0, 3, 4), rank 1 (0, 1, 3); rank 0 needs 3 tokens, rank 1 needs 1.
     Rank 0 sends row 0 to rank 1. Rank 1 sends rows 0, 1 to rank 0, whose buffer is its own row 0, then both.
     """
-    held = [plan.held_keys(holder) for holder in range(plan.cp_size)]
-    sent = [_rows_within(held[rank], reach) for reach in reaches]
-    arrived = [_keys_within(plan, rows, reaches[rank]) for rows in held]
+    held_rows = [plan.held_keys(holder) for holder in range(plan.cp_size)]
+    sent_rows = [_rows_within(held_rows[rank], reach) for reach in reaches]
+    arrived = [_keys_within(plan, rows, reaches[rank]) for rows in held_rows]
     comes_from = np.empty(plan.key_starts[-1], dtype=np.int64)
-    comes_from[arrived[rank]] = sent[rank]
-    sent[rank] = arrived[rank] = sent[rank][:0]
-    others = np.concatenate(arrived)
-    comes_from[others] = ~np.arange(len(others))
-    needed = sum(int(reach.sum()) for reach in reaches)
-    at_home = sum(int(_inside(rows, reach).sum()) for rows, reach in zip(held, reaches, strict=True))
-    return _part(rank, sent, map(len, arrived), comes_from[buffer], needed > at_home)
+    comes_from[arrived[rank]] = sent_rows[rank]
+    sent_rows[rank] = arrived[rank] = sent_rows[rank][:0]
+    remote_index = np.concatenate(arrived)
+    comes_from[remote_index] = ~np.arange(len(remote_index))
+    needed_keys = sum(int(reach.sum()) for reach in reaches)
+    at_home = sum(int(_inside(rows, reach).sum()) for rows, reach in zip(held_rows, reaches, strict=True))
+    return _part(rank, sent_rows, map(len, arrived), comes_from[buffer], needed_keys > at_home)
 
 
 def _inside(rows: IntArray, reach: IntArray) -> IntArray:
@@ -92,15 +92,17 @@ def exchange_buffers(
     place = local[buffers[rank]]
     arriving = np.flatnonzero(elsewhere[rank])
     place[arriving[np.argsort(owners[rank][arriving], kind="stable")]] = ~np.arange(len(arriving))
-    sent = [
+    sent_rows = [
         local[tokens[(held == rank) & away]]
         for tokens, held, away in zip(buffers, owners, elsewhere, strict=True)
     ]
     received = np.bincount(owners[rank][arriving], minlength=plan.cp_size).tolist()
-    return _part(rank, sent, received, place, any(bool(away.any()) for away in elsewhere))
+    return _part(rank, sent_rows, received, place, any(bool(away.any()) for away in elsewhere))
 
 
 def _part(
-    rank: int, sent: Sequence[IntArray], received: Iterable[int], place: IntArray, remote: bool
+    rank: int, sent_rows: Sequence[IntArray], received: Iterable[int], place: IntArray, remote: bool
 ) -> ExchangePlan:
-    return ExchangePlan(rank, np.concatenate(sent), tuple(map(len, sent)), tuple(received), place, remote)
+    return ExchangePlan(
+        rank, np.concatenate(sent_rows), tuple(map(len, sent_rows)), tuple(received), place, remote
+    )

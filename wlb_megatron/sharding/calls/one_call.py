@@ -28,20 +28,22 @@ hybrid plans, and the limits avoid building graphs of such sizes."""
 
 def in_fewest_calls(plans: Sequence[ShardPlan], table: KernelTable) -> list[ShardPlan]:
     """The plans (all of one CP size), with `one_call` set where it is predicted faster. The same on all ranks."""
-    small = [at for at, plan in enumerate(plans) if _fits(plan, table)]
+    small = [index for index, plan in enumerate(plans) if _fits(plan, table)]
     fewest = list(plans)
     if small:
-        chosen = [plans[at] for at in small]
-        two_calls, one_call = (predict(chosen, table).max(axis=1) for predict in (in_two_calls, in_one_call))
-        for at in np.flatnonzero(one_call < two_calls).tolist():
-            fewest[small[at]] = replace(chosen[at], one_call=True)
+        small_plans = [plans[index] for index in small]
+        two_calls, one_call = (
+            predict(small_plans, table).max(axis=1) for predict in (in_two_calls, in_one_call)
+        )
+        for index in np.flatnonzero(one_call < two_calls).tolist():
+            fewest[small[index]] = replace(small_plans[index], one_call=True)
     return fewest
 
 
 def _fits(plan: ShardPlan, table: KernelTable) -> bool:
     """Whether any rank attends to earlier keys and, if kernels are built by size, no rank exceeds the limits above."""
-    few = not builds_by_size(table.backend) or (
+    fits = not builds_by_size(table.backend) or (
         max(plan.tokens_per_rank) <= MOST_ROWS
         and max(int(rows[:, 2].sum()) for rows in plan.ranks) <= MOST_KEYS
     )
-    return few and any(bool((rows[:, 1] > 0).any()) for rows in plan.ranks)
+    return fits and any(bool((rows[:, 1] > 0).any()) for rows in plan.ranks)

@@ -44,7 +44,7 @@ def window_layout(plan: ShardPlan, rank: int, size: int | None) -> WindowLayout:
     return WindowLayout(
         size,
         varlen_call(rows[:, 2] - rows[:, 1], rows[:, 2] - _first_key(rows, size)),
-        exchange_buffers(plan, rank, [_buffer(plan, held, size) for held in plan.ranks], size),
+        exchange_buffers(plan, rank, [_buffer(plan, rank_rows, size) for rank_rows in plan.ranks], size),
         cached_keys(plan, rank, size),
     )
 

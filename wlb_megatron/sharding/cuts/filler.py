@@ -54,28 +54,28 @@ def fill_in_pairs(ranks: RankLoads) -> None:
     begin = ranks.before[ranks.filler]
     end = begin + size
     price = ranks.prices[0]
-    filling = [rank for rank, free in enumerate(ranks.free) if free]
-    ends = [done + price * free for done, free in zip(load, ranks.free, strict=True)]
+    filling = [rank for rank, free_tokens in enumerate(ranks.free) if free_tokens]
+    ends = [load_done + price * free_tokens for load_done, free_tokens in zip(load, ranks.free, strict=True)]
     mean = sum(ends) / len(ends)
     # Outer chunks differ most between early and late, so the ranks with the most uneven loads get them.
     filling.sort(key=lambda rank: -abs(ends[rank] - mean))
-    free = [ranks.free[rank] for rank in filling]
-    early = [tokens // 2 for tokens in free]
+    free_tokens = [ranks.free[rank] for rank in filling]
+    early = [tokens // 2 for tokens in free_tokens]
     pair_ns = 2.0 * price / (begin + end)
     for _ in range(ROUNDS):
-        first, last, now = _loads([load[rank] for rank in filling], free, early, begin, end, pair_ns)
+        first, last, now = _loads([load[rank] for rank in filling], free_tokens, early, begin, end, pair_ns)
         mean = sum(now) / len(now)
-        for at, loaded in enumerate(now):
+        for index, rank_load in enumerate(now):
             # A token moved from early to late attends to this many more keys.
-            move = int((loaded - mean) / (pair_ns * max(last[at] - first[at], 1)))
-            early[at] = min(max(early[at] + move, 0), free[at])
-    first, last, now = _loads([load[rank] for rank in filling], free, early, begin, end, pair_ns)
-    for at, rank in enumerate(filling):
-        load[rank] = int(now[at] + ranks.table.earlier_key * (first[at] - begin + last[at]))
-        inner = (at > 0 or begin > 0) and at < len(filling) - 1
-        both = 0 < early[at] < free[at]
+            move = int((rank_load - mean) / (pair_ns * max(last[index] - first[index], 1)))
+            early[index] = min(max(early[index] + move, 0), free_tokens[index])
+    first, last, now = _loads([load[rank] for rank in filling], free_tokens, early, begin, end, pair_ns)
+    for index, rank in enumerate(filling):
+        load[rank] = int(now[index] + ranks.table.earlier_key * (first[index] - begin + last[index]))
+        inner = (index > 0 or begin > 0) and index < len(filling) - 1
+        both = 0 < early[index] < free_tokens[index]
         ranks.calls[rank] = max(ranks.calls[rank], 2 if inner and both else 1)
-    late = [whole - part for whole, part in zip(free, early, strict=True)]
+    late = [rank_tokens - part for rank_tokens, part in zip(free_tokens, early, strict=True)]
     ranks.chunks[ranks.filler] = [
         *zip(filling, early, strict=True),
         *zip(reversed(filling), reversed(late), strict=True),
@@ -83,11 +83,11 @@ def fill_in_pairs(ranks: RankLoads) -> None:
 
 
 def _loads(
-    load: list[int], free: list[int], early: list[int], start: int, end: int, pair_ns: float
+    load: list[int], free_tokens: list[int], early: list[int], start: int, end: int, pair_ns: float
 ) -> tuple[list[int], list[int], list[float]]:
     """Where each rank's early chunk of [start, end) starts, where its late chunk starts, and its load with both."""
     first, last, now = [], [], []
-    for base, tokens, before in zip(load, free, early, strict=True):
+    for base, tokens, before in zip(load, free_tokens, early, strict=True):
         after = tokens - before
         first.append(start)
         last.append(end - after)

@@ -68,22 +68,22 @@ def mix(
     chunks = np.flatnonzero(before * lengths)
     whole_ns[chunks] += table.rectangle_ns(lengths[chunks], before[chunks])
     size, filler = lengths.tolist(), order[0]
-    best: RankLoads | None = None
+    best_ranks: RankLoads | None = None
     candidates = sorted(
         _candidates(lengths, before, whole_ns, filler, cp_size, table), key=lambda mixed: mixed.least
     )
     for candidate in candidates[:TRIES]:
-        if best is not None and 1.01 * candidate.least >= best.worst():
+        if best_ranks is not None and 1.01 * candidate.least >= best_ranks.worst():
             break
         mean_price = int(whole_ns[filler]) / size[filler]
         rise = size[filler] / (size[filler] + 2 * int(before[filler]))
         ranks = RankLoads(table, size, filler, candidate.prices(cp_size, mean_price, rise), before.tolist())
         _place(ranks, order[1:], candidate)
         candidate.fill(ranks)
-        if best is None or ranks.worst() < best.worst():
-            best = ranks
-    assert best is not None
-    return _plan(lengths, before, cp_size, best.chunks)
+        if best_ranks is None or ranks.worst() < best_ranks.worst():
+            best_ranks = ranks
+    assert best_ranks is not None
+    return _plan(lengths, before, cp_size, best_ranks.chunks)
 
 
 def _candidates(
@@ -93,17 +93,17 @@ def _candidates(
     degrees: dict[bytes, IntArray] = {}
     for grain in GRAINS:
         fair = int(whole_ns.sum()) // (cp_size * grain) + 1
-        for most in (2, cp_size):
-            degree = np.clip(-(-whole_ns // fair), 1, min(most, cp_size))
+        for most_ranks in (2, cp_size):
+            degree = np.clip(-(-whole_ns // fair), 1, min(most_ranks, cp_size))
             degree[filler] = 1  # placed last, in the free tokens: its own degree does not matter
             degrees.setdefault(degree.tobytes(), degree)
     candidates = []
     for degree in degrees.values():
         share_ns = _share_ns(lengths, before, whole_ns, degree, table)
         mean = int((share_ns * degree).sum()) / cp_size
-        most = int(degree.max())
+        most_ranks = int(degree.max())
         both = (degree.tolist(), share_ns.tolist())
-        calls = min(most - 1, 2)
+        calls = min(most_ranks - 1, 2)
         candidates.append(_Candidate(mean + table.earlier_call * calls, *both, prices_in_turn, fill_in_turn))
         calls = 2 if cp_size > 2 else 1
         candidates.append(
@@ -153,7 +153,7 @@ def _plan(lengths: IntArray, before: IntArray, cp_size: int, chunks: dict[int, l
     Kernels start sequences in order. A long one that starts last keeps a few of a GPU's processors busy alone
     (docs/attention.md has the cost).
     """
-    held: list[list[tuple[int, int, int]]] = [[] for _ in range(cp_size)]
+    rank_rows: list[list[tuple[int, int, int]]] = [[] for _ in range(cp_size)]
     for piece in sorted(chunks):
         end, last = int(before[piece]), -1
         for rank, tokens in chunks[piece]:
@@ -161,10 +161,10 @@ def _plan(lengths: IntArray, before: IntArray, cp_size: int, chunks: dict[int, l
                 continue
             start, end = end, end + tokens
             if rank == last:  # touches: one segment
-                held[rank][-1] = (*held[rank][-1][:2], end)
+                rank_rows[rank][-1] = (*rank_rows[rank][-1][:2], end)
                 continue
-            held[rank].append((piece, start, end))
+            rank_rows[rank].append((piece, start, end))
             last = rank
-    for rows in held:
+    for rows in rank_rows:
         rows.sort(key=lambda row: (row[1] - row[2], row))
-    return ShardPlan(lengths, tuple(np.array(rows, dtype=np.int64).reshape(-1, 3) for rows in held))
+    return ShardPlan(lengths, tuple(np.array(rows, dtype=np.int64).reshape(-1, 3) for rows in rank_rows))

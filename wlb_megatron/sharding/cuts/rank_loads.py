@@ -51,22 +51,22 @@ class RankLoads:
         If its tokens cost more than what they displace, it goes to the rank that would end lowest, else to the rank
         that would end highest.
         """
-        size, load, best, highest = self.size[piece], self.load, -1, 0.0
+        size, load, best_rank, highest = self.size[piece], self.load, -1, 0.0
         prices = self.prices_after(nth)
         costly = ns * len(prices) > size * sum(prices)
-        for rank, free in enumerate(self.free):
-            if free >= size:
-                ends = load[rank] + prices[rank] * free
+        for rank, free_tokens in enumerate(self.free):
+            if free_tokens >= size:
+                ends = load[rank] + prices[rank] * free_tokens
                 if costly:
                     ends = -ends
-                if best < 0 or ends > highest:
-                    best, highest = rank, ends
-        if best < 0:
+                if best_rank < 0 or ends > highest:
+                    best_rank, highest = rank, ends
+        if best_rank < 0:
             return False
-        self.free[best] -= size
-        self.load[best] += ns
-        self.calls[best] = max(self.calls[best], int(self.before[piece] > 0))
-        self.chunks[piece] = [(best, size)]
+        self.free[best_rank] -= size
+        self.load[best_rank] += ns
+        self.calls[best_rank] = max(self.calls[best_rank], int(self.before[piece] > 0))
+        self.chunks[piece] = [(best_rank, size)]
         return True
 
     def put_cut(self, nth: int, piece: int, g: int, ns: int) -> bool:
@@ -76,40 +76,45 @@ class RankLoads:
         """
         size = self.size[piece]
         base, extra = divmod(size, 2 * g)
-        fitting = [rank for rank, free in enumerate(self.free) if free >= 2 * base + min(extra, 2)]
-        if len(fitting) < g:
+        fitting_ranks = [
+            rank for rank, free_tokens in enumerate(self.free) if free_tokens >= 2 * base + min(extra, 2)
+        ]
+        if len(fitting_ranks) < g:
             return False
-        if g < len(fitting):
+        if g < len(fitting_ranks):
             prices = self.prices_after(nth)
             ends = [
-                load + price * free for load, price, free in zip(self.load, prices, self.free, strict=True)
+                load + price * free_tokens
+                for load, price, free_tokens in zip(self.load, prices, self.free, strict=True)
             ]
             costly = g * ns > sum(prices) / len(prices) * size
-            fitting.sort(key=ends.__getitem__, reverse=not costly)
-            fitting = sorted(fitting[:g])
-        self.chunks[piece] = [(rank, base + (at < extra)) for at, rank in enumerate(fitting + fitting[::-1])]
+            fitting_ranks.sort(key=ends.__getitem__, reverse=not costly)
+            fitting_ranks = sorted(fitting_ranks[:g])
+        self.chunks[piece] = [
+            (rank, base + (index < extra)) for index, rank in enumerate(fitting_ranks + fitting_ranks[::-1])
+        ]
         for rank, tokens in self.chunks[piece]:
             self.free[rank] -= tokens
-        for at, rank in enumerate(fitting):
+        for index, rank in enumerate(fitting_ranks):
             self.load[rank] += ns
             # The first rank's early chunk attends only to the prefix; the last rank's two chunks are one segment.
-            both = (at > 0 or self.before[piece] > 0) and at < g - 1
+            both = (index > 0 or self.before[piece] > 0) and index < g - 1
             self.calls[rank] = max(self.calls[rank], 2 if both else 1)
         return True
 
     def put_in_parts(self, piece: int, ns: int) -> None:
         """Places a piece in parts that fill the ranks, starting with the rank that has the most free tokens."""
-        left = self.size[piece]
+        tokens_left = self.size[piece]
         chunks: list[Chunk] = []
         for rank in sorted(range(len(self.free)), key=lambda rank: -self.free[rank]):
-            tokens = min(left, self.free[rank])
+            tokens = min(tokens_left, self.free[rank])
             if not tokens:
                 break
             self.free[rank] -= tokens
             self.load[rank] += ns * tokens // self.size[piece]
             self.calls[rank] = max(self.calls[rank], int(bool(chunks) or self.before[piece] > 0))
             chunks.append((rank, tokens))
-            left -= tokens
+            tokens_left -= tokens
         self.chunks[piece] = chunks
 
     def worst(self) -> float:

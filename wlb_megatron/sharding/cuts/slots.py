@@ -123,9 +123,9 @@ def document_cuts(pieces: PieceList, cp_size: int) -> IntArray:
     chunk = np.arange(slots + 1)
     # Longer chunks are slots cursor .. cursor + extra - 1, modulo 2CP: how many of them lie before slot c?
     # With 8 slots, cursor 6, extra 3 (slots 6, 7, 0): before slot 1 one (slot 0, wrapped), before slot 7 two.
-    ahead = np.clip(chunk - cursor, 0, extra)
+    longer_before = np.clip(chunk - cursor, 0, extra)
     wrapped = np.clip(cursor + extra - slots, 0, chunk)
-    return chunk * base + ahead + wrapped
+    return chunk * base + longer_before + wrapped
 
 
 def per_sequence(pieces: PieceList, cp_size: int, table: KernelTable | None = None) -> list[ShardPlan]:
