@@ -161,14 +161,17 @@ def simulate_on_gpus(options: argparse.Namespace) -> dict[str, tuple[float, floa
     from wlb_megatron.documents.lengths import read_lengths
     from wlb_megatron.packing.job import arrival_order
     from wlb_megatron.simulator.job import Job
-    from wlb_megatron.simulator.model import LayerModel, ParallelSizes
+    from wlb_megatron.simulator.model import LayerModel
     from wlb_megatron.simulator.reproduction.paper import SHAPES
+    from wlb_megatron.workload.memory import Layout
 
     longer = WINDOW // options.seq_length
     lengths = np.asarray(read_lengths(str(options.out / "corpus" / "python_sources.idx")), dtype=np.int64)
     lengths = longer * lengths[lengths <= options.seq_length]
     job = Job(
-        model=LayerModel(shape=SHAPES["7B"], layout=ParallelSizes(tp=4, cp=2, pp=2)),
+        model=LayerModel(
+            shape=SHAPES["7B"], layout=Layout(tensor=4, context=2, pipeline=2, distributed_optimizer=True)
+        ),
         window=WINDOW,
         micro_batches=options.global_batch_size,
         iterations=options.iterations,

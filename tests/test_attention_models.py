@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from wlb_megatron.attention.core_attention import packed_seq_params, window_of
 from wlb_megatron.plugin.model import spec
 from wlb_megatron.sharding.select import shard
-from wlb_megatron.workload.memory import Experts, ParallelLayout, StageShape, layer_bytes
+from wlb_megatron.workload.memory import Experts, Layout, Model, layer_bytes
 
 LENGTHS = [23, 1, 30, 2, 8]
 VOCABULARY = 64
@@ -266,7 +266,7 @@ def test_feed_forward_layers_keep_the_bytes_that_the_memory_model_counts(kind, m
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(hidden)
     saved = sum(kept[at].untyped_storage().nbytes() for at in kept.keys() - weights)
-    shape = StageShape(hidden=64, ffn=96, layers=1, heads=4, kv_heads=4, head_dim=16, vocab=8)
-    attention = layer_bytes(shape, ParallelLayout()) - 3 * 96 * 2
-    counted = layer_bytes(shape, ParallelLayout(), experts) - attention + 64 * 2
+    shape = Model(hidden=64, ffn=96, layers=1, heads=4, kv_heads=4, head_dim=16, vocab=8)
+    attention = layer_bytes(shape, Layout()) - 3 * 96 * 2
+    counted = layer_bytes(shape, Layout(), experts) - attention + 64 * 2
     assert saved == pytest.approx(256 * counted, rel=0.002)

@@ -15,7 +15,7 @@ from test_cli import NUMPY_ALONE, call, run
 from wlb_megatron.analyze.candidates import as_given
 from wlb_megatron.analyze.comparison import Analysis, Gain
 from wlb_megatron.analyze.comparison import analyze as analyze_job
-from wlb_megatron.analyze.measure import JobLayout, rank_work, spread
+from wlb_megatron.analyze.measure import rank_work, spread
 from wlb_megatron.analyze.output import figures, print_analysis
 from wlb_megatron.analyze.search import Found, Searched
 from wlb_megatron.analyze.settings_as_flags import flags_of
@@ -26,11 +26,11 @@ from wlb_megatron.packing.packer import Packer
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.iteration import Simulated
 from wlb_megatron.simulator.job import Job
-from wlb_megatron.simulator.model import LayerModel, ParallelSizes
+from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.reproduction.paper import SHAPES
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel
-from wlb_megatron.workload.memory import ParallelLayout, StageShape, memory_needed
+from wlb_megatron.workload.memory import Layout, Model, memory_needed
 
 pytestmark = pytest.mark.usefixtures("quick_thresholds")
 
@@ -59,17 +59,18 @@ def test_the_work_of_ranks_adds_up_to_the_work_of_the_documents() -> None:
 def analyze(
     lengths: np.ndarray,
     config: WlbConfig,
-    layout: JobLayout,
+    layout: Layout,
     *,
+    window: int = 64,
     micro_batches: int,
     iterations: int,
     seed: int | None,
     split: bool = False,
 ) -> Analysis:
-    sizes = ParallelSizes(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)
+    sizes = replace(layout, distributed_optimizer=True)
     job = Job(
         model=LayerModel(shape=SHAPES["550M"], layout=sizes, assumptions=Assumptions(host_launch=0)),
-        window=layout.window,
+        window=window,
         micro_batches=micro_batches,
         iterations=iterations,
         warm_up=0,
@@ -79,12 +80,12 @@ def analyze(
 
 
 def from_json(
-    lengths: np.ndarray, config: WlbConfig, layout: JobLayout, micro_batches: int, iterations: int
+    lengths: np.ndarray, config: WlbConfig, layout: Layout, micro_batches: int, iterations: int
 ) -> dict[str, Any]:
     """The same figures, from nothing but what inspect prints and the formula of the cost model."""
     shown = inspect_plans(
-        lengths, config, window=layout.window, micro_batches=micro_batches, dp=layout.dp, cp=layout.cp,
-        tp=layout.tp, iterations=iterations,
+        lengths, config, window=64, micro_batches=micro_batches, dp=layout.data, cp=layout.context,
+        tp=layout.tensor, iterations=iterations,
     )["iterations"]  # fmt: skip
     imbalance, cp_imbalance, steps, delays, sizes, pad = [], [], [], [], [], 0
     weights: dict[int, float] = {}
@@ -93,7 +94,7 @@ def from_json(
     for number, iteration in enumerate(shown):
         for i, start, end in iteration["arrived"]:
             entered.update(((i, t), number) for t in range(start, end))
-        work, times = [], np.zeros((micro_batches, layout.dp))
+        work, times = [], np.zeros((micro_batches, layout.data))
         for at, micro_batch in enumerate(iteration["micro_batches"]):
             real = [(end - start) for i, start, end in micro_batch["documents"] if i >= 0]
             pad += sum(end - start for i, start, end in micro_batch["documents"] if i < 0)
@@ -113,7 +114,7 @@ def from_json(
                 )
                 for rank in micro_batch["ranks"]
             ]
-            times[at // layout.dp, at % layout.dp] = max(shares)
+            times[at // layout.data, at % layout.data] = max(shares)
             cp_imbalance.append(max(shares) * len(shares) / sum(shares))
         imbalance.append(max(work) * len(work) / sum(work))
         # Each token's share of its step's gradient, by the place where it stands.
@@ -124,7 +125,7 @@ def from_json(
             for _ in range(start, end):
                 weights[len(weights)] = 1 / sum(e - s for _, s, e in shown_pieces)
                 lengths_of[len(lengths_of)] = end - start
-        steps.append(max(column.sum() + (layout.pp - 1) * column.max() for column in times.T))
+        steps.append(max(column.sum() + (layout.pipeline - 1) * column.max() for column in times.T))
     return {
         "imbalance": np.mean(imbalance),
         "cp_imbalance": np.mean(cp_imbalance),
@@ -134,15 +135,15 @@ def from_json(
         "largest": max(sizes),
         "largest iteration": max(map(sum, np.reshape(sizes, (len(shown), -1)).tolist())),
         "padding_share": pad / (sum(sizes) + pad),
-        "long": np.mean([w for t, w in weights.items() if lengths_of[t] > layout.window / 2])
+        "long": np.mean([w for t, w in weights.items() if lengths_of[t] > 64 / 2])
         / np.mean(list(weights.values())),
     }
 
 
 @pytest.mark.parametrize("packing", ["original", "fixed-greedy", "varlen"])
-@pytest.mark.parametrize("layout", [JobLayout(64, dp=2, cp=2, tp=2), JobLayout(64, dp=1, cp=4)])
+@pytest.mark.parametrize("layout", [Layout(data=2, context=2, tensor=2), Layout(data=1, context=4)])
 def test_every_figure_equals_what_the_printed_plans_give(
-    packing: str, layout: JobLayout, monkeypatch: pytest.MonkeyPatch
+    packing: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(Packer, "state")  # of checkpoints, which analysis does not ask
     # Whole documents of distinct ids: a rank's segments tell which piece they are of.
@@ -207,7 +208,7 @@ def test_equal_token_weights_are_reported_and_reach_the_flags(
 
 
 def test_before_is_arrival_order_by_sequence_whatever_the_settings() -> None:
-    layout = JobLayout(64, cp=2)
+    layout = Layout(context=2)
     lengths = some_lengths()
     first = analyze(
         lengths, WlbConfig(quadratic_at=QUADRATIC_AT), layout, micro_batches=2, iterations=5, seed=1
@@ -226,14 +227,21 @@ def test_balancing_is_predicted_to_help_long_tails_and_not_to_hurt_equal_lengths
         micro_batch_cost=0.0,
         chunks="off",
     )
-    layout = JobLayout(65536, cp=2, pp=4)
-    uneven = analyze(1024 * some_lengths(), config, layout, micro_batches=4, iterations=40, seed=1)
+    layout = Layout(context=2, pipeline=4)
+    uneven = analyze(
+        1024 * some_lengths(), config, layout, window=65536, micro_batches=4, iterations=40, seed=1
+    )
     assert uneven.after.imbalance.mean < uneven.before.imbalance.mean - 0.05
     assert uneven.equal_work_speedup > 1.0, "the bubble stays: evenness alone gains little"
     free = replace(config, micro_batches_per_window="auto", micro_batch_cost=2048.0)
-    assert analyze(1024 * some_lengths(), free, layout, micro_batches=4, iterations=40, seed=1).speedup > 1.05
+    assert (
+        analyze(
+            1024 * some_lengths(), free, layout, window=65536, micro_batches=4, iterations=40, seed=1
+        ).speedup
+        > 1.05
+    )
     even = replace(config, sharding="adaptive")
-    equal = analyze(np.full(500, 16384), even, layout, micro_batches=4, iterations=40, seed=1)
+    equal = analyze(np.full(500, 16384), even, layout, window=65536, micro_batches=4, iterations=40, seed=1)
     assert equal.speedup == pytest.approx(1.0, abs=0.01)
 
 
@@ -369,10 +377,8 @@ def test_the_longest_micro_batch_that_fits_is_trainings(capsys: pytest.CaptureFi
     code, out, _ = call(capsys, *command.split(), "--gpu-memory", "40")
     assert code == 0
     fits = json.loads(out)["fits"]
-    shape = StageShape(hidden=4096, ffn=11008, layers=16, heads=32, kv_heads=8, head_dim=128, vocab=128_256)
-    layout = ParallelLayout(
-        tensor=4, context=2, pipeline=2, group=2, sequence=True, distributed_optimizer=True
-    )
+    shape = Model(hidden=4096, ffn=11008, layers=16, heads=32, kv_heads=8, head_dim=128, vocab=128_256)
+    layout = Layout(tensor=4, context=2, pipeline=2, group=2, sequence=True, distributed_optimizer=True)
     room, most = int((40 << 30) * 0.9), fits["micro_batch"]
     assert memory_needed(shape, layout, most) <= room < memory_needed(shape, layout, most + 8)
     assert fits["window"] <= most * 4 / 5 < fits["window"] + 1024
@@ -428,7 +434,7 @@ def test_parts_that_do_not_fit_the_memory_are_left_out(capsys: pytest.CaptureFix
 def test_what_is_predicted_slower_is_not_recommended(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = np.full(400, 64)
     config = WlbConfig(quadratic_at=QUADRATIC_AT, packing="fixed-greedy", sharding="per-sequence")
-    analysis = analyze(lengths, config, JobLayout(64), micro_batches=2, iterations=3, seed=1)
+    analysis = analyze(lengths, config, Layout(), micro_batches=2, iterations=3, seed=1)
     assert analysis.speedup == 1.0
     for speedup, packing in (
         (0.5, "original"),
@@ -464,7 +470,7 @@ def test_a_gain_of_nothing_is_said_not_to_be_worth_it(capsys: pytest.CaptureFixt
 
 def test_others_are_recommended_for_more_than_noise_and_never_with_a_slower_slowest_step() -> None:
     config = WlbConfig(quadratic_at=QUADRATIC_AT)
-    analysis = analyze(some_lengths(), config, JobLayout(64, pp=2), micro_batches=2, iterations=6, seed=1)
+    analysis = analyze(some_lengths(), config, Layout(pipeline=2), micro_batches=2, iterations=6, seed=1)
     slowest = float(analysis.after.simulated.steps.max() / analysis.before.simulated.steps.max())
     scale = 1.1 / analysis.speedup  # as if this were faster than arrival order, whatever it is here
     analysis = replace(
@@ -486,7 +492,7 @@ def test_steadier_settings_are_named_beside_faster_ones_whose_slowest_step_is_lo
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = WlbConfig(quadratic_at=QUADRATIC_AT)
-    analysis = analyze(some_lengths(), config, JobLayout(64, tp=8), micro_batches=2, iterations=6, seed=1)
+    analysis = analyze(some_lengths(), config, Layout(tensor=8), micro_batches=2, iterations=6, seed=1)
     steps = analysis.before.simulated.steps
     long = np.full(len(steps), steps.mean() / 1.2)
     long[0] = 1.6 * steps.max()
@@ -521,7 +527,7 @@ def test_a_fuller_step_than_arrival_orders_names_a_steadier_setting_or_none(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = WlbConfig(quadratic_at=QUADRATIC_AT)
-    analysis = analyze(some_lengths(), config, JobLayout(64, tp=8), micro_batches=2, iterations=6, seed=1)
+    analysis = analyze(some_lengths(), config, Layout(tensor=8), micro_batches=2, iterations=6, seed=1)
     before = analysis.before.simulated
     tokens = before.tokens.copy()
     tokens[0] += 3 * tokens[0] // 5  # the fullest of six has 1.6 / 1.1 times the mean
@@ -544,7 +550,7 @@ def test_the_searchs_first_names_its_slowest_step_and_steadier_settings(
 ) -> None:
     """Of jobs as fast as 1.00 (as given), 1.20, 1.15 and 1.10 times the first."""
     config = WlbConfig(quadratic_at=QUADRATIC_AT)
-    analysis = analyze(some_lengths(), config, JobLayout(64, tp=8), micro_batches=2, iterations=2, seed=1)
+    analysis = analyze(some_lengths(), config, Layout(tensor=8), micro_batches=2, iterations=2, seed=1)
     speed = 1e9 / analysis.after.simulated.ns_per_token
     given = Found(as_given(analysis.job, config), "", speed, 100.0, 0, {}, 1.0)
 

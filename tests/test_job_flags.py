@@ -291,7 +291,7 @@ def test_a_known_model_has_the_parameters_that_are_published(
 @pytest.mark.parametrize("pattern", ["[0,1]*2", "2", "([0,1,0]+[1]*1)", "([1]*1+[0]*1)*2", "2*([0]+[1])"])
 def test_layers_without_experts_are_counted_by_megatrons_patterns(pattern: str) -> None:
     flags = f"--num-layers 4 --num-experts 8 --moe-layer-freq {pattern}"
-    found = job(flags).experts
+    found = job(flags).model.shape.experts
     assert found is not None and found.dense_layers == 2
     with pytest.raises(WlbError, match="a list of 4 zeros and ones"):
         job("--num-layers 4 --num-experts 8 --moe-layer-freq [1]*3")

@@ -22,8 +22,8 @@ from wlb_megatron.packing.packer import Ranks
 from wlb_megatron.packing.planner import Planner
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.plugin.flags.batch_sizes import BatchSizes, misfit
-from wlb_megatron.plugin.flags.rank_counts import RankCounts
 from wlb_megatron.workload.cost_model import CostModel
+from wlb_megatron.workload.memory import Layout
 
 LENGTHS = [3, 9, 1, 14, 2, 2, 16, 5, 7, 1, 12, 4, 4, 8, 16, 3]
 
@@ -84,7 +84,7 @@ def test_an_interleaved_schedule_takes_what_megatrons_own_check_takes() -> None:
     def refused(micro_batches: int, group: int | None, chunks: int = 2, planned: bool = False) -> str | None:
         return misfit(
             3 * micro_batches,
-            RankCounts(data=3, pipeline=2, virtual=chunks, group=group),
+            Layout(data=3, pipeline=2, virtual=chunks, group=group),
             by_plan=planned,
         )
 
@@ -250,7 +250,7 @@ def test_a_schedule_counts_in_micro_batches_of_several_windows() -> None:
 
 
 def test_a_batch_is_a_multiple_of_ranks_and_of_a_micro_batchs_windows() -> None:
-    layout = RankCounts(data=2, pipeline=2, virtual=2)
+    layout = Layout(data=2, pipeline=2, virtual=2)
     assert "data-parallel size 2 x 3 windows of a micro-batch" in str(misfit(8, layout, 3))
     assert misfit(12, layout, 3) is None
     assert "18 would do" not in str(misfit(18, layout, 3)) and "24 would do" in str(misfit(18, layout, 3))

@@ -30,8 +30,8 @@ from wlb_megatron.plugin.plans.first_lines import _of_recomputation
 from wlb_megatron.workload.chunk_memory import chunked_bytes
 from wlb_megatron.workload.memory import (
     GIB,
-    ParallelLayout,
-    StageShape,
+    Layout,
+    Model,
     chunks_in_flight,
     logits_bytes,
     memory_needed,
@@ -41,7 +41,7 @@ IN_ROWS = {"fp8": "hybrid", "fp8_recipe": "delayed"}
 """Micro-batches are multiples of 16 tokens."""
 
 
-def shapes(job: TrainingJob) -> tuple[StageShape, ParallelLayout]:
+def shapes(job: TrainingJob) -> tuple[Model, Layout]:
     assert job.memory is not None
     return model_and_layout(job, job.memory)
 
@@ -203,7 +203,7 @@ ARRIVES = {
 
 
 def test_each_field_of_the_layout_is_looked_at_here() -> None:
-    assert [*ARRIVES] == [field.name for field in fields(ParallelLayout)]
+    assert [*ARRIVES] == [field.name for field in fields(Layout)]
 
 
 @pytest.mark.parametrize("name", ARRIVES)

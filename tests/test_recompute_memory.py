@@ -14,14 +14,14 @@ from wlb_megatron.packing.memory_limits import GpuMemory
 from wlb_megatron.pipeline.step_law import StageRoom, StepLaw, most_held
 from wlb_megatron.recompute.kept_layers import KeptLayers, Load
 from wlb_megatron.refusals import RefusedHere
-from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes
+from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.workload.chunk_memory import attended_bytes
 from wlb_megatron.workload.memory import (
     GIB,
     DeltaNets,
     Experts,
-    ParallelLayout,
-    StageShape,
+    Layout,
+    Model,
     layer_bytes,
     layers_bytes,
     micro_batch_bytes,
@@ -32,13 +32,13 @@ from wlb_megatron.workload.memory import (
 )
 from wlb_megatron.workload.stage_memory import StageMemory, stage_memory
 
-TINY = StageShape(hidden=4, ffn=8, layers=4, heads=2, kv_heads=1, head_dim=2, vocab=16)
-FULL = ParallelLayout(recompute="full", pipeline=2)
+TINY = Model(hidden=4, ffn=8, layers=4, heads=2, kv_heads=1, head_dim=2, vocab=16)
+FULL = Layout(recompute="full", pipeline=2)
 KEPT, INPUT = 32 + 24 + 8 + 48, 8
 """Of TINY: a layer's norms and inputs, queries with outputs, keys and values, feed-forward; and its input. Bytes."""
 
 
-def only_chunk(layout: ParallelLayout, stage: int = 0, **more: int) -> object:
+def only_chunk(layout: Layout, stage: int = 0, **more: int) -> object:
     (chunk,) = stage_memory(TINY, layout, stage, [4], **more).chunks  # type: ignore[arg-type]
     return chunk
 
@@ -392,48 +392,53 @@ BOTH = {
     "projections": "shape.projections",
     "delta_nets": "shape.delta_nets",
     # of the memory model: of the time model
-    **{"tensor": "layout.tp", "context": "layout.cp", "pipeline": "layout.pp", "data": "layout.dp"},
-    **{"virtual": "layout.chunks", "keep_keys": "regather"},
+    **{
+        "tensor": "layout.tensor",
+        "context": "layout.context",
+        "pipeline": "layout.pipeline",
+        "data": "layout.data",
+    },
+    **{"virtual": "layout.virtual", "keep_keys": "regather"},
     **{
         "recompute": "recompute",
         "recompute_layers": "recompute_layers",
         "recompute_block": "recompute_blocks",
     },
-    **{name: f"shape.{name}" for name in ("hidden", "ffn", "layers", "heads", "kv_heads", "vocab", "gated")},
-    "head_dim": "shape.channels",
+    **{
+        name: f"shape.{name}"
+        for name in ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "gated")
+    },
+    "distributed_optimizer": "layout.distributed_optimizer",
+    "experts": "shape.experts",
 }
 MEMORY_ALONE = {
     "group": "an interleaved schedule takes stages of micro-batches at a time in both; more only holds more",
     "micro_batches": "each plan brings its own number",
     "sequence": "the time model assumes it with tensor parallelism",
-    "distributed_optimizer": "of the time model's sharing",
     "fully_sharded": "hidden behind layers, as far as Assumptions.dp_exposed says",
     "losses_in_forward": "the same work at another time; pipelines exclude FSDP",
     "tied": "the same matrices are multiplied",
     "dropout": "refused in attention, and a mask of a byte elsewhere",
     "dtype_bytes": "kernel tables and rates are of bf16",
-    "experts": "a token's work is that of the experts it passes, which the time model takes as ffn",
     "losses": "further depths are predicted as none",
 }
 TIME_ALONE = {
     **dict.fromkeys(("assumptions", "measured", "costs"), "rates"),
-    "sharing": "what ranks exchange once a step",
     **dict.fromkeys(("shape", "layout"), "compared field by field"),
 }
 
 
 def test_every_flag_of_the_memory_model_is_one_of_the_time_model_or_has_a_reason_and_the_reverse() -> None:
-    memory = {field.name for kind in (ParallelLayout, StageShape) for field in fields(kind)}
+    memory = {field.name for kind in (Layout, Model) for field in fields(kind)}
+    memory -= {"reduce_overlaps", "gather_overlaps"}  # of the time model alone
     assert memory == set(BOTH) | set(MEMORY_ALONE) and not set(BOTH) & set(MEMORY_ALONE)
     time = {field.name for field in fields(LayerModel)} - set(TIME_ALONE)
-    time |= {f"shape.{field.name}" for field in fields(ModelShape)}
-    time |= {f"layout.{field.name}" for field in fields(ParallelSizes)}
-    assert time == set(BOTH.values())
+    assert time == {name for name in BOTH.values() if "." not in name}
 
 
 def test_every_flag_of_planned_recomputation_reaches_what_a_stage_holds() -> None:
     """Not the layout of stages, which decides who holds what: a stage's events and layers are given."""
-    layout = ParallelLayout(recompute="full", tensor=2, context=2, pipeline=2, recompute_layers=2)
+    layout = Layout(recompute="full", tensor=2, context=2, pipeline=2, recompute_layers=2)
     plain: StageMemory = stage_memory(TINY, layout, 1, [4])
     changed = {
         **{"tensor": 1, "context": 1, "sequence": True, "losses_in_forward": True, "keep_keys": False},
@@ -450,5 +455,7 @@ def test_every_flag_of_planned_recomputation_reaches_what_a_stage_holds() -> Non
         "micro_batches",
         "distributed_optimizer",
         "fully_sharded",
+        "reduce_overlaps",
+        "gather_overlaps",
     }
     assert {field.name for field in fields(layout)} == set(changed) | others | {"recompute"}

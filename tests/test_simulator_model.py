@@ -12,12 +12,12 @@ from wlb_megatron.sharding.predict import predict
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.simulator.iteration import group_events, simulate
 from wlb_megatron.simulator.lengths import long_tailed, rescale
-from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes, Sharing
+from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.kernel_table import h100, of_gpu
-from wlb_megatron.workload.memory import Experts
+from wlb_megatron.workload.memory import Experts, Layout, Model
 
-SMALL = ModelShape(layers=8, hidden=1024, heads=8, kv_heads=2, ffn=2048, vocab=1000)
+SMALL = Model(layers=8, hidden=1024, heads=8, kv_heads=2, ffn=2048, vocab=1000)
 FREE = Assumptions(
     host_launch=0,
     nvlink_rate=1e30,
@@ -31,16 +31,18 @@ FREE = Assumptions(
 
 
 def _model(assumptions: Assumptions = FREE, **layout: int) -> LayerModel:
-    return LayerModel(shape=SMALL, layout=ParallelSizes(**layout), assumptions=assumptions)
+    return LayerModel(
+        shape=SMALL, layout=Layout(distributed_optimizer=True, **layout), assumptions=assumptions
+    )
 
 
 def test_parameters_of_a_known_model():
-    llama = ModelShape(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128_256)
-    assert llama.parameters / 1e9 == pytest.approx(70.55, abs=0.01)
+    llama = Model(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128_256)
+    assert LayerModel(shape=llama, layout=Layout()).parameters / 1e9 == pytest.approx(70.55, abs=0.01)
 
 
 def test_matrix_products_take_two_flops_a_parameter_and_token_and_twice_that_backward():
-    times = _model(tp=2).linear(1000)
+    times = _model(tensor=2).linear(1000)
     parameters = 1024 * 128 * (8 + 2 + 2 + 8) + 3 * 1024 * 2048
     expected = 2 * parameters * 1000 / 2 / 650e12 * 1e9
     assert times.forward == pytest.approx(expected)
@@ -49,12 +51,12 @@ def test_matrix_products_take_two_flops_a_parameter_and_token_and_twice_that_bac
 
 def test_tensor_parallelism_adds_four_collectives_each_way_as_far_as_they_show():
     slow = replace(FREE, nvlink_rate=100e9, nvlink_latency=1e-6, tp_exposed=0.5)
-    plain, exposed = _model(replace(slow, tp_exposed=0.0), tp=4), _model(slow, tp=4)
+    plain, exposed = _model(replace(slow, tp_exposed=0.0), tensor=4), _model(slow, tensor=4)
     # 1,000 rows of 1,024 channels of 2 bytes, three quarters of which pass each GPU: 15.36 us, and 1 us latency.
     extra = 0.5 * 4 * (1000 * 2048 * 0.75 / 100e9 * 1e9 + 1000)
     for one, other in zip(plain.linear(1000), exposed.linear(1000), strict=True):
         assert other - one == pytest.approx(extra)
-    assert _model(slow, tp=1).linear(1000) == _model(FREE, tp=1).linear(1000)
+    assert _model(slow, tensor=1).linear(1000) == _model(FREE, tensor=1).linear(1000)
 
 
 def test_ranks_of_a_node_share_its_way_out():
@@ -68,17 +70,17 @@ def test_ranks_of_a_node_share_its_way_out():
 
 
 def test_heads_are_divided_over_tensor_ranks_and_key_heads_at_least_one():
-    assert _model(tp=2).table.heads == 4 and _model(tp=2).table.kv_heads == 1
-    assert _model(tp=4).table.heads == 2 and _model(tp=4).table.kv_heads == 1
-    assert LayerModel(shape=SMALL, layout=ParallelSizes(tp=1)).table.head_dim == 128
+    assert _model(tensor=2).table.heads == 4 and _model(tensor=2).table.kv_heads == 1
+    assert _model(tensor=4).table.heads == 2 and _model(tensor=4).table.kv_heads == 1
+    assert LayerModel(shape=SMALL, layout=Layout(tensor=1)).table.head_dim == 128
     with pytest.raises(ValueError, match="8 attention heads cannot be divided"):
-        _model(tp=3)
+        _model(tensor=3)
     with pytest.raises(ValueError, match="8 layers are fewer"):
-        _model(pp=3, chunks=3)
+        _model(pipeline=3, virtual=3)
 
 
 def test_keys_travel_slower_between_nodes():
-    near, far = (LayerModel(shape=SMALL, layout=ParallelSizes(tp=tp, cp=2)).table for tp in (2, 8))
+    near, far = (LayerModel(shape=SMALL, layout=Layout(tensor=tp, context=2)).table for tp in (2, 8))
     # Per key head, as tp=8 holds no fewer than one.
     assert near.kv_heads == far.kv_heads == 1
     assert far.exchange_row - near.exchange_row == pytest.approx(4 * 2 * 128 * (1 / 45 - 1 / 370))
@@ -87,9 +89,9 @@ def test_keys_travel_slower_between_nodes():
 
 def test_layers_are_spread_as_evenly_as_they_go():
     shape = replace(SMALL, layers=126)
-    stages = LayerModel(shape=shape, layout=ParallelSizes(pp=16))
+    stages = LayerModel(shape=shape, layout=Layout(pipeline=16))
     assert [stages.layers_of(p) for p in range(16)] == [8] * 14 + [7] * 2
-    chunked = LayerModel(shape=shape, layout=ParallelSizes(pp=4, chunks=3))
+    chunked = LayerModel(shape=shape, layout=Layout(pipeline=4, virtual=3))
     assert sum(chunked.layers_of(p, c) for p in range(4) for c in range(3)) == 126
 
 
@@ -105,7 +107,7 @@ def test_one_gpu_one_micro_batch_is_the_sum_of_its_parts():
 
 
 def test_the_slowest_context_rank_sets_the_pace_and_the_slowest_pipeline_the_step():
-    model = _model(cp=2, dp=2)
+    model = _model(context=2, data=2)
     light, heavy = shard([2048] * 4, 2, "per-sequence"), shard([6144, 2048], 2, "per-sequence")
     both, alone = simulate([[[light, heavy]]], model), simulate([[[heavy, heavy]]], model)
     assert both.steps[0] == pytest.approx(alone.steps[0])
@@ -118,7 +120,7 @@ def test_the_slowest_context_rank_sets_the_pace_and_the_slowest_pipeline_the_ste
 
 
 def test_a_stages_time_is_its_layers_and_the_first_and_last_have_more():
-    model = _model(pp=2)
+    model = _model(pipeline=2)
     plan = shard([4096], 1, "per-document")
     simulated = simulate([[[plan], [plan]]], model)
     layer = float(predict(plan, model.table)[0] + sum(model.linear(4096)))
@@ -134,10 +136,10 @@ def test_gradient_reduction_shows_where_it_is_not_hidden():
     slow = replace(FREE, nvlink_rate=1e9, optimizer_bytes=0)
     plan = shard([4096], 1, "per-document")
     steps = {
-        share: simulate([[[plan, plan]]], _model(replace(slow, dp_exposed=share), dp=2)).steps[0]
+        share: simulate([[[plan, plan]]], _model(replace(slow, dp_exposed=share), data=2)).steps[0]
         for share in (0.0, 1.0)
     }
-    model = _model(slow, dp=2)
+    model = _model(slow, data=2)
     parameters = 8 * SMALL.layer_parameters + 2 * 1000 * 1024
     reduce, gather = model.gradient_sync_ns(0)
     assert reduce == pytest.approx(4 * parameters * 0.5 / 1e9 * 1e9)
@@ -155,13 +157,17 @@ def test_each_flag_of_sharing_changes_what_a_step_waits_for():
     alone = simulate([[[plan]]], _model()).steps[0]
 
     def step(**flags: Any) -> float:
-        return simulate([[[plan, plan]]], replace(_model(slow, dp=2), sharing=Sharing(**flags))).steps[0]
+        model = _model(slow, data=2)
+        shape = replace(model.shape, experts=flags.pop("experts", None))
+        return simulate(
+            [[[plan, plan]]], replace(model, shape=shape, layout=replace(model.layout, **flags))
+        ).steps[0]
 
     parameters = 8 * SMALL.layer_parameters + 2 * 1000 * 1024
     reduce, gather = 4 * parameters * 0.5, 2 * parameters * 0.5
     assert step(reduce_overlaps=False, gather_overlaps=False) == pytest.approx(alone + reduce + gather)
     assert step() < step(gather_overlaps=False) < step(reduce_overlaps=False, gather_overlaps=False)
-    assert step(distributed=False, reduce_overlaps=False) == pytest.approx(alone + 2 * reduce)
+    assert step(distributed_optimizer=False, reduce_overlaps=False) == pytest.approx(alone + 2 * reduce)
     # 8 experts, 2 of which a token passes, on each of the two ranks or half of them: 8 layers of three matrices.
     one = 3 * 1024 * 1024
     for parallel, copies in ((1, 2), (2, 1)):
@@ -179,15 +185,15 @@ def test_cost_for_packing_weighs_attention_against_all_else():
     longest = replace(model.table, segment=0, query_row=0, key_row=0).diagonal_ns(np.array([65536]))
     pair = float(longest[0]) / 65536**2
     assert model.cost().quadratic_at == pytest.approx((token + rows) / pair, rel=0.01)
-    assert _model(tp=4).cost().quadratic_at == pytest.approx(model.cost().quadratic_at, rel=0.05)
+    assert _model(tensor=4).cost().quadratic_at == pytest.approx(model.cost().quadratic_at, rel=0.05)
 
 
 def test_plans_of_another_layout_are_refused():
     plan = shard([4096], 2, "per-document")
     with pytest.raises(ValueError, match="plan for the layout that is simulated"):
-        simulate([[[plan]]], _model(cp=1))
+        simulate([[[plan]]], _model(context=1))
     with pytest.raises(ValueError, match="plan for the layout that is simulated"):
-        simulate([[[plan]]], _model(cp=2, dp=2))
+        simulate([[[plan]]], _model(context=2, data=2))
     with pytest.raises(ValueError, match="matmul_rate must be positive"):
         Assumptions(matmul_rate=0)
     with pytest.raises(ValueError, match="share from 0 to 1"):
@@ -212,7 +218,7 @@ def test_built_in_tables_are_chosen_by_the_gpus_name() -> None:
 
 
 def test_iterations_of_different_numbers_of_micro_batches_are_as_each_alone_and_in_order():
-    model = _model(pp=2, dp=2)
+    model = _model(pipeline=2, data=2)
     counts = [3, 1, 4, 3, 2, 4]
     lengths = np.random.default_rng(3).integers(100, 5000, (len(counts), 4, 2))
     shards = [
@@ -232,7 +238,7 @@ def test_iterations_of_different_numbers_of_micro_batches_are_as_each_alone_and_
 
 
 def test_documents_in_chunks_are_simulated_in_their_groups_order_on_each_rank():
-    model = _model(pp=2, dp=2)
+    model = _model(pipeline=2, data=2)
     plans = [[shard([size], 1, "per-document")] * 2 for size in (4000, 3000, 2000, 1000)]
     orders = [[(2, 2), (1, 1, 1, 1)], [None, (4,)]]
     simulated = simulate([plans, plans], model, orders=orders)
@@ -245,7 +251,7 @@ def test_documents_in_chunks_are_simulated_in_their_groups_order_on_each_rank():
 
 
 def test_a_step_in_groups_makes_its_losses_in_the_backward():
-    model = _model(pp=2)
+    model = _model(pipeline=2)
     plans = [[shard([4096], 1, "per-document")]] * 2
     loss = model.loss(4096)
 
@@ -264,7 +270,7 @@ def test_a_step_in_groups_makes_its_losses_in_the_backward():
 
 def test_a_micro_batch_costs_the_same_in_planning_as_training_says():
     for recompute in ("none", "full"):
-        model = replace(_model(cp=2, tp=2), recompute=recompute)
+        model = replace(_model(context=2, tensor=2), recompute=recompute)
         cost, parameters = model.cost(), SMALL.layer_parameters / 2
         token = (8 if recompute == "full" else 6) * parameters / 650e12 * 1e9
         assert cost.per_micro_batch == pytest.approx(2 * 600e3 / token)
@@ -274,7 +280,7 @@ def test_a_micro_batch_costs_the_same_in_planning_as_training_says():
         assert cost.least_micro_batch == (0, 0)  # FREE: the host is ahead
         for pp, stage in ((1, 0), (2, 18e6 / 4)):
             hosts = replace(
-                model, assumptions=replace(FREE, host_launch=0.5), layout=replace(model.layout, pp=pp)
+                model, assumptions=replace(FREE, host_launch=0.5), layout=replace(model.layout, pipeline=pp)
             )
             least = hosts.cost().least_micro_batch
             launches = (2.7e6 + stage / 2, 3.3e6 + again + stage / 2)

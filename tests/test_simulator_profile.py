@@ -16,10 +16,11 @@ from wlb_megatron.sharding.predict import predict_all
 from wlb_megatron.sharding.select import shard
 from wlb_megatron.simulator.calibration import calibrated, profiled_shape
 from wlb_megatron.simulator.iteration import simulate
-from wlb_megatron.simulator.model import LayerModel, ParallelSizes
+from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.costs import Costs
 from wlb_megatron.workload.fit import fit
+from wlb_megatron.workload.memory import Layout
 from wlb_megatron.workload.profile import FORMAT, Profile, read_profile, write_profile
 
 NOTHING_ELSE = Assumptions(tp_exposed=0.0, nvlink_latency=0.0, network_latency=0.0, nvlink_rate=1e30)
@@ -43,7 +44,7 @@ def profile(path: Path) -> Profile:
 def modelled(profile: Profile, **layout: int) -> LayerModel:
     return LayerModel(
         shape=profiled_shape(profile, 4),
-        layout=ParallelSizes(tp=4, **layout),
+        layout=Layout(tensor=4, distributed_optimizer=True, **layout),
         assumptions=NOTHING_ELSE,
         costs=profile.costs,
     )
@@ -57,7 +58,9 @@ def test_a_layer_takes_what_the_profile_measured(profile: Profile) -> None:
 
 def test_attention_goes_each_way_by_its_own_table(profile: Profile) -> None:
     plans = [shard([40000, 300, 25236], 2, kind) for kind in ("per-sequence", "per-document")]
-    for times, way in zip(modelled(profile, cp=2).attention(plans), ("forward", "backward"), strict=True):
+    for times, way in zip(
+        modelled(profile, context=2).attention(plans), ("forward", "backward"), strict=True
+    ):
         expected = predict_all(plans, replace(truth(way), exchange=0.0, exchange_row=0.0))
         assert times == pytest.approx(expected, rel=0.06)
 
@@ -84,7 +87,7 @@ def test_what_is_recomputed_runs_its_forward_again_in_backward(profile: Profile)
 
 def test_keys_that_travel_again_add_half_of_their_exchange_to_the_backward(profile: Profile) -> None:
     plans = [shard([8192], 2, "per-document")]
-    kept = modelled(profile, cp=2)
+    kept = modelled(profile, context=2)
     kept = replace(kept, assumptions=replace(kept.assumptions, node=1, network_rate=1e8))
     again = replace(kept, regather=True)
     assert (again.attention(plans).forward == kept.attention(plans).forward).all()
@@ -120,16 +123,18 @@ def test_a_short_layer_takes_as_long_as_the_host_to_launch_it(profile: Profile) 
 
 
 def test_pipeline_transfers_take_the_measured_link(profile: Profile) -> None:
-    model = modelled(profile, pp=2)
+    model = modelled(profile, pipeline=2)
     assert model.transfer_ns(1024) == pytest.approx(20_000 + 1024 * 4096 * 2 / 4 / 200, rel=0.01)
-    across = modelled(profile, pp=2, dp=2)  # stages lie a node apart: the assumed network
+    across = modelled(profile, pipeline=2, data=2)  # stages lie a node apart: the assumed network
     assert across.transfer_ns(1024) != pytest.approx(model.transfer_ns(1024))
 
 
 def test_assumptions_calibrated_by_a_profile_give_its_layers_time(profile: Profile) -> None:
     assumptions = calibrated(Assumptions(tp_exposed=0.0), profile)
     assumed = LayerModel(
-        shape=profiled_shape(profile, 4), layout=ParallelSizes(tp=4), assumptions=assumptions
+        shape=profiled_shape(profile, 4),
+        layout=Layout(tensor=4, distributed_optimizer=True),
+        assumptions=assumptions,
     )
     both = sum(float(t) for t in assumed.linear(10000))
     assert both == pytest.approx(sum(LAYER) * 10000, rel=0.01)

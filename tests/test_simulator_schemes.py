@@ -34,7 +34,7 @@ def test_the_papers_configurations_have_its_gpus_and_batches():
         f"{m}-{w}K" for m in ("550M", "7B", "30B", "70B") for w in (64, 128)
     ]
     assert [s.layout.gpus for s in CONFIGURATIONS] == [32, 32, 32, 64, 64, 128, 256, 256]
-    assert all(s.micro_batches == s.layout.pp for s in CONFIGURATIONS)
+    assert all(s.micro_batches == s.layout.pipeline for s in CONFIGURATIONS)
     assert paper.LARGE_JOB.layout.gpus == 8192
     sizes = [SHAPES[m].parameters / 1e9 for m in ("550M", "7B", "30B", "70B", "405B")]
     assert sizes == pytest.approx([0.55, 7, 30, 70, 405], rel=0.11)
@@ -76,7 +76,11 @@ def test_nothing_is_faster_than_the_perfectly_balanced_plan_of_the_same_document
     for sharding in ("per-sequence", "per-document", "hybrid", "adaptive"):
         assert run.simulated("varlen", sharding).ns_per_token > bound
     # One document for each micro-batch, all alike, one rank: balanced as it is, so the bound is met.
-    model = LayerModel(shape=SHAPES["550M"], layout=paper.ParallelSizes(pp=2), assumptions=REPRODUCED)
+    model = LayerModel(
+        shape=SHAPES["550M"],
+        layout=paper.Layout(pipeline=2, distributed_optimizer=True),
+        assumptions=REPRODUCED,
+    )
     setting = Setting("550M", 4096, model.layout)
     lengths = np.full(64, 4096)
     plans = plan_run("original", lengths, setting, model.cost(), iterations=2, warm_up=0, seed=1)
@@ -94,7 +98,7 @@ def test_balanced_plans_are_predicted_even_and_faster(run):
 def test_a_lockstep_pipeline_goes_at_the_pace_of_its_largest_micro_batch(run):
     simulated = run.simulated("original", "per-sequence")
     largest = np.mean([times.max() for times in simulated.micro_batches])
-    predicted = lockstep(simulated, SETTING.layout.pp)
+    predicted = lockstep(simulated, SETTING.layout.pipeline)
     assert predicted == pytest.approx(7 * largest / (4 * SETTING.window))
 
 
@@ -105,7 +109,7 @@ def test_large_jobs_are_planned_and_simulated_whole():
     plans = plan_run("original", lengths, setting, model.cost(), iterations=2, warm_up=0, seed=1)
     done = simulate(shard_run(plans, "per-sequence", model), model)
     assert done.busy.shape == (2, 4, 16, 16)
-    assert done.busy.size * setting.layout.tp == 2 * 8192
+    assert done.busy.size * setting.layout.tensor == 2 * 8192
     assert done.tokens.tolist() == [64 * setting.window] * 2
 
 

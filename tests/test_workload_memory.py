@@ -25,8 +25,8 @@ from wlb_megatron.workload.chunk_memory import (
 from wlb_megatron.workload.memory import (
     GIB,
     Experts,
-    ParallelLayout,
-    StageShape,
+    Layout,
+    Model,
     chunks_in_flight,
     fit_max_tokens,
     kept_bytes,
@@ -38,15 +38,15 @@ from wlb_megatron.workload.memory import (
     weights_problem,
 )
 
-SMALL = StageShape(hidden=8, ffn=16, layers=2, heads=2, kv_heads=1, head_dim=4, vocab=32)
-SEVEN_B = StageShape(
+SMALL = Model(hidden=8, ffn=16, layers=2, heads=2, kv_heads=1, head_dim=4, vocab=32)
+SEVEN_B = Model(
     hidden=4096, ffn=11008, layers=32, heads=32, kv_heads=32, head_dim=128, vocab=32000, gated=True
 )
 GPT_7B = dataclasses.replace(SEVEN_B, ffn=16384, vocab=50304, gated=False, dropout=True)
 H100 = 80 * GIB
 
 
-def fit(shape: StageShape, layout: ParallelLayout, memory: int = H100, window: int = 8192) -> int:
+def fit(shape: Model, layout: Layout, memory: int = H100, window: int = 8192) -> int:
     """Lmax, or 0 where it is refused."""
     try:
         return fit_max_tokens(shape, layout, memory, window=window, alignment=64)
@@ -60,7 +60,7 @@ def fit(shape: StageShape, layout: ParallelLayout, memory: int = H100, window: i
 def test_bytes_of_a_small_model_are_the_hand_computed_ones() -> None:
     # A layer keeps for a token: 4 x 8 x 2 = 64 of norms and matrices' inputs; q and output 2 x 2 x 4 x 2 = 32, their
     # log-sum-exps 2 x 4 = 8, k and v 2 x 4 x 2 = 16; FFN 3 x 16 x 2 = 96. Together 216; ids 28.
-    alone = ParallelLayout()
+    alone = Layout()
     assert kept_bytes(SMALL, alone, 0) == 2 * 216 + 28
     # Final norm 2 x 8 x 2, logits in bf16 and fp32 32 x 6.
     assert logits_bytes(SMALL, alone) == 32 + 192
@@ -73,7 +73,7 @@ def test_bytes_of_a_small_model_are_the_hand_computed_ones() -> None:
 
 def test_a_split_model_keeps_each_ranks_share() -> None:
     # TP 2, CP 2: a layer keeps 64 / 2, one head of 16 + 4, its k and v 16, FFN 48, and keys of both ranks 2 x 16.
-    layout = ParallelLayout(tensor=2, context=2, pipeline=2, sequence=True, micro_batches=8)
+    layout = Layout(tensor=2, context=2, pipeline=2, sequence=True, micro_batches=8)
     layer, keys = 32 + 20 + 16 + 48, 32
     assert kept_bytes(SMALL, layout, 0) == 2 * (2 * (layer + keys) + 28)
     assert kept_bytes(SMALL, layout, 1) == 2 * (layer + keys) + 28
@@ -82,19 +82,19 @@ def test_a_split_model_keeps_each_ranks_share() -> None:
 
 
 def test_the_distributed_optimizer_spreads_twelve_bytes_a_parameter_over_data_and_context_ranks() -> None:
-    spread = ParallelLayout(data=2, context=2, distributed_optimizer=True)
+    spread = Layout(data=2, context=2, distributed_optimizer=True)
     assert weight_bytes(SMALL, spread, 0) == 1704 * (6 + 3)
     assert weight_bytes(dataclasses.replace(SMALL, dtype_bytes=4), spread, 0) == 1704 * (8 + 2)
 
 
 def test_fsdp_spreads_all_eighteen_and_holds_two_gathered_layers() -> None:
-    spread = ParallelLayout(data=2, context=2, fully_sharded=True)
+    spread = Layout(data=2, context=2, fully_sharded=True)
     assert weight_bytes(SMALL, spread, 0) == 1704 * 18 // 4 + 2 * 1704 // 2 * 2
 
 
 def test_experts_replace_the_ffn_and_are_spread_over_ranks_of_their_own() -> None:
     experts = Experts(count=8, ffn=4, parallel=2, tensor=2)
-    layout = ParallelLayout(tensor=2, data=4, distributed_optimizer=True)
+    layout = Layout(tensor=2, data=4, distributed_optimizer=True)
     # A rank has half of attention and embeddings, whole norms and routers of 8 x 8, and half of 4 experts of 3 x 8 x 4.
     dense = (2 * 192 + 512) // 2 + 40 + 2 * 8 * 8
     routed = 2 * 4 * (3 * 8 * 4 // 2)
@@ -103,7 +103,7 @@ def test_experts_replace_the_ffn_and_are_spread_over_ranks_of_their_own() -> Non
 
 
 def test_weights_that_do_not_fit_alone_are_told_with_the_figure_and_a_cure_that_can_help() -> None:
-    alone, spread = ParallelLayout(data=8), ParallelLayout(data=8, distributed_optimizer=True)
+    alone, spread = Layout(data=8), Layout(data=8, distributed_optimizer=True)
     needed = weight_bytes(SEVEN_B, alone, 0)
     assert weights_problem(SEVEN_B, alone, needed, margin=0) is None
     problem = weights_problem(SEVEN_B, alone, needed - 1, margin=0) or ""
@@ -121,13 +121,13 @@ def test_weights_that_do_not_fit_alone_are_told_with_the_figure_and_a_cure_that_
 
 def test_tied_embeddings_are_held_once_on_one_stage_and_on_both_ends_of_a_pipeline() -> None:
     tied = dataclasses.replace(SMALL, tied=True)
-    assert weight_bytes(SMALL, ParallelLayout(), 0) - weight_bytes(tied, ParallelLayout(), 0) == 256 * 18
-    two = ParallelLayout(pipeline=2)
+    assert weight_bytes(SMALL, Layout(), 0) - weight_bytes(tied, Layout(), 0) == 256 * 18
+    two = Layout(pipeline=2)
     assert [weight_bytes(tied, two, s) for s in (0, 1)] == [weight_bytes(SMALL, two, s) for s in (0, 1)]
 
 
 def test_micro_batches_in_flight_are_those_of_megatrons_schedules() -> None:
-    plain = ParallelLayout(pipeline=4, micro_batches=8)
+    plain = Layout(pipeline=4, micro_batches=8)
     assert [chunks_in_flight(plain, stage) for stage in range(4)] == [4, 3, 2, 1]
     assert chunks_in_flight(dataclasses.replace(plain, micro_batches=2), 0) == 2
     interleaved = dataclasses.replace(plain, virtual=2)
@@ -139,18 +139,16 @@ def test_micro_batches_in_flight_are_those_of_megatrons_schedules() -> None:
 
 def test_bytes_of_a_document_in_chunks_are_the_hand_computed_ones() -> None:
     # Keys and values of a token 2 x 4 in 2 layers, in 2 bytes and their gradients in 4.
-    assert keys_bytes(SMALL, ParallelLayout()) == 2 * 8 * 6
+    assert keys_bytes(SMALL, Layout()) == 2 * 8 * 6
     # At work: own keys beside kept ones, all of the document's and their gradients, 8 x 2 each.
-    assert attended_bytes(SMALL, ParallelLayout()) == 3 * 16
+    assert attended_bytes(SMALL, Layout()) == 3 * 16
     # Held: what layers keep, the final norm's input and output.
     weights, held = 1704 * 18, 150 * (460 + 32) + 50 * (216 + 32)
     each = 96 + 48
-    assert chunked_bytes(SMALL, ParallelLayout(), longest=50, held=150, document=100) == (
-        weights + held + 100 * each
-    )
+    assert chunked_bytes(SMALL, Layout(), longest=50, held=150, document=100) == (weights + held + 100 * each)
     # Only the last stage has the norm. Losses in the forward keep a softmax of 32 words in fp32. Three losses have
     # three norms, whose outputs are kept once more together.
-    two = ParallelLayout(pipeline=2, micro_batches=2)
+    two = Layout(pipeline=2, micro_batches=2)
     early = dataclasses.replace(two, losses_in_forward=True)
     assert [waiting_loss_bytes(SMALL, two, stage) for stage in (0, 1)] == [0, 32]
     assert [waiting_loss_bytes(SMALL, early, stage) for stage in (0, 1)] == [0, 32 + 4 * 32]
@@ -159,7 +157,7 @@ def test_bytes_of_a_document_in_chunks_are_the_hand_computed_ones() -> None:
 
 @pytest.mark.parametrize("context", [1, 2])
 def test_the_longest_document_is_what_just_fits_beside_an_iterations_tokens(context: int) -> None:
-    layout = ParallelLayout(context=context, pipeline=2, micro_batches=4)
+    layout = Layout(context=context, pipeline=2, micro_batches=4)
     room = chunked_bytes(SMALL, layout, longest=48, held=64 + 100, document=100)
 
     def fits(memory: int) -> int:
@@ -173,7 +171,7 @@ def test_the_longest_document_is_what_just_fits_beside_an_iterations_tokens(cont
 
 @pytest.mark.parametrize("context", [1, 2])
 def test_the_longest_micro_batch_with_chunks_is_what_just_fits(context: int) -> None:
-    layout = ParallelLayout(context=context, pipeline=2, micro_batches=4)
+    layout = Layout(context=context, pipeline=2, micro_batches=4)
     room = chunked_bytes(SMALL, layout, longest=48, held=140, document=64)
 
     def fits(memory: int) -> int:
@@ -188,30 +186,30 @@ def test_the_longest_micro_batch_with_chunks_is_what_just_fits(context: int) -> 
 
 
 def test_lmax_is_what_just_fits_down_to_the_alignment() -> None:
-    room = memory_needed(SMALL, ParallelLayout(), 100)
-    assert fit_max_tokens(SMALL, ParallelLayout(), room, margin=0, window=64, alignment=1) == 100
-    assert fit_max_tokens(SMALL, ParallelLayout(), room - 1, margin=0, window=64, alignment=1) == 99
-    assert fit_max_tokens(SMALL, ParallelLayout(), room, margin=0, window=64, alignment=8) == 96
+    room = memory_needed(SMALL, Layout(), 100)
+    assert fit_max_tokens(SMALL, Layout(), room, margin=0, window=64, alignment=1) == 100
+    assert fit_max_tokens(SMALL, Layout(), room - 1, margin=0, window=64, alignment=1) == 99
+    assert fit_max_tokens(SMALL, Layout(), room, margin=0, window=64, alignment=8) == 96
 
 
 def test_lmax_is_at_most_four_windows() -> None:
-    assert fit_max_tokens(SMALL, ParallelLayout(), H100, window=64, alignment=8) == 256
+    assert fit_max_tokens(SMALL, Layout(), H100, window=64, alignment=8) == 256
 
 
 def test_lmax_below_a_window_and_a_quarter_is_refused_with_what_it_would_need() -> None:
-    room = memory_needed(SMALL, ParallelLayout(), 80)
-    assert fit_max_tokens(SMALL, ParallelLayout(), room, margin=0, window=64, alignment=8) == 80
+    room = memory_needed(SMALL, Layout(), 80)
+    assert fit_max_tokens(SMALL, Layout(), room, margin=0, window=64, alignment=8) == 80
     with pytest.raises(
         WlbError, match=r"1\.25 windows \(80 tokens\) needs .* GiB a GPU.*--recompute"
     ) as error:
-        fit_max_tokens(SMALL, ParallelLayout(), room - 1, margin=0, window=64, alignment=8)
+        fit_max_tokens(SMALL, Layout(), room - 1, margin=0, window=64, alignment=8)
     assert "\n" not in str(error.value)
     with pytest.raises(WlbError, match=r"163840 tokens\) needs \d+\.\d GiB.*but 72\.0 GiB.*margin of 10%"):
-        fit_max_tokens(SEVEN_B, ParallelLayout(tensor=2), H100, window=131072, alignment=1)
+        fit_max_tokens(SEVEN_B, Layout(tensor=2), H100, window=131072, alignment=1)
 
 
 layouts = st.builds(
-    ParallelLayout,
+    Layout,
     tensor=st.sampled_from([1, 2, 4, 8]),
     context=st.sampled_from([1, 2, 3, 8]),
     pipeline=st.sampled_from([1, 2, 4]),
@@ -226,7 +224,7 @@ layouts = st.builds(
     keep_keys=st.booleans(),
 )
 shapes = st.builds(
-    StageShape,
+    Model,
     hidden=st.sampled_from([64, 1024, 4096]),
     ffn=st.sampled_from([64, 3000, 16384]),
     layers=st.integers(2, 40),
@@ -244,9 +242,7 @@ many = settings(deadline=None, max_examples=300)
 
 @many
 @given(shapes, layouts, st.integers(1, 200), st.integers(1, 64))
-def test_what_is_fitted_is_the_most_that_fits(
-    shape: StageShape, layout: ParallelLayout, gib: int, alignment: int
-) -> None:
+def test_what_is_fitted_is_the_most_that_fits(shape: Model, layout: Layout, gib: int, alignment: int) -> None:
     memory, window = gib * GIB, 4096
     room = int(memory * 0.9)
     try:
@@ -264,16 +260,14 @@ def test_what_is_fitted_is_the_most_that_fits(
 
 @many
 @given(shapes, layouts, st.integers(1, 200), st.integers(1, 200))
-def test_more_memory_never_shortens_lmax(
-    shape: StageShape, layout: ParallelLayout, gib: int, other: int
-) -> None:
+def test_more_memory_never_shortens_lmax(shape: Model, layout: Layout, gib: int, other: int) -> None:
     small, large = sorted((gib, other))
     assert fit(shape, layout, small * GIB) <= fit(shape, layout, large * GIB)
 
 
 @many
 @given(shapes, layouts, st.integers(1, 200))
-def test_more_ranks_never_shorten_lmax(shape: StageShape, layout: ParallelLayout, gib: int) -> None:
+def test_more_ranks_never_shorten_lmax(shape: Model, layout: Layout, gib: int) -> None:
     memory = gib * GIB
     wider = dataclasses.replace(layout, tensor=2 * layout.tensor)
     assert fit(shape, layout, memory) <= fit(shape, wider, memory)
@@ -285,7 +279,7 @@ def test_more_ranks_never_shorten_lmax(shape: StageShape, layout: ParallelLayout
 
 @many
 @given(shapes, layouts, st.integers(1, 200))
-def test_more_recompute_never_shortens_lmax(shape: StageShape, layout: ParallelLayout, gib: int) -> None:
+def test_more_recompute_never_shortens_lmax(shape: Model, layout: Layout, gib: int) -> None:
     layout = dataclasses.replace(layout, recompute_layers=1, recompute_block=False, virtual=1)
     none, selective, full = (
         fit(shape, dataclasses.replace(layout, recompute=kind), gib * GIB)
@@ -295,7 +289,7 @@ def test_more_recompute_never_shortens_lmax(shape: StageShape, layout: ParallelL
 
 
 def test_the_directions_show_in_a_case_that_memory_decides() -> None:
-    base = ParallelLayout(
+    base = Layout(
         tensor=4, context=2, pipeline=2, micro_batches=8, sequence=True, distributed_optimizer=True, data=4
     )
     shape = dataclasses.replace(SEVEN_B, layers=16)
@@ -344,7 +338,7 @@ def test_kept_activations_of_a_7b_gpt_agree_with_megatrons_formula_within_three_
     # Where the formulas overlap: plain heads and FFN, sequence parallelism, no context parallelism, no attention
     # scores kept. Megatron's is of the first stage and, without a pipeline, of the logits in fp32.
     shape = dataclasses.replace(GPT_7B, layers=32 // pipeline)
-    layout = ParallelLayout(
+    layout = Layout(
         tensor=tensor,
         pipeline=pipeline,
         virtual=virtual,
@@ -375,14 +369,14 @@ def test_kept_activations_of_a_7b_gpt_agree_with_megatrons_formula_within_three_
     ("make", "message"),
     [
         (lambda: dataclasses.replace(SMALL, hidden=0), "hidden must be at least 1"),
-        (lambda: ParallelLayout(tensor=0), "tensor must be at least 1"),
-        (lambda: ParallelLayout(recompute="some"), "unknown recompute 'some'; choose none, selective, full"),
+        (lambda: Layout(tensor=0), "tensor must be at least 1"),
+        (lambda: Layout(recompute="some"), "unknown recompute 'some'; choose none, selective, full"),
         (
-            lambda: fit_max_tokens(SMALL, ParallelLayout(), H100, margin=1.0, window=64, alignment=1),
+            lambda: fit_max_tokens(SMALL, Layout(), H100, margin=1.0, window=64, alignment=1),
             "margin must be at least 0 and below 1",
         ),
         (
-            lambda: fit_max_tokens(SMALL, ParallelLayout(), 0, window=64, alignment=1),
+            lambda: fit_max_tokens(SMALL, Layout(), 0, window=64, alignment=1),
             "memory, window and alignment must be positive",
         ),
     ],

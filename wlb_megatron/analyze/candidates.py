@@ -10,7 +10,8 @@ from wlb_megatron.bounds import check_heads
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.simulator.job import DEFAULT_GIB, Job
-from wlb_megatron.simulator.model import LayerModel, ParallelSizes
+from wlb_megatron.simulator.model import LayerModel
+from wlb_megatron.workload.memory import Layout
 
 VIRTUAL = (1, 2, 3, 4, 6, 8)
 """Model chunks of a stage that are tried, where they divide its layers."""
@@ -43,7 +44,7 @@ def schedules(given: Candidate) -> list[Candidate]:
 def micro_batch_counts(candidate: Candidate) -> list[Candidate]:
     """Other numbers of micro-batches for each window."""
     config = candidate.config
-    if config.fixed_windows or config.release != "balance" or candidate.job.model.layout.pp == 1:
+    if config.fixed_windows or config.release != "balance" or candidate.job.model.layout.pipeline == 1:
         return []
     counts = [count for count in PER_WINDOW if count != config.micro_batches_per_window]
     return [replace(candidate, config=replace(config, micro_batches_per_window=count)) for count in counts]
@@ -51,10 +52,10 @@ def micro_batch_counts(candidate: Candidate) -> list[Candidate]:
 
 def virtual_stages(job: Job) -> list[Job]:
     layout, layers = job.model.layout, job.model.shape.layers
-    if layout.pp == 1:
+    if layout.pipeline == 1:
         return [job]
-    counts = sorted({layout.chunks, *(v for v in VIRTUAL if layers % (layout.pp * v) == 0)})
-    return [with_layout(job, replace(layout, chunks=count), job.micro_batches) for count in counts]
+    counts = sorted({layout.virtual, *(v for v in VIRTUAL if layers % (layout.pipeline * v) == 0)})
+    return [with_layout(job, replace(layout, virtual=count), job.micro_batches) for count in counts]
 
 
 def recomputations(job: Job) -> list[Job]:
@@ -75,8 +76,8 @@ def chunk_choices(config: WlbConfig) -> list[WlbConfig]:
     return [replace(config, chunks="off"), replace(config, chunks="on", max_delay=None)]
 
 
-def with_layout(job: Job, layout: ParallelSizes, micro_batches: int) -> Job:
-    trainer = replace(job.trainer, stages=layout.pp, tensor=layout.tp)
+def with_layout(job: Job, layout: Layout, micro_batches: int) -> Job:
+    trainer = replace(job.trainer, stages=layout.pipeline, tensor=layout.tensor)
     return replace(job, model=replace(job.model, layout=layout), micro_batches=micro_batches, trainer=trainer)
 
 
@@ -84,9 +85,10 @@ def layouts(given: Candidate) -> Iterator[Candidate]:
     """All ways to spread tensor, context and pipeline parallelism over the same GPUs that Megatron takes and whose
     weights fit. Tensor-parallel ranks stay within a node. A profile is of one tensor-parallel size."""
     job = given.job
-    gpus, batch = job.model.layout.gpus, job.micro_batches * job.model.layout.dp
+    layout = job.model.layout
+    gpus, batch = layout.gpus, job.micro_batches * layout.data
     for tp in _divisors(min(gpus, job.model.assumptions.node)):
-        if job.model.costs is not None and tp != job.model.layout.tp:
+        if job.model.costs is not None and tp != job.model.layout.tensor:
             continue
         for cp in _divisors(gpus // tp) if gpus % tp == 0 else ():
             for pp in _divisors(gpus // (tp * cp)):
@@ -94,7 +96,7 @@ def layouts(given: Candidate) -> Iterator[Candidate]:
                 if batch % (dp * job.micro_batch_size):
                     continue
                 try:
-                    sizes = ParallelSizes(tp=tp, cp=cp, pp=pp, dp=dp)
+                    sizes = replace(layout, tensor=tp, context=cp, pipeline=pp, data=dp, virtual=1)
                     moved = with_layout(job, sizes, batch // dp)
                 except (ValueError, WlbError):
                     continue
@@ -104,17 +106,17 @@ def layouts(given: Candidate) -> Iterator[Candidate]:
 
 def _takes(job: Job) -> bool:
     """Whether Megatron divides the model and the window so."""
-    shape, layout, experts = job.model.shape, job.model.layout, job.experts
+    shape, layout, experts = job.model.shape, job.model.layout, job.model.shape.experts
     try:
-        check_heads(shape.heads, shape.kv_heads, tp=layout.tp)
+        check_heads(shape.heads, shape.kv_heads, tp=layout.tensor)
     except WlbError:
         return False
-    divides = shape.layers % layout.pp == 0 and job.window % job.alignment == 0
-    if shape.kv_heads % layout.tp and layout.tp % shape.kv_heads:
+    divides = shape.layers % layout.pipeline == 0 and job.window % job.alignment == 0
+    if shape.kv_heads % layout.tensor and layout.tensor % shape.kv_heads:
         return False
     if experts is None:
-        return divides and shape.ffn % layout.tp == 0
-    stage = layout.tp * layout.cp * layout.dp
+        return divides and shape.ffn % layout.tensor == 0
+    stage = layout.tensor * layout.context * layout.data
     return divides and stage % (experts.parallel * experts.tensor) == 0
 
 
@@ -143,10 +145,10 @@ def _megatron_flags(job: Job) -> dict[str, str]:
     model: LayerModel = job.model
     layout = model.layout
     flags = {
-        "--tensor-model-parallel-size": str(layout.tp),
-        "--context-parallel-size": str(layout.cp),
-        "--pipeline-model-parallel-size": str(layout.pp),
-        "--num-virtual-stages-per-pipeline-rank": str(layout.chunks),
+        "--tensor-model-parallel-size": str(layout.tensor),
+        "--context-parallel-size": str(layout.context),
+        "--pipeline-model-parallel-size": str(layout.pipeline),
+        "--num-virtual-stages-per-pipeline-rank": str(layout.virtual),
     }
     if model.recompute != "none":
         flags["--recompute-granularity"] = model.recompute

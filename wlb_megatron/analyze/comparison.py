@@ -10,7 +10,7 @@ import numpy as np
 
 from wlb_megatron.analyze.credit import others, parts
 from wlb_megatron.analyze.fits import Fits, fits
-from wlb_megatron.analyze.measure import JobLayout, Measured, measure
+from wlb_megatron.analyze.measure import Measured, measure
 from wlb_megatron.analyze.recomputation import Recomputed, by_recomputation
 from wlb_megatron.analyze.search import Found, Searched
 from wlb_megatron.config import WlbConfig
@@ -95,7 +95,6 @@ class Analysis:
 
     lengths: Lengths
     config: WlbConfig
-    layout: JobLayout
     job: Job
     capacity: int
     thresholds: list[int]
@@ -216,14 +215,13 @@ def analyze(
     lengths: integers[n], tokens of each document. progress: called after each planned iteration. split: also what
     each part gains. WlbError on settings that cannot work.
     """
-    layout = JobLayout.of(job)
     runs = _Runs(lengths, job, progress)
     plain = arrival_order(config)
     after, before = runs.of(config), runs.of(plain)
 
     def measured(run: Run) -> Measured:
         orders = () if run.shards is None else job.orders(run.plans[job.warm_up :])
-        settings = job.cost(run.config), layout, job.longest(run.config), orders
+        settings = job.cost(run.config), job.model.layout, job.window, job.longest(run.config), orders
         return measure(run.plans, run.shards, run.timed, *settings)
 
     packer = after.planner.packer
@@ -232,7 +230,6 @@ def analyze(
     return Analysis(
         lengths=lengths,
         config=config,
-        layout=layout,
         job=job,
         capacity=packer.max_tokens,
         thresholds=list(packer.thresholds) if isinstance(packer, VarlenPacker) else [],
@@ -307,7 +304,11 @@ def _trade(config: WlbConfig, job: Job, runs: _Runs, before: Run, after: Run) ->
     """None where `auto` had no choice, or took the faster one."""
     fixed = config.chunks == "auto" and not config.fixed_windows and config.cp_mode == "fixed"
     chunked = isinstance(after.planner.packer, ChunkPacker)
-    if not fixed or job.model.layout.pp == 1 or (not chunked and (config.max_delay or job.no_chunks(config))):
+    if (
+        not fixed
+        or job.model.layout.pipeline == 1
+        or (not chunked and (config.max_delay or job.no_chunks(config)))
+    ):
         return None
     overlong = config.overlong.replace("chunk", "split")
     other = replace(config, chunks="off" if chunked else "on", overlong=overlong)
@@ -343,6 +344,6 @@ def _unmasked(job: Job) -> float:
     """Nanoseconds per token of full windows, each attended as one sequence, sharded as Megatron does."""
     layout = job.model.layout
     windows = np.full(job.micro_batch_size, job.window, dtype=np.int64)
-    (shard,) = shard_all([windows], layout.cp, "per-sequence", job.model.table)
+    (shard,) = shard_all([windows], layout.context, "per-sequence", job.model.table)
     count = job.micro_batches // job.micro_batch_size
-    return simulate([[[shard] * layout.dp] * count], job.model).ns_per_token
+    return simulate([[[shard] * layout.data] * count], job.model).ns_per_token

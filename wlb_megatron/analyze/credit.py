@@ -27,11 +27,11 @@ def parts(config: WlbConfig, job: Job) -> list[Part]:
     sharding = "adaptive" if config.sharding == "per-sequence" else config.sharding
     layout = job.model.layout
     settings = []
-    if layout.cp > 1:
+    if layout.context > 1:
         settings.append(("sharding of each document", replace(plain, sharding=sharding)))
     if not config.fixed_windows:
         base = replace(plain, packing="varlen")
-        if layout.pp == 1:  # one micro-batch a window, no chunks: nothing that needs a flag
+        if layout.pipeline == 1:  # one micro-batch a window, no chunks: nothing that needs a flag
             base = replace(
                 base, micro_batches_per_window=config.micro_batches_per_window, chunks=config.chunks
             )
@@ -40,7 +40,7 @@ def parts(config: WlbConfig, job: Job) -> list[Part]:
         settings.append(("packing of whole documents", whole))
         if _waits(config):
             settings.append(("delay of long documents", base))
-        if layout.pp > 1 and many != "1" and config.release == "balance":
+        if layout.pipeline > 1 and many != "1" and config.release == "balance":
             settings.append(("number of micro-batches", replace(whole, micro_batches_per_window=many)))
             if config.chunks != "off" and not job.no_chunks(config):
                 chunks = replace(base, micro_batches_per_window=many, chunks="on", overlong=config.overlong)
@@ -72,7 +72,7 @@ def others(config: WlbConfig, job: Job) -> list[tuple[str, WlbConfig]]:
     sharding = "adaptive" if config.sharding == "per-sequence" else config.sharding
     windows = replace(arrival_order(config), packing="fixed-greedy", sharding=sharding)
     tried = [("fixed windows, balanced", windows)]
-    whole = config.chunks == "off" or job.model.layout.pp == 1
+    whole = config.chunks == "off" or job.model.layout.pipeline == 1
     if whole and config.batch_spread == "auto" and _waits(config):
         tried.append((f"steps of at most {EVEN} batches", replace(config, batch_spread=EVEN)))
     return tried

@@ -13,8 +13,8 @@ from wlb_megatron.pipeline.groups import documents_in_chunks
 from wlb_megatron.plan import IterationPlan
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.iteration import Orders, Shards, Simulated
-from wlb_megatron.simulator.job import Job
 from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN, CostModel
+from wlb_megatron.workload.memory import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +38,6 @@ def spread(values: npt.ArrayLike, weights: npt.ArrayLike | None = None) -> Sprea
     return Spread(float((v * w).sum() / w.sum()), float(p95), float(v[w > 0].max()))
 
 
-@dataclass(frozen=True)
-class JobLayout:
-    """Sizes of the parallel groups, and the window (tokens) from which over-long documents are split."""
-
-    window: int
-    dp: int = 1
-    cp: int = 1
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-
-    @classmethod
-    def of(cls, job: Job) -> JobLayout:
-        sizes = job.model.layout
-        return cls(job.window, sizes.dp, sizes.cp, sizes.tp, sizes.pp, sizes.chunks)
-
-
 @dataclass
 class Measured:
     """What a packing and sharding did, iteration by iteration.
@@ -71,7 +54,8 @@ class Measured:
     """
 
     simulated: Simulated
-    layout: JobLayout
+    layout: Layout
+    window: int
     work: list[npt.NDArray[np.float64]] = field(default_factory=list)
     cp_imbalance: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
@@ -135,7 +119,7 @@ class Measured:
         return waiting(self.simulated, self.layout)
 
 
-def waiting(simulated: Simulated, layout: JobLayout) -> dict[str, float]:
+def waiting(simulated: Simulated, layout: Layout) -> dict[str, float]:
     """What a step spends besides its GPUs' computation, as shares of that, mean over iterations.
 
     They add up to step_over_ideal - 1. fill: filling and draining a pipeline of equal micro-batches.
@@ -144,7 +128,7 @@ def waiting(simulated: Simulated, layout: JobLayout) -> dict[str, float]:
     """
     ideal, paced = simulated.busy.mean(axis=(1, 2, 3)), simulated.paced.mean(axis=(1, 2))
     counts = np.array([len(times) for times in simulated.micro_batches])
-    fill = paced * (layout.pp - 1) / layout.vpp / counts
+    fill = paced * (layout.pipeline - 1) / layout.virtual / counts
     cp, dp = paced - ideal, simulated.paced.mean(axis=2).max(axis=1) - paced
     between = simulated.pipeline - paced - fill - dp
     after = simulated.steps - simulated.pipeline
@@ -157,15 +141,16 @@ def measure(
     shards: Shards | None,
     simulated: Simulated,
     cost: CostModel,
-    layout: JobLayout,
+    layout: Layout,
+    window: int,
     longest: int | None = None,
     orders: Orders = (),
 ) -> Measured:
     """Gather the figures of the last iterations of a run; plans: all of it. shards, simulated: of the last ones;
     shards None: dynamic groups.
     longest: tokens at which documents were split (default: the window). orders: of the last ones, see Measured."""
-    unit = longest or layout.window
-    measured = Measured(simulated, layout, orders=orders)
+    unit = longest or window
+    measured = Measured(simulated, layout, window, orders=orders)
     entered: dict[tuple[int, int, int], int] = {}
     first = len(plans) - len(simulated.steps)
     for at, plan in enumerate(plans):
@@ -198,7 +183,7 @@ def _add(
     whole: Counter[tuple[int, int, int]] = Counter()  # pieces of a document that train as one: its chunks
     for piece in (piece for micro_batch in grid for piece in micro_batch.pieces):
         whole[piece.epoch, piece.document, piece.start - piece.prefix] += piece.tokens
-    measured.long_tokens.append(sum(n for n in whole.values() if 2 * n > measured.layout.window))
+    measured.long_tokens.append(sum(n for n in whole.values() if 2 * n > measured.window))
     measured.documents += [len(micro_batch.pieces) for micro_batch in grid]
     measured.chunked.append(
         [documents_in_chunks([m.pieces for m in column]) for column in zip(*plan.micro_batches, strict=True)]

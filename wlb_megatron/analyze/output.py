@@ -18,15 +18,18 @@ from wlb_megatron.workload.memory import GIB
 
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
-    lengths, layout, job = analysis.lengths, analysis.layout, analysis.job
+    lengths, layout, job = analysis.lengths, analysis.job.model.layout, analysis.job
     runs = analysis.weights_problem is None
     best, steadier = (analysis.best, analysis.steadier) if runs else (None, None)
     return {
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
         "empty_documents": sum(int((block == 0).sum()) for block in blocks(lengths)),
-        "overlong_documents": sum(int((block > layout.window).sum()) for block in blocks(lengths)),
-        "layout": asdict(layout) | {"micro_batches": analysis.job.micro_batches},
+        "overlong_documents": sum(int((block > job.window).sum()) for block in blocks(lengths)),
+        "layout": {
+            **{"window": job.window, "dp": layout.data, "cp": layout.context, "tp": layout.tensor},
+            **{"pp": layout.pipeline, "vpp": layout.virtual, "micro_batches": job.micro_batches},
+        },
         "quadratic_at": analysis.job.cost(analysis.config).quadratic_at,
         "max_tokens": analysis.capacity,
         "thresholds": analysis.thresholds,
@@ -86,7 +89,7 @@ def _search(searched: Searched) -> dict[str, Any]:
 def _epoch(analysis: Analysis) -> dict[str, Any]:
     """Steps and tokens of an epoch, and how long the run takes in arrival order and as set (days)."""
     job = analysis.job
-    windows = job.micro_batches * job.model.layout.dp
+    windows = job.micro_batches * job.model.layout.data
     tokens = int(analysis.lengths.sum())
     steps = job.length.steps(windows)
     days = [steps and steps * float(m.steps.mean()) / 86_400_000 for m in (analysis.before, analysis.after)]
@@ -254,8 +257,8 @@ def _job_lines(analysis: Analysis, report: dict[str, Any]) -> list[str]:
         f"{report['documents']:,} documents, {report['tokens']:,} tokens; "
         f"{report['empty_documents']:,} empty (left out), "
         f"{report['overlong_documents']:,} above the window ({analysis.config.overlong})",
-        f"{layout.gpus} GPUs: TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}; "
-        f"{analysis.job.micro_batches} windows of {analysis.layout.window:,} per data-parallel rank and step{joined}",
+        f"{layout.gpus} GPUs: TP {layout.tensor}, CP {layout.context}, PP {layout.pipeline}, DP {layout.data}; "
+        f"{analysis.job.micro_batches} windows of {analysis.job.window:,} per data-parallel rank and step{joined}",
         f"model of {shape.layers} layers of {shape.hidden}, {model.parameters / 1e9:,.1f}B parameters{assumed}; "
         f"work = d + d*d/{report['quadratic_at']:,.0f}",
         f"times of {analysis.job.profile.describe()}; what it has not measured is assumed"
@@ -283,7 +286,7 @@ def _memory_lines(analysis: Analysis) -> list[str]:
     """What the fullest GPU holds, or why that is not known."""
     if analysis.fullest is None:
         return ["memory is not estimated, because groups of --cp-mode dynamic are planned by time alone"]
-    experts = analysis.job.experts
+    experts = analysis.job.model.shape.experts
     lines = []
     if experts is not None:
         times = "one dense layer as wide" if analysis.job.profile is None else "the profile's"

@@ -31,9 +31,9 @@ def need_matplotlib() -> None:
 
 def draw_all(folder: Path, analysis: Analysis) -> list[Path]:
     """Draw step.png, timeline.png, lengths.png, work.png and delay.png; each appears whole or not at all."""
-    measured, layout = analysis.measured, analysis.layout
+    measured = analysis.measured
     pictures = {
-        "lengths": lambda axes: _draw_lengths(axes, analysis.lengths, layout.window, analysis.capacity),
+        "lengths": lambda axes: _draw_lengths(axes, analysis.lengths, analysis.job.window, analysis.capacity),
         "work": lambda axes: _draw_work(axes, measured),
         "delay": lambda axes: _draw_delay(axes, measured),
     }
@@ -194,7 +194,7 @@ def _columns(plan: IterationPlan) -> list[tuple[int, MicroBatch]]:
 
 def _draw_timeline(path: Path, analysis: Analysis, iteration: int) -> Path:
     """Of each, the same iteration on its slowest data-parallel rank, by simulated times."""
-    model, stages = analysis.job.model, range(analysis.layout.pp)
+    model, stages = analysis.job.model, range(analysis.job.model.layout.pipeline)
     most = max(1, _MOST_EVENTS // (2 * len(stages)))
     plans = []
     for (name, figures), run in zip(analysis.measured, analysis.runs, strict=True):
@@ -208,7 +208,7 @@ def _draw_timeline(path: Path, analysis: Analysis, iteration: int) -> Path:
         numbers = recomputed_by_flags(times[None].astype(np.int64), model)[0]
         if run.kept is not None:
             numbers = recomputed_array(run.kept[iteration])
-        layers = np.array([sum(model.layers_of(p, c) for c in range(model.layout.chunks)) for p in stages])
+        layers = np.array([sum(model.layers_of(p, c) for c in range(model.layout.virtual)) for p in stages])
         again = numbers[slowest].sum(axis=1)[:, :most] / layers[:, None]
         plans.append(Drawn(title, times[:most, slowest].tolist(), groups, chunked, again.tolist()))
     draw_timelines(path, plans, len(stages))

@@ -41,7 +41,7 @@ def by_recomputation(job: Job, run: Run) -> Recomputed | None:
 
     stages = [stage for step in kept for rank in step for stage in rank]
     fits = all(stage.fits for stage in stages)
-    most = max(job.model.layers_of(0, chunk) for chunk in range(job.model.layout.chunks))
+    most = max(job.model.layers_of(0, chunk) for chunk in range(job.model.layout.virtual))
     block = _least_block(job, plans, most) if fits else None
     nothing = fits and not any(sum(map(sum, stage.recomputed)) for stage in stages)
     return Recomputed(
@@ -73,8 +73,8 @@ def _all_fit(job: Job, plans: Sequence[IterationPlan]) -> bool:
         columns = list(zip(*plan.micro_batches, strict=True))
         rank = max(range(len(columns)), key=lambda at: sum(m.tokens for m in columns[at]))
         ranks = columns if job.trainer.in_step else columns[rank : rank + 1]
-        loads = joined_loads([loads_of(column, job.alignment, layout.cp) for column in ranks])
-        stages = stage_orders(layout.pp, len(loads), layout.chunks, groups[rank])
+        loads = joined_loads([loads_of(column, job.alignment, layout.context) for column in ranks])
+        stages = stage_orders(layout.pipeline, len(loads), layout.virtual, groups[rank])
         if any(
             floor_peak(order, loads, gpu.stage(stage)) > gpu.available(stage)
             for stage, order in enumerate(stages)

@@ -21,7 +21,7 @@ from wlb_megatron.analyze.candidates import (
     schedules,
     with_recompute,
 )
-from wlb_megatron.analyze.measure import JobLayout, waiting
+from wlb_megatron.analyze.measure import waiting
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.documents.blocks import Lengths
 from wlb_megatron.errors import WlbError
@@ -207,7 +207,7 @@ def _found_of(run: Run, candidate: Candidate, given: Candidate, iterations: int)
         1e9 / timed.ns_per_token,
         float(timed.steps.max() / 1e6),
         fullest[0],
-        waiting(timed, JobLayout.of(candidate.job)),
+        waiting(timed, candidate.job.model.layout),
         float(timed.busy.sum() / timed.tokens.sum()),
     )
 

@@ -14,8 +14,8 @@ from wlb_megatron.workload.chunk_memory import chunked_bytes, fit_chunks
 from wlb_megatron.workload.memory import (
     GIB,
     Experts,
-    ParallelLayout,
-    StageShape,
+    Layout,
+    Model,
     fit_max_tokens,
     memory_needed,
     micro_batches_in_flight,
@@ -39,8 +39,8 @@ class GpuMemory:
     symbols if the model is a HybridModel."""
 
     size: int
-    shape: StageShape
-    layout: ParallelLayout
+    shape: Model
+    layout: Layout
     window: int
     alignment: int
     margin: float = MARGIN

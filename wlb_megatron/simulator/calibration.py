@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from wlb_megatron.simulator.model import ModelShape
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.costs import Costs
+from wlb_megatron.workload.memory import Model
 from wlb_megatron.workload.profile import Profile
 
 DEFAULTS = Assumptions()
@@ -41,16 +41,16 @@ def with_links(assumed: Assumptions, costs: Costs | None) -> Assumptions:
     return replace(assumed, nvlink_rate=1e9 / link.per_byte, nvlink_latency=link.latency / 1e9)
 
 
-def profiled_shape(profile: Profile, layers: int) -> ModelShape:
+def profiled_shape(profile: Profile, layers: int) -> Model:
     """The profiled model with this many layers."""
     model = profile.model
-    return ModelShape(
+    return Model(
         layers=layers,
         hidden=model.hidden,
         heads=model.heads,
         kv_heads=model.kv_heads,
         ffn=model.ffn,
         vocab=model.vocab,
-        channels=model.head_dim,
+        head_dim=model.head_dim,
         gated=model.gated,
     )

@@ -6,15 +6,15 @@ import argparse
 
 from wlb_megatron.bounds import check_heads
 from wlb_megatron.errors import WlbError
-from wlb_megatron.simulator.model import ModelShape
+from wlb_megatron.workload.memory import Model
 
 
-def check_divisible(shape: ModelShape, args: argparse.Namespace) -> None:
+def check_divisible(shape: Model, args: argparse.Namespace) -> None:
     """Raises WlbError with the flag and a value that works. shape: dense. args: parallel sizes and experts, as flags
     give them.
     """
-    _check_layers(shape.layers, args.pp, args.vpp)
-    hidden = None if shape.channels else shape.hidden
+    _check_layers(int(shape.layers), args.pp, args.vpp)
+    hidden = shape.hidden if shape.head_dim == shape.hidden // shape.heads else None
     check_heads(shape.heads, shape.kv_heads, hidden=hidden, tp=args.tp)
     if shape.kv_heads % args.tp and args.tp % shape.kv_heads:
         raise WlbError(
@@ -48,7 +48,7 @@ def check_vpp(pp: int, vpp: int) -> None:
         raise WlbError(f"--vpp {vpp} changes nothing without --pp above 1: add that, or leave it out")
 
 
-def _check_experts(shape: ModelShape, args: argparse.Namespace) -> None:
+def _check_experts(shape: Model, args: argparse.Namespace) -> None:
     expert_ranks, tensor_ranks = (
         args.expert_model_parallel_size or 1,
         args.expert_tensor_parallel_size or args.tp,

@@ -22,8 +22,8 @@ def simulate_groups(
     tokens: of each iteration's documents. cost: the costs by which the groups were planned. model: with fixed groups.
     In the result, `dp` counts all ranks of a stage, and `cp` is 1.
     """
-    ranks = model.layout.dp * model.layout.cp
-    apart = replace(model, layout=replace(model.layout, cp=1, dp=ranks))
+    ranks = model.layout.data * model.layout.context
+    apart = replace(model, layout=replace(model.layout, context=1, data=ranks))
     loads = [group_loads(plan, plan_tokens, cost) for plan, plan_tokens in zip(plans, tokens, strict=True)]
 
     def several(chosen: list[int]) -> Simulated:

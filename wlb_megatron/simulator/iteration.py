@@ -138,18 +138,18 @@ def group_events(
     )
     launches = _launches(cut, grouped, again, model)
     layout, transfer = model.layout, _transfer(tokens, model)
-    blocking = blocking and layout.chunks == 1
+    blocking = blocking and layout.virtual == 1
     return [
         pipeline_events(
             forward[rank],
             backward[rank],
-            layout.pp,
+            layout.pipeline,
             transfer=float(transfer[0]),
             blocking=blocking,
             groups=None if orders is None else orders[0][rank],
             launches=Launches(launches.forward[rank], launches.backward[rank]),
         )
-        for rank in range(layout.dp)
+        for rank in range(layout.data)
     ]
 
 
@@ -158,13 +158,17 @@ def _measure(shards: Shards, model: LayerModel) -> tuple[npt.NDArray[np.int64], 
     layout = model.layout
     n, m = len(shards), len(shards[0])
     plans = [plan for iteration in shards for row in iteration for plan in row]
-    if not plans or len(plans) != n * m * layout.dp or any(plan.cp_size != layout.cp for plan in plans):
+    if (
+        not plans
+        or len(plans) != n * m * layout.data
+        or any(plan.cp_size != layout.context for plan in plans)
+    ):
         raise ValueError(
-            f"plans are not {n} iterations of {m} micro-batches on dp {layout.dp}, cp {layout.cp}: "
+            f"plans are not {n} iterations of {m} micro-batches on dp {layout.data}, cp {layout.context}: "
             "plan for the layout that is simulated"
         )
-    tokens = np.array([plan.tokens for plan in plans], dtype=np.int64).reshape(n, m, layout.dp)
-    attention = Times(*(t.reshape(n, m, layout.dp, layout.cp) for t in model.attention(plans)))
+    tokens = np.array([plan.tokens for plan in plans], dtype=np.int64).reshape(n, m, layout.data)
+    attention = Times(*(t.reshape(n, m, layout.data, layout.context) for t in model.attention(plans)))
     return tokens, attention, cut_of(plans).reshape(tokens.shape)
 
 
@@ -175,7 +179,7 @@ def cut_of(plans: Sequence[ShardPlan]) -> BoolArray:
 
 def _device(tokens: npt.NDArray[np.int64], attention: Times, model: LayerModel) -> Times:
     """float[n, m, dp]: a layer's time on the slowest context rank of each micro-batch."""
-    linear = model.linear(tokens / model.layout.cp)
+    linear = model.linear(tokens / model.layout.context)
     return Times(*(a.max(axis=-1) + other for a, other in zip(attention, linear, strict=True)))
 
 
@@ -183,7 +187,7 @@ def recomputed_by_flags(tokens: IntArray, model: LayerModel) -> IntArray:
     """int[n, dp, P, V, m]: layers that the model's flags recompute, for tokens int[n, m, dp]."""
     n, m, dp = tokens.shape
     layout = model.layout
-    layers = [[model.recomputed_layers(p, c) for c in range(layout.chunks)] for p in range(layout.pp)]
+    layers = [[model.recomputed_layers(p, c) for c in range(layout.virtual)] for p in range(layout.pipeline)]
     by_chunk = np.array(layers, dtype=np.int64)[:, :, None]
     return np.broadcast_to(by_chunk, (n, dp, *by_chunk.shape[:2], m))
 
@@ -220,7 +224,7 @@ def _transfer(tokens: npt.NDArray[np.int64], model: LayerModel) -> FloatArray:
     """float[n]: the transfer of an iteration's largest micro-batch, used for all, because stages seldom wait for
     links.
     """
-    longest = tokens.max(axis=(1, 2)) / model.layout.cp
+    longest = tokens.max(axis=(1, 2)) / model.layout.context
     return np.array([model.transfer_ns(float(size)) for size in longest])
 
 
@@ -243,7 +247,7 @@ def run_steps(
     """
     n, _, dp = tokens.shape
     layout = model.layout
-    cut = np.full(tokens.shape, layout.cp > 1) if cut is None else cut
+    cut = np.full(tokens.shape, layout.context > 1) if cut is None else cut
     recomputed = recomputed_by_flags(tokens, model) if recomputed is None else recomputed
     grouped = _grouped(tokens, orders)
     device, host = _device(tokens, attention, model), model.host(cut)
@@ -253,14 +257,16 @@ def run_steps(
         *(forward, backward, _launches(cut, grouped, recomputed, model)),
         orders or [None] * (n * dp),
         np.repeat(_transfer(tokens, model), dp),
-        blocking and layout.chunks == 1,
+        blocking and layout.virtual == 1,
     )
-    done = done.reshape(n, dp, layout.pp).max(axis=1)
-    paced = (forward + backward).sum(axis=(2, 3)).reshape(n, dp, layout.pp)
-    linear = model.linear(tokens / layout.cp)
+    done = done.reshape(n, dp, layout.pipeline).max(axis=1)
+    paced = (forward + backward).sum(axis=(2, 3)).reshape(n, dp, layout.pipeline)
+    linear = model.linear(tokens / layout.context)
     both = (linear.forward + linear.backward)[..., None] + attention.forward + attention.backward
     own = both.sum(axis=1)
-    layers = np.array([sum(model.layers_of(p, c) for c in range(layout.chunks)) for p in range(layout.pp)])
+    layers = np.array(
+        [sum(model.layers_of(p, c) for c in range(layout.virtual)) for p in range(layout.pipeline)]
+    )
     again = recomputed.sum(axis=3)  # [n, dp, P, m]
     once_more = linear.forward[..., None] + attention.forward
     busy = own[:, :, None, :] * layers[:, None] + np.einsum("ndpm,nmdc->ndpc", again, once_more)
@@ -323,8 +329,8 @@ def _ends(
     tokens: npt.NDArray[np.int64], model: LayerModel, grouped: BoolArray
 ) -> list[tuple[FloatArray, FloatArray]]:
     """Times of embedding and loss in forward and backward, float[n, m, dp] each."""
-    embedding = model.embedding(tokens / model.layout.cp)
-    loss = _deferred(model.loss(tokens / model.layout.cp), grouped)
+    embedding = model.embedding(tokens / model.layout.context)
+    loss = _deferred(model.loss(tokens / model.layout.context), grouped)
     return [(embedding.forward, loss.forward), (embedding.backward, loss.backward)]
 
 
@@ -332,13 +338,13 @@ def _stage_times(layer: FloatArray, ends: tuple[FloatArray, FloatArray], model: 
     """float[n * dp, P, V, m] of a layer's time float[n, m, dp]."""
     layout = model.layout
     n, m, dp = layer.shape
-    times = np.empty((n, dp, layout.pp, layout.chunks, m))
-    for stage in range(layout.pp):
-        for chunk in range(layout.chunks):
+    times = np.empty((n, dp, layout.pipeline, layout.virtual, m))
+    for stage in range(layout.pipeline):
+        for chunk in range(layout.virtual):
             times[:, :, stage, chunk] = (layer * model.layers_of(stage, chunk)).swapaxes(1, 2)
     times[:, :, 0, 0] += ends[0].swapaxes(1, 2)
     times[:, :, -1, -1] += ends[1].swapaxes(1, 2)
-    return times.reshape(n * dp, layout.pp, layout.chunks, m)
+    return times.reshape(n * dp, layout.pipeline, layout.virtual, m)
 
 
 def _after(forward: FloatArray, backward: FloatArray, model: LayerModel, n: int) -> FloatArray:
@@ -347,13 +353,13 @@ def _after(forward: FloatArray, backward: FloatArray, model: LayerModel, n: int)
     Overlapped, as flags say, the reduction runs beside the backward of the last micro-batch, the gather beside the next
     iteration's first forward, for which this one's first stands; the longer of the two in each pair is what shows.
     """
-    layout, sharing = model.layout, model.sharing
+    layout = model.layout
     shown = [
         model.assumptions.dp_exposed if overlaps else 1.0
-        for overlaps in (sharing.reduce_overlaps, sharing.gather_overlaps)
+        for overlaps in (layout.reduce_overlaps, layout.gather_overlaps)
     ]
-    after = np.empty((n, layout.pp))
-    for stage in range(layout.pp):
+    after = np.empty((n, layout.pipeline))
+    for stage in range(layout.pipeline):
         reduce, gather = model.gradient_sync_ns(stage)
         hides = (
             backward[:, stage, :, -1].sum(axis=1).reshape(n, -1).min(axis=1),

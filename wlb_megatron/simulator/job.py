@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -31,12 +32,11 @@ from wlb_megatron.sharding.alignment import multiple
 from wlb_megatron.sharding.cut import orders_of
 from wlb_megatron.simulator.groups import simulate_groups
 from wlb_megatron.simulator.iteration import Orders, Shards, Simulated
-from wlb_megatron.simulator.memory import MemoryChoices, gpu_memory
 from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.plan_times import Kept, PlanTimes
 from wlb_megatron.workload.cost_model import CostModel, document_cost, quadratic_at
 from wlb_megatron.workload.kernel_table import h100
-from wlb_megatron.workload.memory import Experts, weights_problem
+from wlb_megatron.workload.memory import GIB, WHOLE, weights_problem
 from wlb_megatron.workload.profile import Profile
 from wlb_megatron.workload.stage_memory import StageMemory
 
@@ -67,7 +67,6 @@ class Job:
     * iterations: simulated, after `warm_up` planned ones in which queues fill.
     * seed: of the shuffle, None for the given order.
     * trainer: settings that decide about documents in chunks.
-    * experts: of every layer; None: a dense model.
     * gib: memory of a GPU, by which Lmax is set; None: Lmax ignores memory. margin: share of it that is left free.
     * messages: lines to show the user.
     * corpora: of a blend, in the order and by the weights of training; (): one corpus, of the lengths alone.
@@ -83,12 +82,10 @@ class Job:
     seed: int | None
     profile: Profile | None = None
     trainer: Trainer = field(default_factory=Trainer)
-    experts: Experts | None = None
     gib: float | None = None
     margin: float = MARGIN
     messages: tuple[str, ...] = ()
     corpora: tuple[Corpus, ...] = ()
-    choices: MemoryChoices = field(default_factory=MemoryChoices)
     length: RunLength = field(default_factory=RunLength)
     quick: bool = False
     micro_batch_size: int = 1
@@ -100,7 +97,7 @@ class Job:
 
     @property
     def alignment(self) -> int:
-        return multiple(self.model.layout.cp, self.model.layout.tp)
+        return multiple(self.model.layout.context, self.model.layout.tensor)
 
     def cost(self, config: WlbConfig) -> CostModel:
         """The cost model that packing balances by, as in training: from settings, else the profile, else the model's
@@ -135,7 +132,7 @@ class Job:
             rules = Rules(longest, config.overlong, self.seed, endless=True)
             corpora = self.corpora or (Corpus("--lengths", np.asarray(lengths)),)
             stream = DocumentStream(corpora, rules)
-            step = self.window * self.micro_batches * layout.dp
+            step = self.window * self.micro_batches * layout.data
             if problem := nothing_predicted(lengths, rules) or too_small(lengths, step):
                 raise WlbError(problem)
             if self.gib is not None and self.trainer.experts:
@@ -152,9 +149,9 @@ class Job:
                 cost=self.cost(config),
                 window=self.joined_window,
                 micro_batches=self.micro_batches // self.micro_batch_size,
-                dp=layout.dp,
-                pp=layout.pp,
-                vpp=layout.chunks,
+                dp=layout.data,
+                pp=layout.pipeline,
+                vpp=layout.virtual,
                 alignment=self.alignment,
                 sample=None if self.quick else sample_lengths_of(stream, len(lengths)),
                 rooms=self.rooms(config),
@@ -206,27 +203,48 @@ class Job:
             return max((gpu.weights(stage) + kept.peak, gpu.weights(stage)) for stage, kept in stages)
         packer = run.planner.packer
         chunked, whole = memory.needed(replace(run.config, max_tokens=packer.max_tokens), self.joined_window)
-        weights = max(memory.weights(stage) for stage in range(self.model.layout.pp))
+        weights = max(memory.weights(stage) for stage in range(self.model.layout.pipeline))
         return (chunked if isinstance(packer, ChunkPacker) else max(whole, chunked * (not whole))), weights
 
     def weights_problem(self) -> str | None:
         """A line with the figure and the cure, if weights, gradients and optimizer state alone do not fit a GPU."""
         gpu = self._gpu(self.gib or DEFAULT_GIB)
-        problem = weights_problem(gpu.shape, gpu.layout, gpu.size, margin=self.margin, experts=self.experts)
+        problem = weights_problem(gpu.shape, gpu.layout, gpu.size, margin=self.margin, experts=gpu.experts)
         assumed = (
             f" ({DEFAULT_GIB:g} GiB a GPU is assumed; --gpu-memory changes it)" if self.gib is None else ""
         )
         return problem and f"will not run: {problem}{assumed}"
 
     def _gpu(self, gib: float) -> GpuMemory:
-        return gpu_memory(
-            *(self.model, self.trainer, gib),
-            window=self.joined_window,
+        """The GPU's memory as training counts it."""
+        model, layout, further = self.model, self.model.layout, self.trainer.mtp
+        stages = tuple(
+            tuple(model.layers_of(p, c) for c in range(layout.virtual)) for p in range(layout.pipeline)
+        )
+        counted: dict[str, Any] = {"layers": stages, "depths": further}
+        fullest: int | str = -(-model.layers // layout.pipeline) + further
+        if nets := model.shape.delta_nets:
+            kinds = [
+                [WHOLE * count + "G" * -(-count * nets.layers // model.layers) for count in stage]
+                for stage in stages
+            ]
+            counted = {"layers": tuple(map(tuple, kinds)), "depths": WHOLE * further}
+            fullest = "|".join(max(kinds, key=lambda stage: len("".join(stage)))) + WHOLE * further
+        kept = replace(
+            layout,
             micro_batches=self.micro_batches // self.micro_batch_size,
-            alignment=self.alignment,
-            margin=self.margin,
-            experts=self.experts,
-            choices=self.choices,
+            fully_sharded=self.trainer.shards_weights,
+            losses_in_forward=self.trainer.shards_weights,
+            recompute=model.recompute,
+            recompute_layers=model.recompute_blocks or model.recompute_layers,
+            recompute_block=model.recompute_blocks is not None,
+            keep_keys=not model.regather,
+        )
+        return GpuMemory(
+            *(int(gib * GIB), replace(model.shape, layers=fullest, losses=1 + further), kept),
+            *(self.joined_window, self.alignment, self.margin),
+            experts=model.shape.experts,
+            **counted,
         )
 
     def run(self, lengths: Lengths, config: WlbConfig, progress: Callable[[], None] = lambda: None) -> Run:
@@ -271,7 +289,7 @@ class Job:
 
     def stages(self) -> tuple[list[StageMemory], list[int]]:
         """What each pipeline stage holds of a step, and its bytes for that."""
-        gpu, stages = self._gpu(self.gib or DEFAULT_GIB), range(self.model.layout.pp)
+        gpu, stages = self._gpu(self.gib or DEFAULT_GIB), range(self.model.layout.pipeline)
         return [gpu.stage(stage) for stage in stages], [gpu.available(stage) for stage in stages]
 
     def kept_layers(self, plans: Sequence[IterationPlan], config: WlbConfig) -> Kept | None:
@@ -285,7 +303,7 @@ class Job:
         model, layout = self.model, self.model.layout
         at = self.cost(config).quadratic_at
         cost, stage = group_costs(model, at, planner.packer.max_tokens, self.alignment)
-        multiple = layout.pp if layout.chunks > 1 else 1
+        multiple = layout.pipeline if layout.virtual > 1 else 1
         steps, tokens = [], []
         for plan in plans:
             held = [
@@ -298,10 +316,10 @@ class Job:
                 held,
                 stage,
                 cost,
-                fixed=fixed_groups(plan, layout.cp),
+                fixed=fixed_groups(plan, layout.context),
                 seconds=config.solver_seconds,
                 sharding=config.sharding,
-                pipeline=layout.pp,
+                pipeline=layout.pipeline,
                 multiple=multiple,
             )
             steps.append(made.plan)
@@ -340,11 +358,11 @@ def group_costs(
 ) -> tuple[GroupCost, Stage]:
     """The costs by which training plans dynamic groups. longest: Lmax, tokens of a micro-batch."""
     shape, layout = model.shape, model.layout
-    stage = Stage.of(layout.cp, layout.dp, longest // alignment * alignment)
+    stage = Stage.of(layout.context, layout.data, longest // alignment * alignment)
     table = (model.measured if model.costs is None else model.costs.table).scaled(
-        heads=shape.heads // layout.tp,
-        kv_heads=max(1, shape.kv_heads // layout.tp),
+        heads=shape.heads // layout.tensor,
+        kv_heads=max(1, shape.kv_heads // layout.tensor),
         head_dim=shape.head_dim,
     )
     ns = token_ns(table, quadratic_at)
-    return group_cost(table, ns, stage.sizes, tensor=layout.tp, assumptions=model.assumptions), stage
+    return group_cost(table, ns, stage.sizes, tensor=layout.tensor, assumptions=model.assumptions), stage

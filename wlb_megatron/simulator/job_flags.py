@@ -15,13 +15,12 @@ from wlb_megatron.simulator.calibration import profiled_shape
 from wlb_megatron.simulator.divisible import check_divisible
 from wlb_megatron.simulator.job import Job, RunLength
 from wlb_megatron.simulator.known_models import PRESETS
-from wlb_megatron.simulator.memory import MemoryChoices
-from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes, Sharing
+from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.simulator.reproduction.paper import SHAPES
 from wlb_megatron.simulator.reproduction.reproduce_command import add_assumptions, read_assumptions
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import latent_parameters
-from wlb_megatron.workload.memory import RECOMPUTE, DeltaNets, Experts
+from wlb_megatron.workload.memory import RECOMPUTE, DeltaNets, Experts, Layout, Model
 from wlb_megatron.workload.profile import Profile, ProfiledModel
 
 ITERATIONS, FEWEST, WARM_UP = 100, 4, 16
@@ -370,14 +369,19 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
         _complete_experts(args, profile)
     _complete_model(args)
     with explain_bad_values():
-        layout = ParallelSizes(tp=args.tp, cp=args.cp, pp=args.pp, dp=args.dp, chunks=args.vpp)
+        layout = _layout(args)
         dense = read_shape(args, profile)
         check_divisible(dense, args)
-        shape = activated(dense, args)
+        shape = replace(
+            activated(dense, args),
+            experts=read_experts(dense, args),
+            tied=args.launched and not args.untie_embeddings_and_output_weights,
+            dropout=args.launched and args.hidden_dropout != 0,
+        )
         if profile is not None:
             names = ("hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated")
             sizes = {name: getattr(shape, name) for name in names}
-            profile.refuse_other({**sizes, "tp": layout.tp, "experts": read_experts(dense, args)})
+            profile.refuse_other({**sizes, "tp": layout.tensor, "experts": shape.experts})
         model = LayerModel(
             shape=shape,
             layout=layout,
@@ -388,7 +392,6 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
             recompute_layers=args.recompute_num_layers if args.recompute_method == "uniform" else 1,
             recompute_blocks=args.recompute_num_layers if args.recompute_method == "block" else None,
             regather=args.regather_keys,
-            sharing=_sharing(args, read_experts(dense, args)),
         )
     return Job(
         model=model,
@@ -399,13 +402,11 @@ def read_job(args: argparse.Namespace, lengths: Lengths | None = None) -> Job:
         seed=None if args.seed < 0 else args.seed,
         profile=profile,
         trainer=read_trainer(args),
-        experts=read_experts(dense, args),
         gib=args.gpu_memory,
         margin=args.memory_margin,
         length=RunLength(args.train_iters, args.train_samples),
         messages=messages,
         corpora=args.corpora,
-        choices=_memory_choices(args) if args.launched else MemoryChoices(),
         micro_batch_size=args.micro_batch_size,
     )
 
@@ -425,23 +426,19 @@ def _refuse_idle_recompute(args: argparse.Namespace) -> None:
         )
 
 
-def _sharing(args: argparse.Namespace, experts: Experts | None) -> Sharing:
-    if not args.launched:
-        return Sharing(experts=experts)
-    return Sharing(
-        distributed=args.use_distributed_optimizer,
-        reduce_overlaps=args.overlap_grad_reduce,
-        gather_overlaps=args.overlap_param_gather,
-        experts=experts,
-    )
-
-
-def _memory_choices(args: argparse.Namespace) -> MemoryChoices:
-    return MemoryChoices(
-        distributed_optimizer=args.use_distributed_optimizer,
-        sequence=args.sequence_parallel,
-        tied=not args.untie_embeddings_and_output_weights,
-        dropout=args.hidden_dropout != 0,
+def _layout(args: argparse.Namespace) -> Layout:
+    """Sizes, and what shares a step's state; without a launch command Megatron's usual flags are assumed."""
+    assumed = not args.launched
+    return Layout(
+        tensor=args.tp,
+        context=args.cp,
+        pipeline=args.pp,
+        data=args.dp,
+        virtual=args.vpp,
+        sequence=assumed or args.sequence_parallel,
+        distributed_optimizer=assumed or args.use_distributed_optimizer,
+        reduce_overlaps=assumed or args.overlap_grad_reduce,
+        gather_overlaps=assumed or args.overlap_param_gather,
     )
 
 
@@ -510,7 +507,7 @@ def _refuse_measured(args: argparse.Namespace) -> None:
         )
 
 
-def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> ModelShape:
+def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> Model:
     """The profiled model, else a known one, of which flags change parts; else all by flags and Megatron's defaults."""
     known = SHAPES.get(args.model or "7B", SHAPES["7B"])
     flags = {
@@ -520,14 +517,14 @@ def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> Mode
         "kv_heads": args.num_query_groups,
         "ffn": args.ffn_hidden_size,
         "vocab": args.vocab_size,
-        "channels": args.kv_channels,
+        "head_dim": args.kv_channels,
         "gated": args.swiglu or None,
     }
     flags_set = {name: value for name, value in flags.items() if value is not None}
     if profile is not None:
-        return replace(profiled_shape(profile, known.layers), **flags_set)
+        return replace(profiled_shape(profile, int(known.layers)), **flags_set)
     if args.model in SHAPES or args.hidden_size is None:
-        return replace(known, **flags_set)
+        return replace(known, **{"head_dim": 0, **flags_set})
     hidden, heads = args.hidden_size, args.num_attention_heads
     if not heads:
         raise WlbError("--hidden-size needs --num-attention-heads; give both, or --model")
@@ -536,7 +533,7 @@ def read_shape(args: argparse.Namespace, profile: Profile | None = None) -> Mode
     sizes = (args.linear_num_key_heads, args.linear_num_value_heads)
     dims = (args.linear_key_head_dim, args.linear_value_head_dim, args.linear_conv_kernel_dim)
     nets = (args.hybrid_layer_pattern or "").split("/")[0].count("G")
-    plain = ModelShape(
+    plain = Model(
         layers=known.layers,
         hidden=hidden,
         heads=heads,
@@ -580,7 +577,7 @@ def profiled_model(args: argparse.Namespace) -> ProfiledModel:
     if args.launched and not args.group_query_attention:
         args.num_query_groups = None  # Megatron ignores it then
     dense = read_shape(args)
-    check_heads(dense.heads, dense.kv_heads, hidden=None if dense.channels else dense.hidden, tp=args.tp)
+    check_heads(dense.heads, dense.kv_heads, hidden=None if args.kv_channels else dense.hidden, tp=args.tp)
     shape = activated(dense, args)
     return ProfiledModel(
         hidden=shape.hidden,
@@ -597,7 +594,7 @@ def profiled_model(args: argparse.Namespace) -> ProfiledModel:
     )
 
 
-def read_experts(dense: ModelShape, args: argparse.Namespace) -> Experts | None:
+def read_experts(dense: Model, args: argparse.Namespace) -> Experts | None:
     if args.num_experts is None:
         return None
     ffn = args.moe_ffn_hidden_size or dense.ffn
@@ -610,7 +607,7 @@ def read_experts(dense: ModelShape, args: argparse.Namespace) -> Experts | None:
         args.moe_router_topk or 2,
         round(100 * (args.expert_imbalance or 1.5)),
         args.moe_shared_expert_intermediate_size or 0,
-        _dense_layers(args.moe_layer_freq, dense.layers),
+        _dense_layers(args.moe_layer_freq, int(dense.layers)),
     )
 
 
@@ -649,7 +646,7 @@ def _dense_layers(pattern: str, layers: int) -> int:
     return found.count(0)
 
 
-def activated(shape: ModelShape, args: argparse.Namespace) -> ModelShape:
+def activated(shape: Model, args: argparse.Namespace) -> Model:
     """With experts, the shape of what a token passes, as training's plans count it."""
     if args.num_experts is None:
         return shape

@@ -20,7 +20,7 @@ from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel, backward_over_forward
 from wlb_megatron.workload.costs import Costs, micro_batch_cost
 from wlb_megatron.workload.kernel_table import KernelTable, h100
-from wlb_megatron.workload.memory import RECOMPUTE, DeltaNets, Experts
+from wlb_megatron.workload.memory import RECOMPUTE, Layout, Model, ffn_parameters
 from wlb_megatron.workload.micro_batch import LAUNCH_NS, chunk_ns, stage_launch_ns
 
 FloatArray = npt.NDArray[np.float64]
@@ -29,75 +29,6 @@ EXCHANGE_LAUNCH = 200_000.0
 (docs/results/2x_h200/attention_host.csv)."""
 FORWARD_SHARE = 1 / 3.5
 """The forward's share of attention's forward + backward time: two products of seven."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """A decoder-only transformer. kv_heads: fewer than heads under GQA. channels: of a head, if not hidden / heads.
-    gated: the feed-forward has three matrices, not two. projections: weights of a layer's attention where heads do not
-    say them (multi-latent attention). delta_nets: beside the layers, which have attention.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int = 128_256
-    channels: int | None = None
-    gated: bool = True
-    projections: int | None = None
-    delta_nets: DeltaNets | None = None
-
-    @property
-    def head_dim(self) -> int:
-        return self.channels or self.hidden // self.heads
-
-    @property
-    def layer_parameters(self) -> int:
-        attention = self.projections or self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        if nets := self.delta_nets:
-            attention += nets.work(self.hidden) * nets.layers // self.layers
-        return attention + (3 if self.gated else 2) * self.hidden * self.ffn
-
-    @property
-    def parameters(self) -> int:
-        return self.layers * self.layer_parameters + 2 * self.vocab * self.hidden
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelSizes:
-    """Sizes of the parallel groups. chunks: model chunks of a pipeline stage (virtual pipeline size)."""
-
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    dp: int = 1
-    chunks: int = 1
-
-    def __post_init__(self) -> None:
-        for name, value in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp), ("dp", self.dp)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-
-    @property
-    def gpus(self) -> int:
-        return self.tp * self.cp * self.pp * self.dp
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sharing:
-    """What data-parallel ranks exchange once a step, by Megatron's flags.
-
-    distributed: --use-distributed-optimizer. Gradients are reduced and scattered, parameters gathered, and each rank
-    updates its share; without it gradients travel both ways, and each rank updates all. reduce_overlaps,
-    gather_overlaps: --overlap-grad-reduce, --overlap-param-gather. experts: of every layer; None: a dense model.
-    """
-
-    distributed: bool = True
-    reduce_overlaps: bool = True
-    gather_overlaps: bool = True
-    experts: Experts | None = None
 
 
 class Times(NamedTuple):
@@ -118,13 +49,14 @@ class LayerModel:
       unit that "full" recomputes at once (--recompute-method uniform). recompute_blocks: how many layers of a model
       chunk it recomputes (block); None: all.
     * regather: keys are exchanged again in backward.
-    * sharing: of gradients and parameters, once a step.
+    * layout: its distributed_optimizer: gradients are reduced and scattered, parameters gathered, and each rank updates
+      its share; without it gradients travel both ways, and each rank updates all.
 
     Raises ValueError if heads or layers do not divide.
     """
 
-    shape: ModelShape
-    layout: ParallelSizes
+    shape: Model
+    layout: Layout
     assumptions: Assumptions = field(default_factory=Assumptions)
     measured: KernelTable = field(default_factory=h100)
     costs: Costs | None = None
@@ -132,31 +64,36 @@ class LayerModel:
     recompute_layers: int = 1
     recompute_blocks: int | None = None
     regather: bool = False
-    sharing: Sharing = field(default_factory=Sharing)
 
     def __post_init__(self) -> None:
         shape, layout = self.shape, self.layout
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"unknown recompute {self.recompute!r}; choose {', '.join(RECOMPUTE)}")
-        if shape.heads % layout.tp:
+        if shape.heads % layout.tensor:
             raise ValueError(
-                f"{shape.heads} attention heads cannot be divided over tensor-parallel {layout.tp}"
+                f"{shape.heads} attention heads cannot be divided over tensor-parallel {layout.tensor}"
             )
-        if layout.pp * layout.chunks > shape.layers:
+        if layout.pipeline * layout.virtual > self.layers:
             raise ValueError(
-                f"{shape.layers} layers are fewer than {layout.pp} stages x {layout.chunks} model chunks"
+                f"{self.layers} layers are fewer than {layout.pipeline} stages x {layout.virtual} model chunks"
             )
 
     @property
     def parameters(self) -> int:
         """Weights of the whole model, with all experts and routers."""
-        shape, experts = self.shape, self.sharing.experts
+        shape, experts = self.shape, self.shape.experts
+        passed = self.layers * shape.layer_parameters + 2 * shape.vocab * shape.hidden
         if experts is None:
-            return shape.parameters
-        one = (3 if shape.gated else 2) * shape.hidden * experts.ffn
-        more = (experts.count - experts.chosen) * one + experts.count * shape.hidden
+            return passed
+        more = (experts.count - experts.chosen) * ffn_parameters(
+            shape, experts.ffn
+        ) + experts.count * shape.hidden
         # A layer without experts is taken to be as wide as what a token passes of one with them.
-        return shape.parameters + (shape.layers - experts.dense_layers) * more
+        return passed + (self.layers - experts.dense_layers) * more
+
+    @property
+    def layers(self) -> int:
+        return int(self.shape.layers)
 
     @cached_property
     def table(self) -> KernelTable:
@@ -182,11 +119,11 @@ class LayerModel:
         """
         shape, layout, rates = self.shape, self.layout, self.assumptions
         scaled = table.scaled(
-            heads=shape.heads // layout.tp,
-            kv_heads=max(shape.kv_heads // layout.tp, 1),
+            heads=shape.heads // layout.tensor,
+            kv_heads=max(shape.kv_heads // layout.tensor, 1),
             head_dim=shape.head_dim,
         )
-        late = rates.latency(layout.cp, layout.tp) - rates.nvlink_latency
+        late = rates.latency(layout.context, layout.tensor) - rates.nvlink_latency
         return replace(
             scaled,
             exchange=scaled.exchange + ways * 1e9 * late,
@@ -197,7 +134,7 @@ class LayerModel:
         """Nanoseconds by which a key's transfer between the context-parallel ranks is slower than over NVLink."""
         layout, rates = self.layout, self.assumptions
         row = 2 * 2 * ways * scaled.kv_heads * scaled.head_dim
-        return 1e9 * row * (1 / rates.pair_rate(layout.cp, layout.tp) - 1 / rates.nvlink_rate)
+        return 1e9 * row * (1 / rates.pair_rate(layout.context, layout.tensor) - 1 / rates.nvlink_rate)
 
     def attention(self, plans: Sequence[ShardPlan]) -> Times:
         """float64[plans, cp]: nanoseconds of a layer's attention and exposed exchange on each context-parallel rank."""
@@ -213,12 +150,12 @@ class LayerModel:
             backward = backward + predict_all(plans, more) - predict_all(plans, table)
         times = self._recomputed(forward, backward)
         chunked = np.array([[plan.chunks is not None] for plan in plans])
-        return Times(times.forward, times.backward + chunked * chunk_ns(self._width, self.layout.cp))
+        return Times(times.forward, times.backward + chunked * chunk_ns(self._width, self.layout.context))
 
     @property
     def _width(self) -> float:
         """Heads x channels of a tensor-parallel rank."""
-        return self.shape.heads * self.shape.head_dim / self.layout.tp
+        return self.shape.heads * self.shape.head_dim / self.layout.tensor
 
     def attention_ways(self, both: FloatArray) -> Times:
         """Attention's forward and backward from their sum (nanoseconds), if no shard plan separates them."""
@@ -234,14 +171,12 @@ class LayerModel:
     def host(self, cut: npt.ArrayLike) -> Times:
         """Nanoseconds of the host to launch a layer. cut: bool, whether a rank's queries attend to earlier keys."""
         second = np.asarray(cut, dtype=np.float64)
-        exchange = EXCHANGE_LAUNCH if self.layout.cp > 1 else 0.0
+        exchange = EXCHANGE_LAUNCH if self.layout.context > 1 else 0.0
         (forward, backward), (more, back) = LAUNCH_NS, (0.0, 0.0)
         if self.costs is not None:
             (forward, backward), (more, back) = self.costs.host, self.costs.host_second
-        again, pp = self.recompute == "selective", self.layout.pp
-        forward, backward = stage_launch_ns(
-            (forward, backward), again, self.shape.layers / pp if pp > 1 else None
-        )
+        again, pp = self.recompute == "selective", self.layout.pipeline
+        forward, backward = stage_launch_ns((forward, backward), again, self.layers / pp if pp > 1 else None)
         back += again * more
         share = self.assumptions.host_launch
         return Times(
@@ -266,7 +201,7 @@ class LayerModel:
     def linear(self, tokens: npt.ArrayLike) -> Times:
         """Nanoseconds of a layer without attention. tokens: of one context-parallel rank. A layer that is recomputed in
         full takes its forward once more; iteration.py adds that, as for attention and the host's launches."""
-        shape, tp, rates = self.shape, self.layout.tp, self.assumptions
+        shape, tp, rates = self.shape, self.layout.tensor, self.assumptions
         t = np.asarray(tokens, dtype=np.float64)
         # Sequence parallelism: two all-gathers and two reduce-scatters of the hidden rows each way.
         rows, wait = self._tp_row_ns(), self._tp_wait_ns()
@@ -293,7 +228,7 @@ class LayerModel:
 
     def loss(self, tokens: npt.ArrayLike) -> Times:
         """Output layer and cross entropy on the last stage (ns): fp32 logits, read and written several times."""
-        shape, tp, rates = self.shape, self.layout.tp, self.assumptions
+        shape, tp, rates = self.shape, self.layout.tensor, self.assumptions
         t = np.asarray(tokens, dtype=np.float64)
         gather = t * self._tp_row_ns() + self._tp_wait_ns()
         if self.costs is not None:
@@ -305,9 +240,9 @@ class LayerModel:
 
     def layers_of(self, stage: int, chunk: int = 0) -> int:
         """Layers of a chunk: spread evenly, with one more on earlier chunks. 126 over 16 stages are 8 ... 8 7 7."""
-        chunks = self.layout.pp * self.layout.chunks
-        at = chunk * self.layout.pp + stage
-        return self.shape.layers // chunks + (at < self.shape.layers % chunks)
+        chunks = self.layout.pipeline * self.layout.virtual
+        at = chunk * self.layout.pipeline + stage
+        return self.layers // chunks + (at < self.layers % chunks)
 
     def recomputed_layers(self, stage: int, chunk: int = 0) -> int:
         """Layers of a chunk that its backward recomputes in full, by the flags."""
@@ -319,16 +254,16 @@ class LayerModel:
     @property
     def recomputed_share(self) -> float:
         """Recomputed layers of all layers, by the flags."""
-        chunks = [(p, c) for p in range(self.layout.pp) for c in range(self.layout.chunks)]
-        return sum(self.recomputed_layers(*chunk) for chunk in chunks) / self.shape.layers
+        chunks = [(p, c) for p in range(self.layout.pipeline) for c in range(self.layout.virtual)]
+        return sum(self.recomputed_layers(*chunk) for chunk in chunks) / self.layers
 
     def transfer_ns(self, tokens: float) -> float:
         """Nanoseconds to send one micro-batch's hidden rows to the next stage, divided over tensor ranks."""
         layout, rates = self.layout, self.assumptions
-        if layout.pp == 1:
+        if layout.pipeline == 1:
             return 0.0
-        stride = layout.tp * layout.cp * layout.dp
-        sent = 2 * self.shape.hidden * tokens / layout.tp
+        stride = layout.tensor * layout.context * layout.data
+        sent = 2 * self.shape.hidden * tokens / layout.tensor
         link = ((self.costs and self.costs.links) or {}).get("p2p")
         if link is not None and 2 * stride <= rates.node:
             return link.latency + sent * link.per_byte
@@ -339,7 +274,7 @@ class LayerModel:
         ones: data and context ranks, and of experts fewer. Without the distributed optimizer the first is an
         all-reduce, and the second is 0.
         """
-        rates, shared = self.assumptions, self.sharing.distributed
+        rates, shared = self.assumptions, self.layout.distributed_optimizer
         reduce, gather = (
             sum(rates.ring_ns(size * held, copies, stride) for held, copies, stride in self._held(stage))
             for size in (rates.gradient_bytes * (1 if shared else 2), rates.parameter_bytes * shared)
@@ -348,7 +283,8 @@ class LayerModel:
 
     def optimizer_ns(self, stage: int) -> float:
         owned = sum(
-            held / (copies if self.sharing.distributed else 1) for held, copies, _ in self._held(stage)
+            held / (copies if self.layout.distributed_optimizer else 1)
+            for held, copies, _ in self._held(stage)
         )
         if self.costs is not None:
             return owned * self.costs.optimizer
@@ -369,11 +305,11 @@ class LayerModel:
         token = float(((1 + again) * many.forward + many.backward) @ [-1, 1]) / 65536 + rows
         per_micro_batch = micro_batch_cost(
             self.costs,
-            shape.layer_parameters / layout.tp,
+            shape.layer_parameters / layout.tensor,
             self._width,
-            layout.cp,
+            layout.context,
             recompute=again,
-            layers=max(1, shape.layers // layout.pp) if layout.pp > 1 else None,
+            layers=max(1, self.layers // layout.pipeline) if layout.pipeline > 1 else None,
         )
         forward, backward = (self.assumptions.host_launch * way for way in per_micro_batch.least)
         return CostModel(
@@ -382,7 +318,7 @@ class LayerModel:
             per_micro_batch=per_micro_batch.own,
             least_micro_batch=(forward, backward),
             per_chunk=per_micro_batch.chunk,
-            per_earlier_key=self._slower_row(self.table, 2) * (layout.cp - 1) / token,
+            per_earlier_key=self._slower_row(self.table, 2) * (layout.context - 1) / token,
             backward=backward_over_forward(again),
         )
 
@@ -391,23 +327,23 @@ class LayerModel:
 
         8 experts of a layer over 4 ranks, one tensor rank each, on 16 GPUs of a stage: 2 of them on a GPU, 4 copies.
         """
-        layout, shape, experts = self.layout, self.shape, self.sharing.experts
-        layers = sum(self.layers_of(stage, chunk) for chunk in range(layout.chunks))
-        ends = (stage == 0) + (stage == layout.pp - 1)
-        parameters, copies = shape.layer_parameters, layout.dp * layout.cp
+        layout, shape, experts = self.layout, self.shape, self.shape.experts
+        layers = sum(self.layers_of(stage, chunk) for chunk in range(layout.virtual))
+        ends = (stage == 0) + (stage == layout.pipeline - 1)
+        parameters, copies = shape.layer_parameters, layout.data * layout.context
         parts = []
         if experts is not None:
-            one = (3 if shape.gated else 2) * shape.hidden * experts.ffn
+            one = ffn_parameters(shape, experts.ffn)
             parameters -= experts.chosen * one
             spread = experts.parallel * experts.tensor
             held = layers * experts.count * one / spread
-            parts.append((held, max(1, copies * layout.tp // spread), spread))
-        dense = (layers * parameters + ends * shape.vocab * shape.hidden) / layout.tp
-        return [(dense, copies, layout.tp), *parts]
+            parts.append((held, max(1, copies * layout.tensor // spread), spread))
+        dense = (layers * parameters + ends * shape.vocab * shape.hidden) / layout.tensor
+        return [(dense, copies, layout.tensor), *parts]
 
     def _tp_row_ns(self) -> float:
-        tp, rates = self.layout.tp, self.assumptions
+        tp, rates = self.layout.tensor, self.assumptions
         return 1e9 * 2 * self.shape.hidden * (tp - 1) / tp / rates.ring_rate(tp, 1)
 
     def _tp_wait_ns(self) -> float:
-        return 1e9 * self.assumptions.latency(self.layout.tp, 1) if self.layout.tp > 1 else 0.0
+        return 1e9 * self.assumptions.latency(self.layout.tensor, 1) if self.layout.tensor > 1 else 0.0

@@ -153,15 +153,15 @@ def compare_schemes(inputs: Inputs, setting: Setting) -> dict[str, Any]:
             "micro_batches": simulated.micro_batch_count,
             **held(run.planned(packing), setting),
             "equal_work_speedup": speedup * run.work_per_token(packing) / run.work_per_token("original"),
-            "lockstep_speedup": lockstep(run.simulated("original", "per-sequence"), setting.layout.pp)
-            / lockstep(simulated, setting.layout.pp),
+            "lockstep_speedup": lockstep(run.simulated("original", "per-sequence"), setting.layout.pipeline)
+            / lockstep(simulated, setting.layout.pipeline),
         }
     layout = setting.layout
     return {
         "name": setting.name,
         "model": setting.model,
         "window": setting.window,
-        "layout": {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp},
+        "layout": {"tp": layout.tensor, "cp": layout.context, "pp": layout.pipeline, "dp": layout.data},
         "gpus": layout.gpus,
         "quadratic_at": run.cost.quadratic_at,
         "paper_speedup": setting.speedup,
@@ -177,8 +177,8 @@ def held(plans: Sequence[IterationPlan], setting: Setting) -> dict[str, float]:
         for column, sizes in zip(zip(*plan.micro_batches, strict=True), together, strict=True):
             tokens = [micro_batch.tokens for micro_batch in column]
             largest = max(largest, *tokens)
-            orders = grouped_orders(layout.pp, sizes or (1,) * len(tokens), layout.chunks)
-            most = max(most, in_flight(orders[:1], tokens)[0] / layout.chunks)
+            orders = grouped_orders(layout.pipeline, sizes or (1,) * len(tokens), layout.virtual)
+            most = max(most, in_flight(orders[:1], tokens)[0] / layout.virtual)
     return {"largest_windows": largest / setting.window, "held_windows": most / setting.window}
 
 

@@ -8,8 +8,8 @@ upper bounds in whole bytes, per token that a rank holds.
 from __future__ import annotations
 
 from wlb_megatron.workload.memory import (
-    ParallelLayout,
-    StageShape,
+    Layout,
+    Model,
     ends,
     keyed_layers,
     kv_elements,
@@ -20,7 +20,7 @@ from wlb_megatron.workload.memory import (
 )
 
 
-def keys_bytes(shape: StageShape, layout: ParallelLayout) -> int:
+def keys_bytes(shape: Model, layout: Layout) -> int:
     """Bytes that a stage keeps for each token held of a document in chunks: keys and values of all its layers, and
     their gradients, which are summed in fp32 at least (attention/key_cache.py)."""
     return (
@@ -30,15 +30,13 @@ def keys_bytes(shape: StageShape, layout: ParallelLayout) -> int:
     )
 
 
-def attended_bytes(shape: StageShape, layout: ParallelLayout) -> int:
+def attended_bytes(shape: Model, layout: Layout) -> int:
     """Bytes that a layer at work needs for each token held of the document: own keys beside kept ones, and on a rank
     that sees the document of all context-parallel ranks its keys with their gradients."""
     return kv_elements(shape, layout) * shape.dtype_bytes * (1 + 2 * layout.context)
 
 
-def chunked_bytes(
-    shape: StageShape, layout: ParallelLayout, *, longest: int, held: int, document: int
-) -> int:
+def chunked_bytes(shape: Model, layout: Layout, *, longest: int, held: int, document: int) -> int:
     """Bytes on the fullest GPU (tokens are over all context-parallel ranks).
 
     longest: of a micro-batch. held: of all micro-batches that a stage holds at once. document: of the longest one in
@@ -48,8 +46,8 @@ def chunked_bytes(
 
 
 def fit_chunks(
-    shape: StageShape,
-    layout: ParallelLayout,
+    shape: Model,
+    layout: Layout,
     memory_bytes: int,
     *,
     margin: float = 0.10,
@@ -68,8 +66,8 @@ def fit_chunks(
 
 
 def fit_document(
-    shape: StageShape,
-    layout: ParallelLayout,
+    shape: Model,
+    layout: Layout,
     memory_bytes: int,
     *,
     margin: float = 0.10,
@@ -90,9 +88,7 @@ def fit_document(
     return max(0, min(fitting))
 
 
-def _bytes(
-    shape: StageShape, layout: ParallelLayout, stage: int, longest: int, held: int, document: int
-) -> int:
+def _bytes(shape: Model, layout: Layout, stage: int, longest: int, held: int, document: int) -> int:
     at_work, kept, keys = (-(-tokens // layout.context) for tokens in (longest, held, document))
     return (
         weight_bytes(shape, layout, stage)

@@ -33,7 +33,7 @@ ATTENDS = f"*{WHOLE}"
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Experts of every layer. ffn: width of one, which replaces StageShape.ffn. parallel, tensor:
+    """Experts of every layer. ffn: width of one, which replaces Model.ffn for memory. parallel, tensor:
     expert_model_parallel_size, expert_tensor_parallel_size. chosen: experts that a token passes (moe_router_topk).
     shared: width of the shared experts, which every token passes. dense_layers: of the model, without experts; they
     count in the sum of parameters alone. imbalance: assumed tokens of the fullest rank's experts over the mean, in
@@ -112,13 +112,14 @@ CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageShape:
-    """The fullest pipeline stage of a dense GPT, in Megatron's arguments:
+class Model:
+    """A GPT, or one pipeline stage of it, in Megatron's arguments:
 
-    hidden: hidden_size. ffn: ffn_hidden_size. layers: of the fullest pipeline stage, all its virtual stages together
-    (num_layers / pipeline size, rounded up); of a HybridModel their symbols, such as "*-|*E" of two virtual stages,
-    of which each is attention, an MLP or experts alone. heads: num_attention_heads. kv_heads: num_query_groups under
-    group_query_attention, else heads. head_dim: kv_channels. vocab: padded_vocab_size. gated: swiglu. tied: not
+    hidden: hidden_size. ffn: ffn_hidden_size; where times are predicted, the width of the experts that a token passes.
+    layers: num_layers; for memory those of the fullest pipeline stage, all its virtual stages together (rounded up); of
+    a HybridModel their symbols, such as "*-|*E" of two virtual stages, of which each is attention, an MLP or experts
+    alone. heads: num_attention_heads. kv_heads: num_query_groups under group_query_attention, else heads. head_dim:
+    kv_channels, 0 for hidden / heads. vocab: padded_vocab_size. gated: swiglu. tied: not
     untie_embeddings_and_output_weights. dropout: hidden_dropout > 0. dtype_bytes: 2 with bf16 or fp16, else 4.
     losses: of a token, 1 + mtp_num_layers; each has logits. experts: of every layer; how many tokens they get is
     assumed.
@@ -131,8 +132,8 @@ class StageShape:
     layers: int | str
     heads: int
     kv_heads: int
-    head_dim: int
-    vocab: int
+    head_dim: int = 0
+    vocab: int = 128_256
     gated: bool = True
     tied: bool = False
     dropout: bool = False
@@ -143,23 +144,34 @@ class StageShape:
     delta_nets: DeltaNets | None = None
 
     def __post_init__(self) -> None:
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.hidden // self.heads)
         _check_positive(self)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of a layer that a token passes, with its share of gated delta nets."""
+        parameters = attention_parameters(self) + ffn_parameters(self, self.ffn)
+        if nets := self.delta_nets:
+            parameters += nets.work(self.hidden) * nets.layers // len(symbols(self.layers))
+        return parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelLayout:
+class Layout:
     """How the model is spread, in Megatron's arguments:
 
     tensor, context, pipeline: ..._model_parallel_size (context_parallel_size). data: data_parallel_size. sequence:
     sequence_parallel. virtual: virtual_pipeline_model_parallel_size or 1. group: micro-batches that pass one virtual
-    stage before the next (microbatch_group_size_per_vp_stage), at least `pipeline`. micro_batches: global_batch_size /
-    data.
+    stage before the next (microbatch_group_size_per_vp_stage); None: as many as stages. micro_batches:
+    global_batch_size / data.
     distributed_optimizer: use_distributed_optimizer (its states are spread over data x context ranks).
     fully_sharded: FSDP spreads weights and gradients over them too. losses_in_forward: with documents in chunks, losses
     do not wait for their backward; so with FSDP of either kind, whatever it spreads (plugin/step/deferred_losses.py).
     recompute: recompute_granularity or "none"; "selective" counts core attention only. recompute_layers:
     recompute_num_layers or 1. recompute_block: recompute_method is "block". keep_keys: exchanged keys are saved for
-    backward (attention's option), or exchanged again.
+    backward (attention's option), or exchanged again. reduce_overlaps, gather_overlaps: overlap_grad_reduce,
+    overlap_param_gather.
     """
 
     tensor: int = 1
@@ -167,7 +179,7 @@ class ParallelLayout:
     pipeline: int = 1
     data: int = 1
     virtual: int = 1
-    group: int = 1
+    group: int | None = None
     micro_batches: int = 1
     sequence: bool = False
     distributed_optimizer: bool = False
@@ -177,16 +189,27 @@ class ParallelLayout:
     recompute_layers: int = 1
     recompute_block: bool = False
     keep_keys: bool = True
+    reduce_overlaps: bool = True
+    gather_overlaps: bool = True
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"unknown recompute {self.recompute!r}; choose {', '.join(RECOMPUTE)}")
         _check_positive(self)
 
+    @property
+    def gpus(self) -> int:
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def micro_step_multiple(self) -> int:
+        """The interleaved schedule takes micro-batches by groups of this many; 1F1B any number."""
+        return 1 if self.virtual == 1 else self.group or self.pipeline
+
 
 def fit_max_tokens(
-    shape: StageShape,
-    layout: ParallelLayout,
+    shape: Model,
+    layout: Layout,
     memory_bytes: int,
     *,
     margin: float = 0.10,
@@ -227,7 +250,7 @@ def fit_max_tokens(
     return tokens
 
 
-def memory_needed(shape: StageShape, layout: ParallelLayout, tokens: int) -> int:
+def memory_needed(shape: Model, layout: Layout, tokens: int) -> int:
     """Bytes on the fullest GPU when no micro-batch is longer than `tokens` (over all context-parallel ranks)."""
     held = -(-tokens // layout.context)
     return max(
@@ -237,8 +260,8 @@ def memory_needed(shape: StageShape, layout: ParallelLayout, tokens: int) -> int
 
 
 def weights_problem(
-    shape: StageShape,
-    layout: ParallelLayout,
+    shape: Model,
+    layout: Layout,
     memory_bytes: int,
     *,
     margin: float = 0.10,
@@ -247,7 +270,7 @@ def weights_problem(
     """A line with the figure and the cure, if weights, gradients and optimizer state alone do not fit; else None."""
     room = int(memory_bytes * (1 - margin))
 
-    def needed(layout: ParallelLayout) -> int:
+    def needed(layout: Layout) -> int:
         return max(weight_bytes(shape, layout, stage, experts) for stage in ends(layout))
 
     if needed(layout) <= room:
@@ -266,9 +289,7 @@ def weights_problem(
     )
 
 
-def weight_bytes(
-    shape: StageShape, layout: ParallelLayout, stage: int, experts: Experts | None = None
-) -> int:
+def weight_bytes(shape: Model, layout: Layout, stage: int, experts: Experts | None = None) -> int:
     """Weights, their gradients in fp32, Adam's two states, and an fp32 copy of weights that are not.
 
     bf16: 2 + 4 + 12 bytes a parameter, the 12 spread over data x context ranks by the distributed optimizer, all 18
@@ -311,17 +332,17 @@ def _layer_counts(layers: int | str, experts: Experts | None) -> tuple[int, int,
     return whole + attention, dense + both * (experts is None), routed + both * (experts is not None)
 
 
-def attention_parameters(shape: StageShape) -> int:
+def attention_parameters(shape: Model) -> int:
     """Weights of a layer's attention."""
     return shape.projections or 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
 
 
-def ffn_parameters(shape: StageShape, ffn: int) -> int:
+def ffn_parameters(shape: Model, ffn: int) -> int:
     """Weights of an MLP of this width."""
     return (3 if shape.gated else 2) * shape.hidden * ffn
 
 
-def _state_bytes(parameters: int, copies: int, shape: StageShape, layout: ParallelLayout) -> int:
+def _state_bytes(parameters: int, copies: int, shape: Model, layout: Layout) -> int:
     """parameters: of one rank. copies: ranks that hold the same ones."""
     held = shape.dtype_bytes + 4
     states = 8 + (4 if shape.dtype_bytes < 4 else 0)
@@ -333,7 +354,7 @@ def _state_bytes(parameters: int, copies: int, shape: StageShape, layout: Parall
     return parameters * held + -(-parameters * states // spread)
 
 
-def token_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
+def token_bytes(shape: Model, layout: Layout, stage: int) -> int:
     """Most bytes that a stage needs at once for each token that a rank holds of a micro-batch.
 
     What micro-batches in flight keep, and what one of them needs beside.
@@ -341,7 +362,7 @@ def token_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
     return kept_bytes(shape, layout, stage) + working_bytes(shape, layout, stage)
 
 
-def working_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
+def working_bytes(shape: Model, layout: Layout, stage: int) -> int:
     """Bytes for each token held of the micro-batch at work, beside what it keeps: the largest of a layer in its
     backward, its attention in it, and the logits with their loss."""
     chunks = model_chunks(shape, layout)
@@ -359,9 +380,7 @@ def working_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
     return max(working, logits)
 
 
-def attention_bytes(
-    layers: str, shape: StageShape, layout: ParallelLayout, experts: Experts | None = None
-) -> int:
+def attention_bytes(layers: str, shape: Model, layout: Layout, experts: Experts | None = None) -> int:
     """Bytes for each token held that the backward of a layer's attention needs beside what the layer keeps.
 
     With fewer heads of keys than of queries, cuDNN makes gradients of all gathered keys and values for each head of
@@ -381,42 +400,42 @@ def attention_bytes(
     return rows - ffn_bytes(shape, layout, experts) * ("*" not in layers)
 
 
-def apart_bytes(shape: StageShape, layout: ParallelLayout) -> int:
+def apart_bytes(shape: Model, layout: Layout) -> int:
     """Gradients of a key and its value for each head of queries; 0 where each has keys of its own."""
     return 16 * -(-shape.heads // layout.tensor) * shape.head_dim * (shape.kv_heads < shape.heads)
 
 
-def kept_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
+def kept_bytes(shape: Model, layout: Layout, stage: int) -> int:
     """Bytes kept from forward to backward for each token held, over all micro-batches in flight on a stage."""
     flight, micro_batches = chunks_in_flight(layout, stage), micro_batches_in_flight(layout, stage)
     return flight * chunk_bytes(shape, layout) + micro_batches * ends_bytes(shape, layout, stage)
 
 
-def micro_batch_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
+def micro_batch_bytes(shape: Model, layout: Layout, stage: int) -> int:
     """Of that, what one micro-batch keeps: all model chunks of the stage."""
     return layout.virtual * chunk_bytes(shape, layout) + ends_bytes(shape, layout, stage)
 
 
-def ends_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
+def ends_bytes(shape: Model, layout: Layout, stage: int) -> int:
     """Kept for each token held outside the layers."""
     ids = 28  # tokens, labels and positions in int64, loss mask in fp32
     return ids + (spread_elements(shape.hidden, layout) if shape.dropout and is_first(stage) else 0)
 
 
-def logits_bytes(shape: StageShape, layout: ParallelLayout) -> int:
+def logits_bytes(shape: Model, layout: Layout) -> int:
     """Final norm's input and output, logits, and their fp32 copy of which the loss makes its gradient."""
     norm = 2 * spread_elements(shape.hidden, layout) * shape.dtype_bytes
     return shape.losses * (norm + -(-shape.vocab // layout.tensor) * (shape.dtype_bytes + 4))
 
 
-def output_bytes(shape: StageShape, layout: ParallelLayout) -> int:
+def output_bytes(shape: Model, layout: Layout) -> int:
     """Logits, and beside them what the output layer gathered and the next two tensors that stages send each other."""
     gathered = shape.hidden * (layout.sequence and layout.tensor > 1)
     sent = 2 * spread_elements(shape.hidden, layout) * (layout.pipeline > 1)
     return logits_bytes(shape, layout) + (gathered + sent) * shape.dtype_bytes
 
 
-def waiting_loss_bytes(shape: StageShape, layout: ParallelLayout, stage: int) -> int:
+def waiting_loss_bytes(shape: Model, layout: Layout, stage: int) -> int:
     """What the end of the last stage keeps for each token held of a group of micro-batches that share a document.
 
     The final norm's input and output of each loss; with several, their outputs once more, as one tensor. The output
@@ -428,7 +447,7 @@ def waiting_loss_bytes(shape: StageShape, layout: ParallelLayout, stage: int) ->
     return shape.losses * (norm + (4 * -(-shape.vocab // layout.tensor) if layout.losses_in_forward else 0))
 
 
-def chunks_in_flight(layout: ParallelLayout, stage: int) -> int:
+def chunks_in_flight(layout: Layout, stage: int) -> int:
     """Virtual stages' forwards that a pipeline stage holds at most before a backward frees one.
 
     1F1B: stages ahead of the end, at most the micro-batches: PP 4 holds 4, 3, 2, 1. Interleaved, PP 4 with 2 virtual
@@ -437,16 +456,16 @@ def chunks_in_flight(layout: ParallelLayout, stage: int) -> int:
     behind = layout.pipeline - 1 - stage
     if layout.virtual == 1:
         return min(behind + 1, layout.micro_batches)
-    most = 2 * behind + (layout.virtual - 1) * max(layout.group, layout.pipeline) + 1
+    most = 2 * behind + (layout.virtual - 1) * max(layout.group or 1, layout.pipeline) + 1
     return min(most, layout.micro_batches * layout.virtual)
 
 
-def micro_batches_in_flight(layout: ParallelLayout, stage: int = 0) -> int:
+def micro_batches_in_flight(layout: Layout, stage: int = 0) -> int:
     """The same in micro-batches, rounded up: PP 4 with 2 virtual stages holds 6 on the first stage."""
     return -(-chunks_in_flight(layout, stage) // layout.virtual)
 
 
-def model_chunks(shape: StageShape, layout: ParallelLayout) -> list[str]:
+def model_chunks(shape: Model, layout: Layout) -> list[str]:
     """The layers of each virtual stage by their symbols; one stands for all where layers are alike."""
     if isinstance(shape.layers, str):
         return shape.layers.split("|")
@@ -463,14 +482,12 @@ def keyed_layers(layers: int | str) -> int:
     return sum(symbols(layers).count(symbol) for symbol in ATTENDS)
 
 
-def chunk_bytes(shape: StageShape, layout: ParallelLayout) -> int:
+def chunk_bytes(shape: Model, layout: Layout) -> int:
     """What the layers of one virtual stage, the fullest, keep for a token held."""
     return max(layers_bytes(chunk, shape, layout) for chunk in model_chunks(shape, layout))
 
 
-def layers_bytes(
-    layers: str, shape: StageShape, layout: ParallelLayout, experts: Experts | None = None
-) -> int:
+def layers_bytes(layers: str, shape: Model, layout: Layout, experts: Experts | None = None) -> int:
     """What these layers of a virtual stage keep for a token held, recomputed by the flags."""
     first_input = spread_elements(shape.hidden, layout) * shape.dtype_bytes
     recomputed = 0
@@ -483,16 +500,14 @@ def layers_bytes(
     )
 
 
-def kept_bytes_of(
-    symbol: str, shape: StageShape, layout: ParallelLayout, experts: Experts | None = None
-) -> int:
+def kept_bytes_of(symbol: str, shape: Model, layout: Layout, experts: Experts | None = None) -> int:
     """What a layer that is not recomputed keeps for a token held, with the keys that it has gathered."""
     gathers = layout.keep_keys and layout.recompute != "selective" and symbol in ATTENDS
     keys = gathered_keys_bytes(shape, layout) * gathers
     return layer_bytes(shape, layout, experts, symbol) + keys
 
 
-def unit_bytes(layers: str, shape: StageShape, layout: ParallelLayout, experts: Experts | None = None) -> int:
+def unit_bytes(layers: str, shape: Model, layout: Layout, experts: Experts | None = None) -> int:
     """What the layers keep that a backward makes again at once: one of a block, else those of the fullest unit."""
     unit = 1 if layout.recompute_block else layout.recompute_layers
     each = {symbol: kept_bytes_of(symbol, shape, layout, experts) for symbol in {*layers}}
@@ -500,9 +515,7 @@ def unit_bytes(layers: str, shape: StageShape, layout: ParallelLayout, experts: 
     return max((sum(each[symbol] for symbol in layers) for layers in units), default=0)
 
 
-def layer_bytes(
-    shape: StageShape, layout: ParallelLayout, experts: Experts | None = None, symbol: str = WHOLE
-) -> int:
+def layer_bytes(shape: Model, layout: Layout, experts: Experts | None = None, symbol: str = WHOLE) -> int:
     """Activations of a layer for a token held, without gathered keys. symbol: of its kind.
 
     Elements, plain heads, ffn 4h: inputs of two norms and of the two matrices behind them 4h; q, k, v 3h, attention's
@@ -523,7 +536,7 @@ def layer_bytes(
     return parts.get(symbol, feed_forward)
 
 
-def busy_bytes(shape: StageShape, layout: ParallelLayout, experts: Experts | None, symbol: str) -> int:
+def busy_bytes(shape: Model, layout: Layout, experts: Experts | None, symbol: str) -> int:
     """What a layer holds for a token held while it runs, without gathered keys."""
     layer = layer_bytes(shape, layout, experts, symbol)
     if shape.delta_nets is None or symbol not in ("G", WHOLE_NET):
@@ -531,9 +544,7 @@ def busy_bytes(shape: StageShape, layout: ParallelLayout, experts: Experts | Non
     return layer + -(-shape.delta_nets.elements_at_work() // layout.tensor) * shape.dtype_bytes
 
 
-def ffn_bytes(
-    shape: StageShape, layout: ParallelLayout, experts: Experts | None = None, symbol: str = WHOLE
-) -> int:
+def ffn_bytes(shape: Model, layout: Layout, experts: Experts | None = None, symbol: str = WHOLE) -> int:
     """Of that, the feed-forward's or the experts', without its norm."""
     b, tp, experts = shape.dtype_bytes, layout.tensor, experts or shape.experts
     matrices = 3 if shape.gated else 2
@@ -545,22 +556,22 @@ def ffn_bytes(
     return -(-experts.shared // tp) * matrices * b + routing + routed
 
 
-def gathered_keys_bytes(shape: StageShape, layout: ParallelLayout) -> int:
+def gathered_keys_bytes(shape: Model, layout: Layout) -> int:
     """Gathered keys and values of a layer for a token held: at most those of the whole micro-batch."""
     return layout.context * kv_elements(shape, layout) * shape.dtype_bytes if layout.context > 1 else 0
 
 
-def kv_elements(shape: StageShape, layout: ParallelLayout) -> int:
+def kv_elements(shape: Model, layout: Layout) -> int:
     """Elements of a token's keys and values in a layer, on one rank."""
     return 2 * -(-shape.kv_heads // layout.tensor) * shape.head_dim
 
 
-def spread_elements(elements: int, layout: ParallelLayout) -> int:
+def spread_elements(elements: int, layout: Layout) -> int:
     """Elements on a rank of what only sequence parallelism divides over tensor-parallel ranks."""
     return -(-elements // layout.tensor) if layout.sequence else elements
 
 
-def ends(layout: ParallelLayout) -> tuple[int, ...]:
+def ends(layout: Layout) -> tuple[int, ...]:
     """The stages that can be fullest: the first holds most micro-batches, the last the logits."""
     return tuple(sorted({0, layout.pipeline - 1}))
 
@@ -569,11 +580,11 @@ def is_first(stage: int) -> bool:
     return stage == 0
 
 
-def is_last(layout: ParallelLayout, stage: int) -> bool:
+def is_last(layout: Layout, stage: int) -> bool:
     return stage == layout.pipeline - 1
 
 
-def _check_positive(sizes: StageShape | ParallelLayout) -> None:
+def _check_positive(sizes: Model | Layout) -> None:
     for field in fields(sizes):
         value = getattr(sizes, field.name)
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:

@@ -16,8 +16,8 @@ from wlb_megatron.workload.memory import (
     WHOLE,
     WHOLE_NET,
     Experts,
-    ParallelLayout,
-    StageShape,
+    Layout,
+    Model,
     apart_bytes,
     attention_bytes,
     attention_parameters,
@@ -110,8 +110,8 @@ class StageMemory:
 
 
 def stage_memory(
-    shape: StageShape,
-    layout: ParallelLayout,
+    shape: Model,
+    layout: Layout,
     stage: int,
     layers: Sequence[int | str],
     *,
@@ -142,9 +142,7 @@ def stage_memory(
     )
 
 
-def _chunk(
-    shape: StageShape, layout: ParallelLayout, layers: str, depths: str, experts: Experts | None
-) -> ModelChunk:
+def _chunk(shape: Model, layout: Layout, layers: str, depths: str, experts: Experts | None) -> ModelChunk:
     keys = gathered_keys_bytes(shape, layout)
     first_input = spread_elements(shape.hidden, layout) * shape.dtype_bytes
     kept = {symbol: kept_bytes_of(symbol, shape, layout, experts) for symbol in sorted({*layers, *depths})}
@@ -180,7 +178,7 @@ def _chunk(
 
 
 def _unlike(
-    layers: str, kept: Mapping[str, int], shape: StageShape, experts: Experts | None
+    layers: str, kept: Mapping[str, int], shape: Model, experts: Experts | None
 ) -> tuple[UnlikeLayer, ...]:
     """The layers of a chunk of several kinds. Their parameters share out the linear work of as many whole layers as
     there are layers with attention: of *--, with 1 and twice 2 million parameters, the thousandths 200, 400 and 400."""

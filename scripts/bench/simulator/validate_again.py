@@ -61,7 +61,7 @@ def predicted(
         chosen = [row for row in measured if row["run"] == run]
         layout, scheme = chosen[0]["layout"], chosen[0]["scheme"]
         lengths = [plans[run][row["iteration"]] for row in chosen]
-        wait = 0.0 if models[layout].layout.pp > 1 else WAITS
+        wait = 0.0 if models[layout].layout.pipeline > 1 else WAITS
         waits = [1e9 * wait * len(micro_batches) for micro_batches in lengths]
         simulated = simulated_plans(lengths, models[layout], scheme, profile)
         mine = [

@@ -16,15 +16,20 @@ from wlb_megatron.sharding.alignment import padded
 from wlb_megatron.sharding.select import shard_all
 from wlb_megatron.simulator.calibration import calibrated
 from wlb_megatron.simulator.iteration import Shards, Simulated, simulate
-from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes
+from wlb_megatron.simulator.model import LayerModel
 from wlb_megatron.whole_files import renamed_at_end
 from wlb_megatron.workload.assumptions import Assumptions
+from wlb_megatron.workload.memory import Layout, Model
 from wlb_megatron.workload.profile import Profile
 
 WINDOW = 32768
-SHAPE = ModelShape(layers=8, hidden=2048, heads=16, kv_heads=4, ffn=5632, vocab=384, channels=128, gated=True)
+SHAPE = Model(layers=8, hidden=2048, heads=16, kv_heads=4, ffn=5632, vocab=384, head_dim=128, gated=True)
 """start.MODEL."""
-LAYOUTS = {"cp2": ParallelSizes(cp=2), "pp2": ParallelSizes(pp=2), "dp2": ParallelSizes(dp=2)}
+LAYOUTS = {
+    "cp2": Layout(context=2, distributed_optimizer=True),
+    "pp2": Layout(pipeline=2, distributed_optimizer=True),
+    "dp2": Layout(data=2, distributed_optimizer=True),
+}
 SHARDINGS = {"plain": "per-sequence", "wlb": "adaptive"}
 Row = dict[str, Any]
 HITCH = 1.4
@@ -121,7 +126,8 @@ def step_overhead(
         steps = measured_steps(runs / f"{name}.log")
         model = model_of(layout, profile, layers, 0.0)
         follows = max(
-            sum(model.gradient_sync_ns(stage)) + model.optimizer_ns(stage) for stage in range(model.layout.pp)
+            sum(model.gradient_sync_ns(stage)) + model.optimizer_ns(stage)
+            for stage in range(model.layout.pipeline)
         )
         outside = [
             steps[iteration]
@@ -191,7 +197,7 @@ def simulated_plans(
     iterations: Sequence[list[list[list[int]]]], model: LayerModel, scheme: str, profile: Profile
 ) -> Simulated:
     """The plans of document lengths [iteration][micro-batch][data-parallel rank] as the simulator runs them."""
-    cp = model.layout.cp
+    cp = model.layout.context
     flat = [padded(lengths, cp) for plan in iterations for row in plan for lengths in row]
     made = iter(shard_all(flat, cp, SHARDINGS[scheme], profile.costs.table))
     shards: Shards = [[[next(made) for _ in row] for row in plan] for plan in iterations]

@@ -38,8 +38,8 @@ from wlb_megatron.workload.chunk_memory import chunked_bytes
 from wlb_megatron.workload.memory import (
     GIB,
     Experts,
-    ParallelLayout,
-    StageShape,
+    Layout,
+    Model,
     token_bytes,
     weight_bytes,
 )
@@ -397,8 +397,8 @@ def estimates(report: dict[str, Any], step: dict[str, Any]) -> tuple[int, int, i
     """Bytes by today's memory model: of weights, gradients and optimizer; of the fullest moment by the law of Lmax; by
     the plan of this step's recomputation, 0 where there is none."""
     experts = None if report["experts"] is None else Experts(**report["experts"])
-    shape = StageShape(**{**report["shape"], "experts": experts})
-    layout, stage, alignment = ParallelLayout(**report["layout"]), report["stage"], report["alignment"]
+    shape = Model(**{**report["shape"], "experts": experts})
+    layout, stage, alignment = Layout(**report["layout"]), report["stage"], report["alignment"]
     rows = [sum(end - start for _, start, end in row) for row in step["documents"]]
     longest = -(-max(rows) // alignment) * alignment
     weights = weight_bytes(shape, layout, stage)
@@ -410,7 +410,7 @@ def estimates(report: dict[str, Any], step: dict[str, Any]) -> tuple[int, int, i
     return weights, bound, weights + plan_peak(report, shape, layout, plan) if plan and plan["loads"] else 0
 
 
-def plan_peak(report: dict[str, Any], shape: StageShape, layout: ParallelLayout, plan: dict[str, Any]) -> int:
+def plan_peak(report: dict[str, Any], shape: Model, layout: Layout, plan: dict[str, Any]) -> int:
     """Bytes of a step's fullest event on this stage: as it was planned, or today's with the flags of recomputation."""
     if not plan["by_the_flags"]:
         return int(plan["peak"])

@@ -9,7 +9,7 @@ from typing import Any
 from wlb_megatron.config import WlbConfig
 from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.fixed.batch_schedule import BatchSchedule, linear_ramp
-from wlb_megatron.plugin.flags.rank_counts import RankCounts
+from wlb_megatron.workload.memory import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ def plan_decides(config: WlbConfig, *, evaluation: bool = False) -> bool:
     return config.release == "balance" and (evaluation or trains)
 
 
-def misfit(size: int, sizes: RankCounts, micro_batch_size: int = 1, *, by_plan: bool = False) -> str | None:
+def misfit(size: int, sizes: Layout, micro_batch_size: int = 1, *, by_plan: bool = False) -> str | None:
     """Why Megatron cannot train a global batch of `size` windows in this layout; None if it can.
 
     micro_batch_size: windows. by_plan: see plan_decides.

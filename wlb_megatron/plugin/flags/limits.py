@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,7 @@ from wlb_megatron.plugin.flags.memory_flags import MemoryFlags
 from wlb_megatron.plugin.flags.trained_model import LARGE_VOCABULARY
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.workload.chunk_memory import fit_document, keys_bytes
-from wlb_megatron.workload.memory import GIB, ParallelLayout, StageShape
+from wlb_megatron.workload.memory import GIB, Layout, Model
 
 
 def fit_to_memory(job: TrainingJob) -> WlbConfig:
@@ -96,10 +97,10 @@ def adoptable_tokens(job: TrainingJob) -> int:
         return 0
 
 
-def model_and_layout(job: TrainingJob, memory: MemoryFlags) -> tuple[StageShape, ParallelLayout]:
+def model_and_layout(job: TrainingJob, memory: MemoryFlags) -> tuple[Model, Layout]:
     """The job in workload.memory's terms."""
     model, sizes, batches = job.model, job.sizes, job.batches
-    shape = StageShape(
+    shape = Model(
         hidden=model.hidden,
         ffn=memory.ffn,
         layers=memory.stage_layers + memory.depths,  # type: ignore[operator]  # both are numbers, or symbols
@@ -115,16 +116,9 @@ def model_and_layout(job: TrainingJob, memory: MemoryFlags) -> tuple[StageShape,
         delta_nets=model.delta_nets,
     )
     count = batches.schedule.largest // (sizes.data * batches.micro_batch_size)
-    layout = ParallelLayout(
-        tensor=sizes.tensor,
-        context=sizes.context,
-        pipeline=sizes.pipeline,
-        data=sizes.data,
-        virtual=sizes.virtual,
-        group=sizes.group or 1,
+    layout = replace(
+        sizes,
         micro_batches=-(-count // sizes.micro_step_multiple) * sizes.micro_step_multiple,
-        sequence=sizes.sequence,
-        distributed_optimizer=memory.distributed_optimizer,
         fully_sharded=memory.fully_sharded,
         losses_in_forward=job.trainer.shards_weights,
         recompute=job.recompute,

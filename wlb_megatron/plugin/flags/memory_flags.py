@@ -21,7 +21,6 @@ class MemoryFlags:
 
     stage_layers: int | str
     ffn: int
-    distributed_optimizer: bool
     fully_sharded: bool = False
     recompute_layers: int = 1
     recompute_block: bool = False
@@ -48,7 +47,6 @@ class MemoryFlags:
         return cls(
             stage_layers=layers,
             ffn=args.ffn_hidden_size,
-            distributed_optimizer=args.use_distributed_optimizer,
             fully_sharded=bool(getattr(args, "use_torch_fsdp2", False))
             or (megatron_fsdp and strategy == "optim_grads_params"),
             recompute_layers=args.recompute_num_layers or 1,

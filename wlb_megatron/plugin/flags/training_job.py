@@ -15,13 +15,13 @@ from wlb_megatron.plugin.flags.batch_sizes import BatchSizes
 from wlb_megatron.plugin.flags.data_paths import DataPaths, FineTuning
 from wlb_megatron.plugin.flags.job_profile import profile_of
 from wlb_megatron.plugin.flags.memory_flags import MemoryFlags
-from wlb_megatron.plugin.flags.rank_counts import RankCounts
+from wlb_megatron.plugin.flags.rank_counts import layout_of
 from wlb_megatron.plugin.flags.trained_model import TrainedModel, layer_kinds
 from wlb_megatron.plugin.flags.trainer import trainer_of
 from wlb_megatron.refusals import one_length
 from wlb_megatron.sharding.alignment import multiple
-from wlb_megatron.simulator.model import Sharing
 from wlb_megatron.workload.costs import Costs
+from wlb_megatron.workload.memory import Layout
 from wlb_megatron.workload.profile import Profile
 
 
@@ -58,7 +58,7 @@ class TrainingJob:
     given: WlbConfig
     config: WlbConfig
     model: TrainedModel
-    sizes: RankCounts
+    sizes: Layout
     batches: BatchSizes
     data: DataPaths
     trainer: Trainer
@@ -72,7 +72,6 @@ class TrainingJob:
     ignored_signal: int | None
     recompute: str
     recompute_blocks: int | None
-    sharing: Sharing
     one_length: bool
     timeout: int
     fine_tuning: FineTuning | None = None
@@ -84,7 +83,7 @@ class TrainingJob:
 
         WlbError where flags do not fit together or a file that one names cannot be read.
         """
-        model, sizes = TrainedModel.of(args), RankCounts.of(args)
+        model, sizes = TrainedModel.of(args), layout_of(args)
         device = RankDevice(
             on_gpu=args.distributed_backend == "nccl", index=args.local_rank, rank=getattr(args, "rank", 0)
         )
@@ -111,12 +110,6 @@ class TrainingJob:
             ignored_signal=int(args.exit_signal) if args.exit_signal_handler else None,
             recompute=args.recompute_granularity or "none",
             recompute_blocks=_recomputed_blocks(args),
-            sharing=Sharing(
-                distributed=bool(args.use_distributed_optimizer),
-                reduce_overlaps=bool(getattr(args, "overlap_grad_reduce", False)),
-                gather_overlaps=bool(getattr(args, "overlap_param_gather", False)),
-                experts=None if model.experts is None else model.experts.memory,
-            ),
             one_length=one_length(args),
             timeout=args.distributed_timeout_minutes,
             fine_tuning=FineTuning.of(args, given),

@@ -28,11 +28,12 @@ from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.simulator.calibration import with_links
 from wlb_megatron.simulator.groups import simulate_groups
 from wlb_megatron.simulator.iteration import cut_of, run_steps
-from wlb_megatron.simulator.model import LayerModel, ModelShape, ParallelSizes, Times
+from wlb_megatron.simulator.model import LayerModel, Times
 from wlb_megatron.simulator.plan_times import PlanTimes
 from wlb_megatron.workload.assumptions import Assumptions
 from wlb_megatron.workload.cost_model import CostModel
 from wlb_megatron.workload.kernel_table import KernelTable, h100
+from wlb_megatron.workload.memory import Model
 
 PredictGroups = Callable[[StepPlan, Sequence[int]], float | None]
 """Milliseconds of an iteration from its groups and the tokens of its documents."""
@@ -104,16 +105,18 @@ def _recomputed(
     in the same place.
     """
     layout = model.layout
-    columns = [loads_of(column, alignment, layout.cp) for column in zip(*plan.micro_batches, strict=True)]
-    stages = [
-        memory.stage(stage, [model.layers_of(stage, chunk) for chunk in range(layout.chunks)])
-        for stage in range(layout.pp)
+    columns = [
+        loads_of(column, alignment, layout.context) for column in zip(*plan.micro_batches, strict=True)
     ]
-    available = [memory.available(stage) for stage in range(layout.pp)]
-    if len(columns) * layout.pp > MOST_PLANNED and not in_step:
+    stages = [
+        memory.stage(stage, [model.layers_of(stage, chunk) for chunk in range(layout.virtual)])
+        for stage in range(layout.pipeline)
+    ]
+    available = [memory.available(stage) for stage in range(layout.pipeline)]
+    if len(columns) * layout.pipeline > MOST_PLANNED and not in_step:
         columns, orders = columns[dp_rank : dp_rank + 1], orders[dp_rank : dp_rank + 1]
     layers = recomputed_array(plan_step_layers(columns, orders, stages, available, in_step=in_step))
-    return np.broadcast_to(layers, (layout.dp, *layers.shape[1:]))[None]
+    return np.broadcast_to(layers, (layout.data, *layers.shape[1:]))[None]
 
 
 MOST_PLANNED = 64
@@ -239,27 +242,27 @@ def layer_model(job: TrainingJob, table: KernelTable | None = None) -> LayerMode
     table: attention's kernel times; None: cuDNN's on an H100. Raises ValueError for a model or a schedule that the
     simulator does not take.
     """
-    model, sizes = job.model, job.sizes
-    experts = job.sharing.experts
-    shape = ModelShape(
+    model, layout = job.model, job.sizes
+    experts = None if model.experts is None else model.experts.memory
+    latent = model.latent
+    shape = Model(
         layers=model.layers,
         hidden=model.hidden,
         heads=model.heads,
         kv_heads=model.kv_heads,
         ffn=model.active_ffn + (0 if experts is None else experts.shared),
         vocab=model.vocabulary or LARGE_VOCABULARY,
-        channels=(model.head_dim + model.value_dim) // 2,
+        head_dim=(model.head_dim + model.value_dim) // 2,
         gated=model.gated,
-        projections=None if model.latent is None else model.latent.parameters(model.hidden, model.heads),
+        experts=experts,
+        projections=None if latent is None else latent.parameters(model.hidden, model.heads),
         delta_nets=model.delta_nets,
     )
+    if layout.virtual > 1 and layout.micro_step_multiple != layout.pipeline:
+        raise ValueError(
+            f"an interleaved schedule by groups of {layout.group} micro-batches on {layout.pipeline} stages"
+        )
     measured = h100() if table is None else table
-    layout = ParallelSizes(
-        tp=sizes.tensor, cp=sizes.context, pp=sizes.pipeline, dp=sizes.data, chunks=sizes.virtual
-    )
-    group = sizes.group or layout.pp
-    if layout.chunks > 1 and group != layout.pp:
-        raise ValueError(f"an interleaved schedule by groups of {group} micro-batches on {layout.pp} stages")
     return LayerModel(
         shape=shape,
         layout=layout,
@@ -269,7 +272,6 @@ def layer_model(job: TrainingJob, table: KernelTable | None = None) -> LayerMode
         recompute=job.recompute,
         recompute_blocks=job.recompute_blocks,
         regather=job.given.regather_keys,
-        sharing=job.sharing,
     )
 
 

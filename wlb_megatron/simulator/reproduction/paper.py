@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from wlb_megatron.simulator.model import ModelShape, ParallelSizes
+from wlb_megatron.workload.memory import Layout, Model
 
 K = 1024
 
 SHAPES = {
-    "550M": ModelShape(layers=24, hidden=1024, heads=16, kv_heads=8, ffn=2816),
-    "7B": ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=11008),
-    "30B": ModelShape(layers=48, hidden=7168, heads=56, kv_heads=8, ffn=19200),
-    "70B": ModelShape(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672),
-    "405B": ModelShape(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248),
+    "550M": Model(layers=24, hidden=1024, heads=16, kv_heads=8, ffn=2816),
+    "7B": Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=11008),
+    "30B": Model(layers=48, hidden=7168, heads=56, kv_heads=8, ffn=19200),
+    "70B": Model(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672),
+    "405B": Model(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248),
 }
 """LLaMA-like, as the paper says, but not given by it: these are ours, all with 8 key-value heads as Llama 3."""
 
@@ -25,7 +25,7 @@ class Setting(NamedTuple):
 
     model: str
     window: int
-    layout: ParallelSizes
+    layout: Layout
     speedup: float | None = None
     windows: int | None = None
 
@@ -35,13 +35,18 @@ class Setting(NamedTuple):
 
     @property
     def micro_batches(self) -> int:
-        return self.windows or self.layout.pp
+        return self.windows or self.layout.pipeline
 
 
 def _setting(
     model: str, window: int, tp: int, cp: int, pp: int, dp: int, speedup: float | None = None
 ) -> Setting:
-    return Setting(model, window * K, ParallelSizes(tp=tp, cp=cp, pp=pp, dp=dp), speedup)
+    return Setting(
+        model,
+        window * K,
+        Layout(tensor=tp, context=cp, pipeline=pp, data=dp, distributed_optimizer=True),
+        speedup,
+    )
 
 
 CONFIGURATIONS = (
@@ -54,7 +59,7 @@ CONFIGURATIONS = (
     _setting("70B", 64, 16, 4, 4, 1),
     _setting("70B", 128, 16, 4, 4, 1),
 )
-INTERLEAVED = tuple(s._replace(layout=replace(s.layout, chunks=2), speedup=None) for s in CONFIGURATIONS)
+INTERLEAVED = tuple(s._replace(layout=replace(s.layout, virtual=2), speedup=None) for s in CONFIGURATIONS)
 MANY = tuple(s._replace(windows=16, speedup=None) for s in CONFIGURATIONS)
 """The same jobs with two model chunks a stage, and with 16 windows a step: both ours, with less of a bubble."""
 WINDOWS = tuple(

@@ -203,6 +203,6 @@ def large_job(inputs: Inputs, scheme: str) -> dict[str, Any]:
         "ns_per_token": simulated.ns_per_token,
         "imbalance": simulated.imbalance,
         "gpu_max_over_min": float((flat.max(axis=1) / flat.min(axis=1)).mean()),
-        "heat": np.round(simulated.busy.mean(axis=0).reshape(-1, setting.layout.cp) / 1e6, 3).tolist(),
-        "heat_of_one": np.round(simulated.busy[0].reshape(-1, setting.layout.cp) / 1e6, 3).tolist(),
+        "heat": np.round(simulated.busy.mean(axis=0).reshape(-1, setting.layout.context) / 1e6, 3).tolist(),
+        "heat_of_one": np.round(simulated.busy[0].reshape(-1, setting.layout.context) / 1e6, 3).tolist(),
     }

@@ -173,7 +173,7 @@ def _refuse_few(inputs: Inputs, large: bool) -> None:
     """WlbError for documents that the largest step would take hundreds of times."""
     settings = (*CONFIGURATIONS, *((LARGE_JOB,) if large else ()))
     for setting in settings if inputs.lengths is not None else ():
-        step = setting.window * setting.micro_batches * setting.layout.dp
+        step = setting.window * setting.micro_batches * setting.layout.data
         if problem := too_small(inputs.lengths_for(setting.window), step):
             raise WlbError(problem.removesuffix(", or a shorter --window"))
 

@@ -73,17 +73,17 @@ def _planner(
     """The planner that would also train a job of these settings; only the paper's queues are not a setting."""
     layout, window = setting.layout, setting.window
     name, _, count = packing.rpartition("-") if packing[-1].isdigit() else (packing, "", "1")
-    aligned = multiple(layout.cp, layout.tp)
+    aligned = multiple(layout.context, layout.tensor)
     if name == "paper":
         limits = Limits(
-            bins=setting.micro_batches * layout.dp,
+            bins=setting.micro_batches * layout.data,
             window=window,
             capacity=lmax(WlbConfig(), window, aligned),
             max_documents=WlbConfig().max_documents,
             max_delay=UNBOUNDED,
         )
         thresholds = [int(share * window) for share in QUEUES[int(count)]]
-        packer = VarlenPacker(cost, limits, thresholds, Ranks(layout.dp), by_balance=False)
+        packer = VarlenPacker(cost, limits, thresholds, Ranks(layout.data), by_balance=False)
         return Planner(stream, packer, global_tokens=limits.bins * window)
     config = (
         WlbConfig(micro_batches_per_window=per_window)
@@ -97,9 +97,9 @@ def _planner(
         cost=cost,
         window=window,
         micro_batches=setting.micro_batches,
-        dp=layout.dp,
-        pp=layout.pp,
-        vpp=layout.chunks,
+        dp=layout.data,
+        pp=layout.pipeline,
+        vpp=layout.virtual,
         alignment=aligned,
         sample=sample_lengths(lengths, window, "split"),
     )
@@ -110,16 +110,16 @@ def shard_run(plans: Sequence[IterationPlan], sharding: str, model: LayerModel) 
     """Shard plans of a run. sharding: one of registry.SHARDINGS, or paper-adaptive: the faster, as predicted, of
     per-sequence and per-document."""
     layout = model.layout
-    aligned = multiple(layout.cp, layout.tp)
+    aligned = multiple(layout.context, layout.tensor)
     if sharding != "paper-adaptive":
-        return cut_plans(plans, layout.cp, aligned, sharding, model.table)
+        return cut_plans(plans, layout.context, aligned, sharding, model.table)
     lengths = [
         padded_lengths(micro_batch, aligned)
         for plan in plans
         for row in plan.micro_batches
         for micro_batch in row
     ]
-    first, second = (shard_all(lengths, layout.cp, kind) for kind in ("per-sequence", "per-document"))
+    first, second = (shard_all(lengths, layout.context, kind) for kind in ("per-sequence", "per-document"))
     flat = iter(_faster(first, second, model))
     return [[[next(flat) for _ in row] for row in plan.micro_batches] for plan in plans]
 
@@ -155,11 +155,11 @@ def perfectly_balanced(
             for before, one in zip(prefixes, lengths, strict=True)
         ]
     )
-    whole = whole / [len(grid) for grid in grids] / layout.cp + model.table.call
+    whole = whole / [len(grid) for grid in grids] / layout.context + model.table.call
 
     def several(chosen: list[int]) -> Simulated:
-        shape = len(chosen), len(plans[chosen[0]].micro_batches), layout.dp
-        each = np.broadcast_to(whole[chosen, None, None, None], (*shape, layout.cp))
+        shape = len(chosen), len(plans[chosen[0]].micro_batches), layout.data
+        each = np.broadcast_to(whole[chosen, None, None, None], (*shape, layout.context))
         held = np.broadcast_to(tokens[chosen, None, None], shape)
         again = None if recomputed is None else np.stack([recomputed[at] for at in chosen])
         return run_steps(held, model.attention_ways(each), model, blocking=True, recomputed=again)
