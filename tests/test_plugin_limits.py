@@ -27,11 +27,11 @@ from wlb_megatron.plugin.flags.limits import (
 )
 from wlb_megatron.plugin.flags.training_job import TrainingJob
 from wlb_megatron.plugin.plans.first_lines import _of_recomputation
-from wlb_megatron.workload.chunk_memory import chunked_bytes
 from wlb_megatron.workload.memory import (
     GIB,
     Layout,
     Model,
+    chunked_bytes,
     chunks_in_flight,
     logits_bytes,
     memory_needed,
@@ -198,6 +198,8 @@ ARRIVES = {
     "recompute_layers": ({"recompute_num_layers": 3}, 3),
     "recompute_block": ({"recompute_method": "block"}, True),
     "keep_keys": ({"wlb_regather_keys": True}, False),
+    "reduce_overlaps": ({"overlap_grad_reduce": True}, True),
+    "gather_overlaps": ({"overlap_param_gather": True}, True),
 }
 """Megatron's arguments that set a field of the layout, and its value then."""
 

@@ -15,13 +15,13 @@ from wlb_megatron.pipeline.step_law import StageRoom, StepLaw, most_held
 from wlb_megatron.recompute.kept_layers import KeptLayers, Load
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.simulator.model import LayerModel
-from wlb_megatron.workload.chunk_memory import attended_bytes
 from wlb_megatron.workload.memory import (
     GIB,
     DeltaNets,
     Experts,
     Layout,
     Model,
+    attended_bytes,
     layer_bytes,
     layers_bytes,
     micro_batch_bytes,

@@ -15,21 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb_megatron.errors import WlbError
-from wlb_megatron.workload.chunk_memory import (
-    attended_bytes,
-    chunked_bytes,
-    fit_chunks,
-    fit_document,
-    keys_bytes,
-)
 from wlb_megatron.workload.memory import (
     GIB,
     Experts,
     Layout,
     Model,
+    attended_bytes,
+    chunked_bytes,
     chunks_in_flight,
+    fit_chunks,
+    fit_document,
     fit_max_tokens,
     kept_bytes,
+    keys_bytes,
     logits_bytes,
     memory_needed,
     token_bytes,

@@ -10,12 +10,13 @@ from wlb_megatron.errors import WlbError
 from wlb_megatron.packing.chunks.choose_chunks import chunk_capacity, holds_whole, settings_refused
 from wlb_megatron.packing.chunks.chunk_packer import held
 from wlb_megatron.pipeline.step_law import StageRoom
-from wlb_megatron.workload.chunk_memory import chunked_bytes, fit_chunks
 from wlb_megatron.workload.memory import (
     GIB,
     Experts,
     Layout,
     Model,
+    chunked_bytes,
+    fit_chunks,
     fit_max_tokens,
     memory_needed,
     micro_batches_in_flight,

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from wlb_megatron.workload.chunk_memory import attended_bytes
 from wlb_megatron.workload.memory import (
     ATTENDS,
     WHOLE,
@@ -19,6 +18,7 @@ from wlb_megatron.workload.memory import (
     Layout,
     Model,
     apart_bytes,
+    attended_bytes,
     attention_bytes,
     attention_parameters,
     busy_bytes,

@@ -34,12 +34,12 @@ from wlb_megatron.recompute.kept_layers import Load, floor_peak
 from wlb_megatron.recompute.step_layers import stage_orders
 from wlb_megatron.report.table import write_csv
 from wlb_megatron.simulator.lengths import long_tailed
-from wlb_megatron.workload.chunk_memory import chunked_bytes
 from wlb_megatron.workload.memory import (
     GIB,
     Experts,
     Layout,
     Model,
+    chunked_bytes,
     token_bytes,
     weight_bytes,
 )

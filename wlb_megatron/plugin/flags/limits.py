@@ -15,8 +15,7 @@ from wlb_megatron.packing.memory_limits import GpuMemory, with_lmax
 from wlb_megatron.plugin.flags.memory_flags import MemoryFlags
 from wlb_megatron.plugin.flags.trained_model import LARGE_VOCABULARY
 from wlb_megatron.plugin.flags.training_job import TrainingJob
-from wlb_megatron.workload.chunk_memory import fit_document, keys_bytes
-from wlb_megatron.workload.memory import GIB, Layout, Model
+from wlb_megatron.workload.memory import GIB, Layout, Model, fit_document, keys_bytes
 
 
 def fit_to_memory(job: TrainingJob) -> WlbConfig:
