@@ -36,7 +36,8 @@ def test_the_papers_configurations_have_its_gpus_and_batches():
     assert [s.layout.gpus for s in CONFIGURATIONS] == [32, 32, 32, 64, 64, 128, 256, 256]
     assert all(s.micro_batches == s.layout.pipeline for s in CONFIGURATIONS)
     assert paper.LARGE_JOB.layout.gpus == 8192
-    sizes = [SHAPES[m].parameters / 1e9 for m in ("550M", "7B", "30B", "70B", "405B")]
+    names = ("550M", "7B", "30B", "70B", "405B")
+    sizes = [LayerModel(shape=SHAPES[name], layout=paper.Layout()).parameters / 1e9 for name in names]
     assert sizes == pytest.approx([0.55, 7, 30, 70, 405], rel=0.11)
 
 
