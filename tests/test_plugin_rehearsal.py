@@ -19,8 +19,13 @@ from wlb_megatron.plugin.micro_batches.loaded import Layout
 from wlb_megatron.plugin.micro_batches.planning import ShardSettings
 from wlb_megatron.plugin.step.kept_state import KeptState
 from wlb_megatron.plugin.step.rehearsal import longest_micro_batches, rehearse, text
+from wlb_megatron.recompute.kept_layers import plan_kept_layers
+from wlb_megatron.recompute.step_layers import stage_orders
 from wlb_megatron.refusals import RefusedHere
 from wlb_megatron.workload.kernel_table import h100
+from wlb_megatron.workload.memory import Layout as StageLayout
+from wlb_megatron.workload.memory import Model
+from wlb_megatron.workload.stage_memory import stage_memory
 
 
 @pytest.fixture
@@ -86,6 +91,19 @@ def test_a_document_in_chunks_is_rehearsed_whole_with_every_micro_batch_full(
     assert {micro_batch.chunk_groups for micro_batch in planned} == {(4,)}
     assert [micro_batch.shard.prefixes.max() for micro_batch in planned] == [0, 24, 48, 0]
     assert rehearsal.sizes.prefix == 60
+
+
+@pytest.mark.parametrize("pattern", ["*-*-", "-*-*"])
+def test_a_hybrid_models_rehearsal_keeps_every_layer_that_memory_has_room_for(
+    documents: tuple[Blend, list[list[int]]], pattern: str
+) -> None:
+    corpus, _ = documents
+    settings = ShardSettings(0, 2, 2, "hybrid", h100(), keeps_layers=True)
+    (batch,) = longest_micro_batches(24, 16, settings, Layout(0, 1, 8, True), corpus).batches
+    model = Model(hidden=64, ffn=256, layers=pattern, heads=4, kv_heads=2)
+    memory = stage_memory(model, StageLayout(context=2, recompute="full"), 0, [pattern])
+    plan = plan_kept_layers(stage_orders(1, 1, 1, None)[0], batch.planned.loads, memory, 1 << 40)
+    assert plan.fits and plan.recomputed == ((0,),)
 
 
 @dataclass

@@ -34,6 +34,7 @@ from wlb_megatron.sharding.chunks import links_of
 from wlb_megatron.sharding.cut import cut
 from wlb_megatron.sharding.segments import ShardPlan
 from wlb_megatron.sharding.select import shard_all
+from wlb_megatron.workload.cost_model import UNITS_PER_TOKEN
 
 REHEARSAL = -1
 """Iteration number of a rehearsed micro-batch."""
@@ -89,7 +90,9 @@ def longest_micro_batches(
     )
     loads: tuple[Load, ...] = ()
     if settings.keeps_layers:
-        column = [MicroBatch(pieces, sum(piece.tokens for piece in pieces)) for pieces in rows]
+        column = [
+            MicroBatch(pieces, UNITS_PER_TOKEN * sum(piece.tokens for piece in pieces)) for pieces in rows
+        ]
         loads = tuple(loads_of(column, settings.alignment, settings.cp_size))
     batches = []
     for number, (pieces, plan) in enumerate(zip(rows, plans, strict=True)):
